@@ -1,0 +1,342 @@
+"""The configuration of a vision-language run: nested dataclasses, checked on construction.
+
+Leaf names are unique over the tree, so that the flat spelling (``--n_samples_per_prompt 8``) reaches the same field as
+``--rollout.n_samples_per_prompt 8`` and ``rollout.n_samples_per_prompt=8``. Names and defaults follow LightRFT and
+OpenRLHF where those have them. Lengths are in tokens, learning rates per optimizer step, times in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..errors import ConfigError
+
+EMBEDDED = "embedded"
+
+ADVANTAGE_ESTIMATORS = ("gae", "rloo", "reinforce", "reinforce_baseline", "group_norm", "grpo", "dr_grpo", "cpgd")
+POLICY_LOSSES = ("ppo", "gspo", "gmpo", "cispo", "cpgd")
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+TIS_MODES = ("off", "token", "sequence")
+ENGINE_TYPES = ("vllm", "hf")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ConfigError(message) unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def one_of(name: str, value: object, allowed: tuple) -> None:
+    require(value in allowed, f"{name} is {value!r}; it must be one of: {', '.join(map(str, allowed))}")
+
+
+@dataclass
+class ModelConfig:
+    """What is trained. ``pretrain`` is a hub name, a checkpoint folder, or 'embedded' for the built-in tiny model."""
+
+    pretrain: str = EMBEDDED
+    critic_pretrain: str | None = None  # default: the actor's checkpoint with a fresh value head
+    bf16: bool = False
+    attn_implementation: str = "auto"  # auto | sdpa | eager | flash_attention_2
+    gradient_checkpointing: bool = False
+    freeze_prefix: str = ""  # comma-separated parameter prefixes; 'true' means the vision tower
+    lora_rank: int = 0
+    lora_alpha: int = 16
+    lora_dropout: float = 0.0
+    target_modules: str = "all-linear"  # or a comma-separated list of module names
+    trust_remote_code: bool = False
+    embedded_tie_embeddings: bool = False  # the embedded model with tied input and output embeddings
+    embedded_family: str = "qwen2_5_vl"  # qwen2_vl | qwen2_5_vl | qwen3_vl | qwen2 (text only)
+
+    def __post_init__(self) -> None:
+        one_of("attn_implementation", self.attn_implementation, ("auto", "sdpa", "eager", "flash_attention_2"))
+        one_of("embedded_family", self.embedded_family, ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2"))
+        require(self.lora_rank >= 0, f"lora_rank is {self.lora_rank}; 0 turns LoRA off, larger values set its rank")
+        require(0 <= self.lora_dropout < 1, f"lora_dropout is {self.lora_dropout}; it must lie in [0, 1)")
+
+
+@dataclass
+class DataConfig:
+    """Where prompts come from: jsonl, json, parquet, a Hugging Face data set folder; several, comma-separated."""
+
+    prompt_data: str = EMBEDDED
+    prompt_data_probs: str | None = None  # comma-separated mixing probabilities, one per data set
+    prompt_split: str = "train"
+    eval_data: str | None = None  # default: the embedded held-out split when prompt_data is embedded
+    eval_split: str = "test"
+    max_samples: int = 100_000_000
+    max_eval_samples: int = 500
+    input_key: str = "prompt"
+    images_key: str = "images"
+    videos_key: str = "videos"
+    reference_key: str = "reference"
+    label_key: str = "label"
+    apply_chat_template: bool = True
+    system_prompt: str | None = None
+    image_root: str | None = None  # folder that relative image paths start from; default: the data file's folder
+    on_bad_row: str = "error"  # error | skip (skipped rows are counted and reported)
+    on_long_prompt: str = "error"  # error | skip
+    allow_remote_media: bool = False  # fetch http(s) images named in rows; private addresses stay refused
+    max_image_pixels: int = 50_000_000  # refused before decoding
+    min_pixels: int | None = None  # passed to the image processor: images are resized into [min, max] pixels
+    max_pixels: int | None = None
+
+    def __post_init__(self) -> None:
+        one_of("on_bad_row", self.on_bad_row, ("error", "skip"))
+        one_of("on_long_prompt", self.on_long_prompt, ("error", "skip"))
+        require(self.max_samples > 0, "max_samples must be positive")
+        require(self.max_eval_samples >= 0, "max_eval_samples must not be negative")
+
+
+@dataclass
+class RolloutConfig:
+    """How responses are sampled, and how many."""
+
+    engine_type: str = "vllm"
+    engine_tp_size: int = 1
+    engine_mem_util: float = 0.5
+    enable_engine_sleep: bool = True  # free the engine's memory while training; CUDA only
+    limit_mm_image_per_prompt: int = 10
+    limit_mm_video_per_prompt: int = 1
+    rollout_batch_size: int = 128  # prompts a step, over all ranks
+    micro_rollout_batch_size: int = 8  # samples a forward, per rank
+    n_samples_per_prompt: int = 8
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    prompt_max_len: int = 1024
+    generate_max_len: int = 1024
+    min_new_tokens: int = 1
+    use_fire: bool = False  # first token at first_token_temperature (arXiv 2410.21236)
+    first_token_temperature: float = 10.0
+    dynamic_sampling: bool = False  # DAPO: resample until the batch holds only groups with different rewards
+    dynamic_sampling_max_tries: int = 4
+    parity_samples: int = 4  # rollouts re-scored by the trainer after each weight sync; 0 turns the gate off
+    parity_tolerance: float | None = None  # default: 1e-4 in fp32, 0.1 in bf16
+
+    def __post_init__(self) -> None:
+        one_of("engine_type", self.engine_type, ENGINE_TYPES)
+        for name in (
+            "engine_tp_size", "rollout_batch_size", "micro_rollout_batch_size", "n_samples_per_prompt",
+            "prompt_max_len", "generate_max_len", "dynamic_sampling_max_tries", "limit_mm_image_per_prompt",
+        ):  # fmt: skip
+            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be positive")
+        require(self.temperature > 0, f"temperature is {self.temperature}; log-probs need a positive temperature")
+        require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must lie in (0, 1]")
+        require(self.top_k == -1 or self.top_k > 0, f"top_k is {self.top_k}; use -1 to turn it off")
+        require(0 < self.engine_mem_util < 1, f"engine_mem_util is {self.engine_mem_util}; it must lie in (0, 1)")
+        require(0 <= self.min_new_tokens <= self.generate_max_len, "min_new_tokens must lie in [0, generate_max_len]")
+        require(self.first_token_temperature > 0, "first_token_temperature must be positive")
+        require(self.parity_samples >= 0, "parity_samples must not be negative")
+
+
+@dataclass
+class RewardConfig:
+    """How rollouts are scored; see docs/rewards.md."""
+
+    reward_fn: str | None = None  # path.py:function
+    reward_pretrain: str | None = None  # local reward model folders, comma-separated, each optionally name=folder
+    remote_rm_url: str | None = None  # URLs, comma-separated, or path.py with reward_func
+    reward_recipe: str | None = None  # YAML or JSON file, or inline YAML: {label: [[type, key, weight], ...]}
+    reward_wire: str = "lightrft"  # lightrft | openrlhf: JSON form of remote_rm_url
+    reward_timeout: float = 60.0  # deadline of one remote call, seconds, retries included
+    reward_retries: int = 3  # on connection errors, 429 and 5xx only
+    reward_concurrency: int = 32  # remote requests in flight at once
+    reward_max_invalid: float = 0.5  # share of invalid scores in one step above which the run stops
+    reward_token_env: str | None = None  # environment variable that holds the bearer token of remote rewards
+    reward_image_format: str = "png"  # png (lossless) | jpeg
+    reward_fn_timeout: float | None = None  # run user callables in a subprocess with this limit, seconds
+    reward_transport: str = "inprocess"  # inprocess | ray: where local scorers run
+    reward_cpu_offload: bool = True  # keep local reward models off the accelerator between uses
+
+    def __post_init__(self) -> None:
+        one_of("reward_wire", self.reward_wire, ("lightrft", "openrlhf"))
+        one_of("reward_image_format", self.reward_image_format, ("png", "jpeg"))
+        one_of("reward_transport", self.reward_transport, ("inprocess", "ray"))
+        require(self.reward_timeout > 0, "reward_timeout must be positive")
+        require(self.reward_retries >= 0, "reward_retries must not be negative")
+        require(self.reward_concurrency > 0, "reward_concurrency must be positive")
+        require(0 <= self.reward_max_invalid <= 1, "reward_max_invalid is a share and must lie in [0, 1]")
+
+
+@dataclass
+class AlgorithmConfig:
+    """Advantages, losses, KL and reward shaping; formulas and sources in docs/algorithms.md."""
+
+    advantage_estimator: str = "group_norm"
+    policy_loss: str = "ppo"
+    loss_agg_mode: str = "token-mean"
+    eps_clip: float = 0.2
+    eps_clip_high: float | None = None  # clip-higher (DAPO); default: eps_clip
+    dual_clip: float | None = None  # lower bound factor for negative advantages, > 1
+    value_clip: float = 0.2
+    gamma: float = 1.0
+    lambd: float = 0.95
+    init_kl_coef: float = 0.01
+    kl_target: float | None = None  # set: adaptive controller
+    kl_horizon: int = 10_000
+    kl_estimator: str = "k1"
+    use_kl_loss: bool = False  # KL as a loss term instead of in the reward
+    entropy_coef: float = 0.0
+    high_entropy_token_ratio: float = 1.0  # train on this top share of tokens by entropy (arXiv 2506.01939)
+    cpgd_alpha: float = 0.0  # weight of the policy-drift term of the cpgd loss
+    tis_mode: str = "off"  # truncated importance sampling for rollout/trainer mismatch
+    tis_cap: float = 2.0
+    tis_mask: bool = False  # drop tokens (sequences) above the cap instead of truncating their weight
+    overlong_buffer: bool = False
+    overlong_buffer_len: int = 1024
+    overlong_buffer_penalty_factor: float = 1.0
+    reward_running_norm: bool = False
+    reward_running_norm_minus_mean: bool = False
+    reward_clip: float = 0.0  # 0 turns it off; else rewards are clamped into [-reward_clip, reward_clip]
+    advantages_norm: bool = False
+    advantage_clip: float = 0.0  # 0 turns it off
+
+    def __post_init__(self) -> None:
+        one_of("advantage_estimator", self.advantage_estimator, ADVANTAGE_ESTIMATORS)
+        one_of("policy_loss", self.policy_loss, POLICY_LOSSES)
+        one_of("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
+        one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        one_of("tis_mode", self.tis_mode, TIS_MODES)
+        require(self.eps_clip > 0, "eps_clip must be positive")
+        require(self.dual_clip is None or self.dual_clip > 1, "dual_clip must be larger than 1")
+        require(0 < self.high_entropy_token_ratio <= 1, "high_entropy_token_ratio must lie in (0, 1]")
+        require(0 <= self.gamma <= 1 and 0 <= self.lambd <= 1, "gamma and lambd must lie in [0, 1]")
+        require(self.init_kl_coef >= 0, "init_kl_coef must not be negative")
+        require(self.tis_cap > 0, "tis_cap must be positive")
+        require(self.reward_clip >= 0 and self.advantage_clip >= 0, "reward_clip and advantage_clip: 0 or positive")
+
+
+@dataclass
+class TrainConfig:
+    """Optimization. Batch sizes count samples over all ranks, micro-batch sizes count samples per rank."""
+
+    train_batch_size: int = 128
+    micro_train_batch_size: int = 8
+    max_tokens_per_batch: int = 0  # with packing: fill each micro-batch up to this many tokens instead of by count
+    packing_samples: bool = False
+    num_episodes: int = 1  # passes over the prompt data
+    max_epochs: int = 1  # passes over the replay buffer for each rollout
+    max_steps: int = -1  # rollout steps; -1: as many as num_episodes gives
+    actor_learning_rate: float = 1e-6
+    critic_learning_rate: float = 9e-6
+    lr_warmup_ratio: float = 0.03
+    lr_scheduler: str = "cosine_with_min_lr"  # cosine_with_min_lr | constant_with_warmup | linear
+    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    l2: float = 0.0
+    max_norm: float = 1.0
+    freezing_actor_steps: int = -1  # PPO: train the critic alone for this many steps first
+    enable_ema: bool = False
+    ema_beta: float = 0.992
+    max_nonfinite_steps: int = 3  # abort after this many skipped steps in a row
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        for name in ("train_batch_size", "micro_train_batch_size", "num_episodes", "max_epochs", "max_nonfinite_steps"):
+            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be positive")
+        one_of("lr_scheduler", self.lr_scheduler, ("cosine_with_min_lr", "constant_with_warmup", "linear"))
+        require(self.max_steps == -1 or self.max_steps > 0, "max_steps must be positive, or -1 for no limit")
+        require(self.actor_learning_rate >= 0 and self.critic_learning_rate >= 0, "learning rates must not be negative")
+        require(0 <= self.lr_warmup_ratio <= 1, "lr_warmup_ratio must lie in [0, 1]")
+        require(len(self.adam_betas) == 2, "adam_betas takes two numbers")
+        require(0 <= self.ema_beta < 1, "ema_beta must lie in [0, 1)")
+        require(
+            self.max_tokens_per_batch == 0 or self.packing_samples,
+            "max_tokens_per_batch fills packed batches: add --packing_samples",
+        )
+
+
+@dataclass
+class DistributedConfig:
+    """DeepSpeed ZeRO and process groups."""
+
+    zero_stage: int = 2
+    adam_offload: bool = False
+    zpg: int = 1  # ZeRO++ hierarchical partition size
+    overlap_comm: bool = False
+    grad_accum_dtype: str | None = None  # fp32 | bf16
+    sp_size: int = 1
+    local_rank: int = -1
+    collective_timeout: float = 600.0  # seconds after which a dead or stalled rank ends all ranks
+
+    def __post_init__(self) -> None:
+        one_of("zero_stage", self.zero_stage, (0, 1, 2, 3))
+        one_of("grad_accum_dtype", self.grad_accum_dtype, (None, "fp32", "bf16"))
+        require(self.sp_size == 1, "sp_size above 1 (sequence parallelism) is not built yet; leave it at 1")
+        require(self.zpg >= 1, "zpg must be at least 1")
+        require(self.zpg == 1 or self.zero_stage == 3, "zpg belongs to ZeRO stage 3: add --zero_stage 3")
+        require(self.collective_timeout > 0, "collective_timeout must be positive")
+
+
+@dataclass
+class OutputConfig:
+    """What a run writes, how often, and where it resumes from. Steps are rollout steps."""
+
+    output_dir: str = "outputs/run"
+    save_path: str | None = None  # the final model; default: <output_dir>/checkpoint-final
+    ckpt_path: str | None = None  # default: <output_dir>
+    save_steps: int = -1
+    eval_steps: int = -1  # evaluation always runs before the first step and at the end
+    logging_steps: int = 1
+    max_ckpt_num: int = 3
+    load_checkpoint: bool = False  # same as resume_from=auto
+    resume_from: str | None = None  # a checkpoint folder, or auto
+    best_metric: str | None = None  # column of eval_metrics.csv by which the best checkpoint is kept
+    eval_samples_per_prompt: int = 4
+    eval_ema: bool = False  # evaluate the EMA weights
+    use_wandb: bool = False
+    use_tensorboard: bool = False
+    save_trajectories: bool = True
+    num_trajectories_to_save: int = 8
+    report: bool = True
+    run_name: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.logging_steps > 0, "logging_steps must be positive")
+        require(self.max_ckpt_num > 0, "max_ckpt_num must be positive")
+        require(self.eval_samples_per_prompt > 0, "eval_samples_per_prompt must be positive")
+        require(self.num_trajectories_to_save >= 0, "num_trajectories_to_save must not be negative")
+
+
+@dataclass
+class RunConfig:
+    """The whole configuration of a vision-language run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def __post_init__(self) -> None:
+        algorithm, rollout, train = self.algorithm, self.rollout, self.train
+        require(
+            algorithm.use_kl_loss is False or algorithm.init_kl_coef > 0,
+            "use_kl_loss needs a positive init_kl_coef",
+        )
+        if algorithm.advantage_estimator in ("rloo", "reinforce_baseline", "group_norm", "grpo", "dr_grpo", "cpgd"):
+            require(
+                rollout.n_samples_per_prompt > 1,
+                f"advantage_estimator {algorithm.advantage_estimator} compares samples of one prompt: "
+                f"n_samples_per_prompt is {rollout.n_samples_per_prompt}, it must be at least 2",
+            )
+        require(
+            not (rollout.dynamic_sampling and rollout.n_samples_per_prompt < 2),
+            "dynamic_sampling needs n_samples_per_prompt of at least 2",
+        )
+        require(
+            (rollout.rollout_batch_size * rollout.n_samples_per_prompt) % train.train_batch_size == 0,
+            f"rollout_batch_size * n_samples_per_prompt = {rollout.rollout_batch_size * rollout.n_samples_per_prompt} "
+            f"does not divide into train batches of {train.train_batch_size}",
+        )
+        require(
+            self.train.freezing_actor_steps <= 0 or algorithm.advantage_estimator == "gae",
+            "freezing_actor_steps trains the critic alone: it needs advantage_estimator gae",
+        )
+        require(
+            not (self.output.eval_ema and not train.enable_ema), "eval_ema evaluates the EMA weights: add --enable_ema"
+        )

@@ -1,0 +1,83 @@
+"""Rollouts between generation and experience: one `Samples` holds one micro-batch of B samples, padded to S and A.
+
+The last A columns of `sequences` are the actions (response tokens): prompts are left-padded, responses right-padded.
+`SamplesVL` adds what the vision tower reads; a text-only sample in it has zero images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+T = torch.Tensor
+
+
+@dataclass
+class Samples:
+    """One micro-batch of rollouts.
+
+    sequences (B, S) long; attention_mask (B, S) long, 1 on real tokens; action_mask (B, A) bool, true on sampled
+    tokens; rollout_log_probs (B, A) float32, the engine's log-probs at the sampling temperature, 0 where masked.
+    group_ids (B) long: samples of one prompt share one id; sample_ids (B) long: index in the global batch.
+    truncated (B) bool: the response hit the length limit. Text fields are lists of length B.
+    The reward engine fills rewards (B) float32, reward_valid (B) bool and reward_metrics {name: (B)}.
+    """
+
+    sequences: T
+    attention_mask: T
+    action_mask: T
+    group_ids: T
+    sample_ids: T
+    truncated: T
+    prompts: list[str]  # after the chat template
+    responses: list[str]  # decoded, without special tokens when skip_special_tokens
+    labels: list[str | None]
+    references: list[Any]
+    metadata: list[dict[str, Any]]  # the other columns of the data row
+    rollout_log_probs: T | None = None
+    policy_version: int = 0
+    rewards: T | None = None
+    reward_valid: T | None = None
+    reward_metrics: dict[str, T] = field(default_factory=dict)
+
+    @property
+    def num_actions(self) -> int:
+        return self.action_mask.shape[1]
+
+    @property
+    def response_length(self) -> T:
+        """(B) long: sampled tokens of each response."""
+        return self.action_mask.sum(dim=1)
+
+    @property
+    def total_length(self) -> T:
+        """(B) long: real tokens of each sequence."""
+        return self.attention_mask.sum(dim=1)
+
+    @property
+    def queries(self) -> list[str]:
+        """Prompt and response of each sample in one string."""
+        return [prompt + response for prompt, response in zip(self.prompts, self.responses)]
+
+    def __len__(self) -> int:
+        return self.sequences.shape[0]
+
+
+@dataclass
+class SamplesVL(Samples):
+    """Samples with vision inputs; patches and grids of all samples are concatenated in sample order.
+
+    pixel_values (sum of patches, patch_dim); image_grid_thws (sum of images, 3); image_counts (B) long; the same for
+    videos. raw_images: for each sample its PIL images (an empty list without any), shared, not copied, in a group.
+    """
+
+    pixel_values: T | None = None
+    image_grid_thws: T | None = None
+    image_counts: T | None = None
+    pixel_values_videos: T | None = None
+    video_grid_thws: T | None = None
+    video_counts: T | None = None
+    raw_images: list[list] | None = None
+    raw_videos: list[list] | None = None

@@ -1,0 +1,63 @@
+"""Collectives that are also right in a single process without a process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size() -> int:
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if is_initialized() else 0
+
+
+def is_rank_0() -> bool:
+    return rank() == 0
+
+
+def barrier() -> None:
+    if is_initialized():
+        dist.barrier()
+
+
+def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over all ranks; a new tensor, the argument stays as it was."""
+    total = tensor.clone()
+    if is_initialized():
+        dist.all_reduce(total, op=dist.ReduceOp.SUM)
+    return total
+
+
+def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
+    """Largest over all ranks, elementwise; a new tensor."""
+    largest = tensor.clone()
+    if is_initialized():
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest
+
+
+def all_gather_object(value: Any) -> list[Any]:
+    """The values of all ranks, in rank order. Pickles inside the process group only: never for data from outside."""
+    if not is_initialized():
+        return [value]
+    gathered: list[Any] = [None] * world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def broadcast_object(value: Any, source: int = 0) -> Any:
+    """Rank `source`'s value on every rank."""
+    if not is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]

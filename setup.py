@@ -1,0 +1,32 @@
+"""Packaging of lightrft_visual. Heavy, host-dependent packages (torch, vLLM) are chosen by scripts/setup.sh."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+requirements = [
+    line.split("#")[0].strip()
+    for line in (here / "requirements.txt").read_text().splitlines()
+    if line.split("#")[0].strip()
+]
+development = {"pytest", "pytest-timeout", "hypothesis", "ruff", "setuptools", "wheel"}
+
+
+def package_name(requirement: str) -> str:
+    return re.split(r"[\[<>=!~ ;]", requirement, maxsplit=1)[0].lower()
+
+
+version = re.search(r'__version__ = "([^"]+)"', (here / "lightrft_visual" / "__init__.py").read_text()).group(1)
+
+setup(
+    name="lightrft_visual",
+    version=version,
+    description="RL post-training for models that see and models that draw",
+    python_requires=">=3.10,<3.14",
+    packages=find_packages(include=["lightrft_visual", "lightrft_visual.*"]),
+    package_data={"lightrft_visual": ["py.typed"]},
+    install_requires=[r for r in requirements if package_name(r) not in development],
+    extras_require={"dev": [r for r in requirements if package_name(r) in development], "ray": ["ray>=2.40"], "wandb": ["wandb>=0.18"]},
+)
