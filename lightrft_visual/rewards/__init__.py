@@ -1,0 +1,32 @@
+"""Rewards: one engine over callables, rules, local models, remote servers and judges; see docs/rewards.md.
+
+Names are imported on first use, so that light parts (a sandboxed callable, a rule) start without torch models.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_EXPORTS = {
+    "RewardComputationEngine": "engine",
+    "RewardBatch": "batch",
+    "RewardOutput": "batch",
+    "Failed": "batch",
+    "Recipe": "recipe",
+    "parse_recipe": "recipe",
+    "load_recipe": "recipe",
+    "recipe_from_components": "recipe",
+    "register_scorer": "registry",
+    "build_scorer": "registry",
+    "scorer_names": "registry",
+    "load_reward_fn": "callables",
+}
+
+__all__ = [*_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)

@@ -1,0 +1,89 @@
+"""The command line: every spelling of a setting, read into a list of settings in the order given."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass, field
+
+from ..errors import ConfigError
+from .aliases import BARE_VALUES
+from .leaves import Names, Setting
+
+ORIGIN = "command line"
+FALSE_WORDS = ("false", "no", "off", "0")
+BOOL_WORDS = (*FALSE_WORDS, "true", "yes", "on", "1")
+
+
+@dataclass
+class CommandLine:
+    """What was asked for: settings in order, config files in order, layers to swap, and the dry run."""
+
+    settings: list[Setting] = field(default_factory=list)
+    configs: list[str] = field(default_factory=list)
+    swaps: dict[str, str] = field(default_factory=dict)  # "/base/distributed" -> layer name
+    dry_run: bool = False
+
+
+def parse_command_line(argv: list[str], names: Names) -> CommandLine:
+    """Read ``--name value``, ``--name=value``, ``name=value``, ``--name``, ``--no_name``, ``/group=layer``.
+
+    Raises ConfigError for an unknown name, a missing value, or an argument of no such form.
+    """
+    line, tokens = CommandLine(), deque(argv)
+    while tokens:
+        token = tokens.popleft()
+        name, equals, value = token.removeprefix("--").partition("=")
+        if not equals and not token.startswith("--"):
+            raise ConfigError(f"unexpected argument {token!r}: settings are written --name value or name=value")
+        if "/" in name:
+            line.swaps["/" + name.strip("/")] = value
+        elif name in ("dry_run", "dry-run"):
+            line.dry_run = value.lower() not in FALSE_WORDS
+        elif name == "config":
+            line.configs.append(value if equals else _value(tokens, token, "a file name"))
+        else:
+            line.settings.append(Setting(name, value, ORIGIN) if equals else _flag(name, tokens, names))
+    return line
+
+
+def _flag(name: str, tokens: deque[str], names: Names) -> Setting:
+    """``--name`` whose values, if it takes any, are the tokens that follow."""
+    found = names.find(name)
+    if not found:
+        return _negated(name, names)
+    leaf = found[0][0]
+    bare = not tokens or _is_setting(tokens[0])
+    if leaf.kind == "bool":
+        return Setting(name, tokens.popleft() if tokens and tokens[0].lower() in BOOL_WORDS else True, ORIGIN)
+    if bare and leaf.name in BARE_VALUES:
+        return Setting(name, BARE_VALUES[leaf.name], ORIGIN)
+    values = [_value(tokens, f"--{name}", leaf.type_name)]
+    if leaf.kind == "list" or len(found) > 1:
+        while tokens and not _is_setting(tokens[0]):
+            values.append(tokens.popleft())
+    return Setting(name, values if len(values) > 1 else values[0], ORIGIN)
+
+
+def _negated(name: str, names: Names) -> Setting:
+    """``--no_name`` turns a bool off."""
+    if name[:3] in ("no_", "no-"):
+        found = names.find(name[3:])
+        if found and found[0][0].kind == "bool":
+            return Setting(name[3:], False, ORIGIN)
+    raise names.unknown(name, ORIGIN)
+
+
+def _value(tokens: deque[str], flag: str, wanted: str) -> str:
+    if not tokens:
+        raise ConfigError(f"{flag} takes a value ({wanted})")
+    if tokens[0].startswith("--"):
+        raise ConfigError(
+            f"{flag} takes a value ({wanted}), but {tokens[0]!r} follows; "
+            f"if that is the value, write {flag}={tokens[0]}"
+        )
+    return tokens.popleft()
+
+
+def _is_setting(token: str) -> bool:
+    return token.startswith("--") or re.match(r"/?[A-Za-z_][\w./-]*=", token) is not None

@@ -1,0 +1,188 @@
+"""The leaves of a configuration schema and the spellings that reach them.
+
+A schema is a dataclass whose fields are sections (dataclasses again) or leaves. Everything here is read from it, so
+that a leaf added there has its spellings, its help and its checks at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from io import StringIO
+from textwrap import dedent
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from ..errors import ConfigError
+from .aliases import ALIASES, DIFFERENT
+
+KINDS = {bool: "bool", int: "number", float: "number", str: "text", list: "list", tuple: "list", dict: "mapping"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value under one spelling, and where it was written: 'command line' or 'file.yaml:line'."""
+
+    name: str
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One field of the tree: its dotted path, resolved type, default, and the comment beside it in the source."""
+
+    path: str
+    hint: Any
+    default: Any
+    help: str
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def section(self) -> str:
+        return self.path.rpartition(".")[0]
+
+    @property
+    def optional(self) -> bool:
+        return self.hint is Any or NoneType in get_args(self.hint)
+
+    @property
+    def type_name(self) -> str:
+        return inspect.formatannotation(self.hint)
+
+    @property
+    def kind(self) -> str:
+        """bool | number | text | list | mapping | any: what decides how values are read."""
+        base = self.hint
+        if get_origin(base) in (Union, UnionType):
+            members = [member for member in get_args(base) if member is not NoneType]
+            base = members[0] if len(members) == 1 else Any
+        return KINDS.get(get_origin(base) or base, "any")
+
+
+def walk(schema: type, prefix: str = "") -> Iterator[Leaf]:
+    """The leaves of a schema in the order in which they are written."""
+    hints, comments = get_type_hints(schema), field_comments(schema)
+    for item in fields(schema):
+        hint, path = hints[item.name], prefix + item.name
+        if is_dataclass(hint):
+            yield from walk(hint, path + ".")
+            continue
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        yield Leaf(path, hint, default, comments.get(item.name, ""))
+
+
+def field_comments(schema: type) -> dict[str, str]:
+    """The comment beside each field of a dataclass; where a one_of check names the choices, those instead or too."""
+    source = dedent(inspect.getsource(schema))
+    notes = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(StringIO(source).readline)
+        if token.type == tokenize.COMMENT and not token.string.startswith("# fmt:")
+    }
+    body = ast.parse(source).body[0].body
+    comments = {
+        node.target.id: " ".join(notes[line] for line in range(node.lineno, node.end_lineno + 1) if line in notes)
+        for node in body
+        if isinstance(node, ast.AnnAssign)
+    }
+    for name, choices in _choices(schema, body):
+        if " | " not in comments.get(name, ""):
+            comments[name] = "; ".join(filter(None, (" | ".join(map(str, choices)), comments.get(name))))
+    return comments
+
+
+def _choices(schema: type, body: list[ast.stmt]) -> Iterator[tuple[str, tuple]]:
+    """(field, allowed values) of every ``one_of("field", self.field, allowed)`` in the class body."""
+    constants = vars(sys.modules[schema.__module__])
+    for node in (inner for statement in body for inner in ast.walk(statement)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "one_of":
+            name, _, allowed = node.args
+            values = constants[allowed.id] if isinstance(allowed, ast.Name) else ast.literal_eval(allowed)
+            yield ast.literal_eval(name), tuple(values)
+
+
+class Names:
+    """Every spelling of every leaf of a schema."""
+
+    def __init__(self, schema: type) -> None:
+        self.schema = schema
+        self.leaves = {leaf.path: leaf for leaf in walk(schema)}
+        self.sections = {path[:dot] for path in self.leaves for dot, sign in enumerate(path) if sign == "."}
+        self._paths: dict[str, list[str]] = {}  # spelling -> the paths it could mean
+        for leaf in self.leaves.values():
+            self._paths.setdefault(leaf.name, []).append(leaf.path)
+        self.aliases = self._known_aliases()
+        self._paths.update({path: [path] for path in self.leaves})
+
+    def _known_aliases(self) -> dict[str, tuple[str, ...]]:
+        known = {}
+        for alias in ALIASES:
+            paths = self._alias_paths(alias)
+            if alias not in self._paths and paths:
+                known[alias] = paths
+                if "." not in alias and len(paths) == 1:  # train.lr as well as lr
+                    known[f"{self.leaves[paths[0]].section}.{alias}"] = paths
+        return known
+
+    def _alias_paths(self, name: str) -> tuple[str, ...]:
+        """The paths that an alias leads to; empty where the schema has no such leaf, or more than one."""
+        found = self._paths.get(name, [])
+        if found or name not in ALIASES:
+            return tuple(found) if len(found) == 1 else ()
+        target = ALIASES[name]
+        parts = [self._alias_paths(part) for part in ((target,) if isinstance(target, str) else target)]
+        return tuple(path for part in parts for path in part) if all(parts) else ()
+
+    def find(self, name: str) -> list[tuple[Leaf, str]]:
+        """(leaf, key inside it) pairs that a spelling reaches; empty for an unknown name.
+
+        Only mappings have keys inside: ``reward.components.ocr`` is the key ``ocr`` of the leaf ``reward.components``.
+        Several pairs mean an alias that shares its values, one each. Raises ConfigError for a name of several leaves.
+        """
+        parts = name.split(".")
+        for count in range(len(parts), 0, -1):
+            spelled, rest = ".".join(parts[:count]).replace("-", "_"), ".".join(parts[count:])
+            paths = self.aliases.get(spelled) or self._paths.get(spelled, ())
+            if len(paths) > 1 and spelled not in self.aliases:
+                raise ConfigError(f"{name} is short for several settings: write one of {', '.join(paths)}")
+            found = [(self.leaves[path], rest) for path in paths]
+            if found and (not rest or found[0][0].kind in ("mapping", "any")):
+                return found
+        return []
+
+    def unknown(self, name: str, origin: str) -> ConfigError:
+        """The error for a name that reaches nothing, with advice."""
+        plain = name.replace("-", "_")
+        last = plain.rpartition(".")[2]
+        if last in DIFFERENT:
+            return ConfigError(f"unknown setting {name!r} ({origin}): {DIFFERENT[last]}")
+        if plain in self.sections:
+            example = next(path for path in self.leaves if path.startswith(plain + "."))
+            return ConfigError(f"{name!r} ({origin}) is a section; set its fields, such as {example}")
+        near = self._nearest(plain)
+        advice = f"did you mean {near!r}?" if near else "--help lists all settings"
+        return ConfigError(f"unknown setting {name!r} ({origin}); {advice}")
+
+    def _nearest(self, plain: str) -> str | None:
+        head, _, last = plain.rpartition(".")
+        if head and len(self._paths.get(last, ())) == 1:  # right name, wrong section
+            return self._paths[last][0]
+        pool = [name for name in (*self._paths, *self.aliases) if ("." in name) == bool(head)]
+        near = difflib.get_close_matches(plain, pool, n=1)
+        near = near or difflib.get_close_matches(last, self._paths, n=1, cutoff=0.5)
+        return near[0] if near else None
+
+
+@cache
+def names_of(schema: type) -> Names:
+    return Names(schema)

@@ -1,0 +1,204 @@
+"""From command line and YAML layers to one checked configuration, before anything heavy is imported.
+
+Precedence, lowest first: defaults of the schema, the preset of the embedded model (only where ``model.pretrain``
+ends up as 'embedded'), recipes with their layers in order, the command line in order. docs/recipes.md shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from ..errors import ConfigError
+from .cli import parse_command_line
+from .helptext import help_text
+from .layers import LayerReader
+from .leaves import Leaf, Names, Setting, names_of
+from .schema import EMBEDDED, RunConfig
+
+CONFIG_DIRS = (Path(__file__).resolve().parents[2] / "examples" / "configs",)
+USERINFO = re.compile(r"://[^/\s@,]+@")
+QUERY_SECRET = re.compile(r"([?&](?:api_?key|key|\w*token|secret|password)=)[^&\s,]+", re.IGNORECASE)
+NULL_WORDS = ("None", "null")
+
+
+@dataclass(frozen=True)
+class ParsedRun:
+    """A checked configuration, whether only to show it, and where each leaf that was set got its value from."""
+
+    config: Any
+    dry_run: bool = False
+    sources: Mapping[str, str] = field(default_factory=dict)  # leaf path -> 'command line' | 'file.yaml:line'
+
+
+def parse_run(
+    schema: type = RunConfig,
+    argv: Sequence[str] | None = None,
+    *,
+    config_dirs: Sequence[Path] = CONFIG_DIRS,
+    preset: str | None = "embedded_vl",
+) -> ParsedRun:
+    """Read a run's configuration from ``argv`` (default: the process's own).
+
+    ``config_dirs`` are searched for recipes and layers, after the working directory. ``preset`` names the recipe that
+    lies below everything else when the embedded model is trained. ``--help`` prints and exits with 0.
+    Raises ConfigError naming the setting and where it was written.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    names = names_of(schema)
+    if {"-h", "--help"} & set(arguments):
+        print(help_text(names))
+        raise SystemExit(0)
+    line = parse_command_line(arguments, names)
+    reader = LayerReader(names, tuple(Path(folder).resolve() for folder in config_dirs), line.swaps)
+    chosen = [setting for name in line.configs for setting in reader.read(name)] + line.settings
+    tree, sources = merge(names, chosen)
+    if preset is not None and OmegaConf.select(tree, "model.pretrain") == EMBEDDED:
+        tree, sources = merge(names, reader.read(preset) + chosen)
+    reader.check_swaps(line.swaps)
+    return ParsedRun(build(tree, sources), line.dry_run, sources)
+
+
+def load_config(schema: type = RunConfig, argv: Sequence[str] | None = None, **options: Any) -> Any:
+    """The configuration alone; with ``--dry_run`` it is printed as YAML and the process exits with 0.
+
+    Options and errors as for parse_run.
+    """
+    run = parse_run(schema, argv, **options)
+    if run.dry_run:
+        print(resolved_yaml(run.config), end="")
+        raise SystemExit(0)
+    return run.config
+
+
+def config_or_exit(schema: type = RunConfig, argv: Sequence[str] | None = None, **options: Any) -> Any:
+    """load_config for a script: a ConfigError is one line on stderr and exit code 2."""
+    try:
+        return load_config(schema, argv, **options)
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":  # once, not once a rank
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def merge(names: Names, settings: Iterable[Setting]) -> tuple[DictConfig, dict[str, str]]:
+    """Lay settings over the schema's defaults, the last one winning. Returns the tree and the origin of each leaf."""
+    tree, sources = OmegaConf.structured(names.schema), {}
+    for setting in settings:
+        found = names.find(setting.name)
+        if not found:
+            raise names.unknown(setting.name, setting.origin)
+        for (leaf, inside), value in zip(found, _shared(setting, len(found)), strict=True):
+            path = f"{leaf.path}.{inside}" if inside else leaf.path
+            _assign(tree, path, leaf, _read(leaf, inside, value, setting.origin), setting.origin)
+            sources[path] = setting.origin
+    return tree, sources
+
+
+def _shared(setting: Setting, count: int) -> list:
+    """The values of a setting that reaches ``count`` leaves."""
+    if count == 1:
+        return [setting.value]
+    values = setting.value.strip("[]").split(",") if isinstance(setting.value, str) else setting.value
+    if not isinstance(values, list) or len(values) != count:
+        raise ConfigError(f"{setting.name} ({setting.origin}) takes {count} values, found {setting.value!r}")
+    return values
+
+
+def _assign(tree: DictConfig, path: str, leaf: Leaf, value: Any, origin: str) -> None:
+    if USERINFO.search(str(value)) or QUERY_SECRET.search(str(value)):
+        raise ConfigError(
+            f"{path} ({origin}) holds a URL with a password or token in it, which would end up in files: put the "
+            "token in an environment variable and name that variable (reward_token_env for remote rewards)"
+        )
+    if "${oc.env" in str(value):
+        raise ConfigError(f"{path} ({origin}) reads the environment, whose values do not belong in files; write it out")
+    try:
+        OmegaConf.update(tree, path, value, merge=False)
+    except OmegaConfBaseException as error:
+        shown = "null" if value is None else repr(value)
+        raise ConfigError(f"{path} is {shown} ({origin}); it takes: {leaf.type_name}") from error
+
+
+def _read(leaf: Leaf, inside: str, value: Any, origin: str) -> Any:
+    """A value as the leaf's type wants it, from command line text or from YAML; type checks are left to OmegaConf."""
+    if isinstance(value, str) and value in NULL_WORDS and leaf.optional:
+        return None
+    if leaf.kind == "text":
+        return _as_text(value)
+    if inside or leaf.kind in ("mapping", "any"):
+        return _parse(value, leaf, origin) if isinstance(value, str) else value
+    if leaf.kind == "list":
+        return _as_list(value, leaf, origin)
+    return value
+
+
+def _as_text(value: Any) -> Any:
+    """Text fields that hold a comma-separated list or inline YAML may be written as YAML lists and mappings."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list) and not any(isinstance(item, list | dict) for item in value):
+        return ",".join(map(str, value))
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
+def _as_list(value: Any, leaf: Leaf, origin: str) -> Any:
+    if not isinstance(value, str):
+        return value if isinstance(value, list) else [value]
+    if value.startswith("["):
+        return _parse(value, leaf, origin)
+    return [item.strip() for item in value.split(",") if item.strip()]
+
+
+def _parse(text: str, leaf: Leaf, origin: str) -> Any:
+    try:
+        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{leaf.path} is {text!r} ({origin}), not YAML; it takes: {leaf.type_name}") from error
+
+
+def build(tree: DictConfig, sources: Mapping[str, str]) -> Any:
+    """Turn a tree into the schema's dataclasses, which runs their checks. Raises ConfigError with the origins."""
+    try:
+        return OmegaConf.to_object(tree)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} has no value ({MISSING}); it must be given") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    except ConfigError as error:
+        words = set(re.findall(r"\w+", str(error)))
+        origins = [f"{path}: {origin}" for path, origin in sources.items() if path.rpartition(".")[2] in words]
+        raise ConfigError(f"{error} ({'; '.join(origins)})" if origins else str(error)) from error
+
+
+def resolved_yaml(config: Any) -> str:
+    """The whole configuration as YAML that loads to the same one; passwords and tokens inside URLs are masked."""
+    return OmegaConf.to_yaml(OmegaConf.create(_written(asdict(config))))
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _written(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_written(item) for item in value]
+    if isinstance(value, str):  # values are final here: what looks like an interpolation is text
+        return QUERY_SECRET.sub(r"\1***", USERINFO.sub("://***@", value)).replace("${", "\\${")
+    return value
+
+
+def write_resolved(config: Any, path: str | os.PathLike[str]) -> Path:
+    """Write resolved_yaml to a file, making its folder. Returns the path."""
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(resolved_yaml(config))
+    return file

@@ -1,0 +1,19 @@
+"""The kinds of run: the schema of each, and the preset of its embedded model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Root:
+    """kind is the folder of its recipes below experiment/."""
+
+    kind: str
+    schema: type
+    preset: str
+
+
+ROOTS = (Root("vl", RunConfig, "embedded_vl"),)

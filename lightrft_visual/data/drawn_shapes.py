@@ -1,0 +1,99 @@
+"""Drawn shapes with captions: the pictures that the embedded diffusion model learns, and the templates of its scorer.
+
+Everything is a differentiable function of tensors: a picture is rendered from signed distances (negative inside), so
+the same code draws training pictures, fits templates in `rewards/functions/shape_match.py` and gives Reward FL a
+gradient. Coordinates are in units of the picture's side: x to the right, y down, both in 0..1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+T = torch.Tensor
+
+COLOURS: dict[str, tuple[float, float, float]] = {
+    "red": (0.9, 0.1, 0.1),
+    "green": (0.1, 0.7, 0.2),
+    "blue": (0.1, 0.2, 0.9),
+    "yellow": (0.95, 0.85, 0.1),
+    "purple": (0.6, 0.1, 0.7),
+    "black": (0.05, 0.05, 0.05),
+}
+SHAPES = ("circle", "square", "triangle", "cross")
+BACKGROUND = 0.95  # grey level of every drawn background
+
+
+@dataclass(frozen=True)
+class ShapeCaption:
+    """What a caption such as 'a red circle' asks for: indices into COLOURS and SHAPES."""
+
+    colour: int
+    shape: int
+
+    @property
+    def text(self) -> str:
+        return f"a {list(COLOURS)[self.colour]} {SHAPES[self.shape]}"
+
+
+def all_captions() -> list[ShapeCaption]:
+    """Every colour with every shape, colour-major."""
+    return [ShapeCaption(colour, shape) for colour in range(len(COLOURS)) for shape in range(len(SHAPES))]
+
+
+def parse_caption(text: str) -> ShapeCaption | None:
+    """The first colour and shape named in the text; None when either is missing."""
+    words = [word.strip(".,!?'\"") for word in text.lower().split()]
+    colours = [list(COLOURS).index(word) for word in words if word in COLOURS]
+    shapes = [SHAPES.index(word) for word in words if word in SHAPES]
+    return ShapeCaption(colours[0], shapes[0]) if colours and shapes else None
+
+
+def colour_table(reference: T) -> T:
+    """(n_colours, 3) in the dtype and on the device of `reference`."""
+    return torch.tensor(list(COLOURS.values()), dtype=reference.dtype, device=reference.device)
+
+
+def signed_distances(area: T, x: T, y: T, size: int) -> T:
+    """(B, n_shapes, size, size): distance in pixels to the outline of each shape, negative inside.
+
+    area (B): share of the picture that the shape covers; x, y (B): its centre of mass. All shapes of one row have the
+    same area and centre, so that they differ in form only.
+    """
+    grid = (torch.arange(size, dtype=area.dtype, device=area.device) + 0.5) / size
+    dx = grid.view(1, 1, size) - x.view(-1, 1, 1)
+    dy = grid.view(1, size, 1) - y.view(-1, 1, 1)
+    dx, dy = torch.broadcast_tensors(dx, dy)
+    root = area.clamp_min(1e-6).sqrt().view(-1, 1, 1)
+    circle = (dx.square() + dy.square() + 1e-12).sqrt() - root / math.sqrt(math.pi)
+    square = torch.maximum(dx.abs(), dy.abs()) - root / 2
+    inradius = root / math.sqrt(3 * math.sqrt(3))  # equilateral, one corner up, centroid in the middle
+    triangle = torch.maximum(dy, dx.abs() * (math.sqrt(3) / 2) - dy / 2) - inradius
+    arm = root * math.sqrt(9 / 20)  # a plus sign whose arms are three times as long as wide
+    upright = torch.maximum(dx.abs() - arm / 3, dy.abs() - arm)
+    lying = torch.maximum(dx.abs() - arm, dy.abs() - arm / 3)
+    return torch.stack([circle, square, triangle, torch.minimum(upright, lying)], dim=1) * size
+
+
+def shape_masks(area: T, x: T, y: T, size: int, softness: float = 1.0) -> T:
+    """(B, n_shapes, size, size) in 0..1: coverage of each pixel; edges are `softness` pixels wide."""
+    return (0.5 - signed_distances(area, x, y, size) / softness).clamp(0, 1)
+
+
+def draw(colours: T, shapes: T, area: T, x: T, y: T, size: int) -> T:
+    """Pictures (B, 3, size, size) in 0..1. colours, shapes (B) long; area, x, y (B), see `signed_distances`."""
+    masks = shape_masks(area, x, y, size)
+    mask = masks.gather(1, shapes.view(-1, 1, 1, 1).expand(-1, 1, size, size))
+    ink = colour_table(area)[colours].view(-1, 3, 1, 1)
+    return mask * ink + (1 - mask) * BACKGROUND
+
+
+def random_pictures(colours: T, shapes: T, size: int, generator: torch.Generator) -> T:
+    """Pictures of the given colours and shapes at random sizes and places, drawn from the generator."""
+    count = colours.shape[0]
+    uniform = torch.rand(3, count, generator=generator)
+    area = 0.12 + 0.16 * uniform[0]
+    x, y = 0.5 + 0.16 * (uniform[1] - 0.5), 0.5 + 0.16 * (uniform[2] - 0.5)
+    return draw(colours, shapes, area, x, y, size)

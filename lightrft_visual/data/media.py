@@ -1,0 +1,246 @@
+"""Images and videos of data rows, decoded with care: what a row names is checked before it is decoded.
+
+A source of an image is a PIL image, bytes, a path, a file:// URL, an http(s) URL (only with allow_remote), a data: URL,
+a base64 string, or a mapping as Hugging Face and chat messages write them: {"bytes", "path"} or {"url"}. Every failure
+is a DataError that names the source, never its bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+from ..errors import DataError
+
+# No vector formats: Pillow hands those (EPS, WMF) to external programs. JPEG includes MPO.
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+MAX_IMAGE_PIXELS = 50_000_000
+MAX_FILE_BYTES = 512 * 2**20
+FETCH_TIMEOUT = 30.0  # seconds
+_ORIENTATION = 0x0112  # EXIF tag
+_MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\x00", b"MM\x00*", b"P5", b"P6")
+
+
+def describe_source(source: Any) -> str:
+    """A short name for messages: a path, a URL without its query, or a type and size; never the content."""
+    if isinstance(source, Mapping):
+        inner = next((source[key] for key in ("path", "url", "bytes") if source.get(key)), None)
+        return describe_source(inner)
+    if isinstance(source, (bytes, bytearray)):
+        return f"<{len(source)} bytes>"
+    if isinstance(source, Image.Image):
+        return f"<PIL image {source.width}x{source.height}>"
+    if not isinstance(source, (str, os.PathLike)):
+        return f"<{type(source).__name__}>"
+    text = os.fspath(source)
+    if text.startswith(("http://", "https://")):
+        parts = urlsplit(text)
+        return f"{parts.scheme}://{parts.hostname}{parts.path}"
+    if text.startswith("data:") or _is_base64_image(text):
+        return f"<base64 of {len(text)} characters>"
+    return text if len(text) <= 300 else text[:300] + "..."
+
+
+def load_image(
+    source: Any,
+    *,
+    root: str | os.PathLike | None = None,
+    allow_remote: bool = False,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+) -> Image.Image:
+    """Decode one image to 8-bit RGB, upright (EXIF orientation applied), transparency over white.
+
+    root: folder that relative paths start from. max_pixels: width times height above which the image is refused
+    before any pixel is decoded. 16-bit greys are scaled to 8 bits, CMYK is converted. Raises DataError for what is
+    missing, empty, truncated, corrupt, too large, animated, or not an image.
+    """
+    name = describe_source(source)
+    image = _open_image(source, name, root, allow_remote, max_pixels)
+    try:
+        image.load()  # reads all pixels, and closes the file
+        return _to_rgb(ImageOps.exif_transpose(image), name)
+    except DataError:
+        raise
+    except Exception as error:  # decoders raise every kind of exception on damaged data
+        raise DataError(f"image {name} is damaged: {error}") from error
+
+
+def image_size(
+    source: Any,
+    *,
+    root: str | os.PathLike | None = None,
+    allow_remote: bool = False,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+) -> tuple[int, int]:
+    """(width, height) of the upright image, from its header alone. Refuses what load_image does, but for pixel data."""
+    name = describe_source(source)
+    image = _open_image(source, name, root, allow_remote, max_pixels)
+    size = image.size[::-1] if image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8) else image.size
+    if image is not source:
+        image.close()
+    return size
+
+
+def _open_image(source: Any, name: str, root: Any, allow_remote: bool, max_pixels: int) -> Image.Image:
+    """Header only. A PIL image is taken as it is, and copied by whoever converts it."""
+    if isinstance(source, Image.Image):
+        image = source
+    else:
+        content = read_source(source, root=root, allow_remote=allow_remote)
+        stream = io.BytesIO(content) if isinstance(content, bytes) else content
+        try:
+            image = Image.open(stream, formats=IMAGE_FORMATS)
+        except Image.UnidentifiedImageError:
+            raise DataError(f"{name} is not an image of a known format ({', '.join(IMAGE_FORMATS)})") from None
+        except Exception as error:  # damaged headers, sizes beyond Pillow's own limit
+            raise DataError(f"image {name} cannot be opened: {error}") from error
+    _check_header(image, name, max_pixels)
+    return image
+
+
+def _check_header(image: Image.Image, name: str, max_pixels: int) -> None:
+    if image.width < 1 or image.height < 1:
+        raise DataError(f"image {name} is empty: {image.width}x{image.height} pixels")
+    if image.width * image.height > max_pixels:
+        raise DataError(
+            f"image {name} has {image.width}x{image.height} pixels, above max_image_pixels = {max_pixels}; "
+            "raise the limit or shrink the image"
+        )
+    # MPO holds previews after the picture itself; elsewhere further frames are an animation or pages.
+    if image.format in ("GIF", "WEBP", "PNG", "TIFF") and image.n_frames > 1:
+        raise DataError(f"image {name} has {image.n_frames} frames: give it as a video, or save the frame you mean")
+
+
+def _to_rgb(image: Image.Image, name: str) -> Image.Image:
+    if image.mode.startswith("I"):
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > 65535:
+            raise DataError(f"image {name} has grey levels outside 0..65535; scale it to 8 or 16 bits")
+        image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
+    elif image.mode == "F":
+        raise DataError(f"image {name} holds floating-point pixels of unknown range; scale it to 8 bits")
+    if image.has_transparency_data:
+        upper = image.convert("RGBA")
+        white = Image.new("RGBA", upper.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, upper)
+    return image.convert("RGB")
+
+
+def read_source(source: Any, *, root: str | os.PathLike | None = None, allow_remote: bool = False) -> bytes | Path:
+    """The encoded bytes of a source, or the path of the regular file that holds them. Raises DataError."""
+    if isinstance(source, Mapping):
+        inner = next((source[key] for key in ("bytes", "path", "url") if source.get(key)), None)
+        if inner is None:
+            raise DataError(f"no bytes, path or url in a mapping with keys {sorted(map(str, source))}")
+        return read_source(inner, root=root, allow_remote=allow_remote)
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        if len(source) == 0:
+            raise DataError("empty bytes")
+        return bytes(source)
+    if isinstance(source, os.PathLike):
+        return _regular_file(Path(source), root)
+    if not isinstance(source, str):
+        raise DataError(f"a {type(source).__name__} is no path, URL, bytes, base64 or PIL image")
+    if is_remote(source):
+        return _fetch(source, allow_remote)
+    if source.startswith("data:"):
+        return _decode_base64(source.partition("base64,")[2])
+    if _is_base64_image(source):
+        return _decode_base64(source)
+    if source.startswith("file://"):
+        source = unquote(urlsplit(source).path)
+    return _regular_file(Path(source), root)
+
+
+def is_remote(source: Any) -> bool:
+    """Whether reading this source would open a network connection."""
+    if isinstance(source, Mapping) and not source.get("bytes"):
+        return is_remote(source.get("path") or source.get("url"))
+    return isinstance(source, str) and source.startswith(("http://", "https://"))
+
+
+def _fetch(url: str, allow_remote: bool) -> bytes:
+    if not allow_remote:
+        raise DataError(f"{describe_source(url)} is remote: add --allow_remote_media true to fetch it")
+    from .safe_fetch import fetch_bytes  # an HTTP client, only where something is fetched
+
+    return fetch_bytes(url, allow_remote=allow_remote, max_bytes=MAX_FILE_BYTES, timeout=FETCH_TIMEOUT)
+
+
+def resolve_source(source: Any, root: str | os.PathLike | None) -> Any:
+    """The same source with relative paths joined to root, so that it can be read from anywhere."""
+    if isinstance(source, Mapping) and source.get("path") and not source.get("bytes"):
+        return {**source, "path": resolve_source(source["path"], root)}
+    is_text_path = isinstance(source, str) and not (
+        source.startswith(("http://", "https://", "data:", "file://")) or _is_base64_image(source)
+    )
+    if root is not None and (is_text_path or isinstance(source, os.PathLike)):
+        return os.path.join(root, source)
+    return source
+
+
+def _regular_file(path: Path, root: str | os.PathLike | None) -> Path:
+    path = Path(root) / path if root is not None else path
+    try:
+        info = path.stat()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        shown = describe_source(path)
+        raise DataError(f"file not found: {shown} ({getattr(error, 'strerror', None) or error})") from None
+    if not stat.S_ISREG(info.st_mode):  # a pipe or device would block or never end
+        raise DataError(f"not a regular file: {path}")
+    if info.st_size == 0:
+        raise DataError(f"file is empty: {path}")
+    if info.st_size > MAX_FILE_BYTES:
+        raise DataError(f"file of {info.st_size} bytes is above the limit of {MAX_FILE_BYTES}: {path}")
+    return path
+
+
+def _is_base64_image(text: str) -> bool:
+    """Whether the text starts like base64 of a known image header; a path does not by accident."""
+    if len(text) < 64:
+        return False
+    try:
+        head = base64.b64decode(text[:16], validate=True)
+    except (binascii.Error, ValueError):
+        return False
+    return head.startswith(_MAGIC)
+
+
+def _decode_base64(text: str) -> bytes:
+    try:
+        content = base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataError(f"<base64 of {len(text)} characters> is not valid base64: {error}") from None
+    if not content:
+        raise DataError("a data URL without base64 content")
+    return content
+
+
+def media_to_video_array(media: torch.Tensor) -> np.ndarray:
+    """Turn one generated image [C, H, W] or video [C, T, H, W] with values in 0..1 into uint8 [T, C, H, W].
+
+    Values are clamped to 0..1, then rounded to the nearest of 256 levels. The layout follows FastVideo.
+    Raises ValueError for anything else: another number of axes, integers, or non-finite values.
+    """
+    if not isinstance(media, torch.Tensor) or media.ndim not in (3, 4):
+        shape = tuple(media.shape) if isinstance(media, torch.Tensor) else type(media).__name__
+        raise ValueError(f"expected a tensor [C, H, W] or [C, T, H, W], got {shape}")
+    if not media.is_floating_point():
+        raise ValueError(f"expected floating-point values in 0..1, got {media.dtype}")
+    if not torch.isfinite(media).all():
+        raise ValueError("media holds NaN or infinite values")
+    video = media.detach().float().cpu()
+    video = video.unsqueeze(1) if video.ndim == 3 else video
+    levels = (video.clamp(0, 1) * 255).round().to(torch.uint8)
+    return levels.permute(1, 0, 2, 3).contiguous().numpy()

@@ -1,0 +1,251 @@
+"""One data row in normal form: chat messages with content parts, media in the order of their placeholders.
+
+Accepted prompts: a string, in which <image> and <video> mark places; or chat messages whose content is such a string or
+a list of parts in OpenAI's and Hugging Face's spelling. A row's `images` fill the parts that bring no source of their
+own; without any placeholder they go before the text of the first user message.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ..config.schema import DataConfig
+from ..errors import DataError
+from .media import resolve_source
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MEDIA = ("image", "video")
+_PLACEHOLDER = re.compile(r"<(image|video)>")
+# Where an answer hides when the configured column is absent; dots step into mappings.
+_REFERENCE_PATHS = ("reward_model.ground_truth", "ground_truth", "answer")
+_MISSING = object()
+
+
+@dataclass
+class PromptRow:
+    """One prompt with everything its rollouts and rewards need.
+
+    prompt: chat messages [{"role", "content": [parts]}], parts {"type": "text", "text"}, {"type": "image"} or
+    {"type": "video"}; or the raw string when no chat template is applied. images, videos: sources for
+    media.load_image and video.load_video, in the order of the placeholders. metadata: the columns with no other role.
+    source: "file:row" for messages. index: place in the data set.
+    """
+
+    prompt: str | list[dict[str, Any]]
+    images: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+    label: str | None = None
+    reference: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+    index: int = 0
+
+
+def parse_row(
+    raw: Mapping[str, Any], config: DataConfig, *, source: str, root: str | os.PathLike | None, index: int = 0
+) -> PromptRow:
+    """Bring one row of a file into normal form. root: folder that relative media paths start from.
+
+    Raises DataError that starts with `source` for a missing column, a prompt of the wrong form, or media that do not
+    match the placeholders.
+    """
+    try:
+        if not isinstance(raw, Mapping):
+            raise DataError(f"a row must be a mapping of columns, not {type(raw).__name__}")
+        _check_columns(raw, config)
+        images = _as_list(raw.get(config.images_key), "image")
+        videos = _as_list(raw.get(config.videos_key), "video")
+        if config.apply_chat_template:
+            prompt, images, videos = place_media(_as_messages(raw[config.input_key]), images, videos)
+        else:
+            prompt = _raw_prompt(raw[config.input_key])
+        reference, used = _find_reference(raw, config)
+        roles = {config.input_key, config.images_key, config.videos_key, config.label_key, used}
+        return PromptRow(
+            prompt=prompt,
+            images=[resolve_source(image, root) for image in images],
+            videos=[_resolve_video(video, root) for video in videos],
+            label=_label(raw.get(config.label_key)),
+            reference=reference,
+            metadata={key: value for key, value in raw.items() if key not in roles},
+            source=source,
+            index=index,
+        )
+    except DataError as error:
+        raise DataError(f"{source}: {error}") from error
+
+
+def _check_columns(raw: Mapping[str, Any], config: DataConfig) -> None:
+    columns = ", ".join(map(str, raw))
+    if raw.get(config.input_key) is None:
+        raise DataError(f"no column {config.input_key!r} (input_key); the row has: {columns}")
+    wanted = {"images_key": config.images_key, "videos_key": config.videos_key, "label_key": config.label_key}
+    for flag, key in wanted.items():
+        if key != DataConfig.__dataclass_fields__[flag].default and key not in raw:
+            raise DataError(f"no column {key!r} ({flag}); the row has: {columns}")
+    # A forgotten picture would train a blind model without any other sign.
+    for flag, key, lookalike in (
+        ("images_key", config.images_key, "image"),
+        ("videos_key", config.videos_key, "video"),
+    ):
+        if key not in raw and raw.get(lookalike):
+            raise DataError(f"column {lookalike!r} is not read: set --{flag} {lookalike}, or rename the column")
+
+
+def _as_list(cell: Any, kind: str) -> list[Any]:
+    """A media column holds nothing, one source, or several."""
+    if cell is None or (isinstance(cell, (str, bytes)) and not cell):
+        return []
+    if isinstance(cell, (list, tuple)):
+        items = list(cell)
+    elif isinstance(cell, np.ndarray) and cell.dtype == object:
+        items = cell.tolist()
+    else:
+        items = [cell]
+    for place, item in enumerate(items):
+        if item is None or (isinstance(item, (str, bytes)) and not item):
+            raise DataError(f"{kind} {place} of {len(items)} is empty")
+    return items
+
+
+def _raw_prompt(prompt: Any) -> str:
+    if not isinstance(prompt, str):
+        raise DataError(f"with apply_chat_template false the prompt must be a string, not {type(prompt).__name__}")
+    return prompt
+
+
+def _as_messages(prompt: Any) -> list[Mapping[str, Any]]:
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise DataError("the prompt is empty")
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)) or not prompt:
+        raise DataError(f"the prompt must be a string or a list of chat messages, not {type(prompt).__name__}")
+    for place, message in enumerate(prompt):
+        if not isinstance(message, Mapping) or message.get("role") not in ROLES or message.get("content") is None:
+            raise DataError(f"message {place} needs a role of {', '.join(ROLES)} and a content")
+    if prompt[-1]["role"] == "assistant":
+        raise DataError("the last message is the assistant's: the prompt must end where the model's answer begins")
+    return list(prompt)
+
+
+def _parts(content: Any) -> Iterator[tuple[str, Any]]:
+    """(kind, value) of a message's content: ("text", text), ("image" | "video", source or None)."""
+    if isinstance(content, str):
+        for place, piece in enumerate(_PLACEHOLDER.split(content)):
+            if place % 2:
+                yield piece, None
+            elif piece:
+                yield "text", piece
+        return
+    if not isinstance(content, Sequence):
+        raise DataError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
+    for part in content:
+        if isinstance(part, str):
+            yield from _parts(part)
+            continue
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            yield from _parts(part["text"])
+        elif kind in ("image", "image_url", "video", "video_url"):
+            yield kind.removesuffix("_url"), _own_source(part, kind.removesuffix("_url"))
+        else:
+            raise DataError(f"unknown content part {kind!r}; known: text, image, image_url, video, video_url")
+
+
+def _own_source(part: Mapping[str, Any], kind: str) -> Any:
+    """The source a media part brings along, or None when it takes the next one of the row's list."""
+    for key in (kind, f"{kind}_url", "url", "path", "base64", "bytes"):
+        value = part.get(key)
+        if isinstance(value, Mapping) and set(value) <= {"url", "detail"}:
+            value = value.get("url")
+        if value is None:
+            continue
+        options = {name: part[name] for name in part if name not in ("type", key) and part[name] is not None}
+        return {"video": value, **options} if kind == "video" and options else value
+    return None
+
+
+def place_media(
+    messages: Sequence[Mapping[str, Any]], images: list[Any], videos: list[Any]
+) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
+    """Messages with every media part explicit, and the images and videos in the order of these parts.
+
+    Raises DataError when the parts without a source of their own are not as many as the list holds.
+    """
+    parsed = [(message["role"], list(_parts(message["content"]))) for message in messages]
+    listed = {"image": images, "video": videos}
+    ordered: dict[str, list[Any]] = {kind: [] for kind in MEDIA}
+    for kind in MEDIA:
+        if listed[kind] and not any(part == kind for _, parts in parsed for part, _ in parts):
+            _put_before_text(parsed, kind, len(listed[kind]))
+        open_places = sum(part == kind and own is None for _, parts in parsed for part, own in parts)
+        if open_places != len(listed[kind]):
+            raise DataError(f"the prompt has {open_places} {kind} placeholder(s), the row {len(listed[kind])} {kind}(s)")
+        supply = iter(listed[kind])
+        for _, parts in parsed:
+            ordered[kind] += [next(supply) if own is None else own for part, own in parts if part == kind]
+    normal = [{"role": role, "content": [_normal_part(*part) for part in parts]} for role, parts in parsed]
+    return normal, ordered["image"], ordered["video"]
+
+
+def _put_before_text(parsed: list[tuple[str, list]], kind: str, count: int) -> None:
+    for role, parts in parsed:
+        if role == "user":
+            start = next((place for place, (part, _) in enumerate(parts) if part == "text"), len(parts))
+            parts[start:start] = [(kind, None)] * count
+            return
+    raise DataError(f"no user message to put the {kind}s into")
+
+
+def _normal_part(kind: str, value: Any) -> dict[str, Any]:
+    return {"type": "text", "text": value} if kind == "text" else {"type": kind}
+
+
+def _find_reference(raw: Mapping[str, Any], config: DataConfig) -> tuple[Any, str | None]:
+    """The reference answer and the top-level column it fills, if that column holds nothing else."""
+    if raw.get(config.reference_key) is not None:
+        return raw[config.reference_key], config.reference_key
+    paths = (config.reference_key, *_REFERENCE_PATHS)
+    for path in paths:
+        value = _walk(raw, path)
+        if value is not _MISSING and value is not None:
+            return value, path if path in raw else None
+    if config.reference_key != DataConfig.reference_key:
+        raise DataError(f"no column {config.reference_key!r} (reference_key); the row has: {', '.join(map(str, raw))}")
+    return None, config.reference_key
+
+
+def _walk(raw: Mapping[str, Any], path: str) -> Any:
+    value: Any = raw
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return _MISSING
+        value = value[key]
+    return value
+
+
+def _label(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (bool, int)):
+        return str(value)
+    raise DataError(f"a label is a short name, not {type(value).__name__}")
+
+
+def _resolve_video(source: Any, root: Any) -> Any:
+    if isinstance(source, Mapping) and "video" in source:
+        return {**source, "video": _resolve_video(source["video"], root)}
+    if isinstance(source, (list, tuple)):
+        return [resolve_source(frame, root) for frame in source]
+    if isinstance(source, (np.ndarray, torch.Tensor, Image.Image)):
+        return source
+    return resolve_source(source, root)

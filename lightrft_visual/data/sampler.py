@@ -1,0 +1,136 @@
+"""The order in which prompts are trained on: seeded, shuffled, resumable, the same for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, DataError
+from ..strategy.seeding import derive_seed
+
+
+class PromptSampler:
+    """Global batches of data set indices, without end.
+
+    Every epoch is one permutation of the rows; the epochs follow each other in one stream that is cut into batches.
+    So no row is ever dropped and every batch is full: a batch that reaches the end of an epoch takes the rest from the
+    next one (and a data set smaller than a batch repeats inside it). Rank r of W takes rows r, r + W, ... of each batch.
+
+    With probabilities an epoch holds a fixed share of each data set, as long as no data set must repeat in it; of a
+    larger data set each epoch takes the next part of its own permutation, so that all rows come up before one repeats.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        batch_size: int,
+        *,
+        seed: int,
+        probabilities: Sequence[float] | None = None,
+        shuffle: bool = True,
+    ) -> None:
+        """sizes: rows of each data set, whose indices follow each other. Raises ConfigError or DataError."""
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}; it must be positive")
+        if not sizes or min(sizes) < 1:
+            raise DataError(f"every data set needs at least one row; sizes are {list(sizes)}")
+        self.sizes, self.batch_size, self.seed, self.shuffle = list(sizes), batch_size, seed, shuffle
+        self.quotas = epoch_quotas(self.sizes, probabilities)
+        self.consumed = 0  # rows of the stream handed out so far
+        self._orders: dict[int, list[int]] = {}
+
+    @property
+    def epoch_length(self) -> int:
+        """Rows in one epoch."""
+        return sum(self.quotas)
+
+    @property
+    def epoch(self) -> float:
+        """Epochs done so far, with fraction."""
+        return self.consumed / self.epoch_length
+
+    def num_batches(self, epochs: int) -> int:
+        """Batches that cover `epochs` passes, the last one filled from the pass after."""
+        return -(-self.epoch_length * epochs // self.batch_size)
+
+    def next_batch(self) -> list[int]:
+        """The next batch_size indices, for all ranks together."""
+        batch = [self._at(place) for place in range(self.consumed, self.consumed + self.batch_size)]
+        self.consumed += self.batch_size
+        self._forget_before(self.consumed // self.epoch_length)
+        return batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield self.next_batch()
+
+    @staticmethod
+    def shard(batch: Sequence[int], rank: int, world_size: int) -> list[int]:
+        """Rank's rows of a global batch. Raises ConfigError if the ranks would get different numbers."""
+        if len(batch) % world_size:
+            raise ConfigError(f"a global batch of {len(batch)} prompts does not divide over {world_size} ranks")
+        return list(batch[rank::world_size])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"consumed": self.consumed, "seed": self.seed, "sizes": self.sizes, "quotas": self.quotas,
+                "shuffle": self.shuffle}  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` stopped; the batch size may differ. Raises DataError if the order would not match."""
+        for name in ("seed", "sizes", "quotas", "shuffle"):
+            mine = self.state_dict()[name]
+            if state[name] != mine:
+                raise DataError(f"cannot resume the prompt order: {name} was {state[name]}, now it is {mine}")
+        self.consumed = state["consumed"]
+        self._orders = {}
+
+    def _at(self, place: int) -> int:
+        epoch, offset = divmod(place, self.epoch_length)
+        if epoch not in self._orders:
+            self._orders[epoch] = self._epoch_order(epoch)
+        return self._orders[epoch][offset]
+
+    def _forget_before(self, epoch: int) -> None:
+        self._orders = {known: order for known, order in self._orders.items() if known >= epoch}
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        rows, start = [], 0
+        for part, (size, quota) in enumerate(zip(self.sizes, self.quotas)):
+            rows += [start + row for row in self._take(part, size, epoch * quota, quota)]
+            start += size
+        places = self._permutation(len(rows), "mix", epoch)
+        return [rows[place] for place in places]
+
+    def _take(self, part: int, size: int, begin: int, count: int) -> list[int]:
+        """`count` rows of one data set from its own endless stream of permutations, from place `begin` on."""
+        rows: list[int] = []
+        while len(rows) < count:
+            cycle, offset = divmod(begin + len(rows), size)
+            rows += self._permutation(size, f"part {part}", cycle)[offset : offset + count - len(rows)]
+        return rows
+
+    def _permutation(self, size: int, purpose: str, number: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(size))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "prompt order", purpose, number))
+        return torch.randperm(size, generator=generator).tolist()
+
+
+def epoch_quotas(sizes: Sequence[int], probabilities: Sequence[float] | None) -> list[int]:
+    """Rows that each data set gives to one epoch: all without probabilities, else the largest epoch without repeats.
+
+    Shares are met to within one row and each data set gives at least one. Raises ConfigError for probabilities that are
+    not one positive number per data set.
+    """
+    if probabilities is None:
+        return list(sizes)
+    if len(probabilities) != len(sizes):
+        raise ConfigError(f"{len(probabilities)} mixing probabilities for {len(sizes)} data sets (prompt_data_probs)")
+    if min(probabilities) <= 0:
+        raise ConfigError(f"mixing probabilities must be positive: {list(probabilities)} (prompt_data_probs)")
+    total = sum(probabilities)
+    shares = [probability / total for probability in probabilities]
+    length = min(size / share for size, share in zip(sizes, shares))
+    return [min(size, max(1, round(share * length))) for size, share in zip(sizes, shares)]

@@ -1,0 +1,135 @@
+"""The transformer under an actor or a critic: right positions, packing, and images that match their placeholders."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+from transformers import PreTrainedModel
+
+from ..errors import DataError
+from .actor_modality import ActorModality, get_modality, require_packing
+from .inputs import ModelInputs
+from .positions import MRopePositions, packed_text_positions, text_positions, token_types
+
+T = torch.Tensor
+
+
+class Backbone:
+    """Runs the base model (without its head) of a transformers checkpoint over `ModelInputs`.
+
+    A helper beside the module tree, not a module: the parameters belong to the model that it is given.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.config = model.config
+        self.base: nn.Module = model.base_model
+        self.vision = get_modality(self.config) is ActorModality.VISION_LANGUAGE
+        values = self.config.to_dict()
+        self.image_token_id = values.get("image_token_id", values.get("image_token_index"))
+        self.video_token_id = values.get("video_token_id", values.get("video_token_index"))
+        # Only models with 3-D positions have this method; others place text tokens by themselves.
+        self.mrope = MRopePositions(self.base) if hasattr(self.base, "get_rope_index") else None
+
+    def hidden_states(self, inputs: ModelInputs) -> T:
+        """(rows * S, H): last hidden states. Raises DataError when images and placeholders do not match."""
+        if inputs.is_packed:
+            require_packing(self.config)
+        positions, types = self._positions(inputs)
+        arguments: dict = {
+            "input_ids": inputs.sequences,
+            "attention_mask": None if inputs.is_packed else inputs.attention_mask,
+            "position_ids": positions,
+            "use_cache": False,
+        }
+        if self.vision:
+            arguments |= self._vision_arguments(inputs, types)
+        output = self.base(**arguments)
+        hidden = output.last_hidden_state
+        if self.vision and inputs.pixel_values is None and inputs.pixel_values_videos is None:
+            hidden = hidden + self._idle_vision(hidden)
+        return hidden.flatten(0, 1)
+
+    def _vision_arguments(self, inputs: ModelInputs, types: T) -> dict:
+        arguments = {
+            "pixel_values": inputs.pixel_values,
+            "image_grid_thw": inputs.image_grid_thws,
+            "pixel_values_videos": inputs.pixel_values_videos,
+            "video_grid_thw": inputs.video_grid_thws,
+        }
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        if self.mrope is not None:
+            arguments["mm_token_type_ids"] = types
+        return arguments
+
+    def _positions(self, inputs: ModelInputs) -> tuple[T, T]:
+        """(position_ids, token types): (rows, S) ids for text-only models, (4, rows, S) with M-RoPE."""
+        device = inputs.sequences.device
+        text = (
+            packed_text_positions(inputs.packed_seq_lens, device)
+            if inputs.packed_seq_lens is not None
+            else text_positions(inputs.attention_mask)
+        )
+        types = token_types(inputs.sequences, self.image_token_id, self.video_token_id)
+        if self.mrope is None:
+            return text, types
+        return torch.cat([text.unsqueeze(0), self._mrope_positions(inputs, types)]), types
+
+    def _mrope_positions(self, inputs: ModelInputs, types: T) -> T:
+        """(3, rows, S) long on the inputs' device; worked out on the host, where the patterns are compared."""
+        positions = torch.zeros(3, *types.shape, dtype=torch.long)
+        host_types, mask = types.cpu(), inputs.attention_mask.bool().cpu()
+        images = _GridCursor(inputs.image_grid_thws, self._merge_area(), "image")
+        videos = _GridCursor(inputs.video_grid_thws, self._merge_area(), "video")
+        if inputs.packed_seq_lens is not None:
+            ends = torch.tensor(inputs.packed_seq_lens).cumsum(0).tolist()
+            places = [(0, slice(end - n, end)) for end, n in zip(ends, inputs.packed_seq_lens)]
+        else:
+            places = [(row, mask[row]) for row in range(types.shape[0])]
+        for sample, (row, where) in enumerate(places):
+            own = host_types[row][where]
+            grids = images.take(own, 1, sample), videos.take(own, 2, sample)
+            positions[:, row, where] = self.mrope(own, *grids)
+        images.finish()
+        videos.finish()
+        return positions.to(types.device)
+
+    def _merge_area(self) -> int:
+        return self.config.vision_config.spatial_merge_size**2
+
+    def _idle_vision(self, hidden: T) -> T:
+        """Zero, through the vision tower: a rank without images runs the same modules, or ZeRO's collectives hang."""
+        tower = self.base.visual if self.mrope is not None else None
+        if tower is None:
+            return hidden.new_zeros(())
+        vision = self.config.vision_config
+        merge, patch = vision.spatial_merge_size, vision.patch_size
+        grid = torch.tensor([[1, merge, merge]], device=hidden.device)
+        pixels = hidden.new_zeros(merge * merge, vision.in_channels * vision.temporal_patch_size * patch * patch)
+        features = self.base.get_image_features(pixels, grid, return_dict=True)
+        return 0.0 * sum(feature.sum() for feature in features.pooler_output)
+
+
+class _GridCursor:
+    """Hands each sample the grids of its own placeholders, in order, and counts that none is missing or left."""
+
+    def __init__(self, grids: T | None, merge_area: int, kind: str):
+        self.grids = None if grids is None else grids.cpu()
+        self.tokens = [] if grids is None else (self.grids.prod(dim=1) // merge_area).tolist()
+        self.kind, self.next = kind, 0
+
+    def take(self, types: T, value: int, sample: int) -> T | None:
+        """(n, 3) grids whose tokens fill this sample's placeholders exactly. Raises DataError where they do not."""
+        wanted = int((types == value).sum())
+        start, found = self.next, 0
+        while found < wanted and self.next < len(self.tokens):
+            found += self.tokens[self.next]
+            self.next += 1
+        if found != wanted:
+            raise DataError(
+                f"sample {sample} of the batch has {wanted} {self.kind} tokens, its {self.kind}s have {found} features"
+            )
+        return self.grids[start : self.next] if wanted else None
+
+    def finish(self) -> None:
+        if self.next != len(self.tokens):
+            raise DataError(f"{len(self.tokens) - self.next} {self.kind}(s) of the batch have no placeholder tokens")

@@ -1,0 +1,71 @@
+"""What a backbone forward reads, taken from rollouts or from experience, padded or packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..rollout.samples import Samples, SamplesVL
+from ..trainer.experience import Experience, ExperienceVL
+
+T = torch.Tensor
+
+
+@dataclass
+class ModelInputs:
+    """Padded: sequences and attention_mask (B, S), the last A columns are actions. Packed: (1, total) rows, with
+    `packed_seq_lens` (tokens of each sample). action_mask (B, A) bool, right-padded, in both forms.
+    num_actions: in packed form, action columns of each sample.
+    """
+
+    sequences: T
+    attention_mask: T
+    action_mask: T
+    packed_seq_lens: list[int] | None = None
+    num_actions: list[int] | None = None
+    pixel_values: T | None = None
+    image_grid_thws: T | None = None
+    pixel_values_videos: T | None = None
+    video_grid_thws: T | None = None
+
+    @classmethod
+    def of(cls, batch: Samples | Experience) -> ModelInputs:
+        """Inputs of a micro-batch of rollouts or experience; no copies."""
+        vision = {}
+        if isinstance(batch, (SamplesVL, ExperienceVL)):
+            names = ("pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws")
+            vision = {name: getattr(batch, name) for name in names}
+        if isinstance(batch, Samples) or not batch.is_packed:
+            return cls(batch.sequences, batch.attention_mask, batch.action_mask, **vision)
+        from ..trainer.replay_buffer_utils import unpack_actions
+
+        mask = unpack_actions(batch.action_mask, batch.num_actions)
+        return cls(
+            batch.sequences, batch.attention_mask, mask.bool(), batch.packed_seq_lens, batch.num_actions, **vision
+        )
+
+    @property
+    def is_packed(self) -> bool:
+        return self.packed_seq_lens is not None
+
+    @property
+    def sample_lengths(self) -> list[int]:
+        """Columns that each sample takes in its row."""
+        if self.packed_seq_lens is not None:
+            return self.packed_seq_lens
+        return [self.sequences.shape[1]] * self.sequences.shape[0]
+
+    def action_rows(self) -> T:
+        """(B, A) long: where in the flattened (rows * S) hidden states each action is predicted from.
+
+        That is the position before the action. Rows of masked columns are clamped into range; the mask drops them.
+        """
+        lengths = torch.tensor(self.sample_lengths, device=self.sequences.device)
+        width = self.action_mask.shape[1]
+        actions = torch.full_like(lengths, width)
+        if self.num_actions is not None:
+            actions = torch.tensor(self.num_actions, device=lengths.device)
+        first = lengths.cumsum(0) - actions - 1
+        rows = first.unsqueeze(1) + torch.arange(width, device=lengths.device)
+        return rows.clamp(0, self.sequences.numel() - 1)

@@ -1,0 +1,322 @@
+"""Log-probabilities and entropy of tokens straight from hidden states, without the (N, V) logits in memory.
+
+A language-model head over N tokens and V vocabulary entries makes N*V logits; their softmax, the entropy and the
+backward pass each want another copy. Here rows are taken in chunks: forward keeps two numbers per row (log-sum-exp and
+entropy), backward computes each chunk's logits again. Peak memory is then O(chunk * V) in place of O(N * V), at the
+price of one more matrix product. The idea is that of fused linear cross-entropy kernels (Liger Kernel, Cut
+Cross-Entropy); this form needs only PyTorch and adds the entropy, its gradient, temperature and banned tokens.
+
+The distribution is the one that is sampled from at full support: logits / temperature with banned ids at -inf. A
+sampler's top_p below 1 or top_k truncates the support further; that is not applied here, so with truncation on, the
+sampler's own log-probs are larger than these by the log of the kept mass.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn as nn
+
+T = torch.Tensor
+
+# Logits per chunk. 2**24 in float32 are 64 MiB: 110 rows at a vocabulary of 152k; small vocabularies take one chunk.
+CHUNK_ELEMENTS = 2**24
+
+
+def plain_log_probs(
+    hidden: T,
+    weight: T,
+    targets: T,
+    *,
+    temperature: float | T = 1.0,
+    banned_ids: T | None = None,
+    bias: T | None = None,
+) -> tuple[T, T]:
+    """The definition that `linear_log_probs` computes in chunks; same arguments, full (N, V) memory.
+
+    Returns (log_probs (N), entropy (N)), float32.
+    """
+    logits = hidden.float() @ weight.float().t()
+    if bias is not None:
+        logits = logits + bias.float()
+    logits = logits / _row_temperature(temperature, hidden).unsqueeze(1)
+    if banned_ids is not None:
+        logits = logits.index_fill(1, banned_ids, float("-inf"))
+    log_softmax = logits.log_softmax(dim=1)
+    log_probs = log_softmax.gather(1, targets.unsqueeze(1)).squeeze(1)
+    if banned_ids is not None:
+        # 0 * -inf is NaN; a banned token has probability 0 and adds nothing to the entropy.
+        log_softmax = log_softmax.index_fill(1, banned_ids, 0.0)
+        return log_probs, -(log_softmax.exp().index_fill(1, banned_ids, 0.0) * log_softmax).sum(dim=1)
+    return log_probs, -(log_softmax.exp() * log_softmax).sum(dim=1)
+
+
+def linear_log_probs(
+    hidden: T,
+    weight: T,
+    targets: T,
+    *,
+    temperature: float | T = 1.0,
+    banned_ids: T | None = None,
+    bias: T | None = None,
+    chunk_size: int | None = None,
+    with_entropy: bool = True,
+) -> tuple[T, T | None]:
+    """Log-probs of `targets` and entropies under softmax((hidden @ weight.T + bias) / temperature).
+
+    Args:
+        hidden: (N, H), any float dtype.
+        weight: (V, H), the head's weight; a ZeRO-3 parameter is read as gathered at forward and backward time.
+        targets: (N) long, in [0, V).
+        temperature: a positive number, or (N) positive numbers (such as another one for each first token).
+        banned_ids: (K) long: tokens that cannot be sampled. They leave the softmax, which renormalises over the rest,
+            as a sampler's logit bias of -inf does. A banned target has log-prob -inf and no gradient through it; mask
+            it with `torch.where`, never by a product.
+        bias: (V) or None.
+        chunk_size: rows at a time; default: as many as give `CHUNK_ELEMENTS` logits.
+        with_entropy: False skips the entropy.
+
+    Returns:
+        log_probs (N) float32 and entropy (N) float32 in nats (None without). Both carry gradients to hidden, weight and
+        bias, where those want them. Computed in float32 from any input dtype.
+
+    Raises:
+        ValueError: shapes that do not belong together, or a chunk_size or temperature that is not positive.
+    """
+    _check(hidden, weight, targets, temperature, chunk_size)
+    rows = chunk_size or max(1, CHUNK_ELEMENTS // weight.shape[0])
+    scale = _row_temperature(temperature, hidden).reciprocal()
+    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, bias, targets, scale, banned_ids, rows, with_entropy)
+    return log_probs, entropy if with_entropy else None
+
+
+class LogProbLinear(nn.Linear):
+    """A language-model head that gives log-probs of given targets instead of logits when it is asked to.
+
+    As a module of its own it is where ZeRO-3 gathers the head's weight, before forward and before backward. Without
+    `targets` it is `nn.Linear`, parameters, names and all, so a loaded head is turned into one in place by `adopt`.
+    """
+
+    @classmethod
+    def adopt(cls, linear: nn.Linear) -> LogProbLinear:
+        """Turn a loaded `nn.Linear` into a LogProbLinear in place: weights, hooks and tied parameters stay.
+
+        Raises TypeError for anything but a plain nn.Linear (an adapter-wrapped or quantised head computes otherwise).
+        """
+        if type(linear) not in (nn.Linear, cls):
+            raise TypeError(f"the language-model head is a {type(linear).__name__}, not an nn.Linear")
+        linear.__class__ = cls
+        return linear  # type: ignore[return-value]
+
+    def forward(
+        self,
+        hidden: T,
+        targets: T | None = None,
+        temperature: float | T = 1.0,
+        banned_ids: T | None = None,
+        with_entropy: bool = True,
+        chunk_size: int | None = None,
+    ) -> T | tuple[T, T | None]:
+        """Logits (..., V) of hidden (..., H); with targets (...): (log_probs (...), entropy (...) or None), float32.
+
+        A tensor `temperature` has the shape of `targets`. The rest is as in `linear_log_probs`.
+        """
+        if targets is None:
+            return super().forward(hidden)
+        if isinstance(temperature, T):
+            temperature = temperature.reshape(-1)
+        log_probs, entropy = linear_log_probs(
+            hidden.reshape(-1, hidden.shape[-1]),
+            self.weight,
+            targets.reshape(-1),
+            temperature=temperature,
+            banned_ids=banned_ids,
+            bias=self.bias,
+            chunk_size=chunk_size,
+            with_entropy=with_entropy,
+        )
+        return log_probs.view(targets.shape), None if entropy is None else entropy.view(targets.shape)
+
+
+def _row_temperature(temperature: float | T, hidden: T) -> T:
+    """(N) float32 temperatures on hidden's device."""
+    if isinstance(temperature, T) and temperature.dim() == 1:
+        return temperature.to(hidden.device, torch.float32)
+    return torch.full((hidden.shape[0],), float(temperature), device=hidden.device)
+
+
+def _check(hidden: T, weight: T, targets: T, temperature: float | T, chunk_size: int | None) -> None:
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be (N, H) and (V, H)")
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(f"targets {tuple(targets.shape)} must have one id for each of {hidden.shape[0]} rows")
+    if isinstance(temperature, T) and temperature.dim() > 0 and temperature.shape != targets.shape:
+        raise ValueError(f"temperature {tuple(temperature.shape)} must be a number or have one for each row")
+    if not isinstance(temperature, T) and temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; log-probs need a positive one")
+    if chunk_size is not None and chunk_size <= 0:
+        raise ValueError(f"chunk_size is {chunk_size}; it must be positive")
+
+
+@cache
+def _has_mixed_product(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether this kind of device multiplies matrices of `dtype` into a float32 result; tried once on a small one."""
+    probe = torch.ones(16, 16, dtype=dtype, device=device_type)
+    try:
+        torch.mm(probe, probe, out_dtype=torch.float32)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def _keeps_float32(tensor: T) -> bool:
+    """Whether products with this half-precision tensor can skip its float32 copy."""
+    return tensor.dtype in (torch.bfloat16, torch.float16) and _has_mixed_product(tensor.device.type, tensor.dtype)
+
+
+def _product(left: T, right: T) -> T:
+    """left @ right in float32. `right` is an input of the caller (maybe half precision), `left` of any dtype.
+
+    Products of half-precision numbers are exact in float32, so the fast path loses nothing in forward; in backward it
+    rounds the logits' gradient to the input dtype, as autograd does for a half-precision head.
+    """
+    if _keeps_float32(right):
+        return torch.mm(left.to(right.dtype), right, out_dtype=torch.float32)
+    return torch.mm(left.float(), right.float())
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """(log_probs, entropy) of a linear head, logits recomputed by chunks of rows in backward."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, scale, banned_ids, rows, with_entropy):
+        ctx.set_materialize_grads(False)
+        ctx.rows = rows
+        with torch.autocast(hidden.device.type, enabled=False):
+            log_probs, entropy, log_norm = _forward_chunks(
+                hidden, weight, bias, targets, scale, banned_ids, rows, with_entropy
+            )
+        # The parameter itself is saved, not its data: ZeRO-3 frees and gathers that between forward and backward.
+        ctx.save_for_backward(hidden, weight, bias, targets, scale, banned_ids, log_norm, entropy)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_log_probs, grad_entropy):
+        hidden, weight, bias, targets, scale, banned_ids, log_norm, entropy = ctx.saved_tensors
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_norm)
+        totals = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        matrix = _matrix(weight)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, hidden.shape[0], ctx.rows):
+                part = slice(start, start + ctx.rows)
+                logits = _chunk_logits(hidden[part], matrix, bias, scale[part], banned_ids)
+                grad = _logit_gradient(
+                    logits.sub_(log_norm[part].unsqueeze(1)),
+                    targets[part],
+                    grad_log_probs[part],
+                    None if grad_entropy is None else grad_entropy[part],
+                    entropy[part],
+                    banned_ids,
+                )
+                totals.add(part, grad.mul_(scale[part].unsqueeze(1)), hidden[part], matrix)
+        return *totals.result(), None, None, None, None, None
+
+
+class _Gradients:
+    """Sums the gradients of hidden (N, H), weight (V, H) and bias (V) over chunks; those not wanted stay None."""
+
+    def __init__(self, hidden: T, weight: T, bias: T | None, wanted: tuple[bool, ...]) -> None:
+        def zeros(like: T) -> T:
+            return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+
+        self.hidden = torch.empty_like(hidden) if wanted[0] else None
+        self.weight = zeros(weight) if wanted[1] else None
+        self.bias = zeros(bias) if bias is not None and wanted[2] else None
+        self.weight_dtype = weight.dtype
+        self.bias_dtype = None if bias is None else bias.dtype
+
+    def add(self, part: slice, grad: T, hidden: T, matrix: T) -> None:
+        """One chunk: grad (n, V) of its logits, its hidden (n, H)."""
+        if self.hidden is not None:
+            self.hidden[part] = _product(grad, matrix).to(self.hidden.dtype)
+        if self.weight is not None:
+            if _keeps_float32(hidden):
+                self.weight += torch.mm(grad.t().to(hidden.dtype), hidden, out_dtype=torch.float32)
+            else:
+                self.weight.addmm_(grad.t(), hidden.float())
+        if self.bias is not None:
+            self.bias += grad.sum(dim=0)
+
+    def result(self) -> tuple[T | None, T | None, T | None]:
+        return (
+            self.hidden,
+            None if self.weight is None else self.weight.to(self.weight_dtype),
+            None if self.bias is None else self.bias.to(self.bias_dtype),
+        )
+
+
+def _forward_chunks(
+    hidden: T, weight: T, bias: T | None, targets: T, scale: T, banned_ids: T | None, rows: int, with_entropy: bool
+) -> tuple[T, T, T]:
+    """(log_probs, entropy, log-sum-exp), each (N) float32; entropy is zeros when not asked for."""
+    log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    log_norm = torch.empty_like(log_probs)
+    entropy = torch.zeros_like(log_probs)
+    matrix = _matrix(weight)
+    for start in range(0, hidden.shape[0], rows):
+        part = slice(start, start + rows)
+        logits = _chunk_logits(hidden[part], matrix, bias, scale[part], banned_ids)
+        log_norm[part] = torch.logsumexp(logits, dim=1)
+        log_softmax = logits.sub_(log_norm[part].unsqueeze(1))
+        log_probs[part] = log_softmax.gather(1, targets[part].unsqueeze(1)).squeeze(1)
+        if with_entropy:
+            probs = log_softmax.exp()
+            _zero_banned(log_softmax, banned_ids)
+            entropy[part] = probs.mul_(log_softmax).sum(dim=1).neg_()
+    return log_probs, entropy, log_norm
+
+
+def _matrix(weight: T) -> T:
+    """The weight as the products want it: as it is where the device multiplies it into float32, else in float32."""
+    return weight.detach() if _keeps_float32(weight) else weight.detach().float()
+
+
+def _chunk_logits(hidden: T, matrix: T, bias: T | None, scale: T, banned_ids: T | None) -> T:
+    """Scaled logits (n, V) float32 of one chunk, banned columns at -inf. The caller may overwrite them."""
+    logits = _product(hidden.detach(), matrix.t())
+    if bias is not None:
+        logits += bias.detach()
+    logits *= scale.unsqueeze(1)
+    if banned_ids is not None:
+        logits.index_fill_(1, banned_ids, float("-inf"))
+    return logits
+
+
+def _zero_banned(values: T, banned_ids: T | None) -> None:
+    if banned_ids is not None:
+        values.index_fill_(1, banned_ids, 0.0)
+
+
+def _logit_gradient(
+    log_softmax: T, targets: T, grad_log_probs: T, grad_entropy: T | None, entropy: T, banned_ids: T | None
+) -> T:
+    """d loss / d (scaled logits), (n, V); overwrites log_softmax.
+
+    d log p_target / d z = onehot - p, and d entropy / d z = -p * (log p + entropy).
+    """
+    probs = log_softmax.exp()
+    if grad_entropy is None:
+        grad = probs.mul_(grad_log_probs.neg().unsqueeze(1))
+    else:
+        _zero_banned(log_softmax, banned_ids)
+        log_softmax.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1)).add_(grad_log_probs.unsqueeze(1))
+        grad = probs.mul_(log_softmax).neg_()
+    grad.scatter_add_(1, targets.unsqueeze(1), grad_log_probs.unsqueeze(1))
+    # A banned target's own column must stay without gradient.
+    _zero_banned(grad, banned_ids)
+    return grad

@@ -1,0 +1,83 @@
+"""Position ids for padded and packed batches, text and M-RoPE alike.
+
+Four rows: row 0 counts text positions from 0 in each sample (transformers finds the borders of packed samples by it),
+rows 1 to 3 are the temporal, height and width positions of M-RoPE. Text-only models take row 0 alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+
+T = torch.Tensor
+
+
+class MRopePositions:
+    """M-RoPE positions of token-type patterns, by the model's own `get_rope_index`.
+
+    All responses to one prompt share the positions up to their last vision token, and text after it counts on; so each
+    distinct pattern is worked out once and kept (least recently used first out).
+    """
+
+    def __init__(self, model: torch.nn.Module, capacity: int = 4096):
+        self.model = model
+        self.capacity = capacity
+        self.known: OrderedDict[tuple, tuple[T, int]] = OrderedDict()
+
+    def __call__(self, types: T, image_grids: T | None, video_grids: T | None) -> T:
+        """(3, L) long for one sample: types (L) 0 text, 1 image, 2 video; its grids (n, 3) in order."""
+        vision = types.nonzero()
+        if not len(vision):
+            return torch.arange(len(types)).expand(3, -1)
+        end = int(vision[-1]) + 1
+        key = (types[:end].numpy().tobytes(), _key(image_grids), _key(video_grids))
+        if key not in self.known:
+            self.known[key] = self._compute(types[:end], image_grids, video_grids)
+            if len(self.known) > self.capacity:
+                self.known.popitem(last=False)
+        self.known.move_to_end(key)
+        head, following = self.known[key]
+        tail = torch.arange(following, following + len(types) - end).expand(3, -1)
+        return torch.cat([head, tail], dim=1)
+
+    def _compute(self, types: T, image_grids: T | None, video_grids: T | None) -> tuple[T, int]:
+        # One text token more shows where text goes on: after a video that is not simply the largest position + 1.
+        types = torch.cat([types, types.new_zeros(1)])
+        positions, _ = self.model.get_rope_index(
+            torch.zeros_like(types, dtype=torch.long).unsqueeze(0),
+            types.int().unsqueeze(0),
+            image_grid_thw=image_grids,
+            video_grid_thw=video_grids,
+        )
+        return positions[:, 0, :-1], int(positions[0, 0, -1])
+
+
+def _key(grids: T | None) -> bytes | None:
+    return None if grids is None or not len(grids) else grids.numpy().tobytes()
+
+
+def token_types(ids: T, image_token_id: int | None, video_token_id: int | None) -> T:
+    """int32 of ids' shape: 1 at image placeholders, 2 at video placeholders, 0 elsewhere."""
+    types = torch.zeros_like(ids, dtype=torch.int32)
+    if image_token_id is not None:
+        types[ids == image_token_id] = 1
+    if video_token_id is not None:
+        types[ids == video_token_id] = 2
+    return types
+
+
+def text_positions(attention_mask: T) -> T:
+    """(B, S): 0, 1, 2, … over the real tokens of each row, 0 on padding."""
+    return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0) * attention_mask.long()
+
+
+def packed_text_positions(lengths: list[int], device: torch.device) -> T:
+    """(1, total): 0, 1, 2, … restarting at each sample."""
+    return torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(0)
+
+
+def count_runs(types: T, value: int) -> int:
+    """How many separate placeholders of one kind a sample holds: its runs of `value` in types (L)."""
+    hits = (types == value).int()
+    return int((hits.diff(prepend=hits.new_zeros(1)) == 1).sum())

@@ -1,0 +1,128 @@
+"""What a person sees while a run goes on: a progress bar, a line a step, a table of a good and a bad sample."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ..strategy.distributed import rank
+from .rollouts import Record, best_and_worst
+
+SHOWN = (
+    ("reward_mean", "reward"), ("loss", "loss"), ("kl", "kl"), ("grad_norm", "grad"), ("clip_frac", "clip"),
+    ("response_length", "len"), ("rollout_logp_diff_max", "Δlogp"),
+)  # fmt: skip
+MAX_TEXT = 300
+
+
+def short(value: float) -> str:
+    """A number in at most about seven characters."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0 or 1e-3 <= abs(value) < 1e4:
+        return f"{value:.4g}"
+    return f"{value:.1e}"
+
+
+def step_line(step: int, total: int | None, metrics: Mapping[str, float]) -> str:
+    """`step 12/150  reward 0.53±0.44  loss 0.01  …  1.2s (generate 40% train 35%)`; absent figures are left out."""
+    parts = [f"step {step}/{total}" if total else f"step {step}"]
+    for name, label in SHOWN:
+        if name in metrics:
+            spread = f"±{short(metrics['reward_std'])}" if name == "reward_mean" and "reward_std" in metrics else ""
+            parts.append(f"{label} {short(metrics[name])}{spread}")
+    phases = {n[5:]: float(s) for n, s in metrics.items() if n.startswith("time_") and n != "time_step"}
+    seconds = float(metrics.get("time_step", sum(phases.values())))
+    if seconds > 0:
+        largest = sorted(phases.items(), key=lambda item: -item[1])[:3]
+        shares = " ".join(f"{name} {share / seconds:.0%}" for name, share in largest if share > 0)
+        parts.append(f"{seconds:.2f}s" + (f" ({shares})" if shares else ""))
+    return "  ".join(parts)
+
+
+def clip_text(text: Any) -> str:
+    """Printable, on one line, at most MAX_TEXT characters: a response may hold control characters."""
+    line = " ".join("".join(c if c.isprintable() or c.isspace() else "�" for c in str(text)).split())
+    return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
+
+
+class RunConsole:
+    """Progress on rank 0; silent on the others.
+
+    On a terminal a bar stays at the bottom and lines scroll above it; elsewhere (a log file) plain lines are written.
+    """
+
+    def __init__(
+        self,
+        total_steps: int | None,
+        *,
+        first_step: int = 0,
+        line_every: int = 1,
+        table_every: int = 10,
+        stream: TextIO | None = None,
+        active: bool | None = None,
+    ):
+        """`first_step`: steps already done when a run resumes. `table_every`: 0 turns the table off."""
+        self.total = total_steps
+        self.line_every = line_every
+        self.table_every = table_every
+        self.active = rank() == 0 if active is None else active
+        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        if self.active and self._console.is_terminal:
+            self._start_bar(first_step)
+
+    def _start_bar(self, first_step: int) -> None:
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        text = TextColumn("[bold]{task.description}")
+        self._progress = Progress(text, *columns, console=self._console, transient=True)
+        self._task = self._progress.add_task("training", total=self.total, completed=first_step)
+        self._progress.start()
+
+    def message(self, text: str) -> None:
+        """One line."""
+        if self.active:
+            self._console.print(text, markup=False)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Advance the bar and write the step's line. `step` counts finished steps."""
+        if not self.active:
+            return
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+        if step % self.line_every == 0 or step == self.total:
+            self.message(step_line(step, self.total, metrics))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line with every evaluation figure."""
+        figures = "  ".join(f"{name} {short(float(value))}" for name, value in metrics.items() if name != "step")
+        self.message(f"evaluation at step {step}: {figures}")
+
+    def samples(self, step: int, records: Sequence[Record]) -> None:
+        """Every `table_every` steps: the best and the worst of the records in a table."""
+        if not self.active or self.table_every <= 0 or step % self.table_every:
+            return
+        best, worst = best_and_worst(records, 1)
+        table = Table(title=f"step {step}", title_justify="left", show_lines=True)
+        for name in ("", "reward", "prompt", "response", "reference"):
+            table.add_column(name, overflow="fold")
+        for kind, found in (("good", best), ("bad", worst)):
+            for record in found:
+                texts = [record.get(name) for name in ("prompt", "response", "reference")]
+                cells = [escape(clip_text("" if text is None else text)) for text in texts]
+                table.add_row(kind, short(float(record["reward"])), *cells)
+        if table.row_count:
+            self._console.print(table, soft_wrap=False)
+
+    def close(self) -> None:
+        """Remove the bar; lines stay."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

@@ -1,0 +1,115 @@
+"""A sheet of generated pictures with prompt and score under each; videos as strips of frames and as mp4 files."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from ..errors import DataError
+from .images import film_strip, fit, is_video, to_pil, video_frames
+
+SHEET = "contact_sheet.png"
+MARGIN = 10
+INK, FAINT, PAPER, FRAME = (24, 24, 27), (113, 113, 122), (255, 255, 255), (228, 228, 231)
+TEXT_LINES = 2
+FONT_SIZE = 12
+
+
+def score_text(record: Mapping[str, Any]) -> str:
+    """Reward and its components in one short line."""
+    reward = record.get("reward")
+    if not record.get("valid", True) or not isinstance(reward, int | float):
+        return "no valid reward"
+    parts = [f"{name} {value:.3g}" for name, value in (record.get("components") or {}).items()]
+    return "  ".join([f"{reward:.3f}", *parts])
+
+
+def wrap(text: str, font: ImageFont.FreeTypeFont, width: int, lines: int) -> list[str]:
+    """At most `lines` lines that fit `width` pixels; an ellipsis marks what was left out."""
+    letters = max(4, int(width / max(1.0, font.getlength("n"))))
+    text = " ".join(text.split())
+    return textwrap.wrap(text, letters, max_lines=lines, placeholder="…") or [""]
+
+
+def media_tile(media: Any, side: int) -> Image.Image:
+    """One picture that fits a square of `side` pixels, or, for a video, four frames in a 2 x 2 block."""
+    if not is_video(media):
+        return fit(to_pil(media), side)
+    frames = video_frames(media)
+    half = side // 2 - 1
+    strip = film_strip(frames, 4, half)
+    width = (strip.width + 2) // min(4, len(frames))
+    block = Image.new("RGB", (2 * width - 2, 2 * half + 2), PAPER)
+    for index in range(min(4, len(frames))):
+        frame = strip.crop((index * width, 0, (index + 1) * width - 2, half))
+        block.paste(frame, ((index % 2) * width, (index // 2) * (half + 2)))
+    return fit(block, side)
+
+
+def contact_sheet(records: Sequence[Mapping[str, Any]], columns: int | None = None, side: int = 224) -> Image.Image:
+    """A grid of the records' first picture or video, each with its prompt and scores below.
+
+    `side`: pixels of a tile; small pictures are shown at their own size, centred. DataError without any picture.
+    """
+    shown = [(record, first_media(record)) for record in records]
+    shown = [(record, media) for record, media in shown if media is not None]
+    if not shown:
+        raise DataError("a contact sheet needs at least one picture")
+    columns = columns or min(len(shown), max(4, round(len(shown) ** 0.5)))
+    font = ImageFont.load_default(FONT_SIZE)
+    line = FONT_SIZE + 4
+    cell_width, cell_height = side + MARGIN, side + MARGIN + line * (TEXT_LINES + 1) + 6
+    rows = -(-len(shown) // columns)
+    sheet = Image.new("RGB", (columns * cell_width + MARGIN, rows * cell_height + MARGIN), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    for index, (record, media) in enumerate(shown):
+        left, top = MARGIN + index % columns * cell_width, MARGIN + index // columns * cell_height
+        tile = media_tile(media, side)
+        draw.rectangle((left - 1, top - 1, left + side, top + side), outline=FRAME)
+        sheet.paste(tile, (left + (side - tile.width) // 2, top + (side - tile.height) // 2))
+        below = top + side + 4
+        draw.text((left, below), wrap(score_text(record), font, side, 1)[0], fill=INK, font=font)
+        for number, text in enumerate(wrap(str(record.get("prompt", "")), font, side, TEXT_LINES), start=1):
+            draw.text((left, below + number * line), text, fill=FAINT, font=font)
+    return sheet
+
+
+def first_media(record: Mapping[str, Any]) -> Any:
+    for key in ("images", "videos"):
+        if record.get(key):
+            return record[key][0]
+    return None
+
+
+def write_mp4(path: Path, video: Any, fps: int = 8) -> None:
+    """An H.264 file that browsers play; odd sizes lose one row or column, as the format asks for even ones."""
+    import imageio.v2 as imageio
+
+    frames = [np.asarray(frame)[: frame.height // 2 * 2, : frame.width // 2 * 2] for frame in video_frames(video)]
+    if not frames or frames[0].size == 0:
+        raise DataError("a video needs at least one frame of 2 x 2 pixels")
+    partial = path.with_name(f".{path.stem}.partial.mp4")
+    with imageio.get_writer(partial, fps=fps, codec="libx264", macro_block_size=1, quality=7) as writer:
+        for frame in frames:
+            writer.append_data(frame)
+    os.replace(partial, path)
+
+
+def write_contact_sheet(folder: str | Path, records: Sequence[Mapping[str, Any]], fps: int = 8) -> Path:
+    """contact_sheet.png in `folder`, and video_000.mp4 … for the records that are videos; gives the sheet's path."""
+    folder = Path(folder)
+    sheet = contact_sheet(records)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{SHEET}"
+    sheet.save(partial, "PNG", optimize=True)
+    os.replace(partial, folder / SHEET)
+    for index, record in enumerate(records):
+        for video in record.get("videos") or []:
+            write_mp4(folder / f"video_{index:03d}.mp4", video, fps)
+    return folder / SHEET

@@ -1,0 +1,189 @@
+"""Figures of one step: sums over micro-batches and ranks, and the time of each phase."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ..strategy.distributed import all_gather_object
+
+Number = float | int | torch.Tensor
+
+
+def as_double(value: Number) -> torch.Tensor:
+    """A detached float64 scalar on its own device, so that adding up micro-batches never waits for the device."""
+    return torch.as_tensor(value).detach().double()
+
+
+@dataclass
+class Moments:
+    """Count, mean and sum of squared deviations; `merge` is exact for any split (Chan, Golub, LeVeque 1979)."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def merge(self, other: Moments) -> Moments:
+        count = self.count + other.count
+        if count == 0:
+            return Moments()
+        delta = other.mean - self.mean
+        mean = self.mean + delta * other.count / count
+        squares = self.squares + other.squares + delta * delta * self.count * other.count / count
+        return Moments(count, mean, squares)
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Moments:
+        """Moments of all elements; NaN stays NaN."""
+        if values.numel() == 0:
+            return cls()
+        values = values.detach().double()
+        mean = values.mean()
+        return cls(float(values.numel()), mean.item(), (values - mean).square().sum().item())
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation."""
+        return math.sqrt(self.squares / self.count) if self.count else math.nan
+
+
+def larger(left: float, right: float) -> float:
+    """max() that keeps NaN wherever it stands."""
+    return math.nan if math.isnan(left) or math.isnan(right) else max(left, right)
+
+
+class MetricsAccumulator:
+    """Collects one step's figures over micro-batches; `reduce` gives the same dict on every rank.
+
+    Ratios are kept as numerator and denominator, so that a mean over tokens stays a mean over all tokens however they
+    are cut into micro-batches and ranks. A name that only some ranks have seen is reduced over those. A ratio whose
+    denominator is 0 (nothing was counted) is left out of the result rather than reported as 0.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._totals: dict[str, torch.Tensor] = {}
+        self._maxima: dict[str, list[torch.Tensor]] = {}
+        self._moments: dict[str, Moments] = {}
+
+    def add(self, name: str, numerator: Number, denominator: Number = 1.0) -> None:
+        """Add one part of a ratio. Without a denominator: one observation of a mean."""
+        old_numerator, old_denominator = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = (as_double(numerator) + old_numerator, as_double(denominator) + old_denominator)
+
+    def add_mean(self, name: str, values: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """Add a tensor's elements, or those where `mask` (same shape) is true, to a mean over all elements."""
+        weights = torch.ones_like(values) if mask is None else mask.to(values.device)
+        kept = torch.where(weights.bool(), values.detach(), torch.zeros_like(values)).double()
+        self.add(name, kept.sum(), weights.bool().sum())
+
+    def add_total(self, name: str, value: Number) -> None:
+        """Add to a sum over micro-batches and ranks, such as a count of tokens."""
+        self._totals[name] = as_double(value) + self._totals.get(name, 0.0)
+
+    def add_max(self, name: str, value: Number) -> None:
+        """Keep the largest over micro-batches and ranks; NaN wins over every number."""
+        self._maxima.setdefault(name, []).append(as_double(value))
+
+    def add_moments(self, name: str, values: torch.Tensor) -> None:
+        """Report `<name>_mean` and `<name>_std` (population) over the elements of all micro-batches and ranks."""
+        self._moments[name] = self._moments.get(name, Moments()).merge(Moments.of(values))
+
+    def reduce(self) -> dict[str, float]:
+        """Combine all ranks (a collective: every rank calls it) and start afresh."""
+        mine = self._host_values()
+        self.__init__()
+        ranks = all_gather_object(mine)
+        result: dict[str, float] = {}
+        for name in ordered_names(ranks, "sums"):
+            parts = [values["sums"][name] for values in ranks if name in values["sums"]]
+            denominator = math.fsum(part[1] for part in parts)
+            if denominator != 0:
+                result[name] = sum(part[0] for part in parts) / denominator
+        for name in ordered_names(ranks, "totals"):
+            result[name] = sum(values["totals"].get(name, 0.0) for values in ranks)
+        for name in ordered_names(ranks, "maxima"):
+            result[name] = reduce_with(larger, [values["maxima"][name] for values in ranks if name in values["maxima"]])
+        for name in ordered_names(ranks, "moments"):
+            moments = reduce_with(Moments.merge, [v["moments"][name] for v in ranks if name in v["moments"]])
+            if moments.count:
+                result[f"{name}_mean"], result[f"{name}_std"] = moments.mean, moments.std
+        return result
+
+    def _host_values(self) -> dict[str, dict]:
+        return {
+            "sums": {name: (top.item(), bottom.item()) for name, (top, bottom) in self._sums.items()},
+            "totals": {name: value.item() for name, value in self._totals.items()},
+            "maxima": {name: reduce_with(larger, [v.item() for v in vs]) for name, vs in self._maxima.items()},
+            "moments": dict(self._moments),
+        }
+
+
+def ordered_names(ranks: list[dict[str, dict]], kind: str) -> list[str]:
+    """Names that any rank has, in order of first appearance: the same list on every rank."""
+    return list(dict.fromkeys(name for values in ranks for name in values[kind]))
+
+
+def reduce_with(combine: Callable, values: list):
+    result = values[0]
+    for value in values[1:]:
+        result = combine(result, value)
+    return result
+
+
+class PhaseTimer:
+    """Wall-clock seconds of each phase of a step.
+
+    `with timer.phase("generate"): …` adds to `time_generate`. Phases may nest: the inner one's time is taken off the
+    outer one, so that phases never count a second twice and their sum is at most `time_step`. `synchronize` (such as
+    the accelerator's) runs at each boundary, or queued device work would be charged to a later phase. `current` is the
+    innermost running phase, for messages about stalls.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter):
+        self._synchronize = synchronize
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._running: list[list] = []  # [name, start, seconds of inner phases]
+        self._began = clock()
+
+    @property
+    def current(self) -> str | None:
+        return self._running[-1][0] if self._running else None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Charge the enclosed time to `name`, also when it raises."""
+        self._running.append([name, self._now(), 0.0])
+        try:
+            yield
+        finally:
+            _, start, inner = self._running.pop()
+            spent = self._now() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + spent - inner
+            if self._running:
+                self._running[-1][2] += spent
+
+    def collect(self) -> dict[str, float]:
+        """`time_<phase>` and `time_step` in seconds since the last call, on this rank; starts the next step."""
+        now = self._now()
+        times = {f"time_{name}": seconds for name, seconds in self._seconds.items()}
+        times["time_step"] = now - self._began
+        self._seconds, self._began = {}, now
+        return times
+
+    def reduce(self) -> dict[str, float]:
+        """`collect` on every rank, the slowest rank's time of each phase (a collective)."""
+        ranks = all_gather_object(self.collect())
+        names = dict.fromkeys(name for times in ranks for name in times)
+        return {name: max(times.get(name, 0.0) for times in ranks) for name in names}
+
+    def _now(self) -> float:
+        if self._synchronize is not None:
+            self._synchronize()
+        return self._clock()

@@ -1,0 +1,207 @@
+"""Everything a run writes about itself, from one place. Rank 0 writes; on other ranks every call does nothing."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..strategy.distributed import rank, world_size
+from . import environment
+from .images import save_picture, save_video
+from .sinks import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink, read_jsonl, to_json, write_atomic
+
+logger = logging.getLogger(__name__)
+
+STEP_FILE = re.compile(r"(?:eval_)?step_(\d+)\.jsonl$")
+SHEET_FOLDER = re.compile(r"eval_epoch_(\d+)$")
+
+
+@dataclass
+class RecorderOptions:
+    """Which optional outputs a run has, and how often report.html is rewritten between evaluations (steps)."""
+
+    run_name: str | None = None
+    use_tensorboard: bool = False
+    use_wandb: bool = False
+    wandb_mode: str | None = None
+    report: bool = True
+    report_every: int = 50
+
+
+class RunRecorder:
+    """Writes metrics.csv, metrics.jsonl, eval_metrics.csv, env.json, rollouts, contact sheets and report.html.
+
+    Raises ConfigError at construction when an optional package is missing or the folder cannot be written. A report
+    that cannot be drawn is logged and does not end the run; every other write error does.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        options: RecorderOptions | None = None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        active: bool | None = None,
+    ):
+        """`config` is shown by W&B, masked; `active` overrides 'rank 0 only'."""
+        self.folder = Path(output_dir)
+        self.options = options or RecorderOptions()
+        self.active = rank() == 0 if active is None else active
+        self._sinks: list[Sink] = []
+        self._eval_sinks: list[Sink] = []
+        if self.active:
+            self._open(config)
+
+    def _open(self, config: Mapping[str, Any] | None) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"output_dir {self.folder} cannot be written: {error}") from error
+        self._sinks = [CsvSink(self.folder / "metrics.csv"), JsonlSink(self.folder / "metrics.jsonl")]
+        self._eval_sinks = [CsvSink(self.folder / "eval_metrics.csv", EVAL_COLUMNS)]
+        shared: list[Sink] = []
+        if self.options.use_tensorboard:
+            shared.append(TensorBoardSink(self.folder / "tensorboard"))
+        if self.options.use_wandb:
+            name = self.options.run_name or self.folder.name
+            masked = environment.mask_config(config or {})
+            shared.append(WandbSink(self.folder / "wandb", name, mode=self.options.wandb_mode, config=masked))
+        self._sinks += shared
+        self._eval_sinks += shared
+
+    @property
+    def rollout_folder(self) -> Path:
+        return self.folder / "rollouts"
+
+    def write_env(self) -> None:
+        """env.json: versions, hardware, the command line with secrets masked. A resumed run keeps the first start."""
+        if not self.active:
+            return
+        path = self.folder / "env.json"
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        content = environment.describe(world_size(), now)
+        content["restarts"] = []
+        if path.exists():
+            earlier = read_object(path)
+            content["restarts"] = [*earlier.get("restarts", []), now]
+            content["started"] = earlier.get("started", now)
+        write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+    def log_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """One row of metrics.csv and metrics.jsonl. Values are numbers or 0-d tensors."""
+        if not self.active:
+            return
+        row = {name: float(value) for name, value in metrics.items() if name != "step"}
+        for sink in self._sinks:
+            sink.append(step, row)
+        if step > 0 and step % self.options.report_every == 0:
+            self.write_report()
+
+    def log_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """One row of eval_metrics.csv; the report is rewritten."""
+        if not self.active:
+            return
+        row = {name: float(value) for name, value in metrics.items() if name != "step"}
+        for sink in self._eval_sinks:
+            sink.append(step, row)
+        self.write_report()
+
+    def save_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
+        """rollouts/step_000012.jsonl; see `rollouts.py` for the records. Pictures become files beside it."""
+        return self._save_records(f"step_{step:06d}.jsonl", step, records)
+
+    def save_eval_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
+        """rollouts/eval_step_000012.jsonl, from which the report takes its examples."""
+        return self._save_records(f"eval_step_{step:06d}.jsonl", step, records)
+
+    def save_contact_sheet(self, epoch: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
+        """eval_epoch_000012/contact_sheet.png of the records' pictures, and an mp4 of each video."""
+        if not self.active:
+            return None
+        from .contact_sheet import write_contact_sheet
+
+        return write_contact_sheet(self.folder / f"eval_epoch_{epoch:06d}", records)
+
+    def cut_back(self, step: int) -> None:
+        """Forget everything after `step`, the step of the checkpoint that a run resumes from."""
+        if not self.active:
+            return
+        for sink in dict.fromkeys([*self._sinks, *self._eval_sinks]):
+            sink.cut_back(step)
+        for path in sorted(self.rollout_folder.glob("*.jsonl")):
+            match = STEP_FILE.match(path.name)
+            if match and int(match.group(1)) > step:
+                path.unlink()
+        for path in sorted(self.folder.glob("eval_epoch_*")):
+            match = SHEET_FOLDER.match(path.name)
+            if match and int(match.group(1)) > step:
+                shutil.rmtree(path)
+        remove_unused_pictures(self.rollout_folder)
+
+    def write_report(self) -> Path | None:
+        """report.html as far as the run has come."""
+        if not (self.active and self.options.report):
+            return None
+        from .report import write_report
+
+        try:
+            return write_report([self.folder], self.folder / "report.html")
+        except Exception:
+            logger.exception("report.html could not be written; the run goes on")
+            return None
+
+    def close(self) -> None:
+        """Write the last report and close every sink."""
+        if not self.active:
+            return
+        self.write_report()
+        for sink in dict.fromkeys([*self._sinks, *self._eval_sinks]):
+            sink.close()
+        self.active = False
+
+    def _save_records(self, name: str, step: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
+        if not self.active:
+            return None
+        folder = self.rollout_folder
+        lines = [to_json({"step": step, **store_pictures(folder, record)}) for record in records]
+        write_atomic(folder / name, "".join(line + "\n" for line in lines))
+        return folder / name
+
+
+def store_pictures(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with its pictures and videos replaced by paths relative to `folder`."""
+    stored = dict(record)
+    if stored.get("images"):
+        stored["images"] = [save_picture(folder, image) for image in stored["images"]]
+    if stored.get("videos"):
+        stored["videos"] = [save_video(folder, video) for video in stored["videos"]]
+    return stored
+
+
+def remove_unused_pictures(folder: Path) -> None:
+    """Delete pictures that no remaining rollout file names; steps share pictures with equal content."""
+    used = set()
+    for path in folder.glob("*.jsonl"):
+        for record in read_jsonl(path):
+            used.update(Path(name).name for key in ("images", "videos") for name in record.get(key) or [])
+    for path in (folder / "images").glob("*"):
+        if path.name not in used:
+            path.unlink()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from disk; an empty one where the file is damaged, as it only describes the run."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be read (%s)", path, error)
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,127 @@
+"""Rollouts as records for people: plain dicts that go to rollouts/*.jsonl, the console table and the report.
+
+A record has `prompt, response, reward, components, reference, label, group_id, sample_id, response_length, truncated,
+valid` and, where the sample has them, `images` and `videos` (pictures until they are stored, paths afterwards).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..rollout.samples import Samples, SamplesVL
+from ..strategy.distributed import all_gather_object
+from ..strategy.seeding import derive_seed
+
+Record = dict[str, Any]
+
+
+def records_from_samples(samples: Samples) -> list[Record]:
+    """One record for each of the B samples of a scored micro-batch."""
+    lengths = samples.response_length.tolist()
+    rewards = [None] * len(samples) if samples.rewards is None else samples.rewards.float().tolist()
+    valid = [True] * len(samples) if samples.reward_valid is None else samples.reward_valid.tolist()
+    components = {name: values.float().tolist() for name, values in samples.reward_metrics.items()}
+    records = []
+    for index in range(len(samples)):
+        record = {
+            "prompt": samples.prompts[index],
+            "response": samples.responses[index],
+            "reward": rewards[index],
+            "components": {name: values[index] for name, values in components.items()},
+            "reference": samples.references[index],
+            "label": samples.labels[index],
+            "group_id": int(samples.group_ids[index]),
+            "sample_id": int(samples.sample_ids[index]),
+            "response_length": lengths[index],
+            "truncated": bool(samples.truncated[index]),
+            "valid": valid[index],
+        }
+        records.append(record | pictures_of(samples, index))
+    return records
+
+
+def pictures_of(samples: Samples, index: int) -> Record:
+    """The sample's images and videos, by reference; an empty dict for a text-only sample."""
+    if not isinstance(samples, SamplesVL):
+        return {}
+    kinds = {"images": samples.raw_images, "videos": samples.raw_videos}
+    return {name: list(of_all[index]) for name, of_all in kinds.items() if of_all and of_all[index]}
+
+
+def records_from_media(
+    prompts: Sequence[str],
+    media: Sequence[Any],
+    rewards: torch.Tensor,
+    components: Mapping[str, torch.Tensor] | None = None,
+    *,
+    valid: torch.Tensor | None = None,
+    group_ids: torch.Tensor | None = None,
+) -> list[Record]:
+    """Records of B generated pictures ([C, H, W] in 0..1, PIL) or videos ([C, T, H, W] in 0..1, lists of frames).
+
+    rewards (B); components {name: (B)}; valid (B) bool; group_ids (B).
+    """
+    from .images import is_video
+
+    records = []
+    for index, prompt in enumerate(prompts):
+        kind = "videos" if is_video(media[index]) else "images"
+        record: Record = {
+            "prompt": prompt,
+            "reward": float(rewards[index]),
+            "components": {name: float(values[index]) for name, values in (components or {}).items()},
+            "sample_id": index,
+            "valid": True if valid is None else bool(valid[index]),
+            kind: [media[index]],
+        }
+        if group_ids is not None:
+            record["group_id"] = int(group_ids[index])
+        records.append(record)
+    return records
+
+
+def score(record: Mapping[str, Any]) -> float | None:
+    """The record's reward, or None where it has none, is invalid or is not a number."""
+    reward = record.get("reward")
+    if not isinstance(reward, int | float) or reward != reward or not record.get("valid", True):
+        return None
+    return float(reward)
+
+
+def best_and_worst(records: Sequence[Record], count: int) -> tuple[list[Record], list[Record]]:
+    """The `count` records with the highest and with the lowest reward, without overlap; ties keep their order."""
+    scored = sorted((record for record in records if score(record) is not None), key=lambda r: -score(r))
+    best = scored[: min(count, (len(scored) + 1) // 2)]
+    worst = scored[len(best) :][::-1][:count]
+    return best, worst
+
+
+def pick_random(records: Sequence[Record], count: int, seed: int = 0) -> list[Record]:
+    """`count` records drawn without replacement, the same for a seed, in their order."""
+    places = sorted(random.Random(seed).sample(range(len(records)), min(count, len(records))))
+    return [records[place] for place in places]
+
+
+def select(records: Sequence[Record], count: int, seed: int = 0) -> list[Record]:
+    """At most `count` records that show the range: a third best, a third worst, the rest at random."""
+    if len(records) <= count:
+        return list(records)
+    best, worst = best_and_worst(records, count // 3)
+    shown = {id(record) for record in (*best, *worst)}
+    others = [record for record in records if id(record) not in shown]
+    return [*best, *worst, *pick_random(others, count - len(best) - len(worst), seed)]
+
+
+def gather_records(records: Sequence[Record], count: int, run_seed: int, step: int) -> list[Record]:
+    """The `count` records to keep of all ranks, on every rank (a collective).
+
+    Each rank sends only its own selection, so pictures of at most `count` samples a rank cross the network.
+    """
+    mine = select(records, count, derive_seed(run_seed, step, "rollouts"))
+    everyone = [record for part in all_gather_object(mine) for record in part]
+    everyone.sort(key=lambda record: record.get("sample_id", 0))
+    return select(everyone, count, derive_seed(run_seed, step, "rollouts"))

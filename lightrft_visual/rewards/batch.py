@@ -1,0 +1,220 @@
+"""What every scorer sees, and what every scorer gives back.
+
+A `RewardBatch` is built from rollouts (text from images) or from generated media (pictures and videos from text), so
+that one scorer serves both. Scores travel as `Scores`; the engine hands out a `RewardOutput`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from ..errors import RewardError
+from ..rollout.samples import Samples, SamplesVL
+
+T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Failed:
+    """One sample that a scorer tried and could not score; `reason` is a few words without any payload.
+
+    A scorer may put it in its list of scores. It makes the sample invalid, where None only leaves the scorer out.
+    """
+
+    reason: str
+
+
+@dataclass(repr=False)
+class RewardBatch:
+    """B samples, one list entry each.
+
+    images: the sample's pictures, in order, a missing one as None. videos: the sample's videos, each a list of
+    frames, a (C, T, H, W) float tensor in 0..1 or a (T, C, H, W) uint8 one. `generated` is true when the media were
+    made by the policy (one picture or video a sample) and false when they were part of the prompt.
+    sequence_tokens and completion_tokens: (S_i) and (A_i) long without padding, empty for media.
+    """
+
+    prompts: list[str]
+    responses: list[str]
+    labels: list[str | None]
+    references: list[Any]
+    metadata: list[dict[str, Any]]
+    images: list[list[Any]]
+    videos: list[list[Any]]
+    ids: list[int]
+    group_ids: list[int]
+    sequence_tokens: list[T] = field(default_factory=list)
+    completion_tokens: list[T] = field(default_factory=list)
+    generated: bool = False
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __repr__(self) -> str:  # never the prompts, tokens or pictures: this text may reach a log
+        return f"RewardBatch(size={len(self)}, generated={self.generated})"
+
+    @property
+    def queries(self) -> list[str]:
+        """Prompt and response of each sample in one string."""
+        return [prompt + response for prompt, response in zip(self.prompts, self.responses)]
+
+    @property
+    def columns(self) -> set[str]:
+        """Names of the other data columns that at least one sample has."""
+        return {name for row in self.metadata for name in row}
+
+    def select(self, indices: Sequence[int]) -> RewardBatch:
+        """The samples at these places, in this order; pictures are shared, not copied."""
+        chosen: dict[str, Any] = {"generated": self.generated}
+        for entry in fields(self):
+            values = getattr(self, entry.name)
+            if isinstance(values, list):
+                chosen[entry.name] = [values[i] for i in indices] if values else []
+        return RewardBatch(**chosen)
+
+    def chunks(self, size: int) -> list[RewardBatch]:
+        """Consecutive parts of at most `size` samples."""
+        return [self.select(range(start, min(start + size, len(self)))) for start in range(0, len(self), size)]
+
+
+def batch_from_samples(outputs: Sequence[Samples], vlm_mode: bool = True) -> RewardBatch:
+    """Gather micro-batches of rollouts, in order, into one batch; with vlm_mode false the pictures stay out."""
+    batch = RewardBatch([], [], [], [], [], [], [], [], [])
+    for samples in outputs:
+        size = len(samples)
+        batch.prompts += samples.prompts
+        batch.responses += samples.responses
+        batch.labels += samples.labels
+        batch.references += samples.references
+        batch.metadata += samples.metadata
+        batch.ids += samples.sample_ids.tolist()
+        batch.group_ids += samples.group_ids.tolist()
+        batch.images += _media_of(samples, "raw_images", size, vlm_mode)
+        batch.videos += _media_of(samples, "raw_videos", size, vlm_mode)
+        sequences, actions = samples.sequences.cpu(), samples.action_mask.cpu().bool()
+        attention, count = samples.attention_mask.cpu().bool(), samples.num_actions
+        batch.sequence_tokens += [sequences[i][attention[i]] for i in range(size)]
+        batch.completion_tokens += [sequences[i, sequences.shape[1] - count :][actions[i]] for i in range(size)]
+    return batch
+
+
+def _media_of(samples: Samples, name: str, size: int, vlm_mode: bool) -> list[list[Any]]:
+    media = getattr(samples, name) if vlm_mode and isinstance(samples, SamplesVL) else None
+    if media is None:
+        return [[] for _ in range(size)]
+    if len(media) != size:
+        raise RewardError(f"{name} has {len(media)} entries for {size} samples")
+    return [list(entry or []) for entry in media]
+
+
+def batch_from_media(
+    prompts: Sequence[str],
+    images: Sequence[Any] | None = None,
+    videos: Sequence[Any] | None = None,
+    *,
+    labels: Sequence[str | None] | None = None,
+    references: Sequence[Any] | None = None,
+    metadata: Sequence[dict[str, Any]] | None = None,
+    ids: Sequence[int] | None = None,
+    group_ids: Sequence[int] | None = None,
+) -> RewardBatch:
+    """Generated media as a batch: one picture (PIL or (C, H, W) float tensor in 0..1) or one video a prompt.
+
+    Raises RewardError when a list does not have one entry per prompt.
+    """
+    from .imaging import to_pil
+
+    size = len(prompts)
+    given = {"images": images, "videos": videos, "labels": labels, "references": references, "metadata": metadata}
+    for name, values in {**given, "ids": ids, "group_ids": group_ids}.items():
+        if values is not None and len(values) != size:
+            raise RewardError(f"{name} has {len(values)} entries for {size} prompts")
+    return RewardBatch(
+        prompts=list(prompts),
+        responses=[""] * size,
+        labels=list(labels) if labels is not None else [None] * size,
+        references=list(references) if references is not None else [None] * size,
+        metadata=[dict(row) for row in metadata] if metadata is not None else [{} for _ in range(size)],
+        images=[[to_pil(image)] for image in images] if images is not None else [[] for _ in range(size)],
+        videos=[[video] for video in videos] if videos is not None else [[] for _ in range(size)],
+        ids=[int(i) for i in ids] if ids is not None else list(range(size)),
+        group_ids=[int(i) for i in group_ids] if group_ids is not None else list(range(size)),
+        generated=True,
+    )
+
+
+@dataclass(frozen=True)
+class Call:
+    """How one scoring call runs: samples a remote request, and the device that local models use."""
+
+    chunk: int = 8
+    device: torch.device | str = "cpu"
+
+
+@dataclass
+class Scores:
+    """One scorer's result for n samples. values (n) float64, NaN where there is no score; failed (n) bool, true where
+    the scorer tried and could not; NaN without `failed` means not applicable. extras: further numbers by name, (n)."""
+
+    values: T
+    failed: T
+    extras: dict[str, T] = field(default_factory=dict)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def all_failed(cls, size: int, reason: str) -> Scores:
+        values = torch.full((size,), float("nan"), dtype=torch.float64)
+        return cls(values, torch.ones(size, dtype=torch.bool), {}, Counter({reason: size}))
+
+    @classmethod
+    def join(cls, parts: Sequence[Scores]) -> Scores:
+        """Concatenate; an extra that a part lacks is NaN there."""
+        names = {name: None for part in parts for name in part.extras}
+        missing = [torch.full_like(part.values, float("nan")) for part in parts]
+        extras = {n: torch.cat([p.extras.get(n, m) for p, m in zip(parts, missing)]) for n in names}
+        empty = torch.zeros(0)
+        return cls(
+            torch.cat([part.values for part in parts] or [empty.double()]),
+            torch.cat([part.failed for part in parts] or [empty.bool()]),
+            extras,
+            sum((part.reasons for part in parts), Counter()),
+        )
+
+
+class ScoringFailed(Exception):
+    """A scorer gave no scores for a whole call; its samples become invalid, the run goes on."""
+
+
+class PendingSource(ABC):
+    """A source that works elsewhere: `submit` returns at once, so that several run at the same time."""
+
+    name: str
+
+    @abstractmethod
+    def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
+        """Start scoring."""
+
+    def score(self, batch: RewardBatch, call: Call) -> Scores:
+        return self.submit(batch, call).result()
+
+
+@dataclass
+class RewardOutput:
+    """Rewards of B samples, in order.
+
+    score (B) float32, NaN where invalid, so that a forgotten mask shows at once; valid (B) bool; components {name:
+    (B) float32}, NaN where a component did not apply or failed. metrics: plain numbers about the whole call, such as
+    `reward/invalid_share` and `reward/<name>/failures`.
+    """
+
+    score: T
+    components: dict[str, T]
+    valid: T
+    metrics: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,77 @@
+"""From component scores to rewards: pure functions of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .batch import Scores
+
+T = torch.Tensor
+NAN = float("nan")
+
+
+@dataclass
+class Job:
+    """One component of a call: which samples it scores and what its scores weigh. weights (B) float64, 0 elsewhere."""
+
+    name: str
+    source: Any
+    indices: list[int]
+    weights: T
+    score_key: str | None = None
+
+
+@dataclass
+class Column:
+    """A component over the whole batch. values (B) float64, NaN without a score; failed (B) bool."""
+
+    job: Job
+    values: T
+    failed: T
+    extras: dict[str, T]
+
+
+def scatter(values: T, indices: Sequence[int], size: int, fill: float | bool = NAN) -> T:
+    """(n) values back to their places among `size` samples."""
+    full = torch.full((size,), fill, dtype=values.dtype)
+    full[torch.as_tensor(indices, dtype=torch.long)] = values
+    return full
+
+
+def to_column(job: Job, scores: Scores, size: int) -> Column:
+    extras = {name: scatter(value, job.indices, size) for name, value in scores.extras.items()}
+    return Column(
+        job, scatter(scores.values, job.indices, size), scatter(scores.failed, job.indices, size, False), extras
+    )
+
+
+def weighted_sum(columns: Sequence[Column], size: int, unweighted: T) -> tuple[T, T]:
+    """Score (B) float64 and valid (B) bool.
+
+    A component that does not apply to a sample is left out of its sum. A sample is invalid when a weighted component
+    failed on it, or when none applied. `unweighted` (B) bool: samples whose recipe has only zero weights; they score 0.
+    """
+    total = torch.zeros(size, dtype=torch.float64)
+    applied, failed = unweighted.clone(), torch.zeros(size, dtype=torch.bool)
+    for column in columns:
+        weighted = column.job.weights != 0
+        scored = weighted & ~column.values.isnan()
+        total = total + torch.where(scored, column.values.nan_to_num() * column.job.weights, 0.0)
+        applied |= scored
+        failed |= weighted & column.failed
+    valid = applied & ~failed
+    return torch.where(valid, total, NAN), valid
+
+
+def named_components(columns: Sequence[Column]) -> dict[str, T]:
+    """Component scores and the extra numbers of each by name; a name that is taken gets its component's as a prefix."""
+    named = {column.job.name: column.values for column in columns}
+    for column in columns:
+        for name, values in column.extras.items():
+            key = name if name not in named else f"{column.job.name}/{name}"
+            named[key] = torch.where(named[key].isnan(), values, named[key]) if key in named else values
+    return named

@@ -1,0 +1,277 @@
+"""The reward engine: gathers samples, runs each scorer once over those that need it, scatters the scores back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..config.schema import RewardConfig
+from ..errors import ConfigError, RewardError
+from ..rollout.samples import Samples
+from ..strategy.distributed import all_gather_object, all_reduce_sum
+from .batch import Call, PendingSource, RewardBatch, RewardOutput, Scores, batch_from_media, batch_from_samples
+from .callables import CallableSource, Signature, callable_name
+from .combine import NAN, Column, Job, named_components, scatter, to_column, weighted_sum
+from .recipe import ANY_LABEL, Recipe, RecipeEntry, parse_recipe
+from .sources import Catalogue
+
+T = torch.Tensor
+log = logging.getLogger(__name__)
+DEFAULT_RECIPE = {ANY_LABEL: [("rule", "exact", 1.0)]}
+
+
+class RewardComputationEngine:
+    """Scores rollouts and generated media (after LightRFT's engine; see docs/rewards.md for the failure policy).
+
+    What decides the score, first match: `reward_fn`, when its signature names `model_reward_list` (it aggregates by
+    hand); `reward_recipe`, by each sample's label; the plain sum of everything else that is given; without anything,
+    exact match with the reference.
+
+    reward_model: one, a list or {name: model} of folders or hub names, torch models, engine-backed models.
+    remote_rm_url: a URL, comma-separated URLs or a list; `a|b` are replicas of one reward; an entry ending in .py is a
+    local file with `reward_func`. custom_reward_func: a callable or several. packing_samples: torch models given
+    directly score rows of equal length together, so that none sees padding. config: time limits, retries and the like.
+
+    Raises ConfigError on construction for anything unknown. `labels` of the data are checked by `check_labels`.
+    """
+
+    def __init__(
+        self,
+        reward_model: Any = None,
+        remote_rm_url: str | Sequence[str] | None = None,
+        custom_reward_func: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+        reward_fn: Callable[..., Any] | None = None,
+        reward_fn_label_map: Mapping[str, Any] | None = None,
+        reward_recipe: Mapping[str, Any] | Recipe | None = None,
+        tokenizer: Any = None,
+        strategy: Any = None,
+        packing_samples: bool = False,
+        config: RewardConfig | None = None,
+    ) -> None:
+        self.config = config or RewardConfig()
+        self.strategy = strategy
+        self._label_map = reward_fn_label_map
+        self._aggregate, custom = self._split_callables(reward_fn, custom_reward_func)
+        self.recipe = None if reward_recipe is None else parse_recipe(reward_recipe)
+        self._catalogue = Catalogue(self.config, tokenizer, packing_samples)
+        given = {"label_map": reward_fn_label_map}
+        self._sources = self._catalogue.given_sources(reward_model, remote_rm_url, custom, given)
+        if self._aggregate is not None and self.recipe is not None:
+            raise ConfigError("reward_fn with model_reward_list aggregates by hand; it excludes reward_recipe")
+        if self.recipe is None and self._aggregate is None and not self._sources:
+            self.recipe = parse_recipe(DEFAULT_RECIPE)
+        self._by_identity = self._recipe_sources()
+
+    @classmethod
+    def from_config(
+        cls,
+        config: RewardConfig,
+        *,
+        tokenizer: Any = None,
+        strategy: Any = None,
+        packing_samples: bool = False,
+        labels: Iterable[str | None] = (),
+    ) -> RewardComputationEngine:
+        """The engine that a configuration describes; `labels`: those of the data, checked against the recipe."""
+        from .settings import engine_arguments
+
+        arguments = engine_arguments(config, labels)
+        return cls(**arguments, tokenizer=tokenizer, strategy=strategy, packing_samples=packing_samples, config=config)
+
+    @staticmethod
+    def _split_callables(reward_fn: Any, custom: Any) -> tuple[Any, list[Any]]:
+        functions = [] if custom is None else list(custom) if isinstance(custom, (list, tuple)) else [custom]
+        if reward_fn is None:
+            return None, functions
+        if not callable(reward_fn):
+            raise ConfigError(f"reward_fn is a {type(reward_fn).__name__}, not a callable")
+        name = callable_name(reward_fn)
+        if "model_reward_list" in Signature(reward_fn, name).names:
+            return reward_fn, functions
+        return None, [*functions, reward_fn]
+
+    def _recipe_sources(self) -> dict[tuple, Any]:
+        """Every component of the recipe, built now, so that a wrong name fails before training."""
+        if self.recipe is None:
+            return {}
+        built = {entry.identity: self._catalogue.resolve(entry, self._sources) for entry in self.recipe.components()}
+        unused = [name for name, source in self._sources.items() if all(source is not s for s in built.values())]
+        if unused:
+            log.warning("the reward recipe does not use: %s", ", ".join(unused))
+        return built
+
+    def check_labels(self, labels: Iterable[str | None]) -> None:
+        """Raise ConfigError, with the nearest name, for a label that the recipe does not know. Call before training."""
+        if self.recipe is not None:
+            self.recipe.check_labels(labels)
+
+    def compute_rewards(
+        self, outputs: Sequence[Samples], vlm_mode: bool = True, device: torch.device | str = "cpu"
+    ) -> RewardOutput:
+        """Fill `rewards (B)`, `reward_valid (B)` and `reward_metrics {name: (B)}` of every micro-batch, on `device`.
+
+        Each scorer runs once over all micro-batches, on just the samples that need it. Returns the rewards of all
+        samples in order. Every rank must call it alike: the share of invalid rewards is taken over all ranks.
+        Raises RewardError for a broken local callable, and when more than `reward_max_invalid` of the scores are
+        invalid, with the name of what failed.
+        """
+        if not outputs:
+            raise RewardError("compute_rewards was given no samples")
+        chunk = max(len(samples) for samples in outputs)
+        result = self.score(batch_from_samples(outputs, vlm_mode), chunk, device)
+        start = 0
+        for samples in outputs:
+            part = slice(start, start + len(samples))
+            samples.rewards, samples.reward_valid = result.score[part], result.valid[part]
+            samples.reward_metrics = {name: values[part] for name, values in result.components.items()}
+            start = part.stop
+        return result
+
+    def score_media(
+        self,
+        prompts: Sequence[str],
+        images: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
+        *,
+        chunk: int = 8,
+        device: torch.device | str = "cpu",
+        **columns: Any,
+    ) -> RewardOutput:
+        """Score generated media: one picture (PIL or (C, H, W) tensor in 0..1) or one video ((C, T, H, W)) a prompt.
+
+        columns: labels, references, metadata, ids, group_ids, each with one entry per prompt. chunk: samples a remote
+        request. With `recipe_from_components` the weighted sum is also a component named `avg`.
+        """
+        return self.score(batch_from_media(prompts, images, videos, **columns), chunk, device)
+
+    def score(self, batch: RewardBatch, chunk: int, device: torch.device | str = "cpu") -> RewardOutput:
+        """Score any batch; `chunk`: samples a remote request. Raises as `compute_rewards`."""
+        started = time.perf_counter()
+        jobs = self._plan(batch)
+        columns, reasons, metrics = self._run(jobs, batch, Call(chunk, device))
+        if self._aggregate is not None:
+            score, valid, named = self._aggregate_by_hand(batch, columns)
+        else:
+            score, valid = weighted_sum(columns, len(batch), self._unweighted(batch))
+            named = named_components(columns)
+        if self.recipe is not None and self.recipe.average:
+            named["avg"] = score
+        metrics |= self._check_invalid(valid, reasons, device)
+        metrics["reward/time"] = time.perf_counter() - started
+        components = {name: values.float().to(device) for name, values in named.items()}
+        return RewardOutput(score.float().to(device), components, valid.to(device), metrics)
+
+    def _plan(self, batch: RewardBatch) -> list[Job]:
+        if self.recipe is None:
+            ones = torch.ones(len(batch), dtype=torch.float64)
+            return [Job(name, source, list(range(len(batch))), ones) for name, source in self._sources.items()]
+        weights: dict[tuple, T] = {}
+        entries: dict[tuple, RecipeEntry] = {}
+        for index, label in enumerate(batch.labels):
+            for entry in self.recipe.for_label(label):
+                entries[entry.identity] = entry
+                column = weights.setdefault(entry.identity, torch.zeros(len(batch), dtype=torch.float64))
+                column[index] += entry.weight
+        jobs = []
+        for identity, entry in entries.items():
+            indices = weights[identity].nonzero().flatten().tolist()
+            if indices:
+                source = self._by_identity[identity]
+                jobs.append(Job(entry.name, source, indices, weights[identity], entry.score_key))
+        return jobs
+
+    def _unweighted(self, batch: RewardBatch) -> T:
+        """(B) bool: samples whose recipe has no weight but zero; an empty sum is 0, not a failure."""
+        if self.recipe is None:
+            return torch.zeros(len(batch), dtype=torch.bool)
+        return torch.tensor([all(e.weight == 0 for e in self.recipe.for_label(label)) for label in batch.labels]).bool()
+
+    def _run(
+        self, jobs: Sequence[Job], batch: RewardBatch, call: Call
+    ) -> tuple[list[Column], dict[str, Counter[str]], dict[str, float]]:
+        """Remote requests go out first and run beside the local scorers, which take their turns."""
+        parts = [batch if len(job.indices) == len(batch) else batch.select(job.indices) for job in jobs]
+        elsewhere = [i for i, job in enumerate(jobs) if isinstance(job.source, PendingSource)]
+        pending = {i: jobs[i].source.submit(parts[i], call) for i in elsewhere}
+        results = {i: job.source.score(parts[i], call) for i, job in enumerate(jobs) if i not in pending}
+        results |= {i: future.result() for i, future in pending.items()}
+        columns, reasons, metrics = [], {}, {}
+        for index, job in enumerate(jobs):
+            scores = pick_output(results[index], job)
+            columns.append(to_column(job, scores, len(batch)))
+            reasons[job.name] = scores.reasons
+            metrics |= component_metrics(job.name, scores)
+        return columns, reasons, metrics
+
+    def _aggregate_by_hand(self, batch: RewardBatch, columns: Sequence[Column]) -> tuple[T, T, dict[str, T]]:
+        """`reward_fn(model_reward_list=...)` over the samples on which nothing failed; it never sees a failed score."""
+        failed = torch.zeros(len(batch), dtype=torch.bool)
+        for column in columns:
+            failed |= column.failed
+        kept = (~failed).nonzero().flatten().tolist()
+        named = named_components(columns)
+        if not kept:
+            return torch.full((len(batch),), NAN, dtype=torch.float64), ~failed, named
+        rewards = [column.values[kept].float() for column in columns]
+        given = {"model_reward_list": rewards, "label_map": self._label_map}
+        scores = CallableSource(self._aggregate, given=given).score(batch.select(kept))
+        named |= {name: scatter(values, kept, len(batch)) for name, values in scores.extras.items()}
+        total = scatter(scores.values, kept, len(batch))
+        return total, ~total.isnan(), named
+
+    def _check_invalid(
+        self, valid: T, reasons: Mapping[str, Counter[str]], device: torch.device | str
+    ) -> dict[str, float]:
+        """Log failures by name and kind, without payloads; stop above the allowed share, on every rank alike."""
+        for name, counts in reasons.items():
+            for reason, count in counts.items():
+                log.warning("reward %s: %d of %d samples failed: %s", name, count, len(valid), reason)
+        local = torch.tensor([float((~valid).sum()), float(len(valid))], dtype=torch.float64)
+        invalid, total = all_reduce_sum(local.float().to(device)).tolist()
+        share = invalid / total if total else 0.0
+        if share > self.config.reward_max_invalid:
+            raise RewardError(self._too_many(share, int(total), all_gather_object(dict(reasons))))
+        return {"reward/invalid_share": share}
+
+    def _too_many(self, share: float, total: int, by_rank: Sequence[Mapping[str, Counter[str]]]) -> str:
+        merged: dict[str, Counter[str]] = {}
+        for reasons in by_rank:
+            for name, counts in reasons.items():
+                merged[name] = merged.get(name, Counter()) + counts
+        told = [
+            f"{name}: {reason} ({n} samples)" for name, counts in merged.items() for reason, n in counts.most_common(3)
+        ]
+        why = "; ".join(told) or "no component of the reward applies to them"
+        limit = self.config.reward_max_invalid
+        return f"{share:.0%} of {total} rewards are invalid (reward_max_invalid is {limit:.0%}): {why}"
+
+    def close(self) -> None:
+        """Release connections, worker processes and models. The engine cannot score afterwards."""
+        self._catalogue.close()
+
+
+def pick_output(scores: Scores, job: Job) -> Scores:
+    """The output that counts: the main one, or the one named by score_key. Raises RewardError when it is not there."""
+    if job.score_key is None or (job.score_key not in scores.extras and bool(scores.failed.all())):
+        return scores
+    if job.score_key not in scores.extras:
+        raise RewardError(
+            f"reward {job.name} has no output {job.score_key!r}; it has: {', '.join(scores.extras) or 'none'}"
+        )
+    return Scores(scores.extras[job.score_key], scores.failed, scores.extras, scores.reasons)
+
+
+def component_metrics(name: str, scores: Scores) -> dict[str, float]:
+    """Mean over the scored samples (absent when there is none), and how many failed or did not apply."""
+    scored = ~scores.values.isnan()
+    failures = int(scores.failed.sum())
+    metrics = {f"reward/{name}/failures": float(failures)}
+    metrics[f"reward/{name}/not_applicable"] = float(len(scored) - int(scored.sum()) - failures)
+    if scored.any():
+        metrics[f"reward/{name}"] = float(scores.values[scored].mean())
+    return metrics

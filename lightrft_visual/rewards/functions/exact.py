@@ -1,0 +1,24 @@
+"""Exact match of the final answer with the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .answers import any_reference, final_answer, normalise
+
+
+class Exact:
+    """1 when the normalised final answer equals the reference (or one of them), else 0; None without a reference.
+
+    normalised: case, repeated spaces and punctuation at the ends do not count; set it false to compare as is.
+    """
+
+    def __init__(self, normalised: bool = True) -> None:
+        self._form = normalise if normalised else str.strip
+
+    def __call__(self, completions: list[str], references: list[Any]) -> list[float | None]:
+        answers = [self._form(final_answer(completion)) for completion in completions]
+        return [
+            any_reference(reference, lambda option, given=answer: self._form(option) == given)
+            for answer, reference in zip(answers, references)
+        ]

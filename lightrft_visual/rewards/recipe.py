@@ -1,0 +1,199 @@
+"""Recipes: which components score a sample of each label, and with what weight.
+
+    count:    [[rule, numeric, 1.0], [rule, format, 0.2]]
+    describe: [[remote, judge, 1.0], [model, safety, 0.5]]
+    "*":      [[func, my_rewards.py:score, 1.0]]
+
+The label "*" stands for every label without a recipe of its own, and for samples without a label.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import ConfigError
+from .naming import nearest
+
+TYPES = ("model", "remote", "rule", "func")
+ANY_LABEL = "*"
+ENTRY_KEYS = ("type", "key", "weight", "kwargs", "name", "score_key", "transport")
+TRANSPORTS = ("inprocess", "ray")
+
+
+@dataclass(frozen=True)
+class RecipeEntry:
+    """One weighted component. name: its column in metrics. score_key: which of the scorer's outputs counts, when not
+    its main one. transport: where a rule or func runs; None follows the configuration."""
+
+    type: str
+    key: str
+    weight: float
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    score_key: str | None = None
+    transport: str | None = None
+
+    @property
+    def identity(self) -> tuple[str, str, str, str | None, str | None]:
+        """Equal for entries that are one component, whatever their weights."""
+        return self.type, self.key, json.dumps(self.kwargs, sort_keys=True, default=str), self.score_key, self.transport
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Entries by label; `average` adds the weighted sum to the components under the name `avg`."""
+
+    entries: Mapping[str, Sequence[RecipeEntry]]
+    average: bool = False
+
+    def for_label(self, label: str | None) -> Sequence[RecipeEntry]:
+        """Raises ConfigError with the nearest label when there is no recipe."""
+        found = self.entries.get(ANY_LABEL if label is None else str(label), self.entries.get(ANY_LABEL))
+        if found is None:
+            what = "a sample without a label" if label is None else f"label {label!r}"
+            hint = nearest(label or "", self.entries)
+            raise ConfigError(
+                f"there is no reward recipe for {what}{hint}; the label {ANY_LABEL!r} stands for any other"
+            )
+        return found
+
+    def check_labels(self, labels: Iterable[str | None]) -> None:
+        """Raise ConfigError for the first label without a recipe."""
+        for label in dict.fromkeys(labels):
+            self.for_label(label)
+
+    def components(self) -> list[RecipeEntry]:
+        """Every distinct component, under a name of its own."""
+        distinct: dict[tuple, RecipeEntry] = {}
+        for entry in (e for entries in self.entries.values() for e in entries):
+            distinct.setdefault(entry.identity, entry)
+        return list(distinct.values())
+
+
+def parse_recipe(raw: Any) -> Recipe:
+    """Check a mapping {label: [(type, key, weight), ...]} and make a Recipe of it.
+
+    An entry is a sequence of three, of four with a mapping of scorer settings last, or a mapping with the keys of
+    ENTRY_KEYS. Raises ConfigError that names the label and entry.
+    """
+    if isinstance(raw, Recipe):
+        return raw
+    if not isinstance(raw, Mapping) or not raw:
+        raise ConfigError("a reward recipe is a mapping of label to a list of [type, key, weight]")
+    entries = {}
+    for label, rows in raw.items():
+        if not isinstance(rows, Sequence) or isinstance(rows, str) or not rows:
+            raise ConfigError(f"reward recipe of label {label!r}: give a list of [type, key, weight]")
+        entries[str(label)] = [_parse_entry(row, f"label {label!r}, entry {i + 1}") for i, row in enumerate(rows)]
+    return Recipe(_with_distinct_names(entries))
+
+
+def _parse_entry(row: Any, where: str) -> RecipeEntry:
+    if isinstance(row, RecipeEntry):
+        return row
+    if isinstance(row, Mapping):
+        for key in row:
+            if key not in ENTRY_KEYS:
+                raise ConfigError(f"reward recipe, {where}: unknown key {key!r}{nearest(key, ENTRY_KEYS)}")
+        fields = dict(row)
+    elif isinstance(row, Sequence) and not isinstance(row, str) and len(row) in (3, 4):
+        fields = dict(zip(("type", "key", "weight", "kwargs"), row))
+    else:
+        raise ConfigError(f"reward recipe, {where}: write it as [type, key, weight] or [type, key, weight, settings]")
+    return _checked_entry(fields, where)
+
+
+def _checked_entry(fields: dict[str, Any], where: str) -> RecipeEntry:
+    kind, key, weight = (fields.pop(name, None) for name in ("type", "key", "weight"))
+    if kind not in TYPES:
+        raise ConfigError(f"reward recipe, {where}: type {kind!r}{nearest(kind, TYPES)}")
+    if key is None or isinstance(key, (Mapping, list)):
+        raise ConfigError(f"reward recipe, {where}: the key names a model, server, rule or function")
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+        raise ConfigError(f"reward recipe, {where}: weight {weight!r} is not a finite number")
+    settings = fields.get("kwargs") or {}
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"reward recipe, {where}: settings are a mapping of name to value")
+    if fields.get("transport") not in (None, *TRANSPORTS):
+        raise ConfigError(
+            f"reward recipe, {where}: transport {fields['transport']!r}{nearest(fields['transport'], TRANSPORTS)}"
+        )
+    fields |= {"kwargs": dict(settings), "name": fields.get("name") or _short_name(kind, str(key))}
+    return RecipeEntry(kind, str(key), float(weight), **fields)
+
+
+def _short_name(kind: str, key: str) -> str:
+    if kind == "func":
+        return key.rpartition(":")[2]
+    if kind == "remote" and "://" in key:
+        return key.split("://", 1)[1].split("@")[-1].split("?")[0].split("|")[0].rstrip("/")
+    return key
+
+
+def _with_distinct_names(entries: dict[str, list[RecipeEntry]]) -> dict[str, list[RecipeEntry]]:
+    """Different components never share a name in metrics: the second `exact` becomes `exact_2`."""
+    names: dict[tuple, str] = {}
+    for entry in (e for rows in entries.values() for e in rows):
+        if entry.identity not in names:
+            name, count = entry.name, 1
+            while name in names.values():
+                count += 1
+                name = f"{entry.name}_{count}"
+            names[entry.identity] = name
+    return {
+        label: [RecipeEntry(**{**vars(entry), "name": names[entry.identity]}) for entry in rows]
+        for label, rows in entries.items()
+    }
+
+
+def load_recipe(source: str) -> Recipe:
+    """A recipe from a YAML or JSON file, or from inline YAML. Raises ConfigError naming the file."""
+    is_file = source.strip().endswith((".yaml", ".yml", ".json"))
+    if is_file and not Path(source).expanduser().is_file():
+        raise ConfigError(f"reward recipe {source} does not exist")
+    text = Path(source).expanduser().read_text() if is_file else source
+    try:
+        return parse_recipe(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        where = source if is_file else "the inline reward recipe"
+        raise ConfigError(f"{where} is not valid YAML: {str(error).splitlines()[0]}") from error
+
+
+def recipe_from_components(components: Mapping[str, float], kwargs: Mapping[str, Mapping] | None = None) -> Recipe:
+    """VRL's form, `reward.components.ocr=1.0` with `reward.kwargs.ocr.*`: one recipe for every sample.
+
+    A component is an objective: its name is the metric's. Of its settings, `scorer` (default: the name; path.py:name is
+    a user function), `score_key`, `transport` (inprocess | http | ray) and `url` (for http) are read here; the rest
+    goes to the scorer. The weighted sum is reported as `avg`. Raises ConfigError.
+    """
+    kwargs = kwargs or {}
+    if not components:
+        raise ConfigError("reward.components is empty: name at least one scorer with its weight")
+    for name in kwargs:
+        if name not in components:
+            raise ConfigError(f"reward.kwargs.{name} has no component of that name{nearest(name, components)}")
+    rows = [_entry_of_component(str(n), weight, dict(kwargs.get(n) or {})) for n, weight in components.items()]
+    return Recipe(parse_recipe({ANY_LABEL: rows}).entries, average=True)
+
+
+def _entry_of_component(name: str, weight: float, settings: dict[str, Any]) -> RecipeEntry:
+    scorer, score_key = str(settings.pop("scorer", name)), settings.pop("score_key", None)
+    transport, url = settings.pop("transport", None), settings.pop("url", None)
+    fields = {"weight": weight, "name": name, "score_key": score_key, "kwargs": settings}
+    if (transport == "http") != (url is not None):
+        raise ConfigError(f"reward.kwargs.{name}: transport=http and url=... belong together")
+    if url is not None:
+        if settings:
+            raise ConfigError(
+                f"reward.kwargs.{name}: {next(iter(settings))!r} is the server's own setting, set it there"
+            )
+        return _checked_entry({**fields, "type": "remote", "key": url}, f"component {name!r}")
+    kind = "func" if ".py:" in scorer else "rule"
+    return _checked_entry({**fields, "type": kind, "key": scorer, "transport": transport}, f"component {name!r}")

@@ -1,0 +1,97 @@
+"""Scorers by name: built-in ones, imported on first use, and those a user registers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from ..errors import ConfigError
+from .naming import nearest
+
+# name -> module in .functions and attribute; one scorer a file.
+BUILTIN = {
+    "exact": ("exact", "Exact"),
+    "numeric": ("numeric", "Numeric"),
+    "choice": ("choice", "Choice"),
+    "format": ("format", "Format"),
+    "math": ("math", "Math"),
+    "ocr": ("ocr", "OCR"),
+    "clip_score": ("clip_score", "CLIPScore"),
+    "pick_score": ("pick_score", "PickScore"),
+    "aesthetic": ("aesthetic", "Aesthetic"),
+    "hpsv2": ("hpsv2", "HPSv2"),
+    "image_reward": ("image_reward", "ImageReward"),
+    "jpeg_compressibility": ("jpeg", "Compressibility"),
+    "jpeg_incompressibility": ("jpeg", "Incompressibility"),
+    "pixel": ("pixel", "Pixel"),
+    "face_similarity": ("face_similarity", "FaceSimilarity"),
+    "vlm_judge": ("vlm_judge", "VLMJudge"),
+    "multi": ("multi", "MultiScorer"),
+}
+_registered: dict[str, Callable[..., Any]] = {}
+
+
+def register_scorer(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: make a function or class known to recipes as `name`.
+
+    A class is built with the recipe's keyword settings and its instances are called; a function is called itself, its
+    settings bound by keyword. Raises ConfigError when the name is taken by something else.
+    """
+
+    def register(target: Callable[..., Any]) -> Callable[..., Any]:
+        known = _registered.get(name)
+        same = known is not None and (known.__module__, known.__qualname__) == (target.__module__, target.__qualname__)
+        if name in BUILTIN or (known is not None and not same):
+            raise ConfigError(f"a scorer named {name!r} is registered already")
+        _registered[name] = target
+        return target
+
+    return register
+
+
+def scorer_names() -> list[str]:
+    return sorted({*BUILTIN, *_registered})
+
+
+def find_scorer(name: str) -> Callable[..., Any]:
+    """The class or function behind a name. Raises ConfigError with the nearest name when there is none."""
+    if name in _registered:
+        return _registered[name]
+    if name not in BUILTIN:
+        raise ConfigError(f"there is no scorer named {name!r}{nearest(name, scorer_names())}")
+    module, attribute = BUILTIN[name]
+    return vars(import_module(f".functions.{module}", __package__))[attribute]
+
+
+def check_scorer(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError when the name is unknown or takes no such setting; builds nothing."""
+    target = find_scorer(name)
+    parameters = inspect.signature(target).parameters
+    if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for key in settings:
+        if key not in parameters:
+            raise ConfigError(f"scorer {name!r} has no setting {key!r}{nearest(key, parameters)}")
+
+
+def build_scorer(name: str, settings: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """A ready callable: a class instance, or the function with its settings bound.
+
+    Raises ConfigError for an unknown name or setting, and when a scorer lacks a package, program or checkpoint.
+    """
+    settings = dict(settings or {})
+    check_scorer(name, settings)
+    target = find_scorer(name)
+    if not inspect.isclass(target):
+        return partial(target, **settings) if settings else target
+    missing = [
+        p.name
+        for p in inspect.signature(target).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in settings
+    ]
+    if missing:
+        raise ConfigError(f"scorer {name!r} needs the setting {missing[0]!r}")
+    return target(**settings)

@@ -1,0 +1,81 @@
+"""From a `RewardConfig` to an engine's arguments; everything that can be wrong is found before a model loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..config.schema import RewardConfig
+from ..errors import ConfigError
+from .callables import Signature, callable_name, load_reward_fn
+from .naming import nearest
+from .recipe import Recipe, RecipeEntry, load_recipe
+from .registry import check_scorer
+from .remote import check_url
+from .sources import named_entries
+
+
+def engine_arguments(config: RewardConfig, labels: Iterable[str | None] = ()) -> dict[str, Any]:
+    """Keyword arguments of RewardComputationEngine. Raises ConfigError as `check_reward_config` does."""
+    function = load_reward_fn(config.reward_fn) if config.reward_fn else None
+    recipe = load_recipe(config.reward_recipe) if config.reward_recipe else None
+    check_parts(config, function, recipe)
+    if recipe is not None:
+        recipe.check_labels(labels)
+    return {
+        "reward_model": config.reward_pretrain,
+        "remote_rm_url": config.remote_rm_url,
+        "reward_fn": function,
+        "reward_recipe": recipe,
+    }
+
+
+def check_reward_config(config: RewardConfig, labels: Iterable[str | None] = ()) -> None:
+    """Raise ConfigError for a missing file or function, a bad URL, an unknown rule, label or model name, or a token
+    variable that is not set. Loads no model and opens no connection."""
+    engine_arguments(config, labels)
+
+
+def check_parts(config: RewardConfig, function: Any, recipe: Recipe | None) -> None:
+    if config.reward_token_env and not os.environ.get(config.reward_token_env):
+        raise ConfigError(f"reward_token_env names {config.reward_token_env}, which is not set")
+    if function is not None and recipe is not None:
+        if "model_reward_list" in Signature(function, callable_name(function)).names:
+            raise ConfigError("reward_fn with model_reward_list aggregates by hand; it excludes reward_recipe")
+    remotes = named_entries(config.remote_rm_url)
+    for entry in remotes.values():
+        check_remote(entry)
+    models = named_entries(config.reward_pretrain)
+    functions = [] if function is None else [callable_name(function)]
+    for entry in recipe.components() if recipe else ():
+        _check_entry(entry, list(models), list(remotes), functions)
+
+
+def check_remote(entry: str) -> None:
+    if entry.endswith(".py"):
+        load_reward_fn(f"{entry}:reward_func")
+    else:
+        for url in entry.split("|"):
+            check_url(url.strip())
+
+
+def _check_entry(entry: RecipeEntry, models: list[str], remotes: list[str], functions: list[str]) -> None:
+    if entry.type == "func" and ".py:" in entry.key:
+        if not Path(entry.key.rpartition(":")[0]).expanduser().is_file():
+            raise ConfigError(f"the reward recipe names {entry.key}, which does not exist")
+        load_reward_fn(entry.key)
+    elif entry.type in ("rule", "func"):
+        if entry.type == "func" and entry.key in functions:
+            return
+        check_scorer(entry.key, entry.kwargs)
+    elif entry.type == "remote" and "://" in entry.key:
+        check_remote(entry.key)
+    else:
+        known = models if entry.type == "model" else remotes
+        aliases = [*known, *(f"{entry.type}{n}" for n in known if n.isdigit()), *map(str, range(len(known)))]
+        if len(models) == 1:
+            aliases.append("model")
+        if entry.key not in aliases:
+            raise ConfigError(f"the reward recipe names the {entry.type} {entry.key!r}{nearest(entry.key, known)}")

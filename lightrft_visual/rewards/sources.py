@@ -1,0 +1,192 @@
+"""The components of an engine: what was given to it, and what its recipe names, each built once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from ..config.schema import RewardConfig
+from ..errors import ConfigError
+from .batch import Call, RewardBatch, Scores
+from .callables import CallableSource, LoadedFunction, callable_name, load_reward_fn
+from .naming import nearest
+from .recipe import RecipeEntry
+from .registry import build_scorer, check_scorer, find_scorer, scorer_names
+
+_NAMED = re.compile(r"^([A-Za-z_][\w-]*)=(.+)$")
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Scores a batch. `name` is what errors and metrics call it."""
+
+    name: str
+
+    def score(self, batch: RewardBatch, call: Call) -> Scores: ...
+
+
+def split_list(value: str | Sequence[str] | None) -> list[str]:
+    """Entries of a comma-separated string or of a list, without empty ones."""
+    entries = value.split(",") if isinstance(value, str) else list(value or ())
+    return [entry.strip() for entry in entries if entry.strip()]
+
+
+def named_entries(value: str | Sequence[str] | None) -> dict[str, str]:
+    """{name: entry} of `name=entry` items; an unnamed one is called by its place, '0', '1', ..."""
+    named: dict[str, str] = {}
+    for index, entry in enumerate(split_list(value)):
+        match = _NAMED.match(entry)
+        name, target = match.groups() if match else (str(index), entry)
+        if name in named:
+            raise ConfigError(f"two rewards are named {name!r}")
+        named[name] = target
+    return named
+
+
+class Catalogue:
+    """Builds sources from a configuration and closes them again."""
+
+    def __init__(self, config: RewardConfig, tokenizer: Any, packing_samples: bool) -> None:
+        self.config, self.tokenizer, self.packing_samples = config, tokenizer, packing_samples
+        self._closing: list[Callable[[], None]] = []
+        self._client: Any = None
+        self._models: list[str] = []
+        self._remotes: list[str] = []
+
+    def given_sources(
+        self, reward_model: Any, remote_rm_url: Any, custom: Sequence[Any], given: Mapping[str, Any]
+    ) -> dict[str, Source]:
+        """{name: source} in the order models, remotes, callables, which is the order of `model_reward_list`."""
+        sources: dict[str, Source] = {}
+        for name, model in self._named_models(reward_model).items():
+            self._models.append(self._add(sources, name, self._model(name, model)))
+        for name, entry in named_entries(remote_rm_url).items():
+            self._remotes.append(
+                self._add(sources, "remote" + name if name.isdigit() else name, self._remote(name, entry))
+            )
+        for function in custom:
+            source = self._callable(function, given)
+            self._add(sources, source.name, source)
+        return sources
+
+    def resolve(self, entry: RecipeEntry, sources: Mapping[str, Source]) -> Source:
+        """The source of a recipe entry. Raises ConfigError with the nearest name when there is none."""
+        if entry.type == "model":
+            return sources[self._key_among(entry.key, self._models, "reward model")]
+        if entry.type == "remote":
+            if "://" in entry.key:
+                return self._remote(entry.name, entry.key)
+            return sources[self._key_among(entry.key, self._remotes, "remote reward")]
+        if entry.type == "func":
+            return self._func(entry, sources)
+        return self._scorer(entry)
+
+    def close(self) -> None:
+        for close in reversed(self._closing):
+            close()
+        self._closing.clear()
+
+    @staticmethod
+    def _add(sources: dict[str, Source], name: str, source: Source) -> str:
+        unique, count = name, 1
+        while unique in sources:
+            count += 1
+            unique = f"{name}_{count}"
+        sources[unique] = source
+        return unique
+
+    @staticmethod
+    def _key_among(key: str, names: Sequence[str], what: str) -> str:
+        if key in names:
+            return key
+        if key.isdigit() and int(key) < len(names):
+            return names[int(key)]
+        raise ConfigError(f"the reward recipe names the {what} {key!r}{nearest(key, names)}")
+
+    @staticmethod
+    def _named_models(reward_model: Any) -> dict[str, Any]:
+        if reward_model is None:
+            return {}
+        if isinstance(reward_model, Mapping):
+            return dict(reward_model)
+        if isinstance(reward_model, str):
+            reward_model = split_list(reward_model)
+        models = reward_model if isinstance(reward_model, (list, tuple)) else [reward_model]
+        named: dict[str, Any] = {}
+        for index, model in enumerate(models):
+            match = _NAMED.match(model) if isinstance(model, str) else None
+            name = match.group(1) if match else "model" if len(models) == 1 else f"model{index}"
+            if name in named:
+                raise ConfigError(f"two reward models are named {name!r}")
+            named[name] = match.group(2) if match else model
+        return named
+
+    def _model(self, name: str, model: Any) -> Source:
+        if isinstance(model, Source):
+            return model
+        from .models import local_model_source
+
+        return local_model_source(name, model, self.config, self.tokenizer, self.packing_samples)
+
+    def _remote(self, name: str, entry: str) -> Source:
+        if entry.endswith(".py"):
+            return self._user_function(f"{entry}:reward_func", Path(entry).stem)
+        from .remote import RemoteClient, RemoteReward
+
+        if self._client is None:
+            self._client = RemoteClient.from_config(self.config)
+            self._closing.append(self._client.close)
+        return RemoteReward(entry, self._client)
+
+    def _callable(self, function: Any, given: Mapping[str, Any]) -> Source:
+        if self.config.reward_fn_timeout is None:
+            return CallableSource(function, given=given)
+        if not isinstance(function, LoadedFunction):
+            raise ConfigError(
+                f"reward_fn_timeout runs {callable_name(function)} in a process of its own: give it as path.py:function"
+            )
+        return self._user_function(function.spec, callable_name(function), given)
+
+    def _user_function(self, spec: str, name: str, given: Mapping[str, Any] | None = None) -> Source:
+        """A function by path: in this process, or with a time limit in one of its own."""
+        if self.config.reward_fn_timeout is None:
+            return CallableSource(load_reward_fn(spec), name, given)
+        from .sandbox import SandboxedCallable
+
+        function = SandboxedCallable(spec, self.config.reward_fn_timeout)
+        self._closing.append(function.close)
+        return CallableSource(function, name, given)
+
+    def _func(self, entry: RecipeEntry, sources: Mapping[str, Source]) -> Source:
+        if ".py:" not in entry.key:
+            if entry.key in sources:
+                return sources[entry.key]
+            if entry.key not in scorer_names():
+                known = [*sources, *scorer_names()]
+                raise ConfigError(f"the reward recipe names the function {entry.key!r}{nearest(entry.key, known)}")
+            return self._scorer(entry)
+        if self._transport(entry) == "ray":
+            return self._ray(entry)
+        return self._user_function(entry.key, entry.name, entry.kwargs)
+
+    def _scorer(self, entry: RecipeEntry) -> Source:
+        check_scorer(entry.key, entry.kwargs)
+        if self._transport(entry) == "ray":
+            find_scorer(entry.key)
+            return self._ray(entry)
+        scorer = build_scorer(entry.key, entry.kwargs)
+        if isinstance(scorer, Source):
+            return scorer
+        return CallableSource(scorer, entry.name)
+
+    def _transport(self, entry: RecipeEntry) -> str:
+        return entry.transport or self.config.reward_transport
+
+    def _ray(self, entry: RecipeEntry) -> Source:
+        from .transport import RaySource
+
+        source = RaySource(entry.name, entry.key, entry.kwargs, timeout=self.config.reward_timeout)
+        self._closing.append(source.close)
+        return source

@@ -1,0 +1,158 @@
+"""The order of training over one replay buffer: optimizer steps, and in each step the micro-batches of every rank.
+
+Pure functions of what all ranks know (ids and lengths of all samples, and a seed), so every rank computes the same
+plan and takes its own part: no rank waits for a micro-batch that another one does not have.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightrft_visual.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class SampleRef:
+    """One sample as all ranks see it. key: sample_id, or None; tokens: its length S."""
+
+    rank: int
+    index: int  # in its rank's buffer
+    tokens: int
+    key: int | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Items of one forward and backward. filler: nothing is left for this rank, so the items are repeated with
+    `valid` false and count for nothing."""
+
+    indices: list[int]
+    filler: bool = False
+
+
+def shuffled_steps(samples: Sequence[SampleRef], step_size: int | None, seed: int) -> list[list[SampleRef]]:
+    """Samples of each optimizer step, all ranks together; the last step may be smaller.
+
+    The order is a permutation, drawn by `seed`, of the samples sorted by key. So with keys on all samples the steps do
+    not depend on the number of ranks. step_size None: one step.
+    """
+    if step_size is not None and step_size < 1:
+        raise ConfigError(f"the samples of a step must be at least 1, not {step_size}")
+    keys = {sample.key for sample in samples}
+    if None not in keys and len(keys) == len(samples):
+        samples = sorted(samples, key=lambda sample: sample.key)
+    generator = torch.Generator().manual_seed(seed)
+    order = [samples[index] for index in torch.randperm(len(samples), generator=generator).tolist()]
+    size = step_size or len(order)
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def plan_by_count(step: Sequence[SampleRef], ranks: int, micro_batch_size: int) -> list[list[list[SampleRef]]]:
+    """Micro-batches of each rank with at most `micro_batch_size` samples and sizes that differ by one at most.
+
+    All ranks get as many as the fullest rank needs; some are empty where a rank has too few samples.
+    """
+    own = _by_rank(step, ranks)
+    count = max(-(-len(each) // micro_batch_size) for each in own)
+    return [_even_slices(each, count) for each in own]
+
+
+def plan_by_tokens(step: Sequence[SampleRef], ranks: int, budget: int) -> list[list[list[SampleRef]]]:
+    """Micro-batches of each rank with at most `budget` tokens, as few as they fit in, the same number on all ranks.
+
+    Best fit decreasing finds how many are needed; the samples are then dealt longest first to the emptiest of them,
+    which makes them equally full, and sorted fullest first, so that ranks that meet at each micro-batch wait little.
+    Raises DataError on a sample longer than the budget.
+    """
+    for sample in step:
+        if sample.tokens > budget:
+            raise DataError(
+                f"sample {sample.index} of rank {sample.rank} has {sample.tokens} tokens, "
+                f"more than the budget of {budget} tokens for a micro-batch"
+            )
+    own = _by_rank(step, ranks)
+    needed = [_best_fit(each, budget) for each in own]
+    count = max(len(bins) for bins in needed)
+    plans = []
+    for each, bins in zip(own, needed):
+        dealt = _deal(each, count)
+        fits = all(_tokens(bin_) <= budget for bin_ in dealt)
+        plans.append(sorted(dealt if fits else _widen(bins, count), key=_tokens, reverse=True))
+    return plans
+
+
+def unused_share(plans: Sequence[Sequence[Sequence[SampleRef]]], budget: int) -> float:
+    """Share of the token budget of all micro-batches that holds no token, 0 to 1."""
+    batches = [batch for plan in plans for batch in plan]
+    return 1 - sum(map(_tokens, batches)) / (budget * len(batches))
+
+
+def waiting_share(plans: Sequence[Sequence[Sequence[SampleRef]]]) -> float:
+    """Share of token slots that ranks spend waiting for the fullest micro-batch of their round, 0 to 1."""
+    loads = [[_tokens(batch) for batch in plan] for plan in plans]
+    slots = len(plans) * sum(max(round_) for round_ in zip(*loads))
+    return 1 - sum(map(sum, loads)) / slots
+
+
+def own_micro_batches(plan: list[list[SampleRef]]) -> list[MicroBatch]:
+    """One rank's plan as indices into its buffer; in place of an empty micro-batch, its first item as filler."""
+    batches = [[sample.index for sample in batch] for batch in plan]
+    return [MicroBatch(batch) if batch else MicroBatch([0], filler=True) for batch in batches]
+
+
+def _tokens(batch: Sequence[SampleRef]) -> int:
+    return sum(sample.tokens for sample in batch)
+
+
+def _by_rank(step: Sequence[SampleRef], ranks: int) -> list[list[SampleRef]]:
+    own: list[list[SampleRef]] = [[] for _ in range(ranks)]
+    for sample in step:
+        own[sample.rank].append(sample)
+    return own
+
+
+def _even_slices(samples: list[SampleRef], count: int) -> list[list[SampleRef]]:
+    bounds = [len(samples) * index // count for index in range(count + 1)]
+    return [samples[start:stop] for start, stop in zip(bounds, bounds[1:])]
+
+
+def _best_fit(samples: list[SampleRef], budget: int) -> list[list[SampleRef]]:
+    """Bins of at most `budget` tokens: longest sample first, each into the fullest bin that still has room for it."""
+    bins: list[list[SampleRef]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
+    for sample in sorted(samples, key=lambda each: -each.tokens):
+        place = bisect.bisect_left(room, (sample.tokens, -1))
+        left, target = room.pop(place) if place < len(room) else (budget, len(bins))
+        if target == len(bins):
+            bins.append([])
+        bins[target].append(sample)
+        bisect.insort(room, (left - sample.tokens, target))
+    return bins
+
+
+def _deal(samples: list[SampleRef], count: int) -> list[list[SampleRef]]:
+    """`count` bins of nearly equal load: longest sample first, each into the emptiest bin."""
+    bins: list[list[SampleRef]] = [[] for _ in range(count)]
+    loads = [(0, index) for index in range(count)]
+    for sample in sorted(samples, key=lambda each: -each.tokens):
+        load, target = loads[0]
+        bins[target].append(sample)
+        heapq.heapreplace(loads, (load + sample.tokens, target))
+    return bins
+
+
+def _widen(bins: list[list[SampleRef]], count: int) -> list[list[SampleRef]]:
+    """`count` bins out of fewer: the fullest is halved until there are enough, or none can be halved."""
+    bins = [list(each) for each in bins]
+    while len(bins) < count:
+        splittable = [each for each in bins if len(each) > 1]
+        if not splittable:
+            return bins + [[] for _ in range(count - len(bins))]
+        largest = max(splittable, key=_tokens)
+        bins.append([largest.pop() for _ in range(len(largest) // 2)])
+    return bins

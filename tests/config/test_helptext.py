@@ -1,0 +1,38 @@
+"""--help covers the schema and the switches of the loader."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lightrft_visual.config.helptext import help_text
+from lightrft_visual.config.leaves import names_of
+from lightrft_visual.config.load import parse_run
+from lightrft_visual.config.roots import ROOTS
+
+
+@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)
+def test_every_leaf_is_there_with_its_type_and_comment(root) -> None:
+    text = help_text(names_of(root.schema))
+    flat = " ".join(text.split())
+    for leaf in names_of(root.schema).leaves.values():
+        assert (
+            len(re.findall(rf"^  --{leaf.name} {re.escape(leaf.type_name.replace(' | None', ''))} \(", text, re.M)) == 1
+        )
+        assert " ".join(leaf.help.split()) in flat
+    assert max(map(len, text.partition("Names of other systems")[0].splitlines())) <= 120
+
+
+def test_choices_and_comments_are_shown() -> None:
+    leaves = names_of(ROOTS[0].schema).leaves
+    assert leaves["algorithm.policy_loss"].help == "ppo | gspo | gmpo | cispo | cpgd"
+    assert leaves["rollout.use_fire"].help == "first token at first_token_temperature (arXiv 2410.21236)"
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_exits_with_0_whatever_else_is_there(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_run(argv=["--nonsense", flag])
+    assert stop.value.code == 0
+    assert "--n_samples_per_prompt int (8)" in capsys.readouterr().out

@@ -1,0 +1,276 @@
+"""Spellings, types, precedence, secrets and the resolved file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightrft_visual.config.cli import parse_command_line
+from lightrft_visual.config.leaves import Leaf, Setting, names_of
+from lightrft_visual.config.load import config_or_exit, load_config, merge, parse_run, resolved_yaml, write_resolved
+from lightrft_visual.config.schema import RunConfig
+from lightrft_visual.errors import ConfigError
+
+NAMES = names_of(RunConfig)
+LEAVES = list(NAMES.leaves.values())
+
+
+def refused(*argv: str, schema: type = RunConfig, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_run(schema, list(argv), **options)
+    return str(caught.value)
+
+
+def plain(*argv: str) -> RunConfig:
+    """Without the embedded model's preset."""
+    return parse_run(RunConfig, list(argv), preset=None).config
+
+
+def texts(leaf: Leaf) -> st.SearchStrategy[str]:
+    """Values of a leaf as typed on a command line."""
+    words = st.text("abzAZ09_./-:,= {}[]'", min_size=1).filter(lambda text: not text.startswith("--"))
+    numbers = st.floats(allow_nan=False, allow_infinity=False)
+    kinds = {
+        "bool": st.sampled_from(("true", "false", "True", "0", "1")),
+        "text": words,
+        "list": st.lists(numbers, min_size=1, max_size=3).map(lambda items: ",".join(map(repr, items))),
+        "number": st.integers(-(10**9), 10**9).map(str),
+    }
+    values = (
+        kinds[leaf.kind] | numbers.map(repr)
+        if "float" in leaf.type_name and leaf.kind == "number"
+        else kinds[leaf.kind]
+    )
+    return values | st.just("null") if leaf.optional else values
+
+
+@st.composite
+def leaf_and_value(draw: st.DrawFn) -> tuple[Leaf, str]:
+    leaf = draw(st.sampled_from(LEAVES))
+    return leaf, draw(texts(leaf))
+
+
+def tree_of(*argv: str) -> dict:
+    return merge(NAMES, parse_command_line(list(argv), NAMES).settings)[0]
+
+
+def spellings(leaf: Leaf, value: str) -> list[list[str]]:
+    names = (leaf.path, leaf.name, leaf.name.replace("_", "-"))
+    return [argv for name in names for argv in ([f"--{name}", value], [f"--{name}={value}"], [f"{name}={value}"])]
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.path)
+def test_every_spelling_reaches_its_leaf_with_the_value_given(leaf: Leaf) -> None:
+    for argv in spellings(leaf, "1"):
+        (setting,) = parse_command_line(argv, NAMES).settings
+        assert (NAMES.find(setting.name), setting.value) == ([(leaf, "")], "1")
+
+
+@settings(max_examples=40, deadline=None)
+@given(leaf_and_value())
+def test_every_spelling_gives_the_same_config(case: tuple[Leaf, str]) -> None:
+    leaf, value = case
+    expected = merge(NAMES, [Setting(leaf.path, value, "here")])[0]
+    for argv in spellings(leaf, value):
+        assert tree_of(*argv) == expected
+
+
+@pytest.mark.parametrize("leaf", [leaf for leaf in LEAVES if leaf.kind == "bool"], ids=lambda leaf: leaf.name)
+def test_bare_bools_are_on_and_no_turns_them_off(leaf: Leaf) -> None:
+    on, off = (merge(NAMES, [Setting(leaf.path, value, "here")])[0] for value in (True, False))
+    assert tree_of(f"--{leaf.name}") == tree_of(f"--{leaf.path}", "--seed=42") == on
+    assert tree_of(f"--no_{leaf.name}") == tree_of(f"--no-{leaf.name}") == tree_of(f"--{leaf.name}", "false") == off
+
+
+def test_values_take_the_type_of_their_field() -> None:
+    config = plain(
+        "--lr", "1e-4", "--adam_betas", "0.8", "0.99", "--top_k", "-1", "--bf16", "--freeze_prefix", "--local_rank=0"
+    )
+    assert config.train.actor_learning_rate == 1e-4
+    assert config.train.adam_betas == [0.8, 0.99]
+    assert config.rollout.top_k == -1
+    assert config.model.bf16 is True
+    assert config.model.freeze_prefix == "true"
+    assert config.distributed.local_rank == 0
+    assert (
+        plain("adam_betas=[0.5, 0.6]").train.adam_betas == plain("--adam-betas=0.5,0.6").train.adam_betas == [0.5, 0.6]
+    )
+    assert plain("--kl_target", "0.1", "--kl_target", "None").algorithm.kl_target is None
+    assert plain("--freeze_prefix", "visual,model.embed").model.freeze_prefix == "visual,model.embed"
+    assert plain("--system_prompt", "a = b").data.system_prompt == "a = b"
+
+
+def test_the_last_of_two_values_wins() -> None:
+    assert plain("--seed", "1", "train.seed=2", "--seed=3").train.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--n_sample_per_prompt", "8"], ("'n_sample_per_prompt'", "did you mean 'n_samples_per_prompt'")),
+        (["--rolout.top_p=1"], ("did you mean 'rollout.top_p'",)),
+        (["train.n_samples_per_prompt=8"], ("did you mean 'rollout.n_samples_per_prompt'",)),
+        (["--learning-rates=1"], ("did you mean 'learning_rate'",)),
+        (["--no_bf17"], ("no_bf17", "bf16")),
+        (["--qqqqq"], ("'qqqqq'", "--help")),
+        (["--beta", "0.1"], ("--init_kl_coef",)),
+        (["train=3"], ("section", "train.")),
+        (["--seed", "x"], ("train.seed", "'x'", "int", "command line")),
+        (["--seed", "1.5"], ("train.seed", "'1.5'", "int")),
+        (["--seed", "None"], ("train.seed", "int")),
+        (["--bf16=maybe"], ("model.bf16", "bool")),
+        (["--kl_target", "soon"], ("algorithm.kl_target", "float | None")),
+        (["--adam_betas", "0.9", "b"], ("train.adam_betas", "list[float]")),
+        (["--adam_betas", "[0.9"], ("train.adam_betas", "not YAML")),
+        (["--seed"], ("--seed takes a value (int)",)),
+        (["--run_name", "--seed", "1"], ("--run_name takes a value", "--run_name=--seed")),
+        (["seed"], ("unexpected argument 'seed'",)),
+        (["--eps_clip_low_high", "0.2"], ("2 values",)),
+        (["--top_p", "2"], ("top_p is 2.0", "rollout.top_p: command line")),
+        (["--run_name", "${nothing.here}"], ("output.run_name", "nothing.here")),
+    ],
+)  # fmt: skip
+def test_mistakes_name_the_setting_and_the_way_out(argv: list[str], parts: tuple[str, ...]) -> None:
+    message = refused(*argv)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("alias", [name for name, paths in NAMES.aliases.items() if len(paths) == 1])
+def test_aliases_set_the_field_they_name(alias: str) -> None:
+    leaf = NAMES.leaves[NAMES.aliases[alias][0]]
+    value = {"bool": "false", "number": "3", "text": "x", "list": "1"}[leaf.kind]
+    assert tree_of(f"--{alias}", value) == tree_of(f"{alias}={value}") == tree_of(f"{leaf.path}={value}")
+
+
+def test_one_alias_may_set_two_fields() -> None:
+    for argv in (["--eps_clip_low_high", "0.2", "0.28"], ["eps_clip_low_high=[0.2,0.28]"]):
+        algorithm = plain(*argv).algorithm
+        assert (algorithm.eps_clip, algorithm.eps_clip_high) == (0.2, 0.28)
+
+
+def test_precedence_is_defaults_preset_recipe_command_line(tmp_path: Any) -> None:
+    preset, recipe = tmp_path / "preset.yaml", tmp_path / "recipe.yaml"
+    preset.write_text("train: {seed: 1, max_steps: 1, max_epochs: 2}\n")
+    recipe.write_text("train:\n  seed: 2\n  max_steps: 2\n")
+    run = parse_run(RunConfig, ["--seed", "3", "--config", str(recipe)], preset=str(preset))
+    train = run.config.train
+    assert (train.num_episodes, train.max_epochs, train.max_steps, train.seed) == (1, 2, 2, 3)
+    assert run.sources == {
+        "train.max_epochs": f"{preset}:1",
+        "train.max_steps": f"{recipe}:3",
+        "train.seed": "command line",
+    }
+
+
+def test_the_preset_belongs_to_the_embedded_model_only() -> None:
+    assert parse_run(RunConfig, []).config.rollout.rollout_batch_size == 32
+    assert parse_run(RunConfig, ["--pretrain", "Qwen/Qwen2.5-VL-3B-Instruct"]).config == plain(
+        "--pretrain", "Qwen/Qwen2.5-VL-3B-Instruct"
+    )
+
+
+@pytest.mark.parametrize(
+    "url", ["http://user:secret1@host/score", "https://secret1@host", "http://a/x,http://h/s?a=1&api_key=secret1"]
+)
+def test_secrets_in_urls_are_refused_and_never_written(url: str) -> None:
+    message = refused("--remote_rm_url", url)
+    assert "reward.remote_rm_url" in message and "reward_token_env" in message and "secret1" not in message
+    config = RunConfig()
+    config.reward.remote_rm_url = url
+    assert "secret1" not in resolved_yaml(config) and "***" in resolved_yaml(config)
+
+
+def test_the_environment_is_not_read_into_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", "secret1")
+    assert "secret1" not in refused("--run_name", "${oc.env:TOKEN}")
+
+
+@settings(max_examples=40, deadline=None)
+@given(leaf_and_value())
+def test_the_resolved_file_loads_to_the_same_config(tmp_path_factory: pytest.TempPathFactory, case: tuple) -> None:
+    leaf, value = case
+    try:
+        config = plain(f"{leaf.path}={value}")
+    except ConfigError:
+        return
+    file = write_resolved(config, tmp_path_factory.mktemp("resolved") / "deep" / "config.resolved.yaml")
+    assert load_config(RunConfig, ["--config", str(file)]) == config
+
+
+def test_text_that_looks_like_an_interpolation_survives(tmp_path: Any) -> None:
+    config = plain("--system_prompt", r"write \${x}")
+    assert config.data.system_prompt == "write ${x}"
+    assert plain("--config", str(write_resolved(config, tmp_path / "c.yaml"))) == config
+
+
+def test_dry_run_prints_the_resolved_config_and_stops(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        load_config(RunConfig, ["--dry_run", "--seed", "7"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == resolved_yaml(load_config(RunConfig, ["--seed", "7"]))
+    assert parse_run(RunConfig, ["--dry-run"]).dry_run and not parse_run(RunConfig, ["dry_run=false"]).dry_run
+
+
+def test_a_script_prints_one_line_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        config_or_exit(RunConfig, ["--sed", "7"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("error: unknown setting 'sed'")
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys; from lightrft_visual.config.load import load_config; load_config(argv=[])\n"
+        "print(sorted({'torch', 'vllm', 'transformers', 'deepspeed', 'numpy', 'PIL'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@dataclass
+class Rewards:
+    components: dict[str, float] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+
+
+@dataclass
+class Other:
+    weight: float = 1.0
+    names: list[str] = field(default_factory=list)
+
+
+@dataclass
+class OtherConfig:
+    reward: Rewards = field(default_factory=Rewards)
+    other: Other = field(default_factory=Other)
+
+
+def test_mappings_take_keys_of_their_own(tmp_path: Any) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("reward:\n  components: {ocr: 1, clip: 2}\n  kwargs: {ocr: {lang: en, min-size: 3}}\n")
+    argv = [
+        "--config",
+        str(recipe),
+        "--reward.components.ocr",
+        "0.5",
+        "components.hps-v2=2",
+        "reward.kwargs.ocr.gpu=true",
+    ]
+    reward = parse_run(OtherConfig, argv, preset=None).config.reward
+    assert reward.components == {"ocr": 0.5, "clip": 2.0, "hps-v2": 2.0}
+    assert reward.kwargs == {"ocr": {"lang": "en", "min-size": 3, "gpu": True}}
+    assert parse_run(OtherConfig, [*argv, "components={}"], preset=None).config.reward.components == {}
+
+
+def test_short_names_of_several_fields_are_refused() -> None:
+    message = refused("--weight", "1", schema=OtherConfig, preset=None)
+    assert "reward.weight" in message and "other.weight" in message
+    assert "float" in refused("reward.components.ocr=high", schema=OtherConfig, preset=None)
+    assert parse_run(OtherConfig, ["--names", "a", "b"], preset=None).config.other.names == ["a", "b"]

@@ -1,0 +1,176 @@
+"""Safe decoding of images: sources, colour modes, and everything that must be refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, PngImagePlugin
+
+from lightrft_visual.data.media import (
+    describe_source,
+    image_size,
+    load_image,
+    media_to_video_array,
+    resolve_source,
+)
+from lightrft_visual.errors import DataError
+
+
+def encode(image, format="PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def picture():
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 20, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def same(left, right):
+    return left.mode == right.mode == "RGB" and np.array_equal(np.asarray(left), np.asarray(right))
+
+
+def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
+    data = encode(picture)
+    (tmp_path / "a b.png").write_bytes(data)
+    text = base64.b64encode(data).decode()
+    sources = [
+        picture, data, bytearray(data), memoryview(data), text, f"data:image/png;base64,{text}", tmp_path / "a b.png",
+        str(tmp_path / "a b.png"), (tmp_path / "a b.png").as_uri(), {"bytes": data, "path": None},
+        {"bytes": None, "path": str(tmp_path / "a b.png")}, {"url": f"data:image/png;base64,{text}"},
+    ]  # fmt: skip
+    for source in sources:
+        assert same(load_image(source), picture), describe_source(source)
+        assert image_size(source) == (20, 12)
+    assert same(load_image("a b.png", root=tmp_path), picture)
+
+
+def test_exif_orientation_is_applied_to_pixels_and_size(picture):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encode(picture, exif=exif)
+    assert image_size(data) == load_image(data).size == (12, 20)
+    assert same(load_image(data), picture.transpose(Image.Transpose.ROTATE_270))
+
+
+def test_colour_modes_become_rgb(picture):
+    assert load_image(encode(picture.convert("CMYK"), "JPEG")).mode == "RGB"
+    assert same(load_image(encode(picture.convert("L"))), picture.convert("L").convert("RGB"))
+    palette = picture.convert("P")
+    assert same(load_image(encode(palette)), palette.convert("RGB"))
+    assert np.asarray(load_image(encode(Image.new("1", (2, 2), 1)))).min() == 255
+
+
+def test_sixteen_bit_greys_are_scaled_not_clipped():
+    values = np.array([[0, 257, 32768, 65535]], dtype=np.uint16)
+    decoded = np.asarray(load_image(encode(Image.fromarray(values))))
+    assert decoded[0, :, 0].tolist() == [0, 1, 128, 255]
+
+
+def test_transparency_is_laid_over_white():
+    image = Image.new("RGBA", (3, 1), (200, 0, 0, 255))
+    image.putpixel((1, 0), (200, 0, 0, 0))
+    decoded = np.asarray(load_image(encode(image)))[0].tolist()
+    assert decoded == [[200, 0, 0], [255, 255, 255], [200, 0, 0]]
+
+
+def test_size_is_checked_before_decoding():
+    # The second has a sound header and no pixel data: a decoder would fail on it first.
+    for content in (encode(Image.new("L", (300, 200))), png_header(300, 200)):
+        with pytest.raises(DataError, match="300x200 pixels, above max_image_pixels = 1000"):
+            image_size(content, max_pixels=1000)
+        with pytest.raises(DataError, match="300x200 pixels"):
+            load_image(content, max_pixels=1000)
+    with pytest.raises(DataError, match="cannot be opened|above"):
+        load_image(png_header(60_000, 60_000))
+
+
+def png_header(width, height):
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
+    buffer = io.BytesIO(b"\x89PNG\r\n\x1a\n")
+    buffer.seek(8)
+    PngImagePlugin.putchunk(buffer, b"IHDR", header)
+    PngImagePlugin.putchunk(buffer, b"IDAT", b"x")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "empty bytes"),
+        (b"hello", "not an image of a known format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image of a known format"),
+        (encode(Image.new("RGB", (64, 64)))[:60], "damaged"),
+        (encode(Image.effect_noise((64, 64), 9), "JPEG")[:-500], "damaged"),
+        (encode(Image.new("L", (4, 4)), "GIF", save_all=True, append_images=[Image.new("L", (4, 4), 9)]), "2 frames"),
+        (encode(Image.new("F", (4, 4)), "TIFF"), "floating-point"),
+        (png_header(0, 5), "empty|cannot be opened|known format"),
+        ({"other": 1}, "no bytes, path or url"),
+        (12, "a int is no path"),
+        ("http://example.com/x.png", "allow_remote"),
+        ("a\0b.png", "file not found"),
+        ("data:image/png;base64,!!!!", "not valid base64"),
+        ("data:image/png,plain", "without base64"),
+        ("x" * 5000, "file not found"),
+    ],
+)
+def test_unusable_sources_are_data_errors(content, message):
+    with pytest.raises(DataError, match=message):
+        load_image(content)
+
+
+def test_missing_empty_and_special_files_name_the_path(tmp_path):
+    (tmp_path / "empty.png").touch()
+    os.mkfifo(tmp_path / "pipe.png")
+    for name, message in (("gone.png", "not found"), ("empty.png", "empty"), ("pipe.png", "regular"), (".", "regular")):
+        with pytest.raises(DataError, match=message) as caught:
+            load_image(name, root=tmp_path)
+        assert str(tmp_path) in str(caught.value)
+
+
+def test_messages_hold_neither_content_nor_query_strings(picture):
+    text = base64.b64encode(encode(picture)).decode()
+    assert describe_source(text) == f"<base64 of {len(text)} characters>"
+    assert describe_source("https://host/a.png?token=secret") == "https://host/a.png"
+    assert describe_source(b"12345") == "<5 bytes>"
+    assert describe_source({"path": "a.png", "bytes": None}) == "a.png"
+
+
+def test_only_relative_paths_are_joined_to_the_root(picture):
+    text = base64.b64encode(encode(picture)).decode()
+    assert resolve_source("a.png", "/data") == "/data/a.png"
+    assert resolve_source({"path": "a.png", "bytes": None}, "/data")["path"] == "/data/a.png"
+    for source in ("/abs/a.png", "https://h/a.png", "data:,", text, b"1", picture, {"bytes": b"1", "path": "a"}):
+        assert resolve_source(source, "/data") == source
+
+
+def test_the_source_image_is_not_changed():
+    image = Image.new("RGBA", (2, 2), (1, 2, 3, 4))
+    load_image(image)
+    assert image.mode == "RGBA" and image.getpixel((0, 0)) == (1, 2, 3, 4)
+
+
+def test_media_to_video_array_clamps_and_rounds():
+    image = torch.tensor([-1.0, 0.0, 0.5, 0.999, 1.0, 7.0]).reshape(1, 2, 3)
+    assert media_to_video_array(image).tolist() == [[[[0, 0, 128], [255, 255, 255]]]]
+    video = torch.rand(3, 5, 4, 2)
+    array = media_to_video_array(video)
+    assert array.shape == (5, 3, 4, 2) and array.dtype == np.uint8
+    assert np.array_equal(array[2], (video[:, 2] * 255).round().numpy().astype(np.uint8))
+    assert media_to_video_array(video.bfloat16()).dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    "media", [torch.rand(4, 4), torch.rand(1, 3, 2, 4, 4), torch.ones(3, 4, 4, dtype=torch.uint8), "x",
+              torch.full((3, 2, 2), float("nan"))]
+)  # fmt: skip
+def test_media_to_video_array_refuses_anything_else(media):
+    with pytest.raises(ValueError):
+        media_to_video_array(media)

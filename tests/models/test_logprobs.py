@@ -1,0 +1,248 @@
+"""Chunked log-probs and entropy: closed forms, equality with the plain form, gradients, and what is kept in memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightrft_visual.models.logprobs import LogProbLinear, linear_log_probs, plain_log_probs
+
+
+def problem(rows=13, width=6, vocab=17, seed=0, dtype=torch.float32):
+    """hidden, weight, bias (leaves), and targets that are never among the banned ids 1 and 3."""
+    make = torch.Generator().manual_seed(seed)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=make).to(dtype).requires_grad_()
+        for shape in ((rows, width), (vocab, width), (vocab,))
+    )
+    return hidden, weight, bias, torch.randint(4, vocab, (rows,), generator=make)
+
+
+def values_and_gradients(function, inputs, targets, **options):
+    hidden, weight, bias = inputs
+    log_probs, entropy = function(hidden, weight, targets, bias=bias, **options)
+    make = torch.Generator().manual_seed(7)
+    left, right = (torch.randn(len(targets), generator=make) for _ in range(2))
+    gradients = torch.autograd.grad((log_probs * left + entropy * right).sum(), inputs)
+    return [log_probs, entropy, *gradients]
+
+
+class TestValues:
+    def test_equal_logits_give_the_uniform_distribution(self):
+        log_probs, entropy = linear_log_probs(torch.zeros(3, 4), torch.randn(8, 4), torch.tensor([0, 5, 7]))
+        torch.testing.assert_close(log_probs, torch.full((3,), -math.log(8)))
+        torch.testing.assert_close(entropy, torch.full((3,), math.log(8)))
+
+    def test_banned_ids_renormalise_over_the_rest(self):
+        banned = torch.tensor([0, 2, 3])
+        log_probs, entropy = linear_log_probs(
+            torch.zeros(2, 4), torch.randn(8, 4), torch.tensor([1, 0]), banned_ids=banned
+        )
+        assert log_probs[0].item() == pytest.approx(-math.log(5))
+        assert log_probs[1].item() == -math.inf
+        torch.testing.assert_close(entropy, torch.full((2,), math.log(5)))
+
+    def test_two_tokens_by_hand(self):
+        # Logits 0 and 2 at temperature 2: probabilities 1 / (1 + e) and e / (1 + e).
+        weight = torch.tensor([[0.0], [2.0]])
+        log_probs, entropy = linear_log_probs(torch.ones(1, 1), weight, torch.tensor([1]), temperature=2.0)
+        p = math.e / (1 + math.e)
+        assert log_probs.item() == pytest.approx(math.log(p))
+        assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p))
+
+    def test_agrees_with_torch_distributions(self):
+        hidden, weight, bias, targets = problem()
+        expected = torch.distributions.Categorical(logits=(hidden @ weight.t() + bias) / 0.7)
+        log_probs, entropy = linear_log_probs(hidden, weight, targets, bias=bias, temperature=0.7, chunk_size=4)
+        torch.testing.assert_close(log_probs, expected.log_prob(targets))
+        torch.testing.assert_close(entropy, expected.entropy())
+
+    def test_temperature_per_row(self):
+        hidden, weight, _, targets = problem(rows=4)
+        temperature = torch.tensor([10.0, 1.0, 1.0, 0.5])
+        together, _ = linear_log_probs(hidden, weight, targets, temperature=temperature, chunk_size=3)
+        alone = [
+            linear_log_probs(hidden[i : i + 1], weight, targets[i : i + 1], temperature=temperature[i].item())[0]
+            for i in range(4)
+        ]
+        torch.testing.assert_close(together, torch.cat(alone))
+
+    def test_without_entropy(self):
+        hidden, weight, _, targets = problem()
+        log_probs, entropy = linear_log_probs(hidden, weight, targets, with_entropy=False)
+        assert entropy is None
+        torch.testing.assert_close(log_probs, plain_log_probs(hidden, weight, targets)[0])
+        (gradient,) = torch.autograd.grad(log_probs.sum(), hidden)
+        (expected,) = torch.autograd.grad(plain_log_probs(hidden, weight, targets)[0].sum(), hidden)
+        torch.testing.assert_close(gradient, expected)
+
+    def test_no_rows(self):
+        hidden, weight, _, _ = problem()
+        log_probs, entropy = linear_log_probs(hidden[:0], weight, torch.zeros(0, dtype=torch.long))
+        assert log_probs.shape == entropy.shape == (0,)
+        gradients = torch.autograd.grad(log_probs.sum() + entropy.sum(), (hidden, weight))
+        assert all(gradient.abs().sum() == 0 for gradient in gradients)
+
+
+class TestGradients:
+    @settings(deadline=None, max_examples=40)
+    @given(
+        rows=st.integers(1, 12),
+        vocab=st.integers(6, 30),
+        chunk=st.integers(1, 15),
+        temperature=st.sampled_from([0.5, 1.0, 3.0, "per row"]),
+        banned=st.sampled_from([None, [1], [1, 3]]),
+        seed=st.integers(0, 1000),
+    )
+    def test_equal_to_the_plain_form(self, rows, vocab, chunk, temperature, banned, seed):
+        *inputs, targets = problem(rows=rows, vocab=vocab, seed=seed)
+        if temperature == "per row":
+            temperature = torch.linspace(0.5, 2.0, rows)
+        options = {"temperature": temperature, "banned_ids": None if banned is None else torch.tensor(banned)}
+        chunked = values_and_gradients(linear_log_probs, inputs, targets, chunk_size=chunk, **options)
+        plain = values_and_gradients(plain_log_probs, inputs, targets, **options)
+        for got, expected in zip(chunked, plain):
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+    def test_numerical_derivative_of_both_outputs(self):
+        hidden, weight, _, targets = problem(rows=2, width=3, vocab=5)
+        direction = torch.randn(2, 3, generator=torch.Generator().manual_seed(3))
+
+        def value(step):
+            moved = hidden.detach().double() + step * direction.double()
+            logits = moved @ weight.double().t()
+            spread = torch.distributions.Categorical(logits=logits)
+            return (spread.log_prob(targets) + 2 * spread.entropy()).sum()
+
+        numerical = (value(1e-4) - value(-1e-4)) / 2e-4
+        log_probs, entropy = linear_log_probs(hidden, weight, targets, chunk_size=1)
+        (gradient,) = torch.autograd.grad((log_probs + 2 * entropy).sum(), hidden)
+        assert (gradient * direction).sum().item() == pytest.approx(numerical.item(), rel=1e-4)
+
+    def test_entropy_alone_and_log_probs_alone(self):
+        hidden, weight, _, targets = problem()
+        for index in (0, 1):
+            got = torch.autograd.grad(linear_log_probs(hidden, weight, targets)[index].sum(), (hidden, weight))
+            expected = torch.autograd.grad(plain_log_probs(hidden, weight, targets)[index].sum(), (hidden, weight))
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+    def test_frozen_weight_gets_no_gradient(self):
+        hidden, weight, bias, targets = problem()
+        weight.requires_grad_(False)
+        log_probs, _ = linear_log_probs(hidden, weight, targets, bias=bias)
+        log_probs.sum().backward()
+        assert weight.grad is None and hidden.grad is not None and bias.grad is not None
+
+    def test_frozen_hidden_still_trains_the_weight(self):
+        hidden, weight, _, targets = problem()
+        log_probs, _ = linear_log_probs(hidden.detach(), weight, targets)
+        log_probs.sum().backward()
+        assert weight.grad.shape == weight.shape
+
+    def test_banned_target_gives_finite_gradients_when_masked(self):
+        hidden, weight, _, targets = problem(rows=3)
+        targets[1] = 3
+        log_probs, _ = linear_log_probs(hidden, weight, targets, banned_ids=torch.tensor([3]))
+        torch.where(torch.tensor([True, False, True]), log_probs, 0.0).sum().backward()
+        assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+        assert hidden.grad[1].abs().sum() == 0 and weight.grad[3].abs().sum() == 0
+
+    def test_bfloat16_inputs_are_computed_in_float32(self):
+        *inputs, targets = problem(rows=9, width=32, vocab=40, dtype=torch.bfloat16)
+        chunked = values_and_gradients(linear_log_probs, inputs, targets, chunk_size=4)
+        plain = values_and_gradients(plain_log_probs, inputs, targets)
+        assert chunked[0].dtype == torch.float32 and chunked[2].dtype == chunked[3].dtype == torch.bfloat16
+        torch.testing.assert_close(chunked[0], plain[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(chunked[3], plain[3])
+
+    def test_autocast_does_not_lower_the_precision(self):
+        hidden, weight, _, targets = problem(width=64, vocab=50)
+        expected, _ = plain_log_probs(hidden, weight, targets)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got, _ = linear_log_probs(hidden, weight, targets)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Element count of the largest tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+class TestMemory:
+    def test_no_tensor_of_rows_times_vocabulary(self):
+        *inputs, targets = problem(rows=64, width=4, vocab=100)
+        with LargestTensor() as chunked:
+            values_and_gradients(linear_log_probs, inputs, targets, chunk_size=8)
+        with LargestTensor() as plain:
+            values_and_gradients(plain_log_probs, inputs, targets)
+        assert plain.elements == 64 * 100
+        assert chunked.elements == 8 * 100
+
+    def test_the_parameter_is_read_again_in_backward(self):
+        """ZeRO-3 frees a parameter's data after forward and gathers it before backward."""
+        hidden, _, _, targets = problem()
+        head = LogProbLinear(6, 17, bias=False)
+        expected = torch.autograd.grad(plain_log_probs(hidden, head.weight, targets)[0].sum(), hidden)
+        log_probs, _ = head(hidden, targets)
+        data = head.weight.data
+        head.weight.data = torch.empty(0)
+        head.weight.data = data.clone()
+        torch.testing.assert_close(torch.autograd.grad(log_probs.sum(), hidden), expected)
+
+
+class TestLogProbLinear:
+    def test_adopted_head_keeps_weights_and_logits(self):
+        linear = nn.Linear(6, 17)
+        hidden = torch.randn(2, 5, 6)
+        logits, weight = linear(hidden), linear.weight
+        head = LogProbLinear.adopt(linear)
+        assert head is linear and head.weight is weight
+        torch.testing.assert_close(head(hidden), logits)
+        LogProbLinear.adopt(head)
+
+    def test_shapes_follow_the_targets(self):
+        head, hidden = LogProbLinear(6, 17), torch.randn(2, 5, 6)
+        targets = torch.randint(0, 17, (2, 5))
+        temperature = torch.full((2, 5), 2.0)
+        log_probs, entropy = head(hidden, targets, temperature=temperature, banned_ids=None)
+        expected = (head(hidden) / 2).log_softmax(-1)
+        torch.testing.assert_close(log_probs, expected.gather(-1, targets.unsqueeze(-1)).squeeze(-1))
+        torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))
+        assert head(hidden, targets, with_entropy=False)[1] is None
+
+    def test_other_modules_are_refused(self):
+        with pytest.raises(TypeError, match="Identity"):
+            LogProbLinear.adopt(nn.Identity())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"targets": torch.zeros(3, dtype=torch.long)}, "targets"),
+        ({"weight": torch.zeros(17, 5)}, "weight"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": torch.ones(3)}, "temperature"),
+        ({"chunk_size": 0}, "chunk_size"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(change, message):
+    hidden, weight, _, targets = problem()
+    arguments = {"hidden": hidden, "weight": weight, "targets": targets} | change
+    with pytest.raises(ValueError, match=message):
+        linear_log_probs(**arguments)
