@@ -61,14 +61,14 @@ def parse_row(
         if not isinstance(raw, Mapping):
             raise DataError(f"a row must be a mapping of columns, not {type(raw).__name__}")
         _check_columns(raw, config)
-        images = _as_list(raw.get(config.images_key), "image")
-        videos = _as_list(raw.get(config.videos_key), "video")
+        images = as_source_list(raw.get(config.images_key), "image")
+        videos = as_source_list(raw.get(config.videos_key), "video")
         if config.apply_chat_template:
             prompt, images, videos = place_media(_as_messages(raw[config.input_key]), images, videos)
         else:
             prompt = _raw_prompt(raw[config.input_key])
         reference, used = _find_reference(raw, config)
-        roles = {config.input_key, config.images_key, config.videos_key, config.label_key, used}
+        roles = {config.input_key, config.images_key, config.videos_key, config.label_key, config.reference_key, used}
         return PromptRow(
             prompt=prompt,
             images=[resolve_source(image, root) for image in images],
@@ -100,8 +100,8 @@ def _check_columns(raw: Mapping[str, Any], config: DataConfig) -> None:
             raise DataError(f"column {lookalike!r} is not read: set --{flag} {lookalike}, or rename the column")
 
 
-def _as_list(cell: Any, kind: str) -> list[Any]:
-    """A media column holds nothing, one source, or several."""
+def as_source_list(cell: Any, kind: str) -> list[Any]:
+    """The sources in a media cell, which holds nothing, one, or several. Raises DataError for empty ones."""
     if cell is None or (isinstance(cell, (str, bytes)) and not cell):
         return []
     if isinstance(cell, (list, tuple)):
@@ -169,8 +169,10 @@ def _own_source(part: Mapping[str, Any], kind: str) -> Any:
             value = value.get("url")
         if value is None:
             continue
-        options = {name: part[name] for name in part if name not in ("type", key) and part[name] is not None}
-        return {"video": value, **options} if kind == "video" and options else value
+        options = {name: part[name] for name in part if name not in ("type", key, "detail") and part[name]}
+        if options and kind == "image":
+            raise DataError(f"image part with unknown key(s) {', '.join(options)}; sizes are set by --max_pixels")
+        return {"video": value, **options} if options else value
     return None
 
 
@@ -189,7 +191,8 @@ def place_media(
             _put_before_text(parsed, kind, len(listed[kind]))
         open_places = sum(part == kind and own is None for _, parts in parsed for part, own in parts)
         if open_places != len(listed[kind]):
-            raise DataError(f"the prompt has {open_places} {kind} placeholder(s), the row {len(listed[kind])} {kind}(s)")
+            given = len(listed[kind])
+            raise DataError(f"the prompt has {open_places} {kind} placeholder(s), the row has {given} {kind}(s)")
         supply = iter(listed[kind])
         for _, parts in parsed:
             ordered[kind] += [next(supply) if own is None else own for part, own in parts if part == kind]
@@ -212,16 +215,19 @@ def _normal_part(kind: str, value: Any) -> dict[str, Any]:
 
 def _find_reference(raw: Mapping[str, Any], config: DataConfig) -> tuple[Any, str | None]:
     """The reference answer and the top-level column it fills, if that column holds nothing else."""
-    if raw.get(config.reference_key) is not None:
-        return raw[config.reference_key], config.reference_key
-    paths = (config.reference_key, *_REFERENCE_PATHS)
-    for path in paths:
+    key = config.reference_key
+    if key in raw and raw[key] is not None:
+        return raw[key], key
+    if key != DataConfig.reference_key:
+        value = _walk(raw, key)
+        if value is _MISSING:
+            raise DataError(f"no column {key!r} (reference_key); the row has: {', '.join(map(str, raw))}")
+        return value, None
+    for path in _REFERENCE_PATHS:
         value = _walk(raw, path)
         if value is not _MISSING and value is not None:
             return value, path if path in raw else None
-    if config.reference_key != DataConfig.reference_key:
-        raise DataError(f"no column {config.reference_key!r} (reference_key); the row has: {', '.join(map(str, raw))}")
-    return None, config.reference_key
+    return None, None
 
 
 def _walk(raw: Mapping[str, Any], path: str) -> Any:

@@ -16,7 +16,7 @@ class PromptSampler:
 
     Every epoch is one permutation of the rows; the epochs follow each other in one stream that is cut into batches.
     So no row is ever dropped and every batch is full: a batch that reaches the end of an epoch takes the rest from the
-    next one (and a data set smaller than a batch repeats inside it). Rank r of W takes rows r, r + W, ... of each batch.
+    next one (and a data set smaller than a batch repeats inside it). Rank r of W takes rows r, r + W, ... of a batch.
 
     With probabilities an epoch holds a fixed share of each data set, as long as no data set must repeat in it; of a
     larger data set each epoch takes the next part of its own permutation, so that all rows come up before one repeats.

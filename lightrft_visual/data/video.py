@@ -51,6 +51,8 @@ def load_video(
 
     Raises DataError naming the source for what is missing, damaged, too long, too large, or has fewer than two frames.
     """
+    if isinstance(source, Video):
+        return source
     source, options = _split_options(source)
     name = _describe_video(source)
     try:
@@ -68,7 +70,7 @@ def load_video(
 def check_video(source: Any, *, root: str | os.PathLike | None = None, allow_remote: bool = False) -> None:
     """The cheap part of load_video, for validation at start: files exist, frame lists are not empty."""
     source, _ = _split_options(source)
-    if isinstance(source, (np.ndarray, torch.Tensor)):
+    if isinstance(source, (Video, np.ndarray, torch.Tensor)):
         return
     if isinstance(source, Sequence) and not isinstance(source, (str, bytes, bytearray)):
         if not source:

@@ -17,18 +17,21 @@ import torch
 
 from ..errors import RewardError
 from ..rollout.samples import Samples, SamplesVL
+from .failures import Failed, ScoringFailed
+from .imaging import EncodedImages, to_pil
 
 T = torch.Tensor
-
-
-@dataclass(frozen=True)
-class Failed:
-    """One sample that a scorer tried and could not score; `reason` is a few words without any payload.
-
-    A scorer may put it in its list of scores. It makes the sample invalid, where None only leaves the scorer out.
-    """
-
-    reason: str
+__all__ = [
+    "Call",
+    "Failed",
+    "PendingSource",
+    "RewardBatch",
+    "RewardOutput",
+    "Scores",
+    "ScoringFailed",
+    "batch_from_media",
+    "batch_from_samples",
+]
 
 
 @dataclass(repr=False)
@@ -78,6 +81,13 @@ class RewardBatch:
             if isinstance(values, list):
                 chosen[entry.name] = [values[i] for i in indices] if values else []
         return RewardBatch(**chosen)
+
+    @classmethod
+    def join(cls, batches: Sequence[RewardBatch]) -> RewardBatch:
+        """All samples of several batches, in order; all of one kind (generated or not)."""
+        lists = [entry.name for entry in fields(cls) if entry.name != "generated"]
+        merged = {name: [value for batch in batches for value in getattr(batch, name)] for name in lists}
+        return cls(**merged, generated=batches[0].generated)
 
     def chunks(self, size: int) -> list[RewardBatch]:
         """Consecutive parts of at most `size` samples."""
@@ -129,8 +139,6 @@ def batch_from_media(
 
     Raises RewardError when a list does not have one entry per prompt.
     """
-    from .imaging import to_pil
-
     size = len(prompts)
     given = {"images": images, "videos": videos, "labels": labels, "references": references, "metadata": metadata}
     for name, values in {**given, "ids": ids, "group_ids": group_ids}.items():
@@ -152,10 +160,11 @@ def batch_from_media(
 
 @dataclass(frozen=True)
 class Call:
-    """How one scoring call runs: samples a remote request, and the device that local models use."""
+    """How one scoring call runs: samples a remote request, the device of local models, pictures encoded so far."""
 
     chunk: int = 8
     device: torch.device | str = "cpu"
+    encoded: EncodedImages = field(default_factory=EncodedImages)
 
 
 @dataclass
@@ -173,6 +182,14 @@ class Scores:
         values = torch.full((size,), float("nan"), dtype=torch.float64)
         return cls(values, torch.ones(size, dtype=torch.bool), {}, Counter({reason: size}))
 
+    def split(self, sizes: Sequence[int]) -> list[Scores]:
+        """Consecutive parts of these sizes; `reasons`, which belong to the whole, stay behind."""
+        values, failed = self.values.split(list(sizes)), self.failed.split(list(sizes))
+        extras = {name: extra.split(list(sizes)) for name, extra in self.extras.items()}
+        return [
+            Scores(v, f, {name: e[i] for name, e in extras.items()}) for i, (v, f) in enumerate(zip(values, failed))
+        ]
+
     @classmethod
     def join(cls, parts: Sequence[Scores]) -> Scores:
         """Concatenate; an extra that a part lacks is NaN there."""
@@ -186,10 +203,6 @@ class Scores:
             extras,
             sum((part.reasons for part in parts), Counter()),
         )
-
-
-class ScoringFailed(Exception):
-    """A scorer gave no scores for a whole call; its samples become invalid, the run goes on."""
 
 
 class PendingSource(ABC):

@@ -265,9 +265,6 @@ def read_metric(value: Any, what: str, size: int) -> torch.Tensor:
         raise RewardError(f"reward function {what} holds something that is not a number") from error
 
 
-_DEFAULT_CALL = Call()
-
-
 class CallableSource:
     """A callable as a scorer of batches. `given`: fixed arguments such as label_map, passed when the signature asks."""
 
@@ -279,11 +276,11 @@ class CallableSource:
         self.signature = Signature(function, self.name)
         self.given = dict(given or {})
 
-    def score(self, batch: RewardBatch, call_settings: Call = _DEFAULT_CALL) -> Scores:
+    def score(self, batch: RewardBatch, how: Call | None = None) -> Scores:
         """Scores of every sample of the batch, in one call. Raises RewardError as `parse_result` and `call` do."""
         given = dict(self.given)
         if "device" in self.signature.names:
-            given["device"] = call_settings.device
+            given["device"] = how.device if how else "cpu"
         arguments = bind(self.signature, self.name, batch, given)
         try:
             return parse_result(call(self.function, self.name, arguments), self.name, len(batch))

@@ -72,6 +72,5 @@ def named_components(columns: Sequence[Column]) -> dict[str, T]:
     named = {column.job.name: column.values for column in columns}
     for column in columns:
         for name, values in column.extras.items():
-            key = name if name not in named else f"{column.job.name}/{name}"
-            named[key] = torch.where(named[key].isnan(), values, named[key]) if key in named else values
+            named[name if name not in named else f"{column.job.name}/{name}"] = values
     return named

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -53,7 +55,9 @@ def video_frames(video: Any, count: int | None = None) -> list[Image.Image]:
         video = torch.from_numpy(video)
     if isinstance(video, torch.Tensor):
         if video.ndim != 4:
-            raise RewardError(f"a video to score has shape {tuple(video.shape)}; give (C, T, H, W) or uint8 (T, C, H, W)")
+            raise RewardError(
+                f"a video to score has shape {tuple(video.shape)}; give (C, T, H, W) or uint8 (T, C, H, W)"
+            )
         frames = list(video) if video.dtype == torch.uint8 else list(video.transpose(0, 1))
     else:
         frames = list(video)
@@ -75,6 +79,31 @@ def encode_image(image: Any, image_format: str = "png") -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
+class EncodedImages:
+    """Encodes each picture object once, however many samples, requests and servers share it. Safe between threads."""
+
+    def __init__(self) -> None:
+        self._done: dict[tuple[int, str], tuple[Any, Future[str]]] = {}
+        self._lock = threading.Lock()
+
+    def encode(self, image: Any, image_format: str = "png") -> str | None:
+        """Base64 of the picture, None for None."""
+        if image is None:
+            return None
+        key = (id(image), image_format)
+        with self._lock:
+            mine = key not in self._done
+            if mine:
+                self._done[key] = (image, Future())  # holding the image keeps its id its own
+            result = self._done[key][1]
+        if mine:
+            try:
+                result.set_result(encode_image(image, image_format))
+            except Exception as error:
+                result.set_exception(error)
+        return result.result()
+
+
 def decode_image(text: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """A picture from base64, in its own mode. Raises DataError, without repeating the data."""
     try:
@@ -94,5 +123,7 @@ def decode_bytes(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"an image cannot be decoded ({type(error).__name__}); allowed are {', '.join(FORMATS)}") from None
+        raise DataError(
+            f"an image cannot be decoded ({type(error).__name__}); allowed are {', '.join(FORMATS)}"
+        ) from None
     return picture

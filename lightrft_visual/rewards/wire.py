@@ -1,6 +1,6 @@
 """JSON forms of remote rewards: ours and LightRFT's, and OpenRLHF's. docs/rewards.md shows both.
 
-Pickle never crosses a socket here. Pictures travel as base64 of PNG or JPEG, `null` where a sample's picture is missing.
+Pickle never crosses a socket here. Pictures travel as base64 of PNG or JPEG, `null` where one is missing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Encode = Callable[[Any], str | None]
 
 
 class BadReply(Exception):
-    """A reply that holds no usable scores for any sample; the text says why, without repeating the reply."""
+    """A reply that holds nothing usable for any sample; the text says why, without repeating the reply."""
 
 
 def encode_request(batch: RewardBatch, wire: str, encode: Encode) -> dict[str, Any]:

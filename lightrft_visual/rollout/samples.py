@@ -81,3 +81,23 @@ class SamplesVL(Samples):
     video_counts: T | None = None
     raw_images: list[list] | None = None
     raw_videos: list[list] | None = None
+
+
+def pad_rollouts(
+    prompt_ids: list[list[int]], response_ids: list[list[int]], pad_id: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Prompts left-padded, responses right-padded, so that the last A columns are the actions.
+
+    Returns (sequences (B, S) long, attention_mask (B, S) long, action_mask (B, A) bool).
+    """
+    width = max(len(ids) for ids in prompt_ids)
+    actions = max(1, *(len(ids) for ids in response_ids))
+    sequences = torch.full((len(prompt_ids), width + actions), pad_id, dtype=torch.long)
+    attention_mask = torch.zeros_like(sequences)
+    action_mask = torch.zeros(len(prompt_ids), actions, dtype=torch.bool)
+    for row, (prompt, response) in enumerate(zip(prompt_ids, response_ids, strict=True)):
+        span = slice(width - len(prompt), width + len(response))
+        sequences[row, span] = torch.tensor(prompt + response)
+        attention_mask[row, span] = 1
+        action_mask[row, : len(response)] = True
+    return sequences, attention_mask, action_mask

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from lightrft_visual.trainer.replay_fields import Kind, replay_field
 from lightrft_visual.trainer.replay_info import InfoLayout
 
 T = torch.Tensor
+_Batch = TypeVar("_Batch", bound="_Movable")
 
 
 @dataclass
@@ -142,18 +143,18 @@ def map_tensors(value: Any, function: Callable[[T], T]) -> Any:
 class _Movable:
     """Moves of all tensors of a batch: every dataclass field, so that none can be forgotten."""
 
-    def _apply(self, function: Callable[[T], T]) -> Self:
+    def _apply(self: _Batch, function: Callable[[T], T]) -> _Batch:
         for each in fields(self):
             if each.name != "layout":
                 setattr(self, each.name, map_tensors(getattr(self, each.name), function))
         return self
 
     @torch.no_grad()
-    def to_device(self, device: torch.device | str) -> Self:
+    def to_device(self: _Batch, device: torch.device | str) -> _Batch:
         """Move every tensor, `info` included, to `device` in place; returns self."""
         return self._apply(lambda tensor: tensor.to(device))
 
-    def pin_memory(self) -> Self:
+    def pin_memory(self: _Batch) -> _Batch:
         """Pin every tensor for faster copies to the accelerator; does nothing where there is none. Returns self."""
         from deepspeed.accelerator import get_accelerator
 

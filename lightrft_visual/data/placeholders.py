@@ -1,0 +1,55 @@
+"""What a transformers processor does to prompts with media: its placeholders, their expansion, its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from ..errors import DataError
+from .video import Video
+
+ModelInput = ProcessorMixin | PreTrainedTokenizerBase
+
+
+def placeholder_tokens(model_input: ModelInput) -> dict[str, str]:
+    """The text that stands for one image and for one video, by kind; empty for a text-only model's tokenizer."""
+    if not isinstance(model_input, ProcessorMixin):
+        return {}
+    parts = model_input.get_attributes()
+    tokens = {}
+    if "image_processor" in parts:
+        tokens["image"] = model_input.image_token
+    if "video_processor" in parts:
+        tokens["video"] = model_input.video_token
+    return tokens
+
+
+def check_placeholders(prompt: str, images: int, videos: int, model_input: ModelInput, where: str) -> None:
+    """Raise DataError, starting with `where`, unless the rendered prompt holds one placeholder per image and video."""
+    tokens = placeholder_tokens(model_input)
+    for kind, wanted in (("image", images), ("video", videos)):
+        if kind not in tokens:
+            if wanted:
+                raise DataError(f"{where}: {wanted} {kind}(s), but the model takes no {kind}s")
+            continue
+        found = prompt.count(tokens[kind])
+        if found != wanted:
+            raise DataError(
+                f"{where}: the rendered prompt holds {found} {kind} placeholder(s) {tokens[kind]}, "
+                f"but {wanted} {kind}(s) came with it"
+            )
+
+
+def image_token_counts(processor: ProcessorMixin, sizes: Sequence[tuple[int, int]]) -> list[int]:
+    """Tokens that images of these (width, height) take in the prompt, without decoding any."""
+    # The method vLLM's transformers backend relies on; there is no public one.
+    counts = processor._get_num_multimodal_tokens(image_sizes=[(height, width) for width, height in sizes])
+    return list(counts["num_image_tokens"])
+
+
+def video_arguments(videos: Sequence[Video]) -> dict[str, Any]:
+    """Keyword arguments with which a processor takes videos whose frames are already chosen."""
+    metadata = [{key: value for key, value in video.metadata.items() if key != "do_sample_frames"} for video in videos]
+    return {"videos": [video.frames for video in videos], "video_metadata": metadata, "do_sample_frames": False}

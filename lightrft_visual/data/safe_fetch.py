@@ -1,0 +1,149 @@
+"""Fetching bytes that an untrusted row names, without reaching into the host's own network.
+
+Nothing is fetched unless the caller allows it. Even then only http and https to public addresses: loopback, private,
+link-local (cloud metadata) and reserved ones are refused, also behind a redirect, a mapped IPv6 form or a name that
+resolves to them. The connection goes to the very address that was checked, so a second look-up cannot change it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+import time
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+from ..errors import DataError
+
+MAX_REDIRECTS = 5
+_CHUNK = 64 * 1024
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+def fetch_bytes(url: str, *, allow_remote: bool, max_bytes: int, timeout: float) -> bytes:
+    """The body behind an http(s) URL: at most max_bytes, within `timeout` seconds as a whole, redirects included.
+
+    Raises DataError that names the URL without its query, for everything that is refused or fails.
+    """
+    if not allow_remote:
+        raise DataError(f"{_shown(url)} is remote, and fetching is off: set allow_remote_media to allow it")
+    deadline = time.monotonic() + timeout
+    for _ in range(MAX_REDIRECTS + 1):
+        parts = _checked_parts(url)
+        try:
+            status, location, body = _get(parts, max_bytes, deadline)
+        except (OSError, http.client.HTTPException) as error:
+            raise DataError(f"{_shown(url)} cannot be fetched: {type(error).__name__}") from None
+        if location is None:
+            if status != 200:
+                raise DataError(f"{_shown(url)} cannot be fetched: HTTP {status}")
+            return body
+        url = urljoin(url, location)
+    raise DataError(f"{_shown(url)} cannot be fetched: more than {MAX_REDIRECTS} redirects")
+
+
+def _shown(url: str) -> str:
+    """The URL without user, password and query, cut to a length fit for a message."""
+    scheme, mark, rest = url.split("?")[0].split("#")[0].partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"[:120]
+
+
+def _checked_parts(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise DataError(f"{_shown(url)} is refused: only http and https URLs are fetched")
+    return parts
+
+
+def resolve_public(host: str, port: int) -> str:
+    """The address to connect to. Raises DataError unless every address of the host is public."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise DataError(f"host {host[:80]} cannot be resolved") from None
+    addresses = [str(entry[4][0]) for entry in found]
+    for address in addresses:
+        if not is_public(address):
+            raise DataError(f"host {host[:80]} is refused: it has an address that is not public")
+    return addresses[0]
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is a global unicast one, looking through IPv6 forms that carry an IPv4 address."""
+    ip = ipaddress.ip_address(address.split("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
+        if ip in _NAT64:
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
+
+
+def _get(parts: SplitResult, max_bytes: int, deadline: float) -> tuple[int, str | None, bytes]:
+    """Status, redirect target or None, body."""
+    host = parts.hostname or ""
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    sock = _connect(resolve_public(host, port), port, host if parts.scheme == "https" else None, deadline)
+    # Socket time limits count per receive: a server that drips bytes would never meet one, this timer it does.
+    alarm = threading.Timer(_left(deadline), _cut, args=(sock,))
+    alarm.daemon = True
+    alarm.start()
+    connection = http.client.HTTPConnection(host, port)
+    connection.sock = sock
+    try:
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        connection.request("GET", target, headers={"User-Agent": "lightrft-visual", "Accept": "*/*"})
+        response = connection.getresponse()
+        location = response.getheader("Location") if response.status in (301, 302, 303, 307, 308) else None
+        body = b"" if location or response.status != 200 else _read(response, max_bytes)
+        return response.status, location, body
+    finally:
+        alarm.cancel()
+        connection.close()
+
+
+def _cut(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:  # closed already: nothing left to cut
+        return
+
+
+def _connect(address: str, port: int, tls_name: str | None, deadline: float) -> socket.socket:
+    plain = socket.create_connection((address, port), timeout=_left(deadline))
+    if tls_name is None:
+        return plain
+    try:
+        return ssl.create_default_context().wrap_socket(plain, server_hostname=tls_name)
+    except BaseException:
+        plain.close()
+        raise
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _read(response: http.client.HTTPResponse, max_bytes: int) -> bytes:
+    length = response.getheader("Content-Length")
+    if length is not None and length.isdigit() and int(length) > max_bytes:
+        raise DataError(f"the file is larger than {max_bytes} bytes")
+    body = bytearray()
+    while part := response.read1(_CHUNK):
+        body += part
+        if len(body) > max_bytes:
+            raise DataError(f"the file is larger than {max_bytes} bytes")
+    if length is not None and length.isdigit() and len(body) != int(length):
+        raise DataError("the connection ended before the file did")
+    return bytes(body)

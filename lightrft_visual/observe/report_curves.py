@@ -1,0 +1,135 @@
+"""The report's curves: which figures stand in which panel, for one run and for several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .charts import PALETTE, Series, area_chart, legend, line_chart, number
+from .markup import Markup, join, tag
+from .report_data import RunData
+
+EVAL_FIRST = ("eval_reward", "eval_reward_greedy")
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Optimization": (
+        "loss", "policy_loss", "critic_loss", "kl", "kl_loss", "entropy", "grad_norm", "clip_frac", "learning_rate",
+        "actor_lr", "critic_lr",
+    ),
+    "Rollout and trainer agree?": (
+        "rollout_logp_diff_max", "rollout_logp_diff_mean", "ratio_max_dev_first", "parity_logp_diff_max", "tis_weight",
+    ),
+    "Responses and groups": (
+        "response_length", "truncated_frac", "tokens", "group_size", "zero_std_ratio", "reward_std_mean",
+        "trained_prompt_num", "time_step",
+    ),
+}  # fmt: skip
+MAX_OTHER = 80
+
+
+def is_reward(name: str) -> bool:
+    return name.startswith(("reward", "mean_reward_")) and name not in ("reward_std", "reward_std_mean")
+
+
+def panel(title: str, chart: Markup | None, note: str = "", series: Sequence[Series] = ()) -> Markup | None:
+    """One card: title, last value, legend where there is more than one line, chart."""
+    if chart is None:
+        return None
+    header = tag("header", tag("b", title), tag("span", note))
+    return tag("div", header, legend(series) if len(series) > 1 else None, chart, class_="card panel")
+
+
+def last_value(points: Sequence[tuple[float, float]]) -> str:
+    return number(points[-1][1]) if points else ""
+
+
+def metric_panel(name: str, runs: Sequence[RunData], limit: int, kind: str = "metrics") -> Markup | None:
+    """One figure of every run that has it."""
+    sources = [(run, (run.metrics if kind == "metrics" else run.evaluation).get(name)) for run in runs]
+    dots = kind == "evaluation"
+    series = [
+        Series(run.name if len(runs) > 1 else name, points, PALETTE[index % len(PALETTE)], not dots, dots)
+        for index, (run, points) in enumerate(sources)
+        if points
+    ]
+    note = last_value(series[0].points) if len(series) == 1 else ""
+    return panel(name, line_chart(series, name, limit), note, series)
+
+
+def reward_panel(run: RunData, limit: int) -> Markup | None:
+    """Training reward and held-out reward on the same axes."""
+    series = []
+    if "reward_mean" in run.metrics:
+        series.append(Series("training", run.metrics["reward_mean"], PALETTE[0], smooth=True))
+    for color, name in enumerate(EVAL_FIRST, start=1):
+        if name in run.evaluation:
+            label = "held-out, greedy" if name.endswith("greedy") else "held-out"
+            series.append(Series(label, run.evaluation[name], PALETTE[color], dots=True))
+    return panel("reward", line_chart(series, "reward", limit), "", series)
+
+
+def kinds_panel(run: RunData, limit: int) -> list[Markup | None]:
+    """Held-out figures apart from the two totals, up to eight lines a panel."""
+    names = [name for name in run.evaluation if name not in EVAL_FIRST]
+    panels = []
+    for start in range(0, len(names), 8):
+        series = [
+            Series(name.removeprefix("eval_"), run.evaluation[name], PALETTE[index % len(PALETTE)], dots=True)
+            for index, name in enumerate(names[start : start + 8])
+        ]
+        title = "held-out, by kind" if start == 0 else "held-out, by kind (continued)"
+        panels.append(panel(title, line_chart(series, title, limit), "", series))
+    return panels
+
+
+def time_panel(run: RunData) -> Markup | None:
+    """Seconds of each phase stacked."""
+    names = [name for name in run.metrics if name.startswith("time_") and name != "time_step"]
+    names = [name for name in names if any(value > 0 for _, value in run.metrics[name])]
+    series = [Series(name[5:], run.metrics[name], PALETTE[index % len(PALETTE)]) for index, name in enumerate(names)]
+    return panel("seconds a step, by phase", area_chart(series, "seconds a step by phase"), "", series)
+
+
+def columns_of(runs: Sequence[RunData], kind: str = "metrics") -> list[str]:
+    """Names that any run has, in order of appearance."""
+    tables = [run.metrics if kind == "metrics" else run.evaluation for run in runs]
+    return list(dict.fromkeys(name for table in tables for name in table))
+
+
+def grid(panels: Sequence[Markup | None]) -> Markup | None:
+    shown = [item for item in panels if item is not None]
+    return tag("div", shown, class_="grid") if shown else None
+
+
+def section(title: str, panels: Sequence[Markup | None]) -> Markup | None:
+    content = grid(panels)
+    return join([tag("h3", title), content]) if content else None
+
+
+def curves(runs: Sequence[RunData], limit: int) -> Markup | None:
+    """All panels, grouped; rare columns are folded away."""
+    names = columns_of(runs)
+    if not names and not columns_of(runs, "evaluation"):
+        return None
+    rewards = [name for name in names if is_reward(name)]
+    if len(runs) == 1:
+        first = [reward_panel(runs[0], limit), *kinds_panel(runs[0], limit)]
+        rewards = [name for name in rewards if name != "reward_mean"]
+    else:
+        first = [metric_panel(name, runs, limit, "evaluation") for name in columns_of(runs, "evaluation")]
+    first += [metric_panel(name, runs, limit) for name in rewards[:12]]
+    parts = [section("Reward", first)]
+    used = {"reward_mean", *rewards[:12]}
+    for title, wanted in SECTIONS.items():
+        present = [name for name in wanted if name in names]
+        used.update(present)
+        parts.append(section(title, [metric_panel(name, runs, limit) for name in present]))
+    others = [name for name in names if name not in used and not (len(runs) == 1 and name.startswith("time_"))]
+    return tag("section", tag("h2", "Curves"), parts, folded(others, runs, limit), id="curves")
+
+
+def folded(names: list[str], runs: Sequence[RunData], limit: int) -> Markup | None:
+    content = grid([metric_panel(name, runs, limit) for name in names[:MAX_OTHER]])
+    if content is None:
+        return None
+    left_out = names[MAX_OTHER:]
+    note = tag("p", f"In metrics.csv only: {', '.join(left_out)}", class_="small soft") if left_out else None
+    return tag("details", tag("summary", "More figures ", tag("span", f"({len(names)})")), content, note)

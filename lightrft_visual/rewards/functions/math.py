@@ -1,0 +1,43 @@
+"""Mathematical answers, compared by math-verify in a process with a time limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import ConfigError, RewardError
+from ..failures import Failed
+from ..sandbox import CallTimeout, Worker
+
+_WORKER = "lightrft_visual.rewards.functions.math_worker:verify_answer"
+
+
+class Math:
+    """1 when math-verify finds the response's final answer equal to the reference (or one of several), else 0.
+
+    Symbolic comparison can run forever on a hostile answer, so each runs in a child process for at most `seconds`; an
+    answer that takes longer is failed, not wrong. None without a reference that parses.
+    """
+
+    def __init__(self, seconds: float = 5.0) -> None:
+        if seconds <= 0:
+            raise ConfigError("math: seconds must be positive")
+        self.seconds = seconds
+        self._worker = Worker(_WORKER)
+
+    def __call__(self, completions: list[str], references: list[Any]) -> list[float | Failed | None]:
+        return [self._score(completion, reference) for completion, reference in zip(completions, references)]
+
+    def _score(self, completion: str, reference: Any) -> float | Failed | None:
+        options = reference if isinstance(reference, (list, tuple)) else [reference]
+        known = [str(option) for option in options if option is not None]
+        if not known:
+            return None
+        try:
+            return self._worker.call({"response": completion, "references": known}, self.seconds)
+        except CallTimeout as late:
+            return Failed(f"math-verify: {late}")
+        except RewardError as error:
+            return Failed(str(error))
+
+    def close(self) -> None:
+        self._worker.close()

@@ -1,0 +1,203 @@
+"""Prompts with media made ready for generation and training: loaded, checked, preprocessed once, repeated n times."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from easydict import EasyDict
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from ..data.media import MAX_IMAGE_PIXELS, describe_source, load_image
+from ..data.placeholders import check_placeholders, video_arguments
+from ..data.rows import as_source_list
+from ..data.video import Video, load_video
+from ..errors import ConfigError, DataError
+
+T = torch.Tensor
+_FEATURES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+_CARRIED = {*_FEATURES, "input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
+
+
+class MultimodalDataProcessor:
+    """Turns a batch of rendered prompts with their media into model inputs, each repeated n times (LightRFT).
+
+    tokenizer: for text. processor: the model's transformers processor, None for a text-only model. prompt_max_len:
+    tokens, media expanded; a longer prompt is an error, never cut. The keyword arguments guard how media are read, as
+    in `media.load_image`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: ProcessorMixin | None,
+        prompt_max_len: int,
+        *,
+        image_root: str | os.PathLike | None = None,
+        allow_remote: bool = False,
+        max_image_pixels: int = MAX_IMAGE_PIXELS,
+    ) -> None:
+        self.tokenizer, self.processor, self.prompt_max_len = tokenizer, processor, prompt_max_len
+        self._reading = {"root": image_root, "allow_remote": allow_remote, "max_pixels": max_image_pixels}
+
+    def process_multimodal_batch(
+        self,
+        all_prompts: Sequence[str],
+        all_images: Sequence[Any] | None = None,
+        all_references: Sequence[Any] | None = None,
+        images_num: Sequence[int] | None = None,
+        n_samples_per_prompt: int = 1,
+        all_videos: Sequence[Any] | None = None,
+        videos_num: Sequence[int] | None = None,
+    ) -> EasyDict:
+        """Prepare P prompts for N samples each.
+
+        all_prompts (P): rendered strings with one placeholder per image or video. all_images, all_videos (P): for each
+        prompt None, one source, or a list of sources in the order of the placeholders. images_num, videos_num (P): how
+        many there should be; checked where given.
+
+        Returns P * N entries per key, prompt-major (prompt 0 N times, then prompt 1, ...); what is large is shared by
+        the N entries, not copied:
+        all_prompt_token_ids list[int], placeholders expanded, equal to the processor's for the prompt alone;
+        all_prompts str, not expanded; all_images list[PIL RGB] or None; all_videos list[Video] or None;
+        all_images_num, all_videos_num int; all_images_pixel_values (patches, patch_dim) or None;
+        all_images_grid_thw (images, 3) or None; all_videos_pixel_values and all_videos_grid_thw alike;
+        all_videos_second_per_grid_ts list[float] or None, where the model places frames in time by it; all_references.
+
+        Raises DataError naming the prompt's index for media that do not match the placeholders or images_num, for
+        unreadable media, and for a prompt above prompt_max_len.
+        """
+        count = len(all_prompts)
+        references = _per_prompt(all_references, count, "all_references")
+        images = self._load(_per_prompt(all_images, count, "all_images"), images_num, "image")
+        videos = self._load(_per_prompt(all_videos, count, "all_videos"), videos_num, "video")
+        for index, prompt in enumerate(all_prompts):
+            check_placeholders(
+                prompt, len(images[index]), len(videos[index]), self.processor or self.tokenizer, f"prompt {index}"
+            )
+        token_ids, features = self._encode(list(all_prompts), images, videos)
+        self._check_lengths(token_ids)
+        columns = {
+            "all_prompt_token_ids": token_ids,
+            "all_prompts": list(all_prompts),
+            "all_images": [batch or None for batch in images],
+            "all_videos": [batch or None for batch in videos],
+            "all_images_num": [len(batch) for batch in images],
+            "all_videos_num": [len(batch) for batch in videos],
+            "all_images_pixel_values": features["pixel_values"],
+            "all_videos_pixel_values": features["pixel_values_videos"],
+            "all_images_grid_thw": features["image_grid_thw"],
+            "all_videos_grid_thw": features["video_grid_thw"],
+            "all_videos_second_per_grid_ts": features["second_per_grid_ts"],
+            "all_references": references,
+        }
+        return EasyDict({name: _repeat(column, n_samples_per_prompt) for name, column in columns.items()})
+
+    def _load(self, cells: list[Any], wanted: Sequence[int] | None, kind: str) -> list[list[Any]]:
+        """Decoded media of each prompt; a source that several prompts name is decoded once."""
+        if wanted is not None and len(wanted) != len(cells):
+            raise DataError(f"{kind}s_num has {len(wanted)} entries for {len(cells)} prompts")
+        load = load_image if kind == "image" else load_video
+        decoded: dict[str, Any] = {}
+        batch = []
+        for index, cell in enumerate(cells):
+            try:
+                sources = [cell] if isinstance(cell, Video) else as_source_list(cell, kind)
+                if wanted is not None and wanted[index] != len(sources):
+                    raise DataError(f"{len(sources)} {kind}(s) given, {kind}s_num says {wanted[index]}")
+                for source in sources:
+                    if isinstance(source, str) and source not in decoded:
+                        decoded[source] = load(source, **self._reading)
+                batch.append([decoded[s] if isinstance(s, str) else load(s, **self._reading) for s in sources])
+            except DataError as error:
+                raise DataError(f"prompt {index}: {error}") from error
+        return batch
+
+    def _encode(
+        self, prompts: list[str], images: list[list], videos: list[list]
+    ) -> tuple[list[list[int]], dict[str, list]]:
+        """Expanded token ids and vision features of each prompt."""
+        if self.processor is None:
+            return self.tokenizer(prompts)["input_ids"], {name: [None] * len(prompts) for name in _FEATURES}
+        # Patches in one long tensor split by their grids; other layouts only keep their prompt when made one by one.
+        together = "image_grid_thw" in self.processor.model_input_names
+        whole = range(len(prompts))
+        token_ids: list[list[int]] = []
+        features: dict[str, list] = {name: [] for name in _FEATURES}
+        for part in [whole] if together else [range(index, index + 1) for index in whole]:
+            part_images, part_videos = [images[i] for i in part], [videos[i] for i in part]
+            output = self._call(prompts, images, videos, part)
+            token_ids += output["input_ids"]
+            for name, column in _split_features(output, part_images, part_videos).items():
+                features[name] += column
+        return token_ids, features
+
+    def _call(self, prompts: list[str], images: list[list], videos: list[list], part: range) -> Mapping[str, Any]:
+        arguments: dict[str, Any] = {"text": [prompts[i] for i in part]}
+        if any(images[i] for i in part):
+            arguments["images"] = [image for i in part for image in images[i]]
+        if any(videos[i] for i in part):
+            arguments |= video_arguments([video for i in part for video in videos[i]])
+        try:
+            output = self.processor(**arguments)
+        except Exception as error:  # processors raise every kind of exception; which prompt is it?
+            if len(part) == 1:
+                sizes = [describe_source(image) for image in images[part[0]]]
+                raise DataError(f"prompt {part[0]}: the processor refuses it (images {sizes}): {error}") from error
+            for index in part:
+                self._call(prompts, images, videos, range(index, index + 1))
+            raise
+        unknown = sorted(set(output) - _CARRIED)
+        if unknown:
+            raise ConfigError(f"{type(self.processor).__name__} makes model inputs not supported: {', '.join(unknown)}")
+        return output
+
+    def _check_lengths(self, token_ids: list[list[int]]) -> None:
+        for index, ids in enumerate(token_ids):
+            if len(ids) > self.prompt_max_len:
+                raise DataError(
+                    f"prompt {index} has {len(ids)} tokens with its images expanded, "
+                    f"above prompt_max_len = {self.prompt_max_len}"
+                )
+
+
+def _per_prompt(column: Sequence[Any] | None, count: int, name: str) -> list[Any]:
+    if column is None:
+        return [None] * count
+    if len(column) != count:
+        raise DataError(f"{name} has {len(column)} entries for {count} prompts")
+    return list(column)
+
+
+def _repeat(column: list[Any], times: int) -> list[Any]:
+    return [value for value in column for _ in range(times)]
+
+
+def _split_features(output: Mapping[str, Any], images: list[list], videos: list[list]) -> dict[str, list]:
+    """Each prompt's own tensors, None without such media. Copies, so that one prompt does not keep all others alive."""
+    columns: dict[str, list] = {}
+    for pixels, grid, media in (
+        ("pixel_values", "image_grid_thw", images),
+        ("pixel_values_videos", "video_grid_thw", videos),
+    ):
+        columns[pixels], columns[grid] = _split_pixels(output.get(pixels), output.get(grid), [len(m) for m in media])
+    seconds = iter(output.get("second_per_grid_ts", ()))
+    timed = "second_per_grid_ts" in output
+    columns["second_per_grid_ts"] = [[float(next(seconds)) for _ in m] if timed and m else None for m in videos]
+    return columns
+
+
+def _split_pixels(pixels: Any, grid: Any, counts: list[int]) -> tuple[list[T | None], list[T | None]]:
+    if pixels is None:
+        return [None] * len(counts), [None] * len(counts)
+    pixels = torch.as_tensor(pixels)
+    if grid is None:
+        return [pixels], [None]  # called for a single prompt
+    grids = torch.as_tensor(grid).split(counts)
+    patches = pixels.split([int(part.prod(dim=1).sum()) for part in grids])
+    return (
+        [part.clone() if count else None for part, count in zip(patches, counts)],
+        [part.clone() if count else None for part, count in zip(grids, counts)],
+    )

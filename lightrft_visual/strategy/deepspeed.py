@@ -1,0 +1,239 @@
+"""DeepSpeed ZeRO 0 to 3 behind one small interface: prepare, accumulate, guarded step, save and load.
+
+Gradients of all micro-batches of a train batch are accumulated by hand-set boundaries, so that micro-batches may differ
+in number and size from step to step. Losses come in as additive shares (their sum over micro-batches and ranks is the
+loss of the train batch), hence the factor `world_size` against DeepSpeed's averaging.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch
+import torch.nn as nn
+from deepspeed.accelerator import get_accelerator
+from transformers import get_scheduler
+
+from ..config.schema import DistributedConfig
+from ..errors import ConfigError, NonFiniteError
+from . import distributed
+from .seeding import seed_everything
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW and its schedule; `total_steps` counts optimizer steps. `max_norm` 0 turns clipping off."""
+
+    learning_rate: float
+    total_steps: int
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_norm: float = 1.0
+    scheduler: str = "cosine_with_min_lr"
+    warmup_ratio: float = 0.03
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """applied: whether weights moved; grad_norm: before clipping, inf when the step was skipped."""
+
+    applied: bool
+    grad_norm: float
+    learning_rate: float
+
+
+class DeepspeedStrategy:
+    """Process groups, ZeRO settings and precision of one run."""
+
+    def __init__(self, config: DistributedConfig, *, bf16: bool = False, micro_batch_size: int = 1, seed: int = 42):
+        self.config, self.bf16, self.micro_batch_size, self.seed = config, bf16, micro_batch_size, seed
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        accelerator = get_accelerator()
+        return torch.device(accelerator.current_device_name())
+
+    def setup_distributed(self) -> None:
+        """Join the process group of the launcher (a group of one without a launcher) and seed this rank."""
+        import os
+
+        from .ports import free_port
+
+        defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        if "RANK" not in os.environ:
+            os.environ.update(defaults, MASTER_PORT=os.environ.get("MASTER_PORT") or str(free_port()))
+        accelerator = get_accelerator()
+        if accelerator.device_name() != "cpu":
+            accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+        deepspeed.init_distributed(
+            dist_backend=accelerator.communication_backend_name() if accelerator.device_name() != "cpu" else "gloo",
+            timeout=timedelta(seconds=self.config.collective_timeout),
+            verbose=False,
+        )
+        seed_everything(self.seed)
+
+    def prepare(self, module: nn.Module, settings: OptimizerSettings) -> TrainEngine:
+        """Wrap a module for training."""
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if not parameters:
+            raise ConfigError("nothing to train: every parameter is frozen (freeze_prefix)")
+        optimizer = self._optimizer(parameters, settings)
+        scheduler = self._scheduler(optimizer, settings)
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+            config=self._train_config(settings),
+            dist_init_required=False,
+        )
+        return TrainEngine(engine, self.config.zero_stage, settings.max_norm)
+
+    def prepare_inference(self, module: nn.Module) -> nn.Module:
+        """Place a frozen module (reference, reward model): sharded under ZeRO-3, whole on the device otherwise."""
+        module.eval().requires_grad_(False)
+        if self.config.zero_stage != 3:
+            return module.to(self.device, self.dtype)
+        engine, *_ = deepspeed.initialize(model=module, config=self._inference_config(), dist_init_required=False)
+        return engine
+
+    def _optimizer(self, parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+        arguments = {"lr": settings.learning_rate, "betas": settings.betas, "weight_decay": settings.weight_decay}
+        if self.config.adam_offload:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            return DeepSpeedCPUAdam(parameters, adamw_mode=True, **arguments)
+        return torch.optim.AdamW(parameters, **arguments)
+
+    def _scheduler(self, optimizer: torch.optim.Optimizer, settings: OptimizerSettings):
+        specific = {"min_lr_rate": 0.1} if settings.scheduler == "cosine_with_min_lr" else None
+        return get_scheduler(
+            settings.scheduler,
+            optimizer,
+            num_warmup_steps=math.ceil(settings.total_steps * settings.warmup_ratio),
+            num_training_steps=max(1, settings.total_steps),
+            scheduler_specific_kwargs=specific,
+        )
+
+    def _train_config(self, settings: OptimizerSettings) -> dict[str, Any]:
+        c = self.config
+        zero: dict[str, Any] = {"stage": c.zero_stage, "overlap_comm": c.overlap_comm}
+        if c.adam_offload:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": get_accelerator().device_name() != "cpu"}
+        if c.zpg > 1:
+            zero["zero_hpz_partition_size"] = c.zpg
+        config = self._base_config(zero)
+        config["gradient_clipping"] = settings.max_norm
+        if c.grad_accum_dtype is not None:
+            config["data_types"] = {"grad_accum_dtype": c.grad_accum_dtype}
+        return config
+
+    def _inference_config(self) -> dict[str, Any]:
+        return self._base_config({"stage": 3})
+
+    def _base_config(self, zero: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "train_micro_batch_size_per_gpu": self.micro_batch_size,
+            # Only a switch here: boundaries are set by hand and losses are not divided by it. 1 would turn the
+            # accumulation buffers of ZeRO's offload path off.
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": self.bf16, "check_grad_overflow": True} if self.bf16 else {"enabled": False},
+            "steps_per_print": 10**9,
+            "wall_clock_breakdown": False,
+        }
+
+
+class TrainEngine:
+    """A module under DeepSpeed: call it to run forward, `accumulate` losses, then `step`.
+
+    A loss or gradient that is not finite on any rank leaves the weights of every rank as they were.
+    """
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, zero_stage: int, max_norm: float):
+        self.engine, self.zero_stage, self.max_norm = engine, zero_stage, max_norm
+        self.poisoned = False
+
+    @property
+    def module(self) -> nn.Module:
+        return self.engine.module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> None:
+        self.engine.train(mode)
+
+    def accumulate(self, loss: torch.Tensor, last: bool) -> bool:
+        """Backward of one micro-batch's share; `last` marks the last one before `step`. A collective.
+
+        Returns whether the loss was finite on every rank. Where it was not, NaN is sent through backward on all ranks:
+        the same hooks and collectives run everywhere, and the step is then discarded everywhere.
+        """
+        bad = (~torch.isfinite(loss.detach())).float().reshape(1)
+        finite = distributed.all_reduce_max(bad).item() == 0
+        if not finite:
+            self.poisoned = True
+            loss = loss * float("nan")
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss * distributed.world_size(), scale_wrt_gas=False)
+        return finite
+
+    def step(self) -> StepResult:
+        """Apply the accumulated gradients, unless they are not finite. Raises NonFiniteError never: the caller counts."""
+        rate = self.engine.lr_scheduler.get_last_lr()[0]
+        if self.zero_stage == 0:
+            return self._plain_step(rate)
+        self.engine.step()
+        if self.poisoned and not self.engine.optimizer.overflow:
+            raise NonFiniteError("a non-finite loss was stepped on: DeepSpeed did not discard its gradients")
+        applied = not self.engine.optimizer.overflow
+        self.poisoned = False
+        norm = self.engine.get_global_grad_norm()
+        return StepResult(applied, float(norm) if applied and norm is not None else math.inf, rate)
+
+    def _plain_step(self, rate: float) -> StepResult:
+        """ZeRO-0 has no check of its own: the norm of the reduced gradients decides, before the optimizer sees them."""
+        gradients = [p.grad for p in self._stage_0_parameters() if p.grad is not None]
+        norm = torch.stack([gradient.float().norm() for gradient in gradients]).norm().item() if gradients else 0.0
+        if self.poisoned or not math.isfinite(norm):
+            self.poisoned = False
+            self.engine.optimizer.zero_grad()
+            self.engine.zero_grad()
+            return StepResult(False, math.inf, rate)
+        self.engine.step()
+        return StepResult(True, norm, rate)
+
+    def _stage_0_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.engine.module.parameters() if p.requires_grad]
+
+    @contextmanager
+    def gathered(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Whole parameters inside the block; a collective under ZeRO-3, nothing otherwise."""
+        if self.zero_stage != 3:
+            yield
+            return
+        with deepspeed.zero.GatheredParameters(parameters):
+            yield
+
+    def save(self, folder: str, tag: str) -> None:
+        """Write weights, optimizer and schedule of this rank; every rank calls it."""
+        self.engine.save_checkpoint(folder, tag=tag, save_latest=False)
+
+    def load(self, folder: str, tag: str) -> None:
+        loaded, _ = self.engine.load_checkpoint(folder, tag=tag)
+        if loaded is None:
+            from ..errors import CheckpointError
+
+            raise CheckpointError(f"DeepSpeed found no state in {folder}/{tag}")

@@ -1,0 +1,192 @@
+"""Multimodal batches: every prompt keeps its own media, ids equal the processor's, nothing is repaired."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightrft_visual.data.embedded import vocabulary_texts
+from lightrft_visual.data.video import Video, load_video
+from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.models.tiny import VISION_FAMILIES, build_processor, build_tokenizer
+from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
+
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+KEYS = {
+    "all_prompt_token_ids", "all_prompts", "all_images", "all_videos", "all_images_num", "all_videos_num",
+    "all_images_pixel_values", "all_videos_pixel_values", "all_images_grid_thw", "all_videos_grid_thw",
+    "all_references",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer(vocabulary_texts())
+
+
+@pytest.fixture(scope="module", params=VISION_FAMILIES)
+def data(request, tokenizer):
+    return MultimodalDataProcessor(tokenizer, build_processor(request.param, tokenizer), 512)
+
+
+def picture(seed, width=56, height=56):
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def clip(seed, frames=4):
+    return load_video([picture(seed + turn, 64, 64) for turn in range(frames)])
+
+
+def turn(text):
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+MIXED = [
+    (turn("what is 1 plus 2?"), None),
+    (turn(IMAGE + "what colour is it?"), [picture(0)]),
+    (turn(f"first {IMAGE} second {IMAGE} which one?"), [picture(1, 90, 70), picture(2, 60, 120)]),
+    (turn("where?"), None),
+    (turn("which shape is it?" + IMAGE), [picture(3, 120, 64)]),
+]
+
+
+def test_every_prompt_keeps_its_own_media_and_equals_processing_alone(data):
+    prompts, images = [prompt for prompt, _ in MIXED], [images for _, images in MIXED]
+    got = data.process_multimodal_batch(prompts, images, list("abcde"), [0, 1, 2, 0, 1], 3, None, None)
+    assert KEYS <= set(got)
+    assert all(len(got[key]) == 15 for key in got)
+    for index, (prompt, own) in enumerate(MIXED):
+        alone = data.processor(text=[prompt], images=own)
+        for place in range(3 * index, 3 * index + 3):
+            assert got.all_prompts[place] == prompt
+            assert got.all_references[place] == "abcde"[index]
+            assert got.all_prompt_token_ids[place] == alone["input_ids"][0]
+            assert got.all_images_num[place] == len(own or [])
+            assert got.all_videos[place] is got.all_videos_pixel_values[place] is None
+            if own is None:
+                assert got.all_images[place] is got.all_images_pixel_values[place] is None
+                assert got.all_images_grid_thw[place] is None
+                continue
+            assert [image.tobytes() for image in got.all_images[place]] == [image.tobytes() for image in own]
+            assert torch.equal(got.all_images_grid_thw[place], torch.as_tensor(alone["image_grid_thw"]))
+            torch.testing.assert_close(got.all_images_pixel_values[place], alone["pixel_values"], rtol=0, atol=1e-6)
+
+
+def test_samples_of_a_prompt_share_tensors_and_images_but_prompts_do_not_share_storage(data):
+    got = data.process_multimodal_batch([p for p, _ in MIXED], [i for _, i in MIXED], n_samples_per_prompt=2)
+    pixels = got.all_images_pixel_values
+    assert pixels[2] is pixels[3] and got.all_images[2] is got.all_images[3]
+    assert pixels[4].untyped_storage().nbytes() == pixels[4].nbytes
+
+
+def test_the_image_processor_sees_each_image_once(data, monkeypatch):
+    seen = []
+    image_processor = type(data.processor.image_processor)
+    original = image_processor.__call__
+
+    def counted(self, images, *args, **kwargs):
+        seen.append(len(images))
+        return original(self, images, *args, **kwargs)
+
+    monkeypatch.setattr(image_processor, "__call__", counted)
+    data.process_multimodal_batch([p for p, _ in MIXED], [i for _, i in MIXED], n_samples_per_prompt=8)
+    assert seen == [4]
+
+
+def test_sources_of_every_kind_decode_to_the_same_features(data, tmp_path):
+    image, buffer = picture(5), io.BytesIO()
+    image.save(tmp_path / "a.png")
+    image.save(buffer, "PNG")
+    sources = [image, str(tmp_path / "a.png"), buffer.getvalue(), base64.b64encode(buffer.getvalue()).decode()]
+    got = data.process_multimodal_batch([turn(IMAGE)] * 4, sources)
+    for place in range(1, 4):
+        assert torch.equal(got.all_images_pixel_values[place], got.all_images_pixel_values[0])
+
+
+def test_videos_mix_with_images_and_text(data):
+    prompts = [turn("where?"), turn(VIDEO + "how many?"), turn(IMAGE + VIDEO), turn(VIDEO + VIDEO)]
+    videos = [None, clip(0), [clip(10, 6)], [clip(20), clip(30, 3)]]
+    got = data.process_multimodal_batch(prompts, [None, None, picture(1), None], None, None, 2, videos, [0, 1, 1, 2])
+    assert got.all_videos_num[::2] == [0, 1, 1, 2]
+    assert got.all_videos[0] is got.all_videos_pixel_values[0] is got.all_videos_grid_thw[0] is None
+    assert [grid[:, 0].tolist() for grid in got.all_videos_grid_thw[2::2]] == [[2], [3], [2, 2]]
+    for place in (2, 4, 6):
+        patches = got.all_videos_grid_thw[place].prod(dim=1).sum()
+        assert got.all_videos_pixel_values[place].shape[0] == patches
+        pads = got.all_prompt_token_ids[place].count(data.processor.video_token_id)
+        assert pads == patches // 4
+        assert all(isinstance(video, Video) for video in got.all_videos[place])
+    assert got.all_images_num[::2] == [0, 0, 1, 0]
+
+
+def test_only_models_that_place_frames_in_time_get_seconds(tokenizer):
+    for family, seconds in (("qwen2_5_vl", [1.0]), ("qwen2_vl", None)):
+        data = MultimodalDataProcessor(tokenizer, build_processor(family, tokenizer), 512)
+        got = data.process_multimodal_batch([turn(VIDEO)], all_videos=[clip(0)])
+        assert got.all_videos_second_per_grid_ts == [seconds]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "images", "counts", "message"),
+    [
+        ([turn("x"), turn("y")], [None, picture(0)], None, "prompt 1: .* 0 image placeholder.* but 1 image"),
+        ([turn(IMAGE), turn("y")], [None, None], None, "prompt 0: .* 1 image placeholder.* but 0 image"),
+        ([turn(IMAGE * 2)], [[picture(0)]], None, "prompt 0: .* 2 image placeholder.* but 1 image"),
+        ([turn(VIDEO)], None, None, "prompt 0: .* 1 video placeholder.* but 0 video"),
+        ([turn(IMAGE)], [picture(0)], [2], "prompt 0: 1 image.* images_num says 2"),
+        ([turn(IMAGE)], [picture(0), None], None, "all_images has 2 entries for 1 prompts"),
+        ([turn(IMAGE)], [picture(0)], [1, 1], "images_num has 2 entries"),
+        ([turn("x"), turn(IMAGE)], [None, "/no/such.png"], None, "prompt 1: file not found: /no/such.png"),
+        ([turn("x"), turn(IMAGE)], [None, picture(0, 1000, 2)], None, "prompt 1: the processor refuses"),
+        ([turn("x"), turn("where? " * 600)], None, None, "prompt 1 has .* above prompt_max_len = 512"),
+        ([turn(IMAGE)], [[None]], None, "prompt 0: image 0 of 1 is empty"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_that_names_the_prompt(data, prompts, images, counts, message):
+    with pytest.raises(DataError, match=message):
+        data.process_multimodal_batch(prompts, images, images_num=counts)
+
+
+def test_the_length_limit_counts_expanded_images(tokenizer):
+    data = MultimodalDataProcessor(tokenizer, build_processor("qwen2_5_vl", tokenizer), 512)
+    prompt, image = turn(IMAGE), picture(0, 140, 140)
+    length = len(data.process_multimodal_batch([prompt], [image]).all_prompt_token_ids[0])
+    assert length == len(tokenizer(prompt)["input_ids"]) + 24
+    data.prompt_max_len = length
+    data.process_multimodal_batch([prompt], [image])
+    data.prompt_max_len = length - 1
+    with pytest.raises(DataError, match=f"prompt 0 has {length} tokens"):
+        data.process_multimodal_batch([prompt], [image])
+
+
+def test_text_only_models_need_no_processor(tokenizer):
+    data = MultimodalDataProcessor(tokenizer, None, 64)
+    got = data.process_multimodal_batch([turn("where?"), turn("how many?")], n_samples_per_prompt=2)
+    assert got.all_prompt_token_ids[2] == tokenizer(turn("how many?"))["input_ids"]
+    assert got.all_images == got.all_images_pixel_values == got.all_references == [None] * 4
+    with pytest.raises(DataError, match="prompt 0: 1 image.*takes no images"):
+        data.process_multimodal_batch([turn("where?")], [picture(0)])
+
+
+def test_remote_images_need_permission(data):
+    with pytest.raises(DataError, match="prompt 0: .*allow_remote"):
+        data.process_multimodal_batch([turn(IMAGE)], ["http://localhost/a.png"])
+
+
+def test_processors_with_inputs_that_are_not_carried_are_refused(tokenizer, monkeypatch):
+    data = MultimodalDataProcessor(tokenizer, build_processor("qwen2_vl", tokenizer), 512)
+    original = type(data.processor).__call__
+
+    def with_extra(self, *args, **kwargs):
+        return {**original(self, *args, **kwargs), "image_sizes": [[1, 1]]}
+
+    monkeypatch.setattr(type(data.processor), "__call__", with_extra)
+    with pytest.raises(ConfigError, match="image_sizes"):
+        data.process_multimodal_batch([turn(IMAGE)], [picture(0)])
