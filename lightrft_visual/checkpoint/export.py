@@ -129,9 +129,7 @@ def export_diffusers_lora(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(metadata, sort_keys=True)
-    save_file(
-        plain_tensors(weights), folder / LORA_WEIGHT_NAME_SAFE, {"format": "pt", LORA_ADAPTER_METADATA_KEY: text}
-    )
+    save_file(plain_tensors(weights), folder / LORA_WEIGHT_NAME_SAFE, {"format": "pt", LORA_ADAPTER_METADATA_KEY: text})
     return folder
 
 

@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ NUMBERED = re.compile(rf"{PREFIX}(\d+)$")
 REPLACED = ".replaced-"
 STAGING = ".staging-"
 LATEST = "latest"
+SHARED_TRIES, SHARED_PAUSE = 20, 0.25  # seconds
 VERSIONED = ("torch", "transformers", "deepspeed", "lightrft_visual")
 
 R = TypeVar("R")
@@ -101,9 +103,9 @@ class CheckpointManager:
     ) -> Path:
         """Write a checkpoint; every rank calls this, and `write(staging)` runs on every rank to write its own files.
 
-        The result is `checkpoint-<step>`, or `name` (such as checkpoint-final), which is never rotated away and, unless
-        `resumable` says so, is not something `find_latest` offers. Names start with "checkpoint-". Raises CheckpointError on every rank when any rank
-        failed; what was complete before is then as it was. A checkpoint of the same name is replaced.
+        The result is `checkpoint-<step>`, or `name` (such as checkpoint-final; it starts with "checkpoint-"), which is
+        never rotated away and, unless `resumable` says so, is not something `find_latest` offers. A checkpoint of the
+        same name is replaced. Raises CheckpointError on every rank when any failed; what was complete stays as it was.
         """
         name = name or f"{PREFIX}{step:06d}"
         if not name.startswith(PREFIX) or Path(name).name != name:
@@ -126,9 +128,10 @@ class CheckpointManager:
         return self.root / name
 
     def find_latest(self) -> Path | None:
-        """The newest complete checkpoint to resume from, all its hashes checked; damaged ones are skipped with a warning."""
+        """The newest complete checkpoint to resume from, hashes checked; a damaged one is skipped with a warning."""
         for path, content in self._present():
-            if content is not None and not content["resumable"]:
+            numbered = NUMBERED.match(path.name.removeprefix(REPLACED))
+            if not (content["resumable"] if content else numbered):
                 continue
             try:
                 verify(path)
@@ -159,7 +162,7 @@ class CheckpointManager:
         staging.mkdir()
 
     def _check_space(self, last: Path) -> None:
-        """Refuse before writing when the disk cannot hold a checkpoint like the last one: a clear error, no half files."""
+        """Refuse before writing when the disk cannot hold a checkpoint like the last one."""
         needed = sum(entry["size"] for entry in read_manifest(last)["files"].values())
         free = shutil.disk_usage(self.root).free
         if free < needed:
@@ -169,8 +172,11 @@ class CheckpointManager:
             )
 
     def _check_shared(self, staging: Path) -> None:
-        if not staging.is_dir():
-            raise CheckpointError(f"rank {rank()} does not see {staging}: output_dir must be on a shared file system")
+        for _ in range(SHARED_TRIES):  # network file systems may show a new folder late
+            if staging.is_dir():
+                return
+            time.sleep(SHARED_PAUSE)
+        raise CheckpointError(f"rank {rank()} does not see {staging}: output_dir must be on a shared file system")
 
     def _describe(self, staging: Path, name: str) -> dict[str, dict[str, Any]]:
         """Hash all files, each rank a share of them; the whole list on every rank."""
@@ -217,7 +223,7 @@ class CheckpointManager:
                 logger.warning("%s stays until the next save: %s", staging, error)
 
     def _finish_replacements(self) -> None:
-        """Settle a save that was killed between its two renames: the old folder comes back, or goes if the new stands."""
+        """Settle a save that was killed between its two renames: the old folder returns, or goes if the new stands."""
         for old in self.root.glob(f"{REPLACED}*"):
             target = self.root / old.name.removeprefix(REPLACED)
             if target.exists():

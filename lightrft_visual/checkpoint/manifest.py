@@ -1,4 +1,4 @@
-"""manifest.json: the list of a checkpoint's files with sizes and SHA-256, and the proof that all of them were written."""
+"""manifest.json: a checkpoint's files with sizes and SHA-256, and the proof that all of them were written."""
 
 from __future__ import annotations
 

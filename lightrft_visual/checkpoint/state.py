@@ -104,7 +104,7 @@ def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def save_state(path: str | Path, state: Any) -> None:
-    """Write nested dicts, lists and tuples of tensors, arrays, numbers, text, bytes and PIL images, as a whole or not at all.
+    """Write nested dicts, lists, tuples of tensors, arrays, numbers, text, bytes and PIL images, whole or not at all.
 
     CheckpointError names the place of anything else (a function, an object of a class): state must be plain.
     """
@@ -141,7 +141,7 @@ def load_state(path: str | Path) -> Any:
 
 
 def load_torch(path: str | Path) -> Any:
-    """`torch.load` of tensors and plain containers only, on the CPU: a file that holds anything else is refused unread."""
+    """`torch.load` of tensors and plain containers only, on the CPU: a file with anything else is refused."""
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")

@@ -8,6 +8,7 @@ OpenRLHF where those have them. Lengths are in tokens, learning rates per optimi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import ConfigError
 
@@ -138,6 +139,8 @@ class RewardConfig:
     reward_fn: str | None = None  # path.py:function
     reward_pretrain: str | None = None  # local reward model folders, comma-separated, each optionally name=folder
     remote_rm_url: str | None = None  # URLs, comma-separated, or path.py with reward_func
+    components: dict[str, float] = field(default_factory=dict)  # {scorer: weight}, for every sample alike
+    kwargs: dict[str, Any] = field(default_factory=dict)  # {component: {setting: value}}
     reward_recipe: str | None = None  # YAML or JSON file, or inline YAML: {label: [[type, key, weight], ...]}
     reward_wire: str = "lightrft"  # lightrft | openrlhf: JSON form of remote_rm_url
     reward_timeout: float = 60.0  # deadline of one remote call, seconds, retries included
@@ -148,6 +151,7 @@ class RewardConfig:
     reward_image_format: str = "png"  # png (lossless) | jpeg
     reward_fn_timeout: float | None = None  # run user callables in a subprocess with this limit, seconds
     reward_transport: str = "inprocess"  # inprocess | ray: where local scorers run
+    reward_ray_actors: int = 1  # processes per scorer with reward_transport ray
     reward_cpu_offload: bool = True  # keep local reward models off the accelerator between uses
 
     def __post_init__(self) -> None:
@@ -157,6 +161,10 @@ class RewardConfig:
         require(self.reward_timeout > 0, "reward_timeout must be positive")
         require(self.reward_retries >= 0, "reward_retries must not be negative")
         require(self.reward_concurrency > 0, "reward_concurrency must be positive")
+        require(self.reward_ray_actors > 0, "reward_ray_actors must be positive")
+        require(self.reward_fn_timeout is None or self.reward_fn_timeout > 0, "reward_fn_timeout must be positive")
+        require(not (self.components and self.reward_recipe), "reward.components and reward_recipe exclude each other")
+        require(not (self.kwargs and not self.components), "reward.kwargs are settings of reward.components; name those")
         require(0 <= self.reward_max_invalid <= 1, "reward_max_invalid is a share and must lie in [0, 1]")
 
 

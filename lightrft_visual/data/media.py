@@ -12,7 +12,8 @@ import binascii
 import io
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -22,6 +23,7 @@ import torch
 from PIL import Image, ImageOps
 
 from ..errors import DataError
+from .safe_fetch import fetch_bytes
 
 # No vector formats: Pillow hands those (EPS, WMF) to external programs. JPEG includes MPO.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -66,14 +68,10 @@ def load_image(
     missing, empty, truncated, corrupt, too large, animated, or not an image.
     """
     name = describe_source(source)
-    image = _open_image(source, name, root, allow_remote, max_pixels)
-    try:
+    with _as_data_error(f"image {name} is damaged"):
+        image = _open_image(source, name, root, allow_remote, max_pixels)
         image.load()  # reads all pixels, and closes the file
         return _to_rgb(ImageOps.exif_transpose(image), name)
-    except DataError:
-        raise
-    except Exception as error:  # decoders raise every kind of exception on damaged data
-        raise DataError(f"image {name} is damaged: {error}") from error
 
 
 def image_size(
@@ -85,11 +83,25 @@ def image_size(
 ) -> tuple[int, int]:
     """(width, height) of the upright image, from its header alone. Refuses what load_image does, but for pixel data."""
     name = describe_source(source)
-    image = _open_image(source, name, root, allow_remote, max_pixels)
-    size = image.size[::-1] if image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8) else image.size
-    if image is not source:
-        image.close()
-    return size
+    with _as_data_error(f"image {name} is damaged"):
+        image = _open_image(source, name, root, allow_remote, max_pixels)
+        # A PNG without EXIF in its header would be decoded in search of it.
+        exif = image.getexif() if image.format != "PNG" or "exif" in image.info else {}
+        size = image.size[::-1] if exif.get(_ORIENTATION, 1) in (5, 6, 7, 8) else image.size
+        if image is not source:
+            image.close()
+        return size
+
+
+@contextmanager
+def _as_data_error(message: str) -> Iterator[None]:
+    """Decoders raise every kind of exception on damaged data."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{message}: {error}") from error
 
 
 def _open_image(source: Any, name: str, root: Any, allow_remote: bool, max_pixels: int) -> Image.Image:
@@ -98,13 +110,10 @@ def _open_image(source: Any, name: str, root: Any, allow_remote: bool, max_pixel
         image = source
     else:
         content = read_source(source, root=root, allow_remote=allow_remote)
-        stream = io.BytesIO(content) if isinstance(content, bytes) else content
         try:
-            image = Image.open(stream, formats=IMAGE_FORMATS)
+            image = Image.open(io.BytesIO(content) if isinstance(content, bytes) else content, formats=IMAGE_FORMATS)
         except Image.UnidentifiedImageError:
             raise DataError(f"{name} is not an image of a known format ({', '.join(IMAGE_FORMATS)})") from None
-        except Exception as error:  # damaged headers, sizes beyond Pillow's own limit
-            raise DataError(f"image {name} cannot be opened: {error}") from error
     _check_header(image, name, max_pixels)
     return image
 
@@ -153,7 +162,7 @@ def read_source(source: Any, *, root: str | os.PathLike | None = None, allow_rem
     if not isinstance(source, str):
         raise DataError(f"a {type(source).__name__} is no path, URL, bytes, base64 or PIL image")
     if is_remote(source):
-        return _fetch(source, allow_remote)
+        return fetch_bytes(source, allow_remote=allow_remote, max_bytes=MAX_FILE_BYTES, timeout=FETCH_TIMEOUT)
     if source.startswith("data:"):
         return _decode_base64(source.partition("base64,")[2])
     if _is_base64_image(source):
@@ -168,14 +177,6 @@ def is_remote(source: Any) -> bool:
     if isinstance(source, Mapping) and not source.get("bytes"):
         return is_remote(source.get("path") or source.get("url"))
     return isinstance(source, str) and source.startswith(("http://", "https://"))
-
-
-def _fetch(url: str, allow_remote: bool) -> bytes:
-    if not allow_remote:
-        raise DataError(f"{describe_source(url)} is remote: add --allow_remote_media true to fetch it")
-    from .safe_fetch import fetch_bytes  # an HTTP client, only where something is fetched
-
-    return fetch_bytes(url, allow_remote=allow_remote, max_bytes=MAX_FILE_BYTES, timeout=FETCH_TIMEOUT)
 
 
 def resolve_source(source: Any, root: str | os.PathLike | None) -> Any:

@@ -43,6 +43,8 @@ class PromptDataset:
         paths = [part.strip() for part in spec.split(",") if part.strip()]
         if not paths:
             raise DataError("no data set named")
+        if max_rows < 1:
+            raise ConfigError(f"{spec}: max_rows is {max_rows}; leave the data set out instead")
         self.config = config
         self.skipped: Counter[str] = Counter()
         self._sources: list[RowSource] = [open_source(path, split) for path in paths]

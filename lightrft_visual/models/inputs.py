@@ -45,6 +45,11 @@ class ModelInputs:
             batch.sequences, batch.attention_mask, mask.bool(), batch.packed_seq_lens, batch.num_actions, **vision
         )
 
+    def to(self, device: torch.device | str) -> ModelInputs:
+        """The same inputs with every tensor on `device`; a new object, the batch stays where it is."""
+        moved = {name: value.to(device) if isinstance(value, T) else value for name, value in vars(self).items()}
+        return ModelInputs(**moved)
+
     @property
     def is_packed(self) -> bool:
         return self.packed_seq_lens is not None

@@ -43,13 +43,12 @@ def plain_log_probs(
     logits = logits / _row_temperature(temperature, hidden).unsqueeze(1)
     if banned_ids is not None:
         logits = logits.index_fill(1, banned_ids, float("-inf"))
-    log_softmax = logits.log_softmax(dim=1)
-    log_probs = log_softmax.gather(1, targets.unsqueeze(1)).squeeze(1)
-    if banned_ids is not None:
-        # 0 * -inf is NaN; a banned token has probability 0 and adds nothing to the entropy.
-        log_softmax = log_softmax.index_fill(1, banned_ids, 0.0)
-        return log_probs, -(log_softmax.exp().index_fill(1, banned_ids, 0.0) * log_softmax).sum(dim=1)
-    return log_probs, -(log_softmax.exp() * log_softmax).sum(dim=1)
+    log_probs = logits.log_softmax(dim=1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    probs = logits.softmax(dim=1)
+    if banned_ids is None:
+        return log_probs, logits.logsumexp(dim=1) - (probs * logits).sum(dim=1)
+    # 0 * -inf is NaN; a banned token has probability 0 and adds nothing to the entropy.
+    return log_probs, logits.logsumexp(dim=1) - (probs * logits.index_fill(1, banned_ids, 0.0)).sum(dim=1)
 
 
 def linear_log_probs(
@@ -271,13 +270,16 @@ def _forward_chunks(
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
         logits = _chunk_logits(hidden[part], matrix, bias, scale[part], banned_ids)
-        log_norm[part] = torch.logsumexp(logits, dim=1)
-        log_softmax = logits.sub_(log_norm[part].unsqueeze(1))
-        log_probs[part] = log_softmax.gather(1, targets[part].unsqueeze(1)).squeeze(1)
+        largest = logits.amax(dim=1, keepdim=True)
+        weights = logits.sub_(largest).exp()
+        total = weights.sum(dim=1)
+        log_total = total.log()
+        log_norm[part] = largest.squeeze(1) + log_total
+        log_probs[part] = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - log_total
         if with_entropy:
-            probs = log_softmax.exp()
-            _zero_banned(log_softmax, banned_ids)
-            entropy[part] = probs.mul_(log_softmax).sum(dim=1).neg_()
+            # log(sum) minus a weighted mean: unlike -sum p log p, no rounding error is multiplied by the entropy.
+            _zero_banned(logits, banned_ids)
+            entropy[part] = log_total - weights.mul_(logits).sum(dim=1) / total
     return log_probs, entropy, log_norm
 
 

@@ -1,7 +1,7 @@
 """The embedded diffusion model: a tiny, real Stable Diffusion 3 pipeline folder, built and warmed up on the spot.
 
-All parts are the stock classes (SD3Transformer2DModel, AutoencoderKL, two CLIP text encoders and tokenizers,
-FlowMatchEulerDiscreteScheduler; no T5), so that `StableDiffusion3Pipeline.from_pretrained` opens the folder. The text
+All parts are the stock classes (SD3Transformer2DModel, AutoencoderKL, two CLIP text encoders, one T5 encoder, their
+tokenizers, FlowMatchEulerDiscreteScheduler), so that `StableDiffusion3Pipeline.from_pretrained` opens the folder. The text
 encoders stay as they were drawn: their token embeddings differ enough for the transformer to read them. The warm-up
 shows drawn shapes with captions of which a share is wrong, which leaves a base that draws clean shapes but often not
 the ones asked for: something for RL to improve.
@@ -28,13 +28,19 @@ from diffusers import (
 )
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+)
 
 from ..data.drawn_shapes import COLOURS, SHAPES, all_captions, random_pictures
 
 T = torch.Tensor
-TEXT_LENGTH = 6  # CLIP tokens: start, a, colour, shape, end, one pad
-T5_LENGTH = 1  # zeros that stand in for the absent third encoder; pass it as max_sequence_length
+TEXT_LENGTH = 5  # tokens of every encoder: start, a, colour, shape, end; pass it as the pipeline's max_sequence_length
 MARKER = "embedded.json"
 
 
@@ -52,7 +58,7 @@ class TinyDiffusionSettings:
     patch_size: int = 2
     shift: float = 1.0
     vae_steps: int = 300
-    transformer_steps: int = 1500
+    transformer_steps: int = 1600
     batch_size: int = 64
     vae_rate: float = 6e-3
     transformer_rate: float = 2e-3
@@ -97,7 +103,7 @@ def embedded_diffusion_folder(
     return target
 
 
-def build_tokenizer(folder: Path) -> CLIPTokenizer:
+def build_clip_tokenizer() -> CLIPTokenizer:
     """A CLIP tokenizer whose vocabulary is trained on the captions, each known word one token, letters for the rest."""
     bpe = Tokenizer(models.BPE(unk_token="<|endoftext|>", end_of_word_suffix="</w>"))
     bpe.normalizer = normalizers.Lowercase()
@@ -113,7 +119,7 @@ def build_tokenizer(folder: Path) -> CLIPTokenizer:
     return CLIPTokenizer(vocab=state["vocab"], merges=merges, model_max_length=TEXT_LENGTH)
 
 
-def build_text_encoder(tokenizer: CLIPTokenizer, settings: TinyDiffusionSettings) -> CLIPTextModelWithProjection:
+def build_clip_encoder(tokenizer: CLIPTokenizer, settings: TinyDiffusionSettings) -> CLIPTextModelWithProjection:
     config = CLIPTextConfig(
         vocab_size=len(tokenizer), hidden_size=settings.text_width, intermediate_size=2 * settings.text_width,
         projection_dim=settings.text_width, num_hidden_layers=2, num_attention_heads=2,
@@ -127,11 +133,28 @@ def build_text_encoder(tokenizer: CLIPTokenizer, settings: TinyDiffusionSettings
     return encoder.eval().requires_grad_(False)
 
 
+def build_t5_tokenizer() -> T5TokenizerFast:
+    """A T5 tokenizer that knows the words of the captions and falls back to letters."""
+    words = sorted({word for caption in all_captions() for word in caption.text.split()})
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -4.0)]
+    vocabulary += [(f"▁{word}", -1.0) for word in words] + [(letter, -8.0) for letter in letters]
+    return T5TokenizerFast(vocab=vocabulary, extra_ids=0, model_max_length=TEXT_LENGTH)
+
+
+def build_t5_encoder(tokenizer: T5TokenizerFast, settings: TinyDiffusionSettings) -> T5EncoderModel:
+    width = 2 * settings.text_width
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=width, d_kv=width // 2, d_ff=2 * width, num_layers=1, num_heads=2,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    return T5EncoderModel(config).eval().requires_grad_(False)
+
+
 def build_pipeline(settings: TinyDiffusionSettings) -> StableDiffusion3Pipeline:
     """The pipeline with freshly drawn weights (fp32, CPU)."""
     torch.manual_seed(settings.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = build_tokenizer(Path(folder))
+    tokenizer, t5_tokenizer = build_clip_tokenizer(), build_t5_tokenizer()
     channels = settings.vae_channels
     vae = AutoencoderKL(
         block_out_channels=channels, layers_per_block=1, latent_channels=settings.latent_channels,
@@ -149,9 +172,9 @@ def build_pipeline(settings: TinyDiffusionSettings) -> StableDiffusion3Pipeline:
     )  # fmt: skip
     return StableDiffusion3Pipeline(
         transformer=transformer, vae=vae, scheduler=FlowMatchEulerDiscreteScheduler(shift=settings.shift),
-        text_encoder=build_text_encoder(tokenizer, settings), tokenizer=tokenizer,
-        text_encoder_2=build_text_encoder(tokenizer, settings), tokenizer_2=tokenizer,
-        text_encoder_3=None, tokenizer_3=None,
+        text_encoder=build_clip_encoder(tokenizer, settings), tokenizer=tokenizer,
+        text_encoder_2=build_clip_encoder(tokenizer, settings), tokenizer_2=tokenizer,
+        text_encoder_3=build_t5_encoder(t5_tokenizer, settings), tokenizer_3=t5_tokenizer,
     )  # fmt: skip
 
 
@@ -242,7 +265,7 @@ def encode_captions(pipeline: StableDiffusion3Pipeline) -> tuple[T, T]:
     """Context (n + 1, L, D) and pooled (n + 1, D) embeddings of all captions; the last row is the empty caption."""
     texts = [caption.text for caption in all_captions()] + [""]
     context, _, pooled, _ = pipeline.encode_prompt(
-        texts, None, None, do_classifier_free_guidance=False, max_sequence_length=T5_LENGTH
+        texts, None, None, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH
     )
     return context, pooled
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .markup import Markup, tag
 
-WIDTH, HEIGHT = 460, 220
-LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 26
+WIDTH, HEIGHT = 360, 190
+LEFT, RIGHT, TOP, BOTTOM = 46, 14, 10, 24
 PALETTE = (
     "#4269d0", "#e0711c", "#3ca951", "#c2407a", "#8a56e2", "#2a9d9d", "#b8860b", "#d1495b", "#6b8fb8", "#8d6e53",
 )  # fmt: skip
@@ -49,15 +50,14 @@ def finite(points: Sequence[Point]) -> list[Point]:
     return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
 
 
-def running_mean(points: Sequence[Point], span: float | None = None) -> list[Point]:
-    """Exponentially weighted mean with the start's bias removed; `span` in points (default: a fifteenth of them)."""
-    span = max(1.0, len(points) / 15) if span is None else span
-    decay = 1 - 1 / span
-    total = weight = 0.0
+def running_mean(points: Sequence[Point], span: int | None = None) -> list[Point]:
+    """Mean over a window of `span` points around each (default: a fifteenth of them), cut off at both ends."""
+    reach = (max(3, len(points) // 15) if span is None else span) // 2
+    sums = [0.0, *itertools.accumulate(y for _, y in points)]
     smoothed = []
-    for x, y in points:
-        total, weight = total * decay + y, weight * decay + 1
-        smoothed.append((x, total / weight))
+    for index, (x, _) in enumerate(points):
+        start, end = max(0, index - reach), min(len(points), index + reach + 1)
+        smoothed.append((x, (sums[end] - sums[start]) / (end - start)))
     return smoothed
 
 
@@ -109,10 +109,11 @@ def value_range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def value_axis(values: Sequence[float], zero: bool = False) -> Axis:
-    """The vertical axis; logarithmic when positive values span more than a factor of 300."""
-    positive = [value for value in values if value > 0]
-    if len(positive) == len(values) and max(values) > 300 * min(values):
-        low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+    """The vertical axis; logarithmic when the bulk of positive values spans more than a factor of 100."""
+    ordered = sorted(values)
+    bulk_low, bulk_high = ordered[int(0.05 * (len(ordered) - 1))], ordered[math.ceil(0.95 * (len(ordered) - 1))]
+    if ordered[0] > 0 and bulk_high > 100 * bulk_low:
+        low, high = math.floor(math.log10(ordered[0])), math.ceil(math.log10(ordered[-1]))
         ticks = [10.0**power for power in range(low, high + 1, max(1, math.ceil((high - low) / 5)))]
         return Axis(10.0**low, 10.0**high, HEIGHT - BOTTOM, TOP, True, ticks)
     low, high = value_range(values)
@@ -122,7 +123,7 @@ def value_axis(values: Sequence[float], zero: bool = False) -> Axis:
         low, high = low - pad, high + pad
     pad = 0.06 * (high - low)
     low, high = (low if zero and low == 0 else low - pad), high + pad
-    return Axis(low, high, HEIGHT - BOTTOM, TOP, False, nice_ticks(low, high, 4))
+    return Axis(low, high, HEIGHT - BOTTOM, TOP, False, nice_ticks(low, high))
 
 
 def step_axis(steps: Sequence[float]) -> Axis:
@@ -142,7 +143,7 @@ def grid(x: Axis, y: Axis) -> list[Markup]:
         parts.append(tag("text", number(tick), x=LEFT - 6, y=level + 3.5, text_anchor="end"))
     for tick in x.ticks:
         column = round(x.place(tick), 1)
-        parts.append(tag("text", number(tick), x=column, y=HEIGHT - 8, text_anchor="middle"))
+        parts.append(tag("text", number(tick), x=column, y=HEIGHT - 7, text_anchor="middle"))
     parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, class_="axis"))
     return parts
 
@@ -210,7 +211,8 @@ def area_chart(series: Sequence[Series], label: str, limit: int = 150) -> Markup
         above = {step: below[step] + max(0.0, values.get(step, 0.0)) for step in steps}
         layers.append((item, below, above))
         below = above
-    shown = [steps[round(index * (len(steps) - 1) / max(1, min(limit, len(steps)) - 1))] for index in range(min(limit, len(steps)))]
+    count = min(limit, len(steps))
+    shown = [steps[round(index * (len(steps) - 1) / max(1, count - 1))] for index in range(count)]
     x, y = step_axis(steps), value_axis(list(below.values()), zero=True)
     content = []
     for item, low, high in layers:

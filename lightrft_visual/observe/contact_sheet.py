@@ -19,6 +19,8 @@ MARGIN = 10
 INK, FAINT, PAPER, FRAME = (24, 24, 27), (113, 113, 122), (255, 255, 255), (228, 228, 231)
 TEXT_LINES = 2
 FONT_SIZE = 12
+STRIP = 6  # frames of a video's strip
+MAX_WIDTH = 1400  # pixels; wide cells stand in fewer columns
 
 
 def score_text(record: Mapping[str, Any]) -> str:
@@ -37,47 +39,54 @@ def wrap(text: str, font: ImageFont.FreeTypeFont, width: int, lines: int) -> lis
     return textwrap.wrap(text, letters, max_lines=lines, placeholder="…") or [""]
 
 
+def enlarge(image: Image.Image, side: int) -> Image.Image:
+    """Whole-number enlargement of small pictures, without blurring their pixels; large ones are scaled down."""
+    factor = side // max(image.size)
+    if factor < 2:
+        return fit(image, side)
+    return image.resize((image.width * factor, image.height * factor), Image.NEAREST)
+
+
 def media_tile(media: Any, side: int) -> Image.Image:
-    """One picture that fits a square of `side` pixels, or, for a video, four frames in a 2 x 2 block."""
-    if not is_video(media):
-        return fit(to_pil(media), side)
-    frames = video_frames(media)
-    half = side // 2 - 1
-    strip = film_strip(frames, 4, half)
-    width = (strip.width + 2) // min(4, len(frames))
-    block = Image.new("RGB", (2 * width - 2, 2 * half + 2), PAPER)
-    for index in range(min(4, len(frames))):
-        frame = strip.crop((index * width, 0, (index + 1) * width - 2, half))
-        block.paste(frame, ((index % 2) * width, (index // 2) * (half + 2)))
-    return fit(block, side)
+    """A picture of at most `side` pixels, or, for a video, a strip of STRIP frames each `side` / 2 high."""
+    if is_video(media):
+        return film_strip(video_frames(media), STRIP, side // 2)
+    return enlarge(to_pil(media), side)
 
 
 def contact_sheet(records: Sequence[Mapping[str, Any]], columns: int | None = None, side: int = 224) -> Image.Image:
     """A grid of the records' first picture or video, each with its prompt and scores below.
 
-    `side`: pixels of a tile; small pictures are shown at their own size, centred. DataError without any picture.
+    `side`: pixels of a picture's cell; a video takes a wide cell with a strip of frames. DataError without any picture.
     """
-    shown = [(record, first_media(record)) for record in records]
-    shown = [(record, media) for record, media in shown if media is not None]
+    shown = [(record, media) for record in records if (media := first_media(record)) is not None]
     if not shown:
         raise DataError("a contact sheet needs at least one picture")
-    columns = columns or min(len(shown), max(4, round(len(shown) ** 0.5)))
-    font = ImageFont.load_default(FONT_SIZE)
+    tiles = [media_tile(media, side) for _, media in shown]
+    width, height = max(side, *(tile.width for tile in tiles)), max(tile.height for tile in tiles)
+    columns = columns or max(1, min(len(shown), max(4, round(len(shown) ** 0.5)), MAX_WIDTH // width))
     line = FONT_SIZE + 4
-    cell_width, cell_height = side + MARGIN, side + MARGIN + line * (TEXT_LINES + 1) + 6
+    cell_width, cell_height = width + MARGIN, height + MARGIN + line * (TEXT_LINES + 1) + 8
     rows = -(-len(shown) // columns)
     sheet = Image.new("RGB", (columns * cell_width + MARGIN, rows * cell_height + MARGIN), PAPER)
-    draw = ImageDraw.Draw(sheet)
-    for index, (record, media) in enumerate(shown):
-        left, top = MARGIN + index % columns * cell_width, MARGIN + index // columns * cell_height
-        tile = media_tile(media, side)
-        draw.rectangle((left - 1, top - 1, left + side, top + side), outline=FRAME)
-        sheet.paste(tile, (left + (side - tile.width) // 2, top + (side - tile.height) // 2))
-        below = top + side + 4
-        draw.text((left, below), wrap(score_text(record), font, side, 1)[0], fill=INK, font=font)
-        for number, text in enumerate(wrap(str(record.get("prompt", "")), font, side, TEXT_LINES), start=1):
-            draw.text((left, below + number * line), text, fill=FAINT, font=font)
+    for index, ((record, _), tile) in enumerate(zip(shown, tiles)):
+        corner = (MARGIN + index % columns * cell_width, MARGIN + index // columns * cell_height)
+        draw_cell(sheet, corner, (width, height), tile, record)
     return sheet
+
+
+def draw_cell(
+    sheet: Image.Image, corner: tuple[int, int], size: tuple[int, int], tile: Image.Image, record: Mapping[str, Any]
+) -> None:
+    """One picture in its frame, scores and prompt below it."""
+    (left, top), (width, height) = corner, size
+    draw, font, line = ImageDraw.Draw(sheet), ImageFont.load_default(FONT_SIZE), FONT_SIZE + 4
+    draw.rectangle((left - 1, top - 1, left + width, top + height), outline=FRAME)
+    sheet.paste(tile, (left + (width - tile.width) // 2, top + (height - tile.height) // 2))
+    below = top + height + 5
+    draw.text((left, below), wrap(score_text(record), font, width, 1)[0], fill=INK, font=font)
+    for number, text in enumerate(wrap(str(record.get("prompt", "")), font, width, TEXT_LINES), start=1):
+        draw.text((left, below + number * line), text, fill=FAINT, font=font)
 
 
 def first_media(record: Mapping[str, Any]) -> Any:

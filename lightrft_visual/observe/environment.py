@@ -19,7 +19,7 @@ PACKAGES = (
     "safetensors", "numpy", "pillow", "flash-attn",
 )  # fmt: skip
 
-# Whole words at the end of a name: `hf_token` and `api_key` are secrets, `max_tokens_per_batch` and `input_key` are not.
+# Whole words at the end of a name: `hf_token`, `api_key` are secrets, `max_tokens_per_batch`, `input_key` are not.
 SECRET_NAME = re.compile(
     r"(^|[_\-.])(api_?key|access_?key|private_?key|token|secret|password|passwd|credentials?|bearer|authorization)$",
     re.IGNORECASE,
@@ -50,7 +50,7 @@ def mask_text(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def mask_command(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
-    """A command line with the values of secret flags masked, in the forms `--name value`, `--name=value`, `a.name=value`."""
+    """A command line with the values of secret flags masked: `--name value`, `--name=value`, `a.name=value`."""
     masked: list[str] = []
     hide_next = False
     for argument in arguments:

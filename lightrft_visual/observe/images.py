@@ -24,7 +24,8 @@ DataUri = str
 def to_pil(picture: Any) -> Image.Image:
     """RGB image of a PIL image, a path, or an array or tensor.
 
-    Arrays: [H, W], [H, W, 3] uint8, or [C, H, W] with C of 1 or 3; floats in 0..1 are clamped and rounded. DataError otherwise.
+    Arrays: [H, W], [H, W, 3] or [C, H, W] with C of 1 or 3, uint8, or floats in 0..1 that are clamped and rounded.
+    DataError otherwise.
     """
     if isinstance(picture, Image.Image):
         return flatten_alpha(picture)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable
-from typing import Union
+from typing import TypeAlias
 
 VOID = {"br", "img", "meta", "hr", "line", "rect", "circle", "polyline", "polygon", "path"}
 
@@ -13,7 +13,7 @@ class Markup(str):
     """Text that is already HTML. Only this module and constants of the package make it."""
 
 
-Child = Union[str, int, float, None, Iterable["Child"]]
+Child: TypeAlias = "str | int | float | None | Iterable[Child]"
 
 
 def render(child: Child) -> str:
@@ -29,7 +29,9 @@ def render(child: Child) -> str:
 
 def printable(text: str) -> str:
     """Control characters and lone surrogates, which HTML forbids or UTF-8 cannot carry, become U+FFFD."""
-    return "".join(c if (c >= " " or c in "\n\t") and not "\ud800" <= c <= "\udfff" and c != "\x7f" else "�" for c in text)
+    return "".join(
+        c if (c >= " " or c in "\n\t") and not "\ud800" <= c <= "\udfff" and c != "\x7f" else "�" for c in text
+    )
 
 
 def tag(name: str, /, *children: Child, **attributes: str | int | float | bool | None) -> Markup:

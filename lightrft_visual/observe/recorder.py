@@ -55,6 +55,7 @@ class RunRecorder:
         self.folder = Path(output_dir)
         self.options = options or RecorderOptions()
         self.active = rank() == 0 if active is None else active
+        self._next_report = self.options.report_every
         self._sinks: list[Sink] = []
         self._eval_sinks: list[Sink] = []
         if self.active:
@@ -102,7 +103,8 @@ class RunRecorder:
         row = {name: float(value) for name, value in metrics.items() if name != "step"}
         for sink in self._sinks:
             sink.append(step, row)
-        if step > 0 and step % self.options.report_every == 0:
+        if step >= self._next_report:
+            self._next_report = max(step + self.options.report_every, int(step * 1.1))  # rarer as the run grows
             self.write_report()
 
     def log_eval(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """report.html: a run, or several, on one self-contained page that opens from disk and fetches nothing.
 
-    python -m lightrft_visual.observe.report RUN_DIR [RUN_DIR2 …] -o report.html
+python -m lightrft_visual.observe.report RUN_DIR [RUN_DIR2 …] -o report.html
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from ..errors import DataError
-from .charts import PALETTE, number
+from .charts import PALETTE
 from .markup import Markup, join, table, tag
-from .report_curves import curves, panel, time_panel
+from .report_curves import curves, reward_section, time_panel
 from .report_data import PhaseTimes, Pictures, RunData, flat_config, load_run, phase_times
 from .report_rollouts import rollouts, sheets
 from .report_style import page
@@ -56,7 +56,7 @@ def tiles(run: RunData) -> Markup:
     times = phase_times(run.metrics)
     found = [
         change_tile(run.evaluation.get("eval_reward", []), "held-out reward"),
-        change_tile(run.evaluation.get("eval_reward_greedy", []), "held-out reward, greedy"),
+        change_tile(run.evaluation.get("eval_reward_greedy", []), "held-out, greedy"),
         change_tile(run.metrics.get("reward_mean", []), "training reward"),
         tile(str(run.last_step), "last step") if run.last_step is not None else None,
         tile(duration(statistics.median(times.steps)), "median step") if times else None,
@@ -93,7 +93,11 @@ def limit_rows(times: PhaseTimes) -> list[list[Any]]:
         limits.append(("if rewards ran beside everything else", times.limit_hiding("reward")))
     limits.append(("lower limit: all phases overlapped perfectly", times.limit_overlapped))
     return [
-        [name, tag("td", duration(value), class_="n"), tag("td", f"{measured / value:.2f}×" if value else "", class_="n")]
+        [
+            name,
+            tag("td", duration(value), class_="n"),
+            tag("td", f"{measured / value:.2f}×" if value else "", class_="n"),
+        ]
         for name, value in limits
     ]
 
@@ -200,9 +204,8 @@ def header(runs: Sequence[RunData], title: str, sections: Sequence[tuple[str, st
 
 def build(runs: Sequence[RunData], title: str, picture_bytes: int, points: int) -> Markup:
     """The whole page with at most `picture_bytes` of pictures and `points` points a line."""
-    pictures = Pictures(picture_bytes // len(runs))
     if len(runs) == 1:
-        sections = single_sections(runs[0], pictures, points)
+        sections = single_sections(runs[0], Pictures(picture_bytes), points)
     else:
         sections = several_sections(runs, picture_bytes, points)
     top = [tiles(runs[0])] if len(runs) == 1 else []
@@ -214,17 +217,16 @@ def build(runs: Sequence[RunData], title: str, picture_bytes: int, points: int) 
 
 def single_sections(run: RunData, pictures: Pictures, points: int) -> list[tuple[str, str, Markup | None]]:
     return [
-        ("curves", "Curves", curves([run], points)),
+        ("reward", "Reward", reward_section([run], points)),
         ("evaluation", "Evaluation", evaluation_section(run)),
         ("examples", "Examples", examples_section(run, pictures, "Examples")),
+        ("curves", "Training", curves([run], points)),
         ("time", "Time per phase", time_section(run)),
         ("setup", "Set-up", setup_section(run)),
     ]
 
 
-def several_sections(
-    runs: Sequence[RunData], picture_bytes: int, points: int
-) -> list[tuple[str, str, Markup | None]]:
+def several_sections(runs: Sequence[RunData], picture_bytes: int, points: int) -> list[tuple[str, str, Markup | None]]:
     examples = [
         examples_section(run, Pictures(picture_bytes // len(runs)), f"Examples of {run.name}", is_open=False)
         for run in runs
@@ -232,7 +234,8 @@ def several_sections(
     times = [time_section(run, f"Time per phase of {run.name}") for run in runs]
     return [
         ("comparison", "Comparison", comparison_section(runs)),
-        ("curves", "Curves", curves(runs, points)),
+        ("reward", "Reward", reward_section(runs, points)),
+        ("curves", "Training", curves(runs, points)),
         ("examples", "Examples", join(examples) or None),
         ("time", "Time per phase", join(times) or None),
     ]

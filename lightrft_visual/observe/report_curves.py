@@ -104,26 +104,34 @@ def section(title: str, panels: Sequence[Markup | None]) -> Markup | None:
     return join([tag("h3", title), content]) if content else None
 
 
-def curves(runs: Sequence[RunData], limit: int) -> Markup | None:
-    """All panels, grouped; rare columns are folded away."""
-    names = columns_of(runs)
-    if not names and not columns_of(runs, "evaluation"):
-        return None
-    rewards = [name for name in names if is_reward(name)]
+def reward_names(runs: Sequence[RunData]) -> list[str]:
+    """Reward columns shown in the reward section."""
+    return [name for name in columns_of(runs) if is_reward(name)][:12]
+
+
+def reward_section(runs: Sequence[RunData], limit: int) -> Markup | None:
+    """Did it learn: training and held-out reward, and their parts."""
+    names = reward_names(runs)
     if len(runs) == 1:
-        first = [reward_panel(runs[0], limit), *kinds_panel(runs[0], limit)]
-        rewards = [name for name in rewards if name != "reward_mean"]
+        panels = [reward_panel(runs[0], limit), *kinds_panel(runs[0], limit)]
+        names = [name for name in names if name != "reward_mean"]
     else:
-        first = [metric_panel(name, runs, limit, "evaluation") for name in columns_of(runs, "evaluation")]
-    first += [metric_panel(name, runs, limit) for name in rewards[:12]]
-    parts = [section("Reward", first)]
-    used = {"reward_mean", *rewards[:12]}
+        panels = [metric_panel(name, runs, limit, "evaluation") for name in columns_of(runs, "evaluation")]
+    content = grid([*panels, *(metric_panel(name, runs, limit) for name in names)])
+    return tag("section", tag("h2", "Reward"), content, id="reward") if content else None
+
+
+def curves(runs: Sequence[RunData], limit: int) -> Markup | None:
+    """All other panels, grouped; rare columns are folded away."""
+    names = columns_of(runs)
+    used, parts = set(reward_names(runs)), []
     for title, wanted in SECTIONS.items():
         present = [name for name in wanted if name in names]
         used.update(present)
         parts.append(section(title, [metric_panel(name, runs, limit) for name in present]))
     others = [name for name in names if name not in used and not (len(runs) == 1 and name.startswith("time_"))]
-    return tag("section", tag("h2", "Curves"), parts, folded(others, runs, limit), id="curves")
+    parts.append(folded(others, runs, limit))
+    return tag("section", tag("h2", "Training"), parts, id="curves") if any(parts) else None
 
 
 def folded(names: list[str], runs: Sequence[RunData], limit: int) -> Markup | None:

@@ -147,7 +147,7 @@ class Pictures:
         self.refused = 0
 
     def uri(self, folder: Path, name: str, side: int, quality: int = 72) -> tuple[str, tuple[int, int]] | None:
-        """(data URI, original size) of a picture inside `folder`; None when it is missing, damaged, outside or too much."""
+        """(data URI, original size) of a picture inside `folder`; None when missing, damaged, outside or too much."""
         path = (folder / name).resolve()
         if not path.is_relative_to(folder.resolve()) or not path.is_file():
             return None
@@ -188,9 +188,7 @@ class PhaseTimes:
 
     def limit_hiding(self, name: str) -> float:
         """Median seconds of a step if this one phase ran beside all others."""
-        return statistics.median(
-            max(step - values, values) for step, values in zip(self.steps, self.phases[name])
-        )
+        return statistics.median(max(step - values, values) for step, values in zip(self.steps, self.phases[name]))
 
     @property
     def limit_overlapped(self) -> float:

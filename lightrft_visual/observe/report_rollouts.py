@@ -20,6 +20,7 @@ THUMBNAIL, SHEET_SIDE = 320, 1100
 TINY = 128  # pictures up to this size are enlarged without blurring
 TURN = re.compile(r"<\|im_start\|>(\w+)\n?(.*?)(?:<\|im_end\|>\n?|$)", re.DOTALL)
 SPECIAL = re.compile(r"((?:<\|[\w ./-]{1,40}\|>)+)")
+MEDIA_TOKENS = {"image_pad": "image", "video_pad": "video", "vision_start": None, "vision_end": None}
 ONE_TOKEN = re.compile(r"<\|([\w ./-]{1,40})\|>")
 
 
@@ -31,8 +32,9 @@ def shorten(text: str) -> str:
 
 def special_tokens(run: str) -> Markup:
     """A run of special tokens as small labels, repeats counted."""
+    names = [MEDIA_TOKENS.get(name, name) for name in ONE_TOKEN.findall(run)]
     counted: list[list] = []
-    for name in ONE_TOKEN.findall(run):
+    for name in filter(None, names):
         if counted and counted[-1][0] == name:
             counted[-1][1] += 1
         else:
@@ -43,7 +45,9 @@ def special_tokens(run: str) -> Markup:
 
 def prose(text: str) -> Markup:
     """Text with its special tokens set apart."""
-    return join([special_tokens(part) if index % 2 else part for index, part in enumerate(SPECIAL.split(shorten(text)))])
+    return join(
+        [special_tokens(part) if index % 2 else part for index, part in enumerate(SPECIAL.split(shorten(text)))]
+    )
 
 
 def prompt_markup(prompt: Any) -> Markup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 
+from .charts import BOTTOM, LEFT, RIGHT, TOP
 from .markup import Markup, join, tag
 
 STYLE = """
@@ -34,7 +35,7 @@ nav a { color:var(--accent); text-decoration:none; }
 .legend { display:flex; flex-wrap:wrap; gap:2px 12px; font-size:12px; color:var(--soft); margin:2px 0; }
 .chip i { display:inline-block; width:10px; height:10px; border-radius:3px; margin-right:5px; }
 svg.chart { width:100%; height:auto; display:block; overflow:hidden; }
-svg.chart text { font-size:11px; fill:var(--faint); font-variant-numeric:tabular-nums; }
+svg.chart text { font-size:10.5px; fill:var(--faint); font-variant-numeric:tabular-nums; }
 svg .grid { stroke:var(--line); stroke-width:1; } svg .axis { stroke:var(--faint); stroke-width:1; }
 svg .raw { stroke-width:1; opacity:.28; } svg .main { stroke-width:2; stroke-linejoin:round; }
 svg .layer { opacity:.85; } svg .cursor { stroke:var(--faint); stroke-dasharray:3 3; }
@@ -76,13 +77,15 @@ footer { margin-top:50px; color:var(--faint); font-size:12.5px; }
 """
 
 # Values under the pointer: read back from the lines' own pixels, so that the file does not hold its data twice.
-SCRIPT = """
+SCRIPT = (
+    f"const LEFT = {LEFT}, RIGHT = {RIGHT}, TOP = {TOP}, BOTTOM = {BOTTOM};"
+    + """
 (() => {
   const tip = document.getElementById('tip');
   const show = v => Math.abs(v) >= 1e4 || (v !== 0 && Math.abs(v) < 1e-3) ? v.toExponential(2) : +v.toPrecision(4);
   document.querySelectorAll('svg.chart').forEach(svg => {
     const d = svg.dataset, box = svg.viewBox.baseVal, cursor = svg.querySelector('.cursor');
-    const x0 = +d.x0, x1 = +d.x1, left = 52, right = box.width - 10, top = 10, bottom = box.height - 26;
+    const x0 = +d.x0, x1 = +d.x1, left = LEFT, right = box.width - RIGHT, top = TOP, bottom = box.height - BOTTOM;
     const log = d.log !== undefined, lg = v => log ? Math.log10(v) : v;
     const y0 = lg(+d.y0), y1 = lg(+d.y1);
     const lines = [...svg.querySelectorAll('.main')].map(line => ({ name: line.dataset.name, color: line.dataset.color,
@@ -118,6 +121,7 @@ SCRIPT = """
   });
 })();
 """
+)
 
 
 def policy() -> str:

@@ -93,11 +93,14 @@ def score(record: Mapping[str, Any]) -> float | None:
 
 
 def best_and_worst(records: Sequence[Record], count: int) -> tuple[list[Record], list[Record]]:
-    """The `count` records with the highest and with the lowest reward, without overlap; ties keep their order."""
+    """The `count` records with the highest and with the lowest reward; ties keep their order.
+
+    None is in both, and none of the worst has the highest reward: where all are equal there is no worst.
+    """
     scored = sorted((record for record in records if score(record) is not None), key=lambda r: -score(r))
     best = scored[: min(count, (len(scored) + 1) // 2)]
-    worst = scored[len(best) :][::-1][:count]
-    return best, worst
+    below = [record for record in scored[len(best) :] if score(record) < score(scored[0])]
+    return best, below[::-1][:count]
 
 
 def pick_random(records: Sequence[Record], count: int, seed: int = 0) -> list[Record]:

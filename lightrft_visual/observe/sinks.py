@@ -110,7 +110,7 @@ class CsvSink:
 
     def _format(self, rows: Sequence[Mapping[str, Any]]) -> str:
         text = io.StringIO()
-        writer = csv.DictWriter(text, self.columns, restval="", lineterminator="\n")
+        writer = csv.DictWriter(text, self.columns, restval="", extrasaction="ignore", lineterminator="\n")
         writer.writerows(rows)
         return text.getvalue()
 

@@ -18,9 +18,10 @@ import torch
 from ..errors import RewardError
 from ..rollout.samples import Samples, SamplesVL
 from .failures import Failed, ScoringFailed
-from .imaging import EncodedImages, to_pil
+from .imaging import EncodedImages, to_pil, video_frames
 
 T = torch.Tensor
+VIDEO_FRAMES = 8  # frames of a video that picture scorers and judges look at
 __all__ = [
     "Call",
     "Failed",
@@ -72,6 +73,11 @@ class RewardBatch:
     def columns(self) -> set[str]:
         """Names of the other data columns that at least one sample has."""
         return {name for row in self.metadata for name in row}
+
+    def frames(self, index: int, count: int = VIDEO_FRAMES) -> list[Any]:
+        """One sample's pictures, and at most `count` evenly spaced frames of each of its videos, as PIL."""
+        pictures = [picture for picture in map(to_pil, self.images[index]) if picture is not None]
+        return pictures + [frame for video in self.videos[index] for frame in video_frames(video, count)]
 
     def select(self, indices: Sequence[int]) -> RewardBatch:
         """The samples at these places, in this order; pictures are shared, not copied."""

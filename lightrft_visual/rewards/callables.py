@@ -118,6 +118,7 @@ INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
     "completion_ids": lambda batch: [tokens.tolist() for tokens in batch.completion_tokens],
     "images": _images,
     "videos": _videos,
+    "frames": lambda batch: [batch.frames(i) for i in range(len(batch))],
     "labels": lambda batch: batch.labels,
     "references": lambda batch: batch.references,
     "refs": lambda batch: batch.references,
@@ -126,6 +127,7 @@ INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
     "ids": lambda batch: batch.ids,
     "group_ids": lambda batch: batch.group_ids,
 }
+ON_DEMAND = ("frames", "labels_or_references")  # given to a signature that names them, not to a bare **kwargs
 # Dataset columns that the loader reads as label or reference, under the names that ported functions ask for.
 FALLBACKS: dict[str, Callable[[RewardBatch], Any]] = {
     "label": lambda batch: batch.labels,
@@ -139,7 +141,7 @@ def bind(signature: Signature, name: str, batch: RewardBatch, given: Mapping[str
     columns = batch.columns
     wanted = dict.fromkeys(signature.names)
     if signature.takes_all:
-        known = [k for k in INPUTS if k != "labels_or_references"]
+        known = [k for k in INPUTS if k not in ON_DEMAND]
         wanted |= dict.fromkeys([*known, *sorted(columns), *(k for k, v in given.items() if v is not None)])
     arguments: dict[str, Any] = {}
     for parameter in wanted:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .batch import Scores
+from ..errors import RewardError
+from .batch import Call, PendingSource, RewardBatch, Scores
 
 T = torch.Tensor
 NAN = float("nan")
@@ -16,7 +17,7 @@ NAN = float("nan")
 
 @dataclass
 class Job:
-    """One component of a call: which samples it scores and what its scores weigh. weights (B) float64, 0 elsewhere."""
+    """One component of a call: which samples it scores (ascending) and what its scores weigh: weights (B) float64."""
 
     name: str
     source: Any
@@ -49,20 +50,38 @@ def to_column(job: Job, scores: Scores, size: int) -> Column:
     )
 
 
+def run_all(jobs: Sequence[tuple[Any, RewardBatch]], call: Call) -> list[Scores]:
+    """Scores of every (source, batch): those that work elsewhere start first and run beside the local ones, which take
+    their turns."""
+    pending = {
+        i: source.submit(part, call) for i, (source, part) in enumerate(jobs) if isinstance(source, PendingSource)
+    }
+    local = {i: source.score(part, call) for i, (source, part) in enumerate(jobs) if i not in pending}
+    return [pending[i].result() if i in pending else local[i] for i in range(len(jobs))]
+
+
+def pick_output(scores: Scores, name: str, key: str | None) -> Scores:
+    """The output that counts: the main one, or the one named by `key`. Raises RewardError when it is not there."""
+    if key is None or (key not in scores.extras and bool(scores.failed.all())):
+        return scores
+    if key not in scores.extras:
+        raise RewardError(f"reward {name} has no output {key!r}; it has: {', '.join(scores.extras) or 'none'}")
+    return Scores(scores.extras[key], scores.failed, scores.extras, scores.reasons)
+
+
 def weighted_sum(columns: Sequence[Column], size: int, unweighted: T) -> tuple[T, T]:
     """Score (B) float64 and valid (B) bool.
 
-    A component that does not apply to a sample is left out of its sum. A sample is invalid when a weighted component
-    failed on it, or when none applied. `unweighted` (B) bool: samples whose recipe has only zero weights; they score 0.
+    A component that does not apply to a sample is left out of its sum. A sample is invalid when a component failed on
+    it, or when none applied. `unweighted` (B) bool: samples whose recipe has only zero weights; they score 0.
     """
     total = torch.zeros(size, dtype=torch.float64)
     applied, failed = unweighted.clone(), torch.zeros(size, dtype=torch.bool)
     for column in columns:
-        weighted = column.job.weights != 0
-        scored = weighted & ~column.values.isnan()
+        scored = ~column.values.isnan()
         total = total + torch.where(scored, column.values.nan_to_num() * column.job.weights, 0.0)
         applied |= scored
-        failed |= weighted & column.failed
+        failed |= column.failed
     valid = applied & ~failed
     return torch.where(valid, total, NAN), valid
 

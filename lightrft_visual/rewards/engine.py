@@ -14,10 +14,10 @@ from ..config.schema import RewardConfig
 from ..errors import ConfigError, RewardError
 from ..rollout.samples import Samples
 from ..strategy.distributed import all_gather_object, all_reduce_sum
-from .batch import Call, PendingSource, RewardBatch, RewardOutput, Scores, batch_from_media, batch_from_samples
+from .batch import Call, RewardBatch, RewardOutput, Scores, batch_from_media, batch_from_samples
 from .callables import CallableSource, Signature, callable_name
-from .combine import NAN, Column, Job, named_components, scatter, to_column, weighted_sum
-from .recipe import ANY_LABEL, Recipe, RecipeEntry, parse_recipe
+from .combine import NAN, Column, Job, named_components, pick_output, run_all, scatter, to_column, weighted_sum
+from .recipe import ANY_LABEL, Recipe, parse_recipe
 from .sources import Catalogue
 
 T = torch.Tensor
@@ -170,20 +170,20 @@ class RewardComputationEngine:
         if self.recipe is None:
             ones = torch.ones(len(batch), dtype=torch.float64)
             return [Job(name, source, list(range(len(batch))), ones) for name, source in self._sources.items()]
-        weights: dict[tuple, T] = {}
-        entries: dict[tuple, RecipeEntry] = {}
+        jobs: dict[tuple, Job] = {}
         for index, label in enumerate(batch.labels):
             for entry in self.recipe.for_label(label):
-                entries[entry.identity] = entry
-                column = weights.setdefault(entry.identity, torch.zeros(len(batch), dtype=torch.float64))
-                column[index] += entry.weight
-        jobs = []
-        for identity, entry in entries.items():
-            indices = weights[identity].nonzero().flatten().tolist()
-            if indices:
-                source = self._by_identity[identity]
-                jobs.append(Job(entry.name, source, indices, weights[identity], entry.score_key))
-        return jobs
+                if entry.weight == 0:
+                    continue
+                if entry.identity not in jobs:
+                    weights = torch.zeros(len(batch), dtype=torch.float64)
+                    source = self._by_identity[entry.identity]
+                    jobs[entry.identity] = Job(entry.name, source, [], weights, entry.score_key)
+                job = jobs[entry.identity]
+                job.weights[index] += entry.weight
+                if not job.indices or job.indices[-1] != index:  # one model may stand twice in a recipe
+                    job.indices.append(index)
+        return list(jobs.values())
 
     def _unweighted(self, batch: RewardBatch) -> T:
         """(B) bool: samples whose recipe has no weight but zero; an empty sum is 0, not a failure."""
@@ -196,13 +196,10 @@ class RewardComputationEngine:
     ) -> tuple[list[Column], dict[str, Counter[str]], dict[str, float]]:
         """Remote requests go out first and run beside the local scorers, which take their turns."""
         parts = [batch if len(job.indices) == len(batch) else batch.select(job.indices) for job in jobs]
-        elsewhere = [i for i, job in enumerate(jobs) if isinstance(job.source, PendingSource)]
-        pending = {i: jobs[i].source.submit(parts[i], call) for i in elsewhere}
-        results = {i: job.source.score(parts[i], call) for i, job in enumerate(jobs) if i not in pending}
-        results |= {i: future.result() for i, future in pending.items()}
+        results = run_all([(job.source, part) for job, part in zip(jobs, parts)], call)
         columns, reasons, metrics = [], {}, {}
         for index, job in enumerate(jobs):
-            scores = pick_output(results[index], job)
+            scores = pick_output(results[index], job.name, job.score_key)
             columns.append(to_column(job, scores, len(batch)))
             reasons[job.name] = scores.reasons
             metrics |= component_metrics(job.name, scores)
@@ -253,17 +250,6 @@ class RewardComputationEngine:
     def close(self) -> None:
         """Release connections, worker processes and models. The engine cannot score afterwards."""
         self._catalogue.close()
-
-
-def pick_output(scores: Scores, job: Job) -> Scores:
-    """The output that counts: the main one, or the one named by score_key. Raises RewardError when it is not there."""
-    if job.score_key is None or (job.score_key not in scores.extras and bool(scores.failed.all())):
-        return scores
-    if job.score_key not in scores.extras:
-        raise RewardError(
-            f"reward {job.name} has no output {job.score_key!r}; it has: {', '.join(scores.extras) or 'none'}"
-        )
-    return Scores(scores.extras[job.score_key], scores.failed, scores.extras, scores.reasons)
 
 
 def component_metrics(name: str, scores: Scores) -> dict[str, float]:

@@ -85,13 +85,18 @@ def build_scorer(name: str, settings: Mapping[str, Any] | None = None) -> Callab
     settings = dict(settings or {})
     check_scorer(name, settings)
     target = find_scorer(name)
-    if not inspect.isclass(target):
-        return partial(target, **settings) if settings else target
-    missing = [
-        p.name
-        for p in inspect.signature(target).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in settings
+    parameters = inspect.signature(target).parameters.values()
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
+    missing = [key for key in needed if key not in settings] if inspect.isclass(target) else []
     if missing:
         raise ConfigError(f"scorer {name!r} needs the setting {missing[0]!r}")
-    return target(**settings)
+    return instantiate(target, settings)
+
+
+def instantiate(target: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """A class built with its settings, or a function with them bound."""
+    if inspect.isclass(target):
+        return target(**settings)
+    return partial(target, **settings) if settings else target

@@ -98,15 +98,20 @@ class Batcher:
     async def run(self) -> None:
         """Serve until cancelled."""
         while True:
-            group = await self._gather()
-            try:
-                scores = await asyncio.to_thread(self._score_group, [w.batch for w in group])
-            except Exception as error:  # answered as a 500, without the scorer's words
-                for waiting in group:
-                    _settle(waiting, error)
-            else:
-                for waiting, part in zip(group, scores):
-                    _settle(waiting, part)
+            await self._answer(await self._gather())
+
+    async def _answer(self, group: list[_Waiting]) -> None:
+        try:
+            scores = await asyncio.to_thread(self._score_group, [waiting.batch for waiting in group])
+        except Exception as error:
+            if len(group) == 1:
+                _settle(group[0], error)
+                return
+            for waiting in group:  # one bad request must not fail those it was merged with
+                await self._answer([waiting])
+        else:
+            for waiting, part in zip(group, scores):
+                _settle(waiting, part)
 
     async def _gather(self) -> list[_Waiting]:
         group = [self._held or await self._queue.get()]

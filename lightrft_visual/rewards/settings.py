@@ -11,7 +11,7 @@ from ..config.schema import RewardConfig
 from ..errors import ConfigError
 from .callables import Signature, callable_name, load_reward_fn
 from .naming import nearest
-from .recipe import Recipe, RecipeEntry, load_recipe
+from .recipe import Recipe, RecipeEntry, load_recipe, recipe_from_components
 from .registry import check_scorer
 from .remote import check_url
 from .sources import named_entries
@@ -21,6 +21,8 @@ def engine_arguments(config: RewardConfig, labels: Iterable[str | None] = ()) ->
     """Keyword arguments of RewardComputationEngine. Raises ConfigError as `check_reward_config` does."""
     function = load_reward_fn(config.reward_fn) if config.reward_fn else None
     recipe = load_recipe(config.reward_recipe) if config.reward_recipe else None
+    if config.components:
+        recipe = recipe_from_components(config.components, config.kwargs)
     check_parts(config, function, recipe)
     if recipe is not None:
         recipe.check_labels(labels)
@@ -49,6 +51,9 @@ def check_parts(config: RewardConfig, function: Any, recipe: Recipe | None) -> N
         check_remote(entry)
     models = named_entries(config.reward_pretrain)
     functions = [] if function is None else [callable_name(function)]
+    keys = [entry.key for entry in recipe.components()] if recipe else functions
+    if any(name not in keys for name in functions):
+        raise ConfigError(f"the reward recipe does not use reward_fn; name it there as [func, {functions[0]}, weight]")
     for entry in recipe.components() if recipe else ():
         _check_entry(entry, list(models), list(remotes), functions)
 

@@ -27,6 +27,13 @@ class Source(Protocol):
     def score(self, batch: RewardBatch, call: Call) -> Scores: ...
 
 
+@runtime_checkable
+class Closing(Protocol):
+    """A scorer that holds processes or connections."""
+
+    def close(self) -> None: ...
+
+
 def split_list(value: str | Sequence[str] | None) -> list[str]:
     """Entries of a comma-separated string or of a list, without empty ones."""
     entries = value.split(",") if isinstance(value, str) else list(value or ())
@@ -177,6 +184,8 @@ class Catalogue:
             find_scorer(entry.key)
             return self._ray(entry)
         scorer = build_scorer(entry.key, entry.kwargs)
+        if isinstance(scorer, Closing):
+            self._closing.append(scorer.close)
         if isinstance(scorer, Source):
             return scorer
         return CallableSource(scorer, entry.name)
@@ -187,6 +196,7 @@ class Catalogue:
     def _ray(self, entry: RecipeEntry) -> Source:
         from .transport import RaySource
 
-        source = RaySource(entry.name, entry.key, entry.kwargs, timeout=self.config.reward_timeout)
+        limits = {"actors": self.config.reward_ray_actors, "timeout": self.config.reward_timeout}
+        source = RaySource(entry.name, entry.key, entry.kwargs, **limits)
         self._closing.append(source.close)
         return source

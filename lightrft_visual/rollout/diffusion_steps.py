@@ -39,7 +39,7 @@ def per_sample(value: float | T, like: T) -> T:
 
 def euler_step(x: T, v: T, sigma: float | T, sigma_next: float | T) -> T:
     """x + v dt in at least fp32: the deterministic flow-matching step. Shapes as in `sde_step`."""
-    x, v = _upcast(x), _upcast(v)
+    x, v = upcast(x), upcast(v)
     return x + v * (per_sample(sigma_next, x) - per_sample(sigma, x))
 
 
@@ -64,9 +64,9 @@ def sde_step(
     """
     if (prev_sample is None) == (noise is None):
         raise ValueError("give either noise, to sample a step, or prev_sample, to score one")
-    x, v = _upcast(x), _upcast(v)
+    x, v = upcast(x), upcast(v)
     mean, std = transition(x, v, sigma, sigma_next, noise_level, rule=rule)
-    prev = mean + std * _upcast(noise) if prev_sample is None else _upcast(prev_sample)
+    prev = mean + std * upcast(noise) if prev_sample is None else upcast(prev_sample)
     return Step(prev, transition_log_prob(prev.detach(), mean, std, rule=rule, reduction=reduction), mean, std)
 
 
@@ -135,5 +135,6 @@ def _ddim(x: T, eps: T, sigma: T, sigma_next: T, noise_level: float) -> tuple[T,
 _TRANSITIONS = {"flow_grpo": _flow_grpo, "dance": _dance, "cps": _cps, "ddim": _ddim}
 
 
-def _upcast(tensor: T) -> T:
+def upcast(tensor: T) -> T:
+    """fp32, or fp64 as it was."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -79,6 +79,7 @@ class SamplesVL(Samples):
     pixel_values_videos: T | None = None
     video_grid_thws: T | None = None
     video_counts: T | None = None
+    video_seconds_per_grid: T | None = None  # (sum of videos) seconds between temporal patches; Qwen2.5-VL's M-RoPE
     raw_images: list[list] | None = None
     raw_videos: list[list] | None = None
 

@@ -300,6 +300,8 @@ def assign_advantages(
     experiences, finals = calculator.preprocess_rewards(rewards, experiences, generate_kwargs["max_new_tokens"])
     for experience, final in zip(experiences, finals):
         kl = None if config.use_kl_loss else experience.kl
+        if kl is None and kl_coef != 0 and not config.use_kl_loss:
+            raise ValueError(f"the KL coefficient is {kl_coef}, but this experience has no kl to the reference")
         token_rewards = compute_reward(final, kl_coef, kl, experience.action_mask)
         experience.advantages, experience.returns, info = calculator.compute(
             experience, token_rewards, gamma, generate_kwargs

@@ -106,18 +106,17 @@ class NaiveReplayBuffer:
         step_size: samples of one step over all ranks (None: all in one step). Micro-batches hold `sample_batch_size`
         samples, or with `token_budget` as many as fit into that many tokens, packed. Every rank gets the same number
         of micro-batches in every step: for `load`, one after the other. With sample ids, which samples make up a step
-        does not depend on the number of ranks. Pass another seed for each epoch.
+        does not depend on the number of ranks, and some samples change ranks so that each has an equal share of every
+        step (only if samples are held on the CPU); the indices are valid until the next change of the buffer.
+        Pass another seed for each epoch.
 
         Raises ConfigError for a token budget without packing, DataError if a rank holds no sample at all, or a sample
         is longer than the budget.
         """
         if token_budget is not None and not self.packing_samples:
             raise ConfigError("a token budget needs packing_samples")
-        gathered: list[list[SampleRef]] = distributed.all_gather_object(self._references())
-        if not all(gathered):
-            raise DataError(f"replay buffer without samples; samples by rank: {[len(each) for each in gathered]}")
-        ranks, rank = len(gathered), distributed.rank()
-        steps = sampling.shuffled_steps([sample for each in gathered for sample in each], step_size, seed)
+        steps = self._steps(seed, step_size, by_tokens=token_budget is not None)
+        ranks, rank = distributed.world_size(), distributed.rank()
         plans = []
         for step in steps:
             if token_budget is None:
@@ -127,17 +126,43 @@ class NaiveReplayBuffer:
             plans.append(sampling.own_micro_batches(plan[rank]))
         return plans
 
+    def _steps(self, seed: int, step_size: int | None, by_tokens: bool) -> list[list[SampleRef]]:
+        samples = self._references()
+        steps = sampling.shuffled_steps(samples, step_size, seed)
+        if not self.cpu_offload or not sampling.have_keys(samples):
+            return steps
+        ranks = distributed.world_size()
+        moves = [move for step in steps for move in sampling.moves_between_ranks(step, ranks, by_tokens)]
+        if not moves:
+            return steps
+        self._exchange(moves)
+        return sampling.shuffled_steps(self._references(), step_size, seed)
+
+    def _exchange(self, moves: Sequence[tuple[SampleRef, int]]) -> None:
+        """Give the listed samples to their new ranks. All ranks call it with the same moves."""
+        rank = distributed.rank()
+        leaving = {sample.index: target for sample, target in moves if sample.rank == rank}
+        parcels = [(target, self.items[index]) for index, target in leaving.items()]
+        staying = [item for index, item in enumerate(self.items) if index not in leaving]
+        arriving = [item for sent in distributed.all_gather_object(parcels) for target, item in sent if target == rank]
+        self.items = staying + arriving
+
     def batches(self, seed: int, *, token_budget: int | None = None) -> Iterator[AnyExperience]:
         """All samples once, in shuffled micro-batches; every rank gets the same number of them (see `plan`)."""
         for step in self.plan(seed, token_budget=token_budget):
             yield from map(self.load, step)
 
     def _references(self) -> list[SampleRef]:
+        """All samples of all ranks, by rank."""
         rank = distributed.rank()
-        return [
+        own = [
             SampleRef(rank, index, _token_count(item), None if item.sample_id is None else int(item.sample_id))
             for index, item in enumerate(self.items)
         ]
+        gathered = distributed.all_gather_object(own)
+        if not all(gathered):
+            raise DataError(f"replay buffer without samples; samples by rank: {[len(each) for each in gathered]}")
+        return [sample for each in gathered for sample in each]
 
     @torch.no_grad()
     def normalize(self, attribute: str, strategy: SumsOverRanks | None = None) -> None:

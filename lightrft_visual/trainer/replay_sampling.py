@@ -15,6 +15,8 @@ import torch
 
 from lightrft_visual.errors import ConfigError, DataError
 
+_BALANCED = 0.01  # difference of ranks, as a part of their load, that is not worth a transfer
+
 
 @dataclass(frozen=True)
 class SampleRef:
@@ -35,6 +37,12 @@ class MicroBatch:
     filler: bool = False
 
 
+def have_keys(samples: Sequence[SampleRef]) -> bool:
+    """Whether every sample has a key that no other has."""
+    keys = {sample.key for sample in samples}
+    return None not in keys and len(keys) == len(samples)
+
+
 def shuffled_steps(samples: Sequence[SampleRef], step_size: int | None, seed: int) -> list[list[SampleRef]]:
     """Samples of each optimizer step, all ranks together; the last step may be smaller.
 
@@ -43,13 +51,42 @@ def shuffled_steps(samples: Sequence[SampleRef], step_size: int | None, seed: in
     """
     if step_size is not None and step_size < 1:
         raise ConfigError(f"the samples of a step must be at least 1, not {step_size}")
-    keys = {sample.key for sample in samples}
-    if None not in keys and len(keys) == len(samples):
+    if have_keys(samples):
         samples = sorted(samples, key=lambda sample: sample.key)
     generator = torch.Generator().manual_seed(seed)
     order = [samples[index] for index in torch.randperm(len(samples), generator=generator).tolist()]
     size = step_size or len(order)
     return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def moves_between_ranks(step: Sequence[SampleRef], ranks: int, by_tokens: bool) -> list[tuple[SampleRef, int]]:
+    """(sample, new rank) of the few samples to move, so that all ranks hold nearly equal shares of one step.
+
+    Shares count tokens, or else samples. Each move takes from the fullest rank to the emptiest the sample that comes
+    nearest to halving their gap, until the gap is at most 1 % of a share, or one sample, or no sample narrows it.
+    """
+    own = [sorted(each, key=lambda sample: sample.tokens) for each in _by_rank(step, ranks)]
+    sizes = [[sample.tokens if by_tokens else 1 for sample in each] for each in own]
+    loads = [sum(each) for each in sizes]
+    moves = []
+    while max(loads) - min(loads) > max(1, _BALANCED * sum(loads) / ranks):
+        full, empty = loads.index(max(loads)), loads.index(min(loads))
+        half = (loads[full] - loads[empty]) / 2
+        place = _nearest(sizes[full], half)
+        if place is None or abs(sizes[full][place] - half) >= half:
+            break
+        moves.append((own[full].pop(place), empty))
+        size = sizes[full].pop(place)
+        loads[full] -= size
+        loads[empty] += size
+    return moves
+
+
+def _nearest(numbers: list[int], target: float) -> int | None:
+    """Index of the number closest to `target` in a sorted list; None in an empty one."""
+    place = bisect.bisect_left(numbers, target)
+    around = [index for index in (place - 1, place) if 0 <= index < len(numbers)]
+    return min(around, key=lambda index: abs(numbers[index] - target), default=None)
 
 
 def plan_by_count(step: Sequence[SampleRef], ranks: int, micro_batch_size: int) -> list[list[list[SampleRef]]]:

@@ -3,7 +3,7 @@
     python scripts/bench/logprob_memory.py [--tokens 8192] [--vocabulary 152064] [--hidden 64] [--plain measured]
 
 The chunked form runs whole in a process of its own, and its peak is what the process grew by. The plain form wants
-about 30 GB at the default size, so by default its peak is counted instead: the same code runs on fake tensors (shapes
+about 38 GB at the default size, so by default its peak is counted instead: the same code runs on fake tensors (shapes
 without data), and the bytes of all live storages are added up. That leaves out temporaries inside operators, so it
 counts in favour of the plain form; `--plain measured` runs it for real. As a check on the counting, both forms are also
 measured and counted at an eighth of the tokens. Values and gradients are compared at full size, the plain form in
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
 import weakref
+from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,11 +33,11 @@ MEBIBYTE = 2**20
 
 
 class PeakBytes(TorchDispatchMode):
-    """Largest sum of the storages alive at once among those that operations return."""
+    """Largest sum of the storages alive at once among those that operations return, the inputs left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: list[torch.Tensor]) -> None:
         super().__init__()
-        self.live: dict[int, int] = {}
+        self.live = {id(tensor.untyped_storage()): 0 for tensor in inputs}
         self.peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -73,7 +73,7 @@ def counted(form: str, shape: tuple[int, int, int]) -> float:
     with FakeTensorMode():
         states, weight = (torch.empty(rows, shape[2], requires_grad=True) for rows in shape[:2])
         targets = torch.empty(shape[0], dtype=torch.long)
-        with PeakBytes() as tracker:
+        with PeakBytes([states, weight, targets]) as tracker:
             run(form, states, weight, targets, shape[0])
     return tracker.peak / MEBIBYTE
 
@@ -87,13 +87,19 @@ def measured(form: str, shape: tuple[int, int, int]) -> dict[str, float]:
 
 def child(form: str, shape: tuple[int, int, int]) -> None:
     inputs = make_inputs(*shape)
-    run(form, *make_inputs(2, shape[1], shape[2]), 2)  # threads and caches of the first call
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run(form, *make_inputs(2, 100, shape[2]), 2)  # threads and caches of the first call
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = resident("VmRSS")
     start = time.perf_counter()
     run(form, *inputs, shape[0])
     seconds = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"mib": (peak - before) / 1024, "seconds": seconds}))
+    print(json.dumps({"mib": resident("VmHWM") - before, "seconds": seconds}))
+
+
+def resident(name: str) -> float:
+    """MiB of this process: VmRSS, resident now, or VmHWM, its peak (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
 
 
 def differences(shape: tuple[int, int, int]) -> dict[str, float]:
@@ -129,9 +135,8 @@ def main() -> int:
 def report(shape: tuple[int, int, int], plain: str) -> int:
     small = (max(1, shape[0] // 8), *shape[1:])
     print("tokens  vocabulary  form     counted MiB  measured MiB  seconds")
-    for size, form, real in (
-        (small, "plain", True), (small, "chunked", True), (shape, "plain", plain == "measured"), (shape, "chunked", True),
-    ):  # fmt: skip
+    rows = [(small, "plain", True), (small, "chunked", True)]
+    for size, form, real in (*rows, (shape, "plain", plain == "measured"), (shape, "chunked", True)):
         count = counted(form, size)
         result = measured(form, size) if real else None
         shown = f"{result['mib']:12.0f}  {result['seconds']:7.1f}" if result else f"{'-':>12}  {'-':>7}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import random
 
 import numpy as np
 import pytest
@@ -88,7 +89,7 @@ def test_size_is_checked_before_decoding():
             image_size(content, max_pixels=1000)
         with pytest.raises(DataError, match="300x200 pixels"):
             load_image(content, max_pixels=1000)
-    with pytest.raises(DataError, match="cannot be opened|above"):
+    with pytest.raises(DataError, match="damaged|above"):
         load_image(png_header(60_000, 60_000))
 
 
@@ -111,7 +112,7 @@ def png_header(width, height):
         (encode(Image.effect_noise((64, 64), 9), "JPEG")[:-500], "damaged"),
         (encode(Image.new("L", (4, 4)), "GIF", save_all=True, append_images=[Image.new("L", (4, 4), 9)]), "2 frames"),
         (encode(Image.new("F", (4, 4)), "TIFF"), "floating-point"),
-        (png_header(0, 5), "empty|cannot be opened|known format"),
+        (png_header(0, 5), "empty|damaged|known format"),
         ({"other": 1}, "no bytes, path or url"),
         (12, "a int is no path"),
         ("http://example.com/x.png", "allow_remote"),
@@ -124,6 +125,23 @@ def png_header(width, height):
 def test_unusable_sources_are_data_errors(content, message):
     with pytest.raises(DataError, match=message):
         load_image(content)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+def test_damaged_files_give_an_image_or_a_data_error(format):
+    rng = random.Random(0)
+    data = encode(Image.effect_noise((40, 30), 60).convert("RGB"), format)
+    for _ in range(150):
+        damaged = bytearray(data)
+        for _ in range(rng.randint(1, 8)):
+            damaged[rng.randrange(min(len(data), rng.choice([40, len(data)])))] = rng.randrange(256)
+        damaged = bytes(damaged[: rng.choice([len(data), rng.randrange(1, len(data))])])
+        for read in (image_size, load_image):
+            try:
+                read(damaged, max_pixels=10**5)
+            except DataError as error:
+                assert "bytes>" in str(error) or "empty" in str(error)
 
 
 def test_missing_empty_and_special_files_name_the_path(tmp_path):

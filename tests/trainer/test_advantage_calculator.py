@@ -205,6 +205,11 @@ class TestCompute:
             assign_advantages(calculator, [batch], torch.tensor([4.0]), 0.1, KWARGS)
             torch.testing.assert_close(batch.advantages, torch.tensor(expected))
 
+    def test_a_kl_coefficient_without_kl_is_an_error(self):
+        with pytest.raises(ValueError, match="no kl"):
+            calculator = get_advantage_calculator("reinforce", AlgorithmConfig())
+            assign_advantages(calculator, [experience([1])], torch.tensor([4.0]), 0.1, KWARGS)
+
     def test_gae_reads_lambda_from_kwargs_and_needs_values(self):
         values = torch.tensor([[1.0, 2.0, 3.0]])
         batch = experience([1], width=3, values=values)

@@ -344,12 +344,8 @@ def test_stripping_undoes_padding(items, left, right):
         setattr(batch, name, torch.nn.functional.pad(getattr(batch, name), (left, right)))
     width = batch.action_mask.shape[1]
     for name, value in vars(batch).items():
-        if (
-            isinstance(value, torch.Tensor)
-            and value.dim() == 2
-            and value.shape[1] == width
-            and name not in TOKEN_FIELDS
-        ):
+        per_action = isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == width
+        if per_action and name not in ("sequences", "attention_mask"):
             setattr(batch, name, torch.nn.functional.pad(value, (0, right)))
     batch.layout = None
     direct = strip_padding(batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.trainer.replay_sampling import (
     MicroBatch,
     SampleRef,
+    moves_between_ranks,
     own_micro_batches,
     plan_by_count,
     plan_by_tokens,
@@ -61,9 +63,34 @@ def test_count_plans_hold_every_sample_once(tokens, size):
 def test_at_most_two_percent_of_the_budget_is_left_empty(ranks, seed):
     draw = random.Random(seed)
     tokens = [[min(4096, 350 + int(draw.lognormvariate(6, 0.8))) for _ in range(2048)] for _ in range(ranks)]
-    plans = plan_by_tokens(references(tokens), ranks, 16384)
+    plans = plan_by_tokens(balanced(references(tokens), ranks), ranks, 16384)
     assert unused_share(plans, 16384) < 0.02
     assert waiting_share(plans) < 0.02
+
+
+def balanced(step: list[SampleRef], ranks: int, by_tokens: bool = True) -> list[SampleRef]:
+    targets = dict(moves_between_ranks(step, ranks, by_tokens))
+    return [replace(sample, rank=targets.get(sample, sample.rank)) for sample in step]
+
+
+@settings(deadline=None)
+@given(steps_of_ranks, st.booleans())
+def test_moves_never_widen_the_gap(tokens, by_tokens):
+    step = references(tokens)
+    shares = []
+    for each in (step, balanced(step, len(tokens), by_tokens)):
+        loads = [0] * len(tokens)
+        for sample in each:
+            loads[sample.rank] += sample.tokens if by_tokens else 1
+        shares.append(max(loads) - min(loads))
+    assert shares[1] <= shares[0]
+    assert by_tokens or shares[1] <= 1
+
+
+def test_few_samples_move():
+    draw = random.Random(0)
+    step = references([[draw.randint(100, 1000) for _ in range(200)] for _ in range(8)])
+    assert len(moves_between_ranks(step, 8, by_tokens=True)) < 100
 
 
 def test_full_bins_are_found():

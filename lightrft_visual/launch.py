@@ -1,0 +1,49 @@
+"""What the example scripts share: from a configuration to a finished run, errors said in one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+
+from .config.schema import RunConfig
+from .errors import LightRFTVisualError
+
+
+def quiet_libraries() -> None:
+    """Keep libraries' start-up chatter out of a run's output; warnings about the run itself stay."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    rank = os.environ.get("RANK", "0")
+    logging.basicConfig(level=logging.INFO if rank == "0" else logging.WARNING, format="%(message)s")
+    for name in ("httpx", "vllm", "deepspeed", "DeepSpeed", "transformers", "matplotlib", "PIL", "torch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def run_vl(config: RunConfig, trainer_class: type | None = None) -> None:
+    """Build and run a vision-language trainer; the package's own errors end the process with one line and code 1."""
+    quiet_libraries()
+    try:
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
+        from .trainer.build import build_trainer
+
+        build_trainer(config, trainer_class).fit()
+    except LightRFTVisualError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        # Other ranks may wait in a collective: a plain exit would wait for them, or for engine threads.
+        os._exit(1)
+    _leave()
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

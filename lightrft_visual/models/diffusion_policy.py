@@ -1,0 +1,189 @@
+"""The diffusion policy: one module over any family that rolls out, replays, decodes, and saves LoRA.
+
+Only the denoisers are registered as modules, so the strategy shards and saves what is trained; VAE and text encoders
+stay in the pipeline, frozen. The reference policy is the same network with its LoRA switched off, or, when all weights
+train, a frozen copy that is swapped in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from torch import nn
+
+from ..errors import ConfigError
+from .diffusion import FAMILIES, DiffusionFamily
+from .ema import WeightCopy, gathered
+from .tiny_diffusion import MARKER, TEXT_LENGTH, embedded_diffusion_folder
+
+T = torch.Tensor
+EMBEDDED = "embedded"
+ADAPTER = "default"
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """rank 0 trains all weights. target_modules: module suffixes; None takes the family's attention projections.
+
+    There is no dropout: replay must give the rollout's log-probs again."""
+
+    rank: int = 0
+    alpha: int = 64
+    target_modules: tuple[str, ...] | None = None
+    init_weights: str = "gaussian"
+
+
+class DiffusionPolicy(nn.Module):
+    """See the module's docstring. trainable: names of the denoisers that train; None trains all of them."""
+
+    def __init__(
+        self, family: DiffusionFamily, lora: LoraSettings | None = None, trainable: tuple[str, ...] | None = None
+    ) -> None:
+        super().__init__()
+        self.family = family
+        self.lora = lora or LoraSettings()
+        self.denoisers = nn.ModuleDict(family.denoisers())
+        self.trainable = tuple(self.denoisers) if trainable is None else trainable
+        unknown = set(self.trainable) - set(self.denoisers)
+        if unknown:
+            raise ConfigError(
+                f"trainable_models names {', '.join(sorted(unknown))}; this model has: {', '.join(self.denoisers)}"
+            )
+        self._reference: WeightCopy | None = None
+        self._freeze_and_adapt()
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str, *, lora: LoraSettings | None = None, dtype: torch.dtype = torch.float32,
+        trainable: tuple[str, ...] | None = None, text_length: int | None = None,
+    ) -> DiffusionPolicy:  # fmt: skip
+        """Load a diffusers pipeline folder or hub id; 'embedded' builds the tiny SD3. text_length: T5 or LLM tokens.
+
+        Raises ConfigError when no family here reads the pipeline's class.
+        """
+        folder = str(embedded_diffusion_folder()) if path == EMBEDDED else path
+        if Path(folder, MARKER).is_file():
+            text_length = text_length or TEXT_LENGTH
+        pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype)
+        return cls(family_of(pipeline, text_length), lora, trainable)
+
+    @property
+    def prediction(self) -> str:
+        return self.family.prediction
+
+    @property
+    def device(self) -> torch.device:
+        return self.family.device
+
+    def forward(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float = 1.0) -> T:
+        """Velocity (B, …), fp32; see `velocity`. The engine's hooks run through this method."""
+        return self.family.velocity(latents, timesteps, conditions, guidance_scale)
+
+    def velocity(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float = 1.0) -> T:
+        """latents (B, …), timesteps (B) in 0..1000, conditions from `encode_prompts`; guided when the scale is > 1."""
+        return self(latents, timesteps, conditions, guidance_scale)
+
+    def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
+        """Timesteps (K) and sigmas (K) of the model's own scheduler."""
+        return self.family.default_schedule(num_steps, latent_shape, flow_shift)
+
+    @torch.no_grad()
+    def encode_prompts(self, prompts: list[str], negative: str | None = None) -> dict[str, T]:
+        """Conditions, each (B, …); a prompt that repeats is encoded once. negative: for guidance, None leaves it out."""
+        unique = list(dict.fromkeys(prompts))
+        encoded = self.family.encode_prompts(unique, None if negative is None else [negative] * len(unique))
+        rows = torch.tensor([unique.index(prompt) for prompt in prompts], device=self.device)
+        return {key: value[rows] for key, value in encoded.items()}
+
+    def decode(self, latents: T) -> T:
+        """Media in about 0..1 (not clamped): (B, 3, H, W) or (B, 3, T, H, W). Differentiable in the latents."""
+        return self.family.decode(latents)
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """Latent shape of one sample for a size in pixels."""
+        return self.family.latent_shape(height, width, frames)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def keep_reference(self) -> None:
+        """Remember the present weights as the reference; needed only when all weights train."""
+        if self.lora.rank == 0:
+            self._reference = WeightCopy(self.trainable_parameters())
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, the policy computes as the reference does: LoRA off, or the kept copy swapped in."""
+        if self.lora.rank == 0:
+            if self._reference is None:
+                raise RuntimeError("all weights train: call keep_reference() before the first update")
+            with self._reference.swapped():
+                yield
+            return
+        for name in self.trainable:
+            self.denoisers[name].disable_adapters()
+        try:
+            yield
+        finally:
+            for name in self.trainable:
+                self.denoisers[name].enable_adapters()
+
+    def enable_gradient_checkpointing(self) -> None:
+        for name in self.trainable:
+            self.denoisers[name].enable_gradient_checkpointing()
+
+    def save_lora(self, folder: str | Path) -> None:
+        """Write `pytorch_lora_weights.safetensors` for the stock pipeline's `load_lora_weights`; needs a LoRA policy."""
+        if self.lora.rank == 0:
+            raise ConfigError("this policy trains all weights; save the pipeline instead of LoRA")
+        layers, configs = {}, {}
+        for name in self.trainable:
+            denoiser = self.denoisers[name]
+            with gathered([parameter for parameter in denoiser.parameters() if parameter.requires_grad]):
+                weights = get_peft_model_state_dict(denoiser, adapter_name=ADAPTER)
+                layers[name] = {key: value.detach().cpu().clone() for key, value in weights.items()}
+            configs[name] = denoiser.peft_config[ADAPTER].to_dict()
+        self.family.save_lora(Path(folder), layers, configs)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the whole pipeline; with LoRA, the LoRA file beside the untouched base is `save_lora`."""
+        if self.lora.rank:
+            raise ConfigError("a LoRA policy is saved by save_lora; its base model did not change")
+        with gathered(self.trainable_parameters()):
+            self.family.pipeline.save_pretrained(folder)
+        if self.family.text_length == TEXT_LENGTH:
+            Path(folder, MARKER).write_text(json.dumps({"text_length": TEXT_LENGTH}))
+
+    def _freeze_and_adapt(self) -> None:
+        for part in self.family.pipeline.components.values():
+            if isinstance(part, nn.Module):
+                part.requires_grad_(False).eval()
+        for name in self.trainable:
+            if self.lora.rank == 0:
+                self.denoisers[name].requires_grad_(True)
+                continue
+            self.denoisers[name].add_adapter(
+                LoraConfig(
+                    r=self.lora.rank,
+                    lora_alpha=self.lora.alpha,
+                    init_lora_weights=self.lora.init_weights,
+                    target_modules=list(self.lora.target_modules or self.family.lora_targets),
+                ),
+                adapter_name=ADAPTER,
+            )
+
+
+def family_of(pipeline: DiffusionPipeline, text_length: int | None = None) -> DiffusionFamily:
+    """The adapter for a loaded pipeline; ConfigError names the known classes when there is none."""
+    name = type(pipeline).__name__
+    if name not in FAMILIES:
+        raise ConfigError(f"no diffusion family reads {name}; known pipelines: {', '.join(FAMILIES)}")
+    return FAMILIES[name](pipeline, text_length)

@@ -1,0 +1,96 @@
+"""Copies of the trained weights: EMA for evaluation, the old policy of DiffusionNFT, the reference of full training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
+from torch import nn
+
+T = torch.Tensor
+
+
+def gathered(parameters: list[nn.Parameter], modify: bool = False) -> Any:
+    """A context in which the parameters are whole on every rank; outside ZeRO-3 they always are."""
+    if not any(is_zero_param(parameter) for parameter in parameters):
+        return nullcontext()
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if modify else None)
+
+
+class WeightCopy:
+    """A copy of parameters with its own memory, moved towards them by `update` and lent to the model by `swapped`.
+
+    The copy is made by clone: on a CPU run `.detach().cpu()` would alias the weights and follow every step.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        with gathered(self.parameters):
+            self.copies = [parameter.detach().clone() for parameter in self.parameters]
+
+    @torch.no_grad()
+    def update(self, decay: float) -> None:
+        """copy = decay * copy + (1 - decay) * weight; decay 0 copies the weights."""
+        with gathered(self.parameters):
+            for copy, parameter in zip(self.copies, self.parameters):
+                copy.lerp_(parameter.detach().to(copy.device, copy.dtype), 1.0 - decay)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The model computes with the copy inside this context and gets its weights back, bit for bit, afterwards.
+
+        Run no optimizer step inside. Graphs recorded before may be differentiated after it, not inside.
+        """
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        with gathered(self.parameters, modify=True):
+            for index, parameter in enumerate(self.parameters):
+                kept = parameter.detach().clone()
+                parameter.data.copy_(self.copies[index])
+                self.copies[index] = kept
+
+    def state_dict(self) -> dict[str, T]:
+        return {str(index): copy for index, copy in enumerate(self.copies)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, T]) -> None:
+        """Raises ValueError where count or shapes differ from the parameters of this run."""
+        if len(state) != len(self.copies):
+            raise ValueError(f"the saved copy has {len(state)} tensors, the model trains {len(self.copies)}")
+        for index, copy in enumerate(self.copies):
+            saved = state[str(index)]
+            if saved.shape != copy.shape:
+                raise ValueError(f"tensor {index} of the saved copy is {tuple(saved.shape)}, not {tuple(copy.shape)}")
+            copy.copy_(saved)
+
+
+class WeightAverage(WeightCopy):
+    """EMA of the weights, updated every `interval` optimizer steps (Flow-GRPO: decay 0.9 every 8)."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], decay: float, interval: int = 1) -> None:
+        super().__init__(parameters)
+        self.decay, self.interval, self.steps = decay, interval, 0
+
+    def step(self) -> None:
+        """Call after each optimizer step."""
+        self.steps += 1
+        if self.steps % self.interval == 0:
+            self.update(self.decay)
+
+    def state_dict(self) -> dict[str, T]:
+        return super().state_dict() | {"steps": torch.tensor(self.steps)}
+
+    def load_state_dict(self, state: dict[str, T]) -> None:
+        state = dict(state)
+        self.steps = int(state.pop("steps"))
+        super().load_state_dict(state)

@@ -1,0 +1,150 @@
+"""Models, tokenizers and processors by hub name, checkpoint folder, or as the embedded default."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ..config.schema import EMBEDDED, DataConfig, ModelConfig
+from ..errors import ConfigError
+from .actor_modality import ActorModality, get_modality
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint's small parts: everything but the weights. processor is None for text-only models."""
+
+    path: str
+    config: Any
+    tokenizer: PreTrainedTokenizerBase
+    processor: Any
+
+    @property
+    def vision(self) -> bool:
+        return get_modality(self.config) is ActorModality.VISION_LANGUAGE
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """End tokens: of the generation settings where the checkpoint has them, and the tokenizer's."""
+        from transformers import GenerationConfig
+
+        ids = {self.tokenizer.eos_token_id}
+        try:
+            stops = GenerationConfig.from_pretrained(self.path).eos_token_id
+        except OSError:
+            stops = self.config.get_text_config().eos_token_id
+        ids |= set(stops if isinstance(stops, list) else [stops])
+        return sorted(token for token in ids if token is not None)
+
+
+def resolve_checkpoint(model: ModelConfig, name: str) -> str:
+    """`name`, or the folder of the embedded default model, which is built at its first use."""
+    if name != EMBEDDED:
+        return name
+    from .warmup import WarmUp, embedded_checkpoint
+
+    settings = WarmUp(family=model.embedded_family, tie_embeddings=model.embedded_tie_embeddings)
+    return str(embedded_checkpoint(settings, report=logger.info))
+
+
+def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoint:
+    """Configuration, tokenizer and processor. Raises ConfigError, naming the path, when they cannot be loaded."""
+    check_path(path)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        processor = None
+        if get_modality(config) is ActorModality.VISION_LANGUAGE:
+            pixels = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
+            pixels = {name: value for name, value in pixels.items() if value is not None}
+            processor = AutoProcessor.from_pretrained(path, trust_remote_code=model.trust_remote_code, **pixels)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"model {path} cannot be loaded: {error}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return Checkpoint(path, config, tokenizer, processor)
+
+
+def check_path(path: str) -> None:
+    """Raise ConfigError for something that looks like a path and is not a checkpoint folder."""
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(f"model folder {path} has no config.json")
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not folder.is_dir():
+        raise ConfigError(f"model folder {path} does not exist")
+
+
+def load_transformer(path: str, model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with its language-model head, weights in `dtype`. Raises ConfigError when it cannot be loaded."""
+    check_path(path)
+    arguments: dict[str, Any] = {"dtype": dtype, "trust_remote_code": model.trust_remote_code}
+    if model.attn_implementation != "auto":
+        arguments["attn_implementation"] = model.attn_implementation
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        vision = get_modality(config) is ActorModality.VISION_LANGUAGE
+        auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+        transformer = auto.from_pretrained(path, **arguments)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"model {path} cannot be loaded: {error}") from error
+    if model.gradient_checkpointing:
+        transformer.gradient_checkpointing_enable({"use_reentrant": False})
+    return transformer
+
+
+def freeze(transformer: PreTrainedModel, prefixes: str) -> int:
+    """Freeze parameters below the given comma-separated module prefixes; 'true' is the vision tower. Returns how many.
+
+    A prefix matches at the start of a name or after a dot: `visual` finds `model.visual.…`. Raises ConfigError for one
+    that matches nothing.
+    """
+    if not prefixes or prefixes.lower() == "false":
+        return 0
+    wanted = ["visual", "vision_tower", "vision_model"] if prefixes.lower() == "true" else prefixes.split(",")
+    frozen: dict[str, int] = dict.fromkeys((prefix.strip() for prefix in wanted), 0)
+    for name, parameter in transformer.named_parameters():
+        for prefix in frozen:
+            if f".{name}".find(f".{prefix}.") >= 0:
+                parameter.requires_grad_(False)
+                frozen[prefix] += 1
+    missing = [prefix for prefix, count in frozen.items() if not count]
+    if prefixes.lower() == "true":
+        missing = missing if len(missing) == len(frozen) else []
+    if missing:
+        raise ConfigError(f"freeze_prefix {', '.join(missing)} matches no parameter of this model")
+    return sum(frozen.values())
+
+
+def add_lora(transformer: PreTrainedModel, model: ModelConfig):
+    """The peft model with LoRA adapters, or the model itself when lora_rank is 0."""
+    if model.lora_rank == 0:
+        return transformer
+    targets = model.target_modules
+    lora = LoraConfig(
+        r=model.lora_rank,
+        lora_alpha=model.lora_alpha,
+        lora_dropout=model.lora_dropout,
+        target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(transformer, lora)
+    except ValueError as error:
+        raise ConfigError(f"LoRA cannot be added (target_modules {targets}): {error}") from error

@@ -1,0 +1,46 @@
+"""A CLIP model for the scorers that compare pictures with texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import CLIPModel, CLIPProcessor
+
+from ..offload import on_device
+from .pictures import in_batches, load_checkpoint
+
+
+class CLIPPairs:
+    """Normalised embeddings of pictures and texts, in batches. Texts are cut at the model's length, as CLIP's are."""
+
+    def __init__(self, model: str, processor: str | None, scorer: str, batch_size: int, offload: bool) -> None:
+        self.model = load_checkpoint(CLIPModel.from_pretrained, model, scorer).eval()
+        self.processor = load_checkpoint(CLIPProcessor.from_pretrained, processor or model, scorer)
+        self.batch_size, self.offload = batch_size, offload
+
+    @property
+    def logit_scale(self) -> float:
+        return float(self.model.logit_scale.detach().exp())
+
+    def embed(self, pictures: list[Any], texts: list[str], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, D) picture and (n, D) text embeddings of unit length, float32 on the CPU."""
+        images, words = [], []
+        with on_device(self.model, device, self.offload) as model:
+            for part in in_batches(self.batch_size, len(pictures)):
+                inputs = self.processor(
+                    text=[texts[i] for i in part],
+                    images=[pictures[i].convert("RGB") for i in part],
+                    padding=True,
+                    truncation=True,
+                    max_length=self.model.config.text_config.max_position_embeddings,
+                    return_tensors="pt",
+                )
+                output = model(**inputs.to(device))
+                images.append(output.image_embeds.float().cpu())
+                words.append(output.text_embeds.float().cpu())
+        return torch.cat(images), torch.cat(words)
+
+    def cosine(self, pictures: list[Any], texts: list[str], device: Any) -> list[float]:
+        image, text = self.embed(pictures, texts, device)
+        return (image * text).sum(dim=-1).tolist()

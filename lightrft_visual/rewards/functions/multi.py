@@ -1,0 +1,51 @@
+"""Several scorers as one: a weighted sum with every part by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from ..batch import Call, RewardBatch, Scores
+from ..combine import Job, named_components, pick_output, run_all, to_column, weighted_sum
+from ..recipe import ANY_LABEL, recipe_from_components
+
+
+class MultiScorer:
+    """components {name: weight} and kwargs {name: settings}, as in `reward.components` and `reward.kwargs`.
+
+    The score is the weighted sum over the components that apply; the outputs are each component by name, and the sum
+    again as `avg` (Flow-GRPO's name for it). A sample on which a component failed is failed.
+    """
+
+    name = "multi"
+
+    def __init__(self, components: Mapping[str, float], kwargs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        from ...config.schema import RewardConfig
+        from ..sources import Catalogue
+
+        recipe = recipe_from_components(components, kwargs)
+        self._catalogue = Catalogue(RewardConfig(), None, False)
+        entries = [entry for entry in recipe.entries[ANY_LABEL] if entry.weight != 0]
+        if not entries:
+            raise ConfigError("multi: every component has weight 0")
+        self._sources = [(entry, self._catalogue.resolve(entry, {})) for entry in entries]
+
+    def score(self, batch: RewardBatch, call: Call) -> Scores:
+        size = len(batch)
+        results = run_all([(source, batch) for _, source in self._sources], call)
+        columns = []
+        for (entry, source), scores in zip(self._sources, results):
+            weights = torch.full((size,), entry.weight, dtype=torch.float64)
+            job = Job(entry.name, source, list(range(size)), weights)
+            columns.append(to_column(job, pick_output(scores, entry.name, entry.score_key), size))
+        reasons = sum((scores.reasons for scores in results), Counter())
+        total, _ = weighted_sum(columns, size, torch.zeros(size, dtype=torch.bool))
+        failed = torch.stack([column.failed for column in columns]).any(dim=0)
+        return Scores(total, failed, {**named_components(columns), "avg": total}, reasons)
+
+    def close(self) -> None:
+        self._catalogue.close()

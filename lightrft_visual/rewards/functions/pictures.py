@@ -1,0 +1,69 @@
+"""Shared by the picture scorers: many frames a sample in, one score a sample out; checkpoints with clear errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors.torch import load_file
+
+from ...errors import ConfigError
+
+
+def mean_over_frames(
+    frames: Sequence[Sequence[Any]], texts: Sequence[str], score: Callable[[list[Any], list[str]], list[float]]
+) -> list[float | None]:
+    """Score all frames of all samples as one list, then average over each sample's; None for a sample without any."""
+    flat = [frame for row in frames for frame in row]
+    repeated = [text for text, row in zip(texts, frames) for _ in row]
+    scores = iter(score(flat, repeated) if flat else [])
+    return [sum(next(scores) for _ in row) / len(row) if row else None for row in frames]
+
+
+def in_batches(size: int, count: int) -> list[range]:
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def load_checkpoint(loader: Callable[..., Any], path: str, scorer: str, **options: Any) -> Any:
+    """`loader.from_pretrained(path)`. Raises ConfigError that names scorer and path when it cannot be had."""
+    try:
+        return loader(path, **options)
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ConfigError(
+            f"scorer {scorer}: {path} cannot be loaded ({type(error).__name__}); give a folder or a hub name that "
+            "this machine can reach"
+        ) from error
+
+
+def load_tensors(path: str, scorer: str) -> dict[str, torch.Tensor]:
+    """Weights of a .safetensors, .pt or .pth file (tensors only, nothing is executed), local or `hub/name:file`."""
+    if ":" in path and not Path(path).exists():
+        repository, _, name = path.partition(":")
+        path = load_checkpoint(hf_hub_download, repository, scorer, filename=name)
+    if not Path(path).is_file():
+        raise ConfigError(f"scorer {scorer}: the file {path} does not exist")
+    if path.endswith(".safetensors"):
+        return load_file(path)
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    return loaded.get("state_dict", loaded)
+
+
+def linear_stack(state: dict[str, torch.Tensor], prefix: str, scorer: str) -> torch.nn.Sequential:
+    """The linear layers `<prefix><i>.weight`, in order, without activations between them, as the aesthetic and
+    ImageReward heads are. Raises ConfigError when there are none."""
+    places = sorted(
+        int(key[len(prefix) : -len(".weight")]) for key in state if key.startswith(prefix) and key.endswith(".weight")
+    )
+    if not places:
+        raise ConfigError(f"scorer {scorer}: the head has no weights named {prefix}0.weight")
+    layers = []
+    for place in places:
+        weight, bias = state[f"{prefix}{place}.weight"].float(), state[f"{prefix}{place}.bias"].float()
+        layer = torch.nn.Linear(weight.shape[1], weight.shape[0])
+        layer.load_state_dict({"weight": weight, "bias": bias})
+        layers.append(layer)
+    return torch.nn.Sequential(*layers)

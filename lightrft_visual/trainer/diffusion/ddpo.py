@@ -1,0 +1,40 @@
+"""DDPO (arXiv 2305.13301) and DPOK (2305.16381) for DDIM models such as Stable Diffusion 1.5."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .context import LossContext, LossOutcome, weighted_mean
+from .flow_grpo import FlowGRPO, log_ratio
+from .rows import DenoisingRows
+
+T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class DDPO(FlowGRPO):
+    """DDPO with importance sampling: the clipped loss on DDIM steps of eta = noise_level."""
+
+    rule: str = "ddim"
+    noise_level: float = 1.0
+
+
+@dataclass(frozen=True)
+class DPOK(DDPO):
+    """Policy gradient on the step's log-prob, without clipping, with a KL to the reference (beta > 0)."""
+
+    beta: float = 0.01
+
+    def loss(self, context: LossContext, rows: DenoisingRows, denominator: float | T) -> LossOutcome:
+        """-A log p + beta KL, summed over valid rows / denominator."""
+        step = self.replay(context.velocity, rows)
+        losses = -rows.advantages * step.log_prob
+        drift = log_ratio(step.log_prob, rows.log_probs).detach().abs()
+        metrics = {"logp_diff_max": float((drift * rows.valid).max())}
+        if self.beta > 0:
+            kl = self.kl(context, rows, step)
+            losses = losses + self.beta * kl
+            metrics["kl"] = weighted_mean(kl.detach(), rows.valid)
+        return LossOutcome((losses * rows.valid).sum() / denominator, metrics)

@@ -1,0 +1,125 @@
+"""Flow-GRPO (arXiv 2505.05470) with its Fast window and CPS, and DanceGRPO (2505.07818), which differs in sampling only.
+
+Also GRPO-Guard (2510.22319): log ratios freed of their bias and of the step's noise scale, gradients divided by |dt|.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import ConfigError
+from ...rollout.diffusion_steps import Step, sde_step
+from .context import LossContext, LossOutcome, weighted_mean
+from .rows import DenoisingRows
+
+T = torch.Tensor
+KL_FORMS = ("full", "published")
+
+
+def log_ratio(log_probs: T, rollout_log_probs: T) -> T:
+    """(M) log of the importance ratio, fp32: ratios within 1e-4 of 1 vanish in bf16."""
+    return log_probs.float() - rollout_log_probs.float()
+
+
+def guarded_log_ratio(log_ratios: T, mean: T, rollout_mean: T, std: T, reduction: str) -> T:
+    """GRPO-Guard's normalised log ratio (M).
+
+    With x' = mu_old + s eps and d = mu_old - mu, log ratio = -(d² + 2 s eps d) / 2s². Adding d²/2s² removes the bias
+    below zero, multiplying by s leaves -eps d, whose scale no longer depends on the step's noise. mean, rollout_mean
+    (M, …), std (M, 1, …); reduction as in the log-probs.
+    """
+    gap = (mean - rollout_mean).square()
+    dims = tuple(range(1, gap.dim()))
+    gap = gap.mean(dim=dims) if reduction == "mean" else gap.sum(dim=dims)
+    scale = std.flatten(1)[:, 0]
+    return (log_ratios + gap / (2 * scale.square())) * scale
+
+
+def clipped_surrogate(log_ratios: T, advantages: T, clip_range: float) -> T:
+    """(M) max(-A r, -A clip(r, 1 ± clip_range)) with r = exp(log ratio)."""
+    ratio = log_ratios.exp()
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
+
+
+def gaussian_kl(mean: T, reference_mean: T, std: T, dt: T, form: str = "full") -> T:
+    """(M) KL between two steps of equal spread, averaged over latent dimensions.
+
+    'full': (mu - mu_ref)² / (2 s²) with s² = std_t² |dt|, the closed form; 'published': s² = std_t², without |dt|, as
+    in the authors' code, which makes it |dt| times the closed form. std (M, 1, …) is s; dt (M).
+    """
+    if form not in KL_FORMS:
+        raise ConfigError(f"kl_form is {form!r}; it must be one of: {', '.join(KL_FORMS)}")
+    distance = (mean - reference_mean).square() / (2 * std.square())
+    closed = distance.mean(dim=tuple(range(1, distance.dim())))
+    return closed if form == "full" else closed * dt.abs()
+
+
+@dataclass(frozen=True)
+class FlowGRPO:
+    """The clipped loss of stochastic denoising steps, for any rule of `sde_step` (DanceGRPO and DDPO use it too).
+
+    guidance_scale: of the training forward; 1 trains without guidance. beta: weight of the KL to the reference.
+    rule, noise_level and log_prob are those of the rollout: replay gives its log-probs again.
+    """
+
+    rule: str = "flow_grpo"
+    noise_level: float = 0.7
+    log_prob: str = "mean"
+    guidance_scale: float = 1.0
+    clip_range: float = 1e-4
+    beta: float = 0.0
+    kl_form: str = "full"
+    guard: bool = False
+
+    def replay(self, velocity: Callable[..., T], rows: DenoisingRows) -> Step:
+        """The rows' steps under the present weights: log-probs (M), mean (M, …), std (M, 1, …)."""
+        v = velocity(rows.x, rows.timesteps, rows.conditions, self.guidance_scale)
+        return sde_step(
+            rows.x, v, rows.sigma, rows.sigma_next, self.noise_level, rule=self.rule, prev_sample=rows.x_next,
+            reduction=self.log_prob,
+        )  # fmt: skip
+
+    def loss(self, context: LossContext, rows: DenoisingRows, denominator: float | T) -> LossOutcome:
+        """Sum over valid rows / denominator, so that micro-batches and ranks add up to one batch."""
+        step = self.replay(context.velocity, rows)
+        raw = log_ratio(step.log_prob, rows.log_probs)
+        ratios = self.guarded(raw, step, rows) if self.guard else raw
+        losses = clipped_surrogate(ratios, rows.advantages, self.clip_range)
+        if self.guard:
+            losses = losses / (rows.sigma - rows.sigma_next)
+        metrics = ratio_metrics(raw.detach(), ratios.detach(), rows.valid, self.clip_range)
+        if self.beta > 0:
+            kl = self.kl(context, rows, step)
+            losses = losses + self.beta * kl
+            metrics["kl"] = weighted_mean(kl.detach(), rows.valid)
+        return LossOutcome((losses * rows.valid).sum() / denominator, metrics)
+
+    def guarded(self, raw: T, step: Step, rows: DenoisingRows) -> T:
+        """(M) log ratios as GRPO-Guard normalises them; ConfigError when the rollout kept no step means."""
+        if rows.rollout_means is None:
+            raise ConfigError("GRPO-Guard compares step means: sample with keep_means")
+        return guarded_log_ratio(raw, step.mean, rows.rollout_means, step.std, self.log_prob)
+
+    def kl(self, context: LossContext, rows: DenoisingRows, step: Step) -> T:
+        """(M) KL of each step to the reference policy."""
+        with torch.no_grad(), context.policy.reference():
+            reference = self.replay(context.velocity, rows).mean
+        if self.rule == "cps":  # the surrogate log-prob has no spread either
+            return (step.mean - reference).square().flatten(1).mean(dim=1)
+        return gaussian_kl(step.mean, reference, step.std, rows.sigma_next - rows.sigma, self.kl_form)
+
+
+def ratio_metrics(raw: T, ratios: T, valid: T, clip_range: float) -> dict[str, float]:
+    """Mean and spread of the ratios, share outside the clip range, largest |Δlogp|; over valid rows."""
+    outside = ((ratios.exp() - 1).abs() > clip_range).float()
+    return {
+        "ratio_mean": weighted_mean(ratios.exp(), valid),
+        "clip_fraction": weighted_mean(outside, valid),
+        "approx_kl": weighted_mean(0.5 * raw.square(), valid),
+        "logp_diff_max": float((raw.abs() * valid).max()) if len(raw) else 0.0,
+    }
+
+

@@ -1,0 +1,116 @@
+"""DiffusionNFT (arXiv 2509.16117): policy improvement on the forward process, from the finished samples of an ODE.
+
+The rollout policy `old` splits the update into a positive and a negative branch around its own velocity; no log-prob
+and no trajectory is needed. `old` then follows the trained weights with a decay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import ConfigError
+from ...rollout.diffusion_steps import per_sample
+from ...strategy.seeding import derive_seed
+from .context import LossContext, LossOutcome, weighted_mean
+from .rows import DenoisingRows
+
+T = torch.Tensor
+ADV_MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
+DECAY_TYPES = (0, 1, 2)
+
+
+def old_policy_decay(step: int, decay_type: int) -> float:
+    """eta of old = eta old + (1 - eta) new after policy step n: 0; min(0.001 n, 0.5); 0 until 75, then
+    min(0.0075 (n - 75), 0.999)."""
+    if decay_type not in DECAY_TYPES:
+        raise ConfigError(f"decay_type is {decay_type!r}; it must be 0, 1 or 2")
+    if decay_type == 0:
+        return 0.0
+    if decay_type == 1:
+        return min(0.001 * step, 0.5)
+    return 0.0 if step < 75 else min(0.0075 * (step - 75), 0.999)
+
+
+def optimality(advantages: T, adv_max: float, mode: str = "all") -> T:
+    """(M) r = clamp(A / A_max / 2 + 1/2, 0, 1): how far a sample counts as positive.
+
+    mode first maps the advantage: all keeps it, positive_only and negative_only drop one sign, one_only gives 1 to
+    positive and 0 to other samples, binary takes the sign.
+    """
+    if mode not in ADV_MODES:
+        raise ConfigError(f"adv_mode is {mode!r}; it must be one of: {', '.join(ADV_MODES)}")
+    mapped = {
+        "all": advantages,
+        "positive_only": advantages.clamp(min=0),
+        "negative_only": advantages.clamp(max=0),
+        "one_only": (advantages > 0).to(advantages.dtype),
+        "binary": advantages.sign(),
+    }[mode]
+    return (mapped / adv_max / 2 + 0.5).clamp(0, 1)
+
+
+def branch_loss(mixed: T, velocity: T, time: T, data: T) -> T:
+    """(M) squared error of the predicted data, divided by its own mean absolute error (no gradient through that)."""
+    error = mixed - time * velocity - data
+    weight = error.detach().abs().flatten(1).mean(dim=1).clamp_min(1e-5)
+    return error.square().flatten(1).mean(dim=1) / weight
+
+
+def nft_loss(v: T, v_old: T, mixed: T, data: T, time: T, r: T, *, beta: float = 1.0, adv_max: float = 1.0) -> T:
+    """(M) (r L+ + (1 - r) L-) / beta * A_max, before the KL term.
+
+    v, v_old, mixed, data (M, …); time (M) in 0..1; r (M). v+ = beta v + (1-beta) v_old, v- = (1+beta) v_old - beta v.
+    """
+    when = per_sample(time, mixed)
+    positive = branch_loss(mixed, beta * v + (1 - beta) * v_old, when, data)
+    negative = branch_loss(mixed, (1 + beta) * v_old - beta * v, when, data)
+    return (r * positive + (1 - r) * negative) / beta * adv_max
+
+
+def forward_noise(seed: int, rows: DenoisingRows) -> T:
+    """(M, …) unit normal that depends on the seed, the sample and the step only, not on rank or micro-batch."""
+    shape = rows.data.shape[1:]
+    draws = []
+    for sample, step in zip(rows.sample_id.tolist(), rows.steps.tolist()):
+        generator = torch.Generator().manual_seed(derive_seed(seed, "forward", sample, step))
+        draws.append(torch.randn(shape, generator=generator, dtype=rows.data.dtype))
+    return torch.stack(draws).to(rows.data.device)
+
+
+@dataclass(frozen=True)
+class DiffusionNFT:
+    """Loss of DiffusionNFT on rows of ODE rollouts; `context.old` holds the rollout weights."""
+
+    beta: float = 1.0
+    adv_max: float = 5.0
+    adv_mode: str = "all"
+    kl_beta: float = 1e-4
+    guidance_scale: float = 1.0
+
+    def loss(self, context: LossContext, rows: DenoisingRows, denominator: float | T) -> LossOutcome:
+        """Sum over valid rows / denominator. Raises ValueError without the old policy."""
+        if context.old is None:
+            raise ValueError("DiffusionNFT needs the old policy's weights in the context")
+        time, when = rows.sigma, per_sample(rows.sigma, rows.data)
+        mixed = (1 - when) * rows.data + when * forward_noise(context.seed, rows)
+        inputs = (mixed, rows.timesteps, rows.conditions, self.guidance_scale)
+        with torch.no_grad(), context.old.swapped():
+            v_old = context.velocity(*inputs)
+        v_reference = None
+        if self.kl_beta > 0:
+            with torch.no_grad(), context.policy.reference():
+                v_reference = context.velocity(*inputs)
+        v = context.velocity(*inputs)
+        r = optimality(rows.advantages, self.adv_max, self.adv_mode)
+        losses = nft_loss(v, v_old, mixed, rows.data, time, r, beta=self.beta, adv_max=self.adv_max)
+        metrics = {
+            "optimality": weighted_mean(r, rows.valid),
+            "old_deviation": weighted_mean((v - v_old).detach().square().flatten(1).mean(dim=1), rows.valid),
+        }
+        if v_reference is not None:
+            kl = (v - v_reference).square().flatten(1).mean(dim=1)
+            losses = losses + self.kl_beta * kl
+            metrics["kl"] = weighted_mean(kl.detach(), rows.valid)
+        return LossOutcome((losses * rows.valid).sum() / denominator, metrics)

@@ -1,0 +1,211 @@
+"""Sequences the stages from prompts to experience: rollout, rewards, forward passes by role, advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..config.schema import AlgorithmConfig
+from ..errors import ConfigError
+from ..models.actor import Actor
+from ..observe.metrics import PhaseTimer
+from ..rewards.engine import RewardComputationEngine
+from ..rollout.engine import RolloutEngine, SamplingSettings
+from ..rollout.multimodal import MultimodalDataProcessor
+from ..rollout.parity import ParityGate
+from ..rollout.prompt_batch import PromptBatch
+from ..rollout.records import Rollout, collate, remember_rewards
+from ..rollout.samples import Samples, SamplesVL
+from ..rollout.stage import RolloutStage
+from .advantage_calculator import assign_advantages, get_advantage_calculator, get_advantages_and_returns
+from .dynamic_sampling import DynamicSampling
+from .experience import Experience, ExperienceVL
+from .experience_stages import ForwardStage
+
+__all__ = ["FastExperienceMaker", "MakerSettings", "MultimodalDataProcessor", "RewardComputationEngine"]
+
+T = torch.Tensor
+MorePrompts = Callable[[], PromptBatch]
+_SAMPLING_KEYS = (
+    "temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "skip_special_tokens", "first_token_temperature",
+)  # fmt: skip
+
+
+@dataclass
+class MakerSettings:
+    """What the contract's constructor has no argument for.
+
+    engine: None builds the transformers engine around the actor. data_processor, rewards: None builds them from the
+    constructor's arguments. dynamic_sampling_tries: 1 turns dynamic sampling off.
+    """
+
+    engine: RolloutEngine | None = None
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    micro_batch_size: int = 8
+    dynamic_sampling_tries: int = 1
+    run_seed: int = 42
+    data_processor: MultimodalDataProcessor | None = None
+    rewards: RewardComputationEngine | None = None
+    timer: PhaseTimer | None = None
+
+
+class FastExperienceMaker:
+    """Makes experience for one training step (the interface follows LightRFT).
+
+    actor, critic, initial_model: an `Actor`, `Critic` and a reference (a callable like the actor), plain or prepared by
+    the strategy; critic and initial_model may be None. reward_model, remote_rm_url, reward_fn, reward_fn_label_map,
+    reward_recipe: as in `RewardComputationEngine`. kl_controller: its `value` weighs the KL in the reward.
+    processor: the model's multimodal processor, None for text-only models.
+    """
+
+    def __init__(
+        self,
+        actor,
+        critic,
+        reward_model,
+        initial_model,
+        tokenizer,
+        prompt_max_len: int,
+        kl_controller,
+        strategy,
+        remote_rm_url=None,
+        reward_fn=None,
+        reward_fn_label_map=None,
+        reward_recipe=None,
+        packing_samples: bool = False,
+        processor=None,
+        settings: MakerSettings | None = None,
+    ):
+        self.settings = settings = settings or MakerSettings()
+        self.tokenizer, self.kl_controller, self.strategy = tokenizer, kl_controller, strategy
+        self.vision = processor is not None
+        data_processor = settings.data_processor or MultimodalDataProcessor(tokenizer, processor, prompt_max_len)
+        self.engine = settings.engine or _transformers_engine(actor, tokenizer, processor)
+        self.rollout_stage = RolloutStage(self.engine, data_processor, settings.run_seed)
+        self.rewards = settings.rewards or RewardComputationEngine(
+            reward_model, remote_rm_url, None, reward_fn, reward_fn_label_map, reward_recipe, tokenizer, strategy,
+            packing_samples,
+        )  # fmt: skip
+        self.forward_stage = ForwardStage(
+            actor, initial_model, critic, strategy.device, kl_estimator=settings.algorithm.kl_estimator
+        )
+        self.calculator = get_advantage_calculator(settings.algorithm.advantage_estimator, settings.algorithm)
+        self.gate: ParityGate | None = None
+        self.policy_version = 0
+        self.stage_metrics: dict[str, float] = {}
+        self.last_samples: list[Samples | SamplesVL] = []
+
+    def make_experience_list(
+        self,
+        all_prompts: list[str],
+        all_images: list | None = None,
+        all_videos: list | None = None,
+        all_references: list | None = None,
+        all_labels: list | None = None,
+        **generate_kwargs: Any,
+    ) -> list[Experience | ExperienceVL]:
+        """Experience of P prompts with n samples each, in padded micro-batches on the host.
+
+        generate_kwargs: temperature, top_p, top_k, max_new_tokens, min_new_tokens, skip_special_tokens,
+        first_token_temperature, gamma, lambd; defaults from the settings. Unknown names raise ConfigError.
+        """
+        batch = PromptBatch.of(all_prompts, all_images, all_videos, all_references, all_labels)
+        return self.make_experiences(batch, **generate_kwargs)
+
+    def make_experiences(
+        self, batch: PromptBatch, more: MorePrompts | None = None, **generate_kwargs: Any
+    ) -> list[Experience | ExperienceVL]:
+        """As `make_experience_list`, for a batch with ids and metadata. `more` brings prompts for dynamic sampling."""
+        sampling, estimator_kwargs = self._split_kwargs(generate_kwargs)
+        rollouts = self._scored_rollouts(batch, sampling, more)
+        samples = self._micro_batches(rollouts)
+        self.last_samples = samples
+        with self._phase("forward"):
+            experiences = self.forward_stage.run(samples, sampling.scoring)
+        estimator_kwargs["max_new_tokens"] = sampling.max_new_tokens
+        rewards = [each.rewards for each in samples]
+        return assign_advantages(self.calculator, experiences, rewards, self.kl_controller.value, estimator_kwargs)
+
+    def generate_samples(
+        self,
+        all_prompts: list[str],
+        all_images: list | None = None,
+        all_videos: list | None = None,
+        all_references: list | None = None,
+        all_labels: list | None = None,
+        **generate_kwargs: Any,
+    ) -> list[Samples | SamplesVL]:
+        """Unscored rollouts of P prompts in micro-batches; arguments as in `make_experience_list`."""
+        batch = PromptBatch.of(all_prompts, all_images, all_videos, all_references, all_labels)
+        sampling, _ = self._split_kwargs(generate_kwargs)
+        return self._micro_batches(self.generate(batch, sampling))
+
+    def generate(self, batch: PromptBatch, sampling: SamplingSettings, purpose: str = "rollout") -> list[Rollout]:
+        """Unscored rollouts, prompt-major."""
+        with self._phase("generate"):
+            return self.rollout_stage.generate(
+                batch, sampling, policy_version=self.policy_version, purpose=purpose
+            )
+
+    def score(self, rollouts: list[Rollout]) -> list[Samples | SamplesVL]:
+        """Score rollouts with the reward engine: they remember their rewards, and come back as micro-batches."""
+        samples = self._micro_batches(rollouts)
+        with self._phase("reward"):
+            output = self.rewards.compute_rewards(samples, self.vision, "cpu")
+        self.stage_metrics |= output.metrics
+        start = 0
+        for each in samples:
+            remember_rewards(rollouts[start : start + len(each)], each)
+            start += len(each)
+        return samples
+
+    def get_advantages_and_returns(
+        self, values: T, rewards: T, action_mask: T, gamma: float, lambd: float
+    ) -> tuple[T, T]:
+        """GAE of (B, A) values and token rewards: (advantages, returns), each (B, A)."""
+        return get_advantages_and_returns(values, rewards, action_mask, gamma, lambd)
+
+    def _scored_rollouts(
+        self, batch: PromptBatch, sampling: SamplingSettings, more: MorePrompts | None
+    ) -> list[Rollout]:
+        def sample_round(number: int) -> list[Rollout]:
+            prompts = batch if number == 0 else more()
+            rollouts = self.generate(prompts, sampling)
+            self.score(rollouts)
+            return rollouts
+
+        self.stage_metrics = {}
+        if self.settings.dynamic_sampling_tries == 1 or more is None:
+            return sample_round(0)
+        dynamic = DynamicSampling(wanted=len(batch), tries=self.settings.dynamic_sampling_tries)
+        rollouts = dynamic.collect(sample_round)
+        self.stage_metrics |= {"dynamic_rounds": dynamic.rounds, "dynamic_filled_groups": dynamic.filled}
+        return rollouts
+
+    def _micro_batches(self, rollouts: list[Rollout]) -> list[Samples | SamplesVL]:
+        size, pad = self.settings.micro_batch_size, self.tokenizer.pad_token_id
+        return [collate(rollouts[i : i + size], pad, self.vision) for i in range(0, len(rollouts), size)]
+
+    def _split_kwargs(self, generate_kwargs: dict[str, Any]) -> tuple[SamplingSettings, dict[str, Any]]:
+        """Sampling settings, and a new dict for the estimator; the caller's dict is only read."""
+        sampling = {name: value for name, value in generate_kwargs.items() if name in _SAMPLING_KEYS}
+        estimator = {name: value for name, value in generate_kwargs.items() if name in ("gamma", "lambd")}
+        unknown = sorted(set(generate_kwargs) - set(sampling) - set(estimator))
+        if unknown:
+            raise ConfigError(f"unknown generation argument(s): {', '.join(unknown)}")
+        return SamplingSettings.from_kwargs(self.settings.sampling, **sampling), estimator
+
+    def _phase(self, name: str):
+        return self.settings.timer.phase(name) if self.settings.timer is not None else nullcontext()
+
+
+def _transformers_engine(actor, tokenizer, processor) -> RolloutEngine:
+    from ..rollout.hf_engine import TransformersEngine
+
+    module = actor if isinstance(actor, Actor) else actor.module
+    return TransformersEngine(module, tokenizer, processor)

@@ -1,0 +1,145 @@
+"""Rows in every accepted form, and the errors for those that are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrft_visual.config.schema import DataConfig
+from lightrft_visual.data.rows import parse_row
+from lightrft_visual.errors import DataError
+
+
+def parse(raw, **settings):
+    return parse_row(raw, DataConfig(**settings), source="rows.jsonl:3", root="/data", index=7)
+
+
+def text(content):
+    return {"type": "text", "text": content}
+
+
+IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
+
+
+def test_a_plain_row():
+    row = parse({"prompt": "hi", "images": "a.png", "label": "math", "reference": "4", "level": 2, "url": "x"})
+    assert row.prompt == [{"role": "user", "content": [IMAGE, text("hi")]}]
+    assert (row.images, row.videos, row.label, row.reference) == (["/data/a.png"], [], "math", "4")
+    assert row.metadata == {"level": 2, "url": "x"}
+    assert (row.source, row.index) == ("rows.jsonl:3", 7)
+
+
+def test_placeholders_in_strings_take_media_in_order():
+    row = parse({"prompt": "<image>and <video> or\n<image>?", "images": ["a", "/b"], "videos": ["c"]})
+    assert row.prompt[0]["content"] == [IMAGE, text("and "), VIDEO, text(" or\n"), IMAGE, text("?")]
+    assert row.images == ["/data/a", "/b"] and row.videos == ["/data/c"]
+
+
+def test_media_without_placeholders_go_before_the_text_of_the_first_user_message():
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "q"}]
+    row = parse({"prompt": messages, "images": ["a", "b"], "videos": "c"})
+    assert row.prompt[0]["content"] == [text("be brief")]
+    assert row.prompt[1]["content"] == [IMAGE, IMAGE, VIDEO, text("q")]
+
+
+def test_content_parts_in_both_spellings_keep_their_own_sources_in_place():
+    parts = [
+        {"type": "image_url", "image_url": {"url": "https://host/1.png", "detail": "high"}},
+        {"type": "image"},
+        {"type": "image_url", "image_url": "2.png"},
+        {"type": "image", "image": b"3", "text": None},
+        {"type": "image", "image": {"bytes": b"4", "path": None}},
+        {"type": "video", "video": "v.mp4", "fps": 1.0},
+        {"type": "text", "text": "which <image>?"},
+        "and so",
+    ]
+    row = parse({"prompt": [{"role": "user", "content": parts}], "images": ["x.png", "y.png"]})
+    assert row.images == [
+        "https://host/1.png", "/data/x.png", "/data/2.png", b"3", {"bytes": b"4", "path": None}, "/data/y.png"
+    ]  # fmt: skip
+    assert row.videos == [{"video": "/data/v.mp4", "fps": 1.0}]
+    assert row.prompt[0]["content"] == [IMAGE] * 5 + [VIDEO, text("which "), IMAGE, text("?"), text("and so")]
+
+
+def test_earlier_turns_of_a_conversation_stay():
+    messages = [
+        {"role": "user", "content": "<image>?"},
+        {"role": "assistant", "content": "a cat"},
+        {"role": "user", "content": "and <image>?"},
+    ]
+    row = parse({"prompt": messages, "images": ["a", "b"]})
+    assert [message["role"] for message in row.prompt] == ["user", "assistant", "user"]
+    assert row.images == ["/data/a", "/data/b"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "wanted", "left"),
+    [
+        ({"reference": "1", "answer": "2"}, "1", {"answer": "2"}),
+        ({"reference": 0}, 0, {}),
+        ({"reference": None, "answer": "2"}, "2", {}),
+        ({"ground_truth": ["a", "b"]}, ["a", "b"], {}),
+        ({"reward_model": {"ground_truth": "3", "style": "rule"}, "answer": "4"}, "3",
+         {"reward_model": {"ground_truth": "3", "style": "rule"}, "answer": "4"}),
+        ({"other": 1}, None, {"other": 1}),
+    ],
+)  # fmt: skip
+def test_where_the_reference_is_found(raw, wanted, left):
+    row = parse({"prompt": "q", **raw})
+    assert (row.reference, row.metadata) == (wanted, left)
+
+
+def test_a_reference_key_of_ones_own_may_step_into_mappings():
+    row = parse({"prompt": "q", "extra": {"solution": "x"}, "answer": "no"}, reference_key="extra.solution")
+    assert row.reference == "x"
+    with pytest.raises(DataError, match="no column 'solution' .reference_key"):
+        parse({"prompt": "q", "answer": "no"}, reference_key="solution")
+
+
+def test_other_column_names():
+    row = parse({"q": "hi", "pics": ["a"], "kind": 3}, input_key="q", images_key="pics", label_key="kind")
+    assert (row.images, row.label, row.metadata) == (["/data/a"], "3", {})
+
+
+def test_without_chat_template_the_string_is_kept():
+    row = parse({"prompt": "<|image_pad|> x <image>", "images": ["a"]}, apply_chat_template=False)
+    assert row.prompt == "<|image_pad|> x <image>" and row.images == ["/data/a"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"text": "hi", "images": []}, "no column 'prompt' .input_key.*text, images"),
+        ([1], "mapping"),
+        ({"prompt": None}, "no column 'prompt'"),
+        ({"prompt": "  "}, "prompt is empty"),
+        ({"prompt": 3}, "string or a list of chat messages"),
+        ({"prompt": []}, "string or a list of chat messages"),
+        ({"prompt": "<image>", "images": ["a", "b"]}, "1 image placeholder.* row has 2 image"),
+        ({"prompt": "<image> and <image>", "images": ["a"]}, "2 image placeholder.* row has 1 image"),
+        ({"prompt": "<video>"}, "1 video placeholder.* row has 0 video"),
+        ({"prompt": "hi", "images": ["a", None]}, "image 1 of 2 is empty"),
+        ({"prompt": "hi", "image": "a"}, "column 'image' is not read: set --images_key image"),
+        ({"prompt": "hi", "label": {"a": 1}}, "label is a short name"),
+        ({"prompt": [{"role": "robot", "content": "x"}]}, "message 0 needs a role"),
+        ({"prompt": [{"role": "user"}]}, "message 0 needs a role"),
+        ({"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "last message"),
+        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "unknown content part 'audio'"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image", "image": "a", "max_pixels": 9}]}]}, "max_pixels"),
+        ({"prompt": [{"role": "system", "content": "x"}], "images": ["a"]}, "no user message"),
+    ],
+)
+def test_bad_rows_are_errors_that_name_file_and_row(raw, message):
+    with pytest.raises(DataError, match=message) as caught:
+        parse(raw)
+    assert str(caught.value).startswith("rows.jsonl:3: ")
+
+
+@pytest.mark.parametrize("key", ["images_key", "videos_key", "label_key"])
+def test_a_column_named_by_the_user_must_exist(key):
+    with pytest.raises(DataError, match=f"no column 'mine' .{key}"):
+        parse({"prompt": "q"}, **{key: "mine"})
+
+
+def test_raw_strings_cannot_be_chat_messages():
+    with pytest.raises(DataError, match="apply_chat_template false the prompt must be a string"):
+        parse({"prompt": [{"role": "user", "content": "q"}]}, apply_chat_template=False)

@@ -1,0 +1,118 @@
+"""The prompt order: complete, mixed by the asked shares, the same for any rank count, exact on resume."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightrft_visual.data.sampler import PromptSampler, epoch_quotas
+from lightrft_visual.errors import ConfigError, DataError
+
+sizes_and_batch = st.tuples(st.lists(st.integers(1, 30), min_size=1, max_size=3), st.integers(1, 40))
+
+
+def stream(sampler, rows):
+    got = []
+    while len(got) < rows:
+        got += sampler.next_batch()
+    return got[:rows]
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes_and_batch, st.integers(0, 2**40), st.booleans())
+def test_every_epoch_holds_every_row_once(shape, seed, shuffle):
+    sizes, batch_size = shape
+    total = sum(sizes)
+    got = stream(PromptSampler(sizes, batch_size, seed=seed, shuffle=shuffle), 3 * total)
+    for epoch in range(3):
+        assert sorted(got[epoch * total : (epoch + 1) * total]) == list(range(total))
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes_and_batch, st.integers(0, 2**40), st.integers(0, 12), st.integers(1, 40))
+def test_resuming_continues_the_same_stream_even_with_another_batch_size(shape, seed, done, other_batch):
+    sizes, batch_size = shape
+    sampler = PromptSampler(sizes, batch_size, seed=seed)
+    for _ in range(done):
+        sampler.next_batch()
+    state = sampler.state_dict()
+    expected = stream(sampler, 60)
+    resumed = PromptSampler(sizes, other_batch, seed=seed)
+    resumed.next_batch()
+    resumed.load_state_dict(state)
+    assert stream(resumed, 60) == expected
+
+
+@given(st.integers(1, 6), st.integers(1, 8), st.integers(0, 100))
+def test_ranks_together_hold_the_global_batch_for_any_rank_count(per_rank, world_size, seed):
+    batch = PromptSampler([50], per_rank * world_size, seed=seed).next_batch()
+    shards = [PromptSampler.shard(batch, rank, world_size) for rank in range(world_size)]
+    assert [shards[place % world_size][place // world_size] for place in range(len(batch))] == batch
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.floats(0.05, 1)), min_size=1, max_size=4), st.integers(0, 2**40)
+)  # fmt: skip
+def test_mixing_meets_the_shares_in_every_epoch(parts, seed):
+    sizes, probabilities = [size for size, _ in parts], [probability for _, probability in parts]
+    sampler = PromptSampler(sizes, 7, seed=seed, probabilities=probabilities)
+    got = stream(sampler, 2 * sampler.epoch_length)
+    starts = [sum(sizes[:part]) for part in range(len(sizes))]
+    share = [probability / sum(probabilities) for probability in probabilities]
+    ideal = min(size / s for size, s in zip(sizes, share))
+    for epoch in range(2):
+        rows = got[epoch * sampler.epoch_length : (epoch + 1) * sampler.epoch_length]
+        for start, size, s in zip(starts, sizes, share):
+            count = sum(start <= row < start + size for row in rows)
+            assert abs(count - s * ideal) <= 1
+
+
+def test_a_larger_data_set_is_walked_through_before_any_row_repeats():
+    sampler = PromptSampler([5, 20], 10, seed=1, probabilities=[0.5, 0.5])
+    assert sampler.quotas == [5, 5]
+    counts = Counter(stream(sampler, 40))
+    assert all(counts[row] == 4 for row in range(5))
+    assert all(counts[row] == 1 for row in range(5, 25))
+
+
+def test_order_depends_on_seed_and_epoch_and_can_be_plain():
+    first = stream(PromptSampler([40], 8, seed=1), 80)
+    assert first != stream(PromptSampler([40], 8, seed=2), 80)
+    assert first[:40] != first[40:]
+    assert stream(PromptSampler([4], 3, seed=1, shuffle=False), 9) == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+
+
+def test_counting_batches_and_epochs():
+    sampler = PromptSampler([10], 4, seed=0)
+    assert [sampler.num_batches(epochs) for epochs in (1, 2, 3)] == [3, 5, 8]
+    assert [len(batch) for batch in islice(sampler, 5)] == [4] * 5
+    assert sampler.epoch == 2.0
+
+
+def test_a_data_set_smaller_than_a_batch_repeats_inside_it():
+    assert Counter(PromptSampler([3], 9, seed=0).next_batch()) == {0: 3, 1: 3, 2: 3}
+
+
+def test_resume_refuses_other_data():
+    state = PromptSampler([10], 4, seed=0).state_dict()
+    for other in (PromptSampler([11], 4, seed=0), PromptSampler([10], 4, seed=1)):
+        with pytest.raises(DataError, match="cannot resume the prompt order"):
+            other.load_state_dict(state)
+
+
+def test_impossible_arguments():
+    with pytest.raises(ConfigError, match="batch_size"):
+        PromptSampler([3], 0, seed=0)
+    with pytest.raises(DataError, match="at least one row"):
+        PromptSampler([3, 0], 1, seed=0)
+    with pytest.raises(ConfigError, match="2 mixing probabilities for 1"):
+        epoch_quotas([3], [0.5, 0.5])
+    with pytest.raises(ConfigError, match="positive"):
+        epoch_quotas([3, 3], [1.0, 0.0])
+    with pytest.raises(ConfigError, match="6 prompts does not divide over 4"):
+        PromptSampler.shard(list(range(6)), 0, 4)

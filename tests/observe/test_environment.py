@@ -1,0 +1,58 @@
+"""Secrets stay out of what a run writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from lightrft_visual.observe.environment import describe, mask_command, mask_config, mask_text, versions
+
+SECRET = "s3cr3t-value-0123456789"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--hf_token", SECRET],
+        [f"--reward.api_key={SECRET}"],
+        [f"output.wandb_api_key={SECRET}"],
+        ["--remote_rm_url", f"https://user:{SECRET}@host/score"],
+        ["--remote_rm_url", f"https://host/score?api_key={SECRET}&x=1"],
+        ["--password", SECRET],
+        ["--header", f"Authorization: Bearer {SECRET}"],
+        ["--note", "hf_abcdefghijklmnopqrstuvwxyz"],
+    ],
+)
+def test_secrets_on_the_command_line_are_masked(arguments):
+    text = " ".join(mask_command(["train.py", *arguments], environment={}))
+    assert SECRET not in text and "abcdefghijklm" not in text and "***" in text
+
+
+def test_ordinary_flags_stay_readable():
+    arguments = [
+        "--max_tokens_per_batch", "4096", "--input_key", "prompt", "--first_token_temperature=10",
+        "--reward_token_env", "RM_TOKEN", "train.seed=1", "--high_entropy_token_ratio", "0.2",
+    ]  # fmt: skip
+    assert mask_command(arguments, environment={}) == arguments
+
+
+def test_the_value_of_a_secret_variable_is_masked_anywhere():
+    environment = {"RM_TOKEN": SECRET, "HOME": "/home/user/long", "SHORT_KEY": "x"}
+    assert mask_text(f"curl -H {SECRET} /home/user/long", environment) == "curl -H *** /home/user/long"
+
+
+def test_config_leaves_are_masked_by_name_and_by_value():
+    config = {"reward": {"hf_token": "abc", "token": None, "urls": [f"http://u:{SECRET}@h"]}, "train": {"seed": 1}}
+    masked = mask_config(config, environment={})
+    assert masked == {"reward": {"hf_token": "***", "token": None, "urls": ["http://***@h"]}, "train": {"seed": 1}}
+
+
+def test_description_holds_command_versions_hardware(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--seed", "1"])
+    found = describe(world_size=2, started="2025-01-01T00:00:00+00:00")
+    assert found["command"][1:] == ["train.py", "--seed", "1"]
+    assert found["hardware"]["world_size"] == 2 and found["hardware"]["memory_gib"] > 0
+    assert versions()["torch"] == found["versions"]["torch"]
+    json.dumps(found, allow_nan=False)

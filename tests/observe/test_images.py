@@ -1,0 +1,105 @@
+"""Pictures of every kind become the same pixels."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightrft_visual.errors import DataError
+from lightrft_visual.observe.contact_sheet import contact_sheet, score_text, wrap, write_contact_sheet
+from lightrft_visual.observe.images import data_uri, film_strip, fit, is_video, to_pil, video_frames
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Image.fromarray(PIXELS),
+        PIXELS,
+        np.moveaxis(PIXELS, -1, 0),
+        torch.from_numpy(PIXELS).permute(2, 0, 1),
+        torch.from_numpy(PIXELS).permute(2, 0, 1).float() / 255,
+    ],
+)
+def test_every_form_gives_the_same_pixels(form):
+    assert np.array_equal(np.asarray(to_pil(form)), PIXELS)
+
+
+def test_floats_are_clamped_and_rounded_and_alpha_is_white():
+    values = torch.tensor([[[-1.0, 0.5, 2.0, float("nan")]]])
+    assert np.asarray(to_pil(values))[0, :, 0].tolist() == [0, 128, 255, 0]
+    assert to_pil(Image.new("RGBA", (1, 1), (255, 0, 0, 0))).getpixel((0, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("wrong", [np.zeros((2, 2, 7)), np.zeros(3), np.zeros((2, 2), np.int64), 5, None])
+def test_what_is_no_picture_is_refused(wrong):
+    with pytest.raises(DataError):
+        to_pil(wrong)
+
+
+def test_videos():
+    video = torch.rand(3, 5, 8, 6)
+    frames = video_frames(video)
+    assert len(frames) == 5 and frames[0].size == (6, 8)
+    assert np.array_equal(np.asarray(frames[2]), np.asarray(to_pil(video[:, 2])))
+    assert len(video_frames((video.transpose(0, 1) * 255).to(torch.uint8))) == 5
+    assert is_video(video) and is_video(frames) and not is_video(video[0]) and not is_video(frames[0])
+    assert film_strip(frames, 3, 16).size == (3 * 12 + 4, 16)
+    with pytest.raises(DataError):
+        film_strip([])
+    with pytest.raises(DataError):
+        video_frames(torch.rand(3, 8, 6))
+
+
+def test_fit_never_enlarges():
+    assert fit(Image.new("RGB", (10, 5)), 20).size == (10, 5)
+    assert fit(Image.new("RGB", (40, 1)), 20).size == (20, 1)
+
+
+def test_data_uri_holds_the_picture():
+    uri = data_uri(Image.fromarray(PIXELS), 64)
+    with Image.open(io.BytesIO(base64.b64decode(uri.split(",", 1)[1]))) as image:
+        assert image.size == (6, 4)
+
+
+def test_sheet_has_a_cell_for_each_picture():
+    records = [{"prompt": f"a cat {index}", "reward": index / 5, "images": [PIXELS]} for index in range(5)]
+    sheet = contact_sheet([*records, {"prompt": "no picture", "reward": 1.0}], columns=2, side=60)
+    assert sheet.width == 2 * 70 + 10
+    # PIXELS is 6 wide: enlarged ten times without blurring, in the first cell.
+    assert sheet.getpixel((12, 12)) == tuple(PIXELS[0, 0])
+    with pytest.raises(DataError):
+        contact_sheet([{"prompt": "nothing"}])
+
+
+def test_sheet_and_videos_on_disk(tmp_path):
+    import imageio.v2 as imageio
+
+    records = [
+        {"prompt": "moving", "reward": 0.5, "videos": [torch.rand(3, 6, 33, 35)]},
+        {"prompt": "bad", "reward": None, "valid": False, "videos": [torch.rand(3, 6, 32, 32)]},
+    ]
+    path = write_contact_sheet(tmp_path / "eval_epoch_000001", records)
+    assert sorted(item.name for item in path.parent.iterdir()) == [
+        "contact_sheet.png",
+        "video_000.mp4",
+        "video_001.mp4",
+    ]
+    with imageio.get_reader(path.parent / "video_000.mp4") as reader:
+        assert reader.get_data(0).shape == (32, 34, 3) and reader.count_frames() == 6
+
+
+def test_words_under_a_picture():
+    from PIL import ImageFont
+
+    assert score_text({"reward": 0.25, "components": {"ocr": 1.0}}) == "0.250  ocr 1"
+    assert score_text({"reward": 0.25, "valid": False}) == "no valid reward"
+    lines = wrap("word " * 100, ImageFont.load_default(12), 120, 2)
+    assert len(lines) == 2 and lines[-1].endswith("…")
+    assert wrap("", ImageFont.load_default(12), 120, 2) == [""]

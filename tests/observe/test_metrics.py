@@ -1,0 +1,138 @@
+"""Sums over micro-batches and ranks; time of nested phases."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightrft_visual.observe import metrics as metrics_module
+from lightrft_visual.observe.metrics import MetricsAccumulator, Moments, PhaseTimer
+
+NUMBERS = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30)
+
+
+def test_ratio_is_of_sums_not_a_mean_of_ratios():
+    accumulator = MetricsAccumulator()
+    accumulator.add("loss", torch.tensor(6.0), 3)
+    accumulator.add("loss", 1.0, torch.tensor(1))
+    accumulator.add("plain", 2.0)
+    accumulator.add("plain", 4.0)
+    assert accumulator.reduce() == {"loss": 7 / 4, "plain": 3.0}
+    assert accumulator.reduce() == {}
+
+
+def test_masked_mean_ignores_even_nan_where_masked():
+    accumulator = MetricsAccumulator()
+    accumulator.add_mean("kl", torch.tensor([1.0, math.nan, 4.0]), torch.tensor([True, False, True]))
+    accumulator.add_mean("kl", torch.tensor([7.0, 0.0]), torch.tensor([1, 0]))
+    assert accumulator.reduce() == {"kl": 4.0}
+
+
+def test_nothing_counted_is_left_out_rather_than_zero():
+    accumulator = MetricsAccumulator()
+    accumulator.add_mean("kl", torch.ones(2), torch.zeros(2, dtype=torch.bool))
+    accumulator.add_moments("reward", torch.zeros(0))
+    assert accumulator.reduce() == {}
+
+
+def test_totals_maxima_and_moments():
+    accumulator = MetricsAccumulator()
+    for part in (torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])):
+        accumulator.add_total("tokens", part.sum())
+        accumulator.add_max("largest", part.max())
+        accumulator.add_moments("reward", part)
+    result = accumulator.reduce()
+    assert result["tokens"] == 12.0 and result["largest"] == 6.0
+    assert result["reward_mean"] == 3.0 and result["reward_std"] == pytest.approx(math.sqrt(14 / 4))
+
+
+@pytest.mark.parametrize("order", [[1.0, math.nan], [math.nan, 1.0]])
+def test_a_nan_is_never_hidden_by_a_maximum(order):
+    accumulator = MetricsAccumulator()
+    for value in order:
+        accumulator.add_max("deviation", value)
+    assert math.isnan(accumulator.reduce()["deviation"])
+
+
+@given(values=NUMBERS, cut=st.integers(0, 30))
+def test_moments_do_not_depend_on_the_cut(values, cut):
+    whole = torch.tensor(values, dtype=torch.float64)
+    merged = Moments.of(whole[:cut]).merge(Moments.of(whole[cut:]))
+    assert merged.count == len(values)
+    assert merged.mean == pytest.approx(whole.mean().item(), abs=1e-9)
+    assert merged.std == pytest.approx(whole.std(unbiased=False).item(), abs=1e-6)
+
+
+def test_gradients_are_not_kept():
+    accumulator = MetricsAccumulator()
+    accumulator.add("loss", torch.ones(1, requires_grad=True).sum() * 2)
+    assert accumulator.reduce() == {"loss": 2.0}
+
+
+def test_ranks_are_combined_and_may_have_different_names(monkeypatch):
+    other = MetricsAccumulator()
+    other.add("loss", 1.0, 3.0)
+    other.add("images_only", 5.0)
+    other.add_max("worst", 9.0)
+    other.add_total("tokens", 10)
+    mine = MetricsAccumulator()
+    mine.add("loss", 2.0, 1.0)
+    mine.add_max("worst", 3.0)
+    mine.add_total("tokens", 1)
+    theirs = other._host_values()
+    monkeypatch.setattr(metrics_module, "all_gather_object", lambda value: [value, theirs])
+    assert mine.reduce() == {"loss": 0.75, "images_only": 5.0, "worst": 9.0, "tokens": 11.0}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_phases_nest_without_counting_twice():
+    clock = Clock()
+    timer = PhaseTimer(clock=clock)
+    with timer.phase("train"):
+        clock.now += 1
+        with timer.phase("sync"):
+            assert timer.current == "sync"
+            clock.now += 2
+        clock.now += 4
+    clock.now += 8
+    with timer.phase("sync"):
+        clock.now += 16
+    assert timer.current is None
+    assert timer.collect() == {"time_sync": 18.0, "time_train": 5.0, "time_step": 31.0}
+    clock.now += 1
+    assert timer.collect() == {"time_step": 1.0}
+
+
+def test_a_phase_that_raises_is_timed_and_left():
+    clock = Clock()
+    timer = PhaseTimer(clock=clock)
+    with pytest.raises(KeyError), timer.phase("reward"):
+        clock.now += 3
+        raise KeyError
+    assert timer.current is None and timer.collect()["time_reward"] == 3.0
+
+
+def test_the_device_is_waited_for_at_each_boundary():
+    calls = []
+    timer = PhaseTimer(synchronize=lambda: calls.append(1), clock=Clock())
+    with timer.phase("train"):
+        pass
+    assert len(calls) == 2
+
+
+def test_the_slowest_rank_sets_the_time(monkeypatch):
+    monkeypatch.setattr(
+        metrics_module, "all_gather_object", lambda value: [value, {"time_reward": 2.0, "time_step": 9.0}]
+    )
+    assert PhaseTimer(clock=Clock()).reduce() == {"time_step": 9.0, "time_reward": 2.0}

@@ -1,0 +1,141 @@
+"""What a run's folder holds after logging, cutting back and closing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.observe import report as report_module
+from lightrft_visual.observe.recorder import RecorderOptions, RunRecorder
+from lightrft_visual.observe.sinks import read_jsonl
+
+
+def picture(shade: int, size: int = 20) -> Image.Image:
+    return Image.new("RGB", (size, size), (shade, 0, 0))
+
+
+def recorder(folder, **options) -> RunRecorder:
+    return RunRecorder(folder, RecorderOptions(**({"report": False} | options)))
+
+
+def test_metrics_go_to_csv_and_json(tmp_path):
+    run = recorder(tmp_path)
+    run.log_step(1, {"loss": torch.tensor(0.5), "step": 99, "grad_norm": np.float32(2)})
+    run.log_eval(0, {"eval_reward": 0.25, "eval_count": 1})
+    run.close()
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 0.5, "grad_norm": 2.0}]
+    assert (tmp_path / "metrics.csv").read_text().splitlines()[1].startswith("1,,,0.5,,2.0,")
+    assert (
+        tmp_path / "eval_metrics.csv"
+    ).read_text() == "step,eval_reward,eval_reward_greedy,eval_count\n0,0.25,,1.0\n"
+
+
+def test_rollouts_keep_pictures_as_files(tmp_path):
+    run = recorder(tmp_path)
+    shared = picture(200)
+    records = [
+        {"prompt": "a\nb", "reward": 1.0, "images": [shared, torch.zeros(3, 900, 600)]},
+        {"prompt": "c", "reward": float("nan"), "images": [shared], "videos": [torch.rand(3, 9, 16, 16)]},
+        {"prompt": "text only", "reward": 0.0},
+    ]
+    path = run.save_rollouts(12, records)
+    assert path == tmp_path / "rollouts" / "step_000012.jsonl"
+    assert "base64" not in path.read_text()
+    first, second, third = read_jsonl(path)
+    assert first["step"] == 12 and first["images"][0] == second["images"][0]
+    assert second["reward"] is None and "images" not in third
+    for name in (*first["images"], *second["images"], *second["videos"]):
+        assert re.fullmatch(r"images/[0-9a-f]{20}\.(png|jpg)", name)
+        with Image.open(tmp_path / "rollouts" / name) as stored:
+            assert max(stored.size) <= 1100
+    with Image.open(tmp_path / "rollouts" / first["images"][0]) as stored:
+        assert stored.format == "PNG" and stored.convert("RGB").tobytes() == shared.tobytes()
+    with Image.open(tmp_path / "rollouts" / first["images"][1]) as stored:
+        assert stored.size == (341, 512)
+    assert records[0]["images"][0] is shared
+
+
+def test_cut_back_removes_everything_after_the_step(tmp_path):
+    run = recorder(tmp_path, use_tensorboard=True)
+    for step in (1, 2, 3):
+        run.log_step(step, {"loss": step})
+        run.log_eval(step, {"eval_reward": step})
+        run.save_rollouts(step, [{"images": [picture(step)]}, {"images": [picture(100)]}])
+        run.save_eval_rollouts(step, [{"images": [picture(10 + step)]}])
+        run.save_contact_sheet(step, [{"prompt": "p", "reward": 0.5, "images": [picture(step)]}])
+    run.close()
+    run = recorder(tmp_path)
+    run.cut_back(2)
+    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 3
+    assert len((tmp_path / "eval_metrics.csv").read_text().splitlines()) == 3
+    names = sorted(path.name for path in (tmp_path / "rollouts").glob("*.jsonl"))
+    assert names == ["eval_step_000001.jsonl", "eval_step_000002.jsonl", "step_000001.jsonl", "step_000002.jsonl"]
+    assert sorted(path.name for path in tmp_path.glob("eval_epoch_*")) == ["eval_epoch_000001", "eval_epoch_000002"]
+    assert len(list((tmp_path / "rollouts" / "images").iterdir())) == 5
+
+
+def test_a_fresh_start_in_an_old_folder_cuts_everything(tmp_path):
+    run = recorder(tmp_path)
+    run.log_eval(0, {"eval_reward": 1})
+    run.save_eval_rollouts(0, [{"images": [picture(1)]}])
+    run.cut_back(-1)
+    assert (tmp_path / "eval_metrics.csv").read_text() == "step,eval_reward,eval_reward_greedy\n"
+    assert not list((tmp_path / "rollouts" / "images").iterdir())
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    run = RunRecorder(tmp_path / "run", active=False)
+    run.write_env()
+    run.log_step(1, {"loss": 1})
+    run.log_eval(1, {"eval_reward": 1})
+    assert run.save_rollouts(1, [{"prompt": "x"}]) is None
+    assert run.save_contact_sheet(1, []) is None
+    run.cut_back(0)
+    run.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_env_keeps_the_first_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--hf_token", "topsecret"])
+    recorder(tmp_path).write_env()
+    first = json.loads((tmp_path / "env.json").read_text())
+    recorder(tmp_path).write_env()
+    second = json.loads((tmp_path / "env.json").read_text())
+    assert first["command"][1:] == ["train.py", "--hf_token", "***"]
+    assert second["started"] == first["started"] and len(second["restarts"]) == 1 and first["restarts"] == []
+
+
+def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="output_dir"):
+        RunRecorder(tmp_path / "file" / "run")
+
+
+def test_the_report_is_written_as_the_run_goes(tmp_path):
+    run = recorder(tmp_path, report=True, report_every=2)
+    run.log_step(1, {"reward_mean": 0.5})
+    assert not (tmp_path / "report.html").exists()
+    run.log_step(2, {"reward_mean": 0.6})
+    assert "reward" in (tmp_path / "report.html").read_text()
+    run.log_eval(2, {"eval_reward": 0.123})
+    assert "0.123" in (tmp_path / "report.html").read_text()
+    run.close()
+
+
+def test_a_report_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog):
+    def fail(*arguments):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(report_module, "write_report", fail)
+    run = recorder(tmp_path, report=True)
+    with caplog.at_level(logging.ERROR):
+        run.log_eval(0, {"eval_reward": 0.5})
+    assert "report.html could not be written" in caplog.text

@@ -1,0 +1,163 @@
+"""CSV whose columns grow, JSON lines, TensorBoard and W&B."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+import types
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.observe import sinks
+from lightrft_visual.observe.sinks import METRIC_COLUMNS, CsvSink, JsonlSink, TensorBoardSink, WandbSink, read_jsonl
+
+
+def read(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_first_columns_stand_in_their_order(tmp_path):
+    sink = CsvSink(tmp_path / "m.csv")
+    sink.append(1, {"zeta": 1, "time_sync": 0.5, "loss": 2.0, "reward_mean": 0.1})
+    header = (tmp_path / "m.csv").read_text().splitlines()[0].split(",")
+    assert header == [*METRIC_COLUMNS, "zeta"]
+    assert header[:6] == ["step", "reward_mean", "reward_std", "loss", "kl", "grad_norm"]
+
+
+def test_new_columns_widen_the_file(tmp_path):
+    sink = CsvSink(tmp_path / "m.csv", ("step", "a"))
+    sink.append(1, {"a": 1.0})
+    sink.append(2, {"b": 2.0})
+    assert read(tmp_path / "m.csv") == [{"step": "1", "a": "1.0", "b": ""}, {"step": "2", "a": "", "b": "2.0"}]
+
+
+@settings(max_examples=30, deadline=None)
+@given(values=st.lists(st.floats(allow_nan=False), min_size=1, max_size=5))
+def test_every_bit_of_a_number_survives(tmp_path_factory, values):
+    path = tmp_path_factory.getbasetemp() / "bits.csv"
+    path.unlink(missing_ok=True)
+    sink = CsvSink(path, ("step",))
+    for step, value in enumerate(values):
+        sink.append(step, {"x": value})
+    assert [float(row["x"]) for row in read(path)] == values
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_cutting_back_equals_never_having_gone_on(tmp_path_factory, data):
+    """k steps + (some steps, cut, the rest) leaves the same bytes as an uninterrupted run."""
+    names = st.sampled_from(["a", "b", "c"])
+    rows = data.draw(st.lists(st.dictionaries(names, st.floats(-9, 9)), min_size=2, max_size=8))
+    stop, cut = sorted(data.draw(st.tuples(*[st.integers(0, len(rows))] * 2)), reverse=True)
+    folder = tmp_path_factory.mktemp("cut")
+    for kind, suffix in ((CsvSink, "csv"), (JsonlSink, "jsonl")):
+        whole, resumed = folder / f"whole.{suffix}", folder / f"resumed.{suffix}"
+        sink = kind(whole)
+        for step, row in enumerate(rows, start=1):
+            sink.append(step, row)
+        sink = kind(resumed)
+        for step, row in enumerate(rows[:stop], start=1):
+            sink.append(step, row)
+        sink = kind(resumed)
+        sink.cut_back(cut)
+        for step, row in enumerate(rows[cut:], start=cut + 1):
+            sink.append(step, row)
+        assert resumed.read_bytes() == whole.read_bytes()
+
+
+def test_a_torn_last_row_is_dropped(tmp_path):
+    path = tmp_path / "m.csv"
+    path.write_text("step,a\n1,0.5\n2,0.")
+    CsvSink(path, ("step",)).append(3, {"a": 1.0})
+    assert [row["step"] for row in read(path)] == ["1", "2", "3"]
+    path.write_text("step,a,b\n1,0.5,1\n2,0.")
+    assert [row["step"] for row in CsvSink(path, ("step",)).rows()] == ["1"]
+
+
+def test_a_step_logged_again_replaces_what_followed(tmp_path):
+    for sink in (CsvSink(tmp_path / "m.csv", ("step", "a")), JsonlSink(tmp_path / "m.jsonl")):
+        for step in (1, 2, 3):
+            sink.append(step, {"a": float(step)})
+        sink.append(2, {"a": 20.0})
+    assert read(tmp_path / "m.csv") == [{"step": "1", "a": "1.0"}, {"step": "2", "a": "20.0"}]
+    assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 1, "a": 1.0}, {"step": 2, "a": 20.0}]
+
+
+def test_json_lines_are_strict(tmp_path):
+    sink = JsonlSink(tmp_path / "m.jsonl")
+    sink.append(1, {"a": math.nan, "b": math.inf, "text": "line\u2028end", "list": [1, math.nan]})
+    line = (tmp_path / "m.jsonl").read_text().rstrip("\n")
+    record = json.loads(line, parse_constant=lambda name: pytest.fail(name))
+    assert record == {"step": 1, "a": None, "b": None, "text": "line\u2028end", "list": [1, None]}
+    with open(tmp_path / "m.jsonl", "a") as file:
+        file.write('{"step": 2, "a"')
+    assert len(read_jsonl(tmp_path / "m.jsonl")) == 1
+    JsonlSink(tmp_path / "m.jsonl").append(2, {"a": 1})
+    assert [record["step"] for record in read_jsonl(tmp_path / "m.jsonl")] == [1, 2]
+
+
+def test_tensorboard_hides_the_steps_that_were_cut(tmp_path):
+    sink = TensorBoardSink(tmp_path / "tb")
+    for step in (1, 2, 3, 4):
+        sink.append(step, {"loss": float(step)})
+    sink.cut_back(2)
+    sink.append(3, {"loss": 30.0})
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tb"), purge_orphaned_data=True)
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+@pytest.mark.parametrize("make, name", [(TensorBoardSink, "tensorboard"), (WandbSink, "wandb")])
+def test_a_missing_package_is_named_at_the_start(tmp_path, monkeypatch, make, name):
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda package: None)
+    arguments = (tmp_path, "run") if make is WandbSink else (tmp_path,)
+    with pytest.raises(ConfigError, match=f"pip install {name}"):
+        make(*arguments)
+
+
+class FakeWandb(types.ModuleType):
+    """Stands in for the package: keeps what it was given."""
+
+    def __init__(self, failure: str | None = None):
+        super().__init__("wandb")
+        self.errors = types.SimpleNamespace(Error=RuntimeError)
+        self.failure, self.calls = failure, []
+
+    def init(self, **settings):
+        if self.failure:
+            raise RuntimeError(self.failure)
+        self.settings = settings
+        return types.SimpleNamespace(
+            define_metric=lambda *args, **kwargs: None,
+            log=self.calls.append,
+            finish=lambda: self.calls.append("finish"),
+        )
+
+
+def with_fake(monkeypatch, fake: FakeWandb) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda package: True)
+
+
+def test_wandb_gets_mode_and_steps(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    with_fake(monkeypatch, fake)
+    sink = WandbSink(tmp_path / "w", "run", mode="offline", config={"lr": 1})
+    sink.append(3, {"loss": 0.5})
+    sink.close()
+    assert fake.settings["mode"] == "offline" and fake.settings["config"] == {"lr": 1}
+    assert fake.calls == [{"step": 3, "loss": 0.5}, "finish"]
+
+
+def test_wandb_without_a_key_is_a_config_error(tmp_path, monkeypatch):
+    with_fake(monkeypatch, FakeWandb(failure="api_key not configured"))
+    with pytest.raises(ConfigError, match="WANDB_API_KEY"):
+        WandbSink(tmp_path / "w", "run")

@@ -1,0 +1,114 @@
+"""Reward servers for tests, well-behaved and broken: `with FaultyServer() as base:` then POST to base + '/refuse' etc."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server: FaultyServer = self.server.owner
+        kind = self.path.strip("/").split("/")[0]
+        with server.lock:
+            server.calls[kind] += 1
+            server.bodies.append(body)
+            server.headers.append(dict(self.headers))
+            call = server.calls[kind]
+            server.in_flight += 1
+            server.most_in_flight = max(server.most_in_flight, server.in_flight)
+        try:
+            self.answer(kind, body, call)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+        finally:
+            with server.lock:
+                server.in_flight -= 1
+
+    def answer(self, kind: str, body: dict, call: int) -> None:
+        size = len(body.get("queries", body.get("query", [])))
+        scores = [0.25 + index for index in range(size)]
+        plain = {
+            "good": scores,
+            "short": scores[:-1],
+            "nan": [float("nan")] * size,
+            "huge": [1e30] * size,
+            "strings": ["0.5"] * size,
+            "null": [None] * size,
+        }
+        if kind == "hang":
+            self.server.owner.released.wait(30)
+        if kind == "slow":
+            time.sleep(self.server.owner.delay)
+        if kind in ("good", "slow"):
+            self.reply(200, {"rewards": scores, "components": {"detail": scores}})
+        elif kind in plain:
+            self.reply(200, {"rewards": plain[kind]})
+        elif kind == "html":
+            self.reply(200, "<html>Bad gateway</html>", "text/html")
+        elif kind == "flaky":  # two failures, then well
+            self.reply(200 if call > 2 else 503, {"rewards": scores})
+        elif kind == "tenth":  # every tenth call fails
+            self.reply(500 if call % 10 == 0 else 200, {"rewards": scores})
+        elif kind == "openrlhf":
+            self.reply(200, {"rewards": scores, "scores": [1.0] * size, "extra_logs": {"length": [3.0] * size}})
+        elif kind == "list":
+            self.reply(200, scores)
+        elif kind == "empty":
+            self.reply(200, {})
+        else:
+            self.reply(int(kind), {"error": "no"})
+
+    def reply(self, status: int, content: object, content_type: str = "application/json") -> None:
+        data = (content if isinstance(content, str) else json.dumps(content)).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments: object) -> None:
+        """Quiet."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+class FaultyServer:
+    def __init__(self, delay: float = 0.0, port: int = 0) -> None:
+        self.calls: Counter[str] = Counter()
+        self.bodies: list[dict] = []
+        self.headers: list[dict] = []
+        self.in_flight = self.most_in_flight = 0
+        self.delay = delay
+        self.lock, self.released = threading.Lock(), threading.Event()
+        self._http = _Server(("127.0.0.1", port), Handler)
+        self._http.owner = self
+        self.base = f"http://127.0.0.1:{self._http.server_port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+
+    def __enter__(self) -> FaultyServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.released.set()
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join(timeout=5)
+
+
+def closed_port() -> int:
+    """A port on which nobody listens."""
+    probe = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    port = probe.server_port
+    probe.server_close()
+    return port

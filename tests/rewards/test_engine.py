@@ -1,0 +1,225 @@
+import logging
+import math
+import random
+
+import pytest
+import torch
+from reward_rollouts import make_samples
+
+from lightrft_visual.config.schema import RewardConfig
+from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.rewards import Failed, RewardComputationEngine, recipe_from_components
+
+
+def test_default_is_exact_match_over_uneven_micro_batches():
+    outputs = [make_samples(["Red.", "blue", "x"], ["red", "red", "X"]), make_samples(["2"], ["2"], first_id=3)]
+    result = RewardComputationEngine().compute_rewards(outputs, vlm_mode=True, device="cpu")
+    assert result.score.tolist() == [1, 0, 1, 1] and result.valid.all()
+    assert outputs[0].rewards.tolist() == [1, 0, 1] and outputs[1].rewards.tolist() == [1]
+    assert outputs[0].reward_metrics["exact"].tolist() == [1, 0, 1]
+    assert result.score.dtype == torch.float32 and outputs[1].reward_valid.tolist() == [True]
+
+
+def test_thousand_random_recipes_match_a_per_sample_reference():
+    """Each model sees exactly the samples whose recipe weighs it, once, and scores go back to their places."""
+    rng = random.Random(0)
+    names = ["m0", "m1", "m2"]
+    for _ in range(1000):
+        calls = {name: [] for name in names}
+
+        def model(name, calls=calls):
+            def run(sequences, mask, *, prompt_and_outputs, raw_images, img_num, references, labels):
+                calls[name].append(list(references))
+                return {"score": torch.tensor([value(name, r) for r in references])}
+
+            return run
+
+        recipe = {
+            label: [("model", rng.choice(names), rng.choice([0, 0.5, -1, 2])) for _ in range(rng.randint(1, 4))]
+            for label in ("a", "b", "c")
+        }
+        engine = RewardComputationEngine({name: model(name) for name in names}, reward_recipe=recipe)
+        sizes = [rng.randint(1, 4) for _ in range(rng.randint(1, 3))]
+        labels = [[rng.choice("abc") for _ in range(size)] for size in sizes]
+        first = [sum(sizes[:i]) for i in range(len(sizes))]
+        outputs = [
+            make_samples(["r"] * size, list(range(start, start + size)), rows, first_id=start)
+            for size, rows, start in zip(sizes, labels, first)
+        ]
+        result = engine.compute_rewards(outputs)
+        flat = [label for rows in labels for label in rows]
+        expected = [sum(w * value(key, i) for _, key, w in recipe[label]) for i, label in enumerate(flat)]
+        assert result.valid.all()
+        assert torch.allclose(result.score, torch.tensor(expected), atol=1e-5)
+        for name in names:
+            needs = [i for i, l in enumerate(flat) if sum(w for _, key, w in recipe[l] if key == name) != 0]
+            assert calls[name] == ([needs] if needs else [])
+
+
+def value(name: str, reference: int) -> float:
+    return (ord(name[-1]) % 7) + reference * 0.25
+
+
+def test_none_leaves_a_component_out_of_the_sum():
+    engine = RewardComputationEngine(custom_reward_func=[only_even, ones])
+    result = engine.compute_rewards([make_samples(["a", "bb", "ccc"], [0, 1, 2])])
+    assert result.score.tolist() == [11, 1, 11] and result.valid.all()
+    assert result.components["only_even"].isnan().tolist() == [False, True, False]
+    assert result.metrics["reward/only_even/not_applicable"] == 1 and result.metrics["reward/ones"] == 1
+
+
+def only_even(references):
+    return [10.0 if r % 2 == 0 else None for r in references]
+
+
+def ones(completions):
+    return [1.0] * len(completions)
+
+
+def test_all_none_is_invalid_not_zero():
+    result = RewardComputationEngine(custom_reward_func=only_even).compute_rewards(
+        [make_samples(["a"] * 4, [0, 1, 2, 4])]
+    )
+    assert result.valid.tolist() == [True, False, True, True]
+    assert math.isnan(result.score[1]) and result.metrics["reward/invalid_share"] == 0.25
+
+
+def test_a_failed_component_makes_its_sample_invalid():
+    def shaky(references):
+        return [Failed("no face") if r == 1 else 1.0 for r in references]
+
+    result = RewardComputationEngine(custom_reward_func=[shaky, ones]).compute_rewards(
+        [make_samples(["a"] * 3, [0, 1, 2])]
+    )
+    assert result.valid.tolist() == [True, False, True]
+    assert result.metrics["reward/shaky/failures"] == 1 and result.components["ones"].tolist() == [1, 1, 1]
+
+
+def test_above_the_threshold_the_run_stops_and_names_what_failed():
+    def shaky(references):
+        return [Failed("no face")] * len(references)
+
+    engine = RewardComputationEngine(custom_reward_func=shaky, config=RewardConfig(reward_max_invalid=0.9))
+    with pytest.raises(RewardError, match=r"100% of 2 rewards are invalid .*shaky: no face \(2 samples\)"):
+        engine.compute_rewards([make_samples(["a", "b"], [0, 1])])
+
+
+def test_aggregation_by_hand_never_sees_failed_samples():
+    def shaky(references):
+        return [Failed("late") if r == 0 else float(r) for r in references]
+
+    def reward_fn(model_reward_list, labels, queries, refs, label_map):
+        assert refs == [1, 2] and label_map == {"k": 3}
+        return model_reward_list[0] + model_reward_list[1], {"first": model_reward_list[0]}
+
+    engine = RewardComputationEngine(
+        custom_reward_func=[shaky, ones], reward_fn=reward_fn, reward_fn_label_map={"k": 3}, config=RewardConfig()
+    )
+    result = engine.compute_rewards([make_samples(["a"] * 3, [0, 1, 2])])
+    assert result.valid.tolist() == [False, True, True] and result.score[1:].tolist() == [2, 3]
+    assert result.components["first"][1:].tolist() == [1, 2]
+
+
+def test_reward_fn_without_model_rewards_is_a_plain_component():
+    result = RewardComputationEngine(reward_fn=ones, custom_reward_func=only_even).compute_rewards(
+        [make_samples(["a", "b"], [0, 1])]
+    )
+    assert result.score.tolist() == [11, 1]
+
+
+def test_label_recipes_with_rules_and_zero_weights():
+    recipe = {"count": [("rule", "numeric", 2.0), ("rule", "format", 0.5)], "free": [("rule", "exact", 0.0)]}
+    engine = RewardComputationEngine(reward_recipe=recipe)
+    samples = make_samples(["it is 3", "x"], ["3", "x"], ["count", "free"])
+    result = engine.compute_rewards([samples])
+    assert result.score.tolist() == [2, 0] and result.valid.all() and "exact" not in result.components
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"reward_recipe": {"a": [("rule", "exct", 1)]}}, "did you mean 'exact'"),
+        (
+            {"reward_recipe": {"a": [("model", "saftey", 1)]}, "reward_model": {"safety": print}},
+            "did you mean 'safety'",
+        ),
+        ({"reward_recipe": {"a": [("remote", "judge", 1)]}}, "remote reward 'judge'"),
+        ({"reward_recipe": {"a": [("func", "mine", 1)]}}, "function 'mine'"),
+        ({"reward_recipe": {"a": [("func", "gone.py:score", 1)]}}, "gone.py does not exist"),
+        ({"remote_rm_url": "localhost:8000"}, "write it as http"),
+        ({"remote_rm_url": "gone.py"}, "gone.py does not exist"),
+        ({"reward_fn": 3}, "not a callable"),
+    ],
+)
+def test_configuration_errors_come_on_construction(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        RewardComputationEngine(**arguments)
+
+
+def test_unknown_label_is_found_before_training():
+    engine = RewardComputationEngine(reward_recipe={"count": [("rule", "exact", 1)]})
+    with pytest.raises(ConfigError, match="did you mean 'count'"):
+        engine.check_labels(["count", "cuont"])
+
+
+def test_contract_argument_order():
+    engine = RewardComputationEngine(None, None, ones, None, None, None, None, None, False)
+    assert engine.compute_rewards([make_samples(["a"])], False, "cpu").score.tolist() == [1]
+
+
+def test_text_mode_keeps_pictures_out():
+    def count(images):
+        return [float(len(row)) for row in images]
+
+    samples = make_samples(["a"], images=[["picture"]])
+    engine = RewardComputationEngine(custom_reward_func=count)
+    assert engine.compute_rewards([samples], vlm_mode=True).score.tolist() == [1]
+    assert engine.compute_rewards([samples], vlm_mode=False).score.tolist() == [0]
+
+
+def test_generated_media_with_components():
+    recipe = recipe_from_components({"bright": 1.0, "jpeg_compressibility": 0.1}, {"bright": {"scorer": "pixel"}})
+    engine = RewardComputationEngine(reward_recipe=recipe)
+    result = engine.score_media(["white", "black"], images=[torch.ones(3, 8, 8), torch.zeros(3, 8, 8)])
+    assert result.components["bright"].tolist() == [1, 0]
+    expected = result.components["bright"] + 0.1 * result.components["jpeg_compressibility"]
+    assert torch.allclose(result.score, expected) and torch.equal(result.components["avg"], result.score)
+
+
+def test_media_lists_must_fit():
+    with pytest.raises(RewardError, match="images has 1 entries for 2 prompts"):
+        RewardComputationEngine(custom_reward_func=ones).score_media(["a", "b"], images=[torch.ones(3, 2, 2)])
+
+
+def test_py_file_as_remote_entry(tmp_path):
+    path = tmp_path / "remote_like.py"
+    path.write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': [4.0] * len(queries)}\n")
+    engine = RewardComputationEngine(None, str(path))
+    assert engine.compute_rewards([make_samples(["a", "b"])]).score.tolist() == [4, 4]
+
+
+def test_from_config(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def score(completions):\n    return [float(len(c)) for c in completions]\n")
+    engine = RewardComputationEngine.from_config(RewardConfig(reward_fn=f"{path}:score"))
+    assert engine.compute_rewards([make_samples(["abc"])]).score.tolist() == [3]
+    components = RewardConfig(components={"exact": 2.0})
+    assert RewardComputationEngine.from_config(components).compute_rewards([make_samples(["a"], ["a"])]).score == 2
+
+
+def test_no_payload_in_logs_or_errors(caplog):
+    caplog.set_level(logging.DEBUG)
+    secret = "SECRET-PAYLOAD"
+
+    def broken(completions):
+        return [float("nan")] * len(completions)
+
+    def shaky(completions):
+        return [Failed("late"), 1.0]
+
+    samples = make_samples([secret, secret], [secret, secret], images=[[secret], [secret]])
+    with pytest.raises(RewardError) as caught:
+        RewardComputationEngine(custom_reward_func=broken).compute_rewards([samples])
+    RewardComputationEngine(custom_reward_func=shaky).compute_rewards([samples])
+    assert "shaky: 1 of 2 samples failed: late" in caplog.text
+    assert secret not in caplog.text + str(caught.value) and secret[:6] not in repr(caught.value)

@@ -1,0 +1,97 @@
+import pytest
+
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rewards.failures import Failed
+from lightrft_visual.rewards.functions.answers import final_answer, last_boxed
+from lightrft_visual.rewards.functions.choice import Choice
+from lightrft_visual.rewards.functions.exact import Exact
+from lightrft_visual.rewards.functions.format import Format
+from lightrft_visual.rewards.functions.math import Math
+from lightrft_visual.rewards.functions.numeric import Numeric, last_number
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "wanted"),
+    [
+        ("Red.", "red", 1),
+        (" two  circles ", "Two circles", 1),
+        ("<think>blue</think><answer>red</answer>", "red", 1),
+        ("so \\boxed{red}", "red", 1),
+        ("reddish", "red", 0),
+        ("b", ["a", "b"], 1),
+        ("", "red", 0),
+        ("anything", None, None),
+        ("3", 3, 1),
+    ],
+)
+def test_exact(response, reference, wanted):
+    assert Exact()([response], [reference]) == [wanted]
+
+
+def test_exact_as_is():
+    assert Exact(normalised=False)(["Red", "red "], ["red", "red"]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("1,234.5 apples", 1234.5), ("3-2", 2), ("-2e3", -2000), ("12%", 0.12), ("none", None), (".5", 0.5), ("9. ", 9)],
+)
+def test_last_number(text, wanted):
+    assert last_number(text) == wanted
+
+
+def test_numeric():
+    score = Numeric(tolerance=0.01)
+    assert score(["about 100.5", "7", "no", "1"], ["100", "8", "3", "three"]) == [1, 0, 0, None]
+    assert score(["2"], [["1", "2"]]) == [1] and score(["2"], [None]) == [None]
+
+
+@pytest.mark.parametrize(
+    ("response", "wanted"),
+    [
+        ("B", "B"),
+        ("(b)", "B"),
+        ("B.", "B"),
+        ("The answer is B because A is wrong", "B"),
+        ("Answer: (C)", "C"),
+        ("I think [D] fits", "D"),
+        ("C) a cat", "C"),
+        ("A cat sits there", None),
+        ("the answer is a dog", None),
+        ("\\boxed{D}", "D"),
+        ("", None),
+    ],
+)
+def test_choice_letter(response, wanted):
+    assert Choice("ABCD").letter(final_answer(response)) == wanted
+
+
+def test_choice():
+    assert Choice()(["B", "A", "?", "C"], ["b", "B", "A", None]) == [1, 0, 0, None]
+    with pytest.raises(ConfigError):
+        Choice("A1")
+
+
+def test_format_reads_the_response_alone():
+    good = "<think>x</think>\n<answer>y</answer>"
+    assert Format()([good, "y", good + " more"]) == [1, 0, 0]
+    assert Format(r"\d+")(["12", "12a"]) == [1, 0]
+    with pytest.raises(ConfigError, match="regular expression"):
+        Format("(")
+
+
+def test_last_boxed_is_balanced():
+    assert last_boxed(r"\boxed{1} and \boxed{\frac{1}{2}}") == r"\frac{1}{2}"
+    assert last_boxed(r"\boxed{1") is None
+
+
+def test_math_equivalence_and_time_limit():
+    score = Math(seconds=2.0)
+    try:
+        answers = ["$\\frac{1}{2}$", "\\boxed{0.5}", "7", "\\boxed{(1, 2)}", "x"]
+        assert score(answers, ["0.5", "\\frac12", "8", "(1,2)", None]) == [1, 1, 0, 1, None]
+        (hostile, after) = score(["\\boxed{9^{9^{9^{9^9}}}}", "4"], ["3", "4"])
+        assert isinstance(hostile, Failed) and "no result within 2 s" in hostile.reason
+        assert after == 1
+    finally:
+        score.close()

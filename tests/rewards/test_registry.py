@@ -1,0 +1,33 @@
+import pytest
+
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rewards import registry
+from lightrft_visual.rewards.registry import BUILTIN, build_scorer, check_scorer, find_scorer, register_scorer
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN))
+def test_every_builtin_is_found(name):
+    assert callable(find_scorer(name))
+
+
+def test_unknown_name_and_setting_give_the_nearest():
+    with pytest.raises(ConfigError, match="'exct'; did you mean 'exact'"):
+        build_scorer("exct")
+    with pytest.raises(ConfigError, match="no setting 'tolerence'; did you mean 'tolerance'"):
+        check_scorer("numeric", {"tolerence": 1})
+    with pytest.raises(ConfigError, match="needs the setting 'head'"):
+        build_scorer("aesthetic")
+
+
+def test_register_function_and_class(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+
+    @register_scorer("length")
+    def length(completions, scale=1.0):
+        return [scale * len(c) for c in completions]
+
+    assert build_scorer("length", {"scale": 2.0})(completions=["abc"]) == [6.0]
+    with pytest.raises(ConfigError, match="registered already"):
+        register_scorer("length")(lambda completions: [])
+    with pytest.raises(ConfigError, match="registered already"):
+        register_scorer("exact")(length)

@@ -1,0 +1,242 @@
+import base64
+import io
+import logging
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from reward_rollouts import make_samples
+from reward_servers import FaultyServer, closed_port
+
+from lightrft_visual.config.schema import RewardConfig
+from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.rewards.remote import check_url, server_name
+
+NEVER_STOP = {"reward_max_invalid": 1.0, "reward_timeout": 1.0}
+
+
+def run(urls, outputs, **settings):
+    engine = RewardComputationEngine(None, urls, config=RewardConfig(**{**NEVER_STOP, **settings}))
+    try:
+        return engine.compute_rewards(outputs)
+    finally:
+        engine.close()
+
+
+def test_all_servers_and_micro_batches_are_asked_at_the_same_time():
+    """What makes the phase short: every request is in flight before the first reply. scripts/bench/rewards.py times it."""
+    outputs = [make_samples(["a", "b"], first_id=2 * i) for i in range(8)]
+    with FaultyServer(delay=0.5) as server:
+        result = run([f"{server.base}/slow/{i}" for i in range(3)], outputs, reward_timeout=20)
+    assert server.calls["slow"] == 24 and server.most_in_flight == 24
+    assert result.score.tolist() == [0.75, 3.75] * 8
+
+
+def test_no_more_requests_in_flight_than_the_limit():
+    outputs = [make_samples(["a"], first_id=i) for i in range(8)]
+    with FaultyServer(delay=0.05) as server:
+        result = run(f"{server.base}/slow", outputs, reward_concurrency=2, reward_timeout=20)
+    assert server.most_in_flight == 2 and result.valid.all()
+
+
+FAILURES = {
+    "refused": "connection failed",
+    "500": "HTTP 500",
+    "hang": "no reply within 1 s",
+    "html": "the reply is not JSON",
+    "short": "2 scores for 3 samples",
+    "nan": "a score is not finite",
+    "huge": "beyond",
+    "strings": "a score is a JSON string",
+}
+
+
+@pytest.mark.parametrize("kind", [*FAILURES, "list", "empty"])
+def test_every_failure_is_bounded_invalid_and_named(kind, caplog):
+    words = {**FAILURES, "list": "a JSON list, not an object", "empty": 'no "rewards"'}[kind]
+    with FaultyServer() as server:
+        base = f"http://127.0.0.1:{closed_port()}" if kind == "refused" else server.base
+        started = time.monotonic()
+        result = run(f"bad={base}/{kind}", [make_samples(["a", "b", "c"])])
+        assert time.monotonic() - started < 5  # the deadline is 1 s; generous for a busy machine
+    assert not result.valid.any() and result.score.isnan().all() and result.components["bad"].isnan().all()
+    assert result.metrics["reward/invalid_share"] == 1 and result.metrics["reward/bad/failures"] == 3
+    assert base in caplog.text and words in caplog.text
+
+
+def test_above_the_threshold_the_error_names_the_server():
+    with FaultyServer() as server, pytest.raises(RewardError, match=f"{server.base}/html: the reply is not JSON"):
+        run(f"{server.base}/html", [make_samples(["a"])], reward_max_invalid=0.5)
+
+
+def test_a_failing_server_leaves_the_others_scores_as_components():
+    with FaultyServer() as server:
+        result = run(f"ok={server.base}/good,bad={server.base}/html", [make_samples(["a", "b"])])
+    assert result.components["ok"].tolist() == [0.25, 1.25] and not result.valid.any()
+
+
+def test_only_the_bad_entries_of_a_reply_are_invalid(monkeypatch):
+    from reward_servers import Handler
+
+    def answer(handler, kind, body, call):
+        handler.reply(200, {"rewards": [1.0, float("inf"), None, "x", 2.0], "failed": [4]})
+
+    monkeypatch.setattr(Handler, "answer", answer)
+    with FaultyServer() as server:
+        result = run(f"r={server.base}/any", [make_samples(["a"] * 5)])
+    assert result.valid.tolist() == [True, False, False, False, False]
+    assert result.metrics["reward/r/failures"] == 3 and result.metrics["reward/r/not_applicable"] == 1
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("flaky", 3), ("500", 4), ("429", 4), ("404", 1), ("401", 1), ("html", 1)])
+def test_retries_only_where_they_can_help(kind, calls):
+    with FaultyServer() as server:
+        result = run(f"{server.base}/{kind}", [make_samples(["a"])], reward_timeout=6.0, reward_retries=3)
+    assert server.calls[kind] == calls and bool(result.valid.all()) == (kind == "flaky")
+
+
+def test_a_restarted_server_is_waited_for():
+    import threading
+
+    port = closed_port()
+    revived = FaultyServer(port=port)
+    revived._http.server_close()  # the port refuses until the server is back
+    back = {}
+
+    def revive():
+        back["server"] = FaultyServer(port=port).__enter__()
+
+    timer = threading.Timer(0.4, revive)
+    timer.start()
+    result = run(f"http://127.0.0.1:{port}/good", [make_samples(["a"])], reward_timeout=12)
+    timer.join()
+    back["server"].__exit__()
+    assert result.valid.all() and result.score.tolist() == [0.25]
+
+
+@pytest.mark.parametrize("broken", ["refused", "500", "hang", "html", "short"])
+def test_failover_to_another_replica(broken):
+    with FaultyServer() as server:
+        base = f"http://127.0.0.1:{closed_port()}" if broken == "refused" else server.base
+        outputs = [make_samples(["a", "b"], first_id=2 * i) for i in range(4)]
+        result = run(f"{base}/{broken}|{server.base}/good", outputs, reward_timeout=2.0, reward_retries=0)
+    assert result.valid.all() and result.score.tolist() == [0.25, 1.25] * 4
+
+
+def test_queued_requests_to_a_dead_server_fail_at_once():
+    outputs = [make_samples(["a"], first_id=i) for i in range(10)]
+    with FaultyServer() as server:
+        started = time.monotonic()
+        result = run(f"{server.base}/hang", outputs, reward_concurrency=2)
+        assert time.monotonic() - started < 5  # not 10 / 2 deadlines of 1 s
+    assert not result.valid.any() and server.calls["hang"] == 2
+
+
+def test_images_arrive_byte_equal_in_order_with_missing_ones_in_place_and_encoded_once(monkeypatch):
+    from lightrft_visual.rewards import imaging
+
+    encoded = []
+    original = imaging.encode_image
+    monkeypatch.setattr(imaging, "encode_image", lambda image, kind: encoded.append(image) or original(image, kind))
+    rng = np.random.default_rng(0)
+    first, second = (Image.fromarray(rng.integers(0, 256, (5, 7, 3), dtype=np.uint8)) for _ in range(2))
+    outputs = [make_samples(["a", "b"], images=[[first, second], [None, first]]), make_samples(["c"], images=[[]])]
+    with FaultyServer() as server:
+        run([f"{server.base}/good/{i}" for i in range(3)], outputs)
+    rows = [row for body in server.bodies for row in body.get("images", [])]
+    assert len(encoded) == 2 and len(rows) == 6
+    for row in rows:
+        got = [None if text is None else np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))) for text in row]
+        wanted = [np.asarray(first), np.asarray(second)] if row[0] is not None else [None, np.asarray(first)]
+        assert all((g is None and w is None) or np.array_equal(g, w) for g, w in zip(got, wanted, strict=True))
+
+
+def test_jpeg_by_flag():
+    picture = Image.new("RGB", (8, 8), "red")
+    with FaultyServer() as server:
+        run(f"{server.base}/good", [make_samples(["a"], images=[[picture]])], reward_image_format="jpeg")
+    assert base64.b64decode(server.bodies[0]["images"][0][0])[:2] == b"\xff\xd8"
+
+
+def test_our_wire():
+    samples = make_samples(["a", "b"], ["x", None], ["k", None], [{"level": 1}, {}], first_id=7)
+    with FaultyServer() as server:
+        result = run(f"r={server.base}/good", [samples])
+    assert server.bodies == [
+        {
+            "queries": ["prompt 0: a", "prompt 1: b"],
+            "prompts": ["prompt 0: ", "prompt 1: "],
+            "labels": ["k", None],
+            "references": ["x", None],
+            "metadata": [{"level": 1}, {}],
+            "ids": [7, 8],
+        }
+    ]
+    assert result.components["detail"].tolist() == [0.25, 1.25]
+
+
+def test_openrlhf_wire():
+    with FaultyServer() as server:
+        result = run(f"{server.base}/openrlhf", [make_samples(["a", "b"], ["x", "y"])], reward_wire="openrlhf")
+    assert server.bodies == [{"query": ["prompt 0: a", "prompt 1: b"], "prompts": ["prompt 0: ", "prompt 1: "], "labels": ["x", "y"]}]  # fmt: skip
+    assert result.score.tolist() == [0.25, 1.25] and result.components["length"].tolist() == [3, 3]
+
+
+def test_bearer_token_from_the_environment(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "s3cret")
+    with FaultyServer() as server:
+        run(f"{server.base}/good", [make_samples(["a"])], reward_token_env="MY_TOKEN")
+    assert server.headers[0]["Authorization"] == "Bearer s3cret"
+    monkeypatch.delenv("MY_TOKEN")
+    with pytest.raises(ConfigError, match="MY_TOKEN"):
+        run("http://127.0.0.1:1/x", [make_samples(["a"])], reward_token_env="MY_TOKEN")
+
+
+def test_urls_as_string_comma_string_and_list():
+    with FaultyServer() as server:
+        urls = [f"{server.base}/good/1", f"{server.base}/good/2"]
+        for given in (urls, ",".join(urls)):
+            assert run(given, [make_samples(["a"])]).score.tolist() == [0.5]
+        assert run(urls[0], [make_samples(["a"])]).score.tolist() == [0.25]
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/x", "http://", "/reward", "http://h:99999/"])
+def test_bad_urls(url):
+    with pytest.raises(ConfigError, match="write it as http"):
+        check_url(url)
+
+
+def test_server_name_holds_no_secret():
+    assert server_name("http://user:pw@host:80/a/b?key=1#x") == "http://host:80/a/b"
+
+
+def test_no_payload_in_logs(caplog):
+    caplog.set_level(logging.DEBUG)
+    picture = Image.new("RGB", (9, 9), "red")
+    samples = make_samples(["SECRET"], ["SECRET"], images=[[picture]])
+    with FaultyServer() as server:
+        for kind in ("html", "500", "strings"):
+            run(f"{server.base}/{kind}", [samples], reward_retries=0)
+        sent = server.bodies[0]["images"][0][0]
+    assert "SECRET" not in caplog.text and sent[:24] not in caplog.text and "failed" in caplog.text
+
+
+def test_ten_percent_of_calls_fail_and_the_valid_advantages_do_not_change():
+    """Group advantages by hand (mean of the group's valid rewards): a failed sample does not touch the others' rewards."""
+    groups = [[f"{'x' * (1 + i)}" for i in range(4)] for _ in range(5)]
+    config = RewardConfig(reward_retries=0, reward_max_invalid=0.9, reward_timeout=5.0)
+    with FaultyServer() as server:
+        flawed = RewardComputationEngine(None, f"{server.base}/tenth", config=config)
+        sound = RewardComputationEngine(None, f"{server.base}/good", config=config)
+        invalid = 0
+        for _ in range(50):
+            outputs = [make_samples(group, first_id=4 * i) for i, group in enumerate(groups)]
+            got, wanted = flawed.compute_rewards(outputs), sound.compute_rewards(outputs)
+            invalid += int((~got.valid).sum())
+            assert torch.equal(got.score[got.valid], wanted.score[got.valid])
+        flawed.close()
+        sound.close()
+    assert invalid == 50 * 5 * 4 // 10

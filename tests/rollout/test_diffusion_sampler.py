@@ -1,0 +1,139 @@
+"""The sampler against models whose answer is known."""
+
+import pytest
+import torch
+
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rollout.diffusion_sampler import (
+    DiffusionBatch,
+    DiffusionSampler,
+    NoiseConfig,
+    SamplingConfig,
+    flow_match_schedule,
+    sample_generators,
+    window_start,
+)
+from lightrft_visual.rollout.diffusion_steps import sde_step
+
+
+class Gaussian:
+    """Data N(m, s²): v = E[noise - data | x], in closed form."""
+
+    prediction = "flow"
+
+    def __init__(self, mean=0.5, std=0.8):
+        self.mean, self.std = mean, std
+
+    def velocity(self, latents, timesteps, conditions, guidance_scale):
+        sigma = (timesteps / 1000).to(latents.dtype).view(-1, *([1] * (latents.dim() - 1)))
+        variance = (1 - sigma) ** 2 * self.std**2 + sigma**2
+        centred = (latents - (1 - sigma) * self.mean) / variance
+        return sigma * centred - (self.mean + (1 - sigma) * self.std**2 * centred)
+
+    def default_schedule(self, num_steps, latent_shape, flow_shift):
+        return flow_match_schedule(num_steps, flow_shift or 1.0)
+
+
+def batch(count=4, shape=(2, 4, 4), **extra):
+    return DiffusionBatch({"text": torch.zeros(count, 3)}, shape, count, **extra)
+
+
+def draw(trajectory="sde", steps=6, count=4, noise=None, seeds=None, **extra):
+    sampler = DiffusionSampler(SamplingConfig(steps, trajectory=trajectory), noise)
+    return sampler.sample(Gaussian(), batch(count), generator=sample_generators(1, 0, seeds or range(count)), **extra)
+
+
+@pytest.mark.parametrize("trajectory", ("sde", "sde_reflow"))
+def test_sde_marginals_match_the_data(trajectory):
+    sampler = DiffusionSampler(SamplingConfig(1000, trajectory=trajectory), NoiseConfig(noise_level=0.5))
+    start = batch(1, (40_000,))
+    result = sampler.sample(Gaussian(), start, generator=torch.Generator().manual_seed(3))
+    assert result.latents.std().item() == pytest.approx(0.8, rel=0.01)
+    assert result.latents.mean().item() == pytest.approx(0.5, abs=0.02)
+
+
+def test_shapes_types_and_the_last_step():
+    result = draw()
+    assert result.trajectory.shape == (4, 7, 2, 4, 4) and result.log_probs.shape == (4, 6)
+    assert result.trajectory.dtype == result.log_probs.dtype == torch.float32
+    assert len(result.timesteps) == len(result.sigmas) == 6
+    assert result.stochastic.tolist() == [True] * 5 + [False]
+    assert not result.log_probs[:, -1].any() and torch.equal(result.trajectory[:, -1], result.latents)
+    ode = draw("ode")
+    assert ode.trajectory is None and ode.log_probs is None
+
+
+@pytest.mark.parametrize("trajectory,rule", (("sde", "flow_grpo"), ("sde_reflow", "dance"), ("cps", "cps")))
+def test_replay_gives_the_log_probs_exactly(trajectory, rule):
+    result = draw(trajectory)
+    sigmas = torch.cat([result.sigmas, torch.zeros(1)])
+    for index in range(5):
+        x = result.trajectory[:, index]
+        v = Gaussian().velocity(x, result.timesteps[index].expand(4), {}, 1.0)
+        step = sde_step(x, v, sigmas[index].expand(4), sigmas[index + 1].expand(4), 0.7, rule=rule,
+                        prev_sample=result.trajectory[:, index + 1])  # fmt: skip
+        assert torch.equal(step.log_prob, result.log_probs[:, index])
+
+
+def test_a_sample_depends_on_its_index_alone():
+    together, alone = draw(count=4), draw(count=2, seeds=[3, 1])
+    assert torch.equal(together.latents[[3, 1]], alone.latents)
+    torch.manual_seed(99)
+    assert torch.equal(draw(count=4).latents, together.latents)
+
+
+def test_a_single_generator_gives_every_sample_noise_of_its_own():
+    sampler = DiffusionSampler(SamplingConfig(3))
+    one = sampler.sample(Gaussian(), batch(), generator=torch.Generator().manual_seed(5))
+    two = sampler.sample(Gaussian(), batch(), generator=torch.Generator().manual_seed(5))
+    assert torch.equal(one.latents, two.latents) and not torch.equal(one.latents[0], one.latents[1])
+
+
+def test_the_batch_stays_as_it_was_and_no_gradient_is_recorded():
+    start = torch.randn(4, 2, 4, 4, requires_grad=True)
+    given = batch(latents=start)
+    before = start.detach().clone()
+    result = DiffusionSampler(SamplingConfig(3)).sample(Gaussian(), given, generator=torch.Generator())
+    assert given.latents is start and torch.equal(start.detach(), before) and not result.latents.requires_grad
+
+
+def test_a_window_draws_its_steps_only():
+    result = draw(noise=NoiseConfig(window_size=2), window=1)
+    assert result.stochastic.tolist() == [False, True, True, False, False, False]
+    assert result.log_probs[0].ne(0).tolist() == result.stochastic.tolist()
+    starts = {window_start(10, 2, seed) for seed in range(50)}
+    assert starts == set(range(6))
+
+
+def test_given_schedules():
+    config = SamplingConfig(2, sigmas=[1.0, 0.4])
+    result = DiffusionSampler(config).sample(Gaussian(), batch(), generator=torch.Generator())
+    assert result.timesteps.tolist() == [1000.0, 400.0]
+    config = SamplingConfig(2, timesteps=[900.0, 300.0])
+    result = DiffusionSampler(config).sample(Gaussian(), batch(), generator=torch.Generator())
+    torch.testing.assert_close(result.sigmas, torch.tensor([0.9, 0.3]))
+
+
+def test_shifted_schedule_by_hand():
+    timesteps, sigmas = flow_match_schedule(2, shift=3.0)
+    assert sigmas.tolist() == pytest.approx([1.0, 0.75])
+    assert timesteps.tolist() == pytest.approx([1000.0, 750.0])
+
+
+@pytest.mark.parametrize("mapping,message", (
+    ({"num_stepz": 3}, "num_steps"),
+    ({"num_steps": 3, "timesteps": [900, 500, 100], "sigmas": [0.9, 0.5]}, "equal length"),
+    ({"num_steps": 2, "sigmas": [0.5, 0.5]}, "fall strictly"),
+    ({"num_steps": 3, "sigmas": [0.9, 0.5]}, "num_steps is 3"),
+    ({"trajectory": "sdee"}, "trajectory"),
+    ({"flow_shift": -1.0}, "flow_shift"),
+))  # fmt: skip
+def test_wrong_configs_are_refused(mapping, message):
+    with pytest.raises(ConfigError, match=message):
+        SamplingConfig.from_mapping(mapping)
+
+
+@pytest.mark.parametrize("trajectory", ("sde", "sde_reflow", "cps"))
+def test_sde_without_noise_is_refused(trajectory):
+    with pytest.raises(ConfigError, match="noise_level"):
+        DiffusionSampler(SamplingConfig(trajectory=trajectory), NoiseConfig(noise_level=0.0))

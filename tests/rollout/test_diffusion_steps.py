@@ -1,0 +1,104 @@
+"""Exact facts about single denoising steps."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rollout.diffusion_steps import RULES, euler_step, sde_step, transition
+
+FLOW_RULES = ("flow_grpo", "dance", "cps")
+
+
+def latents(count=3, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(count, 2, 4, 4, generator=generator, dtype=dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("rule", ("flow_grpo", "dance", "ddim"))
+@pytest.mark.parametrize("reduction", ("mean", "sum"))
+def test_log_prob_is_that_of_a_normal(rule, reduction):
+    x, v, noise = latents(dtype=torch.float64)
+    step = sde_step(x, v, 0.8, 0.6, 0.7, rule=rule, noise=noise, reduction=reduction)
+    density = torch.distributions.Normal(step.mean, step.std.expand_as(step.mean)).log_prob(step.prev).flatten(1)
+    expected = density.mean(1) if reduction == "mean" else density.sum(1)
+    torch.testing.assert_close(step.log_prob, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_cps_surrogate_is_minus_the_squared_distance():
+    x, v, noise = latents(dtype=torch.float64)
+    step = sde_step(x, v, 0.8, 0.6, 0.7, rule="cps", noise=noise)
+    std = 0.6 * math.sin(0.7 * math.pi / 2)
+    torch.testing.assert_close(step.log_prob, -(std**2) * noise.square().flatten(1).mean(1), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("rule", FLOW_RULES)
+@given(st.floats(0.05, 1.0), st.floats(0.01, 0.99), st.integers(0, 1000))
+@settings(max_examples=30, deadline=None)
+def test_without_noise_the_step_is_the_euler_step_bit_for_bit(rule, sigma, share, seed):
+    x, v, _ = latents(seed=seed)
+    mean, std = transition(x, v, sigma, sigma * share, 0.0, rule=rule)
+    assert torch.equal(mean, euler_step(x, v, sigma, sigma * share))
+    assert not std.any()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_scoring_the_step_that_was_drawn_gives_its_log_prob_exactly(rule):
+    x, v, noise = latents()
+    sigma, sigma_next = torch.tensor([0.9, 0.5, 0.3]), torch.tensor([0.7, 0.4, 0.1])
+    drawn = sde_step(x, v, sigma, sigma_next, 0.5, rule=rule, noise=noise)
+    scored = sde_step(x, v, sigma, sigma_next, 0.5, rule=rule, prev_sample=drawn.prev)
+    assert torch.equal(drawn.log_prob, scored.log_prob)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_scalar_and_a_per_sample_sigma_agree_exactly(rule):
+    x, v, noise = latents()
+    one = sde_step(x, v, 0.8, 0.6, 0.5, rule=rule, noise=noise)
+    many = sde_step(x, v, torch.full((3,), 0.8), torch.full((3,), 0.6), 0.5, rule=rule, noise=noise)
+    assert all(torch.equal(left, right) for left, right in zip(one, many))
+
+
+def test_flow_grpo_by_hand():
+    x, v = torch.tensor([[2.0]], dtype=torch.float64), torch.tensor([[1.0]], dtype=torch.float64)
+    step = sde_step(x, v, 0.5, 0.25, 1.0, rule="flow_grpo", noise=torch.tensor([[1.0]], dtype=torch.float64))
+    # std_t = sqrt(.5/.5) = 1; mean = 2 (1 - .25) + 1 (1 + .5) (-.25) = 1.125; s = sqrt(.25) = .5
+    assert step.mean.item() == pytest.approx(1.125, abs=1e-14)
+    assert step.std.item() == 0.5
+    assert step.prev.item() == pytest.approx(1.625, abs=1e-14)
+
+
+def test_flow_grpo_at_sigma_one_divides_by_the_next():
+    x, v, noise = latents(dtype=torch.float64)
+    step = sde_step(x, v, 1.0, 0.75, 0.7, rule="flow_grpo", noise=noise)
+    assert step.std.flatten()[0].item() == pytest.approx(0.7 * math.sqrt(1 / 0.25) * math.sqrt(0.25), abs=1e-14)
+
+
+def test_dance_by_hand():
+    x, v = torch.tensor([[2.0]], dtype=torch.float64), torch.tensor([[1.0]], dtype=torch.float64)
+    mean, std = transition(x, v, 0.5, 0.25, 0.4, rule="dance")
+    # x0 = 1.5, score = -(2 - .75) / .25 = -5, mean = 2 - .25 - .5 * .16 * -5 * -.25 = 1.65
+    assert mean.item() == pytest.approx(1.65, abs=1e-14)
+    assert std.item() == pytest.approx(0.2, abs=1e-14)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_cps_and_ddim_keep_the_total_noise_and_all_rules_are_fp32(rule):
+    x, v, noise = (tensor.bfloat16() for tensor in latents())
+    step = sde_step(x, v, 0.8, 0.6, 0.5, rule=rule, noise=noise)
+    assert step.prev.dtype == step.log_prob.dtype == torch.float32
+
+
+def test_refusals():
+    x, v, noise = latents()
+    with pytest.raises(ConfigError, match="unknown"):
+        sde_step(x, v, 0.8, 0.6, 0.5, rule="flowgrpo", noise=noise)
+    with pytest.raises(ConfigError, match="no noise"):
+        sde_step(x, v, 0.8, 0.6, 0.0, noise=noise)
+    with pytest.raises(ConfigError, match="reduction"):
+        sde_step(x, v, 0.8, 0.6, 0.5, noise=noise, reduction="max")
+    with pytest.raises(ValueError, match="either"):
+        sde_step(x, v, 0.8, 0.6, 0.5)
