@@ -34,7 +34,9 @@ def run_vl(config: RunConfig, trainer_class: type | None = None) -> None:
         transformers_logging.disable_progress_bar()
         from .trainer.build import build_trainer
 
-        build_trainer(config, trainer_class).fit()
+        trainer = build_trainer(config, trainer_class)
+        trainer.fit()
+        trainer.close()
     except LightRFTVisualError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         # Other ranks may wait in a collective: a plain exit would wait for them, or for engine threads.

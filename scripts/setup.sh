@@ -32,6 +32,7 @@ install_system_package() { # binary, Debian package: things Python packages cann
 }
 install_system_package tesseract "tesseract-ocr tesseract-ocr-eng" "the OCR reward"
 install_system_package g++ g++ "DeepSpeed's CPU operators"
+install_system_package chromium chromium "the tests that look at report.html"
 
 if [ -f .venv/.lightrft_setup ] && [ "$(cat .venv/.lightrft_setup)" = "$stamp" ]; then
   echo "setup: .venv is up to date ($device)"

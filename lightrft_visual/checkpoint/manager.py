@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from ..errors import CheckpointError, ConfigError
 from ..strategy.distributed import all_gather_object, broadcast_object, is_rank_0, rank, world_size
-from .manifest import check_files, describe_files, list_files, read_manifest, sync_file, write_manifest
+from .manifest import MANIFEST, check_files, describe_files, list_files, read_manifest, sync_file, write_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ PREFIX = "checkpoint-"
 NUMBERED = re.compile(rf"{PREFIX}(\d+)$")
 REPLACED = ".replaced-"
 STAGING = ".staging-"
+REMOVED = "removed-"
 LATEST = "latest"
 SHARED_TRIES, SHARED_PAUSE = 20, 0.25  # seconds
 VERSIONED = ("torch", "transformers", "deepspeed", "lightrft_visual")
@@ -103,17 +104,18 @@ class CheckpointManager:
     ) -> Path:
         """Write a checkpoint; every rank calls this, and `write(staging)` runs on every rank to write its own files.
 
-        The result is `checkpoint-<step>`, or `name` (such as checkpoint-final; it starts with "checkpoint-"), which is
-        never rotated away and, unless `resumable` says so, is not something `find_latest` offers. A checkpoint of the
-        same name is replaced. Raises CheckpointError on every rank when any failed; what was complete stays as it was.
+        The result is `checkpoint-<step>`, or `name` (such as checkpoint-final), which is never rotated away and, unless
+        `resumable` says so, is not something `find_latest` offers. A checkpoint of the same name is replaced; a folder
+        that is none is not touched. Raises CheckpointError on every rank when any failed; what was complete stays.
         """
         name = name or f"{PREFIX}{step:06d}"
-        if not name.startswith(PREFIX) or Path(name).name != name:
-            raise CheckpointError(f"a checkpoint's name starts with {PREFIX!r} and is no path: {name!r}")
-        resumable = (NUMBERED.match(name) is not None) if resumable is None else resumable
+        numbered = NUMBERED.match(name) is not None
+        resumable = numbered if resumable is None else resumable
+        if resumable and not name.startswith(PREFIX):
+            raise CheckpointError(f"a resumable checkpoint's name starts with {PREFIX!r}: {name!r}")
         staging = self.root / f"{STAGING}{name}"
         try:
-            on_rank_0(f"preparing to save {name}", lambda: self._prepare(staging))
+            on_rank_0(f"preparing to save {name}", lambda: self._prepare(staging, name, numbered))
             together(f"saving {name}: reaching the staging folder", lambda: self._check_shared(staging))
             together(f"saving {name}", lambda: write(staging))
             files = self._describe(staging, name)
@@ -124,7 +126,8 @@ class CheckpointManager:
         except CheckpointError:
             self._discard(staging)
             raise
-        on_rank_0(f"removing old checkpoints after {name}", self._rotate)
+        if numbered:
+            on_rank_0(f"removing old checkpoints after {name}", self._rotate)
         return self.root / name
 
     def find_latest(self) -> Path | None:
@@ -150,10 +153,26 @@ class CheckpointManager:
         best = self._best(self._complete())
         return best.path if best else None
 
-    def _prepare(self, staging: Path) -> None:
+    def check_target(self, name: str) -> None:
+        """CheckpointError when a save under `name` would have to overwrite something that is no checkpoint.
+
+        Call it at the start of a run for a name that is only written at its end.
+        """
+        target = self.root / name
+        if Path(name).name != name or name.startswith("."):
+            raise CheckpointError(f"a checkpoint's name is no path and not hidden: {name!r}")
+        if target.is_dir() and ((target / MANIFEST).exists() or not any(target.iterdir())):
+            return
+        if target.exists():
+            raise CheckpointError(f"{target} exists and is no checkpoint: it will not be overwritten")
+
+    def _prepare(self, staging: Path, name: str, numbered: bool) -> None:
+        self.check_target(name)
         self.root.mkdir(parents=True, exist_ok=True)
         self._finish_replacements()
-        for leftover in self.root.glob(f"{STAGING}*"):
+        # Only what a run of this folder left: a named save may go to a folder that other runs share.
+        patterns = (f"{STAGING}{PREFIX}*", f"{STAGING}{REMOVED}*") if numbered else (staging.name,)
+        for leftover in [path for pattern in patterns for path in self.root.glob(pattern)]:
             logger.warning("removing %s, left by a save that was cut off", leftover)
             shutil.rmtree(leftover)
         complete = self._complete()
@@ -324,7 +343,7 @@ def write_hint(root: Path, name: str) -> None:
 
 def remove_checkpoint(path: Path) -> None:
     """Rename first: a kill in the middle of the removal must not leave a folder that looks like a checkpoint."""
-    doomed = path.with_name(f"{STAGING}removed-{path.name}")
+    doomed = path.with_name(f"{STAGING}{REMOVED}{path.name}")
     os.rename(path, doomed)
     shutil.rmtree(doomed)
 

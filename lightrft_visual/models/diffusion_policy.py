@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
@@ -20,7 +21,7 @@ from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 from ..errors import ConfigError
-from .diffusion import FAMILIES, DiffusionFamily
+from .diffusion import FAMILIES, FAMILY_OF_NAME, DiffusionFamily
 from .ema import WeightCopy, gathered
 from .tiny_diffusion import MARKER, TEXT_LENGTH, embedded_diffusion_folder
 
@@ -63,17 +64,20 @@ class DiffusionPolicy(nn.Module):
     @classmethod
     def from_pretrained(
         cls, path: str, *, lora: LoraSettings | None = None, dtype: torch.dtype = torch.float32,
-        trainable: tuple[str, ...] | None = None, text_length: int | None = None,
+        trainable: tuple[str, ...] | None = None, text_length: int | None = None, family: str = "auto",
     ) -> DiffusionPolicy:  # fmt: skip
         """Load a diffusers pipeline folder or hub id; 'embedded' builds the tiny SD3. text_length: T5 or LLM tokens.
 
-        Raises ConfigError when no family here reads the pipeline's class.
+        Raises ConfigError when no family here reads the pipeline's class, or when it is not the one named.
         """
         folder = str(embedded_diffusion_folder()) if path == EMBEDDED else path
         if Path(folder, MARKER).is_file():
             text_length = text_length or TEXT_LENGTH
         pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype)
-        return cls(family_of(pipeline, text_length), lora, trainable)
+        adapter = family_of(pipeline, text_length)
+        if family != "auto" and FAMILY_OF_NAME[family] is not type(adapter):
+            raise ConfigError(f"family is {family}, but {path} holds a {type(pipeline).__name__}")
+        return cls(adapter, lora, trainable)
 
     @property
     def prediction(self) -> str:
@@ -97,11 +101,19 @@ class DiffusionPolicy(nn.Module):
 
     @torch.no_grad()
     def encode_prompts(self, prompts: list[str], negative: str | None = None) -> dict[str, T]:
-        """Conditions, each (B, …); a prompt that repeats is encoded once. negative: for guidance, None leaves it out."""
+        """Conditions, each (B, …); a repeated prompt is encoded once. negative: for guidance, None leaves it out."""
         unique = list(dict.fromkeys(prompts))
-        encoded = self.family.encode_prompts(unique, None if negative is None else [negative] * len(unique))
+        if negative and not self.family.uses_negative:
+            raise ConfigError("this family takes its guidance as an embedding: it reads no negative prompt")
+        guided = negative is not None and self.family.uses_negative
+        encoded = self.family.encode_prompts(unique, [negative] * len(unique) if guided else None)
         rows = torch.tensor([unique.index(prompt) for prompt in prompts], device=self.device)
         return {key: value[rows] for key, value in encoded.items()}
+
+    @torch.no_grad()
+    def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> dict[str, T]:
+        """Conditions of B first frames (PIL pictures), to be merged with those of the prompts; image-to-video only."""
+        return self.family.encode_first_frames(images, height, width, frames)
 
     def decode(self, latents: T) -> T:
         """Media in about 0..1 (not clamped): (B, 3, H, W) or (B, 3, T, H, W). Differentiable in the latents."""
@@ -141,7 +153,7 @@ class DiffusionPolicy(nn.Module):
             self.denoisers[name].enable_gradient_checkpointing()
 
     def save_lora(self, folder: str | Path) -> None:
-        """Write `pytorch_lora_weights.safetensors` for the stock pipeline's `load_lora_weights`; needs a LoRA policy."""
+        """Write `pytorch_lora_weights.safetensors` for the stock pipeline's `load_lora_weights`."""
         if self.lora.rank == 0:
             raise ConfigError("this policy trains all weights; save the pipeline instead of LoRA")
         layers, configs = {}, {}

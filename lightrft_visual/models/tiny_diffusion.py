@@ -1,10 +1,10 @@
 """The embedded diffusion model: a tiny, real Stable Diffusion 3 pipeline folder, built and warmed up on the spot.
 
 All parts are the stock classes (SD3Transformer2DModel, AutoencoderKL, two CLIP text encoders, one T5 encoder, their
-tokenizers, FlowMatchEulerDiscreteScheduler), so that `StableDiffusion3Pipeline.from_pretrained` opens the folder. The text
-encoders stay as they were drawn: their token embeddings differ enough for the transformer to read them. The warm-up
-shows drawn shapes with captions of which a share is wrong, which leaves a base that draws clean shapes but often not
-the ones asked for: something for RL to improve.
+tokenizers, FlowMatchEulerDiscreteScheduler), so that `StableDiffusion3Pipeline.from_pretrained` opens the folder. The
+text encoders stay as they were drawn: their token embeddings differ enough for the transformer to read them. The
+warm-up shows drawn shapes with captions of which a share is wrong, which leaves a base that draws clean shapes but
+often not the ones asked for: something for RL to improve.
 """
 
 from __future__ import annotations

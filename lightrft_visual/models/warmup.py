@@ -1,7 +1,7 @@
 """The embedded default: a tiny checkpoint, warmed up by supervised steps on the embedded task, cached on disk.
 
-A share of random answers in the supervised data leaves the base with entropy that RL can sharpen; a base trained on
-clean answers collapses instead (no groups with different rewards, nothing to learn from).
+After some steps on clean answers a large share of them is random: that leaves the base with entropy that RL can
+sharpen, while one trained on clean answers alone collapses (no groups with different rewards, nothing to learn from).
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class WarmUp:
 
     family: str = "qwen2_5_vl"
     tie_embeddings: bool = False
-    steps: int = 400
+    steps: int = 300
+    clean_steps: int = 100
     batch_size: int = 32
     learning_rate: float = 1e-3
-    random_share: float = 0.6
+    random_share: float = 0.7
     seed: int = 0
 
 
@@ -92,10 +93,12 @@ def warm_up(folder: Path, task: EmbeddedTask, settings: WarmUp) -> list[float]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     encode = PairEncoder(tokenizer, AutoProcessor.from_pretrained(folder) if vision else None)
     actor = Actor(model, [], [])
-    optimizer = torch.optim.AdamW(actor.parameters(), lr=settings.learning_rate, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, settings.steps)
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, settings.learning_rate, total_steps=settings.steps, pct_start=0.1
+    )
     losses = []
-    for pairs in islice(_batches(task, settings, vision), settings.steps):
+    for pairs in _batches(task, settings, vision):
         inputs = encode.batch(pairs)
         output = actor(inputs, ScoringRule(), with_entropy=False)
         loss = -output.log_probs.sum() / inputs.action_mask.sum()
@@ -110,11 +113,13 @@ def warm_up(folder: Path, task: EmbeddedTask, settings: WarmUp) -> list[float]:
 
 
 def _batches(task: EmbeddedTask, settings: WarmUp, vision: bool) -> Iterator[list[SupervisedPair]]:
-    pairs = supervised_pairs(task.train, seed=settings.seed, random_share=settings.random_share)
-    if not vision:
-        pairs = (pair for pair in pairs if not pair.images)
-    while True:
-        yield list(islice(pairs, settings.batch_size))
+    def stream(random_share: float) -> Iterator[SupervisedPair]:
+        pairs = supervised_pairs(task.train, seed=settings.seed, random_share=random_share)
+        return pairs if vision else (pair for pair in pairs if not pair.images)
+
+    clean, noisy = stream(0.0), stream(settings.random_share)
+    for step in range(settings.steps):
+        yield list(islice(clean if step < settings.clean_steps else noisy, settings.batch_size))
 
 
 class PairEncoder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -81,16 +82,16 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     power = 10 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
+    return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def number(value: float) -> str:
-    """Short text: 0.25, 1.2k, 3e-06."""
+    """Short text: 0.25, 1.2k, 3e-6."""
     if value == 0:
         return "0"
     size = abs(value)
     if size < 1e-3 or size >= 1e9:
-        return f"{value:.2g}"
+        return re.sub(r"(?:\.0)?e\+?(-?)0?", r"e\1", f"{value:.1e}")
     for limit, suffix in ((1e6, "M"), (1e3, "k")):
         if size >= limit:
             return f"{value / limit:.4g}{suffix}"
@@ -118,7 +119,7 @@ def value_axis(values: Sequence[float], zero: bool = False) -> Axis:
         return Axis(10.0**low, 10.0**high, HEIGHT - BOTTOM, TOP, True, ticks)
     low, high = value_range(values)
     low = min(low, 0.0) if zero else low
-    if high - low < 1e-12 + 1e-9 * abs(high):
+    if high - low <= 1e-9 * abs(high):
         pad = abs(high) * 0.1 or 0.5
         low, high = low - pad, high + pad
     pad = 0.06 * (high - low)

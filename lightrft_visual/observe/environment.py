@@ -30,6 +30,11 @@ SECRET_VALUES = (
     re.compile(r"(?<=://)[^/\s@]+(?=@)"),  # user:password in a URL
     re.compile(r"(?i)(?<=bearer )\S+"),
 )
+# `hf_token: value` and `"api_key": "value"` in YAML or JSON text; an empty or null value is no secret.
+NAMED_SECRET = re.compile(
+    r"(?im)^(\s*[\"']?(?:[\w.\-]*[_\-.])?(?:api_?key|access_?key|private_?key|token|secret|password|passwd|credentials?)"
+    r"[\"']?\s*[:=]\s*)(?!(?:null|none|~|''|\"\")?\s*,?\s*$)\S.*$"
+)
 QUERY_SECRET = re.compile(r"(?i)([?&](?:api_?key|access_?key|token|secret|password|signature|sig)=)[^&\s#]+")
 
 
@@ -46,7 +51,8 @@ def mask_text(text: str, environment: Mapping[str, str] | None = None) -> str:
         text = text.replace(value, MASK)
     for pattern in SECRET_VALUES:
         text = pattern.sub(MASK, text)
-    return QUERY_SECRET.sub(rf"\g<1>{MASK}", text)
+    text = QUERY_SECRET.sub(rf"\g<1>{MASK}", text)
+    return NAMED_SECRET.sub(rf"\g<1>{MASK}", text)
 
 
 def mask_command(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:

@@ -31,7 +31,6 @@ class RecorderOptions:
     run_name: str | None = None
     use_tensorboard: bool = False
     use_wandb: bool = False
-    wandb_mode: str | None = None
     report: bool = True
     report_every: int = 50
 
@@ -74,7 +73,7 @@ class RunRecorder:
         if self.options.use_wandb:
             name = self.options.run_name or self.folder.name
             masked = environment.mask_config(config or {})
-            shared.append(WandbSink(self.folder / "wandb", name, mode=self.options.wandb_mode, config=masked))
+            shared.append(WandbSink(self.folder, name, masked))
         self._sinks += shared
         self._eval_sinks += shared
 

@@ -11,22 +11,26 @@ from .report_data import RunData
 EVAL_FIRST = ("eval_reward", "eval_reward_greedy")
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Optimization": (
-        "loss", "policy_loss", "critic_loss", "kl", "kl_loss", "entropy", "grad_norm", "clip_frac", "learning_rate",
-        "actor_lr", "critic_lr",
+        "loss", "policy_loss", "critic_loss", "value_loss", "kl", "approx_kl", "kl_loss", "entropy", "grad_norm",
+        "clip_frac", "value_clip_frac", "learning_rate", "critic_learning_rate", "skipped_steps",
     ),
     "Rollout and trainer agree?": (
-        "rollout_logp_diff_max", "rollout_logp_diff_mean", "ratio_max_dev_first", "parity_logp_diff_max", "tis_weight",
+        "rollout_logp_diff_max", "rollout_logp_diff", "parity", "ratio_max_dev_first", "ratio_max_dev", "tis_weight",
     ),
     "Responses and groups": (
-        "response_length", "truncated_frac", "tokens", "group_size", "zero_std_ratio", "reward_std_mean",
-        "trained_prompt_num", "time_step",
+        "response_length", "truncated_share", "tokens", "group_size", "zero_std_ratio", "reward_std_mean",
+        "trained_prompt_num", "reward_invalid_share", "time_step",
     ),
 }  # fmt: skip
+# Bookkeeping of the reward engine: shown with the other figures, not beside the rewards themselves.
+REWARD_COUNTS = ("/failures", "/not_applicable", "/invalid_share", "/time")
+ALWAYS = ("loss", "kl", "time_step")  # shown even when they never change
 MAX_OTHER = 80
 
 
 def is_reward(name: str) -> bool:
-    return name.startswith(("reward", "mean_reward_")) and name not in ("reward_std", "reward_std_mean")
+    """Whether a column is a mean reward: reward_mean, a component reward/<name>, or mean_reward_<percent>."""
+    return name == "reward_mean" or (name.startswith(("reward/", "mean_reward_")) and not name.endswith(REWARD_COUNTS))
 
 
 def panel(title: str, chart: Markup | None, note: str = "", series: Sequence[Series] = ()) -> Markup | None:
@@ -66,18 +70,27 @@ def reward_panel(run: RunData, limit: int) -> Markup | None:
     return panel("reward", line_chart(series, "reward", limit), "", series)
 
 
-def kinds_panel(run: RunData, limit: int) -> list[Markup | None]:
-    """Held-out figures apart from the two totals, up to eight lines a panel."""
+def kinds_panels(run: RunData, limit: int) -> list[Markup | None]:
+    """Held-out figures apart from the two totals, greedy ones in panels of their own, eight lines a panel."""
     names = [name for name in run.evaluation if name not in EVAL_FIRST]
+    greedy = [name for name in names if name.startswith("eval_reward_greedy_")]
+    sampled = [name for name in names if name not in greedy]
     panels = []
-    for start in range(0, len(names), 8):
-        series = [
-            Series(name.removeprefix("eval_"), run.evaluation[name], PALETTE[index % len(PALETTE)], dots=True)
-            for index, name in enumerate(names[start : start + 8])
-        ]
-        title = "held-out, by kind" if start == 0 else "held-out, by kind (continued)"
-        panels.append(panel(title, line_chart(series, title, limit), "", series))
+    for title, group in (("held-out, by kind", sampled), ("held-out, greedy, by kind", greedy)):
+        for start in range(0, len(group), 8):
+            series = [
+                Series(kind_name(name), run.evaluation[name], PALETTE[index % len(PALETTE)], dots=True)
+                for index, name in enumerate(group[start : start + 8])
+            ]
+            panels.append(panel(title, line_chart(series, title, limit), "", series))
     return panels
+
+
+def kind_name(name: str) -> str:
+    for prefix in ("eval_reward_greedy_", "eval_reward_", "eval_"):
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
 
 
 def time_panel(run: RunData) -> Markup | None:
@@ -113,7 +126,7 @@ def reward_section(runs: Sequence[RunData], limit: int) -> Markup | None:
     """Did it learn: training and held-out reward, and their parts."""
     names = reward_names(runs)
     if len(runs) == 1:
-        panels = [reward_panel(runs[0], limit), *kinds_panel(runs[0], limit)]
+        panels = [reward_panel(runs[0], limit), *kinds_panels(runs[0], limit)]
         names = [name for name in names if name != "reward_mean"]
     else:
         panels = [metric_panel(name, runs, limit, "evaluation") for name in columns_of(runs, "evaluation")]
@@ -124,14 +137,24 @@ def reward_section(runs: Sequence[RunData], limit: int) -> Markup | None:
 def curves(runs: Sequence[RunData], limit: int) -> Markup | None:
     """All other panels, grouped; rare columns are folded away."""
     names = columns_of(runs)
-    used, parts = set(reward_names(runs)), []
+    steady = {name: value for name in names if (value := constant(name, runs)) is not None and name not in ALWAYS}
+    used, parts = {*reward_names(runs), *steady}, []
     for title, wanted in SECTIONS.items():
-        present = [name for name in wanted if name in names]
+        present = [name for name in wanted if name in names and name not in steady]
         used.update(present)
         parts.append(section(title, [metric_panel(name, runs, limit) for name in present]))
     others = [name for name in names if name not in used and not (len(runs) == 1 and name.startswith("time_"))]
     parts.append(folded(others, runs, limit))
+    if steady:
+        values = ", ".join(f"{name} {number(value)}" for name, value in steady.items())
+        parts.append(tag("p", f"The same at every step: {values}.", class_="small soft"))
     return tag("section", tag("h2", "Training"), parts, id="curves") if any(parts) else None
+
+
+def constant(name: str, runs: Sequence[RunData]) -> float | None:
+    """The value of a figure that never changes over at least three steps; None for every other."""
+    values = [value for run in runs for _, value in run.metrics.get(name, [])]
+    return values[0] if len(values) >= 3 and len(set(values)) == 1 else None
 
 
 def folded(names: list[str], runs: Sequence[RunData], limit: int) -> Markup | None:

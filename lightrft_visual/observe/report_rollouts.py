@@ -131,8 +131,7 @@ def rollout_block(title: str, path: Path, pictures: Pictures, is_open: bool) -> 
     records = load_records(path)
     if not records:
         return None
-    values = [value for record in records if (value := score(record)) is not None]
-    note = f" {len(records)} kept" + (f", mean reward {number(sum(values) / len(values))}" if values else "")
+    note = f" {len(records)} samples kept"
     content = cards(records, pictures, path.parent)
     return tag("details", tag("summary", title, tag("span", note)), content, open=is_open)
 

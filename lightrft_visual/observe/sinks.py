@@ -207,19 +207,11 @@ class TensorBoardSink:
 class WandbSink:
     """Weights & Biases, where the package is installed and the flag asks for it.
 
-    mode: online | offline | None (WANDB_MODE decides). The key comes from the environment or `wandb login` only. A
-    resumed run is a new W&B run in the same group, because W&B cannot take back steps that were logged.
+    WANDB_MODE=offline keeps everything on disk, WANDB_PROJECT names the project; the key comes from the environment or
+    `wandb login` only. A resumed run is a new W&B run in the same group: W&B cannot take back steps that were logged.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        run_name: str,
-        *,
-        project: str = "lightrft_visual",
-        mode: str | None = None,
-        config: Mapping[str, Any] | None = None,
-    ):
+    def __init__(self, folder: str | Path, run_name: str, config: Mapping[str, Any] | None = None):
         if importlib.util.find_spec("wandb") is None:
             raise ConfigError("use_wandb needs the package wandb: pip install wandb, or leave the flag out")
         import wandb
@@ -227,11 +219,17 @@ class WandbSink:
         Path(folder).mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(
-                project=project, name=run_name, group=run_name, dir=str(folder), mode=mode, config=dict(config or {})
+                project=os.environ.get("WANDB_PROJECT") or "lightrft_visual",
+                name=run_name,
+                group=run_name,
+                dir=str(folder),
+                config=dict(config or {}),
+                # W&B would upload the command line as it is, secrets included; env.json holds it masked.
+                settings={"x_disable_meta": True, "disable_git": True, "disable_code": True},
             )
         except wandb.errors.Error as error:
             raise ConfigError(
-                f"use_wandb: {error}. Set WANDB_API_KEY in the environment, or use the offline mode"
+                f"use_wandb: {error}. Set WANDB_API_KEY in the environment, or WANDB_MODE=offline"
             ) from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

@@ -31,7 +31,7 @@ MEDIA_QUESTION = (
     "The picture was made for this description:\n{prompt}\n\nHow well does it show the description, and how good does "
     "it look, from {low:g} (not at all) to {high:g} (perfectly)? End with a line `Score: <number>`."
 )
-SCORE_PATTERN = r"(?i)score\W{0,5}\s*(-?\d+(?:\.\d+)?)"
+SCORE_PATTERN = r"(?i)score(?:\s+is|\s+of)?[^\w-]{0,5}(-?\d+(?:\.\d+)?)"
 
 
 @dataclass(frozen=True)

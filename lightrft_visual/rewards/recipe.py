@@ -185,11 +185,12 @@ def recipe_from_components(components: Mapping[str, float], kwargs: Mapping[str,
 
 def _entry_of_component(name: str, weight: float, settings: dict[str, Any]) -> RecipeEntry:
     scorer, score_key = str(settings.pop("scorer", name)), settings.pop("score_key", None)
-    transport, url = settings.pop("transport", None), settings.pop("url", None)
+    transport = settings.pop("transport", None)
     fields = {"weight": weight, "name": name, "score_key": score_key, "kwargs": settings}
-    if (transport == "http") != (url is not None):
-        raise ConfigError(f"reward.kwargs.{name}: transport=http and url=... belong together")
-    if url is not None:
+    if transport == "http":
+        url = settings.pop("url", None)
+        if url is None:
+            raise ConfigError(f"reward.kwargs.{name}: transport=http needs url=...")
         if settings:
             raise ConfigError(
                 f"reward.kwargs.{name}: {next(iter(settings))!r} is the server's own setting, set it there"

@@ -159,13 +159,15 @@ def create_app(scorer: Callable[..., Any] | Source, settings: ServerSettings | N
     settings = settings or ServerSettings()
     source = scorer if isinstance(scorer, Source) else CallableSource(scorer)
     counts = Counts()
-    batcher = Batcher(source, settings, counts)
+    batchers: list[Batcher] = []  # one while the application runs; it belongs to that run's event loop
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        task = asyncio.create_task(batcher.run())
+        batchers.append(Batcher(source, settings, counts))
+        task = asyncio.create_task(batchers[0].run())
         yield
         task.cancel()
+        batchers.clear()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -184,7 +186,7 @@ def create_app(scorer: Callable[..., Any] | Source, settings: ServerSettings | N
         counts.requests += 1
         try:
             batch = await _read_batch(request, settings)
-            scores = await batcher.score(batch)
+            scores = await batchers[0].score(batch)
         except _Refused as refusal:
             counts.refused += 1
             return JSONResponse({"error": str(refusal)}, refusal.status)

@@ -18,7 +18,6 @@ from .callables import CallableSource, load_reward_fn
 from .registry import check_scorer, find_scorer, instantiate
 from .sources import Source
 
-
 START_SECONDS = 180.0
 
 

@@ -67,7 +67,7 @@ class SamplingConfig:
     def _check_schedule(self) -> None:
         if self.timesteps is not None and self.sigmas is not None and len(self.timesteps) != len(self.sigmas):
             raise ConfigError(
-                f"timesteps has {len(self.timesteps)} entries and sigmas {len(self.sigmas)}; they must have equal length"
+                f"timesteps has {len(self.timesteps)} entries, sigmas {len(self.sigmas)}; they must have equal length"
             )
         for name in ("timesteps", "sigmas"):
             values = getattr(self, name)
@@ -150,11 +150,11 @@ class SamplingResult:
     means: T | None = None
 
 
-def sample_generators(run_seed: int, step: int, indices: Sequence[int], purpose: str = "noise") -> list[torch.Generator]:
+def sample_generators(
+    run_seed: int, step: int, indices: Sequence[int], purpose: str = "noise"
+) -> list[torch.Generator]:
     """One CPU generator per sample, seeded by (run seed, purpose, policy step, global index) and nothing else."""
-    return [
-        torch.Generator().manual_seed(derive_seed(run_seed, purpose, step, int(index))) for index in indices
-    ]
+    return [torch.Generator().manual_seed(derive_seed(run_seed, purpose, step, int(index))) for index in indices]
 
 
 def draw_noise(

@@ -70,9 +70,7 @@ def sde_step(
     return Step(prev, transition_log_prob(prev.detach(), mean, std, rule=rule, reduction=reduction), mean, std)
 
 
-def transition(
-    x: T, v: T, sigma: float | T, sigma_next: float | T, noise_level: float, *, rule: str
-) -> tuple[T, T]:
+def transition(x: T, v: T, sigma: float | T, sigma_next: float | T, noise_level: float, *, rule: str) -> tuple[T, T]:
     """Mean (B, …) and standard deviation (B, 1, …) of the step; noise_level 0 gives the rule's ODE step, std 0."""
     if rule not in RULES:
         raise ConfigError(f"step rule {rule!r} is unknown; it must be one of: {', '.join(RULES)}")

@@ -163,6 +163,10 @@ class VLLMEngine:
             self.llm.wake_up()
             self.asleep = False
 
+    def close(self) -> None:
+        """Shut the engine down; do it before the process group goes, which vLLM's own groups belong to."""
+        self.llm.llm_engine.engine_core.shutdown()
+
 
 def _refresh_tied_head(model: torch.nn.Module) -> None:
     """Repack `lm_head` after a reload: on CPU its packed copy of tied embeddings would stay at the old weights."""

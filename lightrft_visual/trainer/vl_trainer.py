@@ -70,6 +70,10 @@ class VLTrainer(PolicyTrainer):
 
     # -- stages --------------------------------------------------------------------------------------------------
 
+    def close(self) -> None:
+        """Release the rollout engine; call it after `fit`, before the process group ends."""
+        self.maker.engine.close()
+
     def start(self) -> None:
         self._load_engine_weights()
         self.maker.policy_version = self.step

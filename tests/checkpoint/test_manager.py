@@ -88,9 +88,34 @@ def test_named_checkpoints_are_not_rotated_and_not_resumed(tmp_path):
 
 
 def test_names_are_no_paths(tmp_path):
-    for name in ("final", "checkpoint-../x", "../checkpoint-1"):
+    for name in ("checkpoint-../x", "../checkpoint-1", ".hidden", "a/b"):
         with pytest.raises(CheckpointError, match="name"):
             CheckpointManager(tmp_path).save(1, write_files, name=name)
+    with pytest.raises(CheckpointError, match="resumable"):
+        CheckpointManager(tmp_path).save(1, write_files, name="model", resumable=True)
+
+
+def test_a_named_save_neither_rotates_nor_touches_other_runs(tmp_path):
+    saved(tmp_path, 1, 2, 3)
+    other = tmp_path / ".staging-other-model"
+    other.mkdir()
+    CheckpointManager(tmp_path, max_num=1).save(3, write_files, name="my-model")
+    assert folders(tmp_path) == [other.name, "checkpoint-000001", "checkpoint-000002", "checkpoint-000003", "my-model"]
+
+
+def test_a_folder_that_is_no_checkpoint_is_never_overwritten(tmp_path):
+    (tmp_path / "models").mkdir()
+    manager = CheckpointManager(tmp_path)
+    manager.check_target("models")  # empty: nothing to lose
+    (tmp_path / "models" / "precious").write_text("1")
+    with pytest.raises(CheckpointError, match="not be overwritten"):
+        manager.check_target("models")
+    with pytest.raises(CheckpointError, match="not be overwritten"):
+        manager.save(1, write_files, name="models")
+    assert folders(tmp_path) == ["models"] and (tmp_path / "models" / "precious").exists()
+    manager.save(1, write_files, name="new")
+    manager.save(2, lambda folder: (folder / "x").write_text("2"), name="new")
+    assert verify(tmp_path / "new")["step"] == 2
 
 
 def test_a_new_run_in_an_old_folder_does_not_lose_to_old_checkpoints(tmp_path):
@@ -245,9 +270,9 @@ def test_an_empty_save_is_refused(tmp_path):
 
 def test_leftovers_of_a_killed_save_go_at_the_next(tmp_path):
     manager = saved(tmp_path, 1)
-    leftover = tmp_path / ".staging-checkpoint-000002"
-    leftover.mkdir()
-    (leftover / "half").write_text("half")
+    for name in (".staging-checkpoint-000002", ".staging-removed-checkpoint-000000"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_text("half")
     manager.save(3, write_files)
     assert folders(tmp_path) == ["checkpoint-000001", "checkpoint-000003"]
 

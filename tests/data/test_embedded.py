@@ -77,7 +77,7 @@ def test_impossible_sizes_are_refused(tmp_path, sizes):
 
 def separate_shapes(scene) -> int:
     """Connected regions of non-background pixels, counted by flood fill."""
-    ink = np.any(np.asarray(embedded.draw_scene(scene, 56)) != 255, axis=-1)
+    ink = np.any(np.asarray(embedded.draw_scene(scene, 56)) != embedded.BACKGROUND, axis=-1)
     count, left = 0, {(int(y), int(x)) for y, x in np.argwhere(ink)}
     while left:
         count, stack = count + 1, [left.pop()]
@@ -102,7 +102,7 @@ def test_the_answer_is_what_is_drawn(kind):
         elif kind == "shape":
             assert scenes[0].shape == answer
         elif kind == "position":
-            ink = np.argwhere(np.any(np.asarray(embedded.draw_scene(scenes[0], 56)) != 255, axis=-1)).mean(0) - 28
+            ink = np.argwhere(np.any(np.asarray(embedded.draw_scene(scenes[0], 56)) != embedded.BACKGROUND, axis=-1)).mean(0) - 28
             axis, far = int(np.abs(ink).argmax()), ink[int(np.abs(ink).argmax())] > 0
             assert answer == (("top", "bottom"), ("left", "right"))[axis][int(far)]
         elif kind == "comparison":

@@ -99,5 +99,14 @@ def test_area_stacks_to_the_sum():
 
 
 def test_numbers_are_short():
-    shown = {0: "0", 0.25: "0.25", 1280: "1.28k", 3e-6: "3e-06", 2_500_000: "2.5M", -0.5: "-0.5"}
+    shown = {
+        0: "0",
+        0.25: "0.25",
+        1280: "1.28k",
+        3e-6: "3e-6",
+        3.2e-4: "3.2e-4",
+        2e9: "2e9",
+        2_500_000: "2.5M",
+        -0.5: "-0.5",
+    }
     assert {value: number(value) for value in shown} == shown

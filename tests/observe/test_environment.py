@@ -49,6 +49,12 @@ def test_config_leaves_are_masked_by_name_and_by_value():
     assert masked == {"reward": {"hf_token": "***", "token": None, "urls": ["http://***@h"]}, "train": {"seed": 1}}
 
 
+def test_secrets_in_yaml_and_json_text_are_masked():
+    text = f'a:\n  hf_token: {SECRET}\n  api_key: null\n  max_tokens: 5\n  token_env: RM\n  "password": "{SECRET}",\n'
+    masked = mask_text(text, environment={})
+    assert masked == ('a:\n  hf_token: ***\n  api_key: null\n  max_tokens: 5\n  token_env: RM\n  "password": ***\n')
+
+
 def test_description_holds_command_versions_hardware(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--seed", "1"])
     found = describe(world_size=2, started="2025-01-01T00:00:00+00:00")

@@ -207,3 +207,12 @@ def test_command_line(run_folder, tmp_path, capsys):
 def test_last_step_of_a_run(run_folder):
     assert load_run(run_folder).last_step == 30
     assert re.match(r"first", load_run(run_folder).name)
+
+
+def test_figures_that_never_change_take_no_panel(tmp_path):
+    run = RunRecorder(tmp_path / "run", RecorderOptions(report=False))
+    for step in range(1, 5):
+        run.log_step(step, {"loss": 1.0, "clip_frac": 0.0, "entropy": step, "odd": 2.5})
+    text = write_report([run.folder], tmp_path / "r.html").read_text()
+    assert "The same at every step: clip_frac 0, odd 2.5." in text
+    assert "<b>loss</b>" in text and "<b>entropy</b>" in text and "<b>clip_frac</b>" not in text

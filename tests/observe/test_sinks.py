@@ -147,13 +147,15 @@ def with_fake(monkeypatch, fake: FakeWandb) -> None:
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda package: True)
 
 
-def test_wandb_gets_mode_and_steps(tmp_path, monkeypatch):
+def test_wandb_gets_steps_and_not_the_command_line(tmp_path, monkeypatch):
     fake = FakeWandb()
     with_fake(monkeypatch, fake)
-    sink = WandbSink(tmp_path / "w", "run", mode="offline", config={"lr": 1})
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    sink = WandbSink(tmp_path / "w", "run", config={"lr": 1})
     sink.append(3, {"loss": 0.5})
     sink.close()
-    assert fake.settings["mode"] == "offline" and fake.settings["config"] == {"lr": 1}
+    assert fake.settings["project"] == "mine" and fake.settings["config"] == {"lr": 1}
+    assert fake.settings["settings"]["x_disable_meta"] is True
     assert fake.calls == [{"step": 3, "loss": 0.5}, "finish"]
 
 

@@ -1,4 +1,4 @@
-"""Reward servers for tests, well-behaved and broken: `with FaultyServer() as base:` then POST to base + '/refuse' etc."""
+"""Reward servers for tests, good and broken: `with FaultyServer() as server:`, then POST to server.base + '/good'."""
 
 from __future__ import annotations
 

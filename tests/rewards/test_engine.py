@@ -52,7 +52,7 @@ def test_thousand_random_recipes_match_a_per_sample_reference():
         assert result.valid.all()
         assert torch.allclose(result.score, torch.tensor(expected), atol=1e-5)
         for name in names:
-            needs = [i for i, l in enumerate(flat) if sum(w for _, key, w in recipe[l] if key == name) != 0]
+            needs = [i for i, label in enumerate(flat) if any(key == name and w != 0 for _, key, w in recipe[label])]
             assert calls[name] == ([needs] if needs else [])
 
 

@@ -83,7 +83,7 @@ def test_components_form():
     [
         ({}, {}, "empty"),
         ({"ocr": 1.0}, {"orc": {}}, "kwargs.orc.*did you mean 'ocr'"),
-        ({"ocr": 1.0}, {"ocr": {"transport": "http"}}, "belong together"),
+        ({"ocr": 1.0}, {"ocr": {"transport": "http"}}, "needs url"),
         ({"ocr": 1.0}, {"ocr": {"transport": "smoke"}}, "transport 'smoke'"),
         ({"j": 1.0}, {"j": {"transport": "http", "url": "http://h", "mode": 1}}, "server's own setting"),
     ],

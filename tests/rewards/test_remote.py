@@ -1,6 +1,7 @@
 import base64
 import io
 import logging
+import threading
 import time
 
 import numpy as np
@@ -27,7 +28,7 @@ def run(urls, outputs, **settings):
 
 
 def test_all_servers_and_micro_batches_are_asked_at_the_same_time():
-    """What makes the phase short: every request is in flight before the first reply. scripts/bench/rewards.py times it."""
+    """What makes the phase short: every request is in flight before the first reply."""
     outputs = [make_samples(["a", "b"], first_id=2 * i) for i in range(8)]
     with FaultyServer(delay=0.5) as server:
         result = run([f"{server.base}/slow/{i}" for i in range(3)], outputs, reward_timeout=20)
@@ -99,11 +100,7 @@ def test_retries_only_where_they_can_help(kind, calls):
 
 
 def test_a_restarted_server_is_waited_for():
-    import threading
-
     port = closed_port()
-    revived = FaultyServer(port=port)
-    revived._http.server_close()  # the port refuses until the server is back
     back = {}
 
     def revive():
@@ -181,7 +178,9 @@ def test_our_wire():
 def test_openrlhf_wire():
     with FaultyServer() as server:
         result = run(f"{server.base}/openrlhf", [make_samples(["a", "b"], ["x", "y"])], reward_wire="openrlhf")
-    assert server.bodies == [{"query": ["prompt 0: a", "prompt 1: b"], "prompts": ["prompt 0: ", "prompt 1: "], "labels": ["x", "y"]}]  # fmt: skip
+    (body,) = server.bodies
+    assert list(body) == ["query", "prompts", "labels"]
+    assert body["query"] == ["prompt 0: a", "prompt 1: b"] and body["labels"] == ["x", "y"]
     assert result.score.tolist() == [0.25, 1.25] and result.components["length"].tolist() == [3, 3]
 
 
@@ -225,7 +224,7 @@ def test_no_payload_in_logs(caplog):
 
 
 def test_ten_percent_of_calls_fail_and_the_valid_advantages_do_not_change():
-    """Group advantages by hand (mean of the group's valid rewards): a failed sample does not touch the others' rewards."""
+    """A failed call leaves the rewards of all other samples, and so what is computed from them, as they were."""
     groups = [[f"{'x' * (1 + i)}" for i in range(4)] for _ in range(5)]
     config = RewardConfig(reward_retries=0, reward_max_invalid=0.9, reward_timeout=5.0)
     with FaultyServer() as server:

@@ -64,7 +64,7 @@ def test_a_lost_call_is_invalid_and_the_next_one_works(engine, first, words, cap
 
 
 def test_an_exception_names_function_and_line_without_its_words(engine):
-    with pytest.raises(RewardError, match=r"mine.py:score raised ValueError at mine.py:14") as caught:
+    with pytest.raises(RewardError, match=r"mine.py:score raised ValueError at mine.py:15") as caught:
         rewards(engine, "raise")
     assert "SECRET" not in str(caught.value)
 

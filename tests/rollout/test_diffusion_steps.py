@@ -86,7 +86,7 @@ def test_dance_by_hand():
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_cps_and_ddim_keep_the_total_noise_and_all_rules_are_fp32(rule):
+def test_bf16_inputs_are_stepped_in_fp32(rule):
     x, v, noise = (tensor.bfloat16() for tensor in latents())
     step = sde_step(x, v, 0.8, 0.6, 0.5, rule=rule, noise=noise)
     assert step.prev.dtype == step.log_prob.dtype == torch.float32

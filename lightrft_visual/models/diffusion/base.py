@@ -36,6 +36,7 @@ class DiffusionFamily(ABC):
     lora_targets: tuple[str, ...] = ATTENTION_TARGETS
     default_text_length = 256
     takes_first_frame = False
+    uses_negative = True  # whether classifier-free guidance runs a second, unguided forward
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
         self.pipeline = pipeline
@@ -69,8 +70,15 @@ class DiffusionFamily(ABC):
             return self.predict(latents, timesteps, positive, guidance_scale)
         both = {key: _stack(conditions, key) for key in positive}
         twice = self.predict(torch.cat([latents] * 2), torch.cat([timesteps] * 2), both, guidance_scale)
-        without, with_prompt = twice.chunk(2)
+        return self.combine(*twice.chunk(2), guidance_scale)
+
+    def combine(self, without: T, with_prompt: T, guidance_scale: float) -> T:
+        """The guided prediction from the unguided and the guided branch."""
         return without + guidance_scale * (with_prompt - without)
+
+    def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> Conditions:
+        """Conditions (B, …) of B first frames (PIL); image-to-video families only."""
+        raise ConfigError(f"{type(self.pipeline).__name__} takes no first frame")
 
     def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
         """Timesteps (K) and sigmas (K) of the pipeline's scheduler, as the stock pipeline would run it."""
@@ -93,7 +101,7 @@ class DiffusionFamily(ABC):
         return latent_shape[-1] * latent_shape[-2] // 4
 
     def save_lora(self, folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
-        """Write LoRA weights that the stock pipeline's `load_lora_weights` reads; layers and peft configs by denoiser."""
+        """Write LoRA weights that the stock pipeline's `load_lora_weights` reads; both dicts are by denoiser."""
         self.pipeline.save_lora_weights(
             folder, **{f"{name}_lora_layers": weights for name, weights in layers.items()},
             **{f"{name}_lora_adapter_metadata": config for name, config in configs.items()},
@@ -112,6 +120,29 @@ def _stack(conditions: Conditions, key: str) -> T:
     """Negative and positive rows of one condition; conditions without a negative (a first frame) serve both."""
     positive = conditions[key]
     return torch.cat([conditions.get(NEGATIVE + key, positive), positive])
+
+
+def pack(latents: T) -> T:
+    """(B, C, h, w) to tokens (B, h/2 * w/2, 4 C) of two by two patches, as FLUX and Qwen-Image read them."""
+    count, channels, height, width = latents.shape
+    patches = latents.reshape(count, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return patches.reshape(count, height * width // 4, channels * 4)
+
+
+def unpack(tokens: T, height: int, width: int) -> T:
+    """The inverse of `pack` for latents of this height and width."""
+    count, _, channels = tokens.shape
+    patches = tokens.reshape(count, height // 2, width // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return patches.reshape(count, channels // 4, height, width)
+
+
+def channel_statistics(vae: nn.Module, like: T) -> tuple[T, T]:
+    """Mean and standard deviation (1, C, 1, 1, 1) that the latents of a video autoencoder are normalised by."""
+    mean, std = (
+        torch.tensor(values, dtype=like.dtype, device=like.device).view(1, -1, 1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return mean, std
 
 
 def spatial_latent(height: int, width: int, scale: int, multiple: int) -> tuple[int, int]:

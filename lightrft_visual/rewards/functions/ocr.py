@@ -17,6 +17,8 @@ from ..failures import Failed
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|«([^»]+)»')
 
+MIN_CONTRAST = 16  # grey levels of 256 between the darkest and the brightest pixel
+
 
 def quoted_text(prompt: str) -> str | None:
     """The text between double quotes in a prompt, several joined by a space; None without quotes."""
@@ -80,7 +82,11 @@ class OCR:
         return max(0.0, 1.0 - Levenshtein.distance(found, target) / len(target))
 
     def read(self, picture: Image.Image) -> str:
-        """What Tesseract reads; small pictures are enlarged first, which it needs."""
+        """What Tesseract reads. Small pictures are enlarged first, which it needs; flat ones are not shown to it: it
+        reads letters into them."""
+        darkest, brightest = picture.convert("L").getextrema()
+        if brightest - darkest < MIN_CONTRAST:
+            return ""
         picture = picture.convert("RGB")
         factor = -(-self.min_height // picture.height) if picture.height < self.min_height else 1
         if factor > 1:

@@ -9,12 +9,16 @@ drawing explains the picture, ignores the caption, and is for evaluation only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from ...data.drawn_shapes import BACKGROUND, colour_table, parse_caption, shape_masks
+from ...errors import ConfigError
 
 T = torch.Tensor
+PARTS = ("score", "colour", "shape", "coverage", "background")
 
 
 @dataclass
@@ -92,4 +96,37 @@ def picture_quality(images: T) -> T:
     error = (images[:, None] - drawn).square().mean(dim=(2, 3, 4)).amin(dim=1)
     variance = (images - images.mean(dim=(2, 3), keepdim=True)).square().mean(dim=(1, 2, 3))
     explained = 1 - error / variance.clamp_min(1e-3)
-    return explained.clamp(0, 1)
+    return explained.clamp(0, 1) * (found.area / 0.03).clamp(max=1)  # a flat picture has nothing to explain
+
+
+def pixels_of(pictures: list[Any]) -> T:
+    """(B, 3, H, W) float32 in 0..1 from PIL pictures of one size."""
+    arrays = [np.asarray(picture.convert("RGB"), dtype=np.float32) / 255 for picture in pictures]
+    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
+
+
+class ShapeMatch:
+    """The scorer `shape_match` of recipes: one part of the measure, 'score' unless said otherwise.
+
+    None for a caption that names no known colour and shape; the mean over the frames of a video.
+    """
+
+    def __init__(self, part: str = "score") -> None:
+        if part not in PARTS:
+            raise ConfigError(f"shape_match: part is {part!r}; it must be one of: {', '.join(PARTS)}")
+        self.part = part
+
+    def __call__(self, frames: list[list[Any]], prompts: list[str]) -> list[float | None]:
+        return [self._score(pictures, prompt) for pictures, prompt in zip(frames, prompts)]
+
+    def _score(self, pictures: list[Any], prompt: str) -> float | None:
+        if not pictures or parse_caption(prompt) is None:
+            return None
+        return float(shape_match(pixels_of(pictures), [prompt] * len(pictures))[self.part].mean())
+
+
+class PictureQuality:
+    """The scorer `picture_quality`: see the function; for evaluation, not for training."""
+
+    def __call__(self, frames: list[list[Any]]) -> list[float | None]:
+        return [float(picture_quality(pixels_of(pictures)).mean()) if pictures else None for pictures in frames]

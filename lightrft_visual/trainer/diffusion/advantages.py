@@ -36,12 +36,13 @@ def group_advantages(
 def gathered_group_advantages(
     rewards: T, group_id: T, valid: T, *, global_std: bool = False, clip: float = 5.0
 ) -> tuple[T, dict[str, float]]:
-    """This rank's advantages with the statistics of groups that spread over ranks, and the metrics of the whole batch."""
+    """This rank's advantages, with statistics of groups that spread over ranks, and the metrics of the whole batch."""
     everyone = all_gather_object((rewards.cpu(), group_id.cpu(), valid.cpu()))
     all_rewards, all_groups, all_valid = (torch.cat(parts) for parts in zip(*everyone))
     advantages = group_advantages(all_rewards, all_groups, all_valid, global_std=global_std, clip=clip)
     start = sum(len(each[0]) for each in everyone[: rank()])
-    return advantages[start : start + len(rewards)].to(rewards.device), group_metrics(all_rewards, all_groups, all_valid)
+    mine = advantages[start : start + len(rewards)].to(rewards.device)
+    return mine, group_metrics(all_rewards, all_groups, all_valid)
 
 
 def group_metrics(rewards: T, group_id: T, valid: T) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Flow-GRPO (arXiv 2505.05470) with its Fast window and CPS, and DanceGRPO (2505.07818), which differs in sampling only.
+"""Flow-GRPO (arXiv 2505.05470) with its Fast window and CPS; DanceGRPO (2505.07818) differs in sampling only.
 
 Also GRPO-Guard (2510.22319): log ratios freed of their bias and of the step's noise scale, gradients divided by |dt|.
 """
@@ -121,5 +121,3 @@ def ratio_metrics(raw: T, ratios: T, valid: T, clip_range: float) -> dict[str, f
         "approx_kl": weighted_mean(0.5 * raw.square(), valid),
         "logp_diff_max": float((raw.abs() * valid).max()) if len(raw) else 0.0,
     }
-
-

@@ -84,7 +84,7 @@ def shuffled_steps(steps: T, generator: torch.Generator) -> T:
 
 
 def rows_at(experience: ExperienceDiffusion, steps: T) -> DenoisingRows:
-    """The row of every sample at its own step. steps (B) long; for ODE rollouts x and x_next are the finished latents."""
+    """The row of each sample at its own step. steps (B) long; x and x_next of ODE rollouts are the finished latents."""
     batch = torch.arange(experience.latents.shape[0], device=experience.latents.device)
     steps = steps.to(batch.device)
     last = experience.latents.shape[1] - 1

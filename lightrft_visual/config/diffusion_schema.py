@@ -1,0 +1,256 @@
+"""The configuration of a diffusion run; conventions as in schema.py. Names and defaults follow Flow-GRPO and ROLL.
+
+Sizes are in pixels and frames, timesteps of Reward FL are step indices from 0, boundaries are shares of the schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..errors import ConfigError
+from .schema import EMBEDDED, DistributedConfig, OutputConfig, RewardConfig, one_of, require
+
+DIFFUSION_ALGORITHM_NAMES = ("flow_grpo", "dance_grpo", "diffusion_nft", "ddpo", "dpok", "reward_fl")
+SDE_ALGORITHMS = ("flow_grpo", "dance_grpo", "ddpo", "dpok")
+TRAJECTORY_OF = {
+    "flow_grpo": ("sde", "cps"), "dance_grpo": ("sde_reflow",), "diffusion_nft": ("ode",), "ddpo": ("sde",),
+    "dpok": ("sde",), "reward_fl": ("ode",),
+}  # fmt: skip
+FAMILY_NAMES = ("auto", "sd3", "flux", "wan", "wan_i2v", "qwen_image", "cosmos_predict2", "sd15")
+
+
+@dataclass
+class DiffusionModelConfig:
+    """What is trained: a diffusers pipeline folder, a hub name, or 'embedded' for the built-in tiny SD3."""
+
+    pretrain: str = EMBEDDED
+    family: str = "auto"  # checked against the pipeline's class; auto takes what the pipeline is
+    bf16: bool = False
+    lora_rank: int = 32  # 0 trains all weights
+    lora_alpha: int = 64
+    target_modules: str | None = None  # comma-separated module suffixes; default: the attention projections
+    trainable_models: str | None = None  # comma-separated denoisers (transformer, transformer_2); default: all
+    max_sequence_length: int | None = None  # tokens of the T5 or LLM encoder; default: the family's own
+    gradient_checkpointing: bool = False
+    use_gradient_checkpointing_offload: bool = False  # keep checkpointed activations in host memory
+
+    def __post_init__(self) -> None:
+        one_of("family", self.family, FAMILY_NAMES)
+        require(self.lora_rank >= 0, f"lora_rank is {self.lora_rank}; 0 trains all weights")
+        require(self.lora_alpha > 0, "lora_alpha must be positive")
+        length = self.max_sequence_length
+        require(length is None or length > 0, "max_sequence_length must be positive")
+        require(
+            self.gradient_checkpointing or not self.use_gradient_checkpointing_offload,
+            "use_gradient_checkpointing_offload needs gradient_checkpointing",
+        )
+
+
+@dataclass
+class DiffusionSamplingConfig:
+    """How pictures and videos are drawn in rollouts and in evaluation (always an ODE there)."""
+
+    num_steps: int = 10
+    eval_num_steps: int = 40
+    scheduler: str = "model_default"  # model_default | flow_match_euler
+    trajectory: str | None = None  # ode | sde | sde_reflow | cps; default: the algorithm's
+    flow_shift: float | None = None
+    timesteps: list[float] | None = None
+    sigmas: list[float] | None = None
+    noise_level: float = 0.7
+    sde_window_size: int = 0  # Flow-GRPO-Fast: this many stochastic steps, the rest by ODE; 0 for no window
+    log_prob: str = "mean"  # mean | sum over latent dimensions
+    same_latent: bool = False  # all samples of a prompt start from the same noise
+    guidance_scale: float = 4.5
+    negative_prompt: str = ""
+    height: int = 512
+    width: int = 512
+    num_frames: int = 1
+    rollout_batch_size: int = 8  # prompts a step, over all ranks
+    n_samples_per_prompt: int = 24
+    micro_rollout_batch_size: int = 8  # samples a forward, per rank
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_steps", "eval_num_steps", "height", "width", "num_frames", "rollout_batch_size",
+            "n_samples_per_prompt", "micro_rollout_batch_size",
+        ):  # fmt: skip
+            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be positive")
+        one_of("trajectory", self.trajectory, (None, "ode", "sde", "sde_reflow", "cps"))
+        require(self.guidance_scale >= 0, "guidance_scale must not be negative")
+
+
+@dataclass
+class DiffusionDataConfig:
+    """Where prompts come from: rows with a prompt and, for image-to-video, a first frame; metadata.csv rows too."""
+
+    prompt_data: str = EMBEDDED
+    prompt_split: str = "train"
+    eval_data: str | None = None  # default: the embedded held-out prompts when prompt_data is embedded
+    eval_split: str = "test"
+    max_samples: int = 100_000_000
+    max_eval_samples: int = 96
+    input_key: str = "prompt"
+    image_key: str = "input_image"  # first frame of image-to-video models
+    label_key: str = "label"
+    reference_key: str = "reference"
+    image_root: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.max_samples > 0, "max_samples must be positive")
+        require(self.max_eval_samples >= 0, "max_eval_samples must not be negative")
+
+
+@dataclass
+class DiffusionAlgorithmConfig:
+    """The loss and its settings; formulas and sources in docs/diffusion.md."""
+
+    diffusion_algorithm: str = "flow_grpo"
+    clip_range: float = 1e-4
+    adv_clip_max: float = 5.0  # advantages are clamped to ±this; 0 turns the clamp off
+    global_std: bool = False  # divide by the std of all rewards instead of the group's
+    beta: float = 0.0  # weight of the KL to the reference; for diffusion_nft the mixing factor (nft_beta)
+    kl_form: str = "full"  # full: s² holds |dt|; published: without
+    timestep_fraction: float = 1.0  # first share of the stochastic steps that is trained on
+    cfg_in_training: bool = True  # guide the training forward as the rollout was
+    grpo_guard: bool = False  # arXiv 2510.22319
+    nft_beta: float = 1.0
+    nft_kl_beta: float = 1e-4
+    decay_type: int = 1  # of DiffusionNFT's old policy: 0, 1 or 2
+    adv_mode: str = "all"  # all | positive_only | negative_only | one_only | binary
+    mid_timestep: int = 4  # Reward FL: first step with gradient
+    final_timestep: int = 7  # Reward FL: last step, from which the data is predicted
+    min_timestep_boundary: float = 0.0
+    max_timestep_boundary: float = 1.0
+    reward_fl_weight: float = 1.0
+    score_mean: float = 0.0
+    score_std: float = 1.0
+    differentiable_reward: str = "shape_match"  # of Reward FL: a name, or path.py:function
+
+    def __post_init__(self) -> None:
+        one_of("diffusion_algorithm", self.diffusion_algorithm, DIFFUSION_ALGORITHM_NAMES)
+        one_of("kl_form", self.kl_form, ("full", "published"))
+        one_of("decay_type", self.decay_type, (0, 1, 2))
+        one_of("adv_mode", self.adv_mode, ("all", "positive_only", "negative_only", "one_only", "binary"))
+        for name in ("clip_range", "nft_beta", "score_std"):
+            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be positive")
+        require(0 < self.timestep_fraction <= 1, "timestep_fraction must lie in (0, 1]")
+        require(self.beta >= 0 and self.nft_kl_beta >= 0, "beta and nft_kl_beta must not be negative")
+        require(self.adv_clip_max >= 0, "adv_clip_max: 0 or positive")
+        require(
+            self.diffusion_algorithm != "diffusion_nft" or self.adv_clip_max > 0,
+            "diffusion_nft scales advantages by adv_clip_max: it must be positive",
+        )
+        require(
+            not self.grpo_guard or self.diffusion_algorithm in ("flow_grpo", "dance_grpo"),
+            "grpo_guard belongs to flow_grpo and dance_grpo",
+        )
+
+
+@dataclass
+class DiffusionTrainConfig:
+    """Optimization; batch sizes as in schema.py, counted in samples (each with all its trained steps)."""
+
+    train_batch_size: int = 96
+    micro_train_batch_size: int = 8
+    max_epochs: int = 1
+    num_episodes: int = 1
+    max_steps: int = -1
+    learning_rate: float = 3e-4
+    warmup_steps: int = 0
+    lr_scheduler_type: str = "constant"  # constant | cosine | linear
+    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    l2: float = 1e-4
+    max_norm: float = 1.0
+    enable_ema: bool = False
+    ema_beta: float = 0.9
+    ema_interval: int = 8  # optimizer steps between EMA updates
+    max_nonfinite_steps: int = 3
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        for name in ("train_batch_size", "micro_train_batch_size", "max_epochs", "num_episodes", "ema_interval",
+                     "max_nonfinite_steps"):  # fmt: skip
+            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be positive")
+        one_of("lr_scheduler_type", self.lr_scheduler_type, ("constant", "cosine", "linear"))
+        require(self.max_steps == -1 or self.max_steps > 0, "max_steps must be positive, or -1 for no limit")
+        require(self.learning_rate >= 0 and self.warmup_steps >= 0, "learning_rate, warmup_steps: not negative")
+        require(len(self.adam_betas) == 2, "adam_betas takes two numbers")
+        require(0 <= self.ema_beta < 1, "ema_beta must lie in [0, 1)")
+
+
+@dataclass
+class DiffusionRunConfig:
+    """The whole configuration of a diffusion run."""
+
+    model: DiffusionModelConfig = field(default_factory=DiffusionModelConfig)
+    sampling: DiffusionSamplingConfig = field(default_factory=DiffusionSamplingConfig)
+    data: DiffusionDataConfig = field(default_factory=DiffusionDataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: DiffusionAlgorithmConfig = field(default_factory=DiffusionAlgorithmConfig)
+    train: DiffusionTrainConfig = field(default_factory=DiffusionTrainConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def __post_init__(self) -> None:
+        from ..rollout.diffusion_sampler import DiffusionSampler
+
+        self._check_groups()
+        self._check_trajectory()
+        DiffusionSampler(self.sampling_config(), self.noise_config())  # refuses noise 0, unequal schedules, windows
+        require(self.train.enable_ema or not self.output.eval_ema, "eval_ema evaluates the EMA: add --enable_ema")
+
+    @property
+    def trajectory(self) -> str:
+        return self.sampling.trajectory or TRAJECTORY_OF[self.algorithm.diffusion_algorithm][0]
+
+    @property
+    def training_guidance(self) -> float:
+        """Guidance scale of the training forward."""
+        return self.sampling.guidance_scale if self.algorithm.cfg_in_training else 1.0
+
+    def sampling_config(self, evaluation: bool = False):
+        """The sampler's own config, of rollouts or of evaluation."""
+        from ..rollout.diffusion_sampler import SamplingConfig
+
+        sampling = self.sampling
+        if evaluation:
+            return SamplingConfig(sampling.eval_num_steps, sampling.scheduler, "ode", sampling.flow_shift)
+        return SamplingConfig(
+            sampling.num_steps, sampling.scheduler, self.trajectory, sampling.flow_shift, sampling.timesteps,
+            sampling.sigmas,
+        )  # fmt: skip
+
+    def noise_config(self):
+        from ..rollout.diffusion_sampler import NoiseConfig
+
+        sampling = self.sampling
+        return NoiseConfig(
+            sampling.noise_level, sampling.sde_window_size, sampling.log_prob, keep_means=self.algorithm.grpo_guard
+        )
+
+    def _check_groups(self) -> None:
+        sampling, name = self.sampling, self.algorithm.diffusion_algorithm
+        total = sampling.rollout_batch_size * sampling.n_samples_per_prompt
+        require(
+            total % self.train.train_batch_size == 0,
+            f"rollout_batch_size * n_samples_per_prompt = {total} does not divide into train batches of "
+            f"{self.train.train_batch_size}",
+        )
+        require(
+            name == "reward_fl" or sampling.n_samples_per_prompt > 1,
+            f"{name} compares samples of one prompt: n_samples_per_prompt must be at least 2",
+        )
+
+    def _check_trajectory(self) -> None:
+        name, algorithm = self.algorithm.diffusion_algorithm, self.algorithm
+        allowed = TRAJECTORY_OF[name]
+        listed = " or ".join(allowed)
+        require(self.trajectory in allowed, f"{name} samples by trajectory {listed}, not {self.trajectory}")
+        if name not in SDE_ALGORITHMS:
+            require(self.sampling.sde_window_size == 0, f"sde_window_size belongs to SDE algorithms, not to {name}")
+        if name == "reward_fl" and not algorithm.mid_timestep <= algorithm.final_timestep < self.sampling.num_steps:
+            raise ConfigError(
+                f"reward_fl: mid_timestep {algorithm.mid_timestep} <= final_timestep {algorithm.final_timestep} < "
+                f"num_steps {self.sampling.num_steps} must hold"
+            )

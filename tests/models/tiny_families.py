@@ -1,0 +1,139 @@
+"""Untrained pipelines of every family, a few thousand weights each, built from their configs."""
+
+from __future__ import annotations
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    Cosmos2TextToImagePipeline,
+    CosmosTransformer3DModel,
+    DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
+
+from lightrft_visual.models.tiny_diffusion import build_clip_tokenizer, build_t5_tokenizer
+
+WIDTH = 32
+
+
+def clip_encoder(tokenizer):
+    return CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer), hidden_size=WIDTH, intermediate_size=WIDTH, projection_dim=WIDTH,
+            num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=tokenizer.model_max_length,
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )  # fmt: skip
+
+
+def t5_encoder(tokenizer, config=T5Config, model=T5EncoderModel):
+    return model(config(vocab_size=len(tokenizer), d_model=WIDTH, d_kv=16, d_ff=WIDTH, num_layers=1, num_heads=2))
+
+
+def picture_vae(channels=4):
+    return AutoencoderKL(
+        block_out_channels=(8, 8), layers_per_block=1, latent_channels=channels, norm_num_groups=4,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, sample_size=32,
+        mid_block_add_attention=False, shift_factor=0.1, scaling_factor=0.5,
+    )  # fmt: skip
+
+
+def video_vae(kind=AutoencoderKLWan):
+    return kind(base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True])
+
+
+def sd15():
+    tokenizer = build_clip_tokenizer()
+    unet = UNet2DConditionModel(
+        sample_size=16, in_channels=4, out_channels=4, block_out_channels=(8, 16), layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=WIDTH, norm_num_groups=4, attention_head_dim=2,
+    )  # fmt: skip
+    scheduler = DDIMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, steps_offset=1
+    )
+    return StableDiffusionPipeline(
+        vae=picture_vae(), text_encoder=clip_encoder(tokenizer), tokenizer=tokenizer, unet=unet, scheduler=scheduler,
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+
+
+def flux():
+    tokenizer, t5 = build_clip_tokenizer(), build_t5_tokenizer()
+    transformer = FluxTransformer2DModel(
+        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH, guidance_embeds=True, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    return FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0), vae=picture_vae(),
+        text_encoder=clip_encoder(tokenizer), tokenizer=tokenizer, text_encoder_2=t5_encoder(t5), tokenizer_2=t5,
+        transformer=transformer,
+    )  # fmt: skip
+
+
+def wan_transformer(in_channels=16):
+    return WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=in_channels, out_channels=16,
+        text_dim=WIDTH, freq_dim=16, ffn_dim=WIDTH, num_layers=1, rope_max_seq_len=32,
+    )  # fmt: skip
+
+
+def wan():
+    t5 = build_t5_tokenizer()
+    return WanPipeline(
+        tokenizer=t5, text_encoder=t5_encoder(t5, UMT5Config, UMT5EncoderModel), vae=video_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), transformer=wan_transformer(),
+    )  # fmt: skip
+
+
+def wan_i2v():
+    t5 = build_t5_tokenizer()
+    return WanImageToVideoPipeline(
+        tokenizer=t5, text_encoder=t5_encoder(t5, UMT5Config, UMT5EncoderModel), vae=video_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0), transformer=wan_transformer(36),
+        transformer_2=wan_transformer(36), boundary_ratio=0.9,
+    )  # fmt: skip
+
+
+def cosmos():
+    t5 = build_t5_tokenizer()
+    transformer = CosmosTransformer3DModel(
+        in_channels=16, out_channels=16, num_attention_heads=2, attention_head_dim=16, num_layers=1, mlp_ratio=2,
+        text_embed_dim=WIDTH, adaln_lora_dim=4, max_size=(4, 32, 32), patch_size=(1, 2, 2), rope_scale=(1.0, 4.0, 4.0),
+        concat_padding_mask=True, extra_pos_embed_type=None,
+    )  # fmt: skip
+    return Cosmos2TextToImagePipeline(
+        text_encoder=t5_encoder(t5), tokenizer=t5, transformer=transformer, vae=video_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True), safety_checker=NoCheck(),
+    )  # fmt: skip
+
+
+class NoCheck(torch.nn.Module):
+    """Stands in for the guardrail models, which play no part here."""
+
+
+def qwen_image():
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2, in_channels=64, out_channels=16, num_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=WIDTH, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    return QwenImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=video_vae(AutoencoderKLQwenImage),
+        text_encoder=None, tokenizer=None, transformer=transformer,
+    )  # fmt: skip
+
+
+FAMILIES = {"sd15": sd15, "flux": flux, "wan": wan, "wan_i2v": wan_i2v, "cosmos": cosmos, "qwen_image": qwen_image}

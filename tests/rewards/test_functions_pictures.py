@@ -1,0 +1,246 @@
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from safetensors.torch import save_file
+
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rewards import RewardComputationEngine, build_scorer, recipe_from_components
+from lightrft_visual.rewards.functions.jpeg import jpeg_kilobytes
+from lightrft_visual.rewards.functions.ocr import OCR, quoted_text
+
+
+def rendered(text: str) -> Image.Image:
+    picture = Image.new("RGB", (640, 120), "white")
+    ImageDraw.Draw(picture).text((30, 30), text, fill="black", font=ImageFont.load_default(48))
+    return picture
+
+
+def score(name, settings, prompts, images=None, videos=None, **columns):
+    recipe = recipe_from_components({name: 1.0}, {name: settings})
+    engine = RewardComputationEngine(reward_recipe=recipe)
+    engine.config.reward_max_invalid = 1.0
+    return engine.score_media(prompts, images, videos, **columns)
+
+
+def test_ocr_on_rendered_text():
+    pictures = [rendered("STRAWBERRY"), rendered("STRAWBERRX"), Image.new("RGB", (640, 120), "white")]
+    result = score("ocr", {"mode": 7}, ['a sign that says "STRAWBERRY"'] * 3, pictures)
+    assert result.score.tolist() == pytest.approx([1.0, 0.9, 0.0])
+
+
+def test_ocr_prefers_the_reference_and_needs_a_text():
+    result = score(
+        "ocr", {"mode": 7}, ['says "other"', "no quotes"], [rendered("HELLO")] * 2, references=["hello", None]
+    )
+    assert result.score[0] == 1 and result.valid.tolist() == [True, False]
+
+
+def test_ocr_rule_by_hand():
+    reader = OCR()
+    assert reader.similarity("say HELLO now", "Hello") == 1.0
+    assert OCR(extra_text=False).similarity("helloxx", "hello") == pytest.approx(0.6)
+    assert reader.similarity("completely different and much longer", "hi") == 0.0
+    assert quoted_text('a "B c" and “D”') == "B c D" and quoted_text("it's") is None
+
+
+def test_ocr_without_tesseract_is_an_error_not_a_zero(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ConfigError, match="tesseract"):
+        OCR()
+
+
+def test_ocr_time_limit_is_a_failure(monkeypatch):
+    def slow(*arguments, **options):
+        raise RuntimeError("Tesseract process timeout")
+
+    monkeypatch.setattr("pytesseract.image_to_string", slow)
+    result = score("ocr", {}, ['"A"'], [rendered("A")])
+    assert not result.valid.any() and result.metrics["reward/ocr/failures"] == 1
+
+
+def test_jpeg_both_signs():
+    flat, noise = Image.new("RGB", (64, 64), "gray"), Image.effect_noise((64, 64), 90).convert("RGB")
+    compress = score("jpeg_compressibility", {}, ["", ""], [flat, noise]).score
+    swell = score("jpeg_incompressibility", {"divide_by": 2.0}, ["", ""], [flat, noise]).score
+    assert compress[0] > compress[1] and torch.allclose(swell * 2, -compress)
+    assert -compress[1].item() == pytest.approx(jpeg_kilobytes(noise, 95))
+
+
+@pytest.mark.parametrize(
+    ("rule", "color", "wanted"),
+    [
+        ("red", "red", 1),
+        ("red", "white", 0),
+        ("brightness", "white", 1),
+        ("darkness", "black", 1),
+        ("contrast", "red", 0),
+    ],
+)
+def test_pixel_rules(rule, color, wanted):
+    assert score("pixel", {"rule": rule}, [""], [Image.new("RGB", (4, 4), color)]).score.item() == pytest.approx(wanted)
+
+
+def test_video_score_is_the_mean_over_frames():
+    video = torch.cat([torch.zeros(3, 1, 4, 4), torch.ones(3, 1, 4, 4)], dim=1)
+    assert score("pixel", {}, [""], videos=[video]).score.item() == pytest.approx(0.5)
+
+
+def test_pixel_unknown_rule():
+    with pytest.raises(ConfigError, match="did you mean 'brightness'"):
+        build_scorer("pixel", {"rule": "brigthness"})
+
+
+PICTURES = [Image.effect_noise((40, 40), 80).convert("RGB"), Image.new("RGB", (30, 50), "blue"), rendered("x")]
+PROMPTS = ["a cat", "a dog", "a bird on a tree"]
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory):
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTextConfig, CLIPVisionConfig
+
+    folder = tmp_path_factory.mktemp("clip")
+    tokenizer = tiny_clip_tokenizer()
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = CLIPTextConfig(vocab_size=len(tokenizer), max_position_embeddings=16, eos_token_id=1, **size)
+    vision = CLIPVisionConfig(image_size=32, patch_size=16, **size)
+    torch.manual_seed(0)
+    config = CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=24)
+    CLIPModel(config).save_pretrained(folder)
+    processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    CLIPProcessor(processor, tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
+def tiny_clip_tokenizer():
+    from transformers import CLIPTokenizer
+
+    letters = [chr(c) for c in range(97, 123)]
+    names = ["<|startoftext|>", "<|endoftext|>", *letters, *(c + "</w>" for c in letters)]
+    return CLIPTokenizer(vocab={name: i for i, name in enumerate(names)}, merges=[])
+
+
+def cosines(folder, processor_folder=None):
+    """The plain reference: one picture and text at a time."""
+    from transformers import CLIPModel, CLIPProcessor
+
+    model, processor = CLIPModel.from_pretrained(folder).eval(), CLIPProcessor.from_pretrained(folder)
+    values = []
+    for picture, prompt in zip(PICTURES, PROMPTS):
+        inputs = processor(text=[prompt], images=[picture], return_tensors="pt", truncation=True, max_length=16)
+        with torch.no_grad():
+            out = model(**inputs)
+        values.append((out.image_embeds * out.text_embeds).sum().item())
+    return torch.tensor(values), float(model.logit_scale.detach().exp())
+
+
+def test_clip_score(clip_folder):
+    wanted, _ = cosines(clip_folder)
+    result = score("clip_score", {"model": clip_folder, "batch_size": 2}, PROMPTS, PICTURES)
+    assert torch.allclose(result.score, 2.5 * wanted.clamp(min=0), atol=1e-5)
+
+
+def test_pick_score_and_hpsv2(clip_folder):
+    wanted, scale = cosines(clip_folder)
+    pick = score("pick_score", {"model": clip_folder, "processor": None}, PROMPTS, PICTURES).score
+    assert torch.allclose(pick, wanted * scale / 26, atol=1e-5)
+    assert torch.allclose(score("hpsv2", {"model": clip_folder}, PROMPTS, PICTURES).score, wanted, atol=1e-5)
+
+
+def test_aesthetic(clip_folder, tmp_path):
+    head = {"layers.0.weight": torch.ones(2, 24), "layers.0.bias": torch.zeros(2)}
+    head |= {"layers.2.weight": torch.tensor([[1.0, 2.0]]), "layers.2.bias": torch.tensor([0.5])}
+    save_file(head, tmp_path / "head.safetensors")
+    torch.save(head, tmp_path / "head.pth")
+    scores = [
+        score("aesthetic", {"model": clip_folder, "head": str(tmp_path / name)}, PROMPTS, PICTURES).score
+        for name in ("head.safetensors", "head.pth")
+    ]
+    from lightrft_visual.rewards.functions.clip_model import CLIPPairs
+
+    image, _ = CLIPPairs(clip_folder, None, "x", 4, True).embed(PICTURES, PROMPTS, "cpu")
+    assert torch.allclose(scores[0], 3 * image.sum(dim=-1) + 0.5, atol=1e-4) and torch.equal(*scores)
+
+
+def test_image_reward(tmp_path):
+    from transformers import BertTokenizerFast, BlipConfig, BlipForImageTextRetrieval, BlipImageProcessor, BlipProcessor
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "cat", "dog", "bird", "on", "tree"]
+    tokenizer = BertTokenizerFast(vocab={word: i for i, word in enumerate(words)})
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {"vocab_size": len(words), "encoder_hidden_size": 32, "pad_token_id": 0, "bos_token_id": 2, **size}
+    torch.manual_seed(0)
+    config = BlipConfig(text_config=text, vision_config={"image_size": 32, "patch_size": 16, **size})
+    BlipForImageTextRetrieval(config).save_pretrained(tmp_path)
+    BlipProcessor(BlipImageProcessor(size={"height": 32, "width": 32}), tokenizer).save_pretrained(tmp_path)
+    head = {"mlp.layers.0.weight": torch.randn(1, 32), "mlp.layers.0.bias": torch.zeros(1)}
+    save_file(head, tmp_path / "head.safetensors")
+    settings = {"model": str(tmp_path), "head": str(tmp_path / "head.safetensors"), "max_words": 8}
+    together = score("image_reward", settings, PROMPTS, PICTURES).score
+    single = [score("image_reward", settings, [p], [i]).score for p, i in zip(PROMPTS, PICTURES)]
+    assert torch.allclose(together, torch.cat(single), atol=1e-5) and together.unique().numel() == 3
+    plain = score("image_reward", {**settings, "mean": 0.0, "std": 1.0}, PROMPTS, PICTURES).score
+    assert torch.allclose(together, (plain - 0.16717862830405764) / 1.0333394966054072, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("clip_score", {"model": "/nowhere/clip"}, "scorer clip_score: /nowhere/clip cannot be loaded"),
+        ("aesthetic", {"head": "/nowhere/head.pth"}, "scorer aesthetic: the file /nowhere/head.pth does not exist"),
+        ("face_similarity", {"embedder": "/nowhere/face.onnx"}, "scorer face_similarity: the file"),
+    ],
+)
+def test_missing_checkpoints_are_errors(name, settings, words):
+    with pytest.raises(ConfigError, match=words):
+        build_scorer(name, settings)
+
+
+class MeanColor(torch.nn.Module):
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels.mean(dim=(2, 3)) + 1.1
+
+
+def test_face_similarity_by_torchscript(tmp_path):
+    path = tmp_path / "face.pt"
+    torch.jit.trace(MeanColor(), torch.zeros(1, 3, 16, 16)).save(str(path))
+    red, blue = Image.new("RGB", (20, 20), "red"), Image.new("RGB", (20, 20), "blue")
+    red.save(tmp_path / "red.png")
+    metadata = [{"reference_image": str(tmp_path / "red.png")}, {"face_image": red}, {}]
+    result = score(
+        "face_similarity", {"embedder": str(path), "size": 16}, ["", "", ""], [red, blue, red], metadata=metadata
+    )
+    vector = torch.tensor([2.1, 0.1, 0.1])
+    other = vector.flip(0)
+    wanted = float(vector @ other / (vector @ vector))
+    assert result.score[:2].tolist() == pytest.approx([1.0, wanted], abs=1e-4)
+    assert result.valid.tolist() == [True, True, False]
+    assert result.metrics["reward/face_similarity/not_applicable"] == 1
+
+
+def test_no_face_found_is_masked_and_counted(tmp_path):
+    from lightrft_visual.rewards.functions.face_similarity import FaceSimilarity
+
+    path = tmp_path / "face.pt"
+    torch.jit.trace(MeanColor(), torch.zeros(1, 3, 16, 16)).save(str(path))
+    scorer = FaceSimilarity(str(path), size=16)
+    face = scorer._face
+
+    def detect(picture):
+        return None if picture.getpixel((0, 0)) == (0, 0, 0) else face(picture)
+
+    scorer._face = detect
+    white, black = Image.new("RGB", (8, 8), "white"), Image.new("RGB", (8, 8), "black")
+    result = RewardComputationEngine(custom_reward_func=scorer).score_media(
+        ["", ""], [white, black], references=[white] * 2
+    )
+    assert result.valid.tolist() == [True, False] and result.score[0] == pytest.approx(1)
+
+
+def test_multi_scorer_has_names_and_average():
+    settings = {"components": {"light": 2.0, "contrast": 1.0, "off": 0.0}}
+    settings["kwargs"] = {"light": {"scorer": "pixel"}, "contrast": {"scorer": "pixel", "rule": "contrast"}}
+    settings["kwargs"]["off"] = {"scorer": "pixel", "rule": "red"}
+    engine = RewardComputationEngine({"multi": build_scorer("multi", settings)})
+    result = engine.score_media(["", ""], [Image.new("RGB", (4, 4), "white"), Image.new("RGB", (4, 4), "black")])
+    assert result.components["light"].tolist() == [1, 0] and result.components["avg"].tolist() == [2, 0]
+    assert set(result.components) == {"multi", "light", "contrast", "avg"}

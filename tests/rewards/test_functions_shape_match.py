@@ -1,0 +1,88 @@
+"""The scorer of the embedded diffusion run cannot be satisfied by less than the picture that was asked for."""
+
+import pytest
+import torch
+
+from lightrft_visual.data.drawn_shapes import all_captions, colour_table, draw, parse_caption, random_pictures
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rewards.functions.shape_match import PictureQuality, ShapeMatch, picture_quality, shape_match
+
+CAPTIONS = all_captions()
+TEXTS = [caption.text for caption in CAPTIONS]
+COLOURS = torch.tensor([caption.colour for caption in CAPTIONS])
+SHAPES = torch.tensor([caption.shape for caption in CAPTIONS])
+
+
+def pictures(seed=0):
+    return random_pictures(COLOURS, SHAPES, 32, torch.Generator().manual_seed(seed))
+
+
+def to_pil(image):
+    from PIL import Image
+
+    return Image.fromarray((image.permute(1, 2, 0) * 255).round().byte().numpy())
+
+
+def test_what_was_asked_for_scores_near_one():
+    scores = shape_match(pictures(), TEXTS)
+    assert scores["score"].min() > 0.8 and scores["score"].mean() > 0.97
+
+
+def test_the_wrong_shape_or_colour_scores_little():
+    wrong_shape = [f"a {text.split()[1]} {TEXTS[(i + 1) % 4].split()[2]}" for i, text in enumerate(TEXTS)]
+    wrong_colour = [f"a {TEXTS[(i + 4) % 24].split()[1]} {text.split()[2]}" for i, text in enumerate(TEXTS)]
+    assert shape_match(pictures(), wrong_shape)["score"].max() < 0.1
+    assert shape_match(pictures(), wrong_colour)["score"].max() < 0.5
+
+
+def test_flat_pictures_and_noise_score_nothing():
+    ink = colour_table(torch.zeros(1))[COLOURS][:, :, None, None]
+    flat = ink.expand(-1, -1, 32, 32)
+    nearly = flat + 0.02 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(0))
+    halves = torch.cat([torch.full_like(flat, 0.95)[..., :16], flat[..., 16:]], dim=-1)
+    assert shape_match(flat, TEXTS)["score"].max() == 0
+    assert shape_match(nearly, TEXTS)["score"].max() < 1e-3
+    assert shape_match(halves, TEXTS)["score"].max() < 0.05
+    assert (
+        shape_match(torch.rand(24, 3, 32, 32, generator=torch.Generator().manual_seed(0)), TEXTS)["score"].max() < 0.1
+    )
+
+
+def test_a_tiny_or_a_filling_shape_scores_less():
+    def score(area):
+        drawn = draw(COLOURS, SHAPES, torch.full((24,), area), torch.full((24,), 0.5), torch.full((24,), 0.5), 32)
+        return shape_match(drawn, TEXTS)["score"].mean()
+
+    assert score(0.2) > 0.95 > score(0.02)
+    assert score(0.9) < 0.1
+
+
+def test_the_score_has_a_gradient_that_improves_the_picture():
+    image = (0.7 * pictures() + 0.3 * 0.95).requires_grad_(True)
+    before = shape_match(image, TEXTS)["score"]
+    before.sum().backward()
+    assert torch.isfinite(image.grad).all() and image.grad.abs().sum() > 0
+    after = shape_match(image.detach() + 0.5 * image.grad, TEXTS)["score"]
+    assert after.mean() > before.mean()
+
+
+def test_captions_without_a_known_shape_are_not_valid():
+    assert shape_match(pictures()[:2], ["a red circle", "a dog"])["valid"].tolist() == [True, False]
+    assert parse_caption("A green, SQUARE!") == parse_caption("a green square")
+
+
+def test_quality_asks_for_a_clean_picture_of_any_kind():
+    clean = pictures()
+    noisy = (clean + 0.15 * torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))).clamp(0, 1)
+    assert picture_quality(clean).min() > 0.9
+    assert picture_quality(noisy).mean() < picture_quality(clean).mean() - 0.2
+    assert picture_quality(torch.full((1, 3, 32, 32), 0.4)).item() == 0
+
+
+def test_scorers_by_name():
+    frames = [[to_pil(image)] for image in pictures()[:2]]
+    scores = ShapeMatch()(frames + [[]], [TEXTS[0], "a dog", TEXTS[0]])
+    assert scores[0] > 0.9 and scores[1:] == [None, None]
+    assert PictureQuality()(frames)[0] > 0.9
+    with pytest.raises(ConfigError, match="part"):
+        ShapeMatch("size")
