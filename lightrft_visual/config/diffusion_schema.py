@@ -109,7 +109,7 @@ class DiffusionAlgorithmConfig:
     clip_range: float = 1e-4
     adv_clip_max: float = 5.0  # advantages are clamped to ±this; 0 turns the clamp off
     global_std: bool = False  # divide by the std of all rewards instead of the group's
-    beta: float = 0.0  # weight of the KL to the reference; for diffusion_nft the mixing factor (nft_beta)
+    beta: float = 0.0  # weight of the KL to the reference (flow_grpo, dance_grpo, ddpo, dpok, reward_fl)
     kl_form: str = "full"  # full: s² holds |dt|; published: without
     timestep_fraction: float = 1.0  # first share of the stochastic steps that is trained on
     cfg_in_training: bool = True  # guide the training forward as the rollout was
@@ -194,10 +194,12 @@ class DiffusionRunConfig:
 
     def __post_init__(self) -> None:
         from ..rollout.diffusion_sampler import DiffusionSampler
+        from ..rollout.diffusion_setup import evaluation_sampling, rollout_noise, rollout_sampling
 
         self._check_groups()
         self._check_trajectory()
-        DiffusionSampler(self.sampling_config(), self.noise_config())  # refuses noise 0, unequal schedules, windows
+        DiffusionSampler(rollout_sampling(self), rollout_noise(self))  # refuses noise 0, unequal schedules, windows
+        evaluation_sampling(self)
         require(self.train.enable_ema or not self.output.eval_ema, "eval_ema evaluates the EMA: add --enable_ema")
 
     @property
@@ -208,26 +210,6 @@ class DiffusionRunConfig:
     def training_guidance(self) -> float:
         """Guidance scale of the training forward."""
         return self.sampling.guidance_scale if self.algorithm.cfg_in_training else 1.0
-
-    def sampling_config(self, evaluation: bool = False):
-        """The sampler's own config, of rollouts or of evaluation."""
-        from ..rollout.diffusion_sampler import SamplingConfig
-
-        sampling = self.sampling
-        if evaluation:
-            return SamplingConfig(sampling.eval_num_steps, sampling.scheduler, "ode", sampling.flow_shift)
-        return SamplingConfig(
-            sampling.num_steps, sampling.scheduler, self.trajectory, sampling.flow_shift, sampling.timesteps,
-            sampling.sigmas,
-        )  # fmt: skip
-
-    def noise_config(self):
-        from ..rollout.diffusion_sampler import NoiseConfig
-
-        sampling = self.sampling
-        return NoiseConfig(
-            sampling.noise_level, sampling.sde_window_size, sampling.log_prob, keep_means=self.algorithm.grpo_guard
-        )
 
     def _check_groups(self) -> None:
         sampling, name = self.sampling, self.algorithm.diffusion_algorithm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .diffusion_schema import DiffusionRunConfig
 from .schema import RunConfig
 
 
@@ -16,4 +17,7 @@ class Root:
     preset: str
 
 
-ROOTS = (Root("vl", RunConfig, "embedded_vl"),)
+ROOTS = (
+    Root("vl", RunConfig, "embedded_vl"),
+    Root("diffusion", DiffusionRunConfig, "embedded_diffusion"),
+)

@@ -30,6 +30,8 @@ BUILTIN = {
     "face_similarity": ("face_similarity", "FaceSimilarity"),
     "vlm_judge": ("vlm_judge", "VLMJudge"),
     "multi": ("multi", "MultiScorer"),
+    "shape_match": ("shape_match", "ShapeMatch"),
+    "picture_quality": ("shape_match", "PictureQuality"),
 }
 _registered: dict[str, Callable[..., Any]] = {}
 

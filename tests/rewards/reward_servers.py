@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from collections import Counter
@@ -81,6 +83,18 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self.connections: list[socket.socket] = []
+
+    def get_request(self) -> tuple[socket.socket, object]:
+        connection, address = super().get_request()
+        self.connections.append(connection)
+        return connection, address
+
+    def handle_error(self, *arguments: object) -> None:
+        """Quiet: tests cut connections on purpose."""
+
 
 class FaultyServer:
     def __init__(self, delay: float = 0.0, port: int = 0) -> None:
@@ -103,6 +117,9 @@ class FaultyServer:
         self.released.set()
         self._http.shutdown()
         self._http.server_close()
+        for connection in self._http.connections:  # kept connections die with the server
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=5)
 
 

@@ -1,3 +1,4 @@
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +92,13 @@ class FakeEngine:
         return [SimpleNamespace(outputs=[SimpleNamespace(text=w)]) for w in words]
 
 
+@pytest.fixture
+def no_vllm(monkeypatch):
+    """Importing vLLM takes longer than all of these tests."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+
+
+@pytest.mark.usefixtures("no_vllm")
 def test_engine_judge_in_the_reward_engine():
     judge = EngineJudge("judge", FakeEngine(), Judging(question="{prompt}{response}"))
     samples = make_samples(["xx", "broken"], prompts=["", ""], images=[[PICTURE], []])
@@ -100,6 +108,7 @@ def test_engine_judge_in_the_reward_engine():
     assert judge.engine.seen[0][0]["content"][0]["image_pil"].size == (6, 6)
 
 
+@pytest.mark.usefixtures("no_vllm")
 def test_engine_judge_called_as_an_engine_backed_model():
     judge = EngineJudge("judge", FakeEngine(), Judging(question="{response}"))
     called = judge(None, None, prompt_and_outputs=["x", "broken"], raw_images=[[], []], img_num=[0, 0], references=None)

@@ -11,10 +11,12 @@ from PIL import Image
 from reward_rollouts import make_samples
 from reward_servers import FaultyServer, closed_port
 
-from lightrft_visual.config.schema import RewardConfig
+from lightrft_visual.config.schema import AlgorithmConfig, RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.remote import check_url, server_name
+from lightrft_visual.trainer.advantage_calculator import get_advantage_calculator
+from lightrft_visual.trainer.experience import Experience
 
 NEVER_STOP = {"reward_max_invalid": 1.0, "reward_timeout": 1.0}
 
@@ -99,19 +101,23 @@ def test_retries_only_where_they_can_help(kind, calls):
     assert server.calls[kind] == calls and bool(result.valid.all()) == (kind == "flaky")
 
 
-def test_a_restarted_server_is_waited_for():
-    port = closed_port()
-    back = {}
-
-    def revive():
-        back["server"] = FaultyServer(port=port).__enter__()
-
-    timer = threading.Timer(0.4, revive)
+def test_a_server_killed_and_restarted_is_waited_for():
+    """Connections kept from before the kill are dead, new ones are refused for a while: the step waits and goes on."""
+    first = FaultyServer().__enter__()
+    port = first._http.server_port
+    engine = RewardComputationEngine(
+        None, f"{first.base}/good", config=RewardConfig(reward_timeout=12, reward_max_invalid=0.0)
+    )
+    assert engine.compute_rewards([make_samples(["a"])]).score.tolist() == [0.25]
+    first.__exit__()
+    revived = []
+    timer = threading.Timer(0.4, lambda: revived.append(FaultyServer(port=port).__enter__()))
     timer.start()
-    result = run(f"http://127.0.0.1:{port}/good", [make_samples(["a"])], reward_timeout=12)
+    result = engine.compute_rewards([make_samples(["a", "b"])])
     timer.join()
-    back["server"].__exit__()
-    assert result.valid.all() and result.score.tolist() == [0.25]
+    engine.close()
+    revived[0].__exit__()
+    assert result.score.tolist() == [0.25, 1.25] and revived[0].calls["good"] == 1
 
 
 @pytest.mark.parametrize("broken", ["refused", "500", "hang", "html", "short"])
@@ -223,19 +229,38 @@ def test_no_payload_in_logs(caplog):
     assert "SECRET" not in caplog.text and sent[:24] not in caplog.text and "failed" in caplog.text
 
 
-def test_ten_percent_of_calls_fail_and_the_valid_advantages_do_not_change():
-    """A failed call leaves the rewards of all other samples, and so what is computed from them, as they were."""
-    groups = [[f"{'x' * (1 + i)}" for i in range(4)] for _ in range(5)]
-    config = RewardConfig(reward_retries=0, reward_max_invalid=0.9, reward_timeout=5.0)
+@pytest.mark.parametrize("estimator", ["group_norm", "rloo"])
+def test_ten_percent_of_calls_fail_over_fifty_steps(estimator):
+    """Advantages of valid samples equal those of a run that never had the failed ones."""
+    calculator = get_advantage_calculator(estimator, AlgorithmConfig())
+    config = RewardConfig(reward_retries=0, reward_max_invalid=0.9, reward_timeout=20.0)
+    invalid = 0
     with FaultyServer() as server:
         flawed = RewardComputationEngine(None, f"{server.base}/tenth", config=config)
         sound = RewardComputationEngine(None, f"{server.base}/good", config=config)
-        invalid = 0
         for _ in range(50):
-            outputs = [make_samples(group, first_id=4 * i) for i, group in enumerate(groups)]
-            got, wanted = flawed.compute_rewards(outputs), sound.compute_rewards(outputs)
-            invalid += int((~got.valid).sum())
-            assert torch.equal(got.score[got.valid], wanted.score[got.valid])
+            # Two calls score each group of four: a failed one leaves half of it.
+            outputs = [make_samples(["a", "b"], first_id=2 * i) for i in range(10)]
+            for i, samples in enumerate(outputs):
+                samples.group_ids = torch.full((2,), i // 2)
+            wanted, got = sound.compute_rewards(outputs), flawed.compute_rewards(outputs)
+            kept = [i for i in range(20) if got.valid[i]]
+            invalid += 20 - len(kept)
+            groups = torch.cat([samples.group_ids for samples in outputs])
+            ours = final_rewards(calculator, got.score, groups, got.valid)
+            without = final_rewards(calculator, wanted.score[kept], groups[kept], torch.ones(len(kept)).bool())
+            assert torch.equal(ours[kept], without) and bool(torch.isfinite(ours).all())
+            assert not ours[~got.valid].any()
         flawed.close()
         sound.close()
-    assert invalid == 50 * 5 * 4 // 10
+    assert invalid == 50 * 10 // 10 * 2
+
+
+def final_rewards(calculator, rewards, groups, valid):
+    nothing = dict.fromkeys(("action_log_probs", "base_action_log_probs", "values", "returns", "advantages"))
+    mask = torch.ones(len(groups), 2).bool()
+    sequences = torch.ones(len(groups), 3).long()
+    experience = Experience(
+        sequences=sequences, attention_mask=None, action_mask=mask, info={}, group_id=groups, valid=valid, **nothing
+    )
+    return calculator.preprocess_rewards([rewards], [experience], max_new_tokens=2)[1][0]

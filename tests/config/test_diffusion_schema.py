@@ -1,0 +1,71 @@
+"""Diffusion configurations that cannot work are refused before any model loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightrft_visual.config.diffusion_schema import DIFFUSION_ALGORITHM_NAMES, DiffusionRunConfig
+from lightrft_visual.config.load import load_config
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rollout.diffusion_setup import evaluation_sampling, rollout_noise, rollout_sampling
+from lightrft_visual.trainer.diffusion import DIFFUSION_ALGORITHMS, FlowGRPO
+
+CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
+
+
+def load(*arguments: str) -> DiffusionRunConfig:
+    return load_config(DiffusionRunConfig, list(arguments), preset="embedded_diffusion")
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    (
+        (["--noise_level", "0"], "noise_level"),
+        (["--sigmas", "[0.9, 0.5]"], "num_steps"),
+        (["--num_steps", "2", "--sigmas", "[0.9, 0.5]", "--timesteps", "[900]"], "equal length"),
+        (["--train_batch_size", "50"], "divide"),
+        (["--n_samples_per_prompt", "1"], "at least 2"),
+        (["--family", "sd4"], "family"),
+        (["--diffusion_algorithm", "dance_grpo", "--trajectory", "sde"], "sde_reflow"),
+        (["--diffusion_algorithm", "diffusion_nft", "--sde_window_size", "2"], "sde_window_size"),
+        (["--diffusion_algorithm", "reward_fl", "--final_timestep", "9"], "final_timestep"),
+        (["--sde_window_size", "8"], "window_size"),
+        (["--eval_ema", "true"], "enable_ema"),
+        (["--grpo_guard", "true", "--diffusion_algorithm", "diffusion_nft"], "grpo_guard"),
+        (["--noise_levle", "1"], "noise_level"),
+    ),
+)
+def test_refusals(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(*arguments)
+
+
+def test_every_algorithm_is_built_from_its_name() -> None:
+    assert tuple(DIFFUSION_ALGORITHMS) == DIFFUSION_ALGORITHM_NAMES
+    for name, algorithm in DIFFUSION_ALGORITHMS.items():
+        assert algorithm.build(load("--diffusion_algorithm", name)) is not None
+
+
+def test_the_published_figures() -> None:
+    config = load("--config", "experiment/diffusion/sd3_5/online_grpo_ocr")
+    assert (config.sampling.height, config.sampling.num_steps, config.sampling.eval_num_steps) == (512, 10, 40)
+    assert (config.sampling.guidance_scale, config.sampling.noise_level) == (4.5, 0.7)
+    assert (config.sampling.n_samples_per_prompt, config.model.lora_rank, config.model.lora_alpha) == (24, 32, 64)
+    assert (config.train.learning_rate, config.train.ema_beta, config.train.ema_interval) == (3e-4, 0.9, 8)
+    loss = DIFFUSION_ALGORITHMS["flow_grpo"].build(config)
+    assert loss == FlowGRPO(guidance_scale=4.5, clip_range=1e-4, beta=0.04, kl_form="published")
+
+
+def test_layers_swap() -> None:
+    config = load("--config", "experiment/diffusion/sd3_5/online_grpo_ocr", "/base/algorithm/diffusion=grpo_guard")
+    assert config.algorithm.grpo_guard and rollout_noise(config).keep_means
+
+
+def test_settings_of_the_sampler() -> None:
+    config = load("--trajectory", "cps", "--flow_shift", "3")
+    assert rollout_sampling(config).trajectory == "cps" and rollout_sampling(config).num_steps == 8
+    assert evaluation_sampling(config).trajectory == "ode" and evaluation_sampling(config).num_steps == 16
+    assert DIFFUSION_ALGORITHMS["flow_grpo"].build(config).rule == "cps"
+    assert load("--guidance_scale", "4", "--cfg_in_training", "false").training_guidance == 1.0

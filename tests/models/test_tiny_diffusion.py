@@ -1,0 +1,62 @@
+"""The embedded diffusion model: tokenizers that know the captions, settings that decide the weights."""
+
+import torch
+
+from lightrft_visual.data.drawn_shapes import all_captions
+from lightrft_visual.models.tiny_diffusion import (
+    TEXT_LENGTH,
+    TinyDiffusionSettings,
+    apply_merge,
+    build_clip_tokenizer,
+    build_pipeline,
+    build_t5_tokenizer,
+    spoil_captions,
+    warm_up_vae,
+)
+
+
+def test_every_caption_is_one_token_a_word_in_both_tokenizers():
+    clip, t5 = build_clip_tokenizer(), build_t5_tokenizer()
+    seen = set()
+    for caption in all_captions():
+        ids = clip(caption.text, padding="max_length", max_length=TEXT_LENGTH).input_ids
+        assert len(ids) == 5 and ids[0] == clip.bos_token_id and ids[-1] == clip.eos_token_id
+        assert clip.decode(ids, skip_special_tokens=True) == caption.text
+        assert len(t5(caption.text).input_ids) == 4 and t5.unk_token_id not in t5(caption.text).input_ids
+        seen.add(tuple(ids))
+    assert len(seen) == len(all_captions())
+
+
+def test_unknown_words_are_spelt():
+    clip = build_clip_tokenizer()
+    assert clip.decode(clip("zebra").input_ids, skip_special_tokens=True) == "zebra"
+
+
+def test_merges_from_the_left():
+    assert apply_merge(["a", "a", "a", "b"], ("a", "a")) == ["aa", "a", "b"]
+
+
+def test_the_same_settings_give_the_same_weights():
+    settings = TinyDiffusionSettings(layers=1)
+    one, two = build_pipeline(settings), build_pipeline(settings)
+    for name in ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
+        left, right = one.components[name].state_dict(), two.components[name].state_dict()
+        assert all(torch.equal(left[key], right[key]) for key in left)
+    assert one.tokenizer.get_vocab() == two.tokenizer.get_vocab()
+
+
+def test_latents_are_normalised_after_the_warm_up():
+    settings = TinyDiffusionSettings(vae_steps=3)
+    pipeline = build_pipeline(settings)
+    warm_up_vae(pipeline.vae, settings, torch.Generator().manual_seed(0))
+    assert pipeline.vae.config.scaling_factor != 1.0
+    posterior = pipeline.vae.encode(torch.zeros(1, 3, 32, 32)).latent_dist
+    assert posterior.std.max() < 1e-3
+
+
+def test_spoilt_captions_have_their_share():
+    settings = TinyDiffusionSettings(wrong_shape=0.4, wrong_colour=0.0, no_caption=0.1)
+    colours, shapes = torch.zeros(20_000, dtype=torch.long), torch.zeros(20_000, dtype=torch.long)
+    said = spoil_captions(colours, shapes, settings, torch.Generator().manual_seed(0))
+    assert abs((said == 24).float().mean() - 0.1) < 0.01
+    assert abs((said == 0).float().mean() - 0.9 * 0.7) < 0.02  # a random other shape is the right one in a quarter
