@@ -206,11 +206,6 @@ class DiffusionRunConfig:
     def trajectory(self) -> str:
         return self.sampling.trajectory or TRAJECTORY_OF[self.algorithm.diffusion_algorithm][0]
 
-    @property
-    def training_guidance(self) -> float:
-        """Guidance scale of the training forward."""
-        return self.sampling.guidance_scale if self.algorithm.cfg_in_training else 1.0
-
     def _check_groups(self) -> None:
         sampling, name = self.sampling, self.algorithm.diffusion_algorithm
         total = sampling.rollout_batch_size * sampling.n_samples_per_prompt

@@ -213,6 +213,15 @@ class AlgorithmConfig:
         require(0 <= self.gamma <= 1 and 0 <= self.lambd <= 1, "gamma and lambd must lie in [0, 1]")
         require(self.init_kl_coef >= 0, "init_kl_coef must not be negative")
         require(self.tis_cap > 0, "tis_cap must be positive")
+        require(self.value_clip >= 0, "value_clip: 0 turns the clip off, else positive")
+        require(self.overlong_buffer_len > 0, "overlong_buffer_len must be positive")
+        require(self.kl_target is None or self.kl_target > 0, "kl_target must be positive")
+        require(self.kl_horizon > 0, "kl_horizon must be positive")
+        require(self.eps_clip_high is None or self.eps_clip_high > 0, "eps_clip_high must be positive")
+        require(
+            not (self.use_kl_loss and self.kl_estimator == "k1"),
+            "use_kl_loss with kl_estimator k1 has a gradient of expectation 0: use --kl_estimator k2 or k3",
+        )
         require(self.reward_clip >= 0 and self.advantage_clip >= 0, "reward_clip and advantage_clip: 0 or positive")
 
 
@@ -344,6 +353,10 @@ class RunConfig:
         require(
             self.train.freezing_actor_steps <= 0 or algorithm.advantage_estimator == "gae",
             "freezing_actor_steps trains the critic alone: it needs advantage_estimator gae",
+        )
+        require(
+            algorithm.tis_mode == "off" or (rollout.top_p == 1 and rollout.top_k == -1),
+            "tis_mode compares sampled log-probs, which top_p < 1 or top_k leave undefined: sample with top_p 1, top_k -1",
         )
         require(
             not (self.output.eval_ema and not train.enable_ema), "eval_ema evaluates the EMA weights: add --enable_ema"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class DiffusionPolicy(nn.Module):
                 f"trainable_models names {', '.join(sorted(unknown))}; this model has: {', '.join(self.denoisers)}"
             )
         self._reference: WeightCopy | None = None
+        self.offload_activations = False
         self._freeze_and_adapt()
 
     @classmethod
@@ -89,7 +90,9 @@ class DiffusionPolicy(nn.Module):
 
     def forward(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float = 1.0) -> T:
         """Velocity (B, …), fp32; see `velocity`. The engine's hooks run through this method."""
-        return self.family.velocity(latents, timesteps, conditions, guidance_scale)
+        kept = torch.autograd.graph.save_on_cpu() if self.offload_activations else nullcontext()
+        with kept:
+            return self.family.velocity(latents, timesteps, conditions, guidance_scale)
 
     def velocity(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float = 1.0) -> T:
         """latents (B, …), timesteps (B) in 0..1000, conditions from `encode_prompts`; guided when the scale is > 1."""
@@ -148,7 +151,9 @@ class DiffusionPolicy(nn.Module):
             for name in self.trainable:
                 self.denoisers[name].enable_adapters()
 
-    def enable_gradient_checkpointing(self) -> None:
+    def enable_gradient_checkpointing(self, offload: bool = False) -> None:
+        """Recompute blocks in backward; offload keeps what is saved between them in host memory."""
+        self.offload_activations = offload
         for name in self.trainable:
             self.denoisers[name].enable_gradient_checkpointing()
 

@@ -142,7 +142,8 @@ def bind(signature: Signature, name: str, batch: RewardBatch, given: Mapping[str
     wanted = dict.fromkeys(signature.names)
     if signature.takes_all:
         known = [k for k in INPUTS if k not in ON_DEMAND]
-        wanted |= dict.fromkeys([*known, *sorted(columns), *(k for k, v in given.items() if v is not None)])
+        settings = [k for k, v in given.items() if v is not None]
+        wanted |= dict.fromkeys([*known, *FALLBACKS, *sorted(columns), *settings])
     arguments: dict[str, Any] = {}
     for parameter in wanted:
         if parameter in given:
@@ -153,7 +154,7 @@ def bind(signature: Signature, name: str, batch: RewardBatch, given: Mapping[str
             arguments[parameter] = INPUTS[parameter](batch)
         elif parameter in columns:
             arguments[parameter] = [row.get(parameter) for row in batch.metadata]
-        elif parameter in FALLBACKS and parameter in signature.required:
+        elif parameter in FALLBACKS:
             arguments[parameter] = FALLBACKS[parameter](batch)
         elif parameter in signature.required:
             known = [*INPUTS, *RESERVED, *FALLBACKS, *columns]

@@ -28,6 +28,8 @@ BUILTIN = {
     "jpeg_incompressibility": ("jpeg", "Incompressibility"),
     "pixel": ("pixel", "Pixel"),
     "face_similarity": ("face_similarity", "FaceSimilarity"),
+    "shape_match": ("shape_match", "ShapeMatch"),
+    "picture_quality": ("shape_match", "PictureQuality"),
     "vlm_judge": ("vlm_judge", "VLMJudge"),
     "multi": ("multi", "MultiScorer"),
     "shape_match": ("shape_match", "ShapeMatch"),

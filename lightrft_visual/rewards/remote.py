@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,11 +29,12 @@ from .wire import BadReply, decode_reply, encode_request
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 FIRST_WAIT = 0.25  # seconds before the first retry
+_SECRET = re.compile(r"(?i)(token|key|secret|passw)[^=&]*=")
 SHUN_SECONDS = 30.0  # a replica that failed is tried last for this long
 
 
 def check_url(url: str) -> None:
-    """Raise ConfigError unless the URL is http(s) with a host."""
+    """Raise ConfigError unless the URL is http(s) with a host, and holds no secret: URLs are written to files."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -40,6 +42,11 @@ def check_url(url: str) -> None:
         usable = False
     if not usable:
         raise ConfigError(f"reward URL {server_name(url)!r}: write it as http://host:port/path")
+    if parts.username or parts.password or _SECRET.search(parts.query):
+        raise ConfigError(
+            f"reward URL {server_name(url)!r} holds a password or key, which would end up in files: "
+            "put it into an environment variable and name that in reward_token_env"
+        )
 
 
 def server_name(url: str) -> str:

@@ -36,12 +36,14 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class ServerSettings:
     """max_batch: samples that requests are merged into. max_wait: seconds a request waits for others to join.
+    max_waiting: requests held at once; more are answered 503, which clients retry.
     token: required as a bearer token when set. device: where model-based scorers run."""
 
     max_batch: int = 64
     max_wait: float = 0.005
     max_body_bytes: int = 256 * 1024 * 1024
     max_samples: int = 1024
+    max_waiting: int = 256
     max_images: int = 32
     max_pixels: int = MAX_PIXELS
     token: str | None = None
@@ -185,6 +187,8 @@ def create_app(scorer: Callable[..., Any] | Source, settings: ServerSettings | N
     async def reward(request: Request) -> JSONResponse:
         counts.requests += 1
         try:
+            if counts.waiting >= settings.max_waiting:
+                raise _Refused(503, "too many requests are waiting")
             batch = await _read_batch(request, settings)
             scores = await batchers[0].score(batch)
         except _Refused as refusal:

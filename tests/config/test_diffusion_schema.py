@@ -26,7 +26,7 @@ def load(*arguments: str) -> DiffusionRunConfig:
         (["--sigmas", "[0.9, 0.5]"], "num_steps"),
         (["--num_steps", "2", "--sigmas", "[0.9, 0.5]", "--timesteps", "[900]"], "equal length"),
         (["--train_batch_size", "50"], "divide"),
-        (["--n_samples_per_prompt", "1"], "at least 2"),
+        (["--n_samples_per_prompt", "1", "--train_batch_size", "8"], "at least 2"),
         (["--family", "sd4"], "family"),
         (["--diffusion_algorithm", "dance_grpo", "--trajectory", "sde"], "sde_reflow"),
         (["--diffusion_algorithm", "diffusion_nft", "--sde_window_size", "2"], "sde_window_size"),
@@ -68,4 +68,5 @@ def test_settings_of_the_sampler() -> None:
     assert rollout_sampling(config).trajectory == "cps" and rollout_sampling(config).num_steps == 8
     assert evaluation_sampling(config).trajectory == "ode" and evaluation_sampling(config).num_steps == 16
     assert DIFFUSION_ALGORITHMS["flow_grpo"].build(config).rule == "cps"
-    assert load("--guidance_scale", "4", "--cfg_in_training", "false").training_guidance == 1.0
+    guided = load("--guidance_scale", "4", "--cfg_in_training", "false")
+    assert DIFFUSION_ALGORITHMS["flow_grpo"].build(guided).guidance_scale == 1.0

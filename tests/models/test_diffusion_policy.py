@@ -133,6 +133,18 @@ def test_only_the_denoiser_is_registered_and_only_lora_trains(folder):
     assert all(parameter.requires_grad == ("lora_" in name) for name, parameter in policy.named_parameters())
 
 
+@pytest.mark.parametrize("offload", (False, True))
+def test_gradient_checkpointing_changes_no_gradient(folder, offload):
+    plain, checkpointed = policy_of(folder), policy_of(folder)
+    checkpointed.load_state_dict(plain.state_dict())
+    checkpointed.enable_gradient_checkpointing(offload)
+    inputs = torch.randn(2, *plain.latent_shape(32, 32)), torch.full((2,), 300.0), plain.encode_prompts(PROMPTS[:2])
+    for policy in (plain, checkpointed):
+        policy(*inputs).square().sum().backward()
+    for left, right in zip(plain.trainable_parameters(), checkpointed.trainable_parameters()):
+        torch.testing.assert_close(left.grad, right.grad)
+
+
 def test_refusals(folder):
     with pytest.raises(ConfigError, match="multiples"):
         policy_of(folder).latent_shape(30, 32)

@@ -80,6 +80,10 @@ def test_async_callable_and_async_object():
 
 def test_column_alias_only_when_the_data_has_no_such_column():
     assert score(lambda answer: [a == "x" for a in answer]).values.tolist() == [1, 0, 0, 0]
+    assert score(lambda solution=None: [a == "y" for a in solution]).values.tolist() == [0, 1, 0, 0]
+    assert score(lambda completions, **columns: [a == "z" for a in columns["answer"]]).values.tolist() == [0, 0, 0, 1]
+    own = batch_from_samples([make_samples(["a"], ["x"], metadata=[{"answer": "mine"}])])
+    assert CallableSource(lambda answer: [answer == ["mine"]]).score(own).values.tolist() == [1]
 
 
 def test_default_of_a_parameter_stays_when_there_is_no_such_column():

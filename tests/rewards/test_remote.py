@@ -214,19 +214,27 @@ def test_bad_urls(url):
         check_url(url)
 
 
+@pytest.mark.parametrize("url", ["http://user:hunter2@h/r", "https://h/r?api_key=hunter2"])
+def test_secrets_in_urls_are_refused(url):
+    with pytest.raises(ConfigError, match="reward_token_env") as caught:
+        check_url(url)
+    assert "hunter2" not in str(caught.value)
+
+
 def test_server_name_holds_no_secret():
     assert server_name("http://user:pw@host:80/a/b?key=1#x") == "http://host:80/a/b"
 
 
-def test_no_payload_in_logs(caplog):
+def test_no_payload_and_no_token_in_logs(caplog, monkeypatch):
     caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("MY_TOKEN", "s3cret")
     picture = Image.new("RGB", (9, 9), "red")
     samples = make_samples(["SECRET"], ["SECRET"], images=[[picture]])
     with FaultyServer() as server:
         for kind in ("html", "500", "strings"):
-            run(f"{server.base}/{kind}", [samples], reward_retries=0)
+            run(f"{server.base}/{kind}", [samples], reward_retries=0, reward_token_env="MY_TOKEN")
         sent = server.bodies[0]["images"][0][0]
-    assert "SECRET" not in caplog.text and sent[:24] not in caplog.text and "failed" in caplog.text
+    assert "s3cret" not in caplog.text and "SECRET" not in caplog.text and sent[:24] not in caplog.text and "failed" in caplog.text
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "rloo"])

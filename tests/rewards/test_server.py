@@ -84,6 +84,10 @@ def test_refusals_name_the_field_and_never_its_content(body, status, words):
     assert reply.status_code == status and words in reply.json()["error"] and "SECRET" not in reply.text
 
 
+def test_a_full_queue_is_a_503():
+    assert post(create_app(lengths, ServerSettings(max_waiting=0)), {"queries": ["a"]}).status_code == 503
+
+
 def test_only_json_is_read():
     assert post(create_app(lengths), b"x", headers={"content-type": "application/x-pickle"}).status_code == 415
 

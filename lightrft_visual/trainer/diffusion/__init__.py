@@ -26,6 +26,11 @@ class DiffusionAlgorithm:
     old_policy: bool = False
 
 
+def training_guidance(config: DiffusionRunConfig) -> float:
+    """Guidance scale of the training forward: the rollout's, or none without cfg_in_training."""
+    return config.sampling.guidance_scale if config.algorithm.cfg_in_training else 1.0
+
+
 def _clipped(kind: type[FlowGRPO], rule: str | None = None) -> Callable[[DiffusionRunConfig], FlowGRPO]:
     def build(config: DiffusionRunConfig) -> FlowGRPO:
         sampling, algorithm = config.sampling, config.algorithm
@@ -33,7 +38,7 @@ def _clipped(kind: type[FlowGRPO], rule: str | None = None) -> Callable[[Diffusi
             rule=rule or {"sde": "flow_grpo", "cps": "cps"}[config.trajectory],
             noise_level=sampling.noise_level,
             log_prob=sampling.log_prob,
-            guidance_scale=config.training_guidance,
+            guidance_scale=training_guidance(config),
             clip_range=algorithm.clip_range,
             beta=algorithm.beta,
             kl_form=algorithm.kl_form,
@@ -50,7 +55,7 @@ def _nft(config: DiffusionRunConfig) -> DiffusionNFT:
         adv_max=algorithm.adv_clip_max,
         adv_mode=algorithm.adv_mode,
         kl_beta=algorithm.nft_kl_beta,
-        guidance_scale=config.training_guidance,
+        guidance_scale=training_guidance(config),
     )
 
 
@@ -62,7 +67,7 @@ def _reward_fl(config: DiffusionRunConfig) -> RewardFL:
         final_timestep=algorithm.final_timestep,
         min_timestep_boundary=algorithm.min_timestep_boundary,
         max_timestep_boundary=algorithm.max_timestep_boundary,
-        guidance_scale=config.training_guidance,
+        guidance_scale=training_guidance(config),
         weight=algorithm.reward_fl_weight,
         score_mean=algorithm.score_mean,
         score_std=algorithm.score_std,

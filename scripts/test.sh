@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Sets everything up, checks style, and runs the tests. Arguments are passed on to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+export PATH="$PWD/.venv/bin:$PATH"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+ruff check .
+ruff format --check .
+exec python -m pytest "$@"
