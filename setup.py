@@ -28,5 +28,9 @@ setup(
     packages=find_packages(include=["lightrft_visual", "lightrft_visual.*"]),
     package_data={"lightrft_visual": ["py.typed"]},
     install_requires=[r for r in requirements if package_name(r) not in development],
-    extras_require={"dev": [r for r in requirements if package_name(r) in development], "ray": ["ray>=2.40"], "wandb": ["wandb>=0.18"]},
+    extras_require={
+        "dev": [r for r in requirements if package_name(r) in development],
+        "ray": ["ray>=2.40"],
+        "wandb": ["wandb>=0.18"],
+    },
 )

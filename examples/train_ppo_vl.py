@@ -1,6 +1,6 @@
 """PPO for vision-language models: as train_grpo_vl.py, with advantage_estimator gae unless another is given.
 
-    deepspeed examples/train_ppo_vl.py
+deepspeed examples/train_ppo_vl.py
 """
 
 import sys

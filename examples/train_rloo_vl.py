@@ -1,6 +1,6 @@
 """RLOO for vision-language models: as train_grpo_vl.py, with advantage_estimator rloo unless another is given.
 
-    deepspeed examples/train_rloo_vl.py
+deepspeed examples/train_rloo_vl.py
 """
 
 import sys

@@ -6,9 +6,15 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from .config.schema import RunConfig
 from .errors import LightRFTVisualError
+
+if TYPE_CHECKING:
+    from .config.diffusion_schema import DiffusionRunConfig
+    from .trainer.policy_trainer import PolicyTrainer
 
 
 def quiet_libraries() -> None:
@@ -27,14 +33,35 @@ def quiet_libraries() -> None:
 
 def run_vl(config: RunConfig, trainer_class: type | None = None) -> None:
     """Build and run a vision-language trainer; the package's own errors end the process with one line and code 1."""
+
+    def build():
+        from .trainer.build import build_trainer
+
+        return build_trainer(config, trainer_class)
+
+    _run(build)
+
+
+def run_diffusion(config: DiffusionRunConfig) -> None:
+    """The same for a diffusion trainer."""
+
+    def build():
+        from .trainer.diffusion.build import build_diffusion_trainer
+
+        return build_diffusion_trainer(config)
+
+    _run(build)
+
+
+def _run(build: Callable[[], PolicyTrainer]) -> None:
     quiet_libraries()
     try:
+        from diffusers.utils import logging as diffusers_logging
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
-        from .trainer.build import build_trainer
-
-        trainer = build_trainer(config, trainer_class)
+        diffusers_logging.disable_progress_bar()
+        trainer = build()
         trainer.fit()
         trainer.close()
     except LightRFTVisualError as error:

@@ -164,7 +164,9 @@ class RewardConfig:
         require(self.reward_ray_actors > 0, "reward_ray_actors must be positive")
         require(self.reward_fn_timeout is None or self.reward_fn_timeout > 0, "reward_fn_timeout must be positive")
         require(not (self.components and self.reward_recipe), "reward.components and reward_recipe exclude each other")
-        require(not (self.kwargs and not self.components), "reward.kwargs are settings of reward.components; name those")
+        require(
+            not (self.kwargs and not self.components), "reward.kwargs are settings of reward.components; name those"
+        )
         require(0 <= self.reward_max_invalid <= 1, "reward_max_invalid is a share and must lie in [0, 1]")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,6 +78,30 @@ class JsonSource:
         return self._rows[row]
 
 
+class CsvSource(JsonSource):
+    """A CSV file with a header, such as a metadata.csv; all values are text."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.folder = path, path.parent
+        try:
+            with open(path, newline="", encoding="utf-8") as file:
+                self._rows = list(csv.DictReader(file, strict=True))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: not valid CSV: {error}") from None
+
+
+class TextSource(JsonSource):
+    """A text file with one prompt a line; blank lines skip."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.folder = path, path.parent
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: not UTF-8 text: {error}") from None
+        self._rows = [{"prompt": line.strip()} for line in lines if line.strip()]
+
+
 class ArrowSource:
     """Rows of an Arrow table or Hugging Face data set in their stored form: images stay {"bytes", "path"}."""
 
@@ -107,7 +132,7 @@ class ArrowSource:
 
 
 def open_source(path: str | Path, split: str) -> RowSource:
-    """The rows of a .jsonl, .json or .parquet file, or of a Hugging Face data set folder's `split`.
+    """The rows of a .jsonl, .json, .csv, .txt or .parquet file, or of a Hugging Face data set folder's `split`.
 
     Raises DataError for a path that does not exist, is of another kind, or holds no such split.
     """
@@ -116,7 +141,13 @@ def open_source(path: str | Path, split: str) -> RowSource:
         raise DataError(f"data set not found: {path}")
     if path.is_dir():
         return ArrowSource.from_folder(path, split)
-    readers = {".jsonl": JsonlSource, ".json": JsonSource, ".parquet": ArrowSource.from_parquet}
+    readers = {
+        ".jsonl": JsonlSource,
+        ".json": JsonSource,
+        ".csv": CsvSource,
+        ".txt": TextSource,
+        ".parquet": ArrowSource.from_parquet,
+    }
     if path.suffix not in readers:
         raise DataError(f"{path}: unknown kind of data file; known: {', '.join(readers)}, or a data set folder")
     return readers[path.suffix](path)

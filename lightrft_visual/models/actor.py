@@ -40,6 +40,7 @@ class Actor(nn.Module):
         self.head = [LogProbLinear.adopt(transformer.get_output_embeddings())]  # in a list: not a second child module
         self.backbone = Backbone(transformer)
         self.register_buffer("banned_ids", torch.tensor(banned_ids, dtype=torch.long), persistent=False)
+        self.register_buffer("eos_ids", torch.tensor(sorted(set(eos_ids)), dtype=torch.long), persistent=False)
         with_eos = sorted({*banned_ids, *eos_ids})
         self.register_buffer("banned_with_eos", torch.tensor(with_eos, dtype=torch.long), persistent=False)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn as nn
-from transformers import PreTrainedModel
+import torch.nn.functional as F
+from transformers import Cache, PreTrainedModel
 
 from ..errors import DataError
 from .actor_modality import ActorModality, get_modality, require_packing
@@ -35,19 +38,48 @@ class Backbone:
         if inputs.is_packed:
             require_packing(self.config)
         positions, types = self._positions(inputs)
+        return self._forward(inputs, positions, types, use_cache=False).flatten(0, 1)
+
+    def prefill(self, inputs: ModelInputs, cache: Cache) -> tuple[T, T]:
+        """Run left-padded prompts (B, S) into `cache`: (last hidden states (B, H), positions of the next token).
+
+        The positions are (B, 1), or (4, B, 1) with M-RoPE; `decode` takes them, and text counts on from them.
+        """
+        # One text token more shows where text goes on; its id is never looked up.
+        longer = replace(
+            inputs,
+            sequences=F.pad(inputs.sequences, (0, 1), value=-1),
+            attention_mask=F.pad(inputs.attention_mask, (0, 1), value=1),
+        )
+        positions, types = self._positions(longer)
+        hidden = self._forward(inputs, positions[..., :-1], types[..., :-1], use_cache=True, past_key_values=cache)
+        return hidden[:, -1], positions[..., -1:]
+
+    def decode(self, tokens: T, attention_mask: T, positions: T, cache: Cache) -> T:
+        """Last hidden states (B, H) of one more token a row; attention_mask (B, cached + 1)."""
+        output = self.base(
+            input_ids=tokens.unsqueeze(1),
+            attention_mask=attention_mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return output.last_hidden_state[:, -1]
+
+    def _forward(self, inputs: ModelInputs, positions: T, types: T, **cache) -> T:
+        """(rows, S, H)"""
         arguments: dict = {
             "input_ids": inputs.sequences,
             "attention_mask": None if inputs.is_packed else inputs.attention_mask,
             "position_ids": positions,
-            "use_cache": False,
+            **cache,
         }
         if self.vision:
             arguments |= self._vision_arguments(inputs, types)
-        output = self.base(**arguments)
-        hidden = output.last_hidden_state
+        hidden = self.base(**arguments).last_hidden_state
         if self.vision and inputs.pixel_values is None and inputs.pixel_values_videos is None:
             hidden = hidden + self._idle_vision(hidden)
-        return hidden.flatten(0, 1)
+        return hidden
 
     def _vision_arguments(self, inputs: ModelInputs, types: T) -> dict:
         arguments = {
@@ -78,8 +110,9 @@ class Backbone:
         """(3, rows, S) long on the inputs' device; worked out on the host, where the patterns are compared."""
         positions = torch.zeros(3, *types.shape, dtype=torch.long)
         host_types, mask = types.cpu(), inputs.attention_mask.bool().cpu()
-        images = _GridCursor(inputs.image_grid_thws, self._merge_area(), "image")
-        videos = _GridCursor(inputs.video_grid_thws, self._merge_area(), "video")
+        images = _GridCursor(inputs.image_grid_thws, self._merge_area(), "image", inputs.sample_ids)
+        videos = _GridCursor(inputs.video_grid_thws, self._merge_area(), "video", inputs.sample_ids)
+        seconds = None if inputs.video_seconds_per_grid is None else inputs.video_seconds_per_grid.cpu()
         if inputs.packed_seq_lens is not None:
             ends = torch.tensor(inputs.packed_seq_lens).cumsum(0).tolist()
             places = [(0, slice(end - n, end)) for end, n in zip(ends, inputs.packed_seq_lens)]
@@ -87,8 +120,10 @@ class Backbone:
             places = [(row, mask[row]) for row in range(types.shape[0])]
         for sample, (row, where) in enumerate(places):
             own = host_types[row][where]
+            first_video = videos.next
             grids = images.take(own, 1, sample), videos.take(own, 2, sample)
-            positions[:, row, where] = self.mrope(own, *grids)
+            timing = None if seconds is None else seconds[first_video : videos.next]
+            positions[:, row, where] = self.mrope(own, *grids, timing)
         images.finish()
         videos.finish()
         return positions.to(types.device)
@@ -112,10 +147,10 @@ class Backbone:
 class _GridCursor:
     """Hands each sample the grids of its own placeholders, in order, and counts that none is missing or left."""
 
-    def __init__(self, grids: T | None, merge_area: int, kind: str):
+    def __init__(self, grids: T | None, merge_area: int, kind: str, sample_ids: T | None):
         self.grids = None if grids is None else grids.cpu()
         self.tokens = [] if grids is None else (self.grids.prod(dim=1) // merge_area).tolist()
-        self.kind, self.next = kind, 0
+        self.kind, self.next, self.sample_ids = kind, 0, sample_ids
 
     def take(self, types: T, value: int, sample: int) -> T | None:
         """(n, 3) grids whose tokens fill this sample's placeholders exactly. Raises DataError where they do not."""
@@ -125,9 +160,8 @@ class _GridCursor:
             found += self.tokens[self.next]
             self.next += 1
         if found != wanted:
-            raise DataError(
-                f"sample {sample} of the batch has {wanted} {self.kind} tokens, its {self.kind}s have {found} features"
-            )
+            name = f"sample {sample} of the batch" if self.sample_ids is None else f"sample {self.sample_ids[sample]}"
+            raise DataError(f"{name} has {wanted} {self.kind} tokens, its {self.kind}s have {found} features")
         return self.grids[start : self.next] if wanted else None
 
     def finish(self) -> None:

@@ -11,12 +11,17 @@ from ..trainer.experience import Experience, ExperienceVL
 
 T = torch.Tensor
 
+_VISION_NAMES = (
+    "pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws", "video_seconds_per_grid",
+)  # fmt: skip
+
 
 @dataclass
 class ModelInputs:
     """Padded: sequences and attention_mask (B, S), the last A columns are actions. Packed: (1, total) rows, with
     `packed_seq_lens` (tokens of each sample). action_mask (B, A) bool, right-padded, in both forms.
-    num_actions: in packed form, action columns of each sample.
+    num_actions: in packed form, action columns of each sample. video_seconds_per_grid (sum of videos): for models that
+    place frames in time by it. sample_ids (B): who to name in errors.
     """
 
     sequences: T
@@ -28,14 +33,16 @@ class ModelInputs:
     image_grid_thws: T | None = None
     pixel_values_videos: T | None = None
     video_grid_thws: T | None = None
+    video_seconds_per_grid: T | None = None
+    sample_ids: T | None = None
 
     @classmethod
     def of(cls, batch: Samples | Experience) -> ModelInputs:
         """Inputs of a micro-batch of rollouts or experience; no copies."""
         vision = {}
         if isinstance(batch, (SamplesVL, ExperienceVL)):
-            names = ("pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws")
-            vision = {name: getattr(batch, name) for name in names}
+            vision = {name: getattr(batch, name) for name in _VISION_NAMES}
+        vision["sample_ids"] = batch.sample_ids if isinstance(batch, Samples) else batch.sample_id
         if isinstance(batch, Samples) or not batch.is_packed:
             return cls(batch.sequences, batch.attention_mask, batch.action_mask, **vision)
         from ..trainer.replay_buffer_utils import unpack_actions

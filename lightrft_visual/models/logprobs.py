@@ -116,11 +116,16 @@ class LogProbLinear(nn.Linear):
         banned_ids: T | None = None,
         with_entropy: bool = True,
         chunk_size: int | None = None,
+        in_float32: bool = False,
     ) -> T | tuple[T, T | None]:
         """Logits (..., V) of hidden (..., H); with targets (...): (log_probs (...), entropy (...) or None), float32.
 
+        in_float32: logits without gradient and without rounding to the weight's precision, as log_probs are made of.
         A tensor `temperature` has the shape of `targets`. The rest is as in `linear_log_probs`.
         """
+        if targets is None and in_float32:
+            unit = torch.ones((), device=hidden.device).expand(hidden.shape[0])
+            return _chunk_logits(hidden, _matrix(self.weight), self.bias, unit, None)
         if targets is None:
             return super().forward(hidden)
         if isinstance(temperature, T):

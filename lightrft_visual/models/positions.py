@@ -6,6 +6,7 @@ rows 1 to 3 are the temporal, height and width positions of M-RoPE. Text-only mo
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 
 import torch
@@ -24,16 +25,21 @@ class MRopePositions:
         self.model = model
         self.capacity = capacity
         self.known: OrderedDict[tuple, tuple[T, int]] = OrderedDict()
+        self.timed = "second_per_grid_ts" in inspect.signature(model.get_rope_index).parameters
 
-    def __call__(self, types: T, image_grids: T | None, video_grids: T | None) -> T:
-        """(3, L) long for one sample: types (L) 0 text, 1 image, 2 video; its grids (n, 3) in order."""
+    def __call__(self, types: T, image_grids: T | None, video_grids: T | None, seconds: T | None = None) -> T:
+        """(3, L) long for one sample: types (L) 0 text, 1 image, 2 video; its grids (n, 3) in order.
+
+        seconds (n videos): between temporal patches; read by models that place frames in time, 1 without.
+        """
         vision = types.nonzero()
         if not len(vision):
             return torch.arange(len(types)).expand(3, -1)
         end = int(vision[-1]) + 1
-        key = (types[:end].numpy().tobytes(), _key(image_grids), _key(video_grids))
+        seconds = seconds if self.timed else None
+        key = (types[:end].numpy().tobytes(), _key(image_grids), _key(video_grids), _key(seconds))
         if key not in self.known:
-            self.known[key] = self._compute(types[:end], image_grids, video_grids)
+            self.known[key] = self._compute(types[:end], image_grids, video_grids, seconds)
             if len(self.known) > self.capacity:
                 self.known.popitem(last=False)
         self.known.move_to_end(key)
@@ -41,14 +47,16 @@ class MRopePositions:
         tail = torch.arange(following, following + len(types) - end).expand(3, -1)
         return torch.cat([head, tail], dim=1)
 
-    def _compute(self, types: T, image_grids: T | None, video_grids: T | None) -> tuple[T, int]:
+    def _compute(self, types: T, image_grids: T | None, video_grids: T | None, seconds: T | None) -> tuple[T, int]:
         # One text token more shows where text goes on: after a video that is not simply the largest position + 1.
         types = torch.cat([types, types.new_zeros(1)])
+        timing = {"second_per_grid_ts": seconds} if self.timed else {}
         positions, _ = self.model.get_rope_index(
             torch.zeros_like(types, dtype=torch.long).unsqueeze(0),
             types.int().unsqueeze(0),
             image_grid_thw=image_grids,
             video_grid_thw=video_grids,
+            **timing,
         )
         return positions[:, 0, :-1], int(positions[0, 0, -1])
 

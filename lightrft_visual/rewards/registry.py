@@ -32,8 +32,6 @@ BUILTIN = {
     "picture_quality": ("shape_match", "PictureQuality"),
     "vlm_judge": ("vlm_judge", "VLMJudge"),
     "multi": ("multi", "MultiScorer"),
-    "shape_match": ("shape_match", "ShapeMatch"),
-    "picture_quality": ("shape_match", "PictureQuality"),
 }
 _registered: dict[str, Callable[..., Any]] = {}
 

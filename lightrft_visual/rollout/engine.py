@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import ConfigError
+from .records import PromptFeatures
 
 
 @dataclass
@@ -16,7 +17,8 @@ class GenerationRequest:
     """One prompt. `prompt` holds one placeholder per image or video, never already expanded ones.
 
     `prompt_token_ids` are the expanded ids the trainer will use: the engine's must equal them.
-    `seed` fixes the sampling of all n responses, whatever else is in the batch.
+    `seed` fixes the sampling of all n responses, whatever else is in the batch. `features`: the prompt as the trainer
+    will see it, where it is already preprocessed; an engine that preprocesses by itself leaves it aside.
     """
 
     prompt: str
@@ -24,6 +26,7 @@ class GenerationRequest:
     seed: int
     images: list = field(default_factory=list)
     videos: list = field(default_factory=list)
+    features: PromptFeatures | None = None
 
 
 @dataclass(frozen=True)

@@ -94,4 +94,3 @@ def log_prob_difference(ours: T, theirs: T, mask: T) -> float:
     if not difference.numel():
         return 0.0
     return torch.nan_to_num(difference, nan=math.inf, posinf=math.inf).max().item()
-

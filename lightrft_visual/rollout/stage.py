@@ -70,7 +70,7 @@ class RolloutStage:
 
     def _request(self, prompt: PromptFeatures, purpose: str) -> GenerationRequest:
         seed = derive_seed(self.run_seed, purpose, prompt.group_id)
-        return GenerationRequest(prompt.text, prompt.token_ids, seed, prompt.images, prompt.videos)
+        return GenerationRequest(prompt.text, prompt.token_ids, seed, prompt.images, prompt.videos, prompt)
 
 
 def check_prompt_ids(prompt: PromptFeatures, response: Completion) -> None:

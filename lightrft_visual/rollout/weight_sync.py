@@ -57,5 +57,3 @@ def gathered_state_dict(engine: TrainEngine, keep: bool, dtype: torch.dtype | No
         if keep:
             state[name] = tensor.to("cpu", copy=True)
     return state
-
-

@@ -63,7 +63,7 @@ def build_trainer(config: RunConfig, trainer_class: type[VLTrainer] | None = Non
     config, checkpoint = _open(config)
     dataset = _dataset(config, checkpoint)
     eval_set = _eval_dataset(config, checkpoint)
-    timer = PhaseTimer(_synchronize)
+    timer = PhaseTimer(synchronize)
     rewards = RewardComputationEngine.from_config(
         config.reward,
         tokenizer=checkpoint.tokenizer,
@@ -97,7 +97,7 @@ def build_trainer(config: RunConfig, trainer_class: type[VLTrainer] | None = Non
     return (trainer_class or TRAINERS.get(config.algorithm.advantage_estimator, GRPOTrainer))(parts)
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.synchronize()
@@ -221,9 +221,7 @@ def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Check
                 return actor(inputs, rule, with_entropy=False).log_probs
 
         return without_adapters
-    frozen = strategy.prepare_inference(
-        new_actor(load_transformer(checkpoint.path, config.model, strategy.dtype))
-    )
+    frozen = strategy.prepare_inference(new_actor(load_transformer(checkpoint.path, config.model, strategy.dtype)))
     return lambda inputs, rule: frozen(inputs, rule, with_entropy=False).log_probs
 
 

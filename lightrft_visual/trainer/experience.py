@@ -120,11 +120,15 @@ class Provenance:
 
 @dataclass
 class VisionExtras:
-    """How many images and videos belong to each sample."""
+    """How many images and videos belong to each sample, and the seconds between temporal patches of each video, by
+    which Qwen2.5-VL places frames in time; 1 where nobody says, as in transformers."""
 
     image_counts: T | None = replay_field(Kind.COUNTS, default=None, grids="image_grid_thws", patches="pixel_values")
     video_counts: T | None = replay_field(
         Kind.COUNTS, default=None, grids="video_grid_thws", patches="pixel_values_videos"
+    )
+    video_seconds_per_grid: T | None = replay_field(
+        Kind.GRID_VALUES, default=None, grids="video_grid_thws", counts="video_counts", fill=1
     )
 
 
@@ -187,7 +191,7 @@ class ExperienceVL(_Packable, VisionExtras, Provenance, TextExtras, KlField, Vis
     """A batch of samples with or without images and videos, whose patches and grids are concatenated in sample order.
 
     pixel_values (sum of patches, patch_dim), image_grid_thws (sum of images, 3), image_counts (B): a sample without
-    images has count 0. raw_images: a list of B lists.
+    images has count 0. video_seconds_per_grid (sum of videos). raw_images: a list of B lists.
     """
 
 

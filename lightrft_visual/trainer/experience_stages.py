@@ -85,6 +85,7 @@ def to_experience(samples: Samples) -> Experience | ExperienceVL:
 # raw_images stay behind: the reward has seen them, and training reads patches.
 _VISION_FIELDS = (
     "pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws", "image_counts", "video_counts",
+    "video_seconds_per_grid",
 )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ import torch
 
 from ..config.schema import AlgorithmConfig
 from ..errors import ConfigError
-from ..models.actor import Actor
 from ..observe.metrics import PhaseTimer
 from ..rewards.engine import RewardComputationEngine
 from ..rollout.engine import RolloutEngine, SamplingSettings
@@ -85,7 +84,7 @@ class FastExperienceMaker:
         self.tokenizer, self.kl_controller, self.strategy = tokenizer, kl_controller, strategy
         self.vision = processor is not None
         data_processor = settings.data_processor or MultimodalDataProcessor(tokenizer, processor, prompt_max_len)
-        self.engine = settings.engine or _transformers_engine(actor, tokenizer, processor)
+        self.engine = settings.engine or _transformers_engine(actor, tokenizer, processor, settings.micro_batch_size)
         self.rollout_stage = RolloutStage(self.engine, data_processor, settings.run_seed)
         self.rewards = settings.rewards or RewardComputationEngine(
             reward_model, remote_rm_url, None, reward_fn, reward_fn_label_map, reward_recipe, tokenizer, strategy,
@@ -148,9 +147,7 @@ class FastExperienceMaker:
     def generate(self, batch: PromptBatch, sampling: SamplingSettings, purpose: str = "rollout") -> list[Rollout]:
         """Unscored rollouts, prompt-major."""
         with self._phase("generate"):
-            return self.rollout_stage.generate(
-                batch, sampling, policy_version=self.policy_version, purpose=purpose
-            )
+            return self.rollout_stage.generate(batch, sampling, policy_version=self.policy_version, purpose=purpose)
 
     def score(self, rollouts: list[Rollout]) -> list[Samples | SamplesVL]:
         """Score rollouts with the reward engine: they remember their rewards, and come back as micro-batches."""
@@ -204,8 +201,7 @@ class FastExperienceMaker:
         return self.settings.timer.phase(name) if self.settings.timer is not None else nullcontext()
 
 
-def _transformers_engine(actor, tokenizer, processor) -> RolloutEngine:
+def _transformers_engine(actor, tokenizer, processor, micro_batch_size: int) -> RolloutEngine:
     from ..rollout.hf_engine import TransformersEngine
 
-    module = actor if isinstance(actor, Actor) else actor.module
-    return TransformersEngine(module, tokenizer, processor)
+    return TransformersEngine(actor, tokenizer, processor, micro_batch_size)

@@ -167,7 +167,9 @@ class PolicyTrainer(ABC):
             return
         self.nonfinite_in_a_row += 1
         limit = self.settings.train.max_nonfinite_steps
-        text = f"step {self.step + 1}: loss or gradients not finite, no rank stepped ({self.nonfinite_in_a_row} in a row)"
+        text = (
+            f"step {self.step + 1}: loss or gradients not finite, no rank stepped ({self.nonfinite_in_a_row} in a row)"
+        )
         self.console.message(text)
         if self.nonfinite_in_a_row >= limit:
             raise NonFiniteError(f"{text}; max_nonfinite_steps is {limit}")

@@ -28,6 +28,7 @@ class Kind(enum.Enum):
     SAMPLES = enum.auto()  # a dict of SAMPLE tensors
     COUNTS = enum.auto()  # item () long: how many rows of GRIDS belong to the sample
     GRIDS = enum.auto()  # item (n, 3) of (t, h, w), batch (sum of n, 3)
+    GRID_VALUES = enum.auto()  # item (n), one number for each row of GRIDS, batch (sum of n)
     PATCHES = enum.auto()  # item (sum of t*h*w, dim), batch (sum over samples, dim); one row per image without grids
     OBJECTS = enum.auto()  # item any object, batch list of B
     INFO = enum.auto()  # item dict, batch dict of columns

@@ -236,6 +236,20 @@ def _make_grids(column: Column, name: str, spec: FieldSpec, frame: _Frame) -> T 
     return _make_rows(column, name, spec, frame)
 
 
+def _make_grid_values(column: Column, name: str, spec: FieldSpec, frame: _Frame) -> T | None:
+    present = [value for value in column if value is not None]
+    if not present:
+        return None
+    filled = []
+    for index, (value, item) in enumerate(zip(column, frame.items)):
+        grids = getattr(item, spec.grids)
+        rows = 0 if grids is None else len(grids)
+        if value is not None and value.shape != (rows,):
+            raise DataError(f"sample {index}: {name} is {tuple(value.shape)}, its {spec.grids} hold {rows}")
+        filled.append(present[0].new_full((rows,), spec.fill) if value is None else value)
+    return _make_rows(filled, name, spec, frame)
+
+
 def _make_patches(column: Column, name: str, spec: FieldSpec, frame: _Frame) -> T | None:
     grids = [getattr(item, spec.grids) for item in frame.items]
     gridless = any(value is not None and len(value) and grid is None for value, grid in zip(column, grids))
@@ -263,6 +277,7 @@ _MAKERS: dict[Kind, Callable[[Column, str, FieldSpec, _Frame], Any]] = {
     Kind.SAMPLES: _make_samples,
     Kind.COUNTS: _make_counts,
     Kind.GRIDS: _make_grids,
+    Kind.GRID_VALUES: _make_grid_values,
     Kind.PATCHES: _make_patches,
     Kind.OBJECTS: _make_objects,
     Kind.INFO: _make_info,

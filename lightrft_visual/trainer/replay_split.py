@@ -179,6 +179,7 @@ _SPLITTERS: dict[Kind, Callable[[Any, str, FieldSpec, _Frame], list]] = {
     Kind.SAMPLES: _split_samples,
     Kind.COUNTS: _split_sample,
     Kind.GRIDS: _split_grids,
+    Kind.GRID_VALUES: _split_grids,
     Kind.PATCHES: _split_patches,
     Kind.OBJECTS: _split_objects,
     Kind.INFO: _split_info,

@@ -102,7 +102,12 @@ def test_the_answer_is_what_is_drawn(kind):
         elif kind == "shape":
             assert scenes[0].shape == answer
         elif kind == "position":
-            ink = np.argwhere(np.any(np.asarray(embedded.draw_scene(scenes[0], 56)) != embedded.BACKGROUND, axis=-1)).mean(0) - 28
+            ink = (
+                np.argwhere(
+                    np.any(np.asarray(embedded.draw_scene(scenes[0], 56)) != embedded.BACKGROUND, axis=-1)
+                ).mean(0)
+                - 28
+            )
             axis, far = int(np.abs(ink).argmax()), ink[int(np.abs(ink).argmax())] > 0
             assert answer == (("top", "bottom"), ("left", "right"))[axis][int(far)]
         elif kind == "comparison":

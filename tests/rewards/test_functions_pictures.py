@@ -1,3 +1,5 @@
+import base64
+
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -215,6 +217,24 @@ def test_face_similarity_by_torchscript(tmp_path):
     assert result.score[:2].tolist() == pytest.approx([1.0, wanted], abs=1e-4)
     assert result.valid.tolist() == [True, True, False]
     assert result.metrics["reward/face_similarity/not_applicable"] == 1
+
+
+# GlobalAveragePool and Flatten of a (1, 3, 16, 16) picture, as an ONNX file.
+MEAN_COLOR_ONNX = (
+    "CAg6YQoZCgF4EgFwIhFHbG9iYWxBdmVyYWdlUG9vbAoPCgFwEgF5IgdGbGF0dGVuEgFnWhsKAXgSFgoUCAESEAoCCAEKAggDCgIIEAoCCBBiEwoB"
+    "eRIOCgwIARIICgIIAQoCCANCBAoAEA0="
+)
+
+
+def test_face_similarity_by_onnx(tmp_path):
+    path = tmp_path / "face.onnx"
+    path.write_bytes(base64.b64decode(MEAN_COLOR_ONNX))
+    red, pink = Image.new("RGB", (20, 20), (255, 0, 0)), Image.new("RGB", (20, 20), (255, 0, 255))
+    settings = {"embedder": str(path), "size": 16}
+    result = score("face_similarity", settings, ["", "", ""], [red, pink, red], references=[red, red, None])
+    # Pixels become 1 and -1: (1, -1, -1) and (1, -1, 1), whose cosine is 1/3.
+    assert result.score[:2].tolist() == pytest.approx([1.0, 1 / 3], abs=1e-5)
+    assert result.valid.tolist() == [True, True, False]
 
 
 def test_no_face_found_is_masked_and_counted(tmp_path):

@@ -234,7 +234,12 @@ def test_no_payload_and_no_token_in_logs(caplog, monkeypatch):
         for kind in ("html", "500", "strings"):
             run(f"{server.base}/{kind}", [samples], reward_retries=0, reward_token_env="MY_TOKEN")
         sent = server.bodies[0]["images"][0][0]
-    assert "s3cret" not in caplog.text and "SECRET" not in caplog.text and sent[:24] not in caplog.text and "failed" in caplog.text
+    assert (
+        "s3cret" not in caplog.text
+        and "SECRET" not in caplog.text
+        and sent[:24] not in caplog.text
+        and "failed" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "rloo"])

@@ -125,6 +125,8 @@ def vision_items(draw) -> BufferItemVL:
     fields = draw(_text_fields())
     fields |= draw(_vision_inputs("pixel_values", "image_grid_thws", "image_counts"))
     fields |= draw(_vision_inputs("pixel_values_videos", "video_grid_thws", "video_counts"))
+    if "video_grid_thws" in fields and draw(st.booleans()):
+        fields["video_seconds_per_grid"] = draw(_floats(len(fields["video_grid_thws"])))
     images = st.integers(0, 255).map(lambda shade: Image.new("RGB", (2, 2), (shade, 0, 0)))
     fields["raw_images"] = draw(_optional(st.lists(images, max_size=2)))
     return BufferItemVL(**fields)

@@ -31,7 +31,14 @@ def tensors_of(batch) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("item", [text_item(**EVERY_TENSOR), vision_item(1, 1, **EVERY_TENSOR), diffusion_item()])
+@pytest.mark.parametrize(
+    "item",
+    [
+        text_item(**EVERY_TENSOR),
+        vision_item(1, 1, video_seconds_per_grid=torch.ones(1), **EVERY_TENSOR),
+        diffusion_item(),
+    ],
+)
 def test_every_tensor_moves(item):
     batch = make_experience_batch([item, item])
     moved = batch.to_device("meta")
@@ -41,7 +48,7 @@ def test_every_tensor_moves(item):
 
 
 def test_every_vision_tensor_was_in_the_test_above():
-    batch = make_experience_batch([vision_item(1, 1, **EVERY_TENSOR)])
+    batch = make_experience_batch([vision_item(1, 1, video_seconds_per_grid=torch.ones(1), **EVERY_TENSOR)])
     empty = [
         name
         for name, spec in replay_fields(ExperienceVL).items()

@@ -98,6 +98,23 @@ def test_images_and_videos_and_raw_images_mix(packed):
 
 
 @FORMS
+def test_seconds_stay_with_their_videos(packed):
+    items = [
+        vision_item(videos=2, video_seconds_per_grid=torch.tensor([0.5, 4.0])),
+        vision_item(videos=0),
+        vision_item(videos=1),
+        text_item(),
+        vision_item(videos=1, video_seconds_per_grid=torch.tensor([0.25])),
+    ]
+    batch = make_experience_batch(items, packed)
+    assert batch.video_seconds_per_grid.tolist() == [0.5, 4.0, 1.0, 0.25]
+    assert_round_trip(items, packed)
+    items[0].video_seconds_per_grid = torch.tensor([0.5])
+    with pytest.raises(DataError, match="sample 0: video_seconds_per_grid .* hold 2"):
+        make_experience_batch(items, packed)
+
+
+@FORMS
 def test_models_without_grids_own_one_row_per_image(packed):
     items = [
         vision_item(images=0, pixel_values=torch.rand(2, 3, 4, 4)),

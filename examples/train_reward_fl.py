@@ -1,0 +1,18 @@
+"""Reward FL for diffusion models.
+
+    deepspeed examples/train_reward_fl.py                       the embedded pipeline and its drawn shapes
+
+`--help` lists every setting; docs/diffusion.md explains them.
+"""
+
+import sys
+
+from lightrft_visual.config.diffusion_schema import DiffusionRunConfig
+from lightrft_visual.config.load import config_or_exit
+
+if __name__ == "__main__":
+    arguments = ["diffusion_algorithm=reward_fl", *sys.argv[1:]]
+    config = config_or_exit(DiffusionRunConfig, arguments, preset="embedded_diffusion")
+    from lightrft_visual.launch import run_diffusion
+
+    run_diffusion(config)

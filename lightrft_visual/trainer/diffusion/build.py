@@ -1,0 +1,202 @@
+"""From a checked configuration to a diffusion trainer. Everything cheap is checked before anything big loads."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+
+from ...config.diffusion_schema import DiffusionRunConfig
+from ...config.load import resolved_yaml, write_resolved
+from ...config.schema import EMBEDDED, RewardConfig
+from ...errors import ConfigError
+from ...models.diffusion_policy import DiffusionPolicy, LoraSettings
+from ...models.ema import WeightAverage, WeightCopy
+from ...models.warmup import cache_root
+from ...observe.console import RunConsole
+from ...observe.metrics import PhaseTimer
+from ...observe.recorder import RecorderOptions, RunRecorder
+from ...rewards.differentiable import check_scores, load_differentiable
+from ...rewards.engine import RewardComputationEngine
+from ...rewards.settings import check_reward_config
+from ...rollout.diffusion_sampler import DiffusionSampler
+from ...rollout.diffusion_setup import evaluation_sampling, rollout_noise, rollout_sampling
+from ...strategy import distributed
+from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from ..build import synchronize
+from ..policy_trainer import LoopSettings
+from . import DIFFUSION_ALGORITHMS
+from .data import DrawPrompts, embedded_prompts
+from .reward_fl import DifferentiableScore
+from .stages import DiffusionExperienceStage, DiffusionSampling, PictureSettings, TrainedVelocity
+from .trainer import DiffusionParts, DiffusionTrainer
+
+SCHEDULERS = {"constant": "constant_with_warmup", "cosine": "cosine", "linear": "linear"}
+
+
+def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
+    """The trainer of a diffusion run.
+
+    Raises ConfigError or DataError before any model is loaded for whatever can be known by then.
+    """
+    check_reward_config(config.reward)
+    differentiable = _differentiable(config)
+    strategy = DeepspeedStrategy(
+        config.distributed,
+        bf16=config.model.bf16,
+        micro_batch_size=config.train.micro_train_batch_size,
+        seed=config.train.seed,
+    )
+    strategy.setup_distributed()
+    _check_ranks(config)
+    embedded = config.data.prompt_data == EMBEDDED
+    config = _resolve_embedded(config)
+    first_frames = config.model.family == "wan_i2v"
+    prompts = DrawPrompts(
+        config.data.prompt_data, config.data.prompt_split, config.data.max_samples, config.data, first_frames
+    )
+    eval_prompts = _eval_prompts(config, first_frames)
+    rewards = RewardComputationEngine.from_config(
+        config.reward, strategy=strategy, labels={row.label for row in prompts.rows}
+    )
+    recorder = _recorder(config)
+    algorithm = DIFFUSION_ALGORITHMS[config.algorithm.diffusion_algorithm]
+    policy, engine = _policy(config, strategy, algorithm, _total_steps(config, len(prompts)))
+    old = WeightCopy(policy.trainable_parameters()) if algorithm.old_policy else None
+    model = TrainedVelocity(engine, policy)
+    pictures = _pictures(config)
+    sampling = DiffusionSampling(model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), pictures)
+    total_steps = _total_steps(config, len(prompts))
+    parts = DiffusionParts(
+        config=config,
+        policy=policy,
+        engine=engine,
+        algorithm=algorithm,
+        loss=algorithm.build(config),
+        stage=DiffusionExperienceStage(
+            sampling, rewards, config.algorithm.global_std, config.algorithm.adv_clip_max, old
+        ),
+        evaluation=DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), pictures),
+        rewards=rewards,
+        held_out=_held_out(strategy) if embedded else None,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        loop=LoopSettings(total_steps, config.output, config.train),
+        recorder=recorder,
+        console=RunConsole(total_steps, line_every=config.output.logging_steps, active=distributed.is_rank_0()),
+        timer=PhaseTimer(synchronize),
+        old=old,
+        ema=_ema(config, policy),
+        differentiable=differentiable,
+    )
+    return DiffusionTrainer(parts)
+
+
+def _differentiable(config: DiffusionRunConfig):
+    """Reward FL's reward as a function of (media, rows); None for the other algorithms."""
+    if config.algorithm.diffusion_algorithm != "reward_fl":
+        return None
+    name = config.algorithm.differentiable_reward
+    function = load_differentiable(name)
+
+    def score(media: torch.Tensor, rows) -> DifferentiableScore:
+        scores, valid = function(media, rows.prompts, rows.metadata)
+        check_scores(scores, valid, len(rows), name)
+        return DifferentiableScore(scores, valid)
+
+    return score
+
+
+def _check_ranks(config: DiffusionRunConfig) -> None:
+    world = distributed.world_size()
+    total = config.sampling.rollout_batch_size * config.sampling.n_samples_per_prompt
+    if total % world:
+        raise ConfigError(f"rollout_batch_size * n_samples_per_prompt = {total} does not divide over {world} ranks")
+    if config.train.train_batch_size % world:
+        raise ConfigError(f"train_batch_size {config.train.train_batch_size} does not divide over {world} ranks")
+
+
+def _resolve_embedded(config: DiffusionRunConfig) -> DiffusionRunConfig:
+    config = copy.deepcopy(config)
+    if config.data.prompt_data == EMBEDDED:
+        train, test = embedded_prompts(cache_root())
+        config.data.prompt_data = str(train)
+        config.data.eval_data = config.data.eval_data or str(test)
+    return config
+
+
+def _eval_prompts(config: DiffusionRunConfig, first_frames: bool) -> DrawPrompts | None:
+    data = config.data
+    if data.eval_data is None or data.max_eval_samples == 0:
+        return None
+    return DrawPrompts(data.eval_data, data.eval_split, data.max_eval_samples, data, first_frames)
+
+
+def _recorder(config: DiffusionRunConfig) -> RunRecorder:
+    output = config.output
+    options = RecorderOptions(output.run_name, output.use_tensorboard, output.use_wandb, report=output.report)
+    recorder = RunRecorder(output.output_dir, options, config={"config": resolved_yaml(config)})
+    if distributed.is_rank_0():
+        write_resolved(config, Path(output.output_dir) / "config.resolved.yaml")
+    recorder.write_env()
+    return recorder
+
+
+def _total_steps(config: DiffusionRunConfig, rows: int) -> int:
+    if config.train.max_steps > 0:
+        return config.train.max_steps
+    return -(-rows * config.train.num_episodes // config.sampling.rollout_batch_size)
+
+
+def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) -> tuple[DiffusionPolicy, TrainEngine]:
+    model, train = config.model, config.train
+    targets = model.target_modules
+    lora = LoraSettings(model.lora_rank, model.lora_alpha, None if targets is None else tuple(targets.split(",")))
+    trainable = None if model.trainable_models is None else tuple(model.trainable_models.split(","))
+    if model.pretrain == EMBEDDED and not distributed.is_rank_0():
+        distributed.barrier()  # rank 0 builds it
+    policy = DiffusionPolicy.from_pretrained(
+        model.pretrain, lora=lora, dtype=strategy.dtype, trainable=trainable, text_length=model.max_sequence_length,
+        family=model.family,
+    )  # fmt: skip
+    if model.pretrain == EMBEDDED and distributed.is_rank_0():
+        distributed.barrier()
+    if algorithm.prediction is not None and policy.prediction != algorithm.prediction:
+        raise ConfigError(
+            f"{config.algorithm.diffusion_algorithm} needs a model that predicts {algorithm.prediction}; "
+            f"{model.pretrain} predicts {policy.prediction}"
+        )
+    if model.gradient_checkpointing:
+        policy.enable_gradient_checkpointing(model.use_gradient_checkpointing_offload)
+    policy.family.pipeline.to(strategy.device)
+    if config.algorithm.beta > 0 or config.algorithm.diffusion_algorithm == "diffusion_nft":
+        policy.keep_reference()
+    total = config.sampling.rollout_batch_size * config.sampling.n_samples_per_prompt
+    updates = total_steps * train.max_epochs * (total // train.train_batch_size)
+    settings = OptimizerSettings(
+        train.learning_rate, updates, tuple(train.adam_betas), train.l2, train.max_norm,
+        SCHEDULERS[train.lr_scheduler_type], train.warmup_steps / max(1, updates),
+    )  # fmt: skip
+    return policy, strategy.prepare(policy, settings)
+
+
+def _pictures(config: DiffusionRunConfig) -> PictureSettings:
+    s = config.sampling
+    return PictureSettings(
+        s.height, s.width, s.num_frames, s.guidance_scale, s.negative_prompt, s.micro_rollout_batch_size,
+        s.same_latent, config.train.seed,
+    )  # fmt: skip
+
+
+def _held_out(strategy: DeepspeedStrategy) -> RewardComputationEngine:
+    """A score of the embedded task that training never sees."""
+    return RewardComputationEngine(
+        reward_recipe={"*": [("rule", "picture_quality", 1.0)]}, strategy=strategy, config=RewardConfig()
+    )
+
+
+def _ema(config: DiffusionRunConfig, policy: DiffusionPolicy) -> WeightAverage | None:
+    if not config.train.enable_ema:
+        return None
+    return WeightAverage(policy.trainable_parameters(), config.train.ema_beta, config.train.ema_interval)

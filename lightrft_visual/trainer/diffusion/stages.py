@@ -1,0 +1,216 @@
+"""From prompts to diffusion experience: K-repeat, sampling, decoding, rewards, group advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...data.prompt_sampling import distributed_k_repeat_indices
+from ...models.diffusion_policy import DiffusionPolicy
+from ...models.ema import WeightCopy
+from ...rewards.engine import RewardComputationEngine
+from ...rollout.diffusion_sampler import DiffusionBatch, DiffusionSampler, sample_generators, window_start
+from ...strategy import distributed
+from ...strategy.seeding import derive_seed
+from ..experience import ExperienceDiffusion
+from .advantages import gathered_group_advantages
+from .rows import experience_of
+
+T = torch.Tensor
+
+
+@dataclass
+class DiffusionRows:
+    """Prompts of one step on this rank, one row a sample; lists of length B.
+
+    group_ids (B): the prompt; sample_ids (B): place in the global batch, the same for any rank count.
+    """
+
+    prompts: list[str]
+    first_frames: list[Any]
+    labels: list[str | None]
+    references: list[Any]
+    metadata: list[dict[str, Any]]
+    group_ids: T
+    sample_ids: T
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def select(self, part: slice) -> DiffusionRows:
+        return DiffusionRows(**{name: value[part] for name, value in vars(self).items()})
+
+
+class TrainedVelocity:
+    """What the sampler asks of a model, answered through the training engine, so that ZeRO's hooks run."""
+
+    def __init__(self, engine: Callable[..., T], policy: DiffusionPolicy):
+        self.engine, self.policy = engine, policy
+        self.prediction = policy.prediction
+
+    def velocity(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float) -> T:
+        return self.engine(latents, timesteps, conditions, guidance_scale)
+
+    def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None):
+        return self.policy.default_schedule(num_steps, latent_shape, flow_shift)
+
+
+@dataclass(frozen=True)
+class PictureSettings:
+    """Size, guidance and batch of the sampler's calls."""
+
+    height: int
+    width: int
+    frames: int
+    guidance_scale: float
+    negative_prompt: str
+    micro_batch_size: int
+    same_latent: bool = False
+    run_seed: int = 42
+
+
+@dataclass
+class Sampled:
+    """One micro-batch as drawn: result of the sampler, its conditions, decoded media (B, 3, …) in 0..1."""
+
+    result: Any
+    conditions: dict[str, T]
+    media: T
+
+
+class DiffusionSampling:
+    """Draws and decodes pictures or videos for rows of prompts (the `diffusers` engine)."""
+
+    def __init__(self, model: TrainedVelocity, sampler: DiffusionSampler, settings: PictureSettings):
+        self.model, self.sampler, self.settings = model, sampler, settings
+
+    def conditions(self, rows: DiffusionRows) -> dict[str, T]:
+        s, policy = self.settings, self.model.policy
+        negative = s.negative_prompt if s.guidance_scale > 1 else None
+        conditions = policy.encode_prompts(rows.prompts, negative)
+        if policy.family.takes_first_frame:
+            conditions |= policy.encode_first_frames(rows.first_frames, s.height, s.width, s.frames)
+        return conditions
+
+    def draw(self, rows: DiffusionRows, step: int, purpose: str = "noise") -> list[Sampled]:
+        """Micro-batches of all rows, in order. Noise depends on (run seed, purpose, step, sample id)."""
+        size = self.settings.micro_batch_size
+        return [self._micro(rows.select(slice(i, i + size)), step, purpose) for i in range(0, len(rows), size)]
+
+    @torch.no_grad()
+    def _micro(self, rows: DiffusionRows, step: int, purpose: str) -> Sampled:
+        conditions = self.conditions(rows)
+        batch = self.batch(rows, conditions, step, purpose)
+        generators = sample_generators(self.settings.run_seed, step, rows.sample_ids.tolist(), purpose)
+        size, steps = self.sampler.noise.window_size, self.sampler.config.num_steps
+        start = window_start(steps, size, derive_seed(self.settings.run_seed, "window", step)) if size else 0
+        result = self.sampler.sample(self.model, batch, generator=generators, window=start)
+        return Sampled(result, conditions, self.model.policy.decode(result.latents).clamp(0, 1))
+
+    def batch(self, rows: DiffusionRows, conditions: dict[str, T], step: int, purpose: str) -> DiffusionBatch:
+        """The sampler's input; with same_latent every sample of a prompt starts from the prompt's own noise."""
+        s = self.settings
+        shape = self.model.policy.latent_shape(s.height, s.width, s.frames)
+        latents = None
+        if s.same_latent:
+            generators = sample_generators(s.run_seed, step, rows.group_ids.tolist(), f"{purpose}/prompt")
+            latents = torch.stack([torch.randn(shape, generator=each) for each in generators])
+            latents = latents.to(self.model.policy.device)
+        return DiffusionBatch(conditions, shape, len(rows), s.guidance_scale, latents)
+
+
+@dataclass
+class DiffusionExperienceStage:
+    """Rows of prompts in, scored experience with group advantages out.
+
+    old: rollouts are drawn with these weights where the algorithm keeps an old policy.
+    """
+
+    sampling: DiffusionSampling
+    rewards: RewardComputationEngine
+    global_std: bool
+    adv_clip: float
+    old: WeightCopy | None = None
+
+    def run(
+        self, rows: DiffusionRows, step: int, phase: Callable[[str], AbstractContextManager] | None = None
+    ) -> tuple[list[ExperienceDiffusion], T, dict[str, float]]:
+        """(experience by micro-batch, media (B, 3, …), metrics of the whole batch on every rank)."""
+        phase = phase or (lambda name: nullcontext())
+        with phase("generate"), self.old.swapped() if self.old is not None else nullcontext():
+            drawn = self.sampling.draw(rows, step)
+        media = torch.cat([each.media for each in drawn]).cpu()
+        with phase("reward"):
+            scored = score_rows(self.rewards, rows, media)
+        experiences, start = [], 0
+        for each in drawn:
+            part = rows.select(slice(start, start + len(each.media)))
+            experience = experience_of(
+                each.result, each.conditions, group_id=part.group_ids, sample_id=part.sample_ids, policy_version=step
+            )
+            experience.valid = scored.valid[start : start + len(part)].cpu()
+            experience.info["reward"] = scored.score[start : start + len(part)].cpu()
+            experience.info["reward_metrics"] = {
+                name: values[start : start + len(part)].cpu() for name, values in scored.components.items()
+            }
+            experiences.append(experience)
+            start += len(part)
+        metrics = scored.metrics | self._advantages(experiences)
+        return experiences, media, metrics
+
+    def _advantages(self, experiences: list[ExperienceDiffusion]) -> dict[str, float]:
+        advantages, metrics = gathered_group_advantages(
+            torch.cat([each.info["reward"] for each in experiences]),
+            torch.cat([each.group_id for each in experiences]),
+            torch.cat([each.valid for each in experiences]),
+            global_std=self.global_std,
+            clip=self.adv_clip,
+        )
+        for each, part in zip(experiences, advantages.split([len(each.latents) for each in experiences])):
+            each.advantages = part
+        return metrics
+
+
+def score_rows(rewards: RewardComputationEngine, rows: DiffusionRows, media: T):
+    """RewardOutput of media (B, 3, H, W) or (B, 3, T, H, W) for their rows."""
+    kind = "videos" if media.dim() == 5 else "images"
+    return rewards.score_media(
+        rows.prompts,
+        **{kind: list(media)},
+        labels=rows.labels,
+        references=rows.references,
+        metadata=rows.metadata,
+        ids=rows.sample_ids.tolist(),
+        group_ids=rows.group_ids.tolist(),
+    )
+
+
+def k_repeat_rows(dataset: list, per_rank: int, repeats: int, seed: int) -> DiffusionRows:
+    """This rank's rows of one global batch: each drawn prompt `repeats` times, spread over all ranks."""
+    rank = distributed.rank()
+    drawn = distributed_k_repeat_indices(
+        dataset_length=len(dataset),
+        batch_size=per_rank,
+        repeats_per_prompt=repeats,
+        world_size=distributed.world_size(),
+        rank=rank,
+        seed=seed,
+    )
+    return rows_of([dataset[i] for i in drawn.local_indices], drawn.local_indices, first=rank * per_rank)
+
+
+def rows_of(prompts: list, indices: list[int], first: int) -> DiffusionRows:
+    """Rows of data set entries; sample ids count from `first`."""
+    return DiffusionRows(
+        prompts=[row.prompt for row in prompts],
+        first_frames=[row.images[0] if row.images else None for row in prompts],
+        labels=[row.label for row in prompts],
+        references=[row.reference for row in prompts],
+        metadata=[row.metadata for row in prompts],
+        group_ids=torch.tensor(indices),
+        sample_ids=torch.arange(first, first + len(indices)),
+    )
