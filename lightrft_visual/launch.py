@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -65,14 +66,32 @@ def _run(build: Callable[[], PolicyTrainer]) -> None:
         trainer.fit()
         trainer.close()
     except LightRFTVisualError as error:
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        # Other ranks may wait in a collective: a plain exit would wait for them, or for engine threads.
-        os._exit(1)
+        _fail(f"{type(error).__name__}: {error}")
+    except Exception as error:
+        traceback.print_exc()
+        _fail(f"{type(error).__name__}: {error}")
     _leave()
+
+
+def _fail(text: str) -> None:
+    """Say what went wrong and end this process, and with it the other ranks.
+
+    They may wait in a collective: a plain exit would wait for them, or for the engine's threads.
+    """
+    from .strategy import distributed, watchdog
+
+    stage, rank = watchdog.stage(), f"rank {distributed.rank()}, " if distributed.world_size() > 1 else ""
+    where = "" if stage == watchdog.STARTING else f" ({rank}stage {stage})"
+    print(f"error: {text}{where}", file=sys.stderr, flush=True)
+    watchdog.report_failure(f"{text} (stage {stage})")
+    os._exit(1)
 
 
 def _leave() -> None:
     import torch.distributed as dist
 
+    from .strategy import watchdog
+
+    watchdog.stop()
     if dist.is_initialized():
         dist.destroy_process_group()

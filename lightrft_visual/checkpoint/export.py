@@ -38,9 +38,13 @@ def check_gathered(state_dict: StateDict) -> None:
 
 
 def check_complete(model: PreTrainedModel, state_dict: StateDict) -> None:
-    """CheckpointError when a weight of the model is absent; one of each tied pair is enough."""
+    """CheckpointError when a weight of the model is absent; one of each tied pair is enough.
+
+    peft may have put its layers into the model: their base weights count under their own names, the adapter's not.
+    """
     tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
-    missing = [name for name in model.state_dict() if name not in state_dict and name not in tied]
+    expected = [name.replace(".base_layer.", ".") for name in model.state_dict() if ".lora_" not in name]
+    missing = [name for name in expected if name not in state_dict and name not in tied]
     if missing:
         raise CheckpointError(f"{len(missing)} weights of the model are not in the export: {', '.join(missing[:3])}")
 

@@ -100,6 +100,11 @@ class RunConsole:
         if step % self.line_every == 0 or step == self.total:
             self.message(step_line(step, self.total, metrics))
 
+    def resumed(self, step: int) -> None:
+        """Put the bar where a resumed run continues."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line with every evaluation figure."""
         figures = "  ".join(f"{name} {short(float(value))}" for name, value in metrics.items() if name != "step")

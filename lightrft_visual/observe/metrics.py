@@ -142,7 +142,7 @@ class PhaseTimer:
     `with timer.phase("generate"): …` adds to `time_generate`. Phases may nest: the inner one's time is taken off the
     outer one, so that phases never count a second twice and their sum is at most `time_step`. `synchronize` (such as
     the accelerator's) runs at each boundary, or queued device work would be charged to a later phase. `current` is the
-    innermost running phase, for messages about stalls.
+    innermost running phase, for messages about stalls; `failed_in` the innermost one that an error left.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter):
@@ -151,6 +151,7 @@ class PhaseTimer:
         self._seconds: dict[str, float] = {}
         self._running: list[list] = []  # [name, start, seconds of inner phases]
         self._began = clock()
+        self.failed_in: str | None = None
 
     @property
     def current(self) -> str | None:
@@ -162,6 +163,9 @@ class PhaseTimer:
         self._running.append([name, self._now(), 0.0])
         try:
             yield
+        except BaseException:
+            self.failed_in = self.failed_in or name
+            raise
         finally:
             _, start, inner = self._running.pop()
             spent = self._now() - start

@@ -61,7 +61,7 @@ class SamplingSettings:
 
     @property
     def eos_banned_tokens(self) -> int:
-        """Leading tokens that may not be the end token; a response has one token anyway, so a minimum of 1 bans none."""
+        """Leading tokens that may not be the end token; every response has one token, so a minimum of 1 bans none."""
         return self.min_new_tokens if self.min_new_tokens > 1 else 0
 
     @property

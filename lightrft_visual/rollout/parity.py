@@ -82,10 +82,13 @@ class ParityGate:
         if self._largest(batch, temperature) <= self.tolerance:
             return "stale weight (it vanishes when all weights are loaded again)"
         plain = [i for i in range(len(batch)) if not batch.images[i] and not batch.videos[i]]
-        seen = [i for i in range(len(batch)) if i not in plain]
-        if seen and plain and self._largest(batch.select(plain), temperature) <= self.tolerance:
+        # Generation and scoring are collectives: either every rank has text-only prompts to try, or none does.
+        lacking = torch.tensor([float(not plain or len(plain) == len(batch))])
+        if distributed.all_reduce_max(lacking).item():
+            return "dtype (engine and trainer at different precision), or positions"
+        if self._largest(batch.select(plain), temperature) <= self.tolerance:
             return "positions or image features (text-only prompts agree, prompts with images do not)"
-        return "dtype (engine and trainer at different precision), or positions"
+        return "dtype (engine and trainer at different precision)"
 
 
 def log_prob_difference(ours: T, theirs: T, mask: T) -> float:

@@ -12,7 +12,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..errors import RolloutError
+from ..strategy.ports import free_port
 from .engine import Completion, GenerationRequest, SamplingSettings
+from .tensor_parallel import RequestSharing
 
 FIRST_TOKEN_SCALE = "first_token_scale"  # SamplingParams.extra_args: temperature / first-token temperature
 
@@ -47,15 +49,20 @@ def _prepare_environment() -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(free_port())
 
 
 class VLLMEngine:
     """Generation by vLLM's `LLM` in this process.
 
-    Raises RolloutError when the engine cannot be built or returns fewer completions than asked for.
+    With tensor_parallel_size above 1, neighbouring ranks are one engine: all of them call each method together, and
+    each gets the completions of its own requests. Raises ConfigError when the ranks do not divide into such groups,
+    RolloutError when the engine cannot be built or returns fewer completions than asked for.
     """
 
     def __init__(self, settings: VLLMSettings):
+        self.sharing = RequestSharing(settings.tensor_parallel_size)
         _prepare_environment()
         self.settings = settings
         self.asleep = False
@@ -97,11 +104,12 @@ class VLLMEngine:
 
     def generate(self, requests: Sequence[GenerationRequest], settings: SamplingSettings) -> list[list[Completion]]:
         """n completions per request, in order. With FIRE the first token is drawn at its own temperature."""
+        requests, own = self.sharing.share(requests)
         prompts = [self._prompt(request) for request in requests]
         params = [self._params(settings, request.seed) for request in requests]
         outputs = self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
         results = []
-        for output in outputs:
+        for output in outputs[own]:
             if len(output.outputs) != settings.n:
                 raise RolloutError(f"vLLM returned {len(output.outputs)} completions where {settings.n} were asked for")
             results.append([self._completion(output, one, settings) for one in output.outputs])
@@ -164,7 +172,7 @@ class VLLMEngine:
             self.asleep = False
 
     def close(self) -> None:
-        """Shut the engine down; do it before the process group goes, which vLLM's own groups belong to."""
+        """Shut the engine down, and with it torch's process group, which vLLM takes to be its own: do it last."""
         self.llm.llm_engine.engine_core.shutdown()
 
 

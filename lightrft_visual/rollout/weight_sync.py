@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn as nn
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 

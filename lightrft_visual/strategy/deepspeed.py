@@ -20,9 +20,10 @@ import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 from transformers import get_scheduler
 
+from ..checkpoint.safe_engine import use_safe_loading
 from ..config.schema import DistributedConfig
-from ..errors import ConfigError, NonFiniteError
-from . import distributed
+from ..errors import CheckpointError, ConfigError, NonFiniteError
+from . import distributed, watchdog
 from .seeding import seed_everything
 
 
@@ -80,6 +81,7 @@ class DeepspeedStrategy:
             timeout=timedelta(seconds=self.config.collective_timeout),
             verbose=False,
         )
+        watchdog.start(self.config.collective_timeout)
         seed_everything(self.seed)
 
     def prepare(self, module: nn.Module, settings: OptimizerSettings) -> TrainEngine:
@@ -96,6 +98,7 @@ class DeepspeedStrategy:
             config=self._train_config(settings),
             dist_init_required=False,
         )
+        use_safe_loading(engine)
         return TrainEngine(engine, self.config.zero_stage, settings.max_norm)
 
     def prepare_inference(self, module: nn.Module) -> nn.Module:
@@ -109,9 +112,7 @@ class DeepspeedStrategy:
     def _optimizer(self, parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
         arguments = {"lr": settings.learning_rate, "betas": settings.betas, "weight_decay": settings.weight_decay}
         if self.config.adam_offload:
-            from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-            return DeepSpeedCPUAdam(parameters, adamw_mode=True, **arguments)
+            return _cpu_adam(parameters, arguments)
         return torch.optim.AdamW(parameters, **arguments)
 
     def _scheduler(self, optimizer: torch.optim.Optimizer, settings: OptimizerSettings):
@@ -155,6 +156,19 @@ class DeepspeedStrategy:
         }
 
 
+def _cpu_adam(parameters: list[nn.Parameter], arguments: dict[str, Any]) -> torch.optim.Optimizer:
+    """DeepSpeed's Adam on the host, which is compiled at its first use. ConfigError when that fails."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    try:
+        return DeepSpeedCPUAdam(parameters, adamw_mode=True, **arguments)
+    except Exception as error:  # the builder raises whatever the compiler or the loader raised
+        raise ConfigError(
+            f"adam_offload needs DeepSpeed's CPUAdam, which could not be built here ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else 'no message'}); it takes a C++ compiler and ninja"
+        ) from error
+
+
 class TrainEngine:
     """A module under DeepSpeed: call it to run forward, `accumulate` losses, then `step`.
 
@@ -191,7 +205,7 @@ class TrainEngine:
         return finite
 
     def step(self) -> StepResult:
-        """Apply the accumulated gradients, unless they are not finite. Raises NonFiniteError never: the caller counts."""
+        """Apply the accumulated gradients, unless they are not finite on some rank; the caller counts those."""
         rate = self.engine.lr_scheduler.get_last_lr()[0]
         if self.zero_stage == 0:
             return self._plain_step(rate)
@@ -234,6 +248,4 @@ class TrainEngine:
     def load(self, folder: str, tag: str) -> None:
         loaded, _ = self.engine.load_checkpoint(folder, tag=tag)
         if loaded is None:
-            from ..errors import CheckpointError
-
             raise CheckpointError(f"DeepSpeed found no state in {folder}/{tag}")

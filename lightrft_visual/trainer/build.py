@@ -28,6 +28,7 @@ from ..rewards.settings import check_reward_config
 from ..rollout.engine import RolloutEngine, SamplingSettings
 from ..rollout.multimodal import MultimodalDataProcessor
 from ..rollout.parity import ParityGate
+from ..rollout.weight_sync import named_weights
 from ..strategy import distributed
 from ..strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
 from .fast_exp_maker import FastExperienceMaker, MakerSettings
@@ -36,9 +37,9 @@ from .kl import get_kl_controller
 from .policy_trainer import LoopSettings
 from .ppo import PPOTrainer
 from .rloo import RLOOTrainer
+from .run_state import check_output
 from .vl_evaluation import Evaluation
 from .vl_trainer import VLParts, VLTrainer, prompt_batch
-from ..rollout.weight_sync import named_weights
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ def build_trainer(config: RunConfig, trainer_class: type[VLTrainer] | None = Non
     )
     strategy.setup_distributed()
     _check_ranks(config)
+    resume_folder = check_output(config.output)
     config, checkpoint = _open(config)
     dataset = _dataset(config, checkpoint)
     eval_set = _eval_dataset(config, checkpoint)
@@ -87,7 +89,7 @@ def build_trainer(config: RunConfig, trainer_class: type[VLTrainer] | None = Non
         dataset=dataset,
         sampler=sampler,
         evaluation=_evaluation(config, maker, eval_set, checkpoint),
-        loop=LoopSettings(total_steps, config.output, config.train),
+        loop=LoopSettings(total_steps, config.output, config.train, resume_folder),
         recorder=recorder,
         console=RunConsole(total_steps, line_every=config.output.logging_steps, active=first),
         timer=timer,
@@ -125,6 +127,9 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
     if config.train.packing_samples:
         require_packing(checkpoint.config)
+    heads, size = checkpoint.config.get_text_config().num_attention_heads, config.rollout.engine_tp_size
+    if config.rollout.engine_type == "vllm" and heads % size:
+        raise ConfigError(f"engine_tp_size {size} does not divide the model's {heads} attention heads")
     return config, checkpoint
 
 
@@ -250,6 +255,7 @@ def build_engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) 
 
     pixels = {"min_pixels": config.data.min_pixels, "max_pixels": config.data.max_pixels}
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt // distributed.world_size()
+    samples *= rollout.engine_tp_size  # the ranks of one engine submit the prompts of all of them
     settings = VLLMSettings(
         model=checkpoint.path,
         max_model_len=rollout.prompt_max_len + rollout.generate_max_len,

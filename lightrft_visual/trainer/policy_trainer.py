@@ -18,23 +18,21 @@ from ..errors import NonFiniteError
 from ..observe.console import RunConsole
 from ..observe.metrics import MetricsAccumulator, PhaseTimer
 from ..observe.recorder import RunRecorder
+from ..strategy import watchdog
 from ..strategy.deepspeed import StepResult
-from .run_state import RunState
+from .run_state import RunState, final_folder
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class LoopSettings:
-    """What the loop reads of a configuration. total_steps counts rollout steps."""
+    """What the loop reads of a configuration. total_steps counts rollout steps; resume_folder: of `check_output`."""
 
     total_steps: int
     output: OutputConfig
     train: TrainConfig
-
-    @property
-    def final_folder(self) -> Path:
-        return Path(self.output.save_path or Path(self.output.output_dir) / "checkpoint-final")
+    resume_folder: Path | None = None
 
 
 class PolicyTrainer(ABC):
@@ -46,7 +44,9 @@ class PolicyTrainer(ABC):
         self.metrics = MetricsAccumulator()
         self.nonfinite_in_a_row = 0
         self.latest_eval: dict[str, float] = {}
-        self.state = RunState(self, settings.output)
+        self.evaluated_step = -1
+        self.state = RunState(self, settings.output, settings.resume_folder)
+        watchdog.follow(timer)
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
@@ -113,11 +113,12 @@ class PolicyTrainer(ABC):
             self.timer.collect()
             while self.step < self.settings.total_steps:
                 self._one_step()
-                if self.state.stop_requested():
-                    self.state.save()
+                if self.step < self.settings.total_steps and self.state.stop_requested():
+                    self._save()
                     self.console.message(f"stopped by signal at step {self.step}; a checkpoint is saved")
                     return self.latest_eval
-            self.state.save_final(self.settings.final_folder)
+            with self.timer.phase("save"):
+                self.state.save_final(final_folder(self.settings.output))
             return self.latest_eval
         finally:
             self.console.close()
@@ -135,6 +136,10 @@ class PolicyTrainer(ABC):
         if last or (output.eval_steps > 0 and self.step % output.eval_steps == 0):
             self._evaluate()
         if output.save_steps > 0 and self.step % output.save_steps == 0 and not last:
+            self._save()
+
+    def _save(self) -> None:
+        with self.timer.phase("save"):
             self.state.save()
 
     def _report(self) -> None:
@@ -148,8 +153,11 @@ class PolicyTrainer(ABC):
 
     def _evaluate(self) -> None:
         with self.timer.phase("eval"):
-            self.latest_eval = self.evaluate()
+            self.latest_eval, self.evaluated_step = self.evaluate(), self.step
             records = self.eval_records()
+        self.state.check_metrics(self.latest_eval)
+        if not self.latest_eval:
+            return
         self.recorder.save_eval_rollouts(self.step, records)
         self.recorder.log_eval(self.step, self.latest_eval)
         self.console.evaluation(self.step, self.latest_eval)

@@ -76,7 +76,8 @@ class BufferItemVL(KlField, VisionExtras, Provenance, TextExtras, VisionFields):
     """One sample with any number of images and videos, also none.
 
     As BufferItem, and pixel_values (n_patches, patch_dim), image_grid_thws (n_images, 3), image_counts ();
-    pixel_values_videos, video_grid_thws, video_counts likewise; video_seconds_per_grid (n_videos); raw_images: list of PIL images.
+    pixel_values_videos, video_grid_thws, video_counts likewise; video_seconds_per_grid (n_videos); raw_images: list of
+    PIL images.
     """
 
 

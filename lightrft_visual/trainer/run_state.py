@@ -3,29 +3,65 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..checkpoint.manager import CheckpointManager, resolve_resume
+from ..checkpoint.manager import CheckpointManager, on_rank_0, resolve_resume
 from ..checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from ..config.schema import OutputConfig
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..strategy import distributed
 
 if TYPE_CHECKING:
     from .policy_trainer import PolicyTrainer
 
 
-class RunState:
-    """Checkpoints of one trainer. SIGTERM asks for a checkpoint and an orderly end after the current step."""
+def final_folder(output: OutputConfig) -> Path:
+    """Where the exported model goes at the end."""
+    return Path(output.save_path or Path(output.output_dir) / "checkpoint-final")
 
-    def __init__(self, trainer: PolicyTrainer, output: OutputConfig):
-        self.trainer, self.output = trainer, output
-        best = output.best_metric
-        keep_best = (best, "max") if best else None
-        self.manager = CheckpointManager(output.ckpt_path or output.output_dir, output.max_ckpt_num, keep_best)
+
+def best_metric(output: OutputConfig) -> tuple[str, str] | None:
+    """(metric, "max" | "min") of `best_metric`: "eval_reward", "max:eval_reward" or "min:eval_length"."""
+    if output.best_metric is None:
+        return None
+    mode, separator, name = output.best_metric.rpartition(":")
+    if mode not in (("max", "min") if separator else ("",)) or not name:
+        raise ConfigError(f"best_metric is {output.best_metric!r}; write it as NAME, max:NAME or min:NAME")
+    if output.eval_steps <= 0 or output.save_steps <= 0 or output.save_steps % output.eval_steps:
+        raise ConfigError(
+            f"best_metric compares checkpoints by their own evaluation: save_steps ({output.save_steps}) must be a "
+            f"multiple of eval_steps ({output.eval_steps}), both positive"
+        )
+    return name, mode or "max"
+
+
+def check_output(output: OutputConfig) -> Path | None:
+    """Look, before any model loads, whether the run can resume from and write where it is told to. A collective.
+
+    Returns the checkpoint folder to resume from, None for a fresh start. Raises CheckpointError, or ConfigError for a
+    `best_metric` that cannot be read.
+    """
+    best_metric(output)
+    final = final_folder(output)
+    on_rank_0("checking save_path", lambda: CheckpointManager(final.parent).check_target(final.name))
+    source = output.resume_from or ("auto" if output.load_checkpoint else None)
+    return None if source is None else resolve_resume(source, output.ckpt_path or output.output_dir)
+
+
+class RunState:
+    """Checkpoints of one trainer. SIGTERM asks for a checkpoint and an orderly end after the current step.
+
+    resume_folder: what `check_output` found.
+    """
+
+    def __init__(self, trainer: PolicyTrainer, output: OutputConfig, resume_folder: Path | None = None):
+        self.trainer, self.output, self.resume_folder = trainer, output, resume_folder
+        self.best = best_metric(output)
+        self.manager = CheckpointManager(output.ckpt_path or output.output_dir, output.max_ckpt_num, self.best)
         self._stop = False
         signal.signal(signal.SIGTERM, self._on_signal)
 
@@ -37,7 +73,16 @@ class RunState:
         return distributed.all_reduce_max(torch.tensor([float(self._stop)])).item() > 0
 
     def save(self) -> Path:
-        return self.manager.save(self.trainer.step, self._write, metrics=self.trainer.latest_eval)
+        """A checkpoint of this step, with the figures of the evaluation that these very weights had, if any."""
+        trainer = self.trainer
+        figures = trainer.latest_eval if trainer.evaluated_step == trainer.step else {}
+        return self.manager.save(trainer.step, self._write, metrics=figures)
+
+    def check_metrics(self, figures: Mapping[str, float]) -> None:
+        """Raise ConfigError when `best_metric` is not among an evaluation's figures."""
+        if self.best is not None and self.best[0] not in figures:
+            known = ", ".join(figures) or "none, there is no evaluation data"
+            raise ConfigError(f"best_metric {self.best[0]!r} is no figure of the evaluation; those are: {known}")
 
     def save_final(self, folder: Path) -> None:
         """The exported model, in a folder of its own (written aside and renamed like every checkpoint)."""
@@ -45,14 +90,17 @@ class RunState:
         final.save(self.trainer.step, self.trainer.export, name=folder.name, metrics=self.trainer.latest_eval)
 
     def resume(self) -> None:
-        """Load what `resume_from` names. Raises CheckpointError when there is nothing complete to load."""
-        source = self.output.resume_from or ("auto" if self.output.load_checkpoint else None)
-        if source is None:
+        """Continue from the checkpoint, or start afresh; either way rows and rollouts of later steps go."""
+        trainer = self.trainer
+        if self.resume_folder is None:
+            trainer.recorder.cut_back(-1)
             return
-        folder = resolve_resume(source, self.manager.root)
-        self._read(folder)
-        self.trainer.recorder.cut_back(self.trainer.step)
-        self.trainer.console.message(f"resumed from {folder} at step {self.trainer.step}")
+        self._read(self.resume_folder)
+        trainer.recorder.cut_back(trainer.step)
+        trainer.console.resumed(trainer.step)
+        trainer.console.message(f"resumed from {self.resume_folder} at step {trainer.step}")
+        if trainer.step >= trainer.settings.total_steps:
+            trainer.console.message(f"all {trainer.settings.total_steps} steps are done: nothing is left to train")
 
     def _write(self, folder: Path) -> None:
         self.trainer.save_engines(folder)
@@ -61,6 +109,7 @@ class RunState:
             "world_size": distributed.world_size(),
             "nonfinite_in_a_row": self.trainer.nonfinite_in_a_row,
             "latest_eval": self.trainer.latest_eval,
+            "evaluated_step": self.trainer.evaluated_step,
             "trainer": self.trainer.state_dict(),
             "random": rng_state(),
         }
@@ -79,5 +128,6 @@ class RunState:
         self.trainer.step = int(state["step"])
         self.trainer.nonfinite_in_a_row = int(state["nonfinite_in_a_row"])
         self.trainer.latest_eval = dict(state["latest_eval"])
+        self.trainer.evaluated_step = int(state["evaluated_step"])
         self.trainer.load_state_dict(state["trainer"])
         set_rng_state(state["random"])

@@ -78,9 +78,15 @@ class VLTrainer(PolicyTrainer):
         self._load_engine_weights()
         self.maker.policy_version = self.step
         self.probe = self._probe_of(self._prompts(self._peek(), torch.arange(-len(self._peek()), 0)))
+        reported = self.parity
         self._check_parity()
+        if self.step > 0:
+            self.parity = reported  # a resumed run: the next row shows the gate after the sync that it continues from
 
     def collect(self) -> None:
+        # What was asked before (gate, evaluation) differs after a resume; a prefix found in a cache is worked out in
+        # another order than a fresh one, which shows in the last bits.
+        self.maker.engine.reset_caches()
         batch = self._next_prompts()
         experiences = self.maker.make_experiences(batch, more=self._next_prompts)
         with self.timer.phase("sync"):
@@ -231,6 +237,7 @@ class VLTrainer(PolicyTrainer):
         return {
             "sampler": self.parts.sampler.state_dict(),
             "rounds": self.rounds,
+            "parity": self.parity,
             "kl_controller": self.maker.kl_controller.state_dict(),
             "calculator": self.maker.calculator.state_dict(),
             "ema": self.parts.ema.state_dict() if self.parts.ema is not None else None,
@@ -239,6 +246,7 @@ class VLTrainer(PolicyTrainer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.parts.sampler.load_state_dict(state["sampler"])
         self.rounds = int(state["rounds"])
+        self.parity = float(state["parity"])
         self.maker.kl_controller.load_state_dict(state["kl_controller"])
         self.maker.calculator.load_state_dict(state["calculator"])
         if self.parts.ema is not None and state["ema"] is not None:

@@ -26,6 +26,7 @@ from ...strategy import distributed
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
 from ..build import synchronize
 from ..policy_trainer import LoopSettings
+from ..run_state import check_output
 from . import DIFFUSION_ALGORITHMS
 from .data import DrawPrompts, embedded_prompts
 from .reward_fl import DifferentiableScore
@@ -50,6 +51,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     )
     strategy.setup_distributed()
     _check_ranks(config)
+    resume_folder = check_output(config.output)
     embedded = config.data.prompt_data == EMBEDDED
     config = _resolve_embedded(config)
     first_frames = config.model.family == "wan_i2v"
@@ -82,7 +84,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
         held_out=_held_out(strategy) if embedded else None,
         prompts=prompts,
         eval_prompts=eval_prompts,
-        loop=LoopSettings(total_steps, config.output, config.train),
+        loop=LoopSettings(total_steps, config.output, config.train, resume_folder),
         recorder=recorder,
         console=RunConsole(total_steps, line_every=config.output.logging_steps, active=distributed.is_rank_0()),
         timer=PhaseTimer(synchronize),

@@ -1,0 +1,208 @@
+"""Ends a rank when another one is dead, stopped or has failed, instead of waiting for it in a collective for ever.
+
+Every rank's thread writes a heartbeat into the process group's store and reads the others'. The thread beats as long as
+the process can run, so a long stage is never mistaken for a stall; a killed or stopped process beats no more. A rank
+that ends with an error says so in the store, and the others end at once. What hangs while its process runs (a reward
+server, say) is caught by the time limit of the collective that the other ranks wait in.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from ..observe.metrics import PhaseTimer
+from . import distributed
+
+STARTING, BETWEEN = "start-up", "between phases"
+LONGEST_PAUSE = 5.0  # seconds between heartbeats
+FAILED = "failed: "
+
+
+class Store(Protocol):
+    """What the watchdog needs of torch's TCPStore."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def get(self, key: str) -> bytes: ...
+
+
+@dataclass
+class LastSeen:
+    """The last heartbeat of a rank and when this rank first saw it."""
+
+    at: float
+    beat: str = ""
+    stage: str = STARTING
+
+
+@dataclass
+class Watchdog:
+    """One rank's watch over the others.
+
+    connect: opens a connection of its own to the store (another thread may wait in the group's own). limit: seconds
+    without a heartbeat after which a rank counts as dead. end: called with a message when this rank must end.
+    """
+
+    connect: Callable[[], Store]
+    rank: int
+    world_size: int
+    limit: float
+    end: Callable[[str], None]
+    timer: PhaseTimer | None = None  # of the loop, once there is one
+    clock: Callable[[], float] = time.monotonic
+    _store: Any = None
+    _beats: int = 0
+    _looked: float = 0.0
+    _failure: str | None = None
+    _seen: dict[int, LastSeen] = field(default_factory=dict)
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    @property
+    def pause(self) -> float:
+        return min(LONGEST_PAUSE, self.limit / 10)
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the watch; for the orderly end of a run."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2 * self.pause)
+
+    def report_failure(self, text: str) -> None:
+        """Tell the other ranks why this one ends. The caller ends the process afterwards."""
+        self.stop()
+        if self.world_size == 1:
+            return
+        self._failure = text
+        self._beat_and_look()
+        if self.rank == 0:
+            time.sleep(2 * self.pause)  # the store lives in this process: let the others read it
+
+    @property
+    def stage(self) -> str:
+        """What this rank is doing, or where it failed."""
+        if self.timer is None:
+            return STARTING
+        return self.timer.failed_in or self.timer.current or BETWEEN
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self.pause):
+            self._beat_and_look()
+
+    def _beat_and_look(self) -> None:
+        """One heartbeat out, one look at every other rank. A store that does not answer is no heartbeat of anyone."""
+        now = self.clock()
+        if self._looked and now - self._looked > self.limit / 2:
+            self._seen.clear()  # this rank itself was asleep: the others may have been well all the time
+        self._looked = now
+        try:
+            self._exchange(now)
+        except RuntimeError:  # torch's errors of a store that is gone or slow; connect anew next time
+            self._store = None
+            self._judge(now, range(self.world_size))
+
+    def _exchange(self, now: float) -> None:
+        if self._store is None:
+            self._store = self.connect()
+        self._beats += 1
+        content = FAILED + self._failure if self._failure is not None else f"{self._beats}|{self.stage}"
+        self._store.set(self._key(self.rank), content)
+        for other in range(self.world_size):
+            if other != self.rank and self._store.check([self._key(other)]):
+                self._note(other, self._store.get(self._key(other)).decode(), now)
+        self._judge(now, range(self.world_size))
+
+    def _key(self, rank: int) -> str:
+        return f"lightrft_visual/heartbeat/{rank}"
+
+    def _note(self, other: int, content: str, now: float) -> None:
+        if content.startswith(FAILED):
+            self._end(f"rank {other} {content}")
+            return
+        beat, _, stage = content.partition("|")
+        if other not in self._seen or self._seen[other].beat != beat:
+            self._seen[other] = LastSeen(now, beat, stage)
+
+    def _judge(self, now: float, ranks: range) -> None:
+        for other in ranks:
+            if other == self.rank:
+                continue
+            last = self._seen.setdefault(other, LastSeen(now))
+            if now - last.at > self.limit:
+                self._end(
+                    f"rank {other} has given no sign of life for {now - last.at:.0f} s (collective_timeout "
+                    f"{self.limit:g}); its last stage: {last.stage}"
+                )
+                return
+
+    def _end(self, why: str) -> None:
+        if self._failure is None:
+            self.end(f"{why}; rank {self.rank} ends in stage: {self.stage}")
+
+
+def end_process(message: str) -> None:
+    """Say why on stderr and end at once: the main thread may be inside a collective that never returns."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+# The process group is one per process, and so is the watch over it.
+_current: Watchdog | None = None
+
+
+def start(limit: float) -> Watchdog:
+    """Watch over the ranks of the process group that the environment describes; idle for a single rank."""
+    global _current
+    stop()
+
+    def connect() -> Store:
+        return dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=max(1.0, _current.pause)),
+        )
+
+    _current = Watchdog(connect, distributed.rank(), distributed.world_size(), limit, end_process)
+    if _current.world_size > 1:
+        _current.start()
+    return _current
+
+
+def follow(timer: PhaseTimer) -> None:
+    """Name stages by this timer from now on."""
+    if _current is not None:
+        _current.timer = timer
+
+
+def stage() -> str:
+    """What this rank is doing, or where it failed."""
+    return _current.stage if _current is not None else STARTING
+
+
+def report_failure(text: str) -> None:
+    """Let the other ranks know that this one ends, and why; the caller then ends the process."""
+    if _current is not None:
+        _current.report_failure(text)
+
+
+def stop() -> None:
+    """No more watching: the run has come to an orderly end."""
+    if _current is not None:
+        _current.stop()

@@ -1,0 +1,45 @@
+"""Draw the learning curve of one or several runs: python scripts/plot_curve.py RUN_DIR [RUN_DIR …] -o curve.png
+
+Thin line: reward of each step's rollouts; points: held-out reward, sampled at the training temperature.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def column(path: Path, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one column, rows without a value left out."""
+    with open(path, newline="") as file:
+        rows = [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)]
+    return [step for step, _ in rows], [value for _, value in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("-o", "--output", type=Path, default=Path("curve.png"))
+    arguments = parser.parse_args()
+    figure, axes = plt.subplots(figsize=(7.2, 3.6), dpi=110)
+    for run in arguments.runs:
+        steps, rewards = column(run / "metrics.csv", "reward_mean")
+        line = axes.plot(steps, rewards, linewidth=0.9, alpha=0.75, label=f"{run.name}: rollouts")[0]
+        steps, rewards = column(run / "eval_metrics.csv", "eval_reward")
+        axes.plot(steps, rewards, "o--", color=line.get_color(), markersize=6, label=f"{run.name}: held-out")
+    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(arguments.output)
+    print(arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Starts whole runs through the deepspeed launcher and reads what they wrote."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DRIVER = ROOT / "tests" / "distributed" / "run_many.py"
+EXAMPLE = ROOT / "examples" / "train_grpo_vl.py"
+
+# A step of 8 prompts x 4 samples on the embedded task; every rollout is kept, so that runs can be compared.
+SMALL = (
+    "--rollout_batch_size 8 --n_samples_per_prompt 4 --micro_rollout_batch_size 8 --train_batch_size 32 "
+    "--micro_train_batch_size 8 --max_eval_samples 0 --num_trajectories_to_save 32 --report false"
+).split()
+
+
+def environment(cache: Path) -> dict[str, str]:
+    return os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "LIGHTRFT_CACHE": str(cache),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launcher(script: Path, arguments: list[str], ranks: int) -> list[str]:
+    """The command line of a run; `sys.executable -m` would hide the launcher that users call."""
+    program = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
+    return [program, "--num_gpus", str(ranks), "--master_port", str(free_port()), str(script), *arguments]
+
+
+def launch(script: Path, arguments: list[str], cache: Path, ranks: int = 1, timeout: float = 240):
+    """The finished process, with its output as text."""
+    command = launcher(script, arguments, ranks)
+    return subprocess.run(
+        command, env=environment(cache), cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def run_plan(runs: dict[str, list[str]], folder: Path, cache: Path, ranks: int = 1, timeout: float = 280) -> dict:
+    """All runs in one launch, each with its own output folder; {name: folder}. Fails with the output's end."""
+    plan = folder / f"plan_{ranks}.json"
+    folders = {name: folder / name for name in runs}
+    plan.write_text(json.dumps([[*argv, "--output_dir", str(folders[name])] for name, argv in runs.items()]))
+    result = launch(DRIVER, [str(plan)], cache, ranks, timeout)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+    return folders
+
+
+def rows(folder: Path, name: str = "metrics.csv") -> list[dict[str, float]]:
+    """Rows of a metrics file without times, empty cells left out."""
+    with open(folder / name, newline="", encoding="utf-8") as file:
+        found = list(csv.DictReader(file))
+    return [
+        {key: float(value) for key, value in row.items() if value != "" and not key.startswith("time_")}
+        for row in found
+    ]
+
+
+def rollouts(folder: Path) -> list[list[dict]]:
+    """The records of each step's rollouts, by sample."""
+    steps = sorted((folder / "rollouts").glob("step_*.jsonl"))
+    return [[json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in steps]
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "checkpoint-final" / "model.safetensors").read_bytes()

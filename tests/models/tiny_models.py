@@ -1,0 +1,136 @@
+"""Tiny checkpoints, actors and prompts with every kind of media, for the model and rollout tests."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from lightrft_visual.config.schema import DataConfig, ModelConfig
+from lightrft_visual.data.embedded import vocabulary_texts
+from lightrft_visual.data.video import load_video
+from lightrft_visual.models.actor import Actor
+from lightrft_visual.models.actor_modality import banned_token_ids
+from lightrft_visual.models.inputs import ModelInputs
+from lightrft_visual.models.loading import Checkpoint, open_checkpoint
+from lightrft_visual.models.tiny import VISION_FAMILIES, build_tiny_checkpoint
+from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
+from lightrft_visual.rollout.prompt_batch import PromptBatch
+from lightrft_visual.rollout.records import PromptFeatures, Rollout, collate
+from lightrft_visual.trainer.experience_stages import to_experience
+from lightrft_visual.trainer.replay_buffer_utils import make_experience_batch, strip_padding
+
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+ALL_KINDS = [f"{family}{tied}" for family in (*VISION_FAMILIES, "qwen2") for tied in ("", "+tied")]
+
+
+def picture(seed: int, width: int = 56, height: int = 56) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def clip(seed: int, frames: int = 4, fps: float = 2.0):
+    return load_video({"video": [picture(seed + turn, 64, 64) for turn in range(frames)], "sample_fps": fps})
+
+
+def turn(text: str) -> str:
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@lru_cache
+def checkpoint_of(root: Path, kind: str) -> Checkpoint:
+    """kind: a family, with `+tied` for tied embeddings. Weights are scaled up, so that no prediction is near uniform."""
+    family, tied, _ = (*kind.partition("+"),)
+    folder = build_tiny_checkpoint(root / kind, family, texts=vocabulary_texts(), tie_embeddings=bool(tied))
+    model = load(folder, family in VISION_FAMILIES)
+    perturb(model, 1, 0.05)
+    model.save_pretrained(folder)
+    return open_checkpoint(str(folder), ModelConfig(), DataConfig())
+
+
+def load(folder, vision: bool):
+    auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=torch.float32)
+
+
+@torch.no_grad()
+def perturb(model: torch.nn.Module, seed: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
+
+
+def actor_of(checkpoint: Checkpoint, banned: list[int] | None = None, wrap=lambda model: model) -> Actor:
+    model = wrap(load(checkpoint.path, checkpoint.vision))
+    if banned is None:
+        banned = banned_token_ids(checkpoint.config, checkpoint.tokenizer)
+    return Actor(model, banned, checkpoint.eos_ids)
+
+
+def text_prompts() -> PromptBatch:
+    return PromptBatch.of([turn("what is 1 plus 2?"), turn("where?"), "how many red circles are there in the picture"])
+
+
+def mixed_prompts(videos: bool = True) -> PromptBatch:
+    """Text alone, one to three images, and videos at several frame rates, two of them in one prompt."""
+    rows: list[tuple[str, list, list]] = [
+        (turn("what is 1 plus 2?"), [], []),
+        (turn(IMAGE + "what colour is it?"), [picture(0)], []),
+        (turn(f"first {IMAGE} second {IMAGE} which one?"), [picture(1, 90, 70), picture(2, 60, 120)], []),
+        (turn(IMAGE * 3), [picture(3), picture(4, 112, 56), picture(5)], []),
+    ]
+    if videos:
+        rows += [
+            (turn(VIDEO + "how many?"), [], [clip(10, 6, fps=2.0)]),
+            (turn(f"{VIDEO} or {VIDEO}"), [], [clip(20, 8, fps=1.0), clip(30, 4, fps=0.5)]),
+            (turn(IMAGE + "then" + VIDEO), [picture(6)], [clip(40, 6, fps=4.0)]),
+        ]
+    return PromptBatch.of([row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows])
+
+
+def prompts_for(checkpoint: Checkpoint) -> PromptBatch:
+    return mixed_prompts() if checkpoint.vision else text_prompts()
+
+
+def features_of(checkpoint: Checkpoint, batch: PromptBatch) -> list[PromptFeatures]:
+    data = MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1024)
+    made = data.process_multimodal_batch(batch.prompts, batch.images, None, None, 1, batch.videos, None)
+    return [
+        PromptFeatures(
+            text=batch.prompts[i],
+            token_ids=list(made.all_prompt_token_ids[i]),
+            group_id=int(batch.ids[i]),
+            images=list(made.all_images[i] or []),
+            videos=list(made.all_videos[i] or []),
+            pixel_values=made.all_images_pixel_values[i],
+            image_grid_thw=made.all_images_grid_thw[i],
+            pixel_values_videos=made.all_videos_pixel_values[i],
+            video_grid_thw=made.all_videos_grid_thw[i],
+            seconds_per_grid=made.all_videos_second_per_grid_ts[i],
+        )
+        for i in range(len(batch))
+    ]
+
+
+def rollouts_of(checkpoint: Checkpoint, batch: PromptBatch, seed: int = 0) -> list[Rollout]:
+    """One made-up response of 2 to 6 tokens to each prompt."""
+    draw = np.random.default_rng(seed)
+    return [
+        Rollout(prompt, draw.integers(0, 256, 2 + place % 5).tolist(), None, "", False, sample_id=100 + place)
+        for place, prompt in enumerate(features_of(checkpoint, batch))
+    ]
+
+
+def inputs_of(checkpoint: Checkpoint, rollouts: list[Rollout], packed: bool = False) -> ModelInputs:
+    """Model inputs of the rollouts, by the way through experience and replay items where packed."""
+    samples = collate(rollouts, checkpoint.tokenizer.pad_token_id, checkpoint.vision)
+    if not packed:
+        return ModelInputs.of(samples)
+    experience = to_experience(samples)
+    experience.action_log_probs = torch.zeros(samples.action_mask.shape)
+    return ModelInputs.of(make_experience_batch(strip_padding(experience), packing_samples=True))
