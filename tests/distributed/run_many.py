@@ -2,8 +2,9 @@
 
     deepspeed tests/distributed/run_many.py plan.json
 
-plan.json: a list of command lines (lists of strings) as the example scripts take them. Runs with equal engine settings
-share one engine: each loads its own weights into it at its start.
+plan.json: a list of {"argv": as the example scripts take it, "folder": where it writes, "copy_of": a finished run's
+folder to start from, or null}. Runs with equal engine settings share one engine: each loads its own weights into it at
+its start. A run that fails leaves its traceback in failed.txt; those of several ranks end the launch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -30,23 +32,35 @@ def share_engines() -> None:
     vllm_engine.VLLMEngine = shared
 
 
-def run(argv: list[str]) -> None:
+def run(entry: dict) -> None:
     from lightrft_visual.config.load import load_config
     from lightrft_visual.config.schema import RunConfig
+    from lightrft_visual.strategy import distributed
     from lightrft_visual.trainer.build import build_trainer
 
-    build_trainer(load_config(RunConfig, argv)).fit()
-    gc.collect()  # the engines of the run go before the next one starts
+    if entry["copy_of"] and distributed.is_rank_0():
+        shutil.copytree(entry["copy_of"], entry["folder"])
+    distributed.barrier()
+    build_trainer(load_config(RunConfig, [*entry["argv"], "--output_dir", entry["folder"]])).fit()
 
 
 def main(plan: Path) -> None:
     from lightrft_visual.launch import quiet_libraries
+    from lightrft_visual.strategy import distributed
 
     quiet_libraries()
     share_engines()
-    for number, argv in enumerate(json.loads(plan.read_text())):
-        print(f"run {number}: {' '.join(argv)}", flush=True)
-        run(argv)
+    for entry in json.loads(plan.read_text()):
+        print(f"run {Path(entry['folder']).name}: {' '.join(entry['argv'])}", flush=True)
+        try:
+            run(entry)
+        except Exception:
+            if distributed.world_size() > 1:
+                raise
+            folder = Path(entry["folder"])
+            folder.mkdir(exist_ok=True)
+            (folder / "failed.txt").write_text(traceback.format_exc())
+        gc.collect()  # the engines of the run go before the next one starts
 
 
 if __name__ == "__main__":

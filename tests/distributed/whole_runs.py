@@ -51,22 +51,34 @@ def launch(script: Path, arguments: list[str], cache: Path, ranks: int = 1, time
     )
 
 
-def run_plan(runs: dict[str, list[str]], folder: Path, cache: Path, ranks: int = 1, timeout: float = 280) -> dict:
-    """All runs in one launch, each with its own output folder; {name: folder}. Fails with the output's end."""
-    plan = folder / f"plan_{ranks}.json"
-    folders = {name: folder / name for name in runs}
-    plan.write_text(json.dumps([[*argv, "--output_dir", str(folders[name])] for name, argv in runs.items()]))
-    result = launch(DRIVER, [str(plan)], cache, ranks, timeout)
+def run_plan(runs: dict[str, list[str]], folder: Path, cache: Path, ranks: int = 1, timeout: float = 280) -> Path:
+    """All runs in one launch, each into its own folder of `folder`, which is returned.
+
+    The first word of a run's list may be "copy:NAME": it then starts in a copy of that run's folder.
+    """
+    plan = [
+        {
+            "argv": [word for word in argv if not word.startswith("copy:")],
+            "folder": str(folder / name),
+            "copy_of": str(folder / argv[0].removeprefix("copy:")) if argv[0].startswith("copy:") else None,
+        }
+        for name, argv in runs.items()
+    ]
+    path = folder / f"plan_{ranks}.json"
+    path.write_text(json.dumps(plan))
+    result = launch(DRIVER, [str(path)], cache, ranks, timeout)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
-    return folders
+    return folder
 
 
 def rows(folder: Path, name: str = "metrics.csv") -> list[dict[str, float]]:
-    """Rows of a metrics file without times, empty cells left out."""
+    """Rows of a metrics file without times, empty cells left out. Fails where the run failed."""
+    failed = folder / "failed.txt"
+    assert not failed.exists(), failed.read_text()
     with open(folder / name, newline="", encoding="utf-8") as file:
         found = list(csv.DictReader(file))
     return [
-        {key: float(value) for key, value in row.items() if value != "" and not key.startswith("time_")}
+        {key: float(value) for key, value in row.items() if value != "" and not key.startswith("time_") and key != "reward/time"}
         for row in found
     ]
 

@@ -1,0 +1,96 @@
+"""The runs that the tests of this folder share. Flags say what differs from `SMALL`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from whole_runs import SMALL
+
+from lightrft_visual.data.sampler import PromptSampler
+
+STAGES = (0, 1, 2, 3)
+MIXED_STEPS, MIXED_BATCH, SEED = 20, 2, 42
+
+
+def small(flags: str) -> list[str]:
+    return [*SMALL, *flags.split()]
+
+
+PPO = (
+    "--advantage_estimator gae --init_kl_coef 0.05 --kl_target 0.1 --enable_ema true --reward_running_norm true "
+    "--reward_running_norm_minus_mean true"
+)
+RESUMED = {
+    "grpo_2": "--zero_stage 2 --train_batch_size 16 --max_epochs 2",
+    "grpo_3": "--zero_stage 3 --packing_samples true",
+    "ppo_2": f"--zero_stage 2 {PPO}",
+    "ppo_3": f"--zero_stage 3 {PPO}",
+}
+RESUME_RUNS: dict[str, list[str]] = {}
+for _name, _flags in RESUMED.items():
+    _run = small(f"{_flags} --max_steps 4 --save_steps 2 --max_eval_samples 4 --eval_steps 2")
+    RESUME_RUNS[_name] = _run
+    RESUME_RUNS[f"{_name}_resumed"] = [f"copy:{_name}", *_run, "--resume_from", "auto"]
+
+FLAG_RUNS = {
+    name: small(f"--max_steps 2 {flags}")
+    for name, flags in {
+        "ppo": "--advantage_estimator gae --init_kl_coef 0.05 --kl_target 0.1 --freezing_actor_steps 1",
+        "rloo": "--advantage_estimator rloo --entropy_coef 0.01 --high_entropy_token_ratio 0.5 --tis_mode token "
+        "--train_batch_size 16 --max_epochs 2",
+        "reinforce": "--advantage_estimator reinforce --policy_loss gspo --loss_agg_mode seq-mean-token-mean "
+        "--tis_mode sequence --tis_mask true --n_samples_per_prompt 1 --rollout_batch_size 32",
+        "reinforce_baseline": "--advantage_estimator reinforce_baseline --policy_loss cispo --advantages_norm true "
+        "--advantage_clip 0.5 --reward_clip 0.5",
+        "dr_grpo": "--advantage_estimator dr_grpo --policy_loss gmpo --loss_agg_mode seq-mean-token-sum-norm "
+        "--overlong_buffer true --overlong_buffer_len 7",
+        "cpgd": "--advantage_estimator cpgd --policy_loss cpgd --cpgd_alpha 0.1 --reward_running_norm true "
+        "--reward_running_norm_minus_mean true --max_epochs 2",
+        "kl_loss_lora": "--use_kl_loss true --kl_estimator k3 --init_kl_coef 0.1 --lora_rank 4 "
+        "--actor_learning_rate 1e-2",
+        "lora_3": "--use_kl_loss true --kl_estimator k2 --init_kl_coef 0.1 --lora_rank 4 --zero_stage 3",
+        "ema": "--enable_ema true --eval_ema true --ema_beta 0.5",
+        "no_ema": "",
+        "freeze": "--freeze_prefix true --gradient_checkpointing true",
+        "fire": "--use_fire true --first_token_temperature 3 --dual_clip 3 --eps_clip_high 0.28",
+        "dynamic": "--dynamic_sampling true --dynamic_sampling_max_tries 3",
+        "top_p": "--top_p 0.9 --temperature 0.8 --loss_agg_mode seq-mean-token-sum",
+        "linear": "--lr_scheduler linear --lr_warmup_ratio 0.5 --l2 0.1 --max_norm 0.1",
+        "bf16": "--bf16 true",
+    }.items()
+}
+
+ONE_RANK = {
+    "base": small("--max_steps 5 --zero_stage 0 --max_eval_samples 8"),
+    "twice": small("--max_steps 5 --zero_stage 0 --max_eval_samples 8"),
+    **{f"micro_{size}": small(f"--max_steps 1 --micro_train_batch_size {size}") for size in (1, 2, 4, 8, 32)},
+    "packed": small("--max_steps 5 --packing_samples true"),
+    "budget": small("--max_steps 5 --packing_samples true --max_tokens_per_batch 300"),
+    **FLAG_RUNS,
+    **RESUME_RUNS,
+}
+TWO_RANKS = {
+    **{f"stage_{stage}": small(f"--max_steps 5 --zero_stage {stage} --max_eval_samples 8") for stage in STAGES},
+    "mixed": small(
+        f"--zero_stage 3 --prompt_data {{rows}} --components {{exact:1.0}} --max_steps {MIXED_STEPS} "
+        f"--rollout_batch_size {MIXED_BATCH} --train_batch_size {MIXED_BATCH * 4}"
+    ),
+    **RESUME_RUNS,
+}
+
+
+def text_rows_on_one_rank(embedded: Path, target: Path) -> Path:
+    """A data file in which, in the order of a run, rank 0 of 2 meets only images and rank 1 only text."""
+    with_images = [json.loads(line) for line in embedded.read_text(encoding="utf-8").splitlines()]
+    count = MIXED_STEPS * MIXED_BATCH
+    rows: list[dict] = [{}] * count
+    sampler = PromptSampler([count], MIXED_BATCH, seed=SEED)
+    for _ in range(MIXED_STEPS):
+        for place, index in enumerate(sampler.next_batch()):
+            row = with_images[index]
+            images = row["images"] if isinstance(row["images"], list) else [row["images"]]
+            row["images"] = [str(embedded.parent / image) for image in images]
+            rows[index] = row if place % 2 == 0 else {"prompt": "How many?", "reference": "2", "label": "text"}
+    target.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return target
