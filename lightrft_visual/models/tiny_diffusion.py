@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 from diffusers import (
     AutoencoderKL,
+    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
@@ -31,12 +31,14 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    PreTrainedModel,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
 )
 
 from ..data.drawn_shapes import COLOURS, SHAPES, all_captions, random_pictures
+from .warmup import cache_root
 
 T = torch.Tensor
 TEXT_LENGTH = 5  # tokens of every encoder: start, a, colour, shape, end; pass it as the pipeline's max_sequence_length
@@ -45,53 +47,70 @@ MARKER = "embedded.json"
 
 
 @dataclass(frozen=True)
-class TinyDiffusionSettings:
-    """Everything that decides the weights of the embedded model; its hash names the cache folder."""
+class DrawingSettings:
+    """What every embedded pipeline says about its pictures, autoencoder, captions and warm-up; the hash of all fields
+    names the cache folder."""
 
     picture_size: int = 32  # pixels
     latent_channels: int = 8
     vae_channels: tuple[int, ...] = (12, 16, 32)
     text_width: int = 32
-    head_dim: int = 32
-    heads: int = 3
-    layers: int = 4
-    patch_size: int = 2
-    shift: float = 1.0
     vae_steps: int = 300
-    transformer_steps: int = 1600
     batch_size: int = 64
     vae_rate: float = 6e-3
-    transformer_rate: float = 2e-3
     wrong_shape: float = 0.3  # share of warm-up captions that name another shape than the one drawn
     wrong_colour: float = 0.3
     no_caption: float = 0.1  # share of empty captions, for classifier-free guidance
     seed: int = 0
-    revision: int = 2  # raised when the code below changes what it builds
 
     @property
     def key(self) -> str:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True)
+class TinyDiffusionSettings(DrawingSettings):
+    """Everything that decides the weights of the embedded SD3."""
+
+    head_dim: int = 32
+    heads: int = 3
+    layers: int = 4
+    patch_size: int = 2
+    shift: float = 1.0
+    transformer_steps: int = 1600
+    transformer_rate: float = 2e-3
+    revision: int = 2  # raised when the code below changes what it builds
+
+
 def embedded_diffusion_folder(
     cache_dir: str | Path | None = None, settings: TinyDiffusionSettings | None = None
 ) -> Path:
-    """The folder of the embedded SD3 pipeline; built and warmed up on the first call (minutes), then reused.
-
-    cache_dir defaults to $LIGHTRFT_VISUAL_CACHE or ~/.cache/lightrft_visual. The folder appears by one rename, so an
-    interrupted warm-up leaves nothing behind and processes that race both get a whole one.
-    """
+    """The folder of the embedded SD3 pipeline; built and warmed up on the first call (minutes), then reused."""
     settings = settings or TinyDiffusionSettings()
-    root = Path(cache_dir or os.environ.get("LIGHTRFT_VISUAL_CACHE", Path.home() / ".cache" / "lightrft_visual"))
-    target = root / f"tiny-sd3-{settings.key}"
+
+    def build() -> StableDiffusion3Pipeline:
+        pipeline = build_pipeline(settings)
+        warm_up(pipeline, settings)
+        return pipeline
+
+    return built_once("tiny-sd3", settings, build, cache_dir)
+
+
+def built_once(
+    name: str, settings: DrawingSettings, build: Callable[[], DiffusionPipeline], cache_dir: str | Path | None = None
+) -> Path:
+    """The folder `name`-<hash of the settings> below cache_dir (default: models/ of the cache), built where it is
+    missing. It appears by one rename, so an interrupted warm-up leaves nothing behind and processes that race both get
+    a whole one.
+    """
+    root = Path(cache_dir) if cache_dir else cache_root() / "models"
+    target = root / f"{name}-{settings.key}"
     if (target / MARKER).is_file():
         return target
     root.mkdir(parents=True, exist_ok=True)
     stage = Path(tempfile.mkdtemp(prefix="building-", dir=root))
     try:
-        pipeline = build_pipeline(settings)
-        warm_up(pipeline, settings)
-        pipeline.save_pretrained(stage)
+        build().save_pretrained(stage)
         (stage / MARKER).write_text(json.dumps(asdict(settings), indent=2))
         try:
             stage.rename(target)
@@ -138,14 +157,19 @@ def apply_merge(pieces: list[str], merge: tuple[str, str]) -> list[str]:
     return joined
 
 
-def build_clip_encoder(tokenizer: CLIPTokenizer, settings: TinyDiffusionSettings) -> CLIPTextModelWithProjection:
+def build_clip_encoder(
+    tokenizer: CLIPTokenizer,
+    settings: DrawingSettings,
+    kind: type[PreTrainedModel] = CLIPTextModelWithProjection,
+) -> PreTrainedModel:
+    """An encoder as it was drawn, with token embeddings that tell words apart."""
     config = CLIPTextConfig(
         vocab_size=len(tokenizer), hidden_size=settings.text_width, intermediate_size=2 * settings.text_width,
         projection_dim=settings.text_width, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=TEXT_LENGTH, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    encoder = CLIPTextModelWithProjection(config)
+    encoder = kind(config)
     for name, parameter in encoder.named_parameters():
         if "embedding" in name or "text_projection" in name:
             nn.init.normal_(parameter, std=1.0 if "token" in name else 0.3)
@@ -168,18 +192,23 @@ def build_t5_encoder(tokenizer: T5TokenizerFast, settings: TinyDiffusionSettings
     return T5EncoderModel(config).eval().requires_grad_(False)
 
 
+def build_vae(settings: DrawingSettings, post_quant: bool = False) -> AutoencoderKL:
+    """post_quant: with a 1 x 1 convolution before the decoder, into which a shift of the latents can be folded."""
+    channels = settings.vae_channels
+    return AutoencoderKL(
+        block_out_channels=channels, layers_per_block=1, latent_channels=settings.latent_channels,
+        down_block_types=("DownEncoderBlock2D",) * len(channels), up_block_types=("UpDecoderBlock2D",) * len(channels),
+        norm_num_groups=4, sample_size=settings.picture_size, mid_block_add_attention=False, use_quant_conv=False,
+        use_post_quant_conv=post_quant, scaling_factor=1.0, shift_factor=0.0,
+    )  # fmt: skip
+
+
 def build_pipeline(settings: TinyDiffusionSettings) -> StableDiffusion3Pipeline:
     """The pipeline with freshly drawn weights (fp32, CPU)."""
     torch.manual_seed(settings.seed)
     tokenizer, t5_tokenizer = build_clip_tokenizer(), build_t5_tokenizer()
-    channels = settings.vae_channels
-    vae = AutoencoderKL(
-        block_out_channels=channels, layers_per_block=1, latent_channels=settings.latent_channels,
-        down_block_types=("DownEncoderBlock2D",) * len(channels), up_block_types=("UpDecoderBlock2D",) * len(channels),
-        norm_num_groups=4, sample_size=settings.picture_size, mid_block_add_attention=False, use_quant_conv=False,
-        use_post_quant_conv=False, scaling_factor=1.0, shift_factor=0.0,
-    )  # fmt: skip
-    latent_size = settings.picture_size // 2 ** (len(channels) - 1)
+    vae = build_vae(settings)
+    latent_size = settings.picture_size // 2 ** (len(settings.vae_channels) - 1)
     width = settings.heads * settings.head_dim
     transformer = SD3Transformer2DModel(
         sample_size=latent_size, patch_size=settings.patch_size, in_channels=settings.latent_channels,
@@ -226,7 +255,7 @@ def warm_up(pipeline: StableDiffusion3Pipeline, settings: TinyDiffusionSettings)
     warm_up_transformer(pipeline, settings, generator)
 
 
-def warm_up_vae(vae: AutoencoderKL, settings: TinyDiffusionSettings, generator: torch.Generator) -> None:
+def warm_up_vae(vae: AutoencoderKL, settings: DrawingSettings, generator: torch.Generator) -> None:
     """Reconstruction with a little noise on the latents; then scale and shift so that latents are about N(0, 1)."""
 
     def loss() -> T:
@@ -287,7 +316,7 @@ def encode_captions(pipeline: StableDiffusion3Pipeline) -> tuple[T, T]:
     return context, pooled
 
 
-def spoil_captions(colours: T, shapes: T, settings: TinyDiffusionSettings, generator: torch.Generator) -> T:
+def spoil_captions(colours: T, shapes: T, settings: DrawingSettings, generator: torch.Generator) -> T:
     """Caption index (B) of each picture, with the configured shares of wrong and of empty captions."""
     count = colours.shape[0]
     other_colours, other_shapes = random_labels(count, generator)

@@ -71,8 +71,9 @@ class VLTrainer(PolicyTrainer):
     # -- stages --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release the rollout engine; call it after `fit`, before the process group ends."""
+        """Release the rollout engine and the reward workers; call it after `fit`, before the process group ends."""
         self.maker.engine.close()
+        self.maker.rewards.close()
 
     def start(self) -> None:
         self._load_engine_weights()

@@ -80,7 +80,8 @@ class DiffusionTrainer(PolicyTrainer):
             self.parts.old.update(old_policy_decay(self.step, self.config.algorithm.decay_type))
 
     def close(self) -> None:
-        """Nothing outlives the process."""
+        """Release the reward workers."""
+        self.parts.rewards.close()
 
     def collect(self) -> None:
         sampling = self.config.sampling

@@ -1,0 +1,60 @@
+"""A whole run gives the same figures on one rank and two, for every ZeRO stage, micro-batch size and packing."""
+
+from __future__ import annotations
+
+import pytest
+from plans import MIXED_STEPS, RESUMED, STAGES
+from whole_runs import rollouts, rows, weights
+
+NAMES = ("loss", "reward_mean", "reward_std", "grad_norm", "kl", "entropy", "response_length", "tokens", "clip_frac")
+
+
+def largest_difference(left: list[dict], right: list[dict], names=NAMES) -> float:
+    return max(abs(a[name] - b[name]) for a, b in zip(left, right, strict=True) for name in names)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_train_like_one(one_rank, two_ranks, stage):
+    ours, theirs = rows(one_rank / "base"), rows(two_ranks / f"stage_{stage}")
+    assert len(ours) == 5
+    assert largest_difference(ours, theirs) < 1e-4
+    assert all(row["loss"] != 0 and row["grad_norm"] > 0.1 for row in ours[1:2])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_evaluate_like_one(one_rank, two_ranks, stage):
+    assert rows(one_rank / "base", "eval_metrics.csv") == rows(two_ranks / f"stage_{stage}", "eval_metrics.csv")
+
+
+def test_the_same_seed_gives_the_same_bits(one_rank):
+    assert rows(one_rank / "base") == rows(one_rank / "twice")
+    assert weights(one_rank / "base") == weights(one_rank / "twice")
+    assert [[r["response"] for r in step] for step in rollouts(one_rank / "base")] == [
+        [r["response"] for r in step] for step in rollouts(one_rank / "twice")
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_micro_batch_size_does_not_matter(one_rank, size):
+    ours, theirs = rows(one_rank / "micro_32"), rows(one_rank / f"micro_{size}")
+    assert largest_difference(ours, theirs, ("loss", "policy_loss", "grad_norm")) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["packed", "budget"])
+def test_packed_trains_like_padded(one_rank, name):
+    first = largest_difference(rows(one_rank / "base")[:1], rows(one_rank / name)[:1], ("loss", "grad_norm"))
+    assert first < 1e-5
+    assert largest_difference(rows(one_rank / "base"), rows(one_rank / name)) < 1e-4
+
+
+def test_the_first_update_starts_at_ratio_one(one_rank, two_ranks):
+    folders = [one_rank / name for name in ("base", "packed", "budget", "grpo_2", "ppo_2", "micro_1")]
+    folders += [two_ranks / f"stage_{stage}" for stage in STAGES] + [two_ranks / name for name in RESUMED]
+    for folder in folders:
+        assert all(row["ratio_max_dev_first"] <= 1e-4 for row in rows(folder)), folder
+
+
+def test_a_rank_without_images_does_not_hang_zero_3(two_ranks):
+    found = rows(two_ranks / "mixed")
+    assert len(found) == MIXED_STEPS
+    assert all(row["parity"] <= 1e-5 and row["rollout_logp_diff_max"] <= 1e-4 for row in found)
