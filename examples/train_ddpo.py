@@ -9,10 +9,11 @@ import sys
 
 from lightrft_visual.config.diffusion_schema import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit
+from lightrft_visual.config.roots import DIFFUSION_PRESET
 
 if __name__ == "__main__":
     arguments = ["diffusion_algorithm=ddpo", *sys.argv[1:]]
-    config = config_or_exit(DiffusionRunConfig, arguments, preset="embedded_diffusion")
+    config = config_or_exit(DiffusionRunConfig, arguments, preset=DIFFUSION_PRESET)
     from lightrft_visual.launch import run_diffusion
 
     run_diffusion(config)

@@ -29,6 +29,7 @@ from .schema import EMBEDDED, RunConfig
 CONFIG_DIRS = (Path(__file__).resolve().parents[2] / "examples" / "configs",)
 USERINFO = re.compile(r"://[^/\s@,]+@")
 QUERY_SECRET = re.compile(r"([?&](?:api_?key|key|\w*token|secret|password)=)[^&\s,]+", re.IGNORECASE)
+PRESET_VALUE = re.compile(r"\$\{([\w.]+)\}")
 NULL_WORDS = ("None", "null")
 
 
@@ -51,7 +52,8 @@ def parse_run(
     """Read a run's configuration from ``argv`` (default: the process's own).
 
     ``config_dirs`` are searched for recipes and layers, after the working directory. ``preset`` names the recipe that
-    lies below everything else when the embedded model is trained. ``--help`` prints and exits with 0.
+    lies below everything else when the embedded model is trained; ``${section.leaf}`` in it stands for the value that
+    was chosen. ``--help`` prints and exits with 0.
     Raises ConfigError naming the setting and where it was written.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -64,9 +66,19 @@ def parse_run(
     chosen = [setting for name in line.configs for setting in reader.read(name)] + line.settings
     tree, sources = merge(names, chosen)
     if preset is not None and OmegaConf.select(tree, "model.pretrain") == EMBEDDED:
-        tree, sources = merge(names, reader.read(preset) + chosen)
+        tree, sources = merge(names, _preset(reader, preset, tree, sources) + chosen)
     reader.check_swaps(line.swaps)
     return ParsedRun(build(tree, sources), line.dry_run, sources)
+
+
+def _preset(reader: LayerReader, preset: str, tree: DictConfig, sources: Mapping[str, str]) -> list[Setting]:
+    """Settings of the preset's recipe; for a value without a recipe the schema's own complaint comes first."""
+    name = PRESET_VALUE.sub(lambda found: str(OmegaConf.select(tree, found[1])), preset)
+    try:
+        return reader.read(name)
+    except ConfigError:
+        build(tree, sources)
+        raise
 
 
 def load_config(schema: type = RunConfig, argv: Sequence[str] | None = None, **options: Any) -> Any:

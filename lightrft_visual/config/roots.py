@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from .diffusion_schema import DiffusionRunConfig
 from .schema import RunConfig
 
+DIFFUSION_PRESET = "embedded/${algorithm.diffusion_algorithm}"  # one file an algorithm
+
 
 @dataclass(frozen=True)
 class Root:
@@ -19,5 +21,5 @@ class Root:
 
 ROOTS = (
     Root("vl", RunConfig, "embedded_vl"),
-    Root("diffusion", DiffusionRunConfig, "embedded_diffusion"),
+    Root("diffusion", DiffusionRunConfig, DIFFUSION_PRESET),
 )

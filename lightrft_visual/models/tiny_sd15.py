@@ -65,7 +65,7 @@ def build_sd15_pipeline(settings: TinySD15Settings) -> StableDiffusionPipeline:
         attention_head_dim=settings.heads, norm_num_groups=8,
     )  # fmt: skip
     scheduler = DDIMScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False,
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False, steps_offset=1,
         timestep_spacing="trailing",
     )  # fmt: skip
     return StableDiffusionPipeline(

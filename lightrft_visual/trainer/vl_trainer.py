@@ -175,14 +175,17 @@ class VLTrainer(PolicyTrainer):
             self.parity = self.parts.gate.check(self.probe, self.config.rollout.temperature)
 
     def _check_rollouts(self, experiences: list) -> None:
-        largest = 0.0
+        """What the engine sampled against the trainer's own scores, over the whole rollout of all ranks."""
+        gate = self.parts.gate
+        largest = held = 0.0
         for each in experiences:
             if each.rollout_log_probs is not None:
-                difference = log_prob_difference(each.action_log_probs, each.rollout_log_probs, each.action_mask)
-                largest = max(largest, difference)
-        largest = distributed.all_reduce_max(torch.tensor([largest])).item()
-        if self.parts.gate is not None:
-            self.parts.gate.check_rollouts(largest)
+                pair = each.action_log_probs, each.rollout_log_probs, each.action_mask
+                largest = max(largest, log_prob_difference(*pair))
+                held = max(held, gate.figure(*pair)) if gate is not None else 0.0
+        largest, held = distributed.all_reduce_max(torch.tensor([largest, held])).tolist()
+        if gate is not None:
+            gate.check_rollouts(held)
         self.metrics.add_max("rollout_logp_diff_max", largest)
         self.metrics.add_max("parity", self.parity)
 

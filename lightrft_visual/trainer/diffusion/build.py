@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import torch
 
 from ...config.diffusion_schema import DiffusionRunConfig
-from ...config.load import resolved_yaml, write_resolved
 from ...config.schema import EMBEDDED, RewardConfig
 from ...errors import ConfigError
 from ...models.diffusion_policy import DiffusionPolicy, LoraSettings
@@ -16,7 +14,6 @@ from ...models.ema import WeightAverage, WeightCopy
 from ...models.warmup import cache_root
 from ...observe.console import RunConsole
 from ...observe.metrics import PhaseTimer
-from ...observe.recorder import RecorderOptions, RunRecorder
 from ...rewards.differentiable import check_scores, load_differentiable
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config
@@ -24,8 +21,8 @@ from ...rollout.diffusion_sampler import DiffusionSampler
 from ...rollout.diffusion_setup import evaluation_sampling, rollout_noise, rollout_sampling
 from ...strategy import distributed
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
-from ..build import synchronize
 from ..policy_trainer import LoopSettings
+from ..run_parts import open_recorder, start_strategy, synchronize
 from ..run_state import check_output
 from . import DIFFUSION_ALGORITHMS
 from .data import DrawPrompts, embedded_prompts
@@ -43,13 +40,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     """
     check_reward_config(config.reward)
     differentiable = _differentiable(config)
-    strategy = DeepspeedStrategy(
-        config.distributed,
-        bf16=config.model.bf16,
-        micro_batch_size=config.train.micro_train_batch_size,
-        seed=config.train.seed,
-    )
-    strategy.setup_distributed()
+    strategy = start_strategy(config)
     _check_ranks(config)
     resume_folder = check_output(config.output)
     embedded = config.data.prompt_data == EMBEDDED
@@ -62,7 +53,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     rewards = RewardComputationEngine.from_config(
         config.reward, strategy=strategy, labels={row.label for row in prompts.rows}
     )
-    recorder = _recorder(config)
+    recorder = open_recorder(config)
     algorithm = DIFFUSION_ALGORITHMS[config.algorithm.diffusion_algorithm]
     policy, engine = _policy(config, strategy, algorithm, _total_steps(config, len(prompts)))
     old = WeightCopy(policy.trainable_parameters()) if algorithm.old_policy else None
@@ -133,16 +124,6 @@ def _eval_prompts(config: DiffusionRunConfig, first_frames: bool) -> DrawPrompts
     if data.eval_data is None or data.max_eval_samples == 0:
         return None
     return DrawPrompts(data.eval_data, data.eval_split, data.max_eval_samples, data, first_frames)
-
-
-def _recorder(config: DiffusionRunConfig) -> RunRecorder:
-    output = config.output
-    options = RecorderOptions(output.run_name, output.use_tensorboard, output.use_wandb, report=output.report)
-    recorder = RunRecorder(output.output_dir, options, config={"config": resolved_yaml(config)})
-    if distributed.is_rank_0():
-        write_resolved(config, Path(output.output_dir) / "config.resolved.yaml")
-    recorder.write_env()
-    return recorder
 
 
 def _total_steps(config: DiffusionRunConfig, rows: int) -> int:

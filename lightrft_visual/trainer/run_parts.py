@@ -1,0 +1,46 @@
+"""Parts that every kind of run is built with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deepspeed.accelerator import get_accelerator
+
+from ..config.diffusion_schema import DiffusionRunConfig
+from ..config.load import resolved_yaml, write_resolved
+from ..config.schema import RunConfig
+from ..observe.recorder import RecorderOptions, RunRecorder
+from ..strategy import distributed
+from ..strategy.deepspeed import DeepspeedStrategy
+
+AnyConfig = RunConfig | DiffusionRunConfig
+
+
+def start_strategy(config: AnyConfig) -> DeepspeedStrategy:
+    """The strategy of a run, its process group joined and this rank seeded."""
+    strategy = DeepspeedStrategy(
+        config.distributed,
+        bf16=config.model.bf16,
+        micro_batch_size=config.train.micro_train_batch_size,
+        seed=config.train.seed,
+    )
+    strategy.setup_distributed()
+    return strategy
+
+
+def open_recorder(config: AnyConfig) -> RunRecorder:
+    """The recorder of a run, with config.resolved.yaml and env.json written. Raises ConfigError."""
+    output = config.output
+    options = RecorderOptions(output.run_name, output.use_tensorboard, output.use_wandb, report=output.report)
+    recorder = RunRecorder(output.output_dir, options, config={"config": resolved_yaml(config)})
+    if distributed.is_rank_0():
+        write_resolved(config, Path(output.output_dir) / "config.resolved.yaml")
+    recorder.write_env()
+    return recorder
+
+
+def synchronize() -> None:
+    """Wait for the accelerator's queue, so that a phase is charged with its own work; nothing to wait for on CPU."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        accelerator.synchronize()
