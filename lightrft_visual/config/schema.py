@@ -358,7 +358,7 @@ class RunConfig:
         )
         require(
             algorithm.tis_mode == "off" or (rollout.top_p == 1 and rollout.top_k == -1),
-            "tis_mode compares sampled log-probs, which top_p < 1 or top_k leave undefined: sample with top_p 1, top_k -1",
+            "tis_mode compares sampled log-probs, which top_p < 1 or top_k leave undefined: use top_p 1, top_k -1",
         )
         require(
             not (self.output.eval_ema and not train.enable_ema), "eval_ema evaluates the EMA weights: add --enable_ema"

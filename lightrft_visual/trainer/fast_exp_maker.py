@@ -30,7 +30,8 @@ __all__ = ["FastExperienceMaker", "MakerSettings", "MultimodalDataProcessor", "R
 T = torch.Tensor
 MorePrompts = Callable[[], PromptBatch]
 _SAMPLING_KEYS = (
-    "temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "skip_special_tokens", "first_token_temperature",
+    "temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "skip_special_tokens",
+    "first_token_temperature",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""GRPO (arXiv 2402.03300) and its relatives: group-relative advantages, no critic."""
+"""GRPO (arXiv 2402.03300) and its relatives without a critic."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from .vl_trainer import VLTrainer
 
 
 class GRPOTrainer(VLTrainer):
-    """Group-relative policy optimisation; `advantage_estimator` picks group_norm, dr_grpo, reinforce_baseline, …"""
+    """Group-relative policy optimisation, Dr. GRPO, REINFORCE with and without a baseline, CPGD."""
 
-    estimator = "group_norm"
+    estimators = ("group_norm", "grpo", "dr_grpo", "reinforce", "reinforce_baseline", "cpgd")

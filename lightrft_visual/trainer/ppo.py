@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from ..errors import ConfigError
-from .vl_trainer import VLParts, VLTrainer
+from .vl_trainer import VLTrainer
 
 
 class PPOTrainer(VLTrainer):
-    """PPO; needs a critic. Raises ConfigError without one."""
+    """PPO: advantages from a critic that is trained beside the actor, values clipped."""
 
-    estimator = "gae"
-
-    def __init__(self, parts: VLParts):
-        if parts.critic is None:
-            raise ConfigError("PPOTrainer needs a critic: set advantage_estimator gae")
-        super().__init__(parts)
+    estimators = ("gae",)

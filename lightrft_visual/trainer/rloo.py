@@ -8,4 +8,4 @@ from .vl_trainer import VLTrainer
 class RLOOTrainer(VLTrainer):
     """REINFORCE with a leave-one-out baseline."""
 
-    estimator = "rloo"
+    estimators = ("rloo",)

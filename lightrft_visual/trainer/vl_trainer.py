@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.export import export_hf, export_lora
-from ..config.schema import RunConfig
+from ..config.schema import ADVANTAGE_ESTIMATORS, RunConfig, one_of
 from ..data.prompts import PromptDataset, PromptSampler, render_prompt
 from ..models.ema import WeightAverage
 from ..models.loading import Checkpoint
@@ -51,9 +51,16 @@ class VLParts:
 
 
 class VLTrainer(PolicyTrainer):
-    """Trains an actor, and a critic where there is one, on rollouts of prompts with images."""
+    """Trains an actor, and a critic where there is one, on rollouts of prompts with images.
+
+    estimators: values of `advantage_estimator` that a subclass stands for; ConfigError for another one.
+    """
+
+    estimators: tuple[str, ...] = ADVANTAGE_ESTIMATORS
 
     def __init__(self, parts: VLParts):
+        estimator = parts.config.algorithm.advantage_estimator
+        one_of(f"advantage_estimator of {type(self).__name__}", estimator, self.estimators)
         super().__init__(parts.loop, parts.recorder, parts.console, parts.timer)
         self.parts, self.config = parts, parts.config
         train, algorithm = parts.config.train, parts.config.algorithm
@@ -67,6 +74,13 @@ class VLTrainer(PolicyTrainer):
         self.rounds = 0  # batches of prompts taken so far; numbers the prompts of the run
         self.probe: PromptBatch | None = None
         self.parity = 0.0
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> VLTrainer:
+        """The trainer of a run; see `build.build_trainer`."""
+        from .build import build_trainer
+
+        return build_trainer(config, cls)
 
     # -- stages --------------------------------------------------------------------------------------------------
 
