@@ -6,6 +6,7 @@ Sizes are in pixels and frames, timesteps of Reward FL are step indices from 0, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import ConfigError
 from .schema import EMBEDDED, DistributedConfig, OutputConfig, RewardConfig, one_of, require
@@ -21,7 +22,8 @@ FAMILY_NAMES = ("auto", "sd3", "flux", "wan", "wan_i2v", "qwen_image", "cosmos_p
 
 @dataclass
 class DiffusionModelConfig:
-    """What is trained: a diffusers pipeline folder, a hub name, or 'embedded' for the built-in tiny SD3."""
+    """What is trained: a diffusers pipeline folder, a hub name, or 'embedded' for the built-in tiny SD3 or (family
+    sd15) Stable Diffusion 1.5."""
 
     pretrain: str = EMBEDDED
     family: str = "auto"  # checked against the pipeline's class; auto takes what the pipeline is
@@ -125,7 +127,8 @@ class DiffusionAlgorithmConfig:
     reward_fl_weight: float = 1.0
     score_mean: float = 0.0
     score_std: float = 1.0
-    differentiable_reward: str = "shape_match"  # of Reward FL: a name, or path.py:function
+    differentiable_reward: str = "shape_match"  # of Reward FL: shape_match, face_similarity, or path.py:function
+    differentiable_kwargs: dict[str, Any] = field(default_factory=dict)  # settings of a named one, {setting: value}
 
     def __post_init__(self) -> None:
         one_of("diffusion_algorithm", self.diffusion_algorithm, DIFFUSION_ALGORITHM_NAMES)

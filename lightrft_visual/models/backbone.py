@@ -76,10 +76,12 @@ class Backbone:
         }
         if self.vision:
             arguments |= self._vision_arguments(inputs, types)
-        hidden = self.base(**arguments).last_hidden_state
         if self.vision and inputs.pixel_values is None and inputs.pixel_values_videos is None:
-            hidden = hidden + self._idle_vision(hidden)
-        return hidden
+            # In the order of a batch with images (embeddings, vision tower, language model): ZeRO-3 gathers weights and
+            # ZeRO-1/2 reduce gradients in the order of use, and waits or mixes them up where ranks differ in it.
+            embeddings = self.base.get_input_embeddings()(arguments.pop("input_ids"))
+            arguments["inputs_embeds"] = embeddings + self._idle_vision(embeddings)
+        return self.base(**arguments).last_hidden_state
 
     def _vision_arguments(self, inputs: ModelInputs, types: T) -> dict:
         arguments = {
@@ -141,7 +143,8 @@ class Backbone:
         grid = torch.tensor([[1, merge, merge]], device=hidden.device)
         pixels = hidden.new_zeros(merge * merge, vision.in_channels * vision.temporal_patch_size * patch * patch)
         features = self.base.get_image_features(pixels, grid, return_dict=True)
-        return 0.0 * sum(feature.sum() for feature in features.pooler_output)
+        used = [*features.pooler_output, *(features.get("deepstack_features") or [])]
+        return 0.0 * sum(feature.sum() for feature in used)
 
 
 class _GridCursor:

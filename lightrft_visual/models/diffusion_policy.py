@@ -24,10 +24,12 @@ from ..errors import ConfigError
 from .diffusion import FAMILIES, FAMILY_OF_NAME, DiffusionFamily
 from .ema import WeightCopy, gathered
 from .tiny_diffusion import MARKER, TEXT_LENGTH, embedded_diffusion_folder
+from .tiny_sd15 import embedded_sd15_folder
 
 T = torch.Tensor
 EMBEDDED = "embedded"
 ADAPTER = "default"
+EMBEDDED_FOLDERS = {"auto": embedded_diffusion_folder, "sd3": embedded_diffusion_folder, "sd15": embedded_sd15_folder}
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,12 @@ class DiffusionPolicy(nn.Module):
         cls, path: str, *, lora: LoraSettings | None = None, dtype: torch.dtype = torch.float32,
         trainable: tuple[str, ...] | None = None, text_length: int | None = None, family: str = "auto",
     ) -> DiffusionPolicy:  # fmt: skip
-        """Load a diffusers pipeline folder or hub id; 'embedded' builds the tiny SD3. text_length: T5 or LLM tokens.
+        """Load a diffusers pipeline folder or hub id; 'embedded' builds the tiny SD3, or with family sd15 the tiny
+        SD 1.5. text_length: T5 or LLM tokens.
 
         Raises ConfigError when no family here reads the pipeline's class, or when it is not the one named.
         """
-        folder = str(embedded_diffusion_folder()) if path == EMBEDDED else path
+        folder = str(embedded_folder(family)) if path == EMBEDDED else path
         if Path(folder, MARKER).is_file():
             text_length = text_length or TEXT_LENGTH
         pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype)
@@ -198,9 +201,35 @@ class DiffusionPolicy(nn.Module):
             )
 
 
+def embedded_folder(family: str = "auto") -> Path:
+    """The embedded pipeline of a family, built at the first call. Raises ConfigError where there is none."""
+    if family not in EMBEDDED_FOLDERS:
+        raise ConfigError(f"no embedded model of family {family}; there is: {', '.join(EMBEDDED_FOLDERS)}")
+    return EMBEDDED_FOLDERS[family]()
+
+
 def family_of(pipeline: DiffusionPipeline, text_length: int | None = None) -> DiffusionFamily:
     """The adapter for a loaded pipeline; ConfigError names the known classes when there is none."""
-    name = type(pipeline).__name__
-    if name not in FAMILIES:
-        raise ConfigError(f"no diffusion family reads {name}; known pipelines: {', '.join(FAMILIES)}")
-    return FAMILIES[name](pipeline, text_length)
+    return family_class(type(pipeline).__name__)(pipeline, text_length)
+
+
+def family_class(pipeline_name: str) -> type[DiffusionFamily]:
+    if pipeline_name not in FAMILIES:
+        raise ConfigError(f"no diffusion family reads {pipeline_name}; known pipelines: {', '.join(FAMILIES)}")
+    return FAMILIES[pipeline_name]
+
+
+def takes_first_frame(path: str, family: str = "auto") -> bool:
+    """Whether the model at `path` is an image-to-video model, before it is loaded: family auto reads model_index.json.
+
+    Raises ConfigError where there is no diffusers pipeline, or one that no family reads.
+    """
+    if family != "auto":
+        return FAMILY_OF_NAME[family].takes_first_frame
+    if path == EMBEDDED:
+        return False
+    try:
+        index = DiffusionPipeline.load_config(path)
+    except OSError as error:
+        raise ConfigError(f"{path} is no diffusers pipeline folder or hub name that this machine can reach") from error
+    return family_class(index["_class_name"]).takes_first_frame

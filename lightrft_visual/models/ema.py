@@ -24,13 +24,17 @@ def gathered(parameters: list[nn.Parameter], modify: bool = False) -> Any:
 class WeightCopy:
     """A copy of parameters with its own memory, moved towards them by `update` and lent to the model by `swapped`.
 
-    The copy is made by clone: on a CPU run `.detach().cpu()` would alias the weights and follow every step.
+    The copy is made by clone: on a CPU run `.detach().cpu()` would alias the weights and follow every step. dtype: of
+    the copy, None for that of the weights; one that is averaged takes fp32, as bf16 rounds small moves away. Every rank
+    holds whole tensors, also under ZeRO-3: as much memory as the trained weights, little with LoRA.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None = None) -> None:
         self.parameters = list(parameters)
         with gathered(self.parameters):
-            self.copies = [parameter.detach().clone() for parameter in self.parameters]
+            self.copies = [
+                parameter.detach().to(dtype or parameter.dtype, copy=True) for parameter in self.parameters
+            ]
 
     @torch.no_grad()
     def update(self, decay: float) -> None:
@@ -45,19 +49,20 @@ class WeightCopy:
 
         Run no optimizer step inside. Graphs recorded before may be differentiated after it, not inside.
         """
-        self._exchange()
+        weights = self._lend(self.copies)
         try:
             yield
         finally:
-            self._exchange()
+            self._lend(weights)
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _lend(self, values: list[T]) -> list[T]:
+        """Write values into the parameters; returns copies of what stood there."""
         with gathered(self.parameters, modify=True):
-            for index, parameter in enumerate(self.parameters):
-                kept = parameter.detach().clone()
-                parameter.data.copy_(self.copies[index])
-                self.copies[index] = kept
+            kept = [parameter.detach().clone() for parameter in self.parameters]
+            for parameter, value in zip(self.parameters, values):
+                parameter.data.copy_(value)
+        return kept
 
     def state_dict(self) -> dict[str, T]:
         return {str(index): copy for index, copy in enumerate(self.copies)}
@@ -78,7 +83,7 @@ class WeightAverage(WeightCopy):
     """EMA of the weights, updated every `interval` optimizer steps (Flow-GRPO: decay 0.9 every 8)."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float, interval: int = 1) -> None:
-        super().__init__(parameters)
+        super().__init__(parameters, torch.float32)
         self.decay, self.interval, self.steps = decay, interval, 0
 
     def step(self) -> None:

@@ -9,8 +9,10 @@ often not the ones asked for: something for RL to improve.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import logging
 import math
 import shutil
 import tempfile
@@ -40,10 +42,12 @@ from transformers import (
 from ..data.drawn_shapes import COLOURS, SHAPES, all_captions, random_pictures
 from .warmup import cache_root
 
+logger = logging.getLogger(__name__)
 T = torch.Tensor
 TEXT_LENGTH = 5  # tokens of every encoder: start, a, colour, shape, end; pass it as the pipeline's max_sequence_length
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MARKER = "embedded.json"
+REPORT_EVERY = 400  # warm-up steps between two lines of progress
 
 
 @dataclass(frozen=True)
@@ -100,26 +104,34 @@ def built_once(
     name: str, settings: DrawingSettings, build: Callable[[], DiffusionPipeline], cache_dir: str | Path | None = None
 ) -> Path:
     """The folder `name`-<hash of the settings> below cache_dir (default: models/ of the cache), built where it is
-    missing. It appears by one rename, so an interrupted warm-up leaves nothing behind and processes that race both get
-    a whole one.
+    missing. It appears by one rename, so an interrupted warm-up leaves nothing behind; one process of a host builds,
+    the others wait for it.
     """
     root = Path(cache_dir) if cache_dir else cache_root() / "models"
     target = root / f"{name}-{settings.key}"
     if (target / MARKER).is_file():
         return target
     root.mkdir(parents=True, exist_ok=True)
-    stage = Path(tempfile.mkdtemp(prefix="building-", dir=root))
+    with open(root / f".{target.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the process, however it ends
+        if not (target / MARKER).is_file():
+            logger.info("building the embedded %s model once: about three minutes on two idle cores", name)
+            _build_aside(target, settings, build)
+    return target
+
+
+def _build_aside(target: Path, settings: DrawingSettings, build: Callable[[], DiffusionPipeline]) -> None:
+    stage = Path(tempfile.mkdtemp(prefix="building-", dir=target.parent))
     try:
         build().save_pretrained(stage)
         (stage / MARKER).write_text(json.dumps(asdict(settings), indent=2))
         try:
             stage.rename(target)
-        except OSError:
+        except OSError:  # a process of another host, where the lock does not reach, may have been first
             if not (target / MARKER).is_file():
                 raise
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-    return target
 
 
 def build_clip_tokenizer() -> CLIPTokenizer:
@@ -239,6 +251,8 @@ def optimise(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
+        if (step + 1) % REPORT_EVERY == 0:
+            logger.info("  warm-up step %d of %d, loss %.3f", step + 1, steps, loss.item())
     return weights
 
 

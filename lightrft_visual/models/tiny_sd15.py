@@ -34,7 +34,7 @@ T = torch.Tensor
 class TinySD15Settings(DrawingSettings):
     """Everything that decides the weights of the embedded Stable Diffusion 1.5."""
 
-    unet_channels: tuple[int, ...] = (64, 96)
+    unet_channels: tuple[int, int] = (64, 64)  # the text is read at the lower resolution only: that is cheaper
     heads: int = 2
     unet_steps: int = 1500
     unet_rate: float = 2e-3
@@ -60,13 +60,13 @@ def build_sd15_pipeline(settings: TinySD15Settings) -> StableDiffusionPipeline:
     unet = UNet2DConditionModel(
         sample_size=settings.picture_size // 2 ** (len(settings.vae_channels) - 1),
         in_channels=settings.latent_channels, out_channels=settings.latent_channels, layers_per_block=1,
-        block_out_channels=channels, down_block_types=("CrossAttnDownBlock2D",) * len(channels),
-        up_block_types=("CrossAttnUpBlock2D",) * len(channels), cross_attention_dim=settings.text_width,
+        block_out_channels=channels, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), cross_attention_dim=settings.text_width,
         attention_head_dim=settings.heads, norm_num_groups=8,
     )  # fmt: skip
     scheduler = DDIMScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False, steps_offset=1,
-        timestep_spacing="trailing",
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False,
+        steps_offset=1, timestep_spacing="trailing",
     )  # fmt: skip
     return StableDiffusionPipeline(
         vae=build_vae(settings, post_quant=True), text_encoder=build_clip_encoder(tokenizer, settings, CLIPTextModel),

@@ -35,8 +35,8 @@ class WarmUp:
 
     family: str = "qwen2_5_vl"
     tie_embeddings: bool = False
-    steps: int = 350
-    clean_steps: int = 150
+    steps: int = 400
+    clean_steps: int = 200
     batch_size: int = 32
     learning_rate: float = 1e-3
     random_share: float = 0.7

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ..errors import ConfigError, RewardError
 from .callables import load_reward_fn
+from .differentiable_face import face_similarity
 from .functions.shape_match import shape_match
 from .naming import nearest
 
@@ -17,22 +19,44 @@ T = torch.Tensor
 PixelReward = Callable[[T, list[str], list[dict[str, Any]]], tuple[T, T]]
 
 
-def embedded_shape_match(media: T, prompts: list[str], metadata: list[dict[str, Any]]) -> tuple[T, T]:
+def embedded_shape_match() -> PixelReward:
     """The embedded task's measure; a caption without a known colour and shape is invalid."""
-    found = shape_match(media, prompts)
-    return found["score"], found["valid"]
+
+    def score(media: T, prompts: list[str], metadata: list[dict[str, Any]]) -> tuple[T, T]:
+        found = shape_match(media, prompts)
+        return found["score"], found["valid"]
+
+    return score
 
 
-DIFFERENTIABLE_REWARDS: dict[str, PixelReward] = {"shape_match": embedded_shape_match}
+# name -> factory, whose parameters are the settings in algorithm.differentiable_kwargs
+DIFFERENTIABLE_REWARDS: dict[str, Callable[..., PixelReward]] = {
+    "shape_match": embedded_shape_match,
+    "face_similarity": face_similarity,
+}
 
 
-def load_differentiable(name: str) -> PixelReward:
-    """A name of DIFFERENTIABLE_REWARDS, or `path.py:function`. Raises ConfigError, with the nearest name."""
+def load_differentiable(name: str, settings: Mapping[str, Any] | None = None) -> PixelReward:
+    """A name of DIFFERENTIABLE_REWARDS built with its settings, or `path.py:function`, which takes none.
+
+    Raises ConfigError, with the nearest name, for an unknown name or setting, and for a missing one.
+    """
+    settings = dict(settings or {})
     if ".py:" in name:
+        if settings:
+            raise ConfigError(f"differentiable_kwargs are settings of the built-in rewards; {name} takes none")
         return load_reward_fn(name)
     if name not in DIFFERENTIABLE_REWARDS:
         raise ConfigError(f"unknown differentiable_reward {name!r}{nearest(name, DIFFERENTIABLE_REWARDS)}")
-    return DIFFERENTIABLE_REWARDS[name]
+    factory = DIFFERENTIABLE_REWARDS[name]
+    parameters = inspect.signature(factory).parameters
+    for key in settings:
+        if key not in parameters:
+            raise ConfigError(f"differentiable_reward {name} has no setting {key!r}{nearest(key, parameters)}")
+    for key, parameter in parameters.items():
+        if parameter.default is parameter.empty and key not in settings:
+            raise ConfigError(f"differentiable_reward {name} needs differentiable_kwargs.{key}")
+    return factory(**settings)
 
 
 def check_scores(scores: T, valid: T, count: int, name: str) -> None:

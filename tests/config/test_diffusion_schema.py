@@ -8,6 +8,7 @@ import pytest
 
 from lightrft_visual.config.diffusion_schema import DIFFUSION_ALGORITHM_NAMES, DiffusionRunConfig
 from lightrft_visual.config.load import load_config
+from lightrft_visual.config.roots import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rollout.diffusion_setup import evaluation_sampling, rollout_noise, rollout_sampling
 from lightrft_visual.trainer.diffusion import DIFFUSION_ALGORITHMS, FlowGRPO
@@ -16,7 +17,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
 
 
 def load(*arguments: str) -> DiffusionRunConfig:
-    return load_config(DiffusionRunConfig, list(arguments), preset="embedded_diffusion")
+    return load_config(DiffusionRunConfig, list(arguments), preset=DIFFUSION_PRESET)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from plans import FLAG_RUNS
 from safetensors.torch import load_file
 from whole_runs import rows, weights
 
+pytestmark = pytest.mark.timeout(1800)
+
 
 @pytest.mark.parametrize("name", FLAG_RUNS)
 def test_it_runs_and_stays_finite(one_rank, name):
@@ -22,7 +24,7 @@ def test_ppo(one_rank):
     first, second = rows(one_rank / "ppo")
     assert "loss" not in first and "loss" in second  # freezing_actor_steps 1
     assert first["value_mean"] == 0 and second["value_mean"] != 0 and first["critic_loss"] > second["critic_loss"]
-    assert first["kl_coef"] == 0.05 and second["kl_coef"] < 0.05  # KL below its target
+    assert second["kl_coef"] < first["kl_coef"] < 0.05  # KL stays below its target
 
 
 def test_rloo_with_two_updates(one_rank):

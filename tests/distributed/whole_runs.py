@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -11,8 +12,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = ROOT / "tests" / "distributed" / "run_many.py"
+LIMIT = 840.0  # seconds of one launch; a busy machine takes many times what an idle one does
 EXAMPLE = ROOT / "examples" / "train_grpo_vl.py"
 
 # A step of 8 prompts x 4 samples on the embedded task; every rollout is kept, so that runs can be compared.
@@ -43,15 +47,45 @@ def launcher(script: Path, arguments: list[str], ranks: int) -> list[str]:
     return [program, "--num_gpus", str(ranks), "--master_port", str(free_port()), str(script), *arguments]
 
 
-def launch(script: Path, arguments: list[str], cache: Path, ranks: int = 1, timeout: float = 240):
-    """The finished process, with its output as text."""
-    command = launcher(script, arguments, ranks)
-    return subprocess.run(
-        command, env=environment(cache), cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+def launch(script: Path, arguments: list[str], cache: Path, ranks: int = 1, timeout: float = LIMIT):
+    """The finished process, with its output as text. At the time limit the launcher and all its ranks are killed."""
+    process = start(script, arguments, cache, ranks)
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        kill_tree(process)
+        output, errors = process.communicate()
+        raise AssertionError(f"no end after {timeout} s:\n{(output + errors)[-6000:]}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def start(script: Path, arguments: list[str], cache: Path, ranks: int = 1, merged: bool = False) -> subprocess.Popen:
+    return subprocess.Popen(
+        launcher(script, arguments, ranks),
+        env=environment(cache),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if merged else subprocess.PIPE,
+        text=True,
     )
 
 
-def run_plan(runs: dict[str, list[str]], folder: Path, cache: Path, ranks: int = 1, timeout: float = 280) -> Path:
+def tree(process: subprocess.Popen) -> list[psutil.Process]:
+    """The process and everything it started."""
+    try:
+        parent = psutil.Process(process.pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    for each in tree(process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
+def run_plan(runs: dict[str, list[str]], folder: Path, cache: Path, ranks: int = 1, timeout: float = LIMIT) -> Path:
     """All runs in one launch, each into its own folder of `folder`, which is returned.
 
     The first word of a run's list may be "copy:NAME": it then starts in a copy of that run's folder.
@@ -77,10 +111,11 @@ def rows(folder: Path, name: str = "metrics.csv") -> list[dict[str, float]]:
     assert not failed.exists(), failed.read_text()
     with open(folder / name, newline="", encoding="utf-8") as file:
         found = list(csv.DictReader(file))
-    return [
-        {key: float(value) for key, value in row.items() if value != "" and not key.startswith("time_") and key != "reward/time"}
-        for row in found
-    ]
+    return [{key: float(value) for key, value in row.items() if value != "" and not is_time(key)} for row in found]
+
+
+def is_time(column: str) -> bool:
+    return column.startswith("time_") or column == "reward/time"
 
 
 def rollouts(folder: Path) -> list[list[dict]]:

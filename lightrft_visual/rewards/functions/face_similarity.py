@@ -40,7 +40,7 @@ class FaceSimilarity:
                 raise ConfigError(f"scorer face_similarity: the file {path} does not exist")
         self.size, self.scale, self.offload = size, scale, offload
         self._embed = _OnnxModel(embedder) if embedder.endswith(".onnx") else _TorchModel(embedder, offload)
-        self._detector = None if detector is None else _Detector(detector, size)
+        self._detector = None if detector is None else FaceDetector(detector, size)
         self._known: dict[str, torch.Tensor | None] = {}
 
     def __call__(
@@ -112,7 +112,7 @@ class _TorchModel:
             return model(pixels.to(device)).float().cpu()
 
 
-class _Detector:
+class FaceDetector:
     """YuNet: the largest face, aligned to five points as ArcFace expects."""
 
     # Eyes, nose and mouth corners in a 112 x 112 aligned face (ArcFace's reference points), x and y.
@@ -126,6 +126,11 @@ class _Detector:
 
     def face(self, rgb: np.ndarray) -> np.ndarray | None:
         """(size, size, 3) uint8 of the largest face, or None."""
+        matrix = self.matrix(rgb)
+        return None if matrix is None else self._cv2.warpAffine(rgb, matrix, (self._size, self._size))
+
+    def matrix(self, rgb: np.ndarray) -> np.ndarray | None:
+        """(2, 3) affine map from the pixels of rgb (H, W, 3) to those of the aligned largest face, or None."""
         self._yunet.setInputSize((rgb.shape[1], rgb.shape[0]))
         _, found = self._yunet.detect(np.ascontiguousarray(rgb[..., ::-1]))
         if found is None or not len(found):
@@ -133,5 +138,4 @@ class _Detector:
         largest = max(found, key=lambda row: row[2] * row[3])
         # YuNet lists the person's right eye first, which is on the picture's left, as in POINTS.
         points = largest[4:14].reshape(5, 2).astype(np.float32)
-        matrix, _ = self._cv2.estimateAffinePartial2D(points, self.POINTS * (self._size / 112))
-        return None if matrix is None else self._cv2.warpAffine(rgb, matrix, (self._size, self._size))
+        return self._cv2.estimateAffinePartial2D(points, self.POINTS * (self._size / 112))[0]

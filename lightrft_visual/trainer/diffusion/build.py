@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 
 from ...config.diffusion_schema import DiffusionRunConfig
 from ...config.schema import EMBEDDED, RewardConfig
 from ...errors import ConfigError
-from ...models.diffusion_policy import DiffusionPolicy, LoraSettings
+from ...models.diffusion_policy import DiffusionPolicy, LoraSettings, takes_first_frame
 from ...models.ema import WeightAverage, WeightCopy
 from ...models.warmup import cache_root
 from ...observe.console import RunConsole
@@ -25,9 +26,9 @@ from ..policy_trainer import LoopSettings
 from ..run_parts import open_recorder, start_strategy, synchronize
 from ..run_state import check_output
 from . import DIFFUSION_ALGORITHMS
-from .data import DrawPrompts, embedded_prompts
+from .data import FIRST_FRAME, DrawPrompts, embedded_prompts
 from .reward_fl import DifferentiableScore
-from .stages import DiffusionExperienceStage, DiffusionSampling, PictureSettings, TrainedVelocity
+from .stages import DiffusionExperienceStage, DiffusionRows, DiffusionSampling, PictureSettings, TrainedVelocity
 from .trainer import DiffusionParts, DiffusionTrainer
 
 SCHEDULERS = {"constant": "constant_with_warmup", "cosine": "cosine", "linear": "linear"}
@@ -45,7 +46,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     resume_folder = check_output(config.output)
     embedded = config.data.prompt_data == EMBEDDED
     config = _resolve_embedded(config)
-    first_frames = config.model.family == "wan_i2v"
+    first_frames = takes_first_frame(config.model.pretrain, config.model.family)
     prompts = DrawPrompts(
         config.data.prompt_data, config.data.prompt_split, config.data.max_samples, config.data, first_frames
     )
@@ -91,14 +92,20 @@ def _differentiable(config: DiffusionRunConfig):
     if config.algorithm.diffusion_algorithm != "reward_fl":
         return None
     name = config.algorithm.differentiable_reward
-    function = load_differentiable(name)
+    function = load_differentiable(name, config.algorithm.differentiable_kwargs)
 
     def score(media: torch.Tensor, rows) -> DifferentiableScore:
-        scores, valid = function(media, rows.prompts, rows.metadata)
+        scores, valid = function(media, rows.prompts, _with_first_frames(rows))
         check_scores(scores, valid, len(rows), name)
         return DifferentiableScore(scores, valid)
 
     return score
+
+
+def _with_first_frames(rows: DiffusionRows) -> list[dict[str, Any]]:
+    """Metadata of the rows, in which the first frame of image-to-video stands as `input_image`."""
+    pairs = zip(rows.metadata, rows.first_frames)
+    return [row if frame is None else {FIRST_FRAME: frame} | row for row, frame in pairs]
 
 
 def _check_ranks(config: DiffusionRunConfig) -> None:
@@ -137,17 +144,14 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
     targets = model.target_modules
     lora = LoraSettings(model.lora_rank, model.lora_alpha, None if targets is None else tuple(targets.split(",")))
     trainable = None if model.trainable_models is None else tuple(model.trainable_models.split(","))
-    if model.pretrain == EMBEDDED and not distributed.is_rank_0():
-        distributed.barrier()  # rank 0 builds it
     policy = DiffusionPolicy.from_pretrained(
         model.pretrain, lora=lora, dtype=strategy.dtype, trainable=trainable, text_length=model.max_sequence_length,
         family=model.family,
     )  # fmt: skip
-    if model.pretrain == EMBEDDED and distributed.is_rank_0():
-        distributed.barrier()
     if algorithm.prediction is not None and policy.prediction != algorithm.prediction:
+        wanted = "a DDIM model, such as family sd15" if algorithm.prediction == "epsilon" else "such as family sd3"
         raise ConfigError(
-            f"{config.algorithm.diffusion_algorithm} needs a model that predicts {algorithm.prediction}; "
+            f"{config.algorithm.diffusion_algorithm} needs a model that predicts {algorithm.prediction} ({wanted}); "
             f"{model.pretrain} predicts {policy.prediction}"
         )
     if model.gradient_checkpointing:

@@ -16,6 +16,7 @@ from ...data.media import image_size, load_image, resolve_source
 from ...data.sources import open_source
 from ...errors import DataError
 
+FIRST_FRAME = "input_image"  # where rewards find the first frame in a row's metadata: its path, where it has one
 EVAL_REPEATS = 4  # pictures drawn of each embedded caption in an evaluation
 
 
@@ -72,13 +73,16 @@ def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, first_fr
         except DataError as error:
             raise DataError(f"{name}: {error}") from error
     roles = {config.input_key, config.image_key, config.label_key, config.reference_key}
+    metadata = {key: value for key, value in raw.items() if key not in roles}
+    if images and isinstance(images[0], str | os.PathLike) and Path(images[0]).is_file():
+        metadata[FIRST_FRAME] = str(images[0])
     label = raw.get(config.label_key)
     return DrawPrompt(
         prompt,
         images,
         None if label is None else str(label),
         raw.get(config.reference_key),
-        {key: value for key, value in raw.items() if key not in roles},
+        metadata,
         name,
     )
 

@@ -1,0 +1,83 @@
+"""Started by the deepspeed launcher on two ranks: rank 1 meets a NaN loss in some steps, under every ZeRO stage.
+
+    deepspeed --num_gpus 2 tests/faults/nan_run.py FOLDER FLAG...
+
+Writes FOLDER/<stage>_rank<r>.json: {"weights": a hash of all weights after each step, "error": how the run ended}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+BAD_STEPS = (1, 3, 4, 5)  # one alone, then three in a row
+
+
+def hash_of(actor) -> str:
+    from lightrft_visual.rollout.weight_sync import named_weights
+
+    digest = hashlib.sha256()
+    for name, tensor in named_weights(actor):
+        digest.update(name.encode())
+        digest.update(tensor.float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def run(stage: int, folder: Path, flags: list[str]) -> None:
+    from lightrft_visual.config.load import load_config
+    from lightrft_visual.config.schema import RunConfig
+    from lightrft_visual.errors import NonFiniteError
+    from lightrft_visual.strategy import distributed
+    from lightrft_visual.trainer import vl_updates
+    from lightrft_visual.trainer.build import build_trainer
+
+    argv = [*flags, "--zero_stage", str(stage), "--max_steps", "8", "--output_dir", str(folder / f"run_{stage}")]
+    trainer = build_trainer(load_config(RunConfig, argv))
+    hashes, sync, plain_loss = [hash_of(trainer.actor)], trainer.sync, vl_updates.policy_loss
+
+    def noted_sync() -> None:
+        hashes.append(hash_of(trainer.actor))
+        sync()
+
+    def poisoned(*arguments):
+        losses = plain_loss(*arguments)
+        if distributed.rank() == 1 and trainer.step in BAD_STEPS:
+            losses.loss = losses.loss * float("nan")
+        return losses
+
+    trainer.sync, vl_updates.policy_loss = noted_sync, poisoned
+    error = None
+    try:
+        trainer.fit()
+    except NonFiniteError as failure:
+        error = str(failure)
+        hashes.append(hash_of(trainer.actor))
+    vl_updates.policy_loss = plain_loss
+    result = {"weights": hashes, "error": error}
+    (folder / f"{stage}_rank{distributed.rank()}.json").write_text(json.dumps(result))
+
+
+def main() -> None:
+    from run_many import share_engines
+
+    from lightrft_visual.launch import quiet_libraries
+
+    folder, *flags = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
+    quiet_libraries()
+    share_engines()
+    for stage in (0, 1, 2, 3):
+        run(stage, Path(folder), flags)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)

@@ -1,0 +1,114 @@
+"""A rank that is killed or stopped ends the others in time; what was saved continues where it was; SIGTERM saves."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from whole_runs import EXAMPLE, SMALL, kill_tree, launch, rollouts, rows, start, tree, weights
+
+LIMIT = 15.0  # collective_timeout
+PATIENCE = LIMIT + 30
+REWARD = Path(__file__).with_name("crashing_reward.py")
+pytestmark = pytest.mark.timeout(1500)
+
+
+def flags(folder: Path, more: str) -> list[str]:
+    common = f"--output_dir {folder} --collective_timeout {LIMIT} --zero_stage 3 --save_steps 1 {more}"
+    return [*SMALL, *common.split()]
+
+
+def ranks_of(process: subprocess.Popen) -> dict[int, psutil.Process]:
+    """{rank: its process}"""
+    found = {}
+    for each in tree(process):
+        words = each.cmdline()
+        local = [word for word in words if word.startswith("--local_rank=")]
+        if local and str(EXAMPLE) in words:
+            found[int(local[0].removeprefix("--local_rank="))] = each
+    return found
+
+
+def wait_for_steps(process: subprocess.Popen, folder: Path, count: int, limit: float = 400) -> None:
+    ends = time.monotonic() + limit
+    while time.monotonic() < ends and process.poll() is None:
+        file = folder / "metrics.csv"
+        if file.exists() and len(file.read_text().splitlines()) > count:
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"{folder.name} did not reach step {count}")
+
+
+def seconds_until_gone(process: psutil.Process) -> float:
+    begun = time.monotonic()
+    gone, _ = psutil.wait_procs([process], timeout=PATIENCE)
+    assert gone, f"still there after {PATIENCE} s"
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_ends_the_other(tmp_path, cache_root, stopped):
+    process = start(EXAMPLE, flags(tmp_path / "run", "--max_steps 500"), cache_root, ranks=2, merged=True)
+    try:
+        wait_for_steps(process, tmp_path / "run", 2)
+        ranks = ranks_of(process)
+        ranks[stopped].send_signal(signal.SIGSTOP)
+        seconds_until_gone(ranks[1 - stopped])
+    finally:
+        kill_tree(process)
+    output, _ = process.communicate()
+    assert f"rank {stopped} has given no sign of life" in output or "stage" in output, output[-3000:]
+    assert "stage" in output.split("error:")[-1], output[-3000:]
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory, cache_root) -> dict:
+    """A run whose rank 1 is killed between rollout and update, is resumed, stopped by SIGTERM and resumed again."""
+    folder = tmp_path_factory.mktemp("survived") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CRASH_MARK", str(folder.parent / "crashed"))
+        more = f"--max_steps 60 --reward_fn {REWARD}:score"
+        crashed = launch(EXAMPLE, flags(folder, more), cache_root, ranks=2)
+        after_crash = len(rows(folder))
+        process = start(EXAMPLE, flags(folder, f"{more} --load_checkpoint true"), cache_root, ranks=2, merged=True)
+        try:
+            wait_for_steps(process, folder, after_crash + 2)
+            ranks_of(process)[1].send_signal(signal.SIGTERM)
+            output, _ = process.communicate(timeout=300)
+        finally:
+            kill_tree(process)
+        stopped_at = len(rows(folder))
+        last = f"--max_steps {stopped_at + 1} --reward_fn {REWARD}:score --load_checkpoint true"
+        finished = launch(EXAMPLE, flags(folder, last), cache_root, ranks=2)
+    return {
+        "folder": folder, "crashed": crashed, "after_crash": after_crash, "terminated": (process.returncode, output),
+        "stopped_at": stopped_at, "finished": finished,
+    }  # fmt: skip
+
+
+def test_a_killed_rank_ends_the_run(survived):
+    assert survived["crashed"].returncode != 0
+    assert survived["after_crash"] == 2
+    errors = survived["crashed"].stderr
+    assert "error:" in errors and "stage" in errors.split("error:")[-1], errors[-3000:]
+
+
+def test_sigterm_on_one_rank_saves_and_exits_with_0(survived):
+    code, output = survived["terminated"]
+    assert code == 0, output[-3000:]
+    assert f"stopped by signal at step {survived['stopped_at']}" in output
+    assert survived["stopped_at"] < 60
+
+
+def test_no_prompt_is_lost_or_repeated(survived):
+    assert survived["finished"].returncode == 0, survived["finished"].stderr[-3000:]
+    assert f"at step {survived['stopped_at']}" in survived["finished"].stdout
+    found = rows(survived["folder"])
+    assert [row["step"] for row in found] == list(range(1, survived["stopped_at"] + 2))
+    for number, records in enumerate(rollouts(survived["folder"])):
+        assert sorted({record["group_id"] for record in records}) == list(range(number * 8, number * 8 + 8))
+    assert weights(survived["folder"])
