@@ -42,7 +42,7 @@ class MeanColor(nn.Module):
 
 
 def flat(*colour: float, size: int = 8) -> torch.Tensor:
-    return torch.tensor(colour).view(3, 1, 1).expand(3, size, size).clone()
+    return torch.tensor(colour, dtype=torch.float32).view(3, 1, 1).expand(3, size, size).clone()
 
 
 RED = Image.new("RGB", (20, 20), (255, 0, 0))
