@@ -24,7 +24,7 @@ setup(
     name="lightrft_visual",
     version=version,
     description="RL post-training for models that see and models that draw",
-    python_requires=">=3.10,<3.14",
+    python_requires=">=3.11,<3.14",
     packages=find_packages(include=["lightrft_visual", "lightrft_visual.*"]),
     package_data={"lightrft_visual": ["py.typed"]},
     install_requires=[r for r in requirements if package_name(r) not in development],

@@ -68,6 +68,10 @@ class Backbone:
 
     def _forward(self, inputs: ModelInputs, positions: T, types: T, **cache) -> T:
         """(rows, S, H)"""
+        length = inputs.sequences.shape[1]
+        idle = self.mrope is not None and inputs.pixel_values is None and inputs.pixel_values_videos is None
+        if idle:
+            inputs, positions, types = self._with_idle_image(inputs, positions, types)
         arguments: dict = {
             "input_ids": inputs.sequences,
             "attention_mask": None if inputs.is_packed else inputs.attention_mask,
@@ -76,12 +80,32 @@ class Backbone:
         }
         if self.vision:
             arguments |= self._vision_arguments(inputs, types)
-        if self.vision and inputs.pixel_values is None and inputs.pixel_values_videos is None:
-            # In the order of a batch with images (embeddings, vision tower, language model): ZeRO-3 gathers weights and
-            # ZeRO-1/2 reduce gradients in the order of use, and waits or mixes them up where ranks differ in it.
-            embeddings = self.base.get_input_embeddings()(arguments.pop("input_ids"))
-            arguments["inputs_embeds"] = embeddings + self._idle_vision(embeddings)
-        return self.base(**arguments).last_hidden_state
+        hidden = self.base(**arguments).last_hidden_state
+        if idle and "past_key_values" in cache:
+            cache["past_key_values"].crop(length)
+        return hidden[:, :length]
+
+    def _with_idle_image(self, inputs: ModelInputs, positions: T, types: T) -> tuple[ModelInputs, T, T]:
+        """The inputs with one image token more, at the end of the first row, and a blank image of that size.
+
+        Nothing comes after it, so no other token sees it, and its own output is dropped. Without it a rank whose batch
+        has no image would run other modules than the rest: ZeRO-3 gathers weights, and ZeRO-1/2 reduce gradients, in
+        the order of use, and hang or mix them up where ranks differ in it.
+        """
+        vision, device = self.config.vision_config, inputs.sequences.device
+        merge, patch = vision.spatial_merge_size, vision.patch_size
+        ids, mark = inputs.sequences[:, -1:].clone(), torch.zeros_like(types[:, -1:])
+        ids[0], mark[0] = self.image_token_id, 1
+        longer = replace(
+            inputs,
+            sequences=torch.cat([inputs.sequences, ids], dim=1),
+            attention_mask=torch.cat([inputs.attention_mask, mark.to(inputs.attention_mask.dtype)], dim=1),
+            pixel_values=torch.zeros(
+                merge * merge, vision.in_channels * vision.temporal_patch_size * patch * patch, device=device
+            ),
+            image_grid_thws=torch.tensor([[1, merge, merge]], device=device),
+        )
+        return longer, torch.cat([positions, positions[..., -1:] + 1], dim=-1), torch.cat([types, mark], dim=1)
 
     def _vision_arguments(self, inputs: ModelInputs, types: T) -> dict:
         arguments = {
@@ -132,19 +156,6 @@ class Backbone:
 
     def _merge_area(self) -> int:
         return self.config.vision_config.spatial_merge_size**2
-
-    def _idle_vision(self, hidden: T) -> T:
-        """Zero, through the vision tower: a rank without images runs the same modules, or ZeRO's collectives hang."""
-        tower = self.base.visual if self.mrope is not None else None
-        if tower is None:
-            return hidden.new_zeros(())
-        vision = self.config.vision_config
-        merge, patch = vision.spatial_merge_size, vision.patch_size
-        grid = torch.tensor([[1, merge, merge]], device=hidden.device)
-        pixels = hidden.new_zeros(merge * merge, vision.in_channels * vision.temporal_patch_size * patch * patch)
-        features = self.base.get_image_features(pixels, grid, return_dict=True)
-        used = [*features.pooler_output, *(features.get("deepstack_features") or [])]
-        return 0.0 * sum(feature.sum() for feature in used)
 
 
 class _GridCursor:

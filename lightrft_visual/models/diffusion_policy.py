@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 from ..errors import ConfigError
+from ..strategy import distributed
 from .diffusion import FAMILIES, FAMILY_OF_NAME, DiffusionFamily
+from .diffusion.prompt_cache import PromptCache
 from .ema import WeightCopy, gathered
 from .tiny_diffusion import MARKER, TEXT_LENGTH, embedded_diffusion_folder
 from .tiny_sd15 import embedded_sd15_folder
@@ -61,6 +64,7 @@ class DiffusionPolicy(nn.Module):
                 f"trainable_models names {', '.join(sorted(unknown))}; this model has: {', '.join(self.denoisers)}"
             )
         self._reference: WeightCopy | None = None
+        self._encoded = PromptCache()
         self.offload_activations = False
         self._freeze_and_adapt()
 
@@ -107,14 +111,20 @@ class DiffusionPolicy(nn.Module):
 
     @torch.no_grad()
     def encode_prompts(self, prompts: list[str], negative: str | None = None) -> dict[str, T]:
-        """Conditions, each (B, …); a repeated prompt is encoded once. negative: for guidance, None leaves it out."""
-        unique = list(dict.fromkeys(prompts))
+        """Conditions, each (B, …). negative: for guidance, None leaves it out.
+
+        Every prompt is encoded once and by itself: what it gives does not depend on its neighbours in a batch, and so
+        not on rank count or on where a run was resumed.
+        """
         if negative and not self.family.uses_negative:
             raise ConfigError("this family takes its guidance as an embedding: it reads no negative prompt")
-        guided = negative is not None and self.family.uses_negative
-        encoded = self.family.encode_prompts(unique, [negative] * len(unique) if guided else None)
-        rows = torch.tensor([unique.index(prompt) for prompt in prompts], device=self.device)
-        return {key: value[rows] for key, value in encoded.items()}
+        against = [negative] if negative is not None and self.family.uses_negative else None
+        encoded = {
+            prompt: self._encoded.get((prompt, negative), partial(self.family.encode_prompts, [prompt], against))
+            for prompt in dict.fromkeys(prompts)
+        }
+        names = next(iter(encoded.values()))
+        return {name: torch.cat([encoded[prompt][name] for prompt in prompts]).to(self.device) for name in names}
 
     @torch.no_grad()
     def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> dict[str, T]:
@@ -161,7 +171,10 @@ class DiffusionPolicy(nn.Module):
             self.denoisers[name].enable_gradient_checkpointing()
 
     def save_lora(self, folder: str | Path) -> None:
-        """Write `pytorch_lora_weights.safetensors` for the stock pipeline's `load_lora_weights`."""
+        """Write `pytorch_lora_weights.safetensors` for the stock pipeline's `load_lora_weights`.
+
+        Every rank calls it, rank 0 writes.
+        """
         if self.lora.rank == 0:
             raise ConfigError("this policy trains all weights; save the pipeline instead of LoRA")
         layers, configs = {}, {}
@@ -171,15 +184,20 @@ class DiffusionPolicy(nn.Module):
                 weights = get_peft_model_state_dict(denoiser, adapter_name=ADAPTER)
                 layers[name] = {key: value.detach().cpu().clone() for key, value in weights.items()}
             configs[name] = denoiser.peft_config[ADAPTER].to_dict()
-        self.family.save_lora(Path(folder), layers, configs)
+        if distributed.is_rank_0():
+            self.family.save_lora(Path(folder), layers, configs)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the whole pipeline; with LoRA, the LoRA file beside the untouched base is `save_lora`."""
+        """Write the whole pipeline; with LoRA, the LoRA file beside the untouched base is `save_lora`.
+
+        Every rank calls it, rank 0 writes.
+        """
         if self.lora.rank:
             raise ConfigError("a LoRA policy is saved by save_lora; its base model did not change")
-        with gathered(self.trainable_parameters()):
-            self.family.pipeline.save_pretrained(folder)
-        if self.family.text_length == TEXT_LENGTH:
+        with gathered(list(self.parameters())):  # ZeRO-3 shards frozen denoisers too
+            if distributed.is_rank_0():
+                self.family.pipeline.save_pretrained(folder)
+        if distributed.is_rank_0() and self.family.text_length == TEXT_LENGTH:
             Path(folder, MARKER).write_text(json.dumps({"text_length": TEXT_LENGTH}))
 
     def _freeze_and_adapt(self) -> None:

@@ -15,8 +15,11 @@ T = torch.Tensor
 
 
 class MRopePositions:
-    """M-RoPE positions of token-type patterns, by the model's own `get_rope_index`.
+    """M-RoPE positions of token-type patterns: each block by the model's own `get_rope_index`, blocks in a row.
 
+    A block (an image, a video, a piece of text) starts one above the largest position so far, as in the papers, in vLLM
+    and in the models' training. transformers 5 starts text after a video by the video's height and width alone, which
+    lets text positions overlap with those of later frames; so the blocks are put in a row here.
     All responses to one prompt share the positions up to their last vision token, and text after it counts on; so each
     distinct pattern is worked out once and kept (least recently used first out).
     """
@@ -58,7 +61,19 @@ class MRopePositions:
             video_grid_thw=video_grids,
             **timing,
         )
-        return positions[:, 0, :-1], int(positions[0, 0, -1])
+        positions = in_a_row(positions[:, 0], types)
+        return positions[:, :-1], int(positions[0, -1])
+
+
+def in_a_row(positions: T, types: T) -> T:
+    """Positions (3, L) with each run of one token type (L) moved to start one above the largest before it."""
+    ends = [*(types.diff().nonzero().flatten() + 1).tolist(), len(types)]
+    moved, start, following = [], 0, 0
+    for end in ends:
+        block = positions[:, start:end]
+        moved.append(block - block.min() + following)
+        start, following = end, int(moved[-1].max()) + 1
+    return torch.cat(moved, dim=1)
 
 
 def _key(grids: T | None) -> bytes | None:

@@ -36,7 +36,7 @@ class TinySD15Settings(DrawingSettings):
 
     unet_channels: tuple[int, int] = (64, 64)  # the text is read at the lower resolution only: that is cheaper
     heads: int = 2
-    unet_steps: int = 1500
+    unet_steps: int = 900
     unet_rate: float = 2e-3
     revision: int = 1  # raised when the code below changes what it builds
 

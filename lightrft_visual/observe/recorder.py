@@ -86,7 +86,7 @@ class RunRecorder:
         if not self.active:
             return
         path = self.folder / "env.json"
-        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         content = environment.describe(world_size(), now)
         content["restarts"] = []
         if path.exists():

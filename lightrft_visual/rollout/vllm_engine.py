@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ class VLLMEngine:
 
     def _build(self):
         # Imported late: vLLM detects its platform and reads the environment above at import.
-        from vllm import LLM
+        from vllm import LLM, EngineArgs
 
         from .vllm_rules import sampling_rules
 
@@ -80,6 +80,9 @@ class VLLMEngine:
         if s.vision:
             extra["limit_mm_per_prompt"] = {"image": s.max_images, "video": s.max_videos}
             extra["mm_processor_kwargs"] = s.processor_kwargs or None
+            if "mm_device_do_normalize" in {each.name for each in fields(EngineArgs)}:
+                # On, vLLM takes the image processor's mean and deviation for videos too, which may have others.
+                extra["mm_device_do_normalize"] = False
         try:
             return LLM(
                 model=s.model,

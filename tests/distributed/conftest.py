@@ -4,16 +4,34 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import elsewhere
 import pytest
-from plans import ONE_RANK, TWO_RANKS, text_rows_on_one_rank
+from plans import ONE_RANK, TWO_RANKS, small, text_rows_on_one_rank
 from whole_runs import run_plan
 
 from lightrft_visual.data.embedded import build_embedded_task
 
 
 @pytest.fixture(scope="session")
-def one_rank(tmp_path_factory, cache_root) -> Path:
-    return run_plan(ONE_RANK, tmp_path_factory.mktemp("one_rank"), cache_root, ranks=1)
+def made_elsewhere(tmp_path_factory) -> Path:
+    return elsewhere.build(tmp_path_factory.mktemp("elsewhere"))
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory, cache_root, made_elsewhere) -> Path:
+    own = [make(made_elsewhere) for make in (elsewhere.bad, elsewhere.good, elsewhere.bad_rewards)]
+    folder = tmp_path_factory.mktemp("one_rank")
+    runs = own[0] | own[1] | own[2] | ONE_RANK
+    for name in ("base", "kl_loss_lora"):  # what a run has exported is loaded by vLLM and trained on
+        exported = str(folder / name / "checkpoint-final")
+        runs[f"reloaded_{name}"] = [*small("--max_steps 1"), "--pretrain", exported, *embedded_flags(cache_root)]
+    return run_plan(runs, folder, cache_root, ranks=1)
+
+
+def embedded_flags(cache_root: Path) -> list[str]:
+    """What the embedded model's preset sets beside `SMALL`, for a model given by its folder."""
+    task = build_embedded_task(cache_root / "data")
+    return ["--prompt_data", str(task.train), "--generate_max_len", "8", "--prompt_max_len", "256"]
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 from ...rollout.diffusion_steps import upcast
 from .base import NEGATIVE, Conditions, DiffusionFamily, channel_statistics, pack, spatial_latent, unpack
@@ -11,19 +12,25 @@ T = torch.Tensor
 
 
 class QwenImage(DiffusionFamily):
-    """Latents are kept unpacked, (C, h, w); guidance keeps the norm of every token, as the stock pipeline does."""
+    """Latents are kept unpacked, (C, h, w); guidance keeps the norm of every token, as the stock pipeline does.
+
+    Texts are padded to the full text length and masked, so that samples of any prompts fit into one batch.
+    """
 
     default_text_length = 1024
 
     def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:
-        texts = prompts if negative is None else prompts + negative  # together, so that both get one length
+        conditions = self._encode(prompts)
+        if negative is not None:
+            conditions |= {NEGATIVE + key: value for key, value in self._encode(negative).items()}
+        return conditions
+
+    def _encode(self, texts: list[str]) -> Conditions:
         context, mask = self.pipeline.encode_prompt(texts, device=self.device, max_sequence_length=self.text_length)
         if mask is None:  # the pipeline leaves it out where no text is padded
             mask = torch.ones(context.shape[:2], dtype=torch.long, device=context.device)
-        conditions = {"context": context[: len(prompts)], "mask": mask[: len(prompts)]}
-        if negative is not None:
-            conditions |= {NEGATIVE + "context": context[len(prompts) :], NEGATIVE + "mask": mask[len(prompts) :]}
-        return conditions
+        missing = self.text_length - context.shape[1]
+        return {"context": pad(context, (0, 0, 0, missing)), "mask": pad(mask, (0, missing))}
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         height, width = latents.shape[-2:]

@@ -57,7 +57,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     recorder = open_recorder(config)
     algorithm = DIFFUSION_ALGORITHMS[config.algorithm.diffusion_algorithm]
     policy, engine = _policy(config, strategy, algorithm, _total_steps(config, len(prompts)))
-    old = WeightCopy(policy.trainable_parameters()) if algorithm.old_policy else None
+    old = WeightCopy(policy.trainable_parameters(), torch.float32) if algorithm.old_policy else None
     model = TrainedVelocity(engine, policy)
     pictures = _pictures(config)
     sampling = DiffusionSampling(model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), pictures)

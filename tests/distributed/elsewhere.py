@@ -1,0 +1,84 @@
+"""Models, data files and reward functions made outside of the package's defaults, and broken ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from PIL import Image
+from whole_runs import SMALL
+
+from lightrft_visual.models.tiny import build_tiny_checkpoint
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2")
+REWARDS = """
+def score(prompts, completions, reference, images):
+    return [float(str(answer) in text) + 0.01 * len(text) for text, answer in zip(completions, reference)]
+
+def short(completions):
+    return [0.0] * (len(completions) - 1)
+
+def nan(completions):
+    return [float("nan")] * len(completions)
+"""
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def build(folder: Path) -> Path:
+    """models/<family>, data/rows.jsonl with none to two images a row, data/text.jsonl, my_reward.py."""
+    (folder / "data" / "pictures").mkdir(parents=True)
+    for number in range(4):
+        size = (56 + 28 * number, 56)
+        Image.new("RGB", size, (60 * number, 255 - 60 * number, 90)).save(folder / "data/pictures" / f"{number}.png")
+    rows = [
+        {"prompt": "what colour is it?", "images": ["pictures/0.png"], "reference": "green"},
+        {"prompt": "are these equal?", "images": ["pictures/1.png", "pictures/2.png"], "reference": "no"},
+        {"prompt": "say yes", "reference": "yes"},
+        {"prompt": "is it wide?", "images": "pictures/3.png", "reference": "yes"},
+    ]
+    write_rows(folder / "data" / "rows.jsonl", rows)
+    write_rows(folder / "data" / "text.jsonl", [{"prompt": f"say {n}", "reference": str(n)} for n in range(8)])
+    missing = [rows[0], rows[3] | {"images": ["pictures/none.png"]}]
+    write_rows(folder / "data" / "no_image.jsonl", missing)
+    (folder / "my_reward.py").write_text(REWARDS, encoding="utf-8")
+    for family in FAMILIES:
+        build_tiny_checkpoint(folder / "models" / family, family, texts=[row["prompt"] for row in rows] + ["yes no"])
+    return folder
+
+
+def settings(folder: Path, family: str, data: str, reward: str = "score") -> list[str]:
+    own = (
+        f"--pretrain {folder}/models/{family} --prompt_data {folder}/data/{data} --max_steps 2 --generate_max_len 8 "
+        f"--prompt_max_len 256 --actor_learning_rate 1e-4 --init_kl_coef 0 --reward_fn {folder}/my_reward.py:{reward}"
+    )
+    return [*SMALL, *own.split()]
+
+
+def good(folder: Path) -> dict[str, list[str]]:
+    runs = {f"from_{f}": settings(folder, f, "text.jsonl" if f == "qwen2" else "rows.jsonl") for f in FAMILIES}
+    runs["from_qwen2_5_vl"] += ["--eval_data", f"{folder}/data/rows.jsonl", "--max_eval_samples", "4"]
+    return runs
+
+
+def bad(folder: Path) -> dict[str, list[str]]:
+    """Runs that must fail before any model loads."""
+    rows = settings(folder, "qwen2_5_vl", "rows.jsonl")
+    return {
+        "no_model": [*rows, "--pretrain", f"{folder}/models/none"],
+        "no_file": settings(folder, "qwen2_5_vl", "none.jsonl"),
+        "no_column": [*rows, "--input_key", "question"],
+        "no_image": settings(folder, "qwen2_5_vl", "no_image.jsonl"),
+        "no_function": settings(folder, "qwen2_5_vl", "rows.jsonl", "scor"),
+        "no_checkpoint": [*rows, "--resume_from", "auto"],
+        "long_prompt": [*rows, "--prompt_max_len", "8"],
+        "best_metric": [*rows, "--best_metric", "eval_reward"],
+        "save_path": [*rows, "--save_path", f"{folder}/data"],
+    }
+
+
+def bad_rewards(folder: Path) -> dict[str, list[str]]:
+    return {name: settings(folder, "qwen2_5_vl", "rows.jsonl", name) for name in ("short", "nan")}

@@ -1,0 +1,110 @@
+"""Runs on models, data and rewards of one's own; and what is said where they are broken."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+import torch
+from elsewhere import FAMILIES
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from whole_runs import EXAMPLE, launch, rollouts, rows
+
+pytestmark = pytest.mark.timeout(1800)
+COLUMNS = (
+    "step reward_mean reward_std loss kl grad_norm clip_frac ratio_max_dev_first rollout_logp_diff_max response_length "
+    "tokens time_generate time_reward time_forward time_train time_sync"
+).split()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_on_a_model_of_each_family(one_rank, family):
+    found = rows(one_rank / f"from_{family}")
+    assert len(found) == 2
+    for row in found:
+        assert row["parity"] <= 1e-5 and row["ratio_max_dev_first"] <= 1e-4 and row["grad_norm"] > 0
+    shown = [record for step in rollouts(one_rank / f"from_{family}") for record in step]
+    counts = {len(record.get("images", [])) for record in shown}
+    assert counts == ({0} if family == "qwen2" else {0, 1, 2})
+
+
+def test_columns_of_the_metrics_files(one_rank):
+    with open(one_rank / "from_qwen2_5_vl" / "metrics.csv", newline="") as file:
+        assert next(csv.reader(file))[: len(COLUMNS)] == COLUMNS
+    with open(one_rank / "base" / "eval_metrics.csv", newline="") as file:
+        header = next(csv.reader(file))
+    assert header[:3] == ["step", "eval_reward", "eval_reward_greedy"]
+    assert {"eval_reward_count", "eval_reward_colour"} <= set(header)  # one column for each kind of question
+    assert [row["step"] for row in rows(one_rank / "base", "eval_metrics.csv")] == [0, 5]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_final_checkpoint_answers_in_transformers(one_rank, family):
+    folder = one_rank / f"from_{family}" / "checkpoint-final"
+    text = [{"role": "user", "content": "say yes"}]
+    if family == "qwen2":
+        tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+        inputs = tokenizer.apply_chat_template(text, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    else:
+        processor = AutoProcessor.from_pretrained(folder)
+        model = AutoModelForImageTextToText.from_pretrained(folder)
+        content = [{"type": "image"}, {"type": "text", "text": "what colour is it?"}]
+        prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        inputs = processor(text=[prompt], images=[Image.new("RGB", (56, 56), "red")], return_tensors="pt")
+    answer = model.eval().generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert answer.shape[1] > inputs["input_ids"].shape[1]
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["base", "kl_loss_lora"])
+def test_the_final_checkpoint_answers_in_vllm(one_rank, name):
+    """A run that starts from it: what vLLM samples there is what the trainer scores, and its rewards are as good."""
+    (row,) = rows(one_rank / f"reloaded_{name}")
+    assert row["rollout_logp_diff_max"] <= 1e-4 and row["parity"] <= 1e-5
+    assert row["reward_mean"] > 0.15
+
+
+ERRORS = {
+    "no_model": ("ConfigError", "models/none"),
+    "no_file": ("DataError", "none.jsonl"),
+    "no_column": ("DataError", "question"),
+    "no_image": ("DataError", "no_image.jsonl", "none.png", "2"),
+    "no_function": ("ConfigError", "scor", "score"),
+    "no_checkpoint": ("CheckpointError", "no complete checkpoint"),
+    "long_prompt": ("DataError", "rows.jsonl", "8"),
+    "best_metric": ("ConfigError", "save_steps", "eval_steps"),
+    "save_path": ("CheckpointError", "data", "will not be overwritten"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_bad_input_is_named_before_any_model_loads(one_rank, name):
+    trace = (one_rank / name / "failed.txt").read_text()
+    kind, *words = ERRORS[name]
+    last = trace.strip().splitlines()[-1]
+    assert f"{kind}: " in last
+    for word in words:
+        assert word in last
+    assert "in _models" not in trace and "build_engine" not in trace
+
+
+@pytest.mark.parametrize(("name", "word"), [("short", "31"), ("nan", "nan")])
+def test_a_broken_reward_function_is_named(one_rank, name, word):
+    last = (one_rank / name / "failed.txt").read_text().strip().splitlines()[-1]
+    assert "RewardError: " in last and name in last and word in last.lower()
+
+
+def test_the_launcher_hands_errors_on(cache_root, tmp_path):
+    typo = launch(EXAMPLE, ["--n_sample_per_prompt", "4"], cache_root)
+    assert typo.returncode != 0
+    assert "n_samples_per_prompt" in error_line(typo.stderr)
+    missing = launch(
+        EXAMPLE, ["--prompt_data", str(tmp_path / "none.jsonl"), "--output_dir", str(tmp_path)], cache_root
+    )
+    assert missing.returncode != 0
+    assert "none.jsonl" in error_line(missing.stderr)
+
+
+def error_line(output: str) -> str:
+    return next(line for line in output.splitlines() if line.startswith("error: "))
