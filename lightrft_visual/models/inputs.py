@@ -41,7 +41,7 @@ class ModelInputs:
         """Inputs of a micro-batch of rollouts or experience; no copies."""
         vision = {}
         if isinstance(batch, (SamplesVL, ExperienceVL)):
-            vision = {name: getattr(batch, name) for name in _VISION_NAMES}
+            vision = {name: _none_if_empty(getattr(batch, name)) for name in _VISION_NAMES}
         vision["sample_ids"] = batch.sample_ids if isinstance(batch, Samples) else batch.sample_id
         if isinstance(batch, Samples) or not batch.is_packed:
             return cls(batch.sequences, batch.attention_mask, batch.action_mask, **vision)
@@ -81,3 +81,8 @@ class ModelInputs:
         first = lengths.cumsum(0) - actions - 1
         rows = first.unsqueeze(1) + torch.arange(width, device=lengths.device)
         return rows.clamp(0, self.sequences.numel() - 1)
+
+
+def _none_if_empty(media: T | None) -> T | None:
+    """Samples without media, from a batch in which others had some, hold media tensors of no rows."""
+    return None if media is None or not len(media) else media

@@ -30,18 +30,19 @@ FLAGS = (
 
 
 def medians(path: Path) -> dict[str, float]:
-    """{phase or "step": median seconds}"""
+    """{phase, "other" or "step": median seconds}"""
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))[WARM_UP:]
-    names = [name for name in rows[0] if name.startswith("time_")]
-    return {name.removeprefix("time_"): statistics.median(float(row[name] or 0) for row in rows) for name in names}
+    steps = [{name: float(row.get(f"time_{name}") or 0) for name in ("step", *PHASES)} for row in rows]
+    for each in steps:
+        each["other"] = each["step"] - sum(each[name] for name in PHASES)
+    return {name: statistics.median(each[name] for each in steps) for name in steps[0]}
 
 
 def show(figures: dict[str, float]) -> None:
-    other = figures["step"] - sum(figures.get(name, 0.0) for name in PHASES)
     print("| phase | median s |\n|---|---|")
-    for name, seconds in [*((name, figures.get(name, 0.0)) for name in PHASES), ("other", other)]:
-        print(f"| {name} | {seconds:.3f} |")
+    for name in (*PHASES, "other"):
+        print(f"| {name} | {figures[name]:.3f} |")
     print(f"| **step** | **{figures['step']:.3f}** |")
 
 
