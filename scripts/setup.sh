@@ -2,6 +2,7 @@
 # Makes .venv with everything the project, its quickstart and its tests need. Safe to run again: it does
 # nothing when the requirement files have not changed since the last complete run.
 #   LIGHTRFT_PYTHON    interpreter for the environment (default: python3.11, else python3)
+#   LIGHTRFT_TESTS     1: also what only the tests need (a browser)
 #   LIGHTRFT_DEVICE    cpu | cuda (default: cuda where nvidia-smi lists a GPU, else cpu)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -32,7 +33,9 @@ install_system_package() { # binary, Debian package: things Python packages cann
 }
 install_system_package tesseract "tesseract-ocr tesseract-ocr-eng" "the OCR reward"
 install_system_package g++ g++ "DeepSpeed's CPU operators"
-install_system_package chromium chromium "the tests that look at report.html"
+if [ "${LIGHTRFT_TESTS:-0}" = 1 ]; then # set by scripts/test.sh
+  install_system_package chromium chromium "the tests that look at report.html"
+fi
 
 if [ -f .venv/.lightrft_setup ] && [ "$(cat .venv/.lightrft_setup)" = "$stamp" ]; then
   echo "setup: .venv is up to date ($device)"
@@ -48,5 +51,10 @@ override=()
 [ "$device" = cpu ] && override=(--override scripts/requirements/cpu-override.txt)
 $uv pip install -q --python .venv/bin/python -r requirements.txt -r "scripts/requirements/$device.txt" "${override[@]}"
 $uv pip install -q --python .venv/bin/python --no-deps --no-build-isolation -e .
+if [ "$device" = cpu ]; then # compiled once here instead of inside the first run
+  PATH="$PWD/.venv/bin:$PATH" .venv/bin/python -c \
+    'from deepspeed.accelerator import get_accelerator as a; a().create_op_builder("ShareMemCommBuilder").load()' \
+    >/dev/null 2>&1 || echo "setup: DeepSpeed's shared-memory operator does not compile; plain gloo is used" >&2
+fi
 echo "$stamp" >.venv/.lightrft_setup
 echo "setup: done ($device)"

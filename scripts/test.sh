@@ -2,7 +2,7 @@
 # Sets everything up, checks style, and runs the tests. Arguments are passed on to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash scripts/setup.sh
+LIGHTRFT_TESTS=1 bash scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 ruff check .
