@@ -17,6 +17,8 @@ TRAJECTORY_OF = {
     "flow_grpo": ("sde", "cps"), "dance_grpo": ("sde_reflow",), "diffusion_nft": ("ode",), "ddpo": ("sde",),
     "dpok": ("sde",), "reward_fl": ("ode",),
 }  # fmt: skip
+DDIM_ALGORITHMS = ("ddpo", "dpok")
+DDIM_FAMILIES = ("sd15",)
 FAMILY_NAMES = ("auto", "sd3", "flux", "wan", "wan_i2v", "qwen_image", "cosmos_predict2", "sd15")
 
 
@@ -201,6 +203,7 @@ class DiffusionRunConfig:
 
         self._check_groups()
         self._check_trajectory()
+        self._check_family()
         DiffusionSampler(rollout_sampling(self), rollout_noise(self))  # refuses noise 0, unequal schedules, windows
         evaluation_sampling(self)
         require(self.train.enable_ema or not self.output.eval_ema, "eval_ema evaluates the EMA: add --enable_ema")
@@ -220,6 +223,21 @@ class DiffusionRunConfig:
         require(
             name == "reward_fl" or sampling.n_samples_per_prompt > 1,
             f"{name} compares samples of one prompt: n_samples_per_prompt must be at least 2",
+        )
+
+    def _check_family(self) -> None:
+        """auto on another path is checked once the pipeline is known; the embedded auto is a flow model."""
+        name, family = self.algorithm.diffusion_algorithm, self.model.family
+        if family == "auto" and self.model.pretrain != EMBEDDED:
+            return
+        ddim, listed = name in DDIM_ALGORITHMS, ", ".join(DDIM_FAMILIES)
+        require(
+            not ddim or family in DDIM_FAMILIES,
+            f"{name} trains DDIM models that predict noise, not family {family}; set model.family to: {listed}",
+        )
+        require(
+            ddim or family not in DDIM_FAMILIES,
+            f"{name} trains flow models; for family {family} use diffusion_algorithm {' or '.join(DDIM_ALGORITHMS)}",
         )
 
     def _check_trajectory(self) -> None:

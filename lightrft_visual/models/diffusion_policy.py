@@ -142,6 +142,20 @@ class DiffusionPolicy(nn.Module):
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
+    def train_only(self, names: set[str]) -> None:
+        """Freeze the trained denoisers that are not named; weight decay would move them even without a gradient.
+
+        Raises ConfigError when nothing is left to train.
+        """
+        kept = tuple(name for name in self.trainable if name in names)
+        if not kept:
+            raise ConfigError(
+                f"the steps with gradient are served by {', '.join(sorted(names))}, which trainable_models leaves out"
+            )
+        for name in set(self.trainable) - set(kept):
+            self.denoisers[name].requires_grad_(False)
+        self.trainable = kept
+
     def keep_reference(self) -> None:
         """Remember the present weights as the reference; needed only when all weights train."""
         if self.lora.rank == 0:

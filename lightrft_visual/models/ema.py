@@ -32,9 +32,7 @@ class WeightCopy:
     def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None = None) -> None:
         self.parameters = list(parameters)
         with gathered(self.parameters):
-            self.copies = [
-                parameter.detach().to(dtype or parameter.dtype, copy=True) for parameter in self.parameters
-            ]
+            self.copies = [parameter.detach().to(dtype or parameter.dtype, copy=True) for parameter in self.parameters]
 
     @torch.no_grad()
     def update(self, decay: float) -> None:

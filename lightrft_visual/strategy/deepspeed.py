@@ -73,6 +73,8 @@ class DeepspeedStrategy:
         defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         if "RANK" not in os.environ:
             os.environ.update(defaults, MASTER_PORT=os.environ.get("MASTER_PORT") or str(free_port()))
+        if self.config.local_rank >= 0:  # the launcher's argument; it sets the variable too
+            os.environ["LOCAL_RANK"] = str(self.config.local_rank)
         accelerator = get_accelerator()
         if accelerator.device_name() != "cpu":
             accelerator.set_device(int(os.environ["LOCAL_RANK"]))

@@ -8,6 +8,7 @@ server, say) is caught by the time limit of the collective that the other ranks 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -21,6 +22,8 @@ import torch.distributed as dist
 
 from ..observe.metrics import PhaseTimer
 from . import distributed
+
+logger = logging.getLogger(__name__)
 
 STARTING, BETWEEN = "start-up", "between phases"
 LONGEST_PAUSE = 5.0  # seconds between heartbeats
@@ -63,35 +66,42 @@ class Watchdog:
     clock: Callable[[], float] = time.monotonic
     _store: Any = None
     _beats: int = 0
-    _looked: float = 0.0
-    _failure: str | None = None
+    _judged: float = 0.0
+    _failing: bool = False
     _seen: dict[int, LastSeen] = field(default_factory=dict)
     _stopped: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
 
     @property
     def pause(self) -> float:
         return min(LONGEST_PAUSE, self.limit / 10)
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._thread.start()
+        # Two threads: a store on a stopped process lets a request wait for ever.
+        for action in (self.beat, self.judge):
+            threading.Thread(target=self._repeat, args=(action,), name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
         """End the watch; for the orderly end of a run."""
         self._stopped.set()
-        if self._thread is not None:
-            self._thread.join(timeout=2 * self.pause)
 
     def report_failure(self, text: str) -> None:
-        """Tell the other ranks why this one ends. The caller ends the process afterwards."""
+        """Tell the other ranks why this one ends. The caller ends the process afterwards. Takes seconds."""
+        self._failing = True
         self.stop()
         if self.world_size == 1:
             return
-        self._failure = text
-        self._beat_and_look()
+        # By a connection and a thread of its own: a beat may hang in the other one.
+        sender = threading.Thread(target=self._send_failure, args=(text,), daemon=True)
+        sender.start()
+        sender.join(timeout=2 * self.pause)
         if self.rank == 0:
             time.sleep(2 * self.pause)  # the store lives in this process: let the others read it
+
+    def _send_failure(self, text: str) -> None:
+        try:
+            self.connect().set(self._key(self.rank), FAILED + text)
+        except RuntimeError as error:
+            logger.warning("the other ranks could not be told of this failure: %s", error)
 
     @property
     def stage(self) -> str:
@@ -100,48 +110,38 @@ class Watchdog:
             return STARTING
         return self.timer.failed_in or self.timer.current or BETWEEN
 
-    def _watch(self) -> None:
+    def _repeat(self, action: Callable[[], None]) -> None:
         while not self._stopped.wait(self.pause):
-            self._beat_and_look()
+            action()
 
-    def _beat_and_look(self) -> None:
-        """One heartbeat out, one look at every other rank. A store that does not answer is no heartbeat of anyone."""
-        now = self.clock()
-        if self._looked and now - self._looked > self.limit / 2:
-            self._seen.clear()  # this rank itself was asleep: the others may have been well all the time
-        self._looked = now
+    def beat(self) -> None:
+        """One heartbeat out, and a look for those of the other ranks."""
         try:
-            self._exchange(now)
-        except RuntimeError:  # torch's errors of a store that is gone or slow; connect anew next time
+            if self._store is None:
+                self._store = self.connect()
+            self._beats += 1
+            self._store.set(self._key(self.rank), f"{self._beats}|{self.stage}")
+            for other in self._others():
+                if self._store.check([self._key(other)]):
+                    self._note(other, self._store.get(self._key(other)).decode())
+        except RuntimeError:  # torch's errors of a store that is gone or slow: connect anew next time
             self._store = None
-            self._judge(now, range(self.world_size))
 
-    def _exchange(self, now: float) -> None:
-        if self._store is None:
-            self._store = self.connect()
-        self._beats += 1
-        content = FAILED + self._failure if self._failure is not None else f"{self._beats}|{self.stage}"
-        self._store.set(self._key(self.rank), content)
-        for other in range(self.world_size):
-            if other != self.rank and self._store.check([self._key(other)]):
-                self._note(other, self._store.get(self._key(other)).decode(), now)
-        self._judge(now, range(self.world_size))
-
-    def _key(self, rank: int) -> str:
-        return f"lightrft_visual/heartbeat/{rank}"
-
-    def _note(self, other: int, content: str, now: float) -> None:
+    def _note(self, other: int, content: str) -> None:
         if content.startswith(FAILED):
             self._end(f"rank {other} {content}")
             return
         beat, _, stage = content.partition("|")
         if other not in self._seen or self._seen[other].beat != beat:
-            self._seen[other] = LastSeen(now, beat, stage)
+            self._seen[other] = LastSeen(self.clock(), beat, stage)
 
-    def _judge(self, now: float, ranks: range) -> None:
-        for other in ranks:
-            if other == self.rank:
-                continue
+    def judge(self) -> None:
+        """End this rank when another one has been silent for too long."""
+        now = self.clock()
+        if self._judged and now - self._judged > self.limit / 2:
+            self._seen.clear()  # this rank itself was asleep: the others may have been well all the time
+        self._judged = now
+        for other in self._others():
             last = self._seen.setdefault(other, LastSeen(now))
             if now - last.at > self.limit:
                 self._end(
@@ -150,8 +150,14 @@ class Watchdog:
                 )
                 return
 
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    def _key(self, rank: int) -> str:
+        return f"lightrft_visual/heartbeat/{rank}"
+
     def _end(self, why: str) -> None:
-        if self._failure is None:
+        if not self._failing:
             self.end(f"{why}; rank {self.rank} ends in stage: {self.stage}")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..config.diffusion_schema import DiffusionAlgorithmConfig
 from ..config.schema import AlgorithmConfig
 from ..errors import ConfigError
 from ..observe.metrics import PhaseTimer
@@ -20,9 +21,11 @@ from ..rollout.prompt_batch import PromptBatch
 from ..rollout.records import Rollout, collate, remember_rewards
 from ..rollout.samples import Samples, SamplesVL
 from ..rollout.stage import RolloutStage
+from ..strategy import distributed
 from .advantage_calculator import assign_advantages, get_advantage_calculator, get_advantages_and_returns
+from .diffusion.stages import DiffusersEngine, DiffusionExperienceStage, DiffusionRows, Sampled
 from .dynamic_sampling import DynamicSampling
-from .experience import Experience, ExperienceVL
+from .experience import Experience, ExperienceDiffusion, ExperienceVL
 from .experience_stages import ForwardStage
 
 __all__ = ["FastExperienceMaker", "MakerSettings", "MultimodalDataProcessor", "RewardComputationEngine"]
@@ -39,13 +42,15 @@ _SAMPLING_KEYS = (
 class MakerSettings:
     """What the contract's constructor has no argument for.
 
-    engine: None builds the transformers engine around the actor. data_processor, rewards: None builds them from the
+    engine: None builds the transformers engine around the actor; a `DiffusersEngine` draws pictures or videos.
+    diffusion: how advantages of that engine's samples are made. data_processor, rewards: None builds them from the
     constructor's arguments. dynamic_sampling_tries: 1 turns dynamic sampling off.
     """
 
-    engine: RolloutEngine | None = None
+    engine: RolloutEngine | DiffusersEngine | None = None
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    diffusion: DiffusionAlgorithmConfig = field(default_factory=DiffusionAlgorithmConfig)
     micro_batch_size: int = 8
     dynamic_sampling_tries: int = 1
     run_seed: int = 42
@@ -60,7 +65,8 @@ class FastExperienceMaker:
     actor, critic, initial_model: an `Actor`, `Critic` and a reference (a callable like the actor), plain or prepared by
     the strategy; critic and initial_model may be None. reward_model, remote_rm_url, reward_fn, reward_fn_label_map,
     reward_recipe: as in `RewardComputationEngine`. kl_controller: its `value` weighs the KL in the reward.
-    processor: the model's multimodal processor, None for text-only models.
+    processor: the model's multimodal processor, None for text-only models. With a `DiffusersEngine` in the settings the
+    engine holds the policy, and actor, critic, initial_model, tokenizer, kl_controller and processor are None.
     """
 
     def __init__(
@@ -84,21 +90,27 @@ class FastExperienceMaker:
         self.settings = settings = settings or MakerSettings()
         self.tokenizer, self.kl_controller, self.strategy = tokenizer, kl_controller, strategy
         self.vision = processor is not None
-        data_processor = settings.data_processor or MultimodalDataProcessor(tokenizer, processor, prompt_max_len)
-        self.engine = settings.engine or _transformers_engine(actor, tokenizer, processor, settings.micro_batch_size)
-        self.rollout_stage = RolloutStage(self.engine, data_processor, settings.run_seed)
         self.rewards = settings.rewards or RewardComputationEngine(
             reward_model, remote_rm_url, None, reward_fn, reward_fn_label_map, reward_recipe, tokenizer, strategy,
             packing_samples,
         )  # fmt: skip
-        self.forward_stage = ForwardStage(
-            actor, initial_model, critic, strategy.device, kl_estimator=settings.algorithm.kl_estimator
-        )
-        self.calculator = get_advantage_calculator(settings.algorithm.advantage_estimator, settings.algorithm)
         self.gate: ParityGate | None = None
         self.policy_version = 0
         self.stage_metrics: dict[str, float] = {}
         self.last_samples: list[Samples | SamplesVL] = []
+        self.last_media: T | None = None  # (B, 3, …) in 0..1, of a `DiffusersEngine`
+        self.diffusion_stage: DiffusionExperienceStage | None = None
+        if isinstance(settings.engine, DiffusersEngine):
+            self.engine = settings.engine
+            self.diffusion_stage = DiffusionExperienceStage(self.engine, self.rewards, settings.diffusion)
+            return
+        data_processor = settings.data_processor or MultimodalDataProcessor(tokenizer, processor, prompt_max_len)
+        self.engine = settings.engine or _transformers_engine(actor, tokenizer, processor, settings.micro_batch_size)
+        self.rollout_stage = RolloutStage(self.engine, data_processor, settings.run_seed)
+        self.forward_stage = ForwardStage(
+            actor, initial_model, critic, strategy.device, kl_estimator=settings.algorithm.kl_estimator
+        )
+        self.calculator = get_advantage_calculator(settings.algorithm.advantage_estimator, settings.algorithm)
 
     def make_experience_list(
         self,
@@ -108,19 +120,23 @@ class FastExperienceMaker:
         all_references: list | None = None,
         all_labels: list | None = None,
         **generate_kwargs: Any,
-    ) -> list[Experience | ExperienceVL]:
-        """Experience of P prompts with n samples each, in padded micro-batches on the host.
+    ) -> list[Experience | ExperienceVL | ExperienceDiffusion]:
+        """Experience of P prompts with n samples each, in padded micro-batches on the host. A collective.
 
         generate_kwargs: temperature, top_p, top_k, max_new_tokens, min_new_tokens, skip_special_tokens,
-        first_token_temperature, gamma, lambd; defaults from the settings. Unknown names raise ConfigError.
+        first_token_temperature, gamma, lambd; defaults from the settings. Unknown names raise ConfigError, as do all of
+        them with a `DiffusersEngine`, whose sampler has settings of its own; all_images are then first frames.
         """
-        batch = PromptBatch.of(all_prompts, all_images, all_videos, all_references, all_labels)
+        ids = _ids_over_ranks(len(all_prompts))
+        batch = PromptBatch.of(all_prompts, all_images, all_videos, all_references, all_labels, ids=ids)
         return self.make_experiences(batch, **generate_kwargs)
 
     def make_experiences(
-        self, batch: PromptBatch, more: MorePrompts | None = None, **generate_kwargs: Any
-    ) -> list[Experience | ExperienceVL]:
+        self, batch: PromptBatch | DiffusionRows, more: MorePrompts | None = None, **generate_kwargs: Any
+    ) -> list[Experience | ExperienceVL | ExperienceDiffusion]:
         """As `make_experience_list`, for a batch with ids and metadata. `more` brings prompts for dynamic sampling."""
+        if self.diffusion_stage is not None:
+            return self._drawn_experiences(batch, generate_kwargs)
         sampling, estimator_kwargs = self._split_kwargs(generate_kwargs)
         rollouts = self._scored_rollouts(batch, sampling, more)
         samples = self._micro_batches(rollouts)
@@ -131,6 +147,17 @@ class FastExperienceMaker:
         rewards = [each.rewards for each in samples]
         return assign_advantages(self.calculator, experiences, rewards, self.kl_controller.value, estimator_kwargs)
 
+    def _drawn_experiences(
+        self, batch: PromptBatch | DiffusionRows, generate_kwargs: dict[str, Any]
+    ) -> list[ExperienceDiffusion]:
+        if generate_kwargs:
+            raise ConfigError(f"the diffusers engine takes no generation arguments: {', '.join(generate_kwargs)}")
+        rows = self.engine.rows(batch) if isinstance(batch, PromptBatch) else batch
+        experiences, self.last_media, self.stage_metrics = self.diffusion_stage.run(
+            rows, self.policy_version, self._phase
+        )
+        return experiences
+
     def generate_samples(
         self,
         all_prompts: list[str],
@@ -139,9 +166,12 @@ class FastExperienceMaker:
         all_references: list | None = None,
         all_labels: list | None = None,
         **generate_kwargs: Any,
-    ) -> list[Samples | SamplesVL]:
+    ) -> list[Samples | SamplesVL | Sampled]:
         """Unscored rollouts of P prompts in micro-batches; arguments as in `make_experience_list`."""
-        batch = PromptBatch.of(all_prompts, all_images, all_videos, all_references, all_labels)
+        ids = _ids_over_ranks(len(all_prompts))
+        batch = PromptBatch.of(all_prompts, all_images, all_videos, all_references, all_labels, ids=ids)
+        if self.diffusion_stage is not None:
+            return self.engine.generate(self.engine.rows(batch), self.policy_version)
         sampling, _ = self._split_kwargs(generate_kwargs)
         return self._micro_batches(self.generate(batch, sampling))
 
@@ -200,6 +230,12 @@ class FastExperienceMaker:
 
     def _phase(self, name: str):
         return self.settings.timer.phase(name) if self.settings.timer is not None else nullcontext()
+
+
+def _ids_over_ranks(count: int) -> T:
+    """(count) numbers that no prompt of another rank has, as advantages and noise go by them."""
+    start = sum(distributed.all_gather_object(count)[: distributed.rank()])
+    return torch.arange(start, start + count)
 
 
 def _transformers_engine(actor, tokenizer, processor, micro_batch_size: int) -> RolloutEngine:

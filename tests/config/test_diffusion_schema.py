@@ -36,6 +36,10 @@ def load(*arguments: str) -> DiffusionRunConfig:
         (["--eval_ema", "true"], "enable_ema"),
         (["--grpo_guard", "true", "--diffusion_algorithm", "diffusion_nft"], "grpo_guard"),
         (["--noise_levle", "1"], "noise_level"),
+        (["--diffusion_algorithm", "ddpo", "--family", "sd3"], "set model.family to: sd15"),
+        (["--diffusion_algorithm", "ddpo", "--family", "auto"], "set model.family to: sd15"),
+        (["--family", "sd15"], "use diffusion_algorithm ddpo or dpok"),
+        (["--diffusion_algorithm", "ddpoo"], "diffusion_algorithm is 'ddpoo'.*ddpo"),
     ),
 )
 def test_refusals(arguments: list[str], message: str) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from lightrft_visual.config.leaves import names_of
+from lightrft_visual.config.load import load_config
 from lightrft_visual.config.roots import ROOTS
+from lightrft_visual.errors import ConfigError
 
 PROJECT = Path(__file__).resolve().parents[2]
-NOT_YET: frozenset[str] = frozenset()  # stays empty: what is not built is not in the schema
+REFUSED = {"distributed.sp_size": "2"}  # known to users, not built: any value but the default is an error
 
 
 def attributes_read() -> set[str]:
@@ -28,4 +30,11 @@ def attributes_read() -> set[str]:
 def test_every_leaf_is_read_somewhere(root) -> None:
     read = attributes_read()
     unread = sorted(leaf.path for leaf in names_of(root.schema).leaves.values() if leaf.name not in read)
-    assert not set(unread) - NOT_YET, f"accepted but never read: {', '.join(unread)}"
+    assert not set(unread) - set(REFUSED), f"accepted but never read: {', '.join(unread)}"
+
+
+@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)
+@pytest.mark.parametrize("path,value", REFUSED.items())
+def test_what_is_not_built_is_refused(root, path: str, value: str) -> None:
+    with pytest.raises(ConfigError, match="not built"):
+        load_config(root.schema, [f"{path}={value}"], preset=None)

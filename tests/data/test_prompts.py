@@ -154,14 +154,14 @@ def test_limits_on_pixels_apply_at_start(jsonl):
 
 
 def test_unusable_files(folder):
-    (folder / "rows.csv").write_text("a")
+    (folder / "rows.xlsx").write_text("a")
     (folder / "object.json").write_text("{}")
     (folder / "rows.parquet").write_text("no parquet")
     (folder / "empty.jsonl").touch()
     (folder / "nothing").mkdir()
     cases = {
         "gone.jsonl": "not found: .*gone.jsonl",
-        "rows.csv": "unknown kind",
+        "rows.xlsx": "unknown kind",
         "object.json": "expected a list",
         "rows.parquet": "not a parquet",
         "empty.jsonl": "no usable row",
@@ -264,3 +264,15 @@ def test_the_embedded_task_loads_for_training_and_evaluation(tmp_path, processor
     assert not train.skipped
     with pytest.raises(ConfigError, match="no eval_data"):
         PromptDataset.for_evaluation(DataConfig())
+
+
+def test_csv_and_text_files_are_rows(folder):
+    (folder / "metadata.csv").write_text('prompt,reference,extra\n"how many, here?",3,x\nwhat?,red,y\n')
+    (folder / "lines.txt").write_text("a red circle\n\n  a blue square \n")
+    rows = open_rows(folder / "metadata.csv")
+    assert [(row.reference, row.metadata) for row in rows] == [("3", {"extra": "x"}), ("red", {"extra": "y"})]
+    assert "how many, here?" in str(rows[0].prompt)
+    assert [
+        len(open_rows(folder / "lines.txt")),
+        "a blue square" in str(open_rows(folder / "lines.txt")[1].prompt),
+    ] == [2, True]

@@ -85,7 +85,9 @@ def kill_tree(process: subprocess.Popen) -> None:
             each.kill()
 
 
-def run_plan(runs: dict[str, list[str]], folder: Path, cache: Path, ranks: int = 1, timeout: float = LIMIT) -> Path:
+def run_plan(
+    runs: dict[str, list[str]], folder: Path, cache: Path, ranks: int = 1, timeout: float = LIMIT, driver: Path = DRIVER
+) -> Path:
     """All runs in one launch, each into its own folder of `folder`, which is returned.
 
     The first word of a run's list may be "copy:NAME": it then starts in a copy of that run's folder.
@@ -100,7 +102,7 @@ def run_plan(runs: dict[str, list[str]], folder: Path, cache: Path, ranks: int =
     ]
     path = folder / f"plan_{ranks}.json"
     path.write_text(json.dumps(plan))
-    result = launch(DRIVER, [str(path)], cache, ranks, timeout)
+    result = launch(driver, [str(path)], cache, ranks, timeout)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     return folder
 

@@ -61,7 +61,6 @@ def test_a_stopped_rank_ends_the_other(tmp_path, cache_root, stopped):
     finally:
         kill_tree(process)
     output, _ = process.communicate()
-    assert f"rank {stopped} has given no sign of life" in output or "stage" in output, output[-3000:]
     assert "stage" in output.split("error:")[-1], output[-3000:]
 
 

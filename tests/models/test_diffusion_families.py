@@ -5,8 +5,9 @@ import tiny_families
 import torch
 from PIL import Image
 
+from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.base import pack
-from lightrft_visual.models.diffusion_policy import DiffusionPolicy, LoraSettings, family_of
+from lightrft_visual.models.diffusion_policy import DiffusionPolicy, LoraSettings, family_of, takes_first_frame
 from lightrft_visual.rollout.diffusion_sampler import (
     DiffusionBatch,
     DiffusionSampler,
@@ -148,3 +149,23 @@ def test_the_ddim_ode_matches_the_stock_scheduler_up_to_its_last_step():
         noise = policy(x, timesteps[-1].expand(2), conditions, 1.0)
     data = (x - sigmas[-1] * noise) / (1 - sigmas[-1] ** 2).sqrt()
     torch.testing.assert_close(ours.latents, data, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_that_serve_no_trained_step_are_frozen():
+    policy = policy_of("wan_i2v")
+    assert policy.family.serving(torch.tensor([950.0, 400.0])) == {"transformer", "transformer_2"}
+    assert policy.family.serving(torch.tensor([400.0, 300.0])) == {"transformer_2"}
+    policy.train_only({"transformer_2"})
+    assert policy.trainable == ("transformer_2",)
+    trained = {name.split(".")[1] for name, weight in policy.named_parameters() if weight.requires_grad}
+    assert trained == {"transformer_2"}
+    with pytest.raises(ConfigError, match="trainable_models leaves out"):
+        policy.train_only({"transformer"})
+
+
+def test_image_to_video_is_known_before_loading(tmp_path):
+    build("wan_i2v").save_config(tmp_path)
+    assert takes_first_frame(str(tmp_path)) and takes_first_frame("anything", "wan_i2v")
+    assert not takes_first_frame("embedded") and not takes_first_frame("anything", "sd3")
+    with pytest.raises(ConfigError, match="no diffusers pipeline"):
+        takes_first_frame(str(tmp_path / "missing"))

@@ -110,7 +110,9 @@ def test_responses_end_at_the_end_token(few):
     for rollout in rollouts:
         assert eos not in rollout.token_ids[:-1]
         assert rollout.truncated == (rollout.token_ids[-1] != eos)
-        assert len(rollout.token_ids) == len(rollout.log_probs) and (not rollout.truncated or len(rollout.token_ids) == 4)
+        assert len(rollout.token_ids) == len(rollout.log_probs) and (
+            not rollout.truncated or len(rollout.token_ids) == 4
+        )
         shown = rollout.token_ids if rollout.truncated else rollout.token_ids[:-1]
         assert rollout.text == few.checkpoint.tokenizer.decode(shown)
     assert {rollout.truncated for rollout in rollouts} == {True, False}
@@ -192,7 +194,14 @@ def test_draws_follow_the_distribution_and_never_touch_what_has_no_mass():
 
 @pytest.mark.parametrize(
     ("top_k", "top_p", "kept"),
-    [(-1, 1.0, [0, 1, 2, 3]), (2, 1.0, [1, 3]), (-1, 0.69, [1, 3]), (-1, 0.71, [1, 2, 3]), (-1, 0.1, [3]), (3, 0.75, [1, 3])],
+    [
+        (-1, 1.0, [0, 1, 2, 3]),
+        (2, 1.0, [1, 3]),
+        (-1, 0.69, [1, 3]),
+        (-1, 0.71, [1, 2, 3]),
+        (-1, 0.1, [3]),
+        (3, 0.75, [1, 3]),
+    ],
 )
 def test_truncation_keeps_the_smallest_set(top_k, top_p, kept):
     logits = torch.tensor([[0.1, 0.3, 0.2, 0.4]]).log()

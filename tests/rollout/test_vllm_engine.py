@@ -9,13 +9,16 @@ import pytest
 import torch
 from engine_rig import Rig, environment_restored
 from peft import LoraConfig, get_peft_model
-from tiny_models import ALL_KINDS, actor_of, checkpoint_of, mixed_prompts, prompts_for, text_prompts
+from tiny_models import (
+    ALL_KINDS, IMAGE, actor_of, checkpoint_of, mixed_prompts, picture, prompts_for, text_prompts, turn,
+)  # fmt: skip
 
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.models.actor_modality import banned_token_ids
 from lightrft_visual.models.tiny import build_processor
 from lightrft_visual.rollout.engine import SamplingSettings
 from lightrft_visual.rollout.hf_engine import TransformersEngine
+from lightrft_visual.rollout.prompt_batch import PromptBatch
 from lightrft_visual.rollout.vllm_engine import VLLMEngine, VLLMSettings
 
 PLAIN = SamplingSettings(n=3, max_new_tokens=6)
@@ -108,7 +111,8 @@ def test_the_gate_passes_and_gives_the_figure(rig):
 @only_default
 @pytest.mark.parametrize("cache", ["reset_prefix_cache", "all"])
 def test_a_skipped_cache_reset_is_named(rig, monkeypatch, cache):
-    batch = mixed_prompts()
+    # Longer than a block of the prefix cache, which keeps whole blocks alone.
+    batch = PromptBatch.of([turn(IMAGE + "how many " * 100), turn("where? " * 100)], [[picture(0)], []])
     rig.gate().check(batch)
     rig.move()
     with monkeypatch.context() as patched:

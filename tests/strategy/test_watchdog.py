@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from lightrft_visual.observe.metrics import PhaseTimer
@@ -9,6 +11,8 @@ from lightrft_visual.strategy.watchdog import Watchdog
 
 
 class MemoryStore:
+    """A TCPStore's methods over a dict."""
+
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.down = False
@@ -49,7 +53,8 @@ class Ranks:
             self.now += 1.0
             for rank in alive:
                 if rank not in self.ended:
-                    self.dogs[rank]._beat_and_look()
+                    self.dogs[rank].beat()
+                    self.dogs[rank].judge()
 
 
 def test_a_long_stage_is_no_stall():
@@ -102,7 +107,7 @@ def test_a_rank_that_slept_itself_does_not_accuse_the_others():
     ranks = Ranks(2)
     ranks.pass_time(3, alive=(0, 1))
     ranks.now += 500  # rank 0 was stopped; rank 1 went on, but its beat is read only after this
-    ranks.dogs[0]._beat_and_look()
+    ranks.dogs[0].judge()
     ranks.pass_time(5, alive=(0, 1))
     assert not ranks.ended
 
@@ -123,3 +128,21 @@ def test_the_stage_between_phases_and_before_the_loop():
     assert dog.stage == "start-up"
     dog.timer = PhaseTimer()
     assert dog.stage == "between phases"
+
+
+def test_a_beat_that_hangs_in_the_store_does_not_stop_the_judging():
+    """A stopped process that holds the store answers nothing; its socket stays open."""
+    ranks = Ranks(2)
+    ranks.pass_time(3, alive=(0, 1))
+    for _ in range(12):
+        ranks.now += 1.0
+        ranks.dogs[1].judge()
+    assert "rank 0 has given no sign of life" in ranks.ended[1]
+
+
+def test_threads_find_a_silent_rank():
+    ended = threading.Event()
+    dog = Watchdog(MemoryStore, 0, 2, 0.2, lambda message: ended.set())
+    dog.start()
+    assert ended.wait(20)
+    dog.stop()

@@ -201,7 +201,9 @@ class TestCompute:
         kl = torch.tensor([[1.0, 2.0]])
         for use_kl_loss, expected in ((False, [[3.7, 3.8]]), (True, [[4.0, 4.0]])):
             batch = experience([1], width=2, kl=kl)
-            calculator = get_advantage_calculator("reinforce", AlgorithmConfig(use_kl_loss=use_kl_loss))
+            calculator = get_advantage_calculator(
+                "reinforce", AlgorithmConfig(use_kl_loss=use_kl_loss, kl_estimator="k2")
+            )
             assign_advantages(calculator, [batch], torch.tensor([4.0]), 0.1, KWARGS)
             torch.testing.assert_close(batch.advantages, torch.tensor(expected))
 

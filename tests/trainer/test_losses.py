@@ -285,7 +285,7 @@ class TestWholeLoss:
         ("config", "missing"),
         [
             ({"tis_mode": "token"}, "rollout_log_probs"),
-            ({"use_kl_loss": True}, "ref_log_probs"),
+            ({"use_kl_loss": True, "kl_estimator": "k2"}, "ref_log_probs"),
             ({"entropy_coef": 0.1}, "entropy"),
         ],
     )

@@ -47,6 +47,10 @@ class DiffusionFamily(ABC):
         parts = self.pipeline.components
         return {name: parts[name] for name in self.denoiser_names if parts.get(name) is not None}
 
+    def serving(self, timesteps: T) -> set[str]:
+        """Names of the networks that serve these timesteps (n)."""
+        return set(self.denoisers())
+
     @abstractmethod
     def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:
         """Conditions (B, …) of B prompts; with negatives also the same keys with the prefix 'negative_'."""

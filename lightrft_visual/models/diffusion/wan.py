@@ -45,6 +45,11 @@ class Wan(DiffusionFamily):
             velocity = velocity.index_put((rows.nonzero()[:, 0],), part)
         return velocity
 
+    def serving(self, timesteps: T) -> set[str]:
+        if len(self.denoisers()) == 1:
+            return super().serving(timesteps)
+        return {"transformer" if high else "transformer_2" for high in (timesteps >= self.boundary).tolist()}
+
     @property
     def boundary(self) -> float:
         """Timestep from which on the high-noise expert serves. Raises ConfigError when the pipeline has none."""

@@ -59,7 +59,8 @@ def _nft(config: DiffusionRunConfig) -> DiffusionNFT:
     )
 
 
-def _reward_fl(config: DiffusionRunConfig) -> RewardFL:
+def reward_fl_settings(config: DiffusionRunConfig) -> RewardFL:
+    """Reward FL's loss, which also knows the steps that carry gradient."""
     algorithm = config.algorithm
     return RewardFL(
         num_inference_steps=config.sampling.num_steps,
@@ -81,5 +82,5 @@ DIFFUSION_ALGORITHMS: dict[str, DiffusionAlgorithm] = {
     "diffusion_nft": DiffusionAlgorithm(_nft, trains_on="data", old_policy=True),
     "ddpo": DiffusionAlgorithm(_clipped(DDPO, "ddim"), prediction="epsilon"),
     "dpok": DiffusionAlgorithm(_clipped(DPOK, "ddim"), prediction="epsilon"),
-    "reward_fl": DiffusionAlgorithm(_reward_fl, trains_on="reward"),
+    "reward_fl": DiffusionAlgorithm(reward_fl_settings, trains_on="reward"),
 }

@@ -22,13 +22,14 @@ from ...rollout.diffusion_sampler import DiffusionSampler
 from ...rollout.diffusion_setup import evaluation_sampling, rollout_noise, rollout_sampling
 from ...strategy import distributed
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from ..fast_exp_maker import FastExperienceMaker, MakerSettings
 from ..policy_trainer import LoopSettings
 from ..run_parts import open_recorder, start_strategy, synchronize
 from ..run_state import check_output
-from . import DIFFUSION_ALGORITHMS
+from . import DIFFUSION_ALGORITHMS, reward_fl_settings
 from .data import FIRST_FRAME, DrawPrompts, embedded_prompts
 from .reward_fl import DifferentiableScore
-from .stages import DiffusionExperienceStage, DiffusionRows, DiffusionSampling, PictureSettings, TrainedVelocity
+from .stages import DiffusersEngine, DiffusionRows, DiffusionSampling, PictureSettings, TrainedVelocity
 from .trainer import DiffusionParts, DiffusionTrainer
 
 SCHEDULERS = {"constant": "constant_with_warmup", "cosine": "cosine", "linear": "linear"}
@@ -61,30 +62,33 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     model = TrainedVelocity(engine, policy)
     pictures = _pictures(config)
     sampling = DiffusionSampling(model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), pictures)
-    total_steps = _total_steps(config, len(prompts))
+    total_steps, timer = _total_steps(config, len(prompts)), PhaseTimer(synchronize)
+    maker = _maker(config, DiffusersEngine(sampling, config.sampling.n_samples_per_prompt, old), rewards, timer)
     parts = DiffusionParts(
         config=config,
         policy=policy,
         engine=engine,
         algorithm=algorithm,
         loss=algorithm.build(config),
-        stage=DiffusionExperienceStage(
-            sampling, rewards, config.algorithm.global_std, config.algorithm.adv_clip_max, old
-        ),
+        maker=maker,
         evaluation=DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), pictures),
-        rewards=rewards,
         held_out=_held_out(strategy) if embedded else None,
         prompts=prompts,
         eval_prompts=eval_prompts,
         loop=LoopSettings(total_steps, config.output, config.train, resume_folder),
         recorder=recorder,
         console=RunConsole(total_steps, line_every=config.output.logging_steps, active=distributed.is_rank_0()),
-        timer=PhaseTimer(synchronize),
+        timer=timer,
         old=old,
         ema=_ema(config, policy),
         differentiable=differentiable,
     )
     return DiffusionTrainer(parts)
+
+
+def _maker(config: DiffusionRunConfig, engine: DiffusersEngine, rewards, timer: PhaseTimer) -> FastExperienceMaker:
+    settings = MakerSettings(engine=engine, diffusion=config.algorithm, rewards=rewards, timer=timer)
+    return FastExperienceMaker(None, None, None, None, None, 0, None, None, settings=settings)
 
 
 def _differentiable(config: DiffusionRunConfig):
@@ -154,6 +158,8 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
             f"{config.algorithm.diffusion_algorithm} needs a model that predicts {algorithm.prediction} ({wanted}); "
             f"{model.pretrain} predicts {policy.prediction}"
         )
+    if algorithm.trains_on == "reward":
+        policy.train_only(_serving_experts(config, policy))
     if model.gradient_checkpointing:
         policy.enable_gradient_checkpointing(model.use_gradient_checkpointing_offload)
     policy.family.pipeline.to(strategy.device)
@@ -166,6 +172,15 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
         SCHEDULERS[train.lr_scheduler_type], train.warmup_steps / max(1, updates),
     )  # fmt: skip
     return policy, strategy.prepare(policy, settings)
+
+
+def _serving_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set[str]:
+    """Reward FL: the networks that serve at least one step with gradient."""
+    s, settings = config.sampling, reward_fl_settings(config)
+    shape = policy.latent_shape(s.height, s.width, s.num_frames)
+    timesteps, _ = DiffusionSampler(rollout_sampling(config)).schedule(policy, shape)
+    steps = [step for step in range(s.num_steps) if settings.carries_gradient(step)]
+    return policy.family.serving(timesteps[steps])
 
 
 def _pictures(config: DiffusionRunConfig) -> PictureSettings:

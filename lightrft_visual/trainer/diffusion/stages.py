@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from ...config.diffusion_schema import DiffusionAlgorithmConfig
 from ...data.prompt_sampling import distributed_k_repeat_indices
 from ...models.diffusion_policy import DiffusionPolicy
 from ...models.ema import WeightCopy
 from ...rewards.engine import RewardComputationEngine
 from ...rollout.diffusion_sampler import DiffusionBatch, DiffusionSampler, sample_generators, window_start
+from ...rollout.prompt_batch import PromptBatch
 from ...strategy import distributed
 from ...strategy.seeding import derive_seed
 from ..experience import ExperienceDiffusion
@@ -124,25 +126,45 @@ class DiffusionSampling:
 
 
 @dataclass
-class DiffusionExperienceStage:
-    """Rows of prompts in, scored experience with group advantages out.
+class DiffusersEngine:
+    """The `diffusers` engine of `FastExperienceMaker`: draws with the policy under training.
 
     old: rollouts are drawn with these weights where the algorithm keeps an old policy.
     """
 
     sampling: DiffusionSampling
-    rewards: RewardComputationEngine
-    global_std: bool
-    adv_clip: float
+    n_samples_per_prompt: int
     old: WeightCopy | None = None
 
+    def rows(self, batch: PromptBatch) -> DiffusionRows:
+        """Every prompt of the batch `n_samples_per_prompt` times, prompt-major; its first image is the first frame."""
+        n = self.n_samples_per_prompt
+        columns = (batch.prompts, [images[0] if images else None for images in batch.images], batch.labels)
+        columns += (batch.references, batch.metadata)
+        repeated = [[cell for cell in column for _ in range(n)] for column in columns]
+        ids = batch.ids.repeat_interleave(n)
+        return DiffusionRows(*repeated, group_ids=ids, sample_ids=ids * n + torch.arange(n).repeat(len(batch)))
+
+    def generate(self, rows: DiffusionRows, step: int) -> list[Sampled]:
+        """Rollouts by micro-batch, in the order of the rows."""
+        with self.old.swapped() if self.old is not None else nullcontext():
+            return self.sampling.draw(rows, step)
+
+
+@dataclass
+class DiffusionExperienceStage:
+    """Rows of prompts in, scored experience with group advantages out."""
+
+    engine: DiffusersEngine
+    rewards: RewardComputationEngine
+    algorithm: DiffusionAlgorithmConfig
+
     def run(
-        self, rows: DiffusionRows, step: int, phase: Callable[[str], AbstractContextManager] | None = None
+        self, rows: DiffusionRows, step: int, phase: Callable[[str], AbstractContextManager]
     ) -> tuple[list[ExperienceDiffusion], T, dict[str, float]]:
         """(experience by micro-batch, media (B, 3, …), metrics of the whole batch on every rank)."""
-        phase = phase or (lambda name: nullcontext())
-        with phase("generate"), self.old.swapped() if self.old is not None else nullcontext():
-            drawn = self.sampling.draw(rows, step)
+        with phase("generate"):
+            drawn = self.engine.generate(rows, step)
         media = torch.cat([each.media for each in drawn]).cpu()
         with phase("reward"):
             scored = score_rows(self.rewards, rows, media)
@@ -167,8 +189,8 @@ class DiffusionExperienceStage:
             torch.cat([each.info["reward"] for each in experiences]),
             torch.cat([each.group_id for each in experiences]),
             torch.cat([each.valid for each in experiences]),
-            global_std=self.global_std,
-            clip=self.adv_clip,
+            global_std=self.algorithm.global_std,
+            clip=self.algorithm.adv_clip_max,
         )
         for each, part in zip(experiences, advantages.split([len(each.latents) for each in experiences])):
             each.advantages = part

@@ -21,6 +21,7 @@ from ...rollout.diffusion_sampler import sample_generators
 from ...strategy import distributed
 from ...strategy.deepspeed import TrainEngine
 from ...strategy.seeding import derive_seed
+from ..fast_exp_maker import FastExperienceMaker
 from ..policy_trainer import LoopSettings, PolicyTrainer
 from ..replay_buffer import NaiveReplayBuffer
 from . import DiffusionAlgorithm, Loss
@@ -28,7 +29,7 @@ from .context import LossContext, LossOutcome
 from .nft import old_policy_decay
 from .reward_fl import DifferentiableScore
 from .rows import rows_at, shuffled_steps, trainable_steps
-from .stages import DiffusionExperienceStage, DiffusionRows, DiffusionSampling, k_repeat_rows, rows_of, score_rows
+from .stages import DiffusionRows, DiffusionSampling, k_repeat_rows, rows_of, score_rows
 
 T = torch.Tensor
 
@@ -42,9 +43,8 @@ class DiffusionParts:
     engine: TrainEngine
     algorithm: DiffusionAlgorithm
     loss: Loss
-    stage: DiffusionExperienceStage
+    maker: FastExperienceMaker
     evaluation: DiffusionSampling
-    rewards: RewardComputationEngine
     held_out: RewardComputationEngine | None
     prompts: Any
     eval_prompts: Any
@@ -62,7 +62,7 @@ class DiffusionTrainer(PolicyTrainer):
 
     def __init__(self, parts: DiffusionParts):
         super().__init__(parts.loop, parts.recorder, parts.console, parts.timer)
-        self.parts, self.config, self.engine = parts, parts.config, parts.engine
+        self.parts, self.config, self.engine, self.maker = parts, parts.config, parts.engine, parts.maker
         self.buffer = NaiveReplayBuffer(parts.config.train.micro_train_batch_size, seed=parts.config.train.seed)
         self.updates = 0
         self._step_records: list[dict[str, Any]] = []
@@ -81,7 +81,7 @@ class DiffusionTrainer(PolicyTrainer):
 
     def close(self) -> None:
         """Release the reward workers."""
-        self.parts.rewards.close()
+        self.maker.rewards.close()
 
     def collect(self) -> None:
         sampling = self.config.sampling
@@ -90,13 +90,14 @@ class DiffusionTrainer(PolicyTrainer):
         self._rows = k_repeat_rows(self.parts.prompts, per_rank, sampling.n_samples_per_prompt, seed)
         if self.parts.algorithm.trains_on == "reward":
             return
-        experiences, media, metrics = self.parts.stage.run(self._rows, self.step, self.timer.phase)
+        self.maker.policy_version = self.step
+        experiences = self.maker.make_experiences(self._rows)
         for experience in experiences:
             self._record_rewards(experience)
             self.buffer.append(experience)
-        for name, value in metrics.items():
+        for name, value in self.maker.stage_metrics.items():
             self.metrics.add(name, value)
-        self._keep_records(self._rows, media, experiences)
+        self._keep_records(self._rows, self.maker.last_media, experiences)
 
     def learn(self) -> None:
         if self.parts.algorithm.trains_on == "reward":
@@ -138,7 +139,7 @@ class DiffusionTrainer(PolicyTrainer):
 
     def _learn_from_reward(self) -> None:
         """Reward FL: no replay; the gradient goes through the decoded pictures of this very forward."""
-        sampling, rows = self.parts.stage.sampling, self._rows
+        sampling, rows = self.maker.engine.sampling, self._rows
         size = self.config.train.micro_train_batch_size
         starts = range(0, len(rows), size)
         context, drawn = self._context(), []
@@ -160,7 +161,7 @@ class DiffusionTrainer(PolicyTrainer):
         self._record_drawn(rows, drawn)
 
     def _starting_noise(self, rows: DiffusionRows, conditions: dict[str, T]) -> T:
-        sampling = self.parts.stage.sampling
+        sampling = self.maker.engine.sampling
         batch = sampling.batch(rows, conditions, self.step, "noise")
         if batch.latents is not None:
             return batch.latents
@@ -197,7 +198,7 @@ class DiffusionTrainer(PolicyTrainer):
         rows.sample_ids = torch.tensor(indices)
         with self._evaluated_weights():
             media = torch.cat([each.media for each in self.parts.evaluation.draw(rows, 0, purpose="eval")]).cpu()
-        scored = score_rows(self.parts.rewards, rows, media)
+        scored = score_rows(self.maker.rewards, rows, media)
         figures = {"eval_reward": scored.score, **{f"validation/reward/{k}": v for k, v in scored.components.items()}}
         if self.parts.held_out is not None:
             figures["eval_quality"] = score_rows(self.parts.held_out, rows, media).score

@@ -1,0 +1,105 @@
+"""Started by the deepspeed launcher: several diffusion runs one after the other in one process.
+
+    deepspeed tests/distributed/run_drawing.py plan.json
+
+plan.json: as in run_many.py. Every run leaves facts_rank<r>.json: what its rank's samples were worth, how much of the
+optimizer state it holds, and what a swap of weights does under this run's ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+
+def run(entry: dict) -> None:
+    from lightrft_visual.config.diffusion_schema import DiffusionRunConfig
+    from lightrft_visual.config.load import load_config
+    from lightrft_visual.strategy import distributed
+    from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
+
+    folder = Path(entry["folder"])
+    if entry["copy_of"] and distributed.is_rank_0():
+        shutil.copytree(entry["copy_of"], folder)
+    distributed.barrier()
+    argv = [*entry["argv"], "--output_dir", str(folder)]
+    trainer = build_diffusion_trainer(load_config(DiffusionRunConfig, argv, preset=None))
+    advantages: dict[int, list[float]] = {}
+    append = trainer.buffer.append
+
+    def recorded(experience) -> None:
+        for sample, value in zip(experience.sample_id.tolist(), experience.advantages.tolist()):
+            advantages.setdefault(sample, []).append(value)
+        append(experience)
+
+    trainer.buffer.append = recorded
+    trainer.fit()
+    facts = {"advantages": advantages, "optimizer_elements": optimizer_elements(trainer), "swaps": swaps(trainer)}
+    trainer.close()
+    (folder / f"facts_rank{distributed.rank()}.json").write_text(json.dumps(facts))
+
+
+def optimizer_elements(trainer) -> int:
+    """Numbers in the Adam state of this rank."""
+    state = trainer.engine.engine.optimizer.optimizer.state
+    return sum(value.numel() for group in state.values() for value in group.values() if torch.is_tensor(value))
+
+
+@torch.no_grad()
+def swaps(trainer) -> dict[str, dict[str, float | bool]]:
+    """For each kept copy of the weights: how far the swapped velocity is from the model's own, and what came back."""
+    from lightrft_visual.models.ema import gathered
+
+    policy = trainer.parts.policy
+    conditions = policy.encode_prompts(["a red circle"])
+    latents = torch.randn((1, *policy.latent_shape(32, 32)), generator=torch.Generator().manual_seed(0))
+
+    def velocity():
+        return trainer.engine(latents, torch.tensor([500.0]), conditions, 1.0)
+
+    def weights():
+        parameters = policy.trainable_parameters()
+        with gathered(parameters):
+            return [parameter.detach().clone() for parameter in parameters]
+
+    found = {}
+    kept = {"ema": trainer.parts.ema, "old": trainer.parts.old}
+    contexts = {name: copy.swapped for name, copy in kept.items() if copy is not None} | {"reference": policy.reference}
+    if trainer.config.model.lora_rank == 0 and trainer.config.algorithm.beta == 0:
+        del contexts["reference"]
+    for name, context in contexts.items():
+        before, mine = weights(), velocity()
+        with context():
+            swapped = velocity()
+        found[name] = {
+            "difference": float((swapped - mine).abs().max()),
+            "velocity_back": torch.equal(velocity(), mine),
+            "weights_back": all(torch.equal(a, b) for a, b in zip(before, weights(), strict=True)),
+        }
+    return found
+
+
+def main(plan: Path) -> None:
+    from lightrft_visual.launch import quiet_libraries
+
+    quiet_libraries()
+    for entry in json.loads(plan.read_text()):
+        print(f"run {Path(entry['folder']).name}: {' '.join(entry['argv'])}", flush=True)
+        run(entry)
+        gc.collect()
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(next(argument for argument in sys.argv[1:] if not argument.startswith("--local_rank"))))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)

@@ -1,0 +1,179 @@
+"""Diffusion runs: one rank and two agree under every ZeRO stage, a resumed run goes on bit for bit, copies of the
+weights are lent and given back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.torch import load_file
+from whole_runs import ROOT, rows, run_plan
+
+from lightrft_visual.models.tiny_diffusion import TinyDiffusionSettings, build_pipeline
+
+DRIVER = ROOT / "tests" / "distributed" / "run_drawing.py"
+SCORE = """
+def score(images, prompts):
+    assert len(images) == len(prompts)
+    return [sum(image.resize((1, 1)).getpixel((0, 0))[:2]) / 510 for image in images]
+"""
+BASE = (
+    "--height 32 --width 32 --num_steps 3 --eval_num_steps 3 --guidance_scale 2 --max_sequence_length 5 "
+    "--rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 2 --train_batch_size 4 "
+    "--micro_train_batch_size 2 --max_eval_samples 3 --lora_rank 4 --learning_rate 1e-2 --report false "
+    "--num_trajectories_to_save 8"
+)
+NFT = "--diffusion_algorithm diffusion_nft --guidance_scale 1 --max_steps 4"
+REWARD_FL = "--diffusion_algorithm reward_fl --mid_timestep 1 --final_timestep 2 --micro_train_batch_size 2"
+RUNS = {
+    "flow": "--max_steps 4 --enable_ema true --ema_interval 1 --eval_ema true --beta 0.1 --save_steps 2 --eval_steps 1",
+    "full": "--max_steps 3 --lora_rank 0 --learning_rate 1e-3 --beta 0.1",
+    "nft": f"{NFT} --save_steps 2 --decay_type 1",
+}
+FLAGS = {
+    1: {
+        "flow": f"{RUNS['flow']} --zero_stage 2",
+        "flow_resumed": f"copy:flow {RUNS['flow']} --zero_stage 2 --resume_from auto",
+        "unwatched": f"{RUNS['flow']} --zero_stage 2 --eval_steps -1 --save_steps -1",
+        "full": f"{RUNS['full']} --zero_stage 2",
+        "nft": f"{RUNS['nft']} --zero_stage 2",
+        "nft_resumed": f"copy:nft {RUNS['nft']} --zero_stage 2 --resume_from auto",
+        "reward_fl": f"{REWARD_FL} --max_steps 2 --zero_stage 2",
+        "bf16": "--max_steps 2 --bf16 true --enable_ema true --ema_interval 1",
+    },
+    2: {
+        "flow_1": f"{RUNS['flow']} --zero_stage 1",
+        "flow_2": f"{RUNS['flow']} --zero_stage 2",
+        "flow_3": f"{RUNS['flow']} --zero_stage 3",
+        "flow_3_resumed": f"copy:flow_3 {RUNS['flow']} --zero_stage 3 --resume_from auto",
+        "full_2": f"{RUNS['full']} --zero_stage 2",
+        "full_3": f"{RUNS['full']} --zero_stage 3",
+        "nft_2": f"{RUNS['nft']} --zero_stage 2",
+        "nft_3": f"{RUNS['nft']} --zero_stage 3",
+        "reward_fl_2": f"{REWARD_FL} --max_steps 2 --zero_stage 2",
+    },
+}
+PAIRS = [
+    ("flow", "flow_1"), ("flow", "flow_2"), ("flow", "flow_3"), ("full", "full_2"), ("full", "full_3"),
+    ("nft", "nft_2"), ("nft", "nft_3"), ("reward_fl", "reward_fl_2"),
+]  # fmt: skip
+NAMES = ("loss", "grad_norm", "reward_mean", "reward_std")
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> list[str]:
+    """Flags of a pipeline with fresh weights, its prompts and a user's reward."""
+    folder = tmp_path_factory.mktemp("given")
+    build_pipeline(TinyDiffusionSettings(layers=1)).save_pretrained(folder / "pipeline")
+    captions = ["a red circle", "a blue cross", "a green square"]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in captions))
+    (folder / "score.py").write_text(SCORE)
+    prompts = str(folder / "prompts.jsonl")
+    return [
+        *BASE.split(), "--pretrain", str(folder / "pipeline"), "--prompt_data", prompts, "--eval_data", prompts,
+        "--reward_fn", f"{folder / 'score.py'}:score",
+    ]  # fmt: skip
+
+
+def launched(ranks: int, given: list[str], folder: Path, cache: Path) -> Path:
+    runs = {}
+    for name, flags in FLAGS[ranks].items():
+        words = flags.split()
+        copies = [word for word in words if word.startswith("copy:")]
+        runs[name] = [*copies, *given, *(word for word in words if word not in copies)]
+    return run_plan(runs, folder, cache, ranks, driver=DRIVER)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory, cache_root, given) -> Path:
+    return launched(1, given, tmp_path_factory.mktemp("one"), cache_root)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, cache_root, given) -> Path:
+    return launched(2, given, tmp_path_factory.mktemp("two"), cache_root)
+
+
+def facts(folder: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("facts_rank*.json"))]
+
+
+def advantages(folder: Path) -> dict[str, list[float]]:
+    """Of every sample of every step, all ranks together."""
+    return {sample: values for rank in facts(folder) for sample, values in rank["advantages"].items()}
+
+
+def sheets(folder: Path) -> list[np.ndarray]:
+    paths = sorted(folder.glob("eval_epoch_*/contact_sheet.png"))
+    assert paths
+    return [np.asarray(Image.open(path).convert("RGB"), dtype=np.int16) for path in paths]
+
+
+def final_weights(folder: Path) -> dict:
+    final = folder / "checkpoint-final"
+    lora = final / "pytorch_lora_weights.safetensors"
+    return load_file(lora if lora.is_file() else final / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+@pytest.mark.parametrize("left,right", PAIRS)
+def test_two_ranks_train_like_one(one, two, left, right):
+    ours, theirs = rows(one / left), rows(two / right)
+    assert len(ours) == len(theirs) > 1 and len(facts(two / right)) == 2
+    for mine, other in zip(ours, theirs):
+        assert all(abs(mine[name] - other[name]) < 1e-5 for name in ("loss", "reward_mean", "reward_std"))
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3) and mine["grad_norm"] > 0
+    assert advantages(one / left).keys() == advantages(two / right).keys()
+    for sample, values in advantages(one / left).items():
+        assert values == pytest.approx(advantages(two / right)[sample], abs=2e-3)
+        assert values[0] == pytest.approx(advantages(two / right)[sample][0], abs=1e-5)
+
+
+@pytest.mark.parametrize("left,right", PAIRS)
+def test_two_ranks_draw_the_same_evaluation(one, two, left, right):
+    for mine, other in zip(sheets(one / left), sheets(two / right), strict=True):
+        assert np.abs(mine - other).max() <= 1  # one level of 255: a value that lay between two
+    evals = zip(rows(one / left, "eval_metrics.csv"), rows(two / right, "eval_metrics.csv"), strict=True)
+    assert all(abs(mine["eval_reward"] - other["eval_reward"]) < 1e-4 for mine, other in evals)
+
+
+@pytest.mark.parametrize("left,right", PAIRS)
+def test_two_ranks_end_with_the_same_weights(one, two, left, right):
+    ours, theirs = final_weights(one / left), final_weights(two / right)
+    assert ours.keys() == theirs.keys()
+    assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-3
+
+
+@pytest.mark.parametrize("left,right", [pair for pair in PAIRS if pair[1] != "flow_1"])
+def test_ranks_share_the_optimizer_state(one, two, left, right):
+    whole = facts(one / left)[0]["optimizer_elements"]
+    assert all(rank["optimizer_elements"] < 0.6 * whole for rank in facts(two / right))
+
+
+@pytest.mark.parametrize("where,name", [("one", name) for name in FLAGS[1]] + [("two", name) for name in FLAGS[2]])
+def test_copies_are_lent_and_weights_come_back(request, where, name):
+    for rank in facts(request.getfixturevalue(where) / name):
+        for kind, swap in rank["swaps"].items():
+            assert swap["weights_back"] and swap["velocity_back"], kind
+            assert swap["difference"] > 0 or kind == "old", kind  # old follows closely, and may have caught up
+
+
+@pytest.mark.parametrize("where,name", (("one", "flow"), ("one", "nft"), ("two", "flow_3")))
+def test_a_resumed_run_goes_on_bit_for_bit(request, where, name):
+    folder = request.getfixturevalue(where)
+    whole, resumed = folder / name, folder / f"{name}_resumed"
+    assert rows(whole) == rows(resumed) and len(rows(whole)) == 4
+    assert rows(whole, "eval_metrics.csv") == rows(resumed, "eval_metrics.csv")
+    ours, theirs = final_weights(whole), final_weights(resumed)
+    assert all((ours[key] == theirs[key]).all() for key in ours)
+
+
+def test_evaluating_with_ema_and_saving_do_not_touch_training(one):
+    assert rows(one / "flow") == rows(one / "unwatched")
+
+
+def test_the_first_update_starts_at_ratio_one(one, two):
+    for folder in (one / "flow", one / "full", two / "flow_2", two / "flow_3", two / "full_3"):
+        assert all(row["ratio_max_dev_first"] <= 1e-5 for row in rows(folder)), folder

@@ -1,0 +1,87 @@
+"""Runs of a tiny SD3 pipeline in a process of their own: `picture_runs.py FOLDER` writes FOLDER/facts.json.
+
+A run that ends with an error leaves its type and text, and how many steps it had trained by then.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from lightrft_visual.config.diffusion_schema import DiffusionRunConfig
+from lightrft_visual.config.load import load_config
+from lightrft_visual.errors import LightRFTVisualError
+from lightrft_visual.models.tiny_diffusion import TinyDiffusionSettings, build_pipeline
+from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
+
+BASE = (
+    "--height 32 --width 32 --num_steps 3 --eval_num_steps 3 --guidance_scale 1 --max_sequence_length 5 "
+    "--rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 4 --train_batch_size 8 "
+    "--micro_train_batch_size 4 --lora_rank 4 --learning_rate 2e-2 --report false --max_steps 3 --eval_steps 1"
+)
+SCORES = """
+calls = []
+
+def red(images, prompts, metadata, ids):
+    calls.append(ids)
+    assert [row["note"] for row in metadata] == [prompt.upper() for prompt in prompts]
+    return [image.resize((1, 1)).getpixel((0, 0))[0] / 255 for image in images]
+
+def some(images, prompts):
+    return [None if index % 4 == 0 else image.resize((1, 1)).getpixel((0, 0))[0] / 255
+            for index, image in enumerate(images)]
+
+def broken(images):
+    return [float("nan")] * len(images)
+"""
+EMA = "--enable_ema true --ema_interval 1 --ema_beta 0.5"
+RUNS = {
+    "plain": f"--reward_fn {{folder}}/scores.py:red {EMA}",
+    "averaged": f"--reward_fn {{folder}}/scores.py:red {EMA} --eval_ema true",
+    "some": "--reward_fn {folder}/scores.py:some --max_steps 1",
+    "nan": "--reward_fn {folder}/scores.py:broken",
+    "unknown": "--reward_fn {folder}/scores.py:green",
+    "missing": "reward.components.aesthetic=1.0",
+    "indivisible": "--reward_fn {folder}/scores.py:red --train_batch_size 3",
+    "few_prompts": "--reward_fn {folder}/scores.py:red --rollout_batch_size 4 --train_batch_size 16",
+    "odd_size": "--reward_fn {folder}/scores.py:red --height 30",
+}
+
+
+def prepare(folder: Path) -> None:
+    build_pipeline(TinyDiffusionSettings(layers=1)).save_pretrained(folder / "pipeline")
+    captions = ["a red circle", "a blue cross", "a green square"]
+    rows = [json.dumps({"prompt": text, "note": text.upper()}) + "\n" for text in captions]
+    (folder / "prompts.jsonl").write_text("".join(rows))
+    (folder / "scores.py").write_text(SCORES)
+
+
+def steps_done(output: Path) -> int:
+    metrics = output / "metrics.csv"
+    return max(0, len(metrics.read_text().splitlines()) - 1) if metrics.is_file() else 0
+
+
+def run(folder: Path, name: str, flags: str) -> dict[str, object]:
+    prompts, output = str(folder / "prompts.jsonl"), folder / name
+    argv = [
+        *BASE.split(), "--pretrain", str(folder / "pipeline"), "--prompt_data", prompts, "--eval_data", prompts,
+        "--output_dir", str(output), *flags.format(folder=folder).split(),
+    ]  # fmt: skip
+    try:
+        trainer = build_diffusion_trainer(load_config(DiffusionRunConfig, argv, preset=None))
+        figures = trainer.fit()
+        trainer.close()
+    except LightRFTVisualError as error:
+        return {"error": type(error).__name__, "text": str(error), "steps": steps_done(output)}
+    return {"figures": figures, "steps": steps_done(output)}
+
+
+def main(folder: Path) -> None:
+    prepare(folder)
+    facts = {name: run(folder, name, flags) for name, flags in RUNS.items()}
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

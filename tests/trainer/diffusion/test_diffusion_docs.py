@@ -1,0 +1,50 @@
+"""docs/diffusion.md and docs/reward_fl.md name every choice there is, and no flag that does not exist."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrft_visual.config.diffusion_schema import (
+    DIFFUSION_ALGORITHM_NAMES,
+    FAMILY_NAMES,
+    DiffusionAlgorithmConfig,
+    DiffusionRunConfig,
+)
+from lightrft_visual.config.load import parse_run
+from lightrft_visual.config.roots import DIFFUSION_PRESET
+from lightrft_visual.rewards.differentiable import DIFFERENTIABLE_REWARDS, check_scores, load_differentiable
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGES = {name: (DOCS / name).read_text() for name in ("diffusion.md", "reward_fl.md")}
+TEXT = "".join(PAGES.values())
+
+
+def test_every_choice_is_documented() -> None:
+    for name in (*DIFFUSION_ALGORITHM_NAMES, *FAMILY_NAMES, *DIFFERENTIABLE_REWARDS):
+        assert re.search(rf"[`_ ]{name}`", TEXT), name
+
+
+def test_flags_exist_and_none_of_the_algorithms_is_left_out() -> None:
+    leaves = {leaf.name for section in fields(DiffusionRunConfig) for leaf in fields(section.default_factory)}
+    named = set(re.findall(r"--([a-z_0-9]+)", TEXT)) - {"config", "help"}
+    assert named <= leaves, named - leaves
+    assert {leaf.name for leaf in fields(DiffusionAlgorithmConfig)} <= named
+
+
+@pytest.mark.parametrize(
+    "command", re.findall(r"^deepspeed examples/train_\w+\.py(.*?)(?: +#.*)?$", TEXT, re.M), ids=str.strip
+)
+def test_commands_are_accepted(command: str) -> None:
+    assert parse_run(DiffusionRunConfig, command.split(), preset=DIFFUSION_PRESET).config
+
+
+def test_the_example_reward_works(tmp_path: Path) -> None:
+    (tmp_path / "smooth.py").write_text(re.search(r"```python\n(.*?)```", PAGES["reward_fl.md"], re.S)[1])
+    media = torch.rand(2, 3, 4, 4, requires_grad=True)
+    scores, valid = load_differentiable(f"{tmp_path}/smooth.py:smooth")(media, ["", ""], [{}, {}])
+    check_scores(scores, valid, 2, "smooth")

@@ -1,0 +1,113 @@
+"""Whole diffusion runs: evaluation, contact sheets, EMA, the exported LoRA in the stock pipeline, and bad input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+from PIL import Image
+from safetensors.torch import load_file
+
+SCRIPT = Path(__file__).with_name("picture_runs.py")
+LORA = "pytorch_lora_weights.safetensors"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, cache_root) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return folder
+
+
+def facts(folder: Path, name: str) -> dict:
+    return json.loads((folder / "facts.json").read_text())[name]
+
+
+def rows(folder: Path, name: str, file: str = "metrics.csv") -> list[dict[str, str]]:
+    with open(folder / name / file, newline="", encoding="utf-8") as handle:
+        return list(csv.DictReader(handle))
+
+
+def sheet(folder: Path, name: str, step: int) -> np.ndarray:
+    return np.asarray(Image.open(folder / name / f"eval_epoch_{step:06d}" / "contact_sheet.png").convert("RGB"))
+
+
+def test_a_user_function_scores_pictures(folder):
+    assert [row["step"] for row in rows(folder, "plain")] == ["1", "2", "3"]
+    assert all(0 < float(row["reward_mean"]) < 1 and float(row["reward_std"]) > 0 for row in rows(folder, "plain"))
+    assert all(float(row["group_size"]) == 4 and float(row["trained_prompt_num"]) == 2 for row in rows(folder, "plain"))
+
+
+def test_evaluation_at_start_every_step_and_end(folder):
+    evaluated = rows(folder, "plain", "eval_metrics.csv")
+    assert [row["step"] for row in evaluated] == ["0", "1", "2", "3"]
+    assert facts(folder, "plain")["figures"]["eval_reward"] == pytest.approx(float(evaluated[-1]["eval_reward"]))
+    assert all("validation/reward/red" in row for row in evaluated)
+
+
+def test_contact_sheets_show_what_changed(folder):
+    before, after = sheet(folder, "plain", 0), sheet(folder, "plain", 3)
+    assert before.shape == after.shape and before.shape[1] >= 3 * 32
+    assert not np.array_equal(before, after)
+
+
+def test_ema_weights_are_what_is_evaluated_and_exported(folder):
+    for column in ("loss", "reward_mean", "grad_norm"):
+        assert [r[column] for r in rows(folder, "plain")] == [r[column] for r in rows(folder, "averaged")]
+    own = [float(row["eval_reward"]) for row in rows(folder, "plain", "eval_metrics.csv")]
+    averaged = [float(row["eval_reward"]) for row in rows(folder, "averaged", "eval_metrics.csv")]
+    assert own[0] == averaged[0] and own[1:] != averaged[1:]
+    assert np.array_equal(sheet(folder, "plain", 0), sheet(folder, "averaged", 0))
+    left, right = (load_file(folder / name / "checkpoint-final" / LORA) for name in ("plain", "averaged"))
+    assert left.keys() == right.keys() and any(not torch.equal(left[key], right[key]) for key in left)
+
+
+def test_the_exported_lora_changes_the_stock_pipeline(folder):
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder / "pipeline")
+    pipeline.set_progress_bar_config(disable=True)
+
+    def draw() -> np.ndarray:
+        noise = torch.Generator().manual_seed(0)
+        return pipeline(
+            "a red circle", height=32, width=32, num_inference_steps=3, guidance_scale=1.0, max_sequence_length=5,
+            generator=noise, output_type="np",
+        ).images[0]  # fmt: skip
+
+    base = draw()
+    pipeline.load_lora_weights(folder / "plain" / "checkpoint-final")
+    assert np.abs(draw() - base).max() > 1e-3
+    pipeline.unload_lora_weights()
+    assert np.array_equal(draw(), base)
+
+
+def test_samples_that_a_reward_does_not_apply_to_are_counted_and_masked(folder):
+    row = rows(folder, "some")[0]
+    assert float(row["reward_invalid_share"]) == 0.25 and float(row["group_size"]) == 3
+    assert float(row["loss"]) == float(row["loss"])  # finite: NaN is no number equal to itself
+
+
+@pytest.mark.parametrize(
+    "name,error,text",
+    (
+        ("nan", "RewardError", "not finite"),
+        ("unknown", "ConfigError", "has no function 'green'"),
+        ("missing", "ConfigError", "aesthetic"),
+        ("indivisible", "ConfigError", "does not divide"),
+        ("few_prompts", "ConfigError", "prompts"),
+        ("odd_size", "ConfigError", "multiples of"),
+    ),
+)
+def test_bad_input_ends_before_training(folder, name, error, text):
+    found = facts(folder, name)
+    assert found.get("error") == error and text in found["text"] and found["steps"] == 0, found

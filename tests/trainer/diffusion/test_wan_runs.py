@@ -1,0 +1,61 @@
+"""Videos end to end: Flow-GRPO on a text-to-video model, Reward FL on a two-expert image-to-video one."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from whole_runs import environment
+
+DRIVER = Path(__file__).with_name("wan_runs.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, cache_root):
+    place = tmp_path_factory.mktemp("wan")
+    done = subprocess.run(
+        [sys.executable, str(DRIVER), str(place)], env=environment(cache_root), capture_output=True, text=True,
+        timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return place
+
+
+def facts(folder: Path, run: str) -> dict:
+    return json.loads((folder / "facts.json").read_text())[run]
+
+
+def last_row(folder: Path, run: str) -> dict[str, str]:
+    with open(folder / f"out_{run}" / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))[-1]
+
+
+def test_evaluated_videos_are_a_strip_and_mp4_files(folder) -> None:
+    sheets = folder / "out_text" / "eval_epoch_000001"
+    assert Image.open(sheets / "contact_sheet.png").width > 300
+    assert [path.name for path in sorted(sheets.glob("*.mp4"))] == ["video_000.mp4", "video_001.mp4"]
+    assert (folder / "out_text" / "checkpoint-final").is_dir() and facts(folder, "text")["moved"] == ["transformer"]
+    assert float(last_row(folder, "text")["ratio_max_dev_first"]) == 0.0
+
+
+def test_only_the_expert_inside_the_boundaries_moves(folder) -> None:
+    assert facts(folder, "high") == {"moved": ["transformer"], "adapted": ["transformer", "transformer_2"]}
+
+
+def test_trainable_models_adapts_no_other_expert(folder) -> None:
+    assert facts(folder, "low") == {"moved": ["transformer_2"], "adapted": ["transformer_2"]}
+
+
+def test_faces_are_scored_against_the_first_frame_of_the_csv(folder) -> None:
+    row = last_row(folder, "low")
+    assert -1 <= float(row["reward_mean"]) <= 1 and float(row["invalid_share"]) == 0.0
+
+
+def test_samples_without_a_face_are_counted_and_move_nothing(folder) -> None:
+    assert float(last_row(folder, "faceless")["invalid_share"]) == 1.0
+    assert facts(folder, "faceless")["moved"] == []

@@ -1,0 +1,108 @@
+"""Runs of tiny Wan pipelines in a process of their own: `wan_runs.py FOLDER` writes FOLDER/facts.json.
+
+Text-to-video by Flow-GRPO, and image-to-video with two experts by Reward FL on rows of a metadata.csv.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
+import tiny_families
+
+from lightrft_visual.config.diffusion_schema import DiffusionRunConfig
+from lightrft_visual.config.load import load_config
+from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
+
+SIZE = "--height 32 --width 32 --num_frames 5 --guidance_scale 1 --max_sequence_length 5 --lora_rank 2"
+BATCH = "--rollout_batch_size 2 --train_batch_size 4 --n_samples_per_prompt 2 --micro_rollout_batch_size 2"
+FACE = """
+import torch
+
+class Embedder(torch.nn.Module):
+    def forward(self, pixels):
+        return torch.nn.functional.avg_pool2d(pixels, 4).flatten(1)
+
+def build():
+    return Embedder()
+
+def find(rgb):
+    import numpy
+    return None if rgb.std() < FLAT else numpy.array([[0.5, 0, 0], [0, 0.5, 0.0]])
+"""
+
+
+def trainer_of(folder: Path, pipeline: str, flags: str):
+    argv = [
+        "--pretrain", str(folder / pipeline), *SIZE.split(), *BATCH.split(), *flags.split(), "--max_steps", "1",
+        "--micro_train_batch_size", "2", "--learning_rate", "0.01", "--report", "false", "--eval_num_steps", "2",
+    ]  # fmt: skip
+    return build_diffusion_trainer(load_config(DiffusionRunConfig, argv, preset=None))
+
+
+def weights(trainer) -> dict[str, torch.Tensor]:
+    """The LoRA weights of both experts, those that are frozen too."""
+    named = trainer.parts.policy.named_parameters()
+    return {name: value.detach().clone() for name, value in named if "lora" in name}
+
+
+def train(folder: Path, pipeline: str, flags: str) -> dict[str, object]:
+    trainer = trainer_of(folder, pipeline, flags)
+    before = weights(trainer)
+    trainer.fit()
+    trainer.close()
+    after = weights(trainer)
+    moved = {name.split(".")[1] for name in before if not torch.equal(before[name], after[name])}
+    return {"moved": sorted(moved), "adapted": sorted({name.split(".")[1] for name in before})}
+
+
+def prepare(folder: Path) -> None:
+    for name in ("wan", "wan_i2v"):
+        torch.manual_seed(0)
+        tiny_families.FAMILIES[name]().save_pretrained(folder / name)
+    (folder / "prompts.jsonl").write_text('{"prompt": "a red circle"}\n{"prompt": "a blue cross"}\n')
+    with open(folder / "metadata.csv", "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["video", "prompt", "input_image"])
+        for place, colour in enumerate(("red", "blue")):
+            picture = Image.new("RGB", (40, 40), colour)
+            picture.paste((255, 255, 255), (0, 0, 20, 20))
+            picture.save(folder / f"frame_{place}.png")
+            rows.writerow([f"clip_{place}.mp4", f"a {colour} circle", f"frame_{place}.png"])
+    (folder / "face.py").write_text(FACE.replace("FLAT", "1"))
+    (folder / "no_face.py").write_text(FACE.replace("FLAT", "1000"))
+
+
+def reward_fl(folder: Path, detector: str = "face") -> str:
+    settings = f"--differentiable_kwargs.embedder {folder}/face.py:build --differentiable_kwargs.size 16"
+    return (
+        "--diffusion_algorithm reward_fl --num_steps 4 --mid_timestep 0 --final_timestep 3 "
+        f"--prompt_data {folder}/metadata.csv --components.pixel 1.0 --differentiable_reward face_similarity "
+        f"{settings} --differentiable_kwargs.detector {folder}/{detector}.py:find"
+    )
+
+
+def main(folder: Path) -> None:
+    prepare(folder)
+    text = f"--prompt_data {folder}/prompts.jsonl --eval_data {folder}/prompts.jsonl --eval_split train --num_steps 3"
+    first, out = reward_fl(folder), f"--output_dir {folder}/out"
+    facts = {
+        "text": train(folder, "wan", f"{text} --components.pixel 1.0 {out}_text"),
+        "high": train(folder, "wan_i2v", f"{first} --max_timestep_boundary 0.5 {out}_high"),
+        "low": train(
+            folder, "wan_i2v", f"{first} --trainable_models transformer_2 --gradient_checkpointing "
+            f"--use_gradient_checkpointing_offload {out}_low"
+        ),
+        "faceless": train(folder, "wan_i2v", f"{reward_fl(folder, 'no_face')} --l2 0 {out}_faceless"),
+    }  # fmt: skip
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,99 @@
+"""The experience maker with the `diffusers` engine: prompts in, scored and compared pictures out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightrft_visual.config.diffusion_schema import DiffusionAlgorithmConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.diffusion_policy import DiffusionPolicy, LoraSettings, family_of
+from lightrft_visual.models.tiny_diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, NoiseConfig, SamplingConfig
+from lightrft_visual.trainer.diffusion.advantages import group_advantages
+from lightrft_visual.trainer.diffusion.flow_grpo import FlowGRPO
+from lightrft_visual.trainer.diffusion.rows import rows_at, trainable_steps
+from lightrft_visual.trainer.diffusion.stages import (
+    DiffusersEngine,
+    DiffusionSampling,
+    PictureSettings,
+    TrainedVelocity,
+)
+from lightrft_visual.trainer.experience import ExperienceDiffusion
+from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
+
+PROMPTS = ["a red circle", "a blue cross"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> DiffusersEngine:
+    pipeline = build_pipeline(TinyDiffusionSettings(layers=1))
+    policy = DiffusionPolicy(family_of(pipeline, TEXT_LENGTH), LoraSettings(2, 4))
+    pictures = PictureSettings(32, 32, 1, 1.0, "", micro_batch_size=3)
+    sampler = DiffusionSampler(SamplingConfig(3, trajectory="sde"), NoiseConfig(0.7))
+    return DiffusersEngine(DiffusionSampling(TrainedVelocity(policy, policy), sampler, pictures), 4)
+
+
+def redness(images, references, labels):
+    """Redness, and a bonus for the reference to show that columns keep to their pictures."""
+    assert [label == "circles" for label in labels] == [reference == 1.0 for reference in references]
+    return [image.resize((1, 1)).getpixel((0, 0))[0] / 255 + bonus for image, bonus in zip(images, references)]
+
+
+def maker_of(engine: DiffusersEngine, **settings) -> FastExperienceMaker:
+    from lightrft_visual.rewards import RewardComputationEngine
+
+    rewards = RewardComputationEngine(custom_reward_func=redness)
+    settings = MakerSettings(engine=engine, rewards=rewards, **settings)
+    return FastExperienceMaker(None, None, None, None, None, 0, None, None, settings=settings)
+
+
+def make(maker: FastExperienceMaker) -> list[ExperienceDiffusion]:
+    return maker.make_experience_list(PROMPTS, all_references=[1.0, 0.0], all_labels=["circles", "crosses"])
+
+
+def test_experience_of_all_prompts_with_group_advantages(engine):
+    maker = maker_of(engine)
+    experiences = make(maker)
+    assert [len(each.latents) for each in experiences] == [3, 3, 2]
+    assert all(isinstance(each, ExperienceDiffusion) for each in experiences)
+    assert torch.cat([each.group_id for each in experiences]).tolist() == [0] * 4 + [1] * 4
+    assert torch.cat([each.sample_id for each in experiences]).tolist() == list(range(8))
+    rewards = torch.cat([each.info["reward"] for each in experiences])
+    assert (rewards[:4] > 1).all() and (rewards[4:] < 1).all() and len(set(rewards.tolist())) > 2
+    wanted = group_advantages(rewards, torch.tensor([0] * 4 + [1] * 4), torch.ones(8, dtype=torch.bool))
+    assert torch.equal(torch.cat([each.advantages for each in experiences]), wanted)
+    assert maker.last_media.shape == (8, 3, 32, 32) and maker.stage_metrics["group_size"] == 4
+
+
+def test_replay_of_what_the_maker_made_is_exact(engine):
+    policy, loss = engine.sampling.model.policy, FlowGRPO(guidance_scale=1.0)
+    for experience in make(maker_of(engine)):
+        for step in trainable_steps(experience).T:
+            rows = rows_at(experience, step)
+            assert torch.equal(loss.replay(policy, rows).log_prob, rows.log_probs)
+
+
+def test_noise_follows_the_policy_version(engine):
+    maker = maker_of(engine)
+    first, again = make(maker), make(maker)
+    maker.policy_version = 1
+    later = make(maker)
+    assert torch.equal(first[0].latents, again[0].latents)
+    assert not torch.equal(first[0].latents, later[0].latents)
+    assert later[0].policy_version.tolist() == [1, 1, 1]
+
+
+def test_settings_of_the_advantages_are_used(engine):
+    experiences = make(maker_of(engine, diffusion=DiffusionAlgorithmConfig(adv_clip_max=0.1)))
+    assert torch.cat([each.advantages for each in experiences]).abs().max() == pytest.approx(0.1)
+
+
+def test_samples_without_rewards(engine):
+    drawn = maker_of(engine).generate_samples(PROMPTS)
+    assert [each.media.shape[0] for each in drawn] == [3, 3, 2]
+
+
+def test_text_settings_are_refused(engine):
+    with pytest.raises(ConfigError, match="temperature"):
+        maker_of(engine).make_experience_list(PROMPTS, temperature=0.5)
