@@ -44,7 +44,7 @@ def turn(text: str) -> str:
 
 @lru_cache
 def checkpoint_of(root: Path, kind: str) -> Checkpoint:
-    """kind: a family, with `+tied` for tied embeddings. Weights are scaled up, so that no prediction is near uniform."""
+    """kind: a family, with `+tied` for tied embeddings. Weights are scaled up, so no prediction is near uniform."""
     family, tied, _ = (*kind.partition("+"),)
     folder = build_tiny_checkpoint(root / kind, family, texts=vocabulary_texts(), tie_embeddings=bool(tied))
     model = load(folder, family in VISION_FAMILIES)

@@ -10,7 +10,15 @@ import torch
 from engine_rig import Rig, environment_restored
 from peft import LoraConfig, get_peft_model
 from tiny_models import (
-    ALL_KINDS, IMAGE, actor_of, checkpoint_of, mixed_prompts, picture, prompts_for, text_prompts, turn,
+    ALL_KINDS,
+    IMAGE,
+    actor_of,
+    checkpoint_of,
+    mixed_prompts,
+    picture,
+    prompts_for,
+    text_prompts,
+    turn,
 )  # fmt: skip
 
 from lightrft_visual.errors import ConfigError, RolloutError
