@@ -66,6 +66,7 @@ class VLLMEngine:
         _prepare_environment()
         self.settings = settings
         self.asleep = False
+        self.failure: str | None = None
         self.llm = self._build()
 
     def _build(self):
@@ -110,13 +111,23 @@ class VLLMEngine:
         requests, own = self.sharing.share(requests)
         prompts = [self._prompt(request) for request in requests]
         params = [self._params(settings, request.seed) for request in requests]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
+        outputs = self._run(prompts, params) if prompts else []
         results = []
         for output in outputs[own]:
             if len(output.outputs) != settings.n:
                 raise RolloutError(f"vLLM returned {len(output.outputs)} completions where {settings.n} were asked for")
             results.append([self._completion(output, one, settings) for one in output.outputs])
         return results
+
+    def _run(self, prompts: list[dict[str, Any]], params: list) -> list:
+        if self.failure is not None:
+            # Requests of the failed call are still in vLLM's scheduler; it would turn in circles on them.
+            raise RolloutError(f"the engine failed before: {self.failure}")
+        try:
+            return self.llm.generate(prompts, params, use_tqdm=False)
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            raise RolloutError(f"vLLM failed while generating: {self.failure}") from error
 
     def _prompt(self, request: GenerationRequest) -> dict[str, Any]:
         entry: dict[str, Any] = {"prompt": request.prompt}

@@ -51,6 +51,9 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     prompts = DrawPrompts(
         config.data.prompt_data, config.data.prompt_split, config.data.max_samples, config.data, first_frames
     )
+    wanted = config.sampling.rollout_batch_size
+    if len(prompts) < wanted:
+        raise ConfigError(f"rollout_batch_size is {wanted}, but {config.data.prompt_data} has {len(prompts)} prompts")
     eval_prompts = _eval_prompts(config, first_frames)
     rewards = RewardComputationEngine.from_config(
         config.reward, strategy=strategy, labels={row.label for row in prompts.rows}
