@@ -46,6 +46,8 @@ class RolloutStage:
 
     def features(self, batch: PromptBatch) -> list[PromptFeatures]:
         """Expanded ids, decoded media and preprocessed patches of each prompt."""
+        if not len(batch):
+            return []
         processed = self.data_processor.process_multimodal_batch(
             batch.prompts, batch.images, batch.references, None, 1, batch.videos, None
         )

@@ -47,7 +47,10 @@ def wait_until_gone(process: psutil.Process) -> None:
     """A zombie is gone: its launcher may be busy with the other rank."""
     ends = time.monotonic() + PATIENCE
     while time.monotonic() < ends:
-        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return
+        except psutil.NoSuchProcess:
             return
         time.sleep(0.2)
     raise AssertionError(f"still there after {PATIENCE} s")

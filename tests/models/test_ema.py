@@ -69,3 +69,20 @@ def test_state_round_trip_and_mismatch():
     assert other.steps == 1 and all(torch.equal(a, b) for a, b in zip(average.copies, other.copies))
     with pytest.raises(ValueError, match="tensor 0"):
         WeightAverage(nn.Linear(4, 2).parameters(), 0.5, 3).load_state_dict(average.state_dict())
+
+
+def test_an_average_of_bf16_weights_keeps_small_moves_also_across_a_swap():
+    model = layer().bfloat16()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    average = WeightAverage(model.parameters(), 0.9)
+    with torch.no_grad():
+        model.weight.fill_(1.0078125)  # the next bf16 number
+    weights = model.weight.detach().clone()
+    average.step()
+    wanted = torch.full((2, 3), 1 + 0.1 * 0.0078125)
+    torch.testing.assert_close(average.copies[0], wanted, atol=1e-7, rtol=0)
+    with average.swapped():
+        assert model.weight.dtype == torch.bfloat16 and torch.equal(model.weight, wanted.bfloat16())
+    assert torch.equal(model.weight, weights)
+    torch.testing.assert_close(average.copies[0], wanted, atol=1e-7, rtol=0)

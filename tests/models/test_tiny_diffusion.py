@@ -1,5 +1,8 @@
 """The embedded diffusion model: tokenizers that know the captions, settings that decide the weights."""
 
+import multiprocessing
+import time
+
 import torch
 
 from lightrft_visual.data.drawn_shapes import all_captions
@@ -10,6 +13,7 @@ from lightrft_visual.models.tiny_diffusion import (
     build_clip_tokenizer,
     build_pipeline,
     build_t5_tokenizer,
+    built_once,
     spoil_captions,
     warm_up_vae,
 )
@@ -60,3 +64,26 @@ def test_spoilt_captions_have_their_share():
     said = spoil_captions(colours, shapes, settings, torch.Generator().manual_seed(0))
     assert abs((said == 24).float().mean() - 0.1) < 0.01
     assert abs((said == 0).float().mean() - 0.9 * 0.7) < 0.02  # a random other shape is the right one in a quarter
+
+
+def build_slowly(root: str, counter: str) -> None:
+    def build():
+        with open(counter, "a") as file:
+            file.write("built\n")
+        time.sleep(0.5)
+        return build_pipeline(TinyDiffusionSettings(layers=1))
+
+    built_once("raced", TinyDiffusionSettings(layers=1), build, root)
+
+
+def test_of_processes_that_race_one_builds_and_the_others_wait(tmp_path):
+    context, counter = multiprocessing.get_context("fork"), tmp_path / "count"
+    racers = [context.Process(target=build_slowly, args=(str(tmp_path / "cache"), str(counter))) for _ in range(2)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join(120)
+        assert racer.exitcode == 0
+    assert counter.read_text() == "built\n"
+    kept = [path.name for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
+    assert kept == [f"raced-{TinyDiffusionSettings(layers=1).key}"]

@@ -1,4 +1,4 @@
-"""Two gloo ranks as one vLLM engine: each gives its own prompts and gets its own responses, in step with the trainer."""
+"""Two gloo ranks as one vLLM engine: each gives its own prompts and gets its own responses, in step."""
 
 from __future__ import annotations
 

@@ -47,25 +47,18 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     resume_folder = check_output(config.output)
     embedded = config.data.prompt_data == EMBEDDED
     config = _resolve_embedded(config)
-    first_frames = takes_first_frame(config.model.pretrain, config.model.family)
-    prompts = DrawPrompts(
-        config.data.prompt_data, config.data.prompt_split, config.data.max_samples, config.data, first_frames
-    )
-    wanted = config.sampling.rollout_batch_size
-    if len(prompts) < wanted:
-        raise ConfigError(f"rollout_batch_size is {wanted}, but {config.data.prompt_data} has {len(prompts)} prompts")
-    eval_prompts = _eval_prompts(config, first_frames)
+    prompts, eval_prompts = _prompts(config)
     rewards = RewardComputationEngine.from_config(
         config.reward, strategy=strategy, labels={row.label for row in prompts.rows}
     )
     recorder = open_recorder(config)
     algorithm = DIFFUSION_ALGORITHMS[config.algorithm.diffusion_algorithm]
-    policy, engine = _policy(config, strategy, algorithm, _total_steps(config, len(prompts)))
+    total_steps, timer = _total_steps(config, len(prompts)), PhaseTimer(synchronize)
+    policy, engine = _policy(config, strategy, algorithm, total_steps)
     old = WeightCopy(policy.trainable_parameters(), torch.float32) if algorithm.old_policy else None
     model = TrainedVelocity(engine, policy)
     pictures = _pictures(config)
     sampling = DiffusionSampling(model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), pictures)
-    total_steps, timer = _total_steps(config, len(prompts)), PhaseTimer(synchronize)
     maker = _maker(config, DiffusersEngine(sampling, config.sampling.n_samples_per_prompt, old), rewards, timer)
     parts = DiffusionParts(
         config=config,
@@ -133,11 +126,16 @@ def _resolve_embedded(config: DiffusionRunConfig) -> DiffusionRunConfig:
     return config
 
 
-def _eval_prompts(config: DiffusionRunConfig, first_frames: bool) -> DrawPrompts | None:
-    data = config.data
+def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | None]:
+    """Prompts of training and of evaluation, if there are any. Raises DataError, and ConfigError for too few."""
+    data, wanted = config.data, config.sampling.rollout_batch_size
+    first_frames = takes_first_frame(config.model.pretrain, config.model.family)
+    prompts = DrawPrompts(data.prompt_data, data.prompt_split, data.max_samples, data, first_frames)
+    if len(prompts) < wanted:
+        raise ConfigError(f"rollout_batch_size is {wanted}, but {data.prompt_data} has {len(prompts)} prompts")
     if data.eval_data is None or data.max_eval_samples == 0:
-        return None
-    return DrawPrompts(data.eval_data, data.eval_split, data.max_eval_samples, data, first_frames)
+        return prompts, None
+    return prompts, DrawPrompts(data.eval_data, data.eval_split, data.max_eval_samples, data, first_frames)
 
 
 def _total_steps(config: DiffusionRunConfig, rows: int) -> int:

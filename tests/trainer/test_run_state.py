@@ -1,0 +1,93 @@
+"""What a run refuses to start with, and which evaluation a checkpoint is judged by."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from lightrft_visual.config.schema import OutputConfig
+from lightrft_visual.errors import CheckpointError, ConfigError
+from lightrft_visual.trainer.run_state import RunState, best_metric, check_output, final_folder
+
+
+def output(tmp_path, **settings) -> OutputConfig:
+    return OutputConfig(output_dir=str(tmp_path / "run"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("eval_reward", ("eval_reward", "max")),
+        ("max:eval_reward", ("eval_reward", "max")),
+        ("min:eval_length", ("eval_length", "min")),
+    ],
+)
+def test_best_metric(tmp_path, text, expected):
+    assert best_metric(output(tmp_path, best_metric=text, eval_steps=2, save_steps=4)) == expected
+
+
+@pytest.mark.parametrize("text", ["most:eval_reward", "max:", ":eval_reward"])
+def test_a_best_metric_that_cannot_be_read(tmp_path, text):
+    with pytest.raises(ConfigError, match="NAME, max:NAME or min:NAME"):
+        best_metric(output(tmp_path, best_metric=text, eval_steps=2, save_steps=4))
+
+
+@pytest.mark.parametrize(("evaluate", "save"), [(-1, 4), (2, -1), (4, 2), (2, 3)])
+def test_checkpoints_are_compared_by_evaluations_of_their_own(tmp_path, evaluate, save):
+    with pytest.raises(ConfigError, match="multiple of eval_steps"):
+        check_output(output(tmp_path, best_metric="eval_reward", eval_steps=evaluate, save_steps=save))
+
+
+def test_what_is_no_checkpoint_is_not_overwritten(tmp_path):
+    target = tmp_path / "precious"
+    target.mkdir()
+    (target / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="precious exists and is no checkpoint"):
+        check_output(output(tmp_path, save_path=str(target)))
+
+
+@pytest.mark.parametrize("settings", [{"resume_from": "auto"}, {"load_checkpoint": True}])
+def test_nothing_to_resume_from(tmp_path, settings):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        check_output(output(tmp_path, **settings))
+
+
+def test_a_fresh_start(tmp_path):
+    assert check_output(output(tmp_path)) is None
+    assert final_folder(output(tmp_path)) == tmp_path / "run" / "checkpoint-final"
+
+
+class Trainer:
+    """As much of a trainer as `RunState` reads when it saves."""
+
+    def __init__(self):
+        self.step, self.evaluated_step, self.nonfinite_in_a_row = 0, -1, 0
+        self.latest_eval: dict[str, float] = {}
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def save_engines(self, folder) -> None:
+        (folder / "weights.bin").write_bytes(b"w")
+
+
+def test_only_an_evaluation_of_the_same_weights_counts_for_the_best(tmp_path):
+    trainer = Trainer()
+    settings = output(tmp_path, best_metric="eval_reward", eval_steps=1, save_steps=1, max_ckpt_num=1)
+    state = RunState(trainer, settings)
+    trainer.step, trainer.evaluated_step, trainer.latest_eval = 1, 1, {"eval_reward": 0.5}
+    first = state.save()
+    trainer.step = 2  # stopped by a signal: not evaluated
+    last = state.save()
+    assert state.manager.find_best() == first
+    assert last.is_dir() and first.is_dir()
+
+
+def test_a_best_metric_that_the_evaluation_does_not_give(tmp_path):
+    settings = output(tmp_path, best_metric="eval_rewards", eval_steps=1, save_steps=1)
+    state = RunState(SimpleNamespace(), settings)
+    with pytest.raises(ConfigError, match="those are: eval_reward, eval_reward_greedy"):
+        state.check_metrics({"eval_reward": 1.0, "eval_reward_greedy": 1.0})
+    with pytest.raises(ConfigError, match="there is no evaluation data"):
+        state.check_metrics({})
