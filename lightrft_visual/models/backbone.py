@@ -7,9 +7,11 @@ from dataclasses import replace
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from transformers import Cache, PreTrainedModel
 
-from ..errors import DataError
+from ..errors import ConfigError, DataError
+from ..strategy import distributed
 from .actor_modality import ActorModality, get_modality, require_packing
 from .inputs import ModelInputs
 from .positions import MRopePositions, packed_text_positions, text_positions, token_types
@@ -69,9 +71,9 @@ class Backbone:
     def _forward(self, inputs: ModelInputs, positions: T, types: T, **cache) -> T:
         """(rows, S, H)"""
         length = inputs.sequences.shape[1]
-        idle = self.mrope is not None and inputs.pixel_values is None and inputs.pixel_values_videos is None
-        if idle:
-            inputs, positions, types = self._with_idle_image(inputs, positions, types)
+        for kind in self._missing_media(inputs) if self.vision else ():
+            inputs, positions, types = self._with_blank(kind, inputs, positions, types)
+        blank = inputs.sequences.shape[1] - length
         arguments: dict = {
             "input_ids": inputs.sequences,
             "attention_mask": None if inputs.is_packed else inputs.attention_mask,
@@ -81,31 +83,65 @@ class Backbone:
         if self.vision:
             arguments |= self._vision_arguments(inputs, types)
         hidden = self.base(**arguments).last_hidden_state
-        if idle and "past_key_values" in cache:
-            cache["past_key_values"].crop(length)
+        if blank and "past_key_values" in cache:
+            cache["past_key_values"].crop(-blank)
         return hidden[:, :length]
 
-    def _with_idle_image(self, inputs: ModelInputs, positions: T, types: T) -> tuple[ModelInputs, T, T]:
-        """The inputs with one image token more, at the end of the first row, and a blank image of that size.
+    def _missing_media(self, inputs: ModelInputs) -> list[str]:
+        """Kinds of media that this batch lacks and a blank one must stand for, so that all ranks run the same modules.
 
-        Nothing comes after it, so no other token sees it, and its own output is dropped. Without it a rank whose batch
-        has no image would run other modules than the rest: ZeRO-3 gathers weights, and ZeRO-1/2 reduce gradients, in
-        the order of use, and hang or mix them up where ranks differ in it.
+        The vision tower runs once for images and once for videos. ZeRO-1/2 reduce gradients in the order of use: it must
+        run at least once. ZeRO-3 gathers weights in that order: it must run equally often on every rank, and the ranks
+        agree on it here.
         """
-        vision, device = self.config.vision_config, inputs.sequences.device
-        merge, patch = vision.spatial_merge_size, vision.patch_size
-        ids, mark = inputs.sequences[:, -1:].clone(), torch.zeros_like(types[:, -1:])
-        ids[0], mark[0] = self.image_token_id, 1
+        present = torch.tensor([inputs.pixel_values is not None, inputs.pixel_values_videos is not None]).float()
+        wanted = present
+        if is_zero_param(next(self.base.parameters())):
+            wanted = distributed.all_reduce_max(present.to(inputs.sequences.device)).cpu()
+        if not wanted.any():
+            return ["image"]
+        return [kind for kind, has, needs in zip(("image", "video"), present, wanted) if needs and not has]
+
+    def _with_blank(self, kind: str, inputs: ModelInputs, positions: T, types: T) -> tuple[ModelInputs, T, T]:
+        """The inputs with the tokens of a blank image or video at the end of the first row.
+
+        Nothing comes after them, so no other token sees them, and their own output is dropped.
+        """
+        device = inputs.sequences.device
+        pixels, grids, count = self._blank()
+        ids = inputs.sequences[:, -1:].repeat(1, count)
+        mark = torch.zeros_like(ids, dtype=types.dtype)
+        image = kind == "image"
+        ids[0] = self.image_token_id if image else self.video_token_id
+        mark[0] = 1 if image else 2
+        names = ("pixel_values", "image_grid_thws") if image else ("pixel_values_videos", "video_grid_thws")
+        media = dict(zip(names, (pixels.to(device), None if grids is None else grids.to(device))))
         longer = replace(
             inputs,
             sequences=torch.cat([inputs.sequences, ids], dim=1),
-            attention_mask=torch.cat([inputs.attention_mask, mark.to(inputs.attention_mask.dtype)], dim=1),
-            pixel_values=torch.zeros(
-                merge * merge, vision.in_channels * vision.temporal_patch_size * patch * patch, device=device
-            ),
-            image_grid_thws=torch.tensor([[1, merge, merge]], device=device),
+            attention_mask=torch.cat([inputs.attention_mask, mark.bool().to(inputs.attention_mask.dtype)], dim=1),
+            **media,
         )
-        return longer, torch.cat([positions, positions[..., -1:] + 1], dim=-1), torch.cat([types, mark], dim=1)
+        later = positions[..., -1:] + torch.arange(1, count + 1, device=device)
+        return longer, torch.cat([positions, later], dim=-1), torch.cat([types, mark], dim=1)
+
+    def _blank(self) -> tuple[T, T | None, int]:
+        """(pixel values, grids or None, tokens) of the smallest image or video that the model takes."""
+        vision, values = self.config.vision_config, self.config.to_dict()
+        if self.mrope is not None:
+            merge, patch = vision.spatial_merge_size, vision.patch_size
+            width = vision.in_channels * vision.temporal_patch_size * patch * patch
+            return torch.zeros(merge * merge, width), torch.tensor([[1, merge, merge]]), 1
+        if "image_seq_length" not in values:
+            raise ConfigError(
+                f"model type {self.config.model_type!r} cannot run on a batch without images: how many tokens an image "
+                "takes is not in its configuration"
+            )
+        return (
+            torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size),
+            None,
+            values["image_seq_length"],
+        )
 
     def _vision_arguments(self, inputs: ModelInputs, types: T) -> dict:
         arguments = {
@@ -117,6 +153,8 @@ class Backbone:
         arguments = {name: value for name, value in arguments.items() if value is not None}
         if self.mrope is not None:
             arguments["mm_token_type_ids"] = types
+        elif inputs.pixel_values is not None and inputs.pixel_values.dim() == 4:
+            _check_even(types, inputs)
         return arguments
 
     def _positions(self, inputs: ModelInputs) -> tuple[T, T]:
@@ -156,6 +194,15 @@ class Backbone:
 
     def _merge_area(self) -> int:
         return self.config.vision_config.spatial_merge_size**2
+
+
+def _check_even(types: T, inputs: ModelInputs) -> None:
+    """For models that give every image the same number of tokens. Raises DataError where some are missing or left."""
+    counts, images = (types == 1).sum(dim=1).tolist(), len(inputs.pixel_values)
+    if not sum(counts) or sum(counts) % images:
+        names = range(len(counts)) if inputs.sample_ids is None else inputs.sample_ids.tolist()
+        listed = ", ".join(f"sample {name}: {count}" for name, count in zip(names, counts))
+        raise DataError(f"{sum(counts)} image tokens do not divide over {images} image(s) ({listed})")
 
 
 class _GridCursor:

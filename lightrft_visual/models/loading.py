@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -101,9 +102,13 @@ def load_transformer(path: str, model: ModelConfig, dtype: torch.dtype) -> PreTr
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         vision = get_modality(config) is ActorModality.VISION_LANGUAGE
         auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-        transformer = auto.from_pretrained(path, **arguments)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        transformer, report = auto.from_pretrained(path, output_loading_info=True, **arguments)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model {path} cannot be loaded: {error}") from error
+    if report["missing_keys"]:
+        # transformers would draw them at random and go on.
+        some = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ConfigError(f"model {path} lacks {len(report['missing_keys'])} weight(s): {some}")
     if model.gradient_checkpointing:
         transformer.gradient_checkpointing_enable({"use_reentrant": False})
     return transformer

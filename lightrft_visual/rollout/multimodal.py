@@ -192,7 +192,8 @@ def _split_features(output: Mapping[str, Any], images: list[list], videos: list[
 def _split_pixels(pixels: Any, grid: Any, counts: list[int]) -> tuple[list[T | None], list[T | None]]:
     if pixels is None:
         return [None] * len(counts), [None] * len(counts)
-    pixels = torch.as_tensor(pixels)
+    # Some image processors give a list of images of one size, others one array or tensor.
+    pixels = torch.stack(list(pixels)) if isinstance(pixels, list) else torch.as_tensor(pixels)
     if grid is None:
         return [pixels], [None]  # called for a single prompt
     grids = torch.as_tensor(grid).split(counts)

@@ -1,7 +1,8 @@
 """The embedded diffusion model: tokenizers that know the captions, settings that decide the weights."""
 
-import multiprocessing
-import time
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 
@@ -13,10 +14,11 @@ from lightrft_visual.models.tiny_diffusion import (
     build_clip_tokenizer,
     build_pipeline,
     build_t5_tokenizer,
-    built_once,
     spoil_captions,
     warm_up_vae,
 )
+
+PROJECT = Path(__file__).resolve().parents[2]
 
 
 def test_every_caption_is_one_token_a_word_in_both_tokenizers():
@@ -66,24 +68,27 @@ def test_spoilt_captions_have_their_share():
     assert abs((said == 0).float().mean() - 0.9 * 0.7) < 0.02  # a random other shape is the right one in a quarter
 
 
-def build_slowly(root: str, counter: str) -> None:
-    def build():
-        with open(counter, "a") as file:
-            file.write("built\n")
-        time.sleep(0.5)
-        return build_pipeline(TinyDiffusionSettings(layers=1))
+RACER = """
+import sys, time
+from lightrft_visual.models.tiny_diffusion import TinyDiffusionSettings, build_pipeline, built_once
 
-    built_once("raced", TinyDiffusionSettings(layers=1), build, root)
+settings = TinyDiffusionSettings(layers=1)
+
+def build():
+    with open(sys.argv[2], "a") as file:
+        file.write("built\\n")
+    time.sleep(0.5)
+    return build_pipeline(settings)
+
+built_once("raced", settings, build, sys.argv[1])
+"""
 
 
 def test_of_processes_that_race_one_builds_and_the_others_wait(tmp_path):
-    context, counter = multiprocessing.get_context("fork"), tmp_path / "count"
-    racers = [context.Process(target=build_slowly, args=(str(tmp_path / "cache"), str(counter))) for _ in range(2)]
-    for racer in racers:
-        racer.start()
-    for racer in racers:
-        racer.join(120)
-        assert racer.exitcode == 0
+    counter = tmp_path / "count"
+    command = [sys.executable, "-c", RACER, str(tmp_path / "cache"), str(counter)]
+    racers = [subprocess.Popen(command, cwd=PROJECT) for _ in range(2)]
+    assert [racer.wait(200) for racer in racers] == [0, 0]
     assert counter.read_text() == "built\n"
     kept = [path.name for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
     assert kept == [f"raced-{TinyDiffusionSettings(layers=1).key}"]

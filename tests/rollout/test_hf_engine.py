@@ -6,7 +6,17 @@ import pytest
 import torch
 from engine_rig import Rig
 from peft import LoraConfig, get_peft_model
-from tiny_models import ALL_KINDS, actor_of, checkpoint_of, mixed_prompts, prompts_for, text_prompts, turn
+from tiny_models import (
+    ALL_KINDS,
+    VIDEO,
+    actor_of,
+    checkpoint_of,
+    clip,
+    mixed_prompts,
+    prompts_for,
+    text_prompts,
+    turn,
+)  # fmt: skip
 
 from lightrft_visual.errors import RolloutError
 from lightrft_visual.models.loading import Checkpoint
@@ -80,7 +90,9 @@ def test_more_samples_leave_the_first_ones_as_they_are(rig):
 
 def test_greedy_equals_transformers_own_generation(rig):
     greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=6)
-    batch = mixed_prompts().select([0, 1, 2, 5, 6])
+    batch = mixed_prompts().select([0, 1, 2, 2])
+    # Two frames in time, on two positions, as many as in height: where transformers starts the text that follows right.
+    batch.prompts[3], batch.videos[3] = batch.prompts[3] + VIDEO, [clip(0, 4, fps=4.0)]
     ours = rig.stage.generate(batch, greedy)
     model, checkpoint = rig.actor.model, rig.checkpoint
     for rollout in ours:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,14 @@ import pytest
 from lightrft_visual.config.schema import OutputConfig
 from lightrft_visual.errors import CheckpointError, ConfigError
 from lightrft_visual.trainer.run_state import RunState, best_metric, check_output, final_folder
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """RunState takes SIGTERM over; the tests give it back."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def output(tmp_path, **settings) -> OutputConfig:

@@ -1,0 +1,143 @@
+"""Checkpoints that cannot be loaded say why; freezing and LoRA reach what they name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from tiny_models import checkpoint_of, load
+from transformers import PretrainedConfig
+
+from lightrft_visual.config.schema import DataConfig, ModelConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.loading import add_lora, check_path, freeze, load_transformer, open_checkpoint
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture
+def copy(root, tmp_path):
+    """A checkpoint folder to damage."""
+    return shutil.copytree(checkpoint_of(root, "qwen2_5_vl").path, tmp_path / "model")
+
+
+def test_paths_that_lead_nowhere(tmp_path):
+    for path in (str(tmp_path / "none"), "./none", "~/none", "a/b/c"):
+        with pytest.raises(ConfigError, match=f"model folder {path} does not exist"):
+            check_path(path)
+    with pytest.raises(ConfigError, match=f"model folder {tmp_path} has no config.json"):
+        check_path(str(tmp_path))
+    check_path("organisation/name")
+
+
+@pytest.mark.parametrize("broken", ["config.json", "tokenizer_config.json", "preprocessor_config.json"])
+def test_damaged_small_parts_are_an_error_that_names_the_folder(copy, broken):
+    names = {path.name for path in copy.iterdir()}
+    target = copy / (broken if broken in names else "processor_config.json")
+    target.write_text("{")
+    with pytest.raises(ConfigError, match=f"model {copy} cannot be loaded"):
+        open_checkpoint(str(copy), ModelConfig(), DataConfig())
+
+
+def test_an_unknown_architecture_is_an_error(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"model_type": "no_such_model"}))
+    with pytest.raises(ConfigError, match=f"model {copy} cannot be loaded.*no_such_model"):
+        load_transformer(str(copy), ModelConfig(), torch.float32)
+
+
+def test_missing_weights_are_an_error(copy):
+    for path in copy.glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(ConfigError, match=f"model {copy} cannot be loaded"):
+        load_transformer(str(copy), ModelConfig(), torch.float32)
+
+
+def test_damaged_weights_are_an_error(copy):
+    for path in copy.glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=f"model {copy} cannot be loaded"):
+        load_transformer(str(copy), ModelConfig(), torch.float32)
+
+
+@pytest.mark.parametrize("change", ["gone", "another shape"])
+def test_a_weight_that_is_not_what_the_model_needs_is_an_error(copy, change):
+    (path,) = copy.glob("*.safetensors")
+    state = load_file(path)
+    name = next(name for name in state if "down_proj" in name and "layers.1" in name)
+    weight = state.pop(name)
+    save_file(state if change == "gone" else state | {name: weight[:, :3].clone()}, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"model {copy} .*"):
+        load_transformer(str(copy), ModelConfig(), torch.float32)
+
+
+def test_loading_takes_precision_attention_and_checkpointing(root):
+    path = checkpoint_of(root, "qwen2_5_vl").path
+    model = load_transformer(
+        path, ModelConfig(gradient_checkpointing=True, attn_implementation="eager"), torch.bfloat16
+    )
+    assert model.dtype == torch.bfloat16 and model.is_gradient_checkpointing
+    assert model.config._attn_implementation == "eager"
+    assert not load_transformer(path, ModelConfig(), torch.float32).is_gradient_checkpointing
+
+
+def test_pixel_limits_reach_the_processor(root):
+    path = checkpoint_of(root, "qwen2_5_vl").path
+    processor = open_checkpoint(path, ModelConfig(), DataConfig(min_pixels=3136, max_pixels=12544)).processor
+    size = processor.image_processor.size
+    assert (size["shortest_edge"], size["longest_edge"]) == (3136, 12544)
+
+
+def test_end_tokens_come_from_every_place(copy):
+    checkpoint = open_checkpoint(str(copy), ModelConfig(), DataConfig())
+    own = checkpoint.tokenizer.eos_token_id
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [own, 5, 9]}))
+    assert checkpoint.eos_ids == sorted({own, 5, 9})
+    (copy / "generation_config.json").unlink()
+    assert checkpoint.eos_ids == [own]
+
+
+def test_a_text_model_has_no_processor_and_always_a_padding_token(root):
+    checkpoint = checkpoint_of(root, "qwen2")
+    assert checkpoint.processor is None and not checkpoint.vision
+    assert isinstance(checkpoint.config, PretrainedConfig)
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "frozen"),
+    [("", ()), ("false", ()), ("true", ("visual.",)), ("visual.blocks", ("visual.blocks.",)),
+     ("visual, lm_head", ("visual.", "lm_head."))],
+)  # fmt: skip
+def test_freezing_reaches_what_it_names_and_no_more(root, prefixes, frozen):
+    model = load(checkpoint_of(root, "qwen2_5_vl").path, True)
+    count = freeze(model, prefixes)
+    still = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    wanted = {name for name, _ in model.named_parameters() if any(f".{part}" in f".{name}" for part in frozen)}
+    assert still == wanted and count == len(wanted)
+
+
+def test_freezing_something_that_is_not_there_is_an_error(root):
+    model = load(checkpoint_of(root, "qwen2_5_vl").path, True)
+    with pytest.raises(ConfigError, match="freeze_prefix vision_towr matches no parameter"):
+        freeze(model, "visual,vision_towr")
+    with pytest.raises(ConfigError, match="matches no parameter"):
+        freeze(load(checkpoint_of(root, "qwen2").path, False), "true")
+
+
+def test_adapters_are_added_where_they_are_asked_for(root):
+    path = checkpoint_of(root, "qwen2_5_vl").path
+    model = load(path, True)
+    assert add_lora(model, ModelConfig()) is model
+    peft = add_lora(model, ModelConfig(lora_rank=4, target_modules="q_proj,v_proj"))
+    assert isinstance(peft, PeftModel)
+    trained = [name for name, parameter in peft.named_parameters() if parameter.requires_grad]
+    assert trained and all("lora_" in name and ("q_proj" in name or "v_proj" in name) for name in trained)
+    with pytest.raises(ConfigError, match=r"LoRA cannot be added \(target_modules no_such\)"):
+        add_lora(load(path, True), ModelConfig(lora_rank=4, target_modules="no_such"))

@@ -1,0 +1,58 @@
+"""Run by two ranks: the transformers engine on a ZeRO-3 model, ranks with different prompts, images and lengths."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from engine_rig import Rig
+from tiny_models import actor_of, mixed_prompts
+
+from lightrft_visual.config.schema import DataConfig, DistributedConfig, ModelConfig
+from lightrft_visual.models.inputs import ModelInputs
+from lightrft_visual.models.loading import open_checkpoint
+from lightrft_visual.rollout.engine import SamplingSettings
+from lightrft_visual.rollout.hf_engine import TransformersEngine
+from lightrft_visual.rollout.parity import log_prob_difference
+from lightrft_visual.rollout.records import collate
+from lightrft_visual.strategy import distributed
+from lightrft_visual.strategy.deepspeed import DeepspeedStrategy, OptimizerSettings
+
+SETTINGS = SamplingSettings(n=2, max_new_tokens=6)
+
+
+def main(folder: str, out: str) -> None:
+    torch.set_num_threads(1)
+    strategy = DeepspeedStrategy(DistributedConfig(zero_stage=3))
+    strategy.setup_distributed()
+    rank = distributed.rank()
+    checkpoint = open_checkpoint(folder, ModelConfig(), DataConfig())
+    actor = actor_of(checkpoint)
+    train = strategy.prepare(actor, OptimizerSettings(1e-2, total_steps=4))
+    engine = TransformersEngine(train, checkpoint.tokenizer, checkpoint.processor, micro_batch_size=3)
+    rig = Rig(checkpoint, actor, engine)
+    # Rank 0: text, images and a video in three micro-batches. Rank 1: text alone, then nothing at all.
+    batches = [mixed_prompts().select([[0, 2, 4, 5], [0]][rank]), mixed_prompts().select([[1, 0], []][rank])]
+    tokens, figures = [], []
+    for batch in batches:
+        tokens.append(rig.token_ids(batch, SETTINGS))
+    for _ in range(2):
+        figures.append(train_step(rig, train, mixed_prompts().select([[2], [0]][rank])))
+    Path(out, f"{rank}.json").write_text(json.dumps({"tokens": tokens, "figures": figures}))
+
+
+def train_step(rig: Rig, train, batch) -> float:
+    """Sample, compare with the trainer's log-probs, and move the weights; ranks with and without images."""
+    rollouts = rig.stage.generate(batch, SETTINGS)
+    samples = collate(rollouts, rig.checkpoint.tokenizer.pad_token_id, True)
+    output = train(ModelInputs.of(samples), SETTINGS.scoring)
+    figure = log_prob_difference(output.log_probs.detach(), samples.rollout_log_probs, samples.action_mask)
+    train.accumulate(-output.log_probs.sum() / 100, last=True)
+    assert train.step().applied
+    return figure
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

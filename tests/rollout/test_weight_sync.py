@@ -1,0 +1,83 @@
+"""The weights that go to the engine: checkpoint names, whole tensors, LoRA merged without touching the trainer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from tiny_models import ALL_KINDS, actor_of, checkpoint_of
+
+from lightrft_visual.rollout.weight_sync import gathered_state_dict, named_weights
+from lightrft_visual.strategy.deepspeed import TrainEngine
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def engine_of(actor) -> TrainEngine:
+    return TrainEngine(SimpleNamespace(module=actor), zero_stage=0, max_norm=1.0)
+
+
+def adapters(model):
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_all_weights_come_once_whole_and_equal_to_the_model(root, kind):
+    actor = actor_of(checkpoint_of(root, kind))
+    sent = list(named_weights(engine_of(actor)))
+    names = [name for name, _ in sent]
+    assert names == [name for name, _ in actor.model.named_parameters()]
+    assert len(names) == len(set(names))
+    own = actor.model.state_dict()
+    assert all(torch.equal(own[name], tensor) for name, tensor in sent)
+    assert ("lm_head.weight" in names) == (not kind.endswith("+tied"))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2_5_vl"])
+def test_what_transformers_saves_is_what_is_sent(root, kind):
+    checkpoint = checkpoint_of(root, kind)
+    saved = load_file(f"{checkpoint.path}/model.safetensors")
+    sent = dict(named_weights(engine_of(actor_of(checkpoint))))
+    assert len(saved) == len(sent)
+    assert sorted(tensor.sum().item() for tensor in saved.values()) == sorted(t.sum().item() for t in sent.values())
+
+
+def test_adapters_are_merged_as_peft_does_and_the_trainer_keeps_them_apart(root):
+    checkpoint = checkpoint_of(root, "qwen2_5_vl")
+    actor = actor_of(checkpoint, wrap=adapters)
+    before = {name: parameter.clone() for name, parameter in actor.model.named_parameters()}
+    sent = dict(named_weights(engine_of(actor)))
+    merged = actor_of(checkpoint, wrap=lambda model: adapters(model).merge_and_unload()).model.state_dict()
+    assert sent.keys() == {name for name, _ in actor_of(checkpoint).model.named_parameters()}
+    for name, tensor in sent.items():
+        torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-6)
+    plain = actor_of(checkpoint).model.state_dict()
+    assert any((tensor - plain[name]).abs().max() > 1e-3 for name, tensor in sent.items())
+    assert all(torch.equal(before[name], parameter) for name, parameter in actor.model.named_parameters())
+
+
+def test_precision_of_what_is_sent_can_be_chosen(root):
+    actor = actor_of(checkpoint_of(root, "qwen2"))
+    assert {tensor.dtype for _, tensor in named_weights(engine_of(actor), torch.bfloat16)} == {torch.bfloat16}
+    assert not any(tensor.requires_grad for _, tensor in named_weights(engine_of(actor)))
+
+
+def test_a_state_dict_is_a_copy_on_the_ranks_that_keep_it(root):
+    actor = actor_of(checkpoint_of(root, "qwen2"))
+    state = gathered_state_dict(engine_of(actor), keep=True)
+    with torch.no_grad():
+        actor.model.get_input_embeddings().weight.zero_()
+    assert state["model.embed_tokens.weight"].any()
+    assert gathered_state_dict(engine_of(actor), keep=False) == {}
