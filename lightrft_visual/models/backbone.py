@@ -90,9 +90,9 @@ class Backbone:
     def _missing_media(self, inputs: ModelInputs) -> list[str]:
         """Kinds of media that this batch lacks and a blank one must stand for, so that all ranks run the same modules.
 
-        The vision tower runs once for images and once for videos. ZeRO-1/2 reduce gradients in the order of use: it must
-        run at least once. ZeRO-3 gathers weights in that order: it must run equally often on every rank, and the ranks
-        agree on it here.
+        The vision tower runs once for images and once for videos. ZeRO-1/2 reduce gradients in the order of use: it
+        must run at least once. ZeRO-3 gathers weights in that order: it must run equally often on every rank, and the
+        ranks agree on it here.
         """
         present = torch.tensor([inputs.pixel_values is not None, inputs.pixel_values_videos is not None]).float()
         wanted = present
