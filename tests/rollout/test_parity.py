@@ -1,0 +1,99 @@
+"""The parity gate with engines that are wrong in one known way: what it measures, and what it says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from engine_rig import Rig
+from tiny_models import actor_of, checkpoint_of, mixed_prompts, text_prompts
+
+from lightrft_visual.errors import RolloutError
+from lightrft_visual.rollout.hf_engine import TransformersEngine
+from lightrft_visual.rollout.parity import log_prob_difference, mean_log_prob_difference
+
+
+class Wrong:
+    """The transformers engine with log-probs shifted by `shift` for the prompts that `when` picks, until `cure`."""
+
+    def __init__(self, engine, shift, cure="never", when=lambda request: True):
+        self.engine, self.shift, self.cure, self.when = engine, shift, cure, when
+
+    def generate(self, requests, settings):
+        made = self.engine.generate(requests, settings)
+        for request, completions in zip(requests, made):
+            for completion in completions if self.when(request) else ():
+                completion.log_probs = [each + self.shift for each in completion.log_probs]
+        return made
+
+    def reset_caches(self):
+        self.shift = 0.0 if self.cure == "reset" else self.shift
+
+    def update_weights(self, named_tensors):
+        self.shift = 0.0 if self.cure == "reload" else self.shift
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory):
+    checkpoint = checkpoint_of(tmp_path_factory.mktemp("checkpoints"), "qwen2_5_vl")
+    actor = actor_of(checkpoint)
+    return Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, checkpoint.processor))
+
+
+def gate_of(rig, **wrong):
+    other = Rig(rig.checkpoint, rig.actor, Wrong(rig.engine, **wrong))
+    return other.gate()
+
+
+def test_it_gives_the_largest_difference_within_the_tolerance(rig):
+    assert gate_of(rig, shift=0.0).check(mixed_prompts()) <= 1e-5
+    assert gate_of(rig, shift=5e-6).check(text_prompts()) == pytest.approx(5e-6, abs=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [
+        ({"cure": "reset"}, "stale cache"),
+        ({"cure": "reload"}, "stale weight"),
+        ({"when": lambda request: request.images or request.videos}, "positions or image features"),
+        ({}, "dtype"),
+    ],
+)
+def test_the_likely_cause_is_named(rig, wrong, cause):
+    with pytest.raises(RolloutError, match=rf"differ by 0\.5.*Likely cause: {cause}"):
+        gate_of(rig, shift=0.5, **wrong).check(mixed_prompts())
+
+
+def test_prompts_of_one_kind_alone_leave_two_causes(rig):
+    with pytest.raises(RolloutError, match="Likely cause: dtype .*, or positions"):
+        gate_of(rig, shift=0.5).check(text_prompts())
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_what_is_not_a_number_is_a_difference(rig, bad):
+    with pytest.raises(RolloutError, match="differ by inf"):
+        gate_of(rig, shift=bad).check(text_prompts())
+
+
+def test_no_prompts_no_difference(rig):
+    assert gate_of(rig, shift=1.0).check(text_prompts().select([])) == 0.0
+
+
+def test_the_figure_of_a_rollout_is_held_against_the_same_tolerance(rig):
+    gate = rig.gate()
+    gate.check_rollouts(1e-5)
+    for difference in (1.1e-5, math.inf, math.nan):
+        with pytest.raises(RolloutError, match="what was sampled is not what would be trained"):
+            gate.check_rollouts(difference)
+
+
+def test_differences_under_a_mask():
+    ours, theirs = torch.tensor([[-1.0, -2.0, 9.0]]), torch.tensor([[-1.5, -2.1, 0.0]])
+    mask = torch.tensor([[True, True, False]])
+    assert log_prob_difference(ours, theirs, mask) == pytest.approx(0.5)
+    assert mean_log_prob_difference(ours, theirs, mask) == pytest.approx(0.3)
+    for function in (log_prob_difference, mean_log_prob_difference):
+        assert function(ours, theirs, torch.zeros_like(mask)) == 0.0
+        assert function(ours, torch.full_like(theirs, math.nan), mask) == math.inf
+        assert function(ours, torch.full_like(theirs, -math.inf), mask) == math.inf
