@@ -71,7 +71,7 @@ class ParityGate:
         settings = SamplingSettings(n=1, temperature=temperature, max_new_tokens=PROBE_TOKENS)
         rollouts = self.stage.generate(batch, settings, purpose="parity")
         difference = torch.tensor([self._difference(rollouts, settings) if rollouts else 0.0])
-        return distributed.all_reduce_max(torch.nan_to_num(difference, nan=math.inf)).item()
+        return distributed.all_reduce_max(torch.nan_to_num(difference, nan=math.inf, posinf=math.inf)).item()
 
     @torch.no_grad()
     def _difference(self, rollouts: list[Rollout], settings: SamplingSettings) -> float:
