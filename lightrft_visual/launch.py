@@ -47,7 +47,11 @@ def run_diffusion(config: DiffusionRunConfig) -> None:
     """The same for a diffusion trainer."""
 
     def build():
+        from diffusers.utils import logging as diffusers_logging
+
         from .trainer.diffusion.build import build_diffusion_trainer
+
+        diffusers_logging.disable_progress_bar()
 
         return build_diffusion_trainer(config)
 
@@ -57,11 +61,9 @@ def run_diffusion(config: DiffusionRunConfig) -> None:
 def _run(build: Callable[[], PolicyTrainer]) -> None:
     quiet_libraries()
     try:
-        from diffusers.utils import logging as diffusers_logging
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
-        diffusers_logging.disable_progress_bar()
         trainer = build()
         trainer.fit()
         trainer.close()

@@ -15,6 +15,7 @@ from ..strategy import distributed
 from .actor_modality import ActorModality, get_modality, require_packing
 from .inputs import ModelInputs
 from .positions import MRopePositions, packed_text_positions, text_positions, token_types
+from .shared_vision import share_repeated_media
 
 T = torch.Tensor
 
@@ -34,6 +35,8 @@ class Backbone:
         self.video_token_id = values.get("video_token_id", values.get("video_token_index"))
         # Only models with 3-D positions have this method; others place text tokens by themselves.
         self.mrope = MRopePositions(self.base) if hasattr(self.base, "get_rope_index") else None
+        if self.mrope is not None and hasattr(self.base, "visual"):
+            share_repeated_media(self.base.visual)
 
     def hidden_states(self, inputs: ModelInputs) -> T:
         """(rows * S, H): last hidden states. Raises DataError when images and placeholders do not match."""

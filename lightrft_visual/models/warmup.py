@@ -1,7 +1,9 @@
 """The embedded default: a tiny checkpoint, warmed up by supervised steps on the embedded task, cached on disk.
 
-After some steps on clean answers a large share of them is random: that leaves the base with entropy that RL can
-sharpen, while one trained on clean answers alone collapses (no groups with different rewards, nothing to learn from).
+The steps on clean answers go on until the loss is low: how soon that is depends on the last bits of a machine's
+arithmetic, and what the base cannot see RL will not teach it. In the steps after them a large share of the answers is
+random: that leaves the base with entropy that RL can sharpen, while one trained on clean answers alone collapses (no
+groups with different rewards, nothing to learn from).
 """
 
 from __future__ import annotations
@@ -26,17 +28,25 @@ from .actor import Actor
 from .inputs import ModelInputs
 from .tiny import VISION_FAMILIES, build_tiny_checkpoint
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
+CLEAN_WINDOW = 40
+RISING_STEPS = 40  # over which the learning rate comes up
+NOISY_RATE = 0.7  # where the noisy steps start, in learning rates; they end near zero
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Settings of the warm-up; all of them name the cache folder."""
+    """Settings of the warm-up; all of them name the cache folder.
+
+    clean_steps: the most steps on clean answers. clean_loss: nats a token; they end where the mean of the last
+    `CLEAN_WINDOW` losses is below it. random_share: of the answers in the `noisy_steps` after them.
+    """
 
     family: str = "qwen2_5_vl"
     tie_embeddings: bool = False
-    steps: int = 400
-    clean_steps: int = 200
+    clean_steps: int = 600
+    clean_loss: float = 0.08
+    noisy_steps: int = 80
     batch_size: int = 32
     learning_rate: float = 1e-3
     random_share: float = 0.7
@@ -66,7 +76,7 @@ def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print
         return target
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.rmtree(scratch, ignore_errors=True)
-    report(f"building the embedded {settings.family} model ({settings.steps} supervised steps), once")
+    report(f"building the embedded {settings.family} model by supervised steps, once; takes about a minute")
     build_tiny_checkpoint(
         scratch,
         settings.family,
@@ -74,7 +84,7 @@ def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print
         tie_embeddings=settings.tie_embeddings,
         seed=settings.seed,
     )
-    if settings.steps:
+    if settings.clean_steps + settings.noisy_steps:
         warm_up(scratch, embedded_task(root), settings)
     try:
         os.rename(scratch, target)
@@ -86,7 +96,7 @@ def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print
 
 
 def warm_up(folder: Path, task: EmbeddedTask, settings: WarmUp) -> list[float]:
-    """Supervised steps on the checkpoint in `folder`, saved back there. Returns the losses (nats a token)."""
+    """Supervised steps on the checkpoint in `folder`, saved back there. Returns the losses (nats a token) of all."""
     vision = settings.family in VISION_FAMILIES
     auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32)
@@ -94,32 +104,37 @@ def warm_up(folder: Path, task: EmbeddedTask, settings: WarmUp) -> list[float]:
     encode = PairEncoder(tokenizer, AutoProcessor.from_pretrained(folder) if vision else None)
     actor = Actor(model, [], [])
     optimizer = torch.optim.AdamW(actor.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, settings.learning_rate, total_steps=settings.steps, pct_start=0.1
-    )
-    losses = []
-    for pairs in _batches(task, settings, vision):
+
+    def step(pairs: list[SupervisedPair], rate: float) -> float:
+        optimizer.param_groups[0]["lr"] = settings.learning_rate * rate
         inputs = encode.batch(pairs)
         output = actor(inputs, ScoringRule(), with_entropy=False)
         loss = -output.log_probs.sum() / inputs.action_mask.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        return loss.item()
+
+    losses: list[float] = []
+    clean, noisy = (_batches(task, settings, vision, share) for share in (0.0, settings.random_share))
+    while len(losses) < settings.clean_steps and not _learned(losses, settings.clean_loss):
+        losses.append(step(next(clean), min(1.0, (len(losses) + 1) / RISING_STEPS)))
+    for left in range(settings.noisy_steps, 0, -1):
+        losses.append(step(next(noisy), NOISY_RATE * left / settings.noisy_steps))
     model.save_pretrained(folder)
     return losses
 
 
-def _batches(task: EmbeddedTask, settings: WarmUp, vision: bool) -> Iterator[list[SupervisedPair]]:
-    def stream(random_share: float) -> Iterator[SupervisedPair]:
-        pairs = supervised_pairs(task.train, seed=settings.seed, random_share=random_share)
-        return pairs if vision else (pair for pair in pairs if not pair.images)
+def _learned(losses: list[float], bound: float) -> bool:
+    return len(losses) >= CLEAN_WINDOW and sum(losses[-CLEAN_WINDOW:]) < bound * CLEAN_WINDOW
 
-    clean, noisy = stream(0.0), stream(settings.random_share)
-    for step in range(settings.steps):
-        yield list(islice(clean if step < settings.clean_steps else noisy, settings.batch_size))
+
+def _batches(task: EmbeddedTask, settings: WarmUp, vision: bool, random_share: float) -> Iterator[list[SupervisedPair]]:
+    pairs = supervised_pairs(task.train, seed=settings.seed, random_share=random_share)
+    chosen = pairs if vision else (pair for pair in pairs if not pair.images)
+    while True:
+        yield list(islice(chosen, settings.batch_size))
 
 
 class PairEncoder:
@@ -130,7 +145,8 @@ class PairEncoder:
         self.known: dict[tuple, tuple[list[int], torch.Tensor | None, torch.Tensor | None]] = {}
 
     def batch(self, pairs: list[SupervisedPair]) -> ModelInputs:
-        encoded = [self._prompt(pair) for pair in pairs]
+        self._learn([pair for pair in pairs if _key(pair) not in self.known])
+        encoded = [self.known[_key(pair)] for pair in pairs]
         end = self.tokenizer.eos_token
         answers = [self.tokenizer.encode(pair.answer + end, add_special_tokens=False) for pair in pairs]
         sequences, attention, actions = pad_rollouts(
@@ -146,20 +162,29 @@ class PairEncoder:
             image_grid_thws=torch.cat(grids) if grids else None,
         )
 
-    def _prompt(self, pair: SupervisedPair):
-        key = (pair.prompt, pair.images)
-        if key not in self.known:
-            messages = [{"role": "user", "content": content_parts(pair.prompt, len(pair.images))}]
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            self.known[key] = self._process(text, pair.images)
-        return self.known[key]
+    def _learn(self, pairs: list[SupervisedPair]) -> None:
+        """Encode prompts not met before: those with images in one call, which costs little more than one image."""
+        new = {_key(pair): self._text(pair) for pair in pairs}
+        shown = {key: text for key, text in new.items() if key[1] and self.processor is not None}
+        for key in new.keys() - shown.keys():
+            self.known[key] = self.tokenizer.encode(new[key], add_special_tokens=False), None, None
+        if not shown:
+            return
+        images = [[load_image(path) for path in paths] for _, paths in shown]
+        out = self.processor(text=list(shown.values()), images=images, padding=True, return_tensors="pt")
+        grids = out["image_grid_thw"].split([len(paths) for _, paths in shown])
+        pixels = out["pixel_values"].split([int(grid.prod(dim=1).sum()) for grid in grids])
+        masks = out["attention_mask"].bool()
+        for key, ids, mask, values, grid in zip(shown, out["input_ids"], masks, pixels, grids):
+            self.known[key] = ids[mask].tolist(), values.clone(), grid
 
-    def _process(self, text: str, images: tuple[str, ...]):
-        if self.processor is None or not images:
-            return self.tokenizer.encode(text, add_special_tokens=False), None, None
-        loaded = [load_image(path) for path in images]
-        out = self.processor(text=[text], images=loaded, return_tensors="pt")
-        return out["input_ids"][0].tolist(), out["pixel_values"], out["image_grid_thw"]
+    def _text(self, pair: SupervisedPair) -> str:
+        messages = [{"role": "user", "content": content_parts(pair.prompt, len(pair.images))}]
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def _key(pair: SupervisedPair) -> tuple[str, tuple[str, ...]]:
+    return pair.prompt, pair.images
 
 
 def content_parts(text: str, images: int) -> list[dict]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,10 +23,12 @@ from ..rollout.samples import Samples, SamplesVL
 from ..rollout.stage import RolloutStage
 from ..strategy import distributed
 from .advantage_calculator import assign_advantages, get_advantage_calculator, get_advantages_and_returns
-from .diffusion.stages import DiffusersEngine, DiffusionExperienceStage, DiffusionRows, Sampled
 from .dynamic_sampling import DynamicSampling
 from .experience import Experience, ExperienceDiffusion, ExperienceVL
 from .experience_stages import ForwardStage
+
+if TYPE_CHECKING:
+    from .diffusion.stages import DiffusersEngine, DiffusionExperienceStage, DiffusionRows, Sampled
 
 __all__ = ["FastExperienceMaker", "MakerSettings", "MultimodalDataProcessor", "RewardComputationEngine"]
 
@@ -100,9 +102,11 @@ class FastExperienceMaker:
         self.last_samples: list[Samples | SamplesVL] = []
         self.last_media: T | None = None  # (B, 3, …) in 0..1, of a `DiffusersEngine`
         self.diffusion_stage: DiffusionExperienceStage | None = None
-        if isinstance(settings.engine, DiffusersEngine):
+        # Asked for instead of its class: runs of language models never import diffusers, which takes seconds.
+        own_stage = getattr(settings.engine, "experience_stage", None)
+        if own_stage is not None:
             self.engine = settings.engine
-            self.diffusion_stage = DiffusionExperienceStage(self.engine, self.rewards, settings.diffusion)
+            self.diffusion_stage = own_stage(self.rewards, settings.diffusion)
             return
         data_processor = settings.data_processor or MultimodalDataProcessor(tokenizer, processor, prompt_max_len)
         self.engine = settings.engine or _transformers_engine(actor, tokenizer, processor, settings.micro_batch_size)

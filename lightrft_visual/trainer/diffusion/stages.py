@@ -145,6 +145,12 @@ class DiffusersEngine:
         ids = batch.ids.repeat_interleave(n)
         return DiffusionRows(*repeated, group_ids=ids, sample_ids=ids * n + torch.arange(n).repeat(len(batch)))
 
+    def experience_stage(
+        self, rewards: RewardComputationEngine, algorithm: DiffusionAlgorithmConfig
+    ) -> DiffusionExperienceStage:
+        """What `FastExperienceMaker` runs in place of the stages for text."""
+        return DiffusionExperienceStage(self, rewards, algorithm)
+
     def generate(self, rows: DiffusionRows, step: int) -> list[Sampled]:
         """Rollouts by micro-batch, in the order of the rows."""
         with self.old.swapped() if self.old is not None else nullcontext():

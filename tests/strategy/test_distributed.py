@@ -1,0 +1,24 @@
+"""One rank alone calls no collective; what several ranks exchange is in tests/distributed."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from lightrft_visual.strategy import distributed
+
+
+def test_a_rank_alone_calls_no_collective(tmp_path, monkeypatch):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        for name in ("barrier", "all_reduce", "all_gather_object", "broadcast_object_list"):
+            monkeypatch.setattr(dist, name, lambda *args, name=name, **kwargs: 1 / 0)
+        values = torch.tensor([1.0, -2.0])
+        distributed.barrier()
+        for reduce in (distributed.all_reduce_sum, distributed.all_reduce_max):
+            result = reduce(values)
+            assert result.tolist() == [1.0, -2.0] and result is not values
+        assert distributed.all_gather_object("x") == ["x"]
+        assert distributed.broadcast_object({"a": 1}) == {"a": 1}
+    finally:
+        dist.destroy_process_group()
