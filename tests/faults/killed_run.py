@@ -1,0 +1,70 @@
+"""A run of the example that is killed the second time it comes to a place between rollout and checkpoint.
+
+python killed_run.py PLACE FLAGS…      PLACE: a key of `PLACES`, or "nowhere"
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import signal
+import sys
+
+from lightrft_visual.config.load import config_or_exit
+from lightrft_visual.config.schema import RunConfig
+from lightrft_visual.launch import run_vl
+
+# In the order of a step. Two of them are met several times a step: there the kill comes in the midst of it.
+PLACES = {
+    "rollouts sampled": ("rewards.engine:RewardComputationEngine.compute_rewards", "before"),
+    "rewards computed": ("rewards.engine:RewardComputationEngine.compute_rewards", "after"),
+    "log-probs computed": ("trainer.fast_exp_maker:assign_advantages", "before"),
+    "advantages computed": ("trainer.fast_exp_maker:assign_advantages", "after"),
+    "buffer partly filled": ("trainer.replay_buffer:NaiveReplayBuffer.append", "after"),
+    "buffer filled": ("trainer.vl_trainer:VLTrainer.learn", "before"),
+    "first of two updates done": ("trainer.vl_updates:PolicyUpdate.step", "after"),
+    "all updates done": ("trainer.vl_trainer:VLTrainer.learn", "after"),
+    "weights synchronised": ("trainer.vl_trainer:VLTrainer.sync", "after"),
+    "metrics written": ("observe.recorder:RunRecorder.log_step", "after"),
+    "about to save": ("trainer.run_state:RunState.save", "before"),
+}
+CALLS_A_STEP = {"buffer partly filled": 2, "first of two updates done": 2}
+
+
+def kill_at(place: str) -> None:
+    """Replace the function of the place by one that ends this process at its second step's (first) call."""
+    target, moment = PLACES[place]
+    module_name, _, path = target.partition(":")
+    owner = importlib.import_module(f"lightrft_visual.{module_name}")
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original, left = getattr(owner, name), [CALLS_A_STEP.get(place, 1) + 1]
+
+    @functools.wraps(original)
+    def dying(*args, **kwargs):
+        left[0] -= 1
+        if moment == "before" and not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, dying)
+
+
+def main(place: str, arguments: list[str], environment: dict[str, str], log: str) -> None:
+    """One run in this process, its output into the file `log`; the process ends here. place: of `PLACES`, or none."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(environment)
+    sys.argv = ["killed_run.py", *arguments]
+    config = config_or_exit(RunConfig)
+    if place in PLACES:
+        kill_at(place)
+    run_vl(config)
+    sys.stdout.flush()
+    os._exit(0)
