@@ -68,6 +68,7 @@ class VLLMEngine:
         self.asleep = False
         self.failure: str | None = None
         self.llm = self._build()
+        self.tokenizer = self.llm.get_tokenizer()
 
     def _build(self):
         # Imported late: vLLM detects its platform and reads the environment above at import.
@@ -112,12 +113,7 @@ class VLLMEngine:
         prompts = [self._prompt(request) for request in requests]
         params = [self._params(settings, request.seed) for request in requests]
         outputs = self._run(prompts, params) if prompts else []
-        results = []
-        for output in outputs[own]:
-            if len(output.outputs) != settings.n:
-                raise RolloutError(f"vLLM returned {len(output.outputs)} completions where {settings.n} were asked for")
-            results.append([self._completion(output, one, settings) for one in output.outputs])
-        return results
+        return [self._completions(output, settings) for output in outputs[own]]
 
     def _run(self, prompts: list[dict[str, Any]], params: list) -> list:
         if self.failure is not None:
@@ -151,16 +147,28 @@ class VLLMEngine:
             min_tokens=settings.eos_banned_tokens,
             seed=None if settings.greedy else seed,
             logprobs=0,
+            flat_logprobs=True,
             extra_args=extra_args,
-            skip_special_tokens=settings.skip_special_tokens,
+            detokenize=False,  # token by token it costs as much as a small model; `_completions` does it in one call
         )
 
-    def _completion(self, output, one, settings: SamplingSettings) -> Completion:
-        token_ids = list(one.token_ids)
-        log_probs = None
-        if settings.full_distribution and one.logprobs is not None:
-            log_probs = [step[token].logprob for step, token in zip(one.logprobs, token_ids, strict=True)]
-        return Completion(token_ids, log_probs, one.text, one.finish_reason == "length", list(output.prompt_token_ids))
+    def _completions(self, output, settings: SamplingSettings) -> list[Completion]:
+        if len(output.outputs) != settings.n:
+            raise RolloutError(f"vLLM returned {len(output.outputs)} completions where {settings.n} were asked for")
+        tokens = [list(one.token_ids) for one in output.outputs]
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=settings.skip_special_tokens)
+        prompt = list(output.prompt_token_ids)
+        return [
+            Completion(token_ids, self._log_probs(one, settings), text, one.finish_reason == "length", prompt)
+            for one, token_ids, text in zip(output.outputs, tokens, texts)
+        ]
+
+    def _log_probs(self, one, settings: SamplingSettings) -> list[float] | None:
+        if not settings.full_distribution or one.logprobs is None:
+            return None
+        if list(one.logprobs.token_ids) != list(one.token_ids):
+            raise RolloutError("vLLM's log-probs are not those of the sampled tokens, one for each")
+        return list(one.logprobs.logprobs)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load new weights in place (checkpoint names), then drop every cache that was computed with the old ones."""
