@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,8 +21,22 @@ from ..errors import CheckpointError
 DEEPSPEED_CLASSES = [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]
 
 
+class _EnumByValue(pickle.Pickler):
+    """Python 3.11.0 to 3.11.3 pickle an enum as a call of `getattr`, which the safe reader rightly refuses."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (type(obj), (obj.value,)) if isinstance(obj, Enum) else NotImplemented
+
+
+# What torch.save asks of a pickle module.
+_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_EnumByValue, dump=pickle.dump)
+
+
 class SafeCheckpointEngine(TorchCheckpointEngine):
     """DeepSpeed's file reader with `weights_only=True`; DeepSpeed itself reads with unrestricted pickle."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        torch.save(state_dict, path, pickle_module=_PICKLE, _use_new_zipfile_serialization=self.zipfile_serialization)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """The file's content. CheckpointError, before any of it is run, when it holds a class that is not listed."""
@@ -34,7 +50,7 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
 
 
 def use_safe_loading(engine: DeepSpeedEngine) -> None:
-    """Make `engine.load_checkpoint` read through `SafeCheckpointEngine`; the form of saved files stays as it is."""
+    """Make the engine save and load through `SafeCheckpointEngine`; the form of saved files stays as it is."""
     reader = SafeCheckpointEngine()
     reader.zipfile_serialization = engine.checkpoint_engine.zipfile_serialization
     engine.checkpoint_engine = reader

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from enum import Enum
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from lightrft_visual.checkpoint.safe_engine import SafeCheckpointEngine, use_safe_loading
 from lightrft_visual.errors import CheckpointError
@@ -33,6 +35,18 @@ def test_a_payload_does_not_run(tmp_path):
     (tmp_path / "cut.pt").write_bytes((tmp_path / "optim_states.pt").read_bytes()[:50])
     with pytest.raises(CheckpointError, match=r"cut\.pt"):
         SafeCheckpointEngine().load(str(tmp_path / "cut.pt"))
+
+
+def test_enums_load_whatever_pythons_way_of_pickling_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self._name_)))
+    state = {"zero_stage": ZeroStageEnum.gradients, "weights": torch.arange(3.0)}
+    for zipped in (False, True):
+        engine = SafeCheckpointEngine()
+        engine.zipfile_serialization = zipped
+        engine.save(state, str(tmp_path / "optim_states.pt"))
+        found = engine.load(str(tmp_path / "optim_states.pt"))
+        assert found["zero_stage"] is ZeroStageEnum.gradients
+        assert torch.equal(found["weights"], state["weights"])
 
 
 def make_engine(stage: int, bf16: bool):
