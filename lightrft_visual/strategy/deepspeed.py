@@ -78,6 +78,8 @@ class DeepspeedStrategy:
         accelerator = get_accelerator()
         if accelerator.device_name() != "cpu":
             accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+        else:
+            distributed.share_cores()
         deepspeed.init_distributed(
             dist_backend=accelerator.communication_backend_name() if accelerator.device_name() != "cpu" else "gloo",
             timeout=timedelta(seconds=self.config.collective_timeout),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -71,3 +72,13 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=source)
     return box[0]
+
+
+def share_cores() -> None:
+    """Divide this host's cores over its ranks, which would otherwise all start a thread for each of them.
+
+    Ranks of a host: LOCAL_WORLD_SIZE (torchrun) or LOCAL_SIZE (DeepSpeed). OMP_NUM_THREADS, where set, stays.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,3 +25,26 @@ def test_a_rank_alone_calls_no_collective(tmp_path, monkeypatch):
         assert distributed.broadcast_object({"a": 1}) == {"a": 1}
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "known, threads",
+    [
+        ({"LOCAL_SIZE": "2"}, 4),
+        ({"LOCAL_WORLD_SIZE": "3"}, 2),
+        ({"LOCAL_SIZE": "16"}, 1),
+        ({"LOCAL_SIZE": "2", "OMP_NUM_THREADS": "7"}, None),
+        ({"LOCAL_SIZE": "1"}, None),
+        ({}, None),
+    ],
+)
+def test_ranks_of_a_host_share_its_cores(monkeypatch, known, threads):
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in known.items():
+        monkeypatch.setenv(name, value)
+    distributed.share_cores()
+    assert chosen == ([threads] if threads else [])
