@@ -11,7 +11,7 @@ requirements = [
     for line in (here / "requirements.txt").read_text().splitlines()
     if line.split("#")[0].strip()
 ]
-development = {"pytest", "ray", "pytest-timeout", "hypothesis", "ruff", "setuptools", "wheel"}
+development = {"pytest", "ray", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "setuptools", "wheel"}
 
 
 def package_name(requirement: str) -> str:

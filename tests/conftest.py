@@ -16,7 +16,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @pytest.fixture(scope="session")
 def cache_root(tmp_path_factory) -> Path:
-    """Folder of embedded data and models for this session; also set for child processes."""
-    root = Path(os.environ.get("LIGHTRFT_CACHE") or tmp_path_factory.mktemp("lightrft_cache"))
+    """Folder of embedded data and models for this session and all its workers; also set for child processes."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    root = Path(os.environ.get("LIGHTRFT_CACHE") or shared / "lightrft_cache")
     os.environ["LIGHTRFT_CACHE"] = str(root)
     return root
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    """Tests that share runs or a loaded engine stay in one worker: those of a file, and all of `distributed`."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        folder = item.path.relative_to(config.rootpath / "tests").parts[0]
+        item.add_marker(pytest.mark.xdist_group(folder if folder == "distributed" else str(item.path)))
