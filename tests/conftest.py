@@ -24,9 +24,10 @@ def cache_root(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist's own hook reads the marks
 def pytest_collection_modifyitems(config, items) -> None:
     """Tests that share runs or a loaded engine stay in one worker: those of a file, and all of `distributed`."""
-    if not config.pluginmanager.hasplugin("xdist"):
+    if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     for item in items:
         folder = item.path.relative_to(config.rootpath / "tests").parts[0]
