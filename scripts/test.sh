@@ -7,4 +7,4 @@ export PATH="$PWD/.venv/bin:$PATH"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 ruff check .
 ruff format --check .
-exec python -m pytest --numprocesses "${LIGHTRFT_TEST_WORKERS:-2}" --dist loadgroup "$@"
+exec python -m pytest --numprocesses "${LIGHTRFT_TEST_WORKERS:-2}" --dist loadfile "$@"

@@ -24,11 +24,14 @@ def cache_root(tmp_path_factory) -> Path:
     return root
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist's own hook reads the marks
-def pytest_collection_modifyitems(config, items) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
     """Tests that share runs or a loaded engine stay in one worker: those of a file, and all of `distributed`."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    for item in items:
-        folder = item.path.relative_to(config.rootpath / "tests").parts[0]
-        item.add_marker(pytest.mark.xdist_group(folder if folder == "distributed" else str(item.path)))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneWorkerAFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return "distributed" if file.startswith("tests/distributed/") else file
+
+    return OneWorkerAFile(config, log)
