@@ -49,5 +49,6 @@ def _entry(leaf: Leaf, width: int) -> str:
         return first
     if len(first) + 2 + len(leaf.help) <= width:
         return f"{first}  {leaf.help}"
-    body = textwrap.fill(leaf.help, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    margin = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
+    body = textwrap.fill(leaf.help, width, **margin, break_on_hyphens=False, break_long_words=False)
     return f"{first}\n{body}"

@@ -12,8 +12,10 @@ from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.roots import ROOTS
 
 
+@pytest.mark.parametrize("columns", [60, 80, 200])
 @pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)
-def test_every_leaf_is_there_with_its_type_and_comment(root) -> None:
+def test_every_leaf_is_there_with_its_type_and_comment(monkeypatch, root, columns) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     text = help_text(names_of(root.schema))
     flat = " ".join(text.split())
     for leaf in names_of(root.schema).leaves.values():
