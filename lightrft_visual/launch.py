@@ -52,7 +52,6 @@ def run_diffusion(config: DiffusionRunConfig) -> None:
         from .trainer.diffusion.build import build_diffusion_trainer
 
         diffusers_logging.disable_progress_bar()
-
         return build_diffusion_trainer(config)
 
     _run(build)

@@ -33,7 +33,7 @@ _PICKLE = SimpleNamespace(__name__="pickle", Pickler=_EnumByValue, dump=pickle.d
 
 
 class SafeCheckpointEngine(TorchCheckpointEngine):
-    """DeepSpeed's file reader with `weights_only=True`; DeepSpeed itself reads with unrestricted pickle."""
+    """DeepSpeed's files, read with `weights_only=True` (DeepSpeed itself unpickles anything) and written to suit."""
 
     def save(self, state_dict: Any, path: str) -> None:
         torch.save(state_dict, path, pickle_module=_PICKLE, _use_new_zipfile_serialization=self.zipfile_serialization)

@@ -25,19 +25,20 @@ def share_repeated_media(vision_tower: nn.Module) -> None:
     vision_tower.register_forward_hook(sharing.after)
 
 
-def first_occurrences(pixels: T, patches: list[int]) -> list[int]:
-    """For each medium the index of the first one with the same pixels, itself where there is none before it.
+def first_occurrences(pixels: T, grids: T) -> list[int]:
+    """For each medium the index of the first equal one, itself where there is none before it.
 
-    pixels is (sum of patches, D); patches says how many rows each medium has. Media are equal when every value is.
+    pixels is (sum of patches, D); grids (media, 3) holds frames, rows and columns of patches. Media are equal when
+    their grids and every value are: a flat picture has the same values in another shape, but other positions.
     """
-    blocks = pixels.detach().split(patches)
+    blocks = pixels.detach().split(grids.prod(dim=1).tolist())
     step = [max(1, block.numel() // _PROBES) for block in blocks]
     probes = [block.reshape(-1)[::every][:_PROBES] for block, every in zip(blocks, step)]
     keys = torch.stack([nn.functional.pad(probe, (0, _PROBES - len(probe))) for probe in probes]).cpu().tolist()
     seen: dict[tuple, list[int]] = defaultdict(list)
     first: list[int] = []
-    for index, (block, key) in enumerate(zip(blocks, keys)):
-        alike = seen[len(block), *key]
+    for index, (block, grid, key) in enumerate(zip(blocks, grids.tolist(), keys)):
+        alike = seen[*grid, *key]
         found = next((other for other in alike if torch.equal(blocks[other], block)), index)
         if found == index:
             alike.append(index)
@@ -60,7 +61,7 @@ class _Sharing:
         patches = grids.prod(dim=1).tolist()
         if len(patches) < 2 or sum(patches) != len(pixels):
             return None
-        first = first_occurrences(pixels, patches)
+        first = first_occurrences(pixels, grids)
         kept = sorted(set(first))
         if len(kept) == len(first):
             return None

@@ -1,4 +1,4 @@
-"""Collectives that are also right in a single process without a process group."""
+"""Collectives that are also right in a single process without a process group, and what ranks of a host share."""
 
 from __future__ import annotations
 

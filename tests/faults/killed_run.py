@@ -1,7 +1,4 @@
-"""A run of the example that is killed the second time it comes to a place between rollout and checkpoint.
-
-python killed_run.py PLACE FLAGS…      PLACE: a key of `PLACES`, or "nowhere"
-"""
+"""A run that is killed in its second step, when it comes to a place between rollout and checkpoint."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def run(processes, place: str, folder: Path, cache: Path) -> None:
     flags = (
         f"--output_dir {folder} --max_steps {STEPS} --max_samples {STEPS * 8} --save_steps 1 "
         "--train_batch_size 16 --micro_rollout_batch_size 16 --engine_type hf "
-        f" --max_ckpt_num 2 --load_checkpoint {str(folder.exists()).lower()}"
+        f"--max_ckpt_num 2 --load_checkpoint {str(folder.exists()).lower()}"
     )
     single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     known = environment(cache) | single | {"MASTER_PORT": str(free_port())}
@@ -52,9 +52,6 @@ def test_no_prompt_is_lost_or_repeated_wherever_the_kill_comes(processes, tmp_pa
         assert (cut / f"checkpoint-{done:06d}").is_dir(), place
         assert not (cut / f"checkpoint-{done + 1:06d}").exists(), place
     run(processes, "nowhere", cut, cache_root)
-    assert [[record["group_id"] for record in step] for step in rollouts(cut)] == [
-        [record["group_id"] for record in step] for step in rollouts(whole)
-    ]
     assert rollouts(cut) == rollouts(whole)
     assert rows(cut) == rows(whole) and len(rows(cut)) == STEPS
     assert weights(cut) == weights(whole)

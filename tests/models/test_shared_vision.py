@@ -57,7 +57,25 @@ def test_first_occurrences_compares_every_value():
     other = base.clone()
     other[39, 98] += 1  # not among the values that are looked at first
     pixels = torch.cat([base, other, base, other, base[:39]])
-    assert first_occurrences(pixels, [40, 40, 40, 40, 39]) == [0, 1, 0, 1, 4]
+    grids = torch.tensor([[1, 4, 10]] * 4 + [[1, 3, 13]])
+    assert first_occurrences(pixels, grids) == [0, 1, 0, 1, 4]
+
+
+def test_the_same_values_in_another_shape_are_another_image():
+    pixels = torch.full((96, 5), 0.25)  # two flat images of 4 x 6 patches, one of 6 x 4, one video of two frames
+    grids = torch.tensor([[1, 4, 6], [1, 6, 4], [1, 4, 6], [2, 2, 6]])
+    assert first_occurrences(pixels, grids) == [0, 1, 0, 3]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_flat_images_of_two_shapes_keep_their_own_features(family):
+    model = tower(family)
+    pixels = torch.full((48, 3 * 2 * 4 * 4), 0.25).double()
+    grids = torch.tensor([[1, 4, 6], [1, 6, 4]])
+    expected = flat(model.get_image_features(pixels, grids))
+    share_repeated_media(model.visual)
+    for one, other in zip(expected, flat(model.get_image_features(pixels, grids))):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -78,9 +96,8 @@ def test_features_and_gradients_are_those_of_the_whole_batch(family):
     for one, other in zip(plain.features, sharing.features):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     for (name, one), other in zip(plain.visual.named_parameters(), sharing.visual.parameters()):
-        torch.testing.assert_close(
-            one.grad, other.grad, rtol=1e-4, atol=1e-4, msg=name
-        )  # single-precision attention inside
+        # Attention computes in single precision inside, whatever the type of the weights.
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4, msg=name)
 
 
 def test_a_batch_without_repetition_is_passed_on_as_it_is():
