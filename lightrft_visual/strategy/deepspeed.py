@@ -25,6 +25,7 @@ from ..config.schema import DistributedConfig
 from ..errors import CheckpointError, ConfigError, NonFiniteError
 from . import distributed, watchdog
 from .seeding import seed_everything
+from .shared_memory import unlink_buffers
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class DeepspeedStrategy:
             timeout=timedelta(seconds=self.config.collective_timeout),
             verbose=False,
         )
+        if accelerator.device_name() == "cpu":
+            unlink_buffers()
         watchdog.start(self.config.collective_timeout)
         seed_everything(self.seed)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -42,7 +41,6 @@ def run_rank(rank: int, root: str, results) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.timeout(120)
 def test_two_ranks(tmp_path):
     with mp.Manager() as shared:
         results = shared.dict()

@@ -89,7 +89,6 @@ def run_stages(_rank: int, folder: str, results) -> None:
         results[stage] = (path is not None, expected, train(resumed, 3))
 
 
-@pytest.mark.timeout(180)
 def test_resume_is_bit_equal_through_the_safe_reader(tmp_path):
     with mp.Manager() as shared:
         results = shared.dict()

@@ -14,7 +14,6 @@ from whole_runs import ROOT, rows, run_plan
 
 from lightrft_visual.models.tiny_diffusion import TinyDiffusionSettings, build_pipeline
 
-pytestmark = pytest.mark.timeout(1800)  # a busy machine takes many times what an idle one does
 DRIVER = ROOT / "tests" / "distributed" / "run_drawing.py"
 SCORE = """
 def score(images, prompts):

@@ -11,7 +11,6 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from whole_runs import EXAMPLE, launch, rollouts, rows
 
-pytestmark = pytest.mark.timeout(1800)
 COLUMNS = (
     "step reward_mean reward_std loss kl grad_norm clip_frac ratio_max_dev_first rollout_logp_diff_max response_length "
     "tokens time_generate time_reward time_forward time_train time_sync"

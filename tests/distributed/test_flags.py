@@ -9,8 +9,6 @@ from whole_runs import rows, weights
 
 from lightrft_visual.models.warmup import WarmUp, embedded_checkpoint
 
-pytestmark = pytest.mark.timeout(1800)
-
 
 @pytest.mark.parametrize("name", FLAG_RUNS)
 def test_it_runs_and_stays_finite(one_rank, name):

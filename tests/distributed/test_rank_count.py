@@ -6,7 +6,6 @@ import pytest
 from plans import MIXED_STEPS, RESUMED, STAGES
 from whole_runs import rollouts, rows, weights
 
-pytestmark = pytest.mark.timeout(1800)
 NAMES = ("loss", "reward_mean", "reward_std", "grad_norm", "kl", "entropy", "response_length", "tokens", "clip_frac")
 
 

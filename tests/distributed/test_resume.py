@@ -6,8 +6,6 @@ import pytest
 from plans import RESUMED
 from whole_runs import rollouts, rows, weights
 
-pytestmark = pytest.mark.timeout(1800)
-
 
 @pytest.fixture(params=["one_rank", "two_ranks"])
 def folder(request):

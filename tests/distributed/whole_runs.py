@@ -7,12 +7,14 @@ import csv
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+from waiting import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = ROOT / "tests" / "distributed" / "run_many.py"
@@ -32,6 +34,7 @@ def environment(cache: Path) -> dict[str, str]:
         "LIGHTRFT_CACHE": str(cache),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        "PYTHONFAULTHANDLER": "1",
     }
 
 
@@ -48,11 +51,12 @@ def launcher(script: Path, arguments: list[str], ranks: int) -> list[str]:
 
 
 def launch(script: Path, arguments: list[str], cache: Path, ranks: int = 1, timeout: float = LIMIT):
-    """The finished process, with its output as text. At the time limit the launcher and all its ranks are killed."""
+    """The finished process, with its output as text. At the time limit all its ranks say where they are and die."""
     process = start(script, arguments, cache, ranks)
     try:
-        output, errors = process.communicate(timeout=timeout)
+        output, errors = output_of(process, timeout)
     except subprocess.TimeoutExpired:
+        print_stacks(process)
         kill_tree(process)
         output, errors = process.communicate()
         raise AssertionError(f"no end after {timeout} s:\n{(output + errors)[-6000:]}") from None
@@ -77,6 +81,17 @@ def tree(process: subprocess.Popen) -> list[psutil.Process]:
         return [parent, *parent.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def print_stacks(process: subprocess.Popen) -> None:
+    """Let each rank write the Python stacks of its threads to stderr; it ends by that."""
+    told = []
+    for each in tree(process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(word.startswith("--local_rank=") for word in each.cmdline()):
+                each.send_signal(signal.SIGABRT)
+                told.append(each)
+    psutil.wait_procs(told, timeout=10)
 
 
 def kill_tree(process: subprocess.Popen) -> None:

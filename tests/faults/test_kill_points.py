@@ -8,12 +8,12 @@ from pathlib import Path
 import killed_run
 import pytest
 from killed_run import PLACES
+from waiting import polls
 from whole_runs import SMALL, environment, free_port, rollouts, rows, weights
 
 STEPS = len(PLACES) + 2
 LIMIT = 300.0
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer"  # imported with every optimizer; brings torch's compiler along
-pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,9 @@ def run(processes, place: str, folder: Path, cache: Path) -> None:
     log = folder.with_suffix(".log")
     process = processes.Process(target=killed_run.main, args=(place, [*SMALL, *flags.split()], known, str(log)))
     process.start()
-    process.join(LIMIT)
+    for _ in polls(LIMIT):
+        if process.exitcode is not None:
+            break
     if process.exitcode is None:
         process.kill()
         process.join()

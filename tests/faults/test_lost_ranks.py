@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import output_of, polls
 from whole_runs import EXAMPLE, SMALL, kill_tree, launch, rollouts, rows, start, tree, weights
 
 LIMIT = 30.0  # collective_timeout; a busy machine makes ranks wait for each other
 PATIENCE = LIMIT + 30
 REWARD = Path(__file__).with_name("crashing_reward.py")
-pytestmark = pytest.mark.timeout(1500)
 
 
 def flags(folder: Path, more: str) -> list[str]:
@@ -34,25 +33,23 @@ def ranks_of(process: subprocess.Popen) -> dict[int, psutil.Process]:
 
 
 def wait_for_steps(process: subprocess.Popen, folder: Path, count: int, limit: float = 400) -> None:
-    ends = time.monotonic() + limit
-    while time.monotonic() < ends and process.poll() is None:
+    for _ in polls(limit):
         file = folder / "metrics.csv"
         if file.exists() and len(file.read_text().splitlines()) > count:
             return
-        time.sleep(0.2)
+        if process.poll() is not None:
+            break
     raise AssertionError(f"{folder.name} did not reach step {count}")
 
 
 def wait_until_gone(process: psutil.Process) -> None:
     """A zombie is gone: its launcher may be busy with the other rank."""
-    ends = time.monotonic() + PATIENCE
-    while time.monotonic() < ends:
+    for _ in polls(PATIENCE):
         try:
             if process.status() == psutil.STATUS_ZOMBIE:
                 return
         except psutil.NoSuchProcess:
             return
-        time.sleep(0.2)
     raise AssertionError(f"still there after {PATIENCE} s")
 
 
@@ -83,7 +80,7 @@ def survived(tmp_path_factory, cache_root) -> dict:
         try:
             wait_for_steps(process, folder, after_crash + 2)
             ranks_of(process)[1].send_signal(signal.SIGTERM)
-            output, _ = process.communicate(timeout=300)
+            output, _ = output_of(process, 300)
         finally:
             kill_tree(process)
         stopped_at = len(rows(folder))
@@ -100,6 +97,12 @@ def test_a_killed_rank_ends_the_run(survived):
     assert survived["after_crash"] == 2
     errors = survived["crashed"].stderr
     assert "error:" in errors and "stage" in errors.split("error:")[-1], errors[-3000:]
+
+
+def test_a_killed_rank_leaves_no_shared_memory(survived):
+    arguments = survived["crashed"].args
+    port = arguments[arguments.index("--master_port") + 1]
+    assert not list(Path("/dev/shm").glob(f"*_{port}_*"))
 
 
 def test_sigterm_on_one_rank_saves_and_exits_with_0(survived):

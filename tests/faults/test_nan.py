@@ -10,7 +10,6 @@ import pytest
 from whole_runs import SMALL, launch
 
 SCRIPT = Path(__file__).with_name("nan_run.py")
-pytestmark = pytest.mark.timeout(1000)
 
 
 @pytest.fixture(scope="module")

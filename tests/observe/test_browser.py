@@ -24,10 +24,7 @@ FLAGS = (
     "--hide-scrollbars", "--enable-logging=stderr",
 )  # fmt: skip
 
-pytestmark = [
-    pytest.mark.skipif(BROWSER is None, reason="chromium is not installed (scripts/setup.sh installs it)"),
-    pytest.mark.timeout(180),
-]
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="chromium is not installed (scripts/setup.sh installs it)")
 
 
 def browse(page: Path, folder: Path, *more: str) -> subprocess.CompletedProcess:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from waiting import output_of
+
 HERE = Path(__file__).parent
 
 
@@ -30,7 +32,7 @@ def run_ranks(script: str, *arguments: str, timeout: float = 260) -> None:
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in ranks]
+        outputs = [output_of(process, timeout)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()

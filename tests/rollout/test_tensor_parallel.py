@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
 from launched import run_ranks
 from tiny_models import checkpoint_of
 
@@ -19,7 +18,6 @@ def test_without_groups_requests_stay_as_they_are():
     assert own == slice(0, 1) and shared == [GenerationRequest("a", [1], 2, images=["x"])]
 
 
-@pytest.mark.timeout(280)
 def test_two_ranks_are_one_engine(tmp_path):
     checkpoint = checkpoint_of(tmp_path, "qwen2_5_vl")
     run_ranks("tensor_parallel_ranks.py", checkpoint.path, str(tmp_path))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from replay_cases import diffusion_item, text_item, vision_item
+from waiting import output_of
 
 from lightrft_visual.errors import CheckpointError, ConfigError, DataError
 from lightrft_visual.trainer.experience import ExperienceDiffusion
@@ -253,6 +254,8 @@ print("by-count", len(list(buffer.batches(1))))
 print("by-tokens", len(list(buffer.batches(1, token_budget=12))))
 print("tokens", sum(len(item.sequences) for item in buffer))
 print("ids", *sorted(item.sample_id.item() for item in buffer))
+dist.barrier()
+dist.destroy_process_group()
 """
 
 
@@ -271,7 +274,7 @@ def test_two_ranks_agree(tmp_path):
         )
         for rank in range(2)
     ]
-    outputs = [each.communicate(timeout=300)[0] for each in ranks]
+    outputs = [output_of(each, 300)[0] for each in ranks]
     assert [each.returncode for each in ranks] == [0, 0]
     first, second = (
         {words[0]: words[1:] for words in map(str.split, output.splitlines()) if words} for output in outputs

@@ -16,7 +16,6 @@ from diffusers import StableDiffusion3Pipeline
 from PIL import Image
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.timeout(900)  # a busy machine takes many times what an idle one does
 SCRIPT = Path(__file__).with_name("picture_runs.py")
 LORA = "pytorch_lora_weights.safetensors"
 

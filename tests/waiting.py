@@ -1,0 +1,25 @@
+"""Bounded waits that count pauses instead of reading a clock: a machine that stands still for minutes, as virtual ones
+do, would be late by every clock when it goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+
+
+def polls(limit: float, pause: float = 0.2) -> Iterator[None]:
+    """One turn every `pause` seconds, until `limit` seconds of them are over."""
+    for _ in range(round(limit / pause)):
+        yield
+        time.sleep(pause)
+
+
+def output_of(process: subprocess.Popen, limit: float, pause: float = 2.0) -> tuple[str, str | None]:
+    """What `communicate` returns when the process has ended. Raises TimeoutExpired when it still runs at the limit."""
+    for _ in range(round(limit / pause)):
+        try:
+            return process.communicate(timeout=pause)
+        except subprocess.TimeoutExpired:
+            pass  # counted by the loop; what the process has written is kept for the next call
+    raise subprocess.TimeoutExpired(process.args, limit)
