@@ -23,3 +23,13 @@ def output_of(process: subprocess.Popen, limit: float, pause: float = 2.0) -> tu
         except subprocess.TimeoutExpired:
             pass  # counted by the loop; what the process has written is kept for the next call
     raise subprocess.TimeoutExpired(process.args, limit)
+
+
+def finished(command: list, limit: float, **options) -> subprocess.CompletedProcess:
+    """The command when it has ended, with its output as text; it is killed at the limit, and TimeoutExpired raised."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            output, errors = output_of(process, limit)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)

@@ -59,9 +59,11 @@ class DrawingSettings:
     latent_channels: int = 8
     vae_channels: tuple[int, ...] = (12, 16, 32)
     text_width: int = 32
-    vae_steps: int = 300
-    batch_size: int = 64
+    vae_steps: int = 200
+    vae_batch_size: int = 48
     vae_rate: float = 6e-3
+    pictures: int = 6144  # drawn and encoded once; every warm-up step after the autoencoder's takes some of them
+    batch_size: int = 64
     wrong_shape: float = 0.3  # share of warm-up captions that name another shape than the one drawn
     wrong_colour: float = 0.3
     no_caption: float = 0.1  # share of empty captions, for classifier-free guidance
@@ -81,9 +83,9 @@ class TinyDiffusionSettings(DrawingSettings):
     layers: int = 4
     patch_size: int = 2
     shift: float = 1.0
-    transformer_steps: int = 1600
+    transformer_steps: int = 1250
     transformer_rate: float = 2e-3
-    revision: int = 2  # raised when the code below changes what it builds
+    revision: int = 3  # raised when the code below changes what it builds
 
 
 def embedded_diffusion_folder(
@@ -115,7 +117,7 @@ def built_once(
     with open(root / f".{target.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released with the process, however it ends
         if not (target / MARKER).is_file():
-            logger.info("building the embedded %s model once: about three minutes on two idle cores", name)
+            logger.info("building the embedded %s model once: two and a half minutes on two idle cores", name)
             _build_aside(target, settings, build)
     return target
 
@@ -241,7 +243,7 @@ def optimise(
 ) -> list[nn.Parameter]:
     """Adam with warm-up and cosine decay to zero over `steps` calls of the loss; returns the parameters."""
     weights = list(parameters)
-    optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     for step in range(steps):
         scale = min(1.0, (step + 1) / 40) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
@@ -273,7 +275,8 @@ def warm_up_vae(vae: AutoencoderKL, settings: DrawingSettings, generator: torch.
     """Reconstruction with a little noise on the latents; then scale and shift so that latents are about N(0, 1)."""
 
     def loss() -> T:
-        pictures = random_pictures(*random_labels(48, generator), settings.picture_size, generator) * 2 - 1
+        labels = random_labels(settings.vae_batch_size, generator)
+        pictures = random_pictures(*labels, settings.picture_size, generator) * 2 - 1
         mean = vae.encode(pictures).latent_dist.mean
         noisy = mean + 0.1 * torch.randn(mean.shape, generator=generator)
         error = vae.decode(noisy).sample - pictures  # squared: absolute error alone settles on a median colour
@@ -290,17 +293,39 @@ def warm_up_vae(vae: AutoencoderKL, settings: DrawingSettings, generator: torch.
     vae.register_to_config(scaling_factor=1 / latents.std().item(), shift_factor=latents.mean().item())
 
 
+@dataclass(frozen=True)
+class EncodedPictures:
+    """What the velocity model learns from: latents (N, C, h, w) of pictures with these colours and shapes (N)."""
+
+    colours: T
+    shapes: T
+    latents: T
+
+    @classmethod
+    def draw(cls, vae: AutoencoderKL, settings: DrawingSettings, generator: torch.Generator) -> EncodedPictures:
+        colours, shapes = random_labels(settings.pictures, generator)
+        latents = [
+            encode_pictures(vae, random_pictures(*some, settings.picture_size, generator))
+            for some in zip(colours.split(256), shapes.split(256))
+        ]
+        return cls(colours, shapes, torch.cat(latents))
+
+    def some(self, count: int, generator: torch.Generator) -> tuple[T, T, T]:
+        """Colours, shapes and latents of `count` of them, drawn with replacement."""
+        chosen = torch.randint(len(self.latents), (count,), generator=generator)
+        return self.colours[chosen], self.shapes[chosen], self.latents[chosen]
+
+
 def warm_up_transformer(
     pipeline: StableDiffusion3Pipeline, settings: TinyDiffusionSettings, generator: torch.Generator
 ) -> None:
     """Flow matching on encoded pictures: v = noise - latents at x = (1 - t) latents + t noise."""
-    transformer, vae = pipeline.transformer, pipeline.vae
+    transformer, size = pipeline.transformer, settings.batch_size
     context, pooled = encode_captions(pipeline)
-    size = settings.batch_size
+    pictures = EncodedPictures.draw(pipeline.vae, settings, generator)
 
     def loss() -> T:
-        colours, shapes = random_labels(size, generator)
-        latents = encode_pictures(vae, random_pictures(colours, shapes, settings.picture_size, generator))
+        colours, shapes, latents = pictures.some(size, generator)
         said = spoil_captions(colours, shapes, settings, generator)
         noise = torch.randn(latents.shape, generator=generator)
         time = torch.sigmoid(torch.randn(size, generator=generator) * 1.2)

@@ -8,12 +8,17 @@ import os
 import signal
 import sys
 
+from lightrft_visual.config.diffusion_schema import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit
 from lightrft_visual.config.schema import RunConfig
-from lightrft_visual.launch import run_vl
+from lightrft_visual.launch import run_diffusion, run_vl
 
 # In the order of a step. Two of them are met several times a step: there the kill comes in the midst of it.
-PLACES = {
+ENDING = {
+    "metrics written": ("observe.recorder:RunRecorder.log_step", "after"),
+    "about to save": ("trainer.run_state:RunState.save", "before"),
+}
+READING = {
     "rollouts sampled": ("rewards.engine:RewardComputationEngine.compute_rewards", "before"),
     "rewards computed": ("rewards.engine:RewardComputationEngine.compute_rewards", "after"),
     "log-probs computed": ("trainer.fast_exp_maker:assign_advantages", "before"),
@@ -23,15 +28,24 @@ PLACES = {
     "first of two updates done": ("trainer.vl_updates:PolicyUpdate.step", "after"),
     "all updates done": ("trainer.vl_trainer:VLTrainer.learn", "after"),
     "weights synchronised": ("trainer.vl_trainer:VLTrainer.sync", "after"),
-    "metrics written": ("observe.recorder:RunRecorder.log_step", "after"),
-    "about to save": ("trainer.run_state:RunState.save", "before"),
+    **ENDING,
+}
+DRAWING = {
+    "pictures drawn": ("trainer.diffusion.stages:DiffusersEngine.generate", "after"),
+    "rewards computed": ("rewards.engine:RewardComputationEngine.score_media", "after"),
+    "advantages computed": ("trainer.diffusion.stages:DiffusionExperienceStage._advantages", "after"),
+    "buffer partly filled": ("trainer.replay_buffer:NaiveReplayBuffer.append", "after"),
+    "buffer filled": ("trainer.diffusion.trainer:DiffusionTrainer.learn", "before"),
+    "first of two updates done": ("trainer.diffusion.trainer:DiffusionTrainer._finish_update", "after"),
+    "all updates done": ("trainer.diffusion.trainer:DiffusionTrainer.learn", "after"),
+    "old policy moved": ("trainer.diffusion.trainer:DiffusionTrainer.sync", "after"),
+    **ENDING,
 }
 CALLS_A_STEP = {"buffer partly filled": 2, "first of two updates done": 2}
 
 
-def kill_at(place: str) -> None:
+def kill_at(place: str, target: str, moment: str) -> None:
     """Replace the function of the place by one that ends this process at its second step's (first) call."""
-    target, moment = PLACES[place]
     module_name, _, path = target.partition(":")
     owner = importlib.import_module(f"lightrft_visual.{module_name}")
     *parents, name = path.split(".")
@@ -52,16 +66,20 @@ def kill_at(place: str) -> None:
     setattr(owner, name, dying)
 
 
-def main(place: str, arguments: list[str], environment: dict[str, str], log: str) -> None:
-    """One run in this process, its output into the file `log`; the process ends here. place: of `PLACES`, or none."""
+def main(draws: bool, place: str, arguments: list[str], environment: dict[str, str], log: str) -> None:
+    """One run in this process, its output into the file `log`; the process ends here.
+
+    draws: a diffusion run with no preset. place: of `DRAWING` or `READING`, or none.
+    """
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update(environment)
     sys.argv = ["killed_run.py", *arguments]
-    config = config_or_exit(RunConfig)
-    if place in PLACES:
-        kill_at(place)
-    run_vl(config)
+    config = config_or_exit(DiffusionRunConfig, preset=None) if draws else config_or_exit(RunConfig)
+    places = DRAWING if draws else READING
+    if place in places:
+        kill_at(place, *places[place])
+    (run_diffusion if draws else run_vl)(config)
     sys.stdout.flush()
     os._exit(0)

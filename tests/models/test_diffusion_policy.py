@@ -21,7 +21,7 @@ from lightrft_visual.trainer.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.trainer.diffusion.rows import experience_of, rows_at, trainable_steps
 
 PROMPTS = ["a red circle", "a blue cross", "a red circle"]
-SETTINGS = TinyDiffusionSettings(vae_steps=2, transformer_steps=2, batch_size=4, layers=2)
+SETTINGS = TinyDiffusionSettings(vae_steps=2, transformer_steps=2, batch_size=4, pictures=8, layers=2)
 
 
 @pytest.fixture(scope="module")

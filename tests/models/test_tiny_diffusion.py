@@ -5,10 +5,12 @@ import sys
 from pathlib import Path
 
 import torch
+from waiting import output_of
 
 from lightrft_visual.data.drawn_shapes import all_captions
 from lightrft_visual.models.tiny_diffusion import (
     TEXT_LENGTH,
+    EncodedPictures,
     TinyDiffusionSettings,
     apply_merge,
     build_clip_tokenizer,
@@ -60,6 +62,16 @@ def test_latents_are_normalised_after_the_warm_up():
     assert posterior.std.max() < 1e-3
 
 
+def test_encoded_pictures_keep_their_labels():
+    settings = TinyDiffusionSettings(pictures=300)
+    drawn = EncodedPictures.draw(build_pipeline(settings).vae, settings, torch.Generator().manual_seed(0))
+    assert drawn.latents.shape == (300, 8, 8, 8) and len(set(zip(drawn.colours.tolist(), drawn.shapes.tolist()))) == 24
+    colours, shapes, latents = drawn.some(50, torch.Generator().manual_seed(1))
+    for colour, shape, latent in zip(colours, shapes, latents):
+        (row,) = (drawn.latents == latent).flatten(1).all(1).nonzero()[:, 0].tolist()
+        assert (drawn.colours[row], drawn.shapes[row]) == (colour, shape)
+
+
 def test_spoilt_captions_have_their_share():
     settings = TinyDiffusionSettings(wrong_shape=0.4, wrong_colour=0.0, no_caption=0.1)
     colours, shapes = torch.zeros(20_000, dtype=torch.long), torch.zeros(20_000, dtype=torch.long)
@@ -88,7 +100,9 @@ def test_of_processes_that_race_one_builds_and_the_others_wait(tmp_path):
     counter = tmp_path / "count"
     command = [sys.executable, "-c", RACER, str(tmp_path / "cache"), str(counter)]
     racers = [subprocess.Popen(command, cwd=PROJECT) for _ in range(2)]
-    assert [racer.wait(200) for racer in racers] == [0, 0]
+    for racer in racers:
+        output_of(racer, 400)
+    assert [racer.returncode for racer in racers] == [0, 0]
     assert counter.read_text() == "built\n"
     kept = [path.name for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
     assert kept == [f"raced-{TinyDiffusionSettings(layers=1).key}"]

@@ -17,7 +17,7 @@ from lightrft_visual.models.tiny_sd15 import (
     fold_shift,
 )
 
-SETTINGS = TinySD15Settings(unet_channels=(16, 16), vae_steps=2, unet_steps=2, batch_size=4)
+SETTINGS = TinySD15Settings(unet_channels=(16, 16), vae_steps=2, unet_steps=2, batch_size=4, pictures=8)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from observe_runs import make_run, rollout_records
 from PIL import Image
+from waiting import finished
 
 from lightrft_visual.observe.charts import PALETTE
 from lightrft_visual.observe.report import write_report
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="chromium is not install
 def browse(page: Path, folder: Path, *more: str) -> subprocess.CompletedProcess:
     profile = f"--user-data-dir={folder / 'profile'}"
     command = [BROWSER, *FLAGS, profile, *more, page.resolve().as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150)
+    return finished(command, 150)
 
 
 def screenshot(page: Path, folder: Path, height: int) -> np.ndarray:

@@ -3,13 +3,13 @@
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from reward_rollouts import make_samples
+from waiting import finished
 
 from lightrft_visual.config.schema import RewardConfig
 from lightrft_visual.rewards import RewardComputationEngine, load_recipe, load_reward_fn, parse_recipe
@@ -74,9 +74,7 @@ def test_remote_example_starts_a_server_and_hands_over_its_address(tmp_path):
     script = script.replace('cd "$(dirname "${BASH_SOURCE[0]}")/../.."', f'cd "{ROOT}"')
     (tmp_path / "remote.sh").write_text(script)
     environment = {**os.environ, "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", tmp_path / "remote.sh", "--seed", "1"], capture_output=True, text=True, env=environment, timeout=120
-    )
+    done = finished(["bash", tmp_path / "remote.sh", "--seed", "1"], 120, env=environment)
     assert done.stdout.startswith('{"rewards":[1.0]}') and "--remote_rm_url http://127.0.0.1:" in done.stdout
     assert done.stdout.rstrip().endswith("--seed 1") and done.returncode == 0
 

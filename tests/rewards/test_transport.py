@@ -1,13 +1,13 @@
 """The same scorer in this process, over HTTP and on Ray. One local cluster for the whole file."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 from PIL import Image
 from reward_rollouts import make_samples
+from waiting import finished
 
 from lightrft_visual.config.schema import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
@@ -82,7 +82,7 @@ def test_without_ray_the_error_says_what_to_install():
         "try:\n    RaySource('x', 'exact')\n"
         "except Exception as error:\n    print(type(error).__name__, error)\n"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
+    shown = finished([sys.executable, "-c", code], 60).stdout
     assert "ConfigError" in shown and "pip install" in shown
 
 

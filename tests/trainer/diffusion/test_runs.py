@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from PIL import Image
 from safetensors.torch import load_file
+from waiting import finished
 
 SCRIPT = Path(__file__).with_name("picture_runs.py")
 LORA = "pytorch_lora_weights.safetensors"
@@ -25,7 +25,7 @@ def folder(tmp_path_factory, cache_root) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
+    done = finished(command, 800, env=environment)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return folder
 

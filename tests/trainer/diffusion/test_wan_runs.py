@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from waiting import finished
 from whole_runs import environment
 
 DRIVER = Path(__file__).with_name("wan_runs.py")
@@ -18,10 +18,7 @@ DRIVER = Path(__file__).with_name("wan_runs.py")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache_root):
     place = tmp_path_factory.mktemp("wan")
-    done = subprocess.run(
-        [sys.executable, str(DRIVER), str(place)], env=environment(cache_root), capture_output=True, text=True,
-        timeout=280,
-    )  # fmt: skip
+    done = finished([sys.executable, str(DRIVER), str(place)], 280, env=environment(cache_root))
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return place
 
