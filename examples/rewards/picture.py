@@ -1,11 +1,12 @@
-"""A reward for models that draw: `images` are the made pictures, one PIL picture a prompt.
+"""A reward for models that draw: `frames` holds one list of PIL pictures a sample.
 
-Used as a component of a diffusion run:
+As the reward of a run, as one component among others, or behind a server (docs/rewards.md):
 
+    deepspeed examples/train_flow_grpo.py --reward_fn examples/rewards/picture.py:score
     reward.components.mine=1.0 reward.kwargs.mine.scorer=examples/rewards/picture.py:score
+    python examples/serve_reward.py --reward_fn examples/rewards/picture.py:score
 
-The same function judges the pictures of a prompt's first sample in vision-language training, where `images` holds one
-list of pictures a sample; `frames` would give both the same form.
+In vision-language training the same function would judge the pictures of the prompts.
 """
 
 from __future__ import annotations

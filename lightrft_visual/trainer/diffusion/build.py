@@ -33,6 +33,7 @@ from .stages import DiffusersEngine, DiffusionRows, DiffusionSampling, PictureSe
 from .trainer import DiffusionParts, DiffusionTrainer
 
 SCHEDULERS = {"constant": "constant_with_warmup", "cosine": "cosine", "linear": "linear"}
+EMBEDDED_REWARD = '{"*": [["rule", "shape_match", 1.0]]}'
 
 
 def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
@@ -40,6 +41,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
 
     Raises ConfigError or DataError before any model is loaded for whatever can be known by then.
     """
+    config = with_reward(config)
     check_reward_config(config.reward)
     differentiable = _differentiable(config)
     strategy = start_strategy(config)
@@ -115,6 +117,26 @@ def _check_ranks(config: DiffusionRunConfig) -> None:
         raise ConfigError(f"rollout_batch_size * n_samples_per_prompt = {total} does not divide over {world} ranks")
     if config.train.train_batch_size % world:
         raise ConfigError(f"train_batch_size {config.train.train_batch_size} does not divide over {world} ranks")
+
+
+def with_reward(config: DiffusionRunConfig) -> DiffusionRunConfig:
+    """The configuration itself where it names a reward; the embedded prompts have one of their own.
+
+    Raises ConfigError for other prompts without a reward. Reward FL trains on its differentiable reward and needs
+    another one for its evaluation only.
+    """
+    reward = config.reward
+    if any((reward.reward_fn, reward.reward_pretrain, reward.remote_rm_url, reward.components, reward.reward_recipe)):
+        return config
+    if config.data.prompt_data == EMBEDDED:
+        config = copy.deepcopy(config)
+        config.reward.reward_recipe = EMBEDDED_REWARD
+    elif DIFFUSION_ALGORITHMS[config.algorithm.diffusion_algorithm].trains_on != "reward" or config.data.eval_data:
+        raise ConfigError(
+            "no reward is given; name one by --reward_fn path.py:name, --remote_rm_url URL, "
+            "reward.components.NAME=WEIGHT or --reward_recipe"
+        )
+    return config
 
 
 def _resolve_embedded(config: DiffusionRunConfig) -> DiffusionRunConfig:
