@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...errors import ConfigError
 from ...rollout.diffusion_steps import upcast
 from .base import Conditions, DiffusionFamily, spatial_latent
 
@@ -36,5 +37,8 @@ class StableDiffusion3(DiffusionFamily):
         return upcast(vae.decode(latents.to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
-        scale, patch = self.pipeline.vae_scale_factor, self.pipeline.transformer.config.patch_size
-        return (self.pipeline.transformer.config.in_channels, *spatial_latent(height, width, scale, scale * patch))
+        scale, config = self.pipeline.vae_scale_factor, self.pipeline.transformer.config
+        largest = config.pos_embed_max_size * config.patch_size * scale
+        if max(height, width) > largest:
+            raise ConfigError(f"height {height} and width {width}: this model draws at most {largest} pixels a side")
+        return (config.in_channels, *spatial_latent(height, width, scale, scale * config.patch_size))
