@@ -55,8 +55,8 @@ def tiles(run: RunData) -> Markup:
     """The figures a person looks for first."""
     times = phase_times(run.metrics)
     found = [
-        change_tile(run.evaluation.get("eval_reward", []), "held-out reward"),
-        change_tile(run.evaluation.get("eval_reward_greedy", []), "held-out, greedy"),
+        change_tile(run.evaluation.get("eval_reward", []), "evaluation reward"),
+        change_tile(run.evaluation.get("eval_reward_greedy", []), "evaluation, greedy"),
         change_tile(run.metrics.get("reward_mean", []), "training reward"),
         tile(str(run.last_step), "last step") if run.last_step is not None else None,
         tile(duration(statistics.median(times.steps)), "median step") if times else None,
@@ -123,7 +123,7 @@ def time_section(run: RunData, title: str = "Time per phase") -> Markup | None:
 
 
 def evaluation_section(run: RunData) -> Markup | None:
-    """First, best and last held-out figure of each column."""
+    """First, best and last evaluation figure of each column."""
     rows = []
     for name, points in run.evaluation.items():
         first, last = points[0][1], points[-1][1]
@@ -135,7 +135,7 @@ def evaluation_section(run: RunData) -> Markup | None:
         rows.append([name, *cells, tag("td", f"{change:+.4g}", class_=look), highest])
     if not rows:
         return None
-    header = ["held-out figure", *number_headers("first", "last", "change", "highest")]
+    header = ["figure", *number_headers("first", "last", "change", "highest")]
     return tag("section", tag("h2", "Evaluation"), tag("div", table(header, rows), class_="card"), id="evaluation")
 
 
@@ -180,7 +180,7 @@ def comparison_section(runs: Sequence[RunData]) -> Markup:
             figures.append(f"{points[0][1]:.3f} → {points[-1][1]:.3f}" if points else None)
         figures.append(duration(statistics.median(times.steps)) if times else None)
         rows.append([chip, *(tag("td", "–" if figure is None else figure, class_="n") for figure in figures)])
-    header = ["run", *number_headers("steps", "held-out reward", "greedy", "median step")]
+    header = ["run", *number_headers("steps", "evaluation reward", "greedy", "median step")]
     parts = [tag("h2", "Comparison"), tag("div", table(header, rows), class_="card")]
     if differences := config_differences(runs):
         head = ["setting that differs", *(run.name for run in runs)]

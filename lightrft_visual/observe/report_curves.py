@@ -59,24 +59,24 @@ def metric_panel(name: str, runs: Sequence[RunData], limit: int, kind: str = "me
 
 
 def reward_panel(run: RunData, limit: int) -> Markup | None:
-    """Training reward and held-out reward on the same axes."""
+    """Training reward and evaluation reward on the same axes."""
     series = []
     if "reward_mean" in run.metrics:
         series.append(Series("training", run.metrics["reward_mean"], PALETTE[0], smooth=True))
     for color, name in enumerate(EVAL_FIRST, start=1):
         if name in run.evaluation:
-            label = "held-out, greedy" if name.endswith("greedy") else "held-out"
+            label = "evaluation, greedy" if name.endswith("greedy") else "evaluation"
             series.append(Series(label, run.evaluation[name], PALETTE[color], dots=True))
     return panel("reward", line_chart(series, "reward", limit), "", series)
 
 
 def kinds_panels(run: RunData, limit: int) -> list[Markup | None]:
-    """Held-out figures apart from the two totals, greedy ones in panels of their own, eight lines a panel."""
+    """Evaluation figures apart from the two totals, greedy ones in panels of their own, eight lines a panel."""
     names = [name for name in run.evaluation if name not in EVAL_FIRST]
     greedy = [name for name in names if name.startswith("eval_reward_greedy_")]
     sampled = [name for name in names if name not in greedy]
     panels = []
-    for title, group in (("held-out, by kind", sampled), ("held-out, greedy, by kind", greedy)):
+    for title, group in (("evaluation, by kind", sampled), ("evaluation, greedy, by kind", greedy)):
         for start in range(0, len(group), 8):
             series = [
                 Series(kind_name(name), run.evaluation[name], PALETTE[index % len(PALETTE)], dots=True)
@@ -123,7 +123,7 @@ def reward_names(runs: Sequence[RunData]) -> list[str]:
 
 
 def reward_section(runs: Sequence[RunData], limit: int) -> Markup | None:
-    """Did it learn: training and held-out reward, and their parts."""
+    """Did it learn: training and evaluation reward, and their parts."""
     names = reward_names(runs)
     if len(runs) == 1:
         panels = [reward_panel(runs[0], limit), *kinds_panels(runs[0], limit)]

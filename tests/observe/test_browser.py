@@ -113,5 +113,5 @@ def test_the_script_reads_values_back_from_the_lines(tmp_path):
     shown = json.loads(dom.split("<title>")[1].split("</title>")[0])
     assert shown[0] == "step 20"
     values = {line.rsplit(" ", 1)[0].strip(): float(line.rsplit(" ", 1)[1]) for line in shown[1:]}
-    assert values["held-out"] == pytest.approx(1.0, abs=0.01)
-    assert values["held-out, greedy"] == pytest.approx(1.0, abs=0.01)
+    assert values["evaluation"] == pytest.approx(1.0, abs=0.01)
+    assert values["evaluation, greedy"] == pytest.approx(1.0, abs=0.01)
