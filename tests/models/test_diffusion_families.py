@@ -45,10 +45,6 @@ def policy_of(name):
 
 
 def conditions_of(policy, name, size):
-    if name == "qwen_image":  # its text encoder is a whole Qwen2.5-VL; the transformer is what is tested here
-        text, mask = torch.randn(2, 4, tiny_families.WIDTH), torch.ones(2, 4, dtype=torch.long)
-        mask[1, 3:] = 0
-        return {"context": text, "mask": mask, "negative_context": text.flip(0), "negative_mask": mask.flip(0)}
     conditions = policy.encode_prompts(PROMPTS, "" if policy.family.uses_negative else None)
     if policy.family.takes_first_frame:
         frames = [Image.new("RGB", (40, 40), colour) for colour in ("red", "blue")]
@@ -128,6 +124,23 @@ def test_the_flux_ode_matches_the_stock_pipeline():
     pipeline.set_progress_bar_config(disable=True)
     theirs = pipeline(PROMPTS, height=32, width=32, num_inference_steps=4, guidance_scale=3.5, latents=pack(start),
                       output_type="latent", max_sequence_length=5).images  # fmt: skip
+    torch.testing.assert_close(pack(ours.latents), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_qwen_image_ode_matches_the_stock_pipeline():
+    prompts = ["a red circle", "a blue cross on a green square"]  # ours are padded to the text length, theirs are not
+    policy = DiffusionPolicy(family_of(build("qwen_image"), 200))
+    start = torch.randn(2, *policy.latent_shape(32, 32))
+    conditions = policy.encode_prompts(prompts, "a dog")
+    lengths = conditions["mask"].sum(1).tolist()
+    assert lengths[0] < lengths[1] < conditions["mask"].shape[1] == 200
+    batch = DiffusionBatch(conditions, start.shape[1:], 2, 3.0, start)
+    ours = DiffusionSampler(SamplingConfig(4)).sample(policy, batch, generator=torch.Generator())
+    pipeline = build("qwen_image")
+    pipeline.set_progress_bar_config(disable=True)
+    settings = {"height": 32, "width": 32, "num_inference_steps": 4, "max_sequence_length": 200, "true_cfg_scale": 3.0}
+    negative = ["a dog"] * 2
+    theirs = pipeline(prompts, negative_prompt=negative, latents=pack(start), output_type="latent", **settings).images
     torch.testing.assert_close(pack(ours.latents), theirs, rtol=1e-4, atol=1e-4)
 
 

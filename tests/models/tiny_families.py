@@ -21,8 +21,17 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
-from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    Qwen2_5_VLForConditionalGeneration,
+    T5Config,
+    T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
+from lightrft_visual.models.tiny import build_tokenizer, tiny_config
 from lightrft_visual.models.tiny_diffusion import build_clip_tokenizer, build_t5_tokenizer
 
 WIDTH = 32
@@ -130,9 +139,11 @@ def qwen_image():
         patch_size=2, in_channels=64, out_channels=16, num_layers=1, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=WIDTH, axes_dims_rope=(4, 6, 6),
     )  # fmt: skip
+    tokenizer = build_tokenizer(["a red circle", "a blue cross on a green square"])
+    config = tiny_config("qwen2_5_vl", tokenizer, tie_embeddings=False, hidden=WIDTH, layers=1)
     return QwenImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=video_vae(AutoencoderKLQwenImage),
-        text_encoder=None, tokenizer=None, transformer=transformer,
+        text_encoder=Qwen2_5_VLForConditionalGeneration(config), tokenizer=tokenizer, transformer=transformer,
     )  # fmt: skip
 
 
