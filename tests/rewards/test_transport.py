@@ -93,3 +93,15 @@ def test_generated_flag_survives(cluster):
         assert source.score(batch, Call()).values.tolist() == [1]
     finally:
         source.close()
+
+
+def test_the_http_client_is_whole_before_its_first_request():
+    code = (
+        "import sys\n"
+        "from lightrft_visual.config.schema import RewardConfig\n"
+        "from lightrft_visual.rewards.remote import RemoteClient\n"
+        "before = 'anyio._backends._asyncio' in sys.modules\n"
+        "RemoteClient.from_config(RewardConfig()).close()\n"
+        "print(before, 'anyio._backends._asyncio' in sys.modules)\n"
+    )
+    assert finished([sys.executable, "-c", code], 60).stdout.split() == ["False", "True"]
