@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 
 def polls(limit: float, pause: float = 0.2) -> Iterator[None]:
@@ -18,10 +19,8 @@ def polls(limit: float, pause: float = 0.2) -> Iterator[None]:
 def output_of(process: subprocess.Popen, limit: float, pause: float = 2.0) -> tuple[str, str | None]:
     """What `communicate` returns when the process has ended. Raises TimeoutExpired when it still runs at the limit."""
     for _ in range(round(limit / pause)):
-        try:
+        with suppress(subprocess.TimeoutExpired):  # counted by the loop; the output so far is kept for the next call
             return process.communicate(timeout=pause)
-        except subprocess.TimeoutExpired:
-            pass  # counted by the loop; what the process has written is kept for the next call
     raise subprocess.TimeoutExpired(process.args, limit)
 
 

@@ -10,7 +10,7 @@ from . import distributed
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def unlink_buffers(folder: Path = SHARED_MEMORY) -> None:
+def unlink_buffers() -> None:
     """Take away the name of this rank's all-reduce buffer once every rank has opened it; all ranks call this together.
 
     DeepSpeed's CPU communication keeps 66 MiB a rank in a named file and removes the name only at an orderly exit. Of
@@ -19,4 +19,4 @@ def unlink_buffers(folder: Path = SHARED_MEMORY) -> None:
     distributed.barrier()
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{distributed.rank()}"
-    (folder / name).unlink(missing_ok=True)
+    (SHARED_MEMORY / name).unlink(missing_ok=True)

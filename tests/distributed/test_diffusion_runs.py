@@ -10,16 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 from safetensors.torch import load_file
+from small_pipeline import given_flags
 from whole_runs import ROOT, rows, run_plan
 
-from lightrft_visual.models.tiny_diffusion import TinyDiffusionSettings, build_pipeline
-
 DRIVER = ROOT / "tests" / "distributed" / "run_drawing.py"
-SCORE = """
-def score(images, prompts):
-    assert len(images) == len(prompts)
-    return [sum(image.resize((1, 1)).getpixel((0, 0))[:2]) / 510 for image in images]
-"""
 BASE = (
     "--height 32 --width 32 --num_steps 3 --eval_num_steps 3 --guidance_scale 2 --max_sequence_length 5 "
     "--rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 2 --train_batch_size 4 "
@@ -66,16 +60,7 @@ NAMES = ("loss", "grad_norm", "reward_mean", "reward_std")
 @pytest.fixture(scope="module")
 def given(tmp_path_factory) -> list[str]:
     """Flags of a pipeline with fresh weights, its prompts and a user's reward."""
-    folder = tmp_path_factory.mktemp("given")
-    build_pipeline(TinyDiffusionSettings(layers=1)).save_pretrained(folder / "pipeline")
-    captions = ["a red circle", "a blue cross", "a green square"]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in captions))
-    (folder / "score.py").write_text(SCORE)
-    prompts = str(folder / "prompts.jsonl")
-    return [
-        *BASE.split(), "--pretrain", str(folder / "pipeline"), "--prompt_data", prompts, "--eval_data", prompts,
-        "--reward_fn", f"{folder / 'score.py'}:score",
-    ]  # fmt: skip
+    return [*BASE.split(), *given_flags(tmp_path_factory.mktemp("given"))]
 
 
 def launched(ranks: int, given: list[str], folder: Path, cache: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +11,9 @@ import pytest
 import torch
 from killed_run import DRAWING, READING
 from safetensors.torch import load_file
+from small_pipeline import given_flags
 from waiting import polls
 from whole_runs import SMALL, environment, free_port, rollouts, rows, weights
-
-from lightrft_visual.models.tiny_diffusion import TinyDiffusionSettings, build_pipeline
 
 LIMIT = 300.0
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer"  # imported with every optimizer; brings torch's compiler along
@@ -26,10 +24,6 @@ DRAWING_FLAGS = (
     "--train_batch_size 4 --micro_train_batch_size 2 --lora_rank 4 --learning_rate 1e-2 --max_eval_samples 0 "
     "--enable_ema true --ema_interval 1 --num_trajectories_to_save 8 --report false"
 ).split()
-SCORE = """
-def score(images):
-    return [sum(image.resize((1, 1)).getpixel((0, 0))[:2]) / 510 for image in images]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +38,7 @@ def processes():
 @pytest.fixture(scope="module")
 def drawing(tmp_path_factory) -> list[str]:
     """Flags of a small pipeline, its prompts and its reward."""
-    folder = tmp_path_factory.mktemp("drawing")
-    build_pipeline(TinyDiffusionSettings(layers=1)).save_pretrained(folder / "pipeline")
-    captions = ["a red circle", "a blue cross", "a green square"]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in captions))
-    (folder / "score.py").write_text(SCORE)
-    given = f"--pretrain {folder}/pipeline --prompt_data {folder}/prompts.jsonl --reward_fn {folder}/score.py:score"
-    return [*DRAWING_FLAGS, *given.split()]
+    return [*DRAWING_FLAGS, *given_flags(tmp_path_factory.mktemp("drawing"))]
 
 
 Run = Callable[[str, Path], None]

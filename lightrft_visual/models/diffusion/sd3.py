@@ -38,7 +38,7 @@ class StableDiffusion3(DiffusionFamily):
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         scale, config = self.pipeline.vae_scale_factor, self.pipeline.transformer.config
-        largest = config.pos_embed_max_size * config.patch_size * scale
-        if max(height, width) > largest:
+        most = config.pos_embed_max_size  # None: positions are stretched to any size
+        if most and max(height, width) > (largest := most * config.patch_size * scale):
             raise ConfigError(f"height {height} and width {width}: this model draws at most {largest} pixels a side")
         return (config.in_channels, *spatial_latent(height, width, scale, scale * config.patch_size))
