@@ -8,6 +8,7 @@ server, say) is caught by the time limit of the collective that the other ranks 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 STARTING, BETWEEN = "start-up", "between phases"
 LONGEST_PAUSE = 5.0  # seconds between heartbeats
+LONGEST_FAREWELL = 20.0  # seconds that a request to the store under way at the end of a run is waited for
 FAILED = "failed: "
 
 
@@ -70,6 +72,7 @@ class Watchdog:
     _failing: bool = False
     _seen: dict[int, LastSeen] = field(default_factory=dict)
     _stopped: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
 
     @property
     def pause(self) -> float:
@@ -78,16 +81,23 @@ class Watchdog:
     def start(self) -> None:
         # Two threads: a store on a stopped process lets a request wait for ever.
         for action in (self.beat, self.judge):
-            threading.Thread(target=self._repeat, args=(action,), name="watchdog", daemon=True).start()
+            thread = threading.Thread(target=self._repeat, args=(action,), name="watchdog", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def stop(self) -> None:
-        """End the watch; for the orderly end of a run."""
+        """End the watch and its threads; for the orderly end of a run.
+
+        Python aborts the process ("terminate called") when it ends with a thread inside torch's store.
+        """
         self._stopped.set()
+        for thread in self._threads:
+            thread.join(timeout=LONGEST_FAREWELL)
 
     def report_failure(self, text: str) -> None:
         """Tell the other ranks why this one ends. The caller ends the process afterwards. Takes seconds."""
         self._failing = True
-        self.stop()
+        self._stopped.set()  # without waiting: a beat may hang, and the process ends by os._exit
         if self.world_size == 1:
             return
         # By a connection and a thread of its own: a beat may hang in the other one.
@@ -188,6 +198,7 @@ def start(limit: float) -> Watchdog:
     _current = Watchdog(connect, distributed.rank(), distributed.world_size(), limit, end_process)
     if _current.world_size > 1:
         _current.start()
+        atexit.register(stop)
     return _current
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -146,3 +148,42 @@ def test_threads_find_a_silent_rank():
     dog.start()
     assert ended.wait(20)
     dog.stop()
+
+
+SLOW_STORE = """
+import os, threading, time
+import torch.distributed as dist
+from lightrft_visual.strategy import distributed, watchdog
+
+class Slow:
+    def __init__(self, *args, **kwargs): pass
+    def set(self, key, value): pass
+    def check(self, keys):
+        asked.set()
+        time.sleep(0.5)
+        print("answered", flush=True)
+        return False
+
+asked = threading.Event()
+dist.TCPStore = Slow
+distributed.world_size = lambda: 2
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+watchdog.start(limit=20)
+assert asked.wait(60)
+"""
+
+
+def test_no_thread_is_inside_the_store_when_the_process_ends():
+    """A thread that the interpreter kills inside torch's C++ aborts the process: "terminate called"."""
+    child = subprocess.run([sys.executable, "-c", SLOW_STORE], capture_output=True, text=True, timeout=120)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.strip() == "answered"
+
+
+def test_the_end_of_the_watch_is_the_end_of_its_threads():
+    ranks = Ranks(2, limit=1.0)
+    dog = ranks.dogs[0]
+    dog.start()
+    threads = [thread for thread in threading.enumerate() if thread.name == "watchdog"]
+    dog.stop()
+    assert len(threads) == 2 and not any(thread.is_alive() for thread in threads)
