@@ -75,9 +75,12 @@ class VLLMEngine:
         from vllm import LLM, EngineArgs
 
         from .vllm_rules import sampling_rules
+        from .vllm_shared_memory import use_private_name
 
         s = self.settings
         on_cpu = get_accelerator().device_name() == "cpu"
+        if on_cpu and s.tensor_parallel_size > 1:
+            use_private_name()
         extra: dict[str, Any] = {}
         if s.vision:
             extra["limit_mm_per_prompt"] = {"image": s.max_images, "video": s.max_videos}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from launched import run_ranks
 from tiny_models import checkpoint_of
@@ -10,6 +13,20 @@ from tiny_models import checkpoint_of
 from lightrft_visual.rollout.engine import GenerationRequest
 from lightrft_visual.rollout.records import PromptFeatures
 from lightrft_visual.rollout.tensor_parallel import RequestSharing
+from lightrft_visual.strategy.shared_memory import SHARED_MEMORY
+
+
+@contextmanager
+def left_behind(folder: Path) -> Iterator[None]:
+    """What a run that was killed while vLLM started leaves on the host."""
+    names = [folder / f"-tp:0-[0-1]-cpushm_{rank}" for rank in range(2)]
+    for name in names:
+        name.write_bytes(b"")
+    try:
+        yield
+    finally:
+        for name in names:
+            name.unlink(missing_ok=True)
 
 
 def test_without_groups_requests_stay_as_they_are():
@@ -20,7 +37,8 @@ def test_without_groups_requests_stay_as_they_are():
 
 def test_two_ranks_are_one_engine(tmp_path):
     checkpoint = checkpoint_of(tmp_path, "qwen2_5_vl")
-    run_ranks("tensor_parallel_ranks.py", checkpoint.path, str(tmp_path))
+    with left_behind(SHARED_MEMORY):
+        run_ranks("tensor_parallel_ranks.py", checkpoint.path, str(tmp_path))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert max(first["figures"] + second["figures"]) <= 1e-5
     assert len(first["tokens"]) == 6 and len(second["tokens"]) == 4
