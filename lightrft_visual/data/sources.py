@@ -89,6 +89,13 @@ class CsvSource(JsonSource):
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(f"{path}: not valid CSV: {error}") from None
 
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        values = self._rows[row]
+        extra = values.get(None)  # where DictReader puts the fields that no column of the header names
+        if extra:
+            raise DataError(f"{self.name(row)}: {len(extra)} more field(s) than the header: {extra}")
+        return values
+
 
 class TextSource(JsonSource):
     """A text file with one prompt a line; blank lines skip."""

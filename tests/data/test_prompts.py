@@ -276,3 +276,12 @@ def test_csv_and_text_files_are_rows(folder):
         len(open_rows(folder / "lines.txt")),
         "a blue square" in str(open_rows(folder / "lines.txt")[1].prompt),
     ] == [2, True]
+
+
+def test_a_csv_row_with_more_fields_than_the_header_is_a_bad_row(folder):
+    path = folder / "metadata.csv"
+    path.write_text("prompt,reference\nfirst?,1\nhow many, here?,3\nlast?,2\n")
+    with pytest.raises(DataError, match=r"metadata.csv:row 1: 1 more field\(s\) than the header: \['3'\]"):
+        open_rows(path)
+    dataset = open_rows(path, on_bad_row="skip")
+    assert [row.reference for row in dataset] == ["1", "2"] and dataset.skipped == {"bad row": 1}
