@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -138,6 +139,15 @@ class ArrowSource:
         return self._table[row : row + 1].to_pylist()[0]
 
 
+READERS: dict[str, Callable[[Path], RowSource]] = {
+    ".jsonl": JsonlSource,
+    ".json": JsonSource,
+    ".csv": CsvSource,
+    ".txt": TextSource,
+    ".parquet": ArrowSource.from_parquet,
+}
+
+
 def open_source(path: str | Path, split: str) -> RowSource:
     """The rows of a .jsonl, .json, .csv, .txt or .parquet file, or of a Hugging Face data set folder's `split`.
 
@@ -145,19 +155,23 @@ def open_source(path: str | Path, split: str) -> RowSource:
     """
     path = Path(path).expanduser()
     if not path.exists():
-        raise DataError(f"data set not found: {path}")
+        raise DataError(f"data set not found: {path}{_hub_advice(str(path))}")
     if path.is_dir():
         return ArrowSource.from_folder(path, split)
-    readers = {
-        ".jsonl": JsonlSource,
-        ".json": JsonSource,
-        ".csv": CsvSource,
-        ".txt": TextSource,
-        ".parquet": ArrowSource.from_parquet,
-    }
-    if path.suffix not in readers:
-        raise DataError(f"{path}: unknown kind of data file; known: {', '.join(readers)}, or a data set folder")
-    return readers[path.suffix](path)
+    if path.suffix not in READERS:
+        raise DataError(f"{path}: unknown kind of data file; known: {', '.join(READERS)}, or a data set folder")
+    return READERS[path.suffix](path)
+
+
+def _hub_advice(name: str) -> str:
+    """How to save a hub data set, for a name such as `hiyouga/geometry3k`; nothing for what can only be a path."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or Path(name).suffix in READERS:
+        return ""
+    folder = name.partition("/")[2]
+    return (
+        "; data sets are not fetched from the hub. If that is a hub name, save it as a folder first, and name the "
+        f"folder: python -c \"import datasets; datasets.load_dataset('{name}').save_to_disk('{folder}')\""
+    )
 
 
 def _load_folder(path: Path, split: str) -> Any:

@@ -285,3 +285,13 @@ def test_a_csv_row_with_more_fields_than_the_header_is_a_bad_row(folder):
         open_rows(path)
     dataset = open_rows(path, on_bad_row="skip")
     assert [row.reference for row in dataset] == ["1", "2"] and dataset.skipped == {"bad row": 1}
+
+
+@pytest.mark.parametrize(
+    "name,is_hub_name", [("hiyouga/geometry3k", True), ("data/rows.jsonl", False), ("/a/b", False)]
+)
+def test_a_name_on_the_hub_is_answered_by_how_to_save_it(folder, name, is_hub_name):
+    with pytest.raises(DataError, match=f"data set not found: {name}") as caught:
+        open_rows(name)
+    advice = "datasets.load_dataset('hiyouga/geometry3k').save_to_disk('geometry3k')"
+    assert (advice in str(caught.value)) == is_hub_name
