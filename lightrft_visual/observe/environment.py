@@ -121,9 +121,10 @@ def hardware(world_size: int) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "platform": platform.platform(),
     }
-    if accelerator.device_name() == "cuda":
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        found["devices"] = names
+    # DeepSpeed's accelerators know no product names; torch's module of a device does, but for the processor's.
+    name_of = getattr(torch.get_device_module(accelerator.device_name()), "get_device_name", None)
+    if name_of is not None:
+        found["devices"] = [name_of(index) for index in range(accelerator.device_count())]
         found["device_memory_gib"] = round(accelerator.total_memory() / 2**30, 1)
     return found
 

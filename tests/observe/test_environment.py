@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 
-from lightrft_visual.observe.environment import describe, mask_command, mask_config, mask_text, versions
+from lightrft_visual.observe import environment
+from lightrft_visual.observe.environment import describe, hardware, mask_command, mask_config, mask_text, versions
 
 SECRET = "s3cr3t-value-0123456789"
 
@@ -62,3 +65,12 @@ def test_description_holds_command_versions_hardware(monkeypatch):
     assert found["hardware"]["world_size"] == 2 and found["hardware"]["memory_gib"] > 0
     assert versions()["torch"] == found["versions"]["torch"]
     json.dumps(found, allow_nan=False)
+
+
+def test_devices_are_those_of_the_accelerator_in_use():
+    found, accelerator = hardware(world_size=1), get_accelerator()
+    assert found["accelerator"] == accelerator.device_name()
+    assert len(found.get("devices", ())) == (0 if found["accelerator"] == "cpu" else accelerator.device_count())
+    assert ("device_memory_gib" in found) == ("devices" in found)
+    source = Path(environment.__file__).read_text()
+    assert "cuda" not in source  # no device name in the code: the accelerator says what it is
