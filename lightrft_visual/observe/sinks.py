@@ -10,6 +10,7 @@ import csv
 import importlib.util
 import io
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 METRIC_COLUMNS = (
     "step", "reward_mean", "reward_std", "loss", "kl", "grad_norm", "clip_frac", "ratio_max_dev_first",
@@ -131,17 +134,33 @@ def to_json(record: Mapping[str, Any]) -> str:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, without a torn last line; an empty list where there is no file."""
-    records = []
+    """The records of a file; an empty list where there is no file.
+
+    A torn last line, which a killed process leaves, is left out. So is any other line that is no record, with a warning
+    that counts them: the rest of the file is worth showing, but nothing that this package writes leaves such a line.
+    """
+    records, broken = [], []
     # Not splitlines(): text may hold U+2028 and the like, which end a line for Python but not in JSON lines.
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict):
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        record = parse_record(line)
+        if record is not None:
             records.append(record)
+        elif line.strip() and number < len(lines):
+            broken.append(number)
+    if broken:
+        text = "%s: %d line(s) are no JSON records and are left out, the first of them line %d"
+        logger.warning(text, path, len(broken), broken[0])
     return records
+
+
+def parse_record(line: str) -> dict[str, Any] | None:
+    """The JSON object of a line, or None for anything else."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 class JsonlSink:

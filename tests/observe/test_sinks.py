@@ -103,6 +103,20 @@ def test_json_lines_are_strict(tmp_path):
     assert [record["step"] for record in read_jsonl(tmp_path / "m.jsonl")] == [1, 2]
 
 
+def test_a_broken_line_that_is_not_a_torn_last_one_is_named(tmp_path, caplog):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "a"\n[3]\n\n{"step": 4}\n{"step": 5, "a')
+    assert [record["step"] for record in read_jsonl(path)] == [1, 4]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: 2 line(s) are no JSON records and are left out, the first of them line 2"
+    ]
+    caplog.clear()
+    path.write_text('{"step": 1}\n{"step": 2, "a')  # what a killed process leaves
+    assert read_jsonl(path) == [{"step": 1}] and not caplog.records
+    path.write_text('{"step": 1}\n{"step": 2}')
+    assert len(read_jsonl(path)) == 2 and not caplog.records
+
+
 def test_tensorboard_hides_the_steps_that_were_cut(tmp_path):
     sink = TensorBoardSink(tmp_path / "tb")
     for step in (1, 2, 3, 4):
