@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 METRIC_COLUMNS = (
     "step", "reward_mean", "reward_std", "loss", "kl", "grad_norm", "clip_frac", "ratio_max_dev_first",
     "rollout_logp_diff_max", "response_length", "tokens", "time_generate", "time_reward", "time_forward", "time_train",
-    "time_sync",
+    "time_sync", "time_step",
 )  # fmt: skip
 EVAL_COLUMNS = ("step", "eval_reward", "eval_reward_greedy")
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +31,13 @@ def test_first_columns_stand_in_their_order(tmp_path):
     header = (tmp_path / "m.csv").read_text().splitlines()[0].split(",")
     assert header == [*METRIC_COLUMNS, "zeta"]
     assert header[:6] == ["step", "reward_mean", "reward_std", "loss", "kl", "grad_norm"]
+
+
+def test_the_first_columns_are_those_of_the_documentation():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "observability.md").read_text()
+    table = text.partition("\n## metrics.csv\n")[2].partition("\n## ")[0]
+    names = [name for cell in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", cell)]
+    assert tuple(names) == METRIC_COLUMNS
 
 
 def test_new_columns_widen_the_file(tmp_path):
