@@ -31,6 +31,7 @@ from .wire import BadReply, decode_reply, encode_request
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 FIRST_WAIT = 0.25  # seconds before the first retry
 _SECRET = re.compile(r"(?i)(token|key|secret|passw)[^=&]*=")
+GATEWAY_ALONE = (502, 504)  # a gateway says that the server behind it does not answer
 SHUN_SECONDS = 30.0  # a replica that failed is tried last for this long
 
 
@@ -59,11 +60,13 @@ def server_name(url: str) -> str:
 
 class RequestFailed(Exception):
     """One attempt failed. retry: trying the same server again can help. move: another replica can help.
-    wait: seconds the server asked for."""
+    wait: seconds the server asked for. answered: the server is there; what it said concerns this request alone."""
 
-    def __init__(self, reason: str, *, retry: bool, move: bool = True, wait: float = 0.0) -> None:
+    def __init__(
+        self, reason: str, *, retry: bool, move: bool = True, wait: float = 0.0, answered: bool = True
+    ) -> None:
         super().__init__(reason)
-        self.retry, self.move, self.wait = retry, move, wait
+        self.retry, self.move, self.wait, self.answered = retry, move, wait, answered
 
 
 @dataclass
@@ -81,7 +84,9 @@ class HttpSettings:
 
 @dataclass
 class Phase:
-    """What one scoring call has learned about one reward: queued requests to a dead server fail at once."""
+    """What one scoring call has learned about one reward: queued requests to a dead server fail at once.
+
+    answered: there was an answer of any kind, so the server is not dead. gave_up: why a request got none at all."""
 
     answered: bool = False
     gave_up: str | None = None
@@ -105,7 +110,7 @@ class Exchange:
             return
         self.deadline = time.monotonic() + seconds
         if self.phase.gave_up is not None and not self.phase.answered:
-            raise RequestFailed(self.phase.gave_up, retry=False)
+            raise RequestFailed(self.phase.gave_up, retry=False, answered=False)
 
 
 class RemoteClient:
@@ -163,7 +168,8 @@ class RemoteClient:
                 wait = max(self._wait(attempt), failure.wait)
                 attempt += 1
                 if not failure.retry or attempt > self.settings.retries or time.monotonic() + wait >= exchange.deadline:
-                    exchange.phase.gave_up = str(failure)
+                    if not failure.answered:
+                        exchange.phase.gave_up = str(failure)
                     raise
             await asyncio.sleep(wait)
 
@@ -184,6 +190,7 @@ class RemoteClient:
                     result = await self._attempt(url, exchange, left)
                 except RequestFailed as failure:
                     self._failed_at[url] = time.monotonic()
+                    exchange.phase.answered |= failure.answered
                     failures.append(failure)
                     if failure.move:
                         continue
@@ -204,11 +211,14 @@ class RemoteClient:
             async with asyncio.timeout(seconds):
                 status, headers, data = await self._post(url, exchange.content)
         except TimeoutError:
-            raise RequestFailed(f"{name}: no reply within {self.settings.timeout:g} s", retry=False) from None
+            reason = f"{name}: no reply within {self.settings.timeout:g} s"
+            raise RequestFailed(reason, retry=False, answered=False) from None
         except httpx.TransportError as error:
-            raise RequestFailed(f"{name}: connection failed ({type(error).__name__})", retry=True) from None
+            reason = f"{name}: connection failed ({type(error).__name__})"
+            raise RequestFailed(reason, retry=True, answered=False) from None
         if status == 429 or status >= 500:
-            raise RequestFailed(f"{name}: HTTP {status}", retry=True, wait=_retry_after(headers))
+            answered = status not in GATEWAY_ALONE
+            raise RequestFailed(f"{name}: HTTP {status}", retry=True, wait=_retry_after(headers), answered=answered)
         if status != 200:
             raise RequestFailed(f"{name}: HTTP {status}", retry=False, move=False)
         return self._read(name, data, exchange)

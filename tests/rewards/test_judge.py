@@ -1,4 +1,5 @@
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +47,22 @@ def test_http_judge_reads_the_last_score_and_sees_the_pictures(chat_server):
     with_pictures = next(b for b in chat_server.bodies if len(b["messages"][0]["content"]) == 3)
     url = with_pictures["messages"][0]["content"][0]["image_url"]["url"]
     assert url.startswith("data:image/png;base64,") and with_pictures["model"] == "m"
+
+
+def test_a_text_without_a_score_costs_the_judge_only_that_sample(monkeypatch):
+    def answer(handler, kind, body, call):
+        if call > 1:
+            time.sleep(0.1)
+        words = "Score: 4" if call > 1 else "I cannot say"
+        handler.reply(200, {"choices": [{"message": {"content": words}}]})
+
+    monkeypatch.setattr(Handler, "answer", answer)
+    with FaultyServer() as server:
+        engine = judged(server)
+        samples = make_samples(["x"] * 40)
+        result = engine.compute_rewards([samples])
+        engine.close()
+    assert int(result.valid.sum()) == 39
 
 
 def test_http_judge_on_generated_media(chat_server):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from reward_rollouts import make_samples
-from reward_servers import FaultyServer, closed_port
+from reward_servers import FaultyServer, Handler, closed_port
 
 from lightrft_visual.config.schema import AlgorithmConfig, RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
@@ -82,8 +82,6 @@ def test_a_failing_server_leaves_the_others_scores_as_components():
 
 
 def test_only_the_bad_entries_of_a_reply_are_invalid(monkeypatch):
-    from reward_servers import Handler
-
     def answer(handler, kind, body, call):
         handler.reply(200, {"rewards": [1.0, float("inf"), None, "x", 2.0], "failed": [4]})
 
@@ -136,6 +134,38 @@ def test_queued_requests_to_a_dead_server_fail_at_once():
         result = run(f"{server.base}/hang", outputs, reward_concurrency=2)
         assert time.monotonic() - started < 5  # not 10 / 2 deadlines of 1 s
     assert not result.valid.any() and server.calls["hang"] == 2
+
+
+def first_fails_at_once(kind):
+    """An `answer` of the handler: the first request gets an error without delay, all others scores after a while."""
+    refused = {"short": (200, {"rewards": []}), "html": (200, "<html>"), "empty": (200, {})}
+
+    def answer(handler, _, body, call):
+        if call == 1:
+            handler.reply(*refused.get(kind) or (int(kind), {"error": "no"}))
+            return
+        time.sleep(0.2)
+        handler.reply(200, {"rewards": [1.0] * len(body["queries"])})
+
+    return answer
+
+
+@pytest.mark.parametrize("kind", ["400", "404", "500", "html", "short", "empty"])
+def test_an_error_for_one_request_costs_only_its_samples(kind, monkeypatch):
+    """The error comes while no other request is answered and most still wait for their turn."""
+    monkeypatch.setattr(Handler, "answer", first_fails_at_once(kind))
+    outputs = [make_samples(["a", "b"], first_id=2 * i) for i in range(12)]
+    with FaultyServer() as server:
+        result = run(f"{server.base}/any", outputs, reward_concurrency=3, reward_retries=0, reward_timeout=10)
+    assert server.calls["any"] == 12 and int((~result.valid).sum()) == 2
+
+
+def test_a_gateway_without_its_server_is_dead_too(monkeypatch):
+    monkeypatch.setattr(Handler, "answer", lambda handler, *_: (time.sleep(0.3), handler.reply(504, {})))
+    outputs = [make_samples(["a"], first_id=i) for i in range(10)]
+    with FaultyServer() as server:
+        result = run(f"{server.base}/any", outputs, reward_concurrency=2, reward_retries=0)
+    assert not result.valid.any() and server.calls["any"] < 10
 
 
 def test_images_arrive_byte_equal_in_order_with_missing_ones_in_place_and_encoded_once(monkeypatch):
