@@ -15,10 +15,24 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 
+class Unreadable(Exception):
+    """A file that holds no curve; the text names it."""
+
+
 def column(path: Path, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one column, rows without a value left out."""
+    """Steps and values of one column, rows without a value left out. Raises Unreadable."""
+    if not path.is_file():
+        raise Unreadable(f"{path}: no such file; a folder that a run wrote has it")
     with open(path, newline="") as file:
-        rows = [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)]
+        reader = csv.DictReader(file)
+        header = reader.fieldnames or []
+        for wanted in ("step", name):
+            if wanted not in header:
+                raise Unreadable(f"{path}: no column {wanted}; it has: {', '.join(header) or 'nothing'}")
+        try:
+            rows = [(int(row["step"]), float(row[name])) for row in reader if row.get(name)]
+        except ValueError as error:
+            raise Unreadable(f"{path}: a row without numbers: {error}") from error
     return [step for step, _ in rows], [value for _, value in rows]
 
 
@@ -27,8 +41,19 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("-o", "--output", type=Path, default=Path("curve.png"))
     arguments = parser.parse_args()
+    try:
+        draw(arguments.runs, arguments.output)
+    except Unreadable as error:
+        parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
+    print(arguments.output)
+
+
+def draw(runs: list[Path], output: Path) -> None:
+    """Write the picture. Raises Unreadable for a run without figures, OSError for files that cannot be used."""
     figure, axes = plt.subplots(figsize=(7.2, 3.6), dpi=110)
-    for run in arguments.runs:
+    for run in runs:
         steps, rewards = column(run / "metrics.csv", "reward_mean")
         line = axes.plot(steps, rewards, linewidth=0.9, alpha=0.75, label=f"{run.name}: rollouts")[0]
         steps, rewards = column(run / "eval_metrics.csv", "eval_reward")
@@ -37,8 +62,7 @@ def main() -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
-    figure.savefig(arguments.output)
-    print(arguments.output)
+    figure.savefig(output)
 
 
 if __name__ == "__main__":
