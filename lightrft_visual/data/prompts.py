@@ -11,7 +11,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import ProcessorMixin
 
-from ..config.schema import DataConfig
+from ..config.schema import DataConfig, RolloutConfig
 from ..errors import ConfigError, DataError
 from .media import image_size, is_remote
 from .placeholders import ModelInput, check_placeholders, image_token_counts, video_arguments
@@ -38,14 +38,19 @@ class PromptDataset:
     sizes: rows of each data set, for PromptSampler. skipped: rows left out, by reason.
     """
 
-    def __init__(self, spec: str, config: DataConfig, *, split: str, max_rows: int) -> None:
-        """spec: comma-separated paths. split: of data set folders. max_rows: good rows taken of each data set."""
+    def __init__(
+        self, spec: str, config: DataConfig, *, split: str, max_rows: int, limits: RolloutConfig | None = None
+    ) -> None:
+        """spec: comma-separated paths. split: of data set folders. max_rows: good rows taken of each data set.
+
+        limits: of images and videos a prompt, which the rollout engine would refuse only in the middle of the run.
+        """
         paths = [part.strip() for part in spec.split(",") if part.strip()]
         if not paths:
             raise DataError("no data set named")
         if max_rows < 1:
             raise ConfigError(f"{spec}: max_rows is {max_rows}; leave the data set out instead")
-        self.config = config
+        self.config, self.limits = config, limits
         self.skipped: Counter[str] = Counter()
         self._sources: list[RowSource] = [open_source(path, split) for path in paths]
         self._rows: list[tuple[int, int]] = []  # source, row in it
@@ -55,14 +60,14 @@ class PromptDataset:
         self._report_skipped("bad row")
 
     @classmethod
-    def for_training(cls, config: DataConfig) -> PromptDataset:
-        return cls(config.prompt_data, config, split=config.prompt_split, max_rows=config.max_samples)
+    def for_training(cls, config: DataConfig, limits: RolloutConfig | None = None) -> PromptDataset:
+        return cls(config.prompt_data, config, split=config.prompt_split, max_rows=config.max_samples, limits=limits)
 
     @classmethod
-    def for_evaluation(cls, config: DataConfig) -> PromptDataset:
+    def for_evaluation(cls, config: DataConfig, limits: RolloutConfig | None = None) -> PromptDataset:
         if config.eval_data is None:
             raise ConfigError("no eval_data named")
-        return cls(config.eval_data, config, split=config.eval_split, max_rows=config.max_eval_samples)
+        return cls(config.eval_data, config, split=config.eval_split, max_rows=config.max_eval_samples, limits=limits)
 
     @property
     def sizes(self) -> list[int]:
@@ -130,11 +135,18 @@ class PromptDataset:
         name = source.name(row)
         try:
             parsed, config = self._parse(source, row, row), self.config
+            self._check_counts(parsed)
             for video in parsed.videos:
                 check_video(video, allow_remote=config.allow_remote_media)
             return [self._header(image) for image in parsed.images]
         except DataError as error:
             return error if name in str(error) else DataError(f"{name}: {error}")
+
+    def _check_counts(self, row: PromptRow) -> None:
+        for kind, items in (("image", row.images), ("video", row.videos)) if self.limits is not None else ():
+            flag = f"limit_mm_{kind}_per_prompt"
+            if len(items) > getattr(self.limits, flag):
+                raise DataError(f"{len(items)} {kind}s, above {flag} = {getattr(self.limits, flag)}")
 
     def _header(self, image: Any) -> Size | None:
         if is_remote(image) and self.config.allow_remote_media:

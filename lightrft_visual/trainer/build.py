@@ -65,7 +65,7 @@ def build_trainer(config: RunConfig, trainer_class: type[VLTrainer] | None = Non
         packing_samples=config.train.packing_samples,
         labels=_labels(dataset, eval_set),
     )
-    recorder = open_recorder(config)
+    recorder = open_recorder(config, resumed=resume_folder is not None)
     total_steps, sampler = _schedule(config, dataset)
     actor, critic, reference = _models(config, strategy, checkpoint, total_steps)
     engine = build_engine(config, checkpoint, actor)
@@ -133,7 +133,7 @@ def _resolve_embedded(config: RunConfig) -> None:
 
 
 def _dataset(config: RunConfig, checkpoint: Checkpoint) -> PromptDataset:
-    dataset = PromptDataset.for_training(config.data)
+    dataset = PromptDataset.for_training(config.data, config.rollout)
     dataset.check_lengths(checkpoint.processor or checkpoint.tokenizer, config.rollout.prompt_max_len)
     return dataset
 
@@ -141,7 +141,7 @@ def _dataset(config: RunConfig, checkpoint: Checkpoint) -> PromptDataset:
 def _eval_dataset(config: RunConfig, checkpoint: Checkpoint) -> PromptDataset | None:
     if config.data.eval_data is None or config.data.max_eval_samples == 0:
         return None
-    dataset = PromptDataset.for_evaluation(config.data)
+    dataset = PromptDataset.for_evaluation(config.data, config.rollout)
     dataset.check_lengths(checkpoint.processor or checkpoint.tokenizer, config.rollout.prompt_max_len)
     return dataset
 

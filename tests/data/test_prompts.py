@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from lightrft_visual.config.schema import DataConfig
+from lightrft_visual.config.schema import DataConfig, RolloutConfig
 from lightrft_visual.data.embedded import build_embedded_task, vocabulary_texts
 from lightrft_visual.data.prompts import PromptDataset, PromptRow, mixing_probabilities, render_prompt
 from lightrft_visual.errors import ConfigError, DataError
@@ -295,3 +295,15 @@ def test_a_name_on_the_hub_is_answered_by_how_to_save_it(folder, name, is_hub_na
         open_rows(name)
     advice = "datasets.load_dataset('hiyouga/geometry3k').save_to_disk('geometry3k')"
     assert (advice in str(caught.value)) == is_hub_name
+
+
+@pytest.mark.parametrize("policy", ["error", "skip"])
+def test_more_images_than_the_engine_takes_are_found_before_it_starts(folder, policy):
+    path = write_jsonl(folder / "many.jsonl", ROWS)
+    config, limits = DataConfig(on_bad_row=policy), RolloutConfig(limit_mm_image_per_prompt=1)
+    if policy == "error":
+        with pytest.raises(DataError, match=r"many.jsonl:3.*2 images, above limit_mm_image_per_prompt = 1"):
+            PromptDataset(path, config, split="train", max_rows=10, limits=limits)
+        return
+    dataset = PromptDataset(path, config, split="train", max_rows=10, limits=limits)
+    assert len(dataset) == 2 and dataset.skipped["bad row"] == 1
