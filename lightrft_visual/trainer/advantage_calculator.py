@@ -371,9 +371,8 @@ def _valid(experience: Any) -> T:
 def _counted(experience: Any) -> T:
     """(B) bool: samples that may have an advantage: valid and, for grouped estimators, comparable."""
     valid = _valid(experience)
-    if "comparable" in experience.info:
-        return valid & (experience.info["comparable"] > 0)
-    return valid
+    comparable = (experience.info or {}).get("comparable")
+    return valid if comparable is None else valid & (comparable > 0)
 
 
 def _group_ids(experiences: list) -> T:

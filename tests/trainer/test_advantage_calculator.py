@@ -229,6 +229,14 @@ class TestCompute:
         )
         assert batch.advantages[:, 0].tolist() == pytest.approx([1.0, -1.0], abs=1e-5)
 
+    @pytest.mark.parametrize("name", sorted(set(ADVANTAGE_ESTIMATORS) - {"gae"}))
+    def test_experience_without_info(self, name):
+        batch = experience([1, 1])
+        batch.info = None
+        calculator = get_advantage_calculator(name, AlgorithmConfig())
+        advantages, returns, _ = calculator.compute(batch, torch.tensor([1.0, 0.0]), 1.0, {})
+        assert advantages.shape == returns.shape == batch.action_mask.shape
+
     def test_names(self):
         assert set(ADVANTAGE_CALCULATORS) == set(ADVANTAGE_ESTIMATORS)
         with pytest.raises(ValueError, match="group_norm"):
