@@ -16,7 +16,6 @@ from ..observe.metrics import PhaseTimer
 from ..rewards.engine import RewardComputationEngine
 from ..rollout.engine import RolloutEngine, SamplingSettings
 from ..rollout.multimodal import MultimodalDataProcessor
-from ..rollout.parity import ParityGate
 from ..rollout.prompt_batch import PromptBatch
 from ..rollout.records import Rollout, collate, remember_rewards
 from ..rollout.samples import Samples, SamplesVL
@@ -96,10 +95,10 @@ class FastExperienceMaker:
             reward_model, remote_rm_url, None, reward_fn, reward_fn_label_map, reward_recipe, tokenizer, strategy,
             packing_samples,
         )  # fmt: skip
-        self.gate: ParityGate | None = None
         self.policy_version = 0
         self.stage_metrics: dict[str, float] = {}
         self.last_samples: list[Samples | SamplesVL] = []
+        self._numbered = 0  # prompts of all ranks that came as plain lists; seeds and groups go by their numbers
         self.last_media: T | None = None  # (B, 3, …) in 0..1, of a `DiffusersEngine`
         self.diffusion_stage: DiffusionExperienceStage | None = None
         # Asked for instead of its class: runs of language models never import diffusers, which takes seconds.
@@ -129,11 +128,16 @@ class FastExperienceMaker:
 
         generate_kwargs: temperature, top_p, top_k, max_new_tokens, min_new_tokens, skip_special_tokens,
         first_token_temperature, gamma, lambd; defaults from the settings. Unknown names raise ConfigError, as do all of
-        them with a `DiffusersEngine`, whose sampler has settings of its own; all_images are then first frames.
+        them with a `DiffusersEngine`, whose sampler has settings of its own; all_images are then first frames. Prompts
+        of every call have numbers of their own, so equal ones are sampled anew. Dynamic sampling draws the same prompts
+        again, as it has no others.
         """
-        ids = _ids_over_ranks(len(all_prompts))
-        batch = PromptBatch.of(all_prompts, all_images, all_videos, all_references, all_labels, ids=ids)
-        return self.make_experiences(batch, **generate_kwargs)
+
+        def numbered() -> PromptBatch:
+            ids = self._next_ids(len(all_prompts))
+            return PromptBatch.of(all_prompts, all_images, all_videos, all_references, all_labels, ids=ids)
+
+        return self.make_experiences(numbered(), more=numbered, **generate_kwargs)
 
     def make_experiences(
         self, batch: PromptBatch | DiffusionRows, more: MorePrompts | None = None, **generate_kwargs: Any
@@ -172,7 +176,7 @@ class FastExperienceMaker:
         **generate_kwargs: Any,
     ) -> list[Samples | SamplesVL | Sampled]:
         """Unscored rollouts of P prompts in micro-batches; arguments as in `make_experience_list`."""
-        ids = _ids_over_ranks(len(all_prompts))
+        ids = self._next_ids(len(all_prompts))
         batch = PromptBatch.of(all_prompts, all_images, all_videos, all_references, all_labels, ids=ids)
         if self.diffusion_stage is not None:
             return self.engine.generate(self.engine.rows(batch), self.policy_version)
@@ -232,14 +236,15 @@ class FastExperienceMaker:
             raise ConfigError(f"unknown generation argument(s): {', '.join(unknown)}")
         return SamplingSettings.from_kwargs(self.settings.sampling, **sampling), estimator
 
+    def _next_ids(self, count: int) -> T:
+        """(count) numbers that no other prompt has, on any rank or in an earlier call. A collective."""
+        counts = distributed.all_gather_object(count)
+        start = self._numbered + sum(counts[: distributed.rank()])
+        self._numbered += sum(counts)
+        return torch.arange(start, start + count)
+
     def _phase(self, name: str):
         return self.settings.timer.phase(name) if self.settings.timer is not None else nullcontext()
-
-
-def _ids_over_ranks(count: int) -> T:
-    """(count) numbers that no prompt of another rank has, as advantages and noise go by them."""
-    start = sum(distributed.all_gather_object(count)[: distributed.rank()])
-    return torch.arange(start, start + count)
 
 
 def _transformers_engine(actor, tokenizer, processor, micro_batch_size: int) -> RolloutEngine:
