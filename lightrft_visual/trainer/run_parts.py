@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
@@ -9,10 +10,12 @@ from deepspeed.accelerator import get_accelerator
 from ..config.diffusion_schema import DiffusionRunConfig
 from ..config.load import resolved_yaml, write_resolved
 from ..config.schema import RunConfig
+from ..observe.earlier_runs import set_aside
 from ..observe.recorder import RecorderOptions, RunRecorder
 from ..strategy import distributed
 from ..strategy.deepspeed import DeepspeedStrategy
 
+logger = logging.getLogger(__name__)
 AnyConfig = RunConfig | DiffusionRunConfig
 
 
@@ -28,9 +31,16 @@ def start_strategy(config: AnyConfig) -> DeepspeedStrategy:
     return strategy
 
 
-def open_recorder(config: AnyConfig) -> RunRecorder:
-    """The recorder of a run, with config.resolved.yaml and env.json written. Raises ConfigError."""
+def open_recorder(config: AnyConfig, resumed: bool) -> RunRecorder:
+    """The recorder of a run, with config.resolved.yaml and env.json written. Raises ConfigError.
+
+    resumed: whether the run goes on from a checkpoint; else what an earlier one left in the folder is put aside.
+    """
     output = config.output
+    if distributed.is_rank_0() and not resumed:
+        aside = set_aside(Path(output.output_dir))
+        if aside is not None:
+            logger.warning("%s held an earlier run; its files are in %s now", output.output_dir, aside)
     options = RecorderOptions(output.run_name, output.use_tensorboard, output.use_wandb, report=output.report)
     recorder = RunRecorder(output.output_dir, options, config={"config": resolved_yaml(config)})
     if distributed.is_rank_0():

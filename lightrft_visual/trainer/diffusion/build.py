@@ -53,7 +53,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     rewards = RewardComputationEngine.from_config(
         config.reward, strategy=strategy, labels={row.label for row in prompts.rows}
     )
-    recorder = open_recorder(config)
+    recorder = open_recorder(config, resumed=resume_folder is not None)
     algorithm = DIFFUSION_ALGORITHMS[config.algorithm.diffusion_algorithm]
     total_steps, timer = _total_steps(config, len(prompts)), PhaseTimer(synchronize)
     policy, engine = _policy(config, strategy, algorithm, total_steps)

@@ -1,0 +1,47 @@
+"""A fresh start in an earlier run's folder loses nothing."""
+
+from __future__ import annotations
+
+import json
+
+from lightrft_visual.observe.earlier_runs import set_aside
+
+
+def run_folder(folder):
+    (folder / "rollouts" / "images").mkdir(parents=True)
+    (folder / "checkpoint-000005").mkdir()
+    (folder / "checkpoint-000005" / "manifest.json").write_text("{}")
+    (folder / "metrics.csv").write_text("step,loss\n1,0.5\n")
+    (folder / "env.json").write_text(json.dumps({"started": "2026-01-02T03:04:05+00:00"}))
+    (folder / "my_notes.txt").write_text("mine")
+    return folder
+
+
+def test_an_earlier_run_is_put_aside_whole_and_other_files_stay(tmp_path):
+    folder = run_folder(tmp_path / "run")
+    aside = set_aside(folder)
+    assert aside == folder / "earlier_runs" / "2026-01-02T03-04-05"
+    assert (aside / "metrics.csv").read_text() == "step,loss\n1,0.5\n"
+    assert (aside / "checkpoint-000005" / "manifest.json").is_file() and (aside / "rollouts" / "images").is_dir()
+    assert {path.name for path in folder.iterdir()} == {"earlier_runs", "my_notes.txt"}
+
+
+def test_two_runs_of_one_name_do_not_meet(tmp_path):
+    first = set_aside(run_folder(tmp_path / "run"))
+    (tmp_path / "run" / "checkpoint-final").mkdir()
+    (tmp_path / "run" / "env.json").write_text(json.dumps({"started": "2026-01-02T03:04:05+00:00"}))
+    second = set_aside(tmp_path / "run")
+    assert first != second and (first / "metrics.csv").is_file() and (second / "checkpoint-final").is_dir()
+
+
+def test_a_run_that_never_made_a_step_is_no_run(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,loss\n")
+    (tmp_path / "env.json").write_text("{}")
+    assert set_aside(tmp_path) is None
+    assert set_aside(tmp_path / "not there") is None
+
+
+def test_an_unreadable_env_file_names_no_start(tmp_path):
+    folder = run_folder(tmp_path / "run")
+    (folder / "env.json").write_text("[")
+    assert set_aside(folder) == folder / "earlier_runs" / "run"
