@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -165,6 +166,15 @@ class CheckpointManager:
             return
         if target.exists():
             raise CheckpointError(f"{target} exists and is no checkpoint: it will not be overwritten")
+
+    def check_writable(self) -> None:
+        """CheckpointError when nothing can be written into `root`, which is made. For the start of a run."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.root, prefix=STAGING):
+                pass
+        except OSError as error:
+            raise CheckpointError(f"no checkpoint can be written into {self.root}: {error}") from error
 
     def _prepare(self, staging: Path, name: str, numbered: bool) -> None:
         self.check_target(name)
@@ -321,6 +331,8 @@ def resolve_resume(resume_from: str, root: str | Path) -> Path:
 
 
 def resolve_here(resume_from: str, root: Path) -> Path:
+    if not resume_from.strip():
+        raise CheckpointError("resume_from is empty; name a checkpoint or a run's folder, or write auto")
     folder = root if resume_from == "auto" else Path(resume_from)
     manager = CheckpointManager(folder)
     if resume_from != "auto" and not manager.has_checkpoints():
@@ -329,7 +341,9 @@ def resolve_here(resume_from: str, root: Path) -> Path:
         return folder
     latest = manager.find_latest()
     if latest is None:
-        raise CheckpointError(f"resume_from={resume_from}: no complete checkpoint in {folder}")
+        raise CheckpointError(
+            f"resume_from={resume_from}: no complete checkpoint in {folder} (a run saves some with save_steps)"
+        )
     logger.info("resuming from %s", latest)
     return latest
 

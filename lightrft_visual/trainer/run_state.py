@@ -48,8 +48,14 @@ def check_output(output: OutputConfig) -> Path | None:
     best_metric(output)
     final = final_folder(output)
     on_rank_0("checking save_path", lambda: CheckpointManager(final.parent).check_target(final.name))
-    source = output.resume_from or ("auto" if output.load_checkpoint else None)
-    return None if source is None else resolve_resume(source, output.ckpt_path or output.output_dir)
+    if output.save_path is not None:
+        on_rank_0("checking save_path", CheckpointManager(final.parent).check_writable)
+    if output.ckpt_path is not None:
+        on_rank_0("checking ckpt_path", CheckpointManager(output.ckpt_path).check_writable)
+    source = "auto" if output.load_checkpoint and output.resume_from is None else output.resume_from
+    if source is not None:
+        return resolve_resume(source, output.ckpt_path or output.output_dir)
+    return None
 
 
 class RunState:

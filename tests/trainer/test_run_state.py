@@ -62,6 +62,18 @@ def test_nothing_to_resume_from(tmp_path, settings):
         check_output(output(tmp_path, **settings))
 
 
+@pytest.mark.parametrize("name", ["save_path", "ckpt_path"])
+def test_a_path_that_cannot_be_written_is_refused_at_the_start(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=f"{name}.*no checkpoint can be written into .*file"):
+        check_output(output(tmp_path, **{name: str(tmp_path / "file" / "model" / "final")}))
+
+
+def test_an_empty_resume_from_is_no_fresh_start(tmp_path):
+    with pytest.raises(CheckpointError, match="resume_from is empty"):
+        check_output(output(tmp_path, resume_from=""))
+
+
 def test_a_fresh_start(tmp_path):
     assert check_output(output(tmp_path)) is None
     assert final_folder(output(tmp_path)) == tmp_path / "run" / "checkpoint-final"
