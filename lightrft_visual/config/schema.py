@@ -139,7 +139,7 @@ class RewardConfig:
     reward_fn: str | None = None  # path.py:function
     reward_pretrain: str | None = None  # local reward model folders, comma-separated, each optionally name=folder
     remote_rm_url: str | None = None  # URLs, comma-separated, or path.py with reward_func
-    components: dict[str, float] = field(default_factory=dict)  # {scorer: weight}, for every sample alike
+    components: dict[str, float] = field(default_factory=dict)  # {name: weight}, laid over reward_recipe
     kwargs: dict[str, Any] = field(default_factory=dict)  # {component: {setting: value}}
     reward_recipe: str | None = None  # YAML or JSON file, or inline YAML: {label: [[type, key, weight], ...]}
     reward_wire: str = "lightrft"  # lightrft | openrlhf: JSON form of remote_rm_url
@@ -163,9 +163,9 @@ class RewardConfig:
         require(self.reward_concurrency > 0, "reward_concurrency must be positive")
         require(self.reward_ray_actors > 0, "reward_ray_actors must be positive")
         require(self.reward_fn_timeout is None or self.reward_fn_timeout > 0, "reward_fn_timeout must be positive")
-        require(not (self.components and self.reward_recipe), "reward.components and reward_recipe exclude each other")
         require(
-            not (self.kwargs and not self.components), "reward.kwargs are settings of reward.components; name those"
+            not self.kwargs or bool(self.components) or self.reward_recipe is not None,
+            "reward.kwargs are settings of reward.components or of the reward_recipe; name one",
         )
         require(0 <= self.reward_max_invalid <= 1, "reward_max_invalid is a share and must lie in [0, 1]")
 

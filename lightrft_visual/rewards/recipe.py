@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,17 +173,64 @@ def recipe_from_components(components: Mapping[str, float], kwargs: Mapping[str,
     a user function), `score_key`, `transport` (inprocess | http | ray) and `url` (for http) are read here; the rest
     goes to the scorer. The weighted sum is reported as `avg`. Raises ConfigError.
     """
-    kwargs = kwargs or {}
     if not components:
         raise ConfigError("reward.components is empty: name at least one scorer with its weight")
-    for name in kwargs:
-        if name not in components:
-            raise ConfigError(f"reward.kwargs.{name} has no component of that name{nearest(name, components)}")
-    rows = [_entry_of_component(str(n), weight, dict(kwargs.get(n) or {})) for n, weight in components.items()]
+    settings = _checked_settings(kwargs, components)
+    rows = [_entry_of_component(str(n), weight, settings.get(str(n), {})) for n, weight in components.items()]
     return Recipe(parse_recipe({ANY_LABEL: rows}).entries, average=True)
 
 
-def _entry_of_component(name: str, weight: float, settings: dict[str, Any]) -> RecipeEntry:
+def compose_recipe(
+    recipe: Recipe | None, components: Mapping[str, float], kwargs: Mapping[str, Mapping] | None = None
+) -> Recipe | None:
+    """A recipe with `reward.components` and `reward.kwargs` laid over it; None when there is neither.
+
+    A component that the recipe has by that name gets the weight in every label where it stands; any other is added to
+    every label. Settings are laid over those that the recipe gives. Raises ConfigError for settings of nothing.
+    """
+    if recipe is None:
+        return recipe_from_components(components, kwargs) if components else None
+    present = {entry.name for entry in recipe.components()}
+    settings = _checked_settings(kwargs, [*present, *components])
+    added = [
+        _entry_of_component(str(n), weight, settings.get(str(n), {}))
+        for n, weight in components.items()
+        if str(n) not in present
+    ]
+    entries = {
+        label: [_laid_over(row, components.get(row.name, row.weight), settings.get(row.name, {})) for row in rows]
+        + added
+        for label, rows in recipe.entries.items()
+    }
+    return Recipe(_with_distinct_names(entries), average=recipe.average or bool(components))
+
+
+def _checked_settings(kwargs: Mapping[str, Any] | None, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """`reward.kwargs` as {component: {setting: value}}."""
+    known = [str(name) for name in names]
+    for name, settings in (kwargs or {}).items():
+        if str(name) not in known:
+            raise ConfigError(f"reward.kwargs.{name} has no component of that name{nearest(str(name), known)}")
+        if not isinstance(settings, Mapping | None):
+            raise ConfigError(f"reward.kwargs.{name}: settings are a mapping, reward.kwargs.{name}.SETTING=VALUE")
+    return {str(name): dict(settings or {}) for name, settings in (kwargs or {}).items()}
+
+
+def _laid_over(entry: RecipeEntry, weight: float, settings: Mapping[str, Any]) -> RecipeEntry:
+    """An entry with another weight and with more settings; another `scorer` starts without those of the old one."""
+    if entry.type in ("model", "remote"):
+        for key in settings:
+            if key != "score_key":
+                raise ConfigError(f"reward.kwargs.{entry.name} is a {entry.type} and has no setting {key!r} here")
+        return _checked_entry({**vars(entry), "weight": weight, **settings}, f"component {entry.name!r}")
+    kept = entry.kwargs if settings.get("scorer", entry.key) == entry.key else {}
+    own = {"scorer": entry.key, "score_key": entry.score_key, "transport": entry.transport}
+    changed = _entry_of_component(entry.name, weight, {**own, **kept, **settings})
+    return replace(changed, type=entry.type) if changed.key == entry.key else changed
+
+
+def _entry_of_component(name: str, weight: float, settings: Mapping[str, Any]) -> RecipeEntry:
+    settings = dict(settings)
     scorer, score_key = str(settings.pop("scorer", name)), settings.pop("score_key", None)
     transport = settings.pop("transport", None)
     fields = {"weight": weight, "name": name, "score_key": score_key, "kwargs": settings}

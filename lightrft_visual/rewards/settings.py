@@ -11,7 +11,7 @@ from ..config.schema import RewardConfig
 from ..errors import ConfigError
 from .callables import Signature, callable_name, load_reward_fn
 from .naming import nearest
-from .recipe import Recipe, RecipeEntry, load_recipe, recipe_from_components
+from .recipe import Recipe, RecipeEntry, compose_recipe, load_recipe
 from .registry import check_scorer
 from .remote import check_url
 from .sources import named_entries
@@ -21,8 +21,7 @@ def engine_arguments(config: RewardConfig, labels: Iterable[str | None] = ()) ->
     """Keyword arguments of RewardComputationEngine. Raises ConfigError as `check_reward_config` does."""
     function = load_reward_fn(config.reward_fn) if config.reward_fn else None
     recipe = load_recipe(config.reward_recipe) if config.reward_recipe else None
-    if config.components:
-        recipe = recipe_from_components(config.components, config.kwargs)
+    recipe = compose_recipe(recipe, config.components, config.kwargs)
     check_parts(config, function, recipe)
     if recipe is not None:
         recipe.check_labels(labels)

@@ -1,7 +1,11 @@
 import pytest
 
+from lightrft_visual.config.diffusion_schema import DiffusionRunConfig
+from lightrft_visual.config.load import parse_run
+from lightrft_visual.config.schema import RewardConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.rewards.recipe import ANY_LABEL, load_recipe, parse_recipe, recipe_from_components
+from lightrft_visual.rewards.recipe import ANY_LABEL, compose_recipe, load_recipe, parse_recipe, recipe_from_components
+from lightrft_visual.rewards.settings import engine_arguments
 
 YAML = """
 count:
@@ -83,6 +87,7 @@ def test_components_form():
     [
         ({}, {}, "empty"),
         ({"ocr": 1.0}, {"orc": {}}, "kwargs.orc.*did you mean 'ocr'"),
+        ({"ocr": 1.0}, {"ocr": 7}, "kwargs.ocr: settings are a mapping"),
         ({"ocr": 1.0}, {"ocr": {"transport": "http"}}, "needs url"),
         ({"ocr": 1.0}, {"ocr": {"transport": "smoke"}}, "transport 'smoke'"),
         ({"j": 1.0}, {"j": {"transport": "http", "url": "http://h", "mode": 1}}, "server's own setting"),
@@ -91,3 +96,64 @@ def test_components_form():
 def test_bad_components(components, kwargs, words):
     with pytest.raises(ConfigError, match=words):
         recipe_from_components(components, kwargs)
+
+
+def shipped_ocr(*settings):
+    argv = ["--config", "experiment/diffusion/sd3_5/online_grpo_ocr", *settings]
+    return engine_arguments(parse_run(DiffusionRunConfig, argv).config.reward)["reward_recipe"].entries[ANY_LABEL]
+
+
+def test_components_and_settings_on_the_command_line_of_a_shipped_recipe():
+    (entry,) = shipped_ocr("reward.components.ocr=1.0", "reward.kwargs.ocr.mode=7")
+    assert (entry.key, entry.weight, entry.kwargs) == ("ocr", 1.0, {"mode": 7})
+    (entry,) = shipped_ocr("reward.kwargs.ocr.mode=7")
+    assert (entry.key, entry.weight, entry.kwargs) == ("ocr", 1.0, {"mode": 7})
+    added = shipped_ocr("reward.components.look=0.3", "reward.kwargs.look.scorer=pixel", "reward.components.ocr=0.5")
+    assert [(entry.name, entry.key, entry.weight) for entry in added] == [("ocr", "ocr", 0.5), ("look", "pixel", 0.3)]
+    assert [entry.key for entry in shipped_ocr("--reward_recipe", "{'*': [[rule, exact, 1.0]]}")] == ["exact"]
+
+
+LABELLED = {
+    "count": [("rule", "numeric", 1.0, {"tolerance": 0.01, "absolute": 2}), ("rule", "format", 0.2)],
+    "*": [("rule", "exact", 1.0), ("func", "numeric", 0.5), ("remote", "judge", 1.0)],
+}
+
+
+def test_components_change_weights_where_they_stand_and_are_added_to_every_label():
+    recipe = compose_recipe(parse_recipe(LABELLED), {"format": 0.4, "pixel": 2.0}, {"pixel": {"rule": "red"}})
+    weights = {label: [(e.name, e.weight) for e in rows] for label, rows in recipe.entries.items()}
+    assert weights == {
+        "count": [("numeric", 1.0), ("format", 0.4), ("pixel", 2.0)],
+        "*": [("exact", 1.0), ("numeric_2", 0.5), ("judge", 1.0), ("pixel", 2.0)],
+    }
+    assert recipe.average and recipe.entries["*"][-1].kwargs == {"rule": "red"}
+
+
+def test_settings_are_laid_over_those_of_the_recipe():
+    kwargs = {"numeric": {"absolute": 3}, "numeric_2": {"tolerance": 1}, "judge": {"score_key": "tone"}}
+    recipe = compose_recipe(parse_recipe(LABELLED), {}, kwargs)
+    first, (_, second, judge) = recipe.entries["count"][0], recipe.entries["*"]
+    assert first.kwargs == {"tolerance": 0.01, "absolute": 3} and second.kwargs == {"tolerance": 1}
+    assert (second.type, second.name, judge.score_key) == ("func", "numeric_2", "tone") and not recipe.average
+    other = compose_recipe(parse_recipe(LABELLED), {}, {"numeric": {"scorer": "choice", "letters": "AB"}})
+    assert (other.entries["count"][0].key, other.entries["count"][0].kwargs) == ("choice", {"letters": "AB"})
+
+
+@pytest.mark.parametrize(
+    ("components", "kwargs", "words"),
+    [
+        ({}, {"numerc": {"tolerance": 1}}, "kwargs.numerc.*did you mean 'numeric'"),
+        ({"pixel": 1.0}, {"pixl": {}}, "kwargs.pixl.*did you mean 'pixel'"),
+        ({}, {"judge": {"mode": 1}}, "kwargs.judge.*is a remote.*no setting 'mode'"),
+        ({}, {"numeric": {"transport": "http", "url": "http://h"}}, "server's own setting"),
+        ({"numeric": float("nan")}, {}, "weight nan"),
+    ],
+)
+def test_what_contradicts_a_recipe(components, kwargs, words):
+    with pytest.raises(ConfigError, match=words):
+        compose_recipe(parse_recipe(LABELLED), components, kwargs)
+
+
+def test_settings_need_something_they_belong_to():
+    with pytest.raises(ConfigError, match="reward.components or of the reward_recipe"):
+        RewardConfig(kwargs={"ocr": {"mode": 7}})
