@@ -93,7 +93,7 @@ class MultimodalDataProcessor:
             "all_videos_second_per_grid_ts": features["second_per_grid_ts"],
             "all_references": references,
         }
-        return EasyDict({name: _repeat(column, n_samples_per_prompt) for name, column in columns.items()})
+        return _attributes({name: _repeat(column, n_samples_per_prompt) for name, column in columns.items()})
 
     def _load(self, cells: list[Any], wanted: Sequence[int] | None, kind: str) -> list[list[Any]]:
         """Decoded media of each prompt; a source that several prompts name is decoded once."""
@@ -119,6 +119,8 @@ class MultimodalDataProcessor:
         self, prompts: list[str], images: list[list], videos: list[list]
     ) -> tuple[list[list[int]], dict[str, list]]:
         """Expanded token ids and vision features of each prompt."""
+        if not prompts:
+            return [], {name: [] for name in _FEATURES}
         if self.processor is None:
             return self.tokenizer(prompts)["input_ids"], {name: [None] * len(prompts) for name in _FEATURES}
         # Patches in one long tensor split by their grids; other layouts only keep their prompt when made one by one.
@@ -169,6 +171,17 @@ def _per_prompt(column: Sequence[Any] | None, count: int, name: str) -> list[Any
     if len(column) != count:
         raise DataError(f"{name} has {len(column)} entries for {count} prompts")
     return list(column)
+
+
+def _attributes(columns: dict[str, list[Any]]) -> EasyDict:
+    """Columns by attribute or key. EasyDict's own constructor would turn references that are mappings into its kind,
+    and refuses those whose keys are not names.
+    """
+    result = EasyDict()
+    for name, column in columns.items():
+        dict.__setitem__(result, name, column)
+        object.__setattr__(result, name, column)
+    return result
 
 
 def _repeat(column: list[Any], times: int) -> list[Any]:

@@ -143,6 +143,10 @@ class AdvantageCalculator:
         reward that is not finite. With reward_running_norm it is a collective: every rank must call it.
         """
         sizes = [_batch_size(experience) for experience in experiences]
+        if not experiences:
+            none = _flat_rewards(rewards, sizes)
+            self._shape(none, none.bool(), none, max_new_tokens, {})  # other ranks may wait in the running norm
+            return experiences, []
         valid = torch.cat([_valid(experience) for experience in experiences])
         flat = _flat_rewards(rewards, sizes).to(valid.device)
         if not bool(torch.isfinite(flat[valid]).all()):
@@ -351,11 +355,13 @@ def _batch_size(experience: Any) -> int:
 
 def _flat_rewards(rewards: T | Sequence[T], sizes: list[int]) -> T:
     """(N) float32; sizes checked against the micro-batches, so that no reward lands on another sample."""
+    if not isinstance(rewards, T) and all(isinstance(reward, (int, float)) for reward in rewards):
+        rewards = torch.tensor(rewards, dtype=torch.float32)
     if not isinstance(rewards, T):
         got = [part.shape[0] for part in rewards]
         if got != sizes:
             raise ValueError(f"rewards of {got} samples do not belong to micro-batches of {sizes}")
-        rewards = torch.cat(list(rewards))
+        rewards = torch.cat(list(rewards)) if len(rewards) else torch.zeros(0)
     if rewards.shape != (sum(sizes),):
         raise ValueError(f"{tuple(rewards.shape)} rewards do not belong to micro-batches of {sizes} samples")
     return rewards.detach().float()

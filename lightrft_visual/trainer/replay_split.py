@@ -90,7 +90,7 @@ def _cut_padded(value: T, spans: list[Span], name: str) -> list[T]:
 
 def _split_tokens(value: T, name: str, spec: FieldSpec, frame: _Frame) -> list[T]:
     if not frame.packed:
-        return _cut_padded(value, frame.token_spans(value.shape[1]), name)
+        return _cut_padded(value, frame.token_spans(_width(value, name)), name)
     if spec.segments:
         value = (value != 0).to(frame.layout.mask_dtype)
     return _cut(value.reshape(-1), frame.seq_lens, name)
@@ -99,7 +99,13 @@ def _split_tokens(value: T, name: str, spec: FieldSpec, frame: _Frame) -> list[T
 def _split_actions(value: T, name: str, spec: FieldSpec, frame: _Frame) -> list[T]:
     if frame.packed:
         return _cut(value.reshape(-1), frame.num_actions, name)
-    return _cut_padded(value, frame.action_spans(value.shape[1]), name)
+    return _cut_padded(value, frame.action_spans(_width(value, name)), name)
+
+
+def _width(value: T, name: str) -> int:
+    if value.dim() < 2:
+        raise DataError(f"{name} has shape {tuple(value.shape)}; a padded batch holds one row a sample")
+    return value.shape[1]
 
 
 def _split_numbers(value: T, name: str, spec: FieldSpec, frame: _Frame) -> list[T]:

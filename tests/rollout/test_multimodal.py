@@ -190,3 +190,15 @@ def test_processors_with_inputs_that_are_not_carried_are_refused(tokenizer, monk
     monkeypatch.setattr(type(data.processor), "__call__", with_extra)
     with pytest.raises(ConfigError, match="image_sizes"):
         data.process_multimodal_batch([turn(IMAGE)], [picture(0)])
+
+
+def test_no_prompts_give_empty_columns(data):
+    made = data.process_multimodal_batch([], [], [], None, 2, None, None)
+    assert KEYS <= set(made) and all(column == [] for column in made.values())
+
+
+def test_references_come_back_as_they_are(data):
+    references = [{1: "a"}, {"b": 2}]
+    made = data.process_multimodal_batch(["one", "two"], None, references, None, 2)
+    assert made.all_references == [references[0]] * 2 + [references[1]] * 2
+    assert all(type(reference) is dict for reference in made["all_references"])

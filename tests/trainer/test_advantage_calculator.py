@@ -168,6 +168,12 @@ class TestShaping:
         resumed.load_state_dict(calculator.state_dict())
         assert resumed.running.state_dict() == calculator.running.state_dict()
 
+    def test_a_rank_without_samples_and_plain_numbers(self):
+        assert final_rewards("dr_grpo", [], []) == []
+        config = AlgorithmConfig(reward_running_norm=True)
+        assert get_advantage_calculator("reinforce", config).preprocess_rewards([], [], 16) == ([], [])
+        assert final_rewards("dr_grpo", [1.0, 0.0], [experience([1, 1])])[0].tolist() == [0.5, -0.5]
+
     def test_wrong_sizes_and_values(self):
         with pytest.raises(ValueError, match="do not belong"):
             final_rewards("reinforce", torch.ones(3), [experience([1, 1])])

@@ -463,3 +463,10 @@ def test_info_of_another_batch_size_is_refused():
     batch.info = {"m": {"reward": torch.ones(3)}}
     with pytest.raises(DataError, match=r"info\[m/reward\] has shape \(3,\), but the batch has 2 samples"):
         split_experience_batch(batch)
+
+
+def test_one_number_a_sample_is_no_padded_row():
+    batch = make_experience_batch([text_item(5, 2), text_item(5, 2)])
+    batch.advantages = torch.ones(2)
+    with pytest.raises(DataError, match=r"advantages has shape \(2,\); a padded batch holds one row a sample"):
+        split_experience_batch(batch)
