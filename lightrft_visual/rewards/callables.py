@@ -206,21 +206,19 @@ def split_result(result: Any, name: str) -> tuple[Any, Mapping[str, Any]]:
     return result[key], {**metrics, **(result.get("extra_logs") or {})}
 
 
-def as_list(scores: Any, name: str) -> Sequence[Any]:
-    """A flat list from a list, tuple, tensor or array of shape (n) or (n, 1)."""
+def as_list(scores: Any, name: str, what: str = "reward function") -> Sequence[Any]:
+    """A flat list from a list, tuple, tensor or array of shape (n) or (n, 1). `what` and `name` are for the error."""
     if isinstance(scores, torch.Tensor):
         scores = scores.detach().cpu().double().numpy()
     if isinstance(scores, np.ndarray):
         if scores.ndim == 2 and scores.shape[1] == 1:
             scores = scores[:, 0]
         if scores.ndim != 1:
-            raise RewardError(
-                f"reward function {name} returned shape {tuple(scores.shape)}; one score a sample, please"
-            )
+            raise RewardError(f"{what} {name} returned shape {tuple(scores.shape)}; one score a sample, please")
         return scores.tolist()
     if isinstance(scores, (list, tuple)):
         return scores
-    raise RewardError(f"reward function {name} returned {type(scores).__name__}; give a list or tensor of scores")
+    raise RewardError(f"{what} {name} returned {type(scores).__name__}; give a list or tensor of scores")
 
 
 def read_scores(scores: Any, name: str, size: int) -> tuple[torch.Tensor, torch.Tensor, Counter[str]]:

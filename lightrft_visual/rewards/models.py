@@ -70,7 +70,7 @@ def to_scores(raw: Sequence[float | None], too_long: int = 0) -> Scores:
     if too_long:
         reasons["longer than the reward model's limit"] = too_long
     if int(broken.sum()) > too_long:
-        reasons["the model's score is not finite or too large"] = int(broken.sum()) - too_long
+        reasons["the model's score is no finite number or too large"] = int(broken.sum()) - too_long
     return Scores(values, broken, {}, reasons)
 
 
@@ -202,8 +202,23 @@ class EngineModel:
             output = self.model(None, None, **arguments)
         except Exception as error:
             raise RewardError(f"reward model {self.name} raised {type(error).__name__}") from error
-        entries = as_list(output["score"] if isinstance(output, Mapping) else output, self.name)
+        entries = self._entries(output)
         if len(entries) != len(batch):
             what = callable_name(self.model)
             raise RewardError(f"reward model {self.name} ({what}) gave {len(entries)} scores for {len(batch)} samples")
-        return to_scores([float("nan") if entry is None else float(entry) for entry in entries])
+        return to_scores([number_or_nan(entry) for entry in entries])
+
+    def _entries(self, output: Any) -> Sequence[Any]:
+        if not isinstance(output, Mapping):
+            return as_list(output, self.name, "reward model")
+        if "score" not in output:
+            raise RewardError(f"reward model {self.name} returned a {type(output).__name__} without score")
+        return as_list(output["score"], self.name, "reward model")
+
+
+def number_or_nan(entry: Any) -> float:
+    """A model's score as a float; NaN, which is failed, for whatever is no single number."""
+    try:
+        return float(entry)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return float("nan")

@@ -149,6 +149,33 @@ def test_engine_backed_model_is_called_once_with_the_contracts_names():
     assert result.score.tolist() == [1, 2, 3]
 
 
+def test_unusable_scores_of_an_engine_backed_model_are_invalid_and_counted():
+    def rm(sequences, mask, *, prompt_and_outputs, **inputs):
+        return ["x", 1.0, None, [2.0], torch.ones(2), float("inf"), torch.tensor(3.0)]
+
+    engine = RewardComputationEngine({"rm": rm}, config=RewardConfig(reward_max_invalid=1.0))
+    result = engine.compute_rewards([make_samples(["a"] * 7)])
+    assert result.valid.tolist() == [False, True, False, False, False, False, True]
+    assert result.score[[1, 6]].tolist() == [1, 3] and result.metrics["reward/rm/failures"] == 5
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        ({"scores": [1.0, 2.0]}, "reward model rm returned a dict without score"),
+        ("ab", "reward model rm returned str"),
+        (torch.ones(2, 3), r"reward model rm returned shape \(2, 3\)"),
+        ([1.0], "reward model rm .* gave 1 scores for 2 samples"),
+    ],
+)
+def test_a_reply_of_the_wrong_shape_names_the_model(reply, words):
+    def judge(sequences, mask, *, prompt_and_outputs, **inputs):
+        return reply
+
+    with pytest.raises(RewardError, match=words):
+        RewardComputationEngine({"rm": judge}).compute_rewards([make_samples(["a", "b"])])
+
+
 def test_by_length():
     assert by_length([5, 1, 5, 1], exact=True) == [[1, 3], [0, 2]]
     assert [len(batch) for batch in by_length([1] * 20)] == [8, 8, 4]
