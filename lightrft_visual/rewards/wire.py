@@ -164,14 +164,17 @@ def _videos(body: Mapping[str, Any], size: int, limit: int, max_pixels: int) -> 
 
 
 def encode_reply(scores: Scores) -> dict[str, Any]:
-    """The server's reply: null where there is no score, and the places of failed samples in "failed"."""
+    """The server's reply: null where there is no score, and the places of failed samples in "failed".
+
+    JSON has no infinity: an infinite score is failed, an infinite number beside it is null."""
     reply: dict[str, Any] = {"rewards": _numbers(scores.values)}
     if scores.extras:
         reply["components"] = {name: _numbers(values) for name, values in scores.extras.items()}
-    if scores.failed.any():
-        reply["failed"] = scores.failed.nonzero().flatten().tolist()
+    failed = scores.failed | scores.values.isinf()
+    if failed.any():
+        reply["failed"] = failed.nonzero().flatten().tolist()
     return reply
 
 
 def _numbers(values: torch.Tensor) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in values.tolist()]
+    return [value if math.isfinite(value) else None for value in values.tolist()]

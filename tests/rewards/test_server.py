@@ -17,8 +17,10 @@ from reward_rollouts import make_samples
 from lightrft_visual.config.schema import RewardConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer
+from lightrft_visual.rewards.batch import Scores
 from lightrft_visual.rewards.imaging import encode_image
 from lightrft_visual.rewards.server import ServerSettings, ServerThread, bind, create_app
+from lightrft_visual.rewards.wire import encode_reply
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +54,14 @@ def test_none_and_failed_are_told_apart():
     app = create_app(lambda completions: ([1.0, None, Failed("late")], {"m": [1.0, 2.0, 3.0]}))
     reply = post(app, {"queries": ["a", "b", "c"]}).json()
     assert reply == {"rewards": [1.0, None, None], "components": {"m": [1.0, 2.0, 3.0]}, "failed": [2]}
+
+
+def test_numbers_that_json_lacks_are_null():
+    inf, nan = float("inf"), float("nan")
+    reply = post(create_app(lambda completions: ([1.0, 2.0], {"m": [inf, nan]})), {"queries": ["a", "b"]})
+    assert (reply.status_code, reply.json()) == (200, {"rewards": [1.0, 2.0], "components": {"m": [None, None]}})
+    scores = Scores(torch.tensor([1.0, inf, -inf, nan]), torch.tensor([False, False, False, False]))
+    assert encode_reply(scores) == {"rewards": [1.0, None, None, None], "failed": [1, 2]}
 
 
 PICTURE = encode_image(Image.new("RGB", (20, 20), "red"))
