@@ -11,6 +11,7 @@ It prints `serving on http://HOST:PORT/reward`; give that address to a run as --
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -54,8 +55,22 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
         place = settings
         for parent in parents:
             place = place.setdefault(parent, {})
-        place[key] = yaml.safe_load(value)
+            if not isinstance(place, dict):
+                raise ConfigError(f"{pair!r}: {parent} has a value already")
+        try:
+            place[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"{pair!r} is not YAML") from None
     return settings
+
+
+def parse_weights(pairs: Sequence[str]) -> dict[str, Any]:
+    """{name: weight} of ["name=weight"]. What is no number stays as it is; the recipe refuses it by name."""
+    weights = parse_settings(pairs)
+    for name, weight in weights.items():
+        with contextlib.suppress(ValueError):
+            weights[name] = float(weight) if isinstance(weight, str) else weight  # YAML reads 1e-3 as text
+    return weights
 
 
 def build(arguments: argparse.Namespace) -> Any:
@@ -65,8 +80,7 @@ def build(arguments: argparse.Namespace) -> Any:
             raise ConfigError("--kwargs belongs to --scorer and --components; a function has no settings")
         return load_reward_fn(arguments.reward_fn)
     if arguments.components:
-        weights = {name: float(weight) for name, weight in parse_settings(arguments.components).items()}
-        return build_scorer("multi", {"components": weights, "kwargs": settings})
+        return build_scorer("multi", {"components": parse_weights(arguments.components), "kwargs": settings})
     return build_scorer(arguments.scorer, settings)
 
 

@@ -64,6 +64,26 @@ def test_numbers_that_json_lacks_are_null():
     assert encode_reply(scores) == {"rewards": [1.0, None, None, None], "failed": [1, 2]}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--components", "ocr=abc"], "component 'ocr': weight 'abc' is not a finite number"),
+        (["--components", "ocr=true"], "weight True is not a finite number"),
+        (["--components", "ocr.x=1"], "weight {'x': 1} is not a finite number"),
+        (["--components", "ocr=[1"], "'ocr=[1' is not YAML"),
+        (["--kwargs", "a=1", "--kwargs", "a.b=2"], "'a.b=2': a has a value already"),
+        (["--kwargs", "a"], "'a': write it as NAME=VALUE"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(arguments, words, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import serve_reward
+
+    assert serve_reward.main(arguments) == 2
+    assert words in capsys.readouterr().err
+    assert serve_reward.parse_weights(["a=1e-1", "b=2"]) == {"a": 0.1, "b": 2}
+
+
 PICTURE = encode_image(Image.new("RGB", (20, 20), "red"))
 
 
