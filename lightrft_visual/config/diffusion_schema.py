@@ -59,8 +59,8 @@ class DiffusionSamplingConfig:
     scheduler: str = "model_default"  # model_default | flow_match_euler
     trajectory: str | None = None  # ode | sde | sde_reflow | cps; default: the algorithm's
     flow_shift: float | None = None
-    timesteps: list[float] | None = None
-    sigmas: list[float] | None = None
+    timesteps: list[float] | None = None  # 1000..0, instead of the scheduler's; num_steps becomes their number
+    sigmas: list[float] | None = None  # 1..0, likewise
     noise_level: float = 0.7
     sde_window_size: int = 0  # Flow-GRPO-Fast: this many stochastic steps, the rest by ODE; 0 for no window
     log_prob: str = "mean"  # mean | sum over latent dimensions
@@ -75,6 +75,9 @@ class DiffusionSamplingConfig:
     micro_rollout_batch_size: int = 8  # samples a forward, per rank
 
     def __post_init__(self) -> None:
+        given = self.sigmas or self.timesteps
+        if given:
+            self.num_steps = len(given)
         for name in (
             "num_steps", "eval_num_steps", "height", "width", "num_frames", "rollout_batch_size",
             "n_samples_per_prompt", "micro_rollout_batch_size",
@@ -204,6 +207,7 @@ class DiffusionRunConfig:
         self._check_groups()
         self._check_trajectory()
         self._check_family()
+        self._check_schedule()
         DiffusionSampler(rollout_sampling(self), rollout_noise(self))  # refuses noise 0, unequal schedules, windows
         evaluation_sampling(self)
         require(self.train.enable_ema or not self.output.eval_ema, "eval_ema evaluates the EMA: add --enable_ema")
@@ -238,6 +242,14 @@ class DiffusionRunConfig:
         require(
             ddim or family not in DDIM_FAMILIES,
             f"{name} trains flow models; for family {family} use diffusion_algorithm {' or '.join(DDIM_ALGORITHMS)}",
+        )
+
+    def _check_schedule(self) -> None:
+        s, name = self.sampling, self.algorithm.diffusion_algorithm
+        own = s.scheduler == "model_default" and s.timesteps is None and s.sigmas is None and s.flow_shift is None
+        require(
+            own or name not in DDIM_ALGORITHMS,
+            f"{name} samples by the DDIM model's own schedule: leave scheduler, timesteps, sigmas and flow_shift out",
         )
 
     def _check_trajectory(self) -> None:

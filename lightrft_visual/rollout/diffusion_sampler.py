@@ -8,6 +8,7 @@ log-probs exactly.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
@@ -43,8 +44,12 @@ class VelocityModel(Protocol):
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Steps and kind of trajectory. `timesteps` (0..1000) and `sigmas` (1..0, without the closing 0) replace the
-    schedule; given alone, each implies the other. Raises ConfigError on values that cannot work."""
+    """Steps and kind of trajectory. Raises ConfigError on values that cannot work.
+
+    `timesteps` (1000..0) and `sigmas` (1..0) replace the schedule, and `num_steps` with it, which becomes their length;
+    given alone, each implies the other, given together `timesteps` is what the model is told. The closing sigma 0 is
+    implied; a last entry 0 is a step of no length.
+    """
 
     num_steps: int = 25
     scheduler: str = "model_default"
@@ -60,25 +65,44 @@ class SamplingConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} is {value!r}; it must be one of: {', '.join(allowed)}")
-        if self.flow_shift is not None and self.flow_shift <= 0:
-            raise ConfigError(f"flow_shift is {self.flow_shift}; it must be positive")
-        self._check_schedule()
+        if self.flow_shift is not None and not 0 < self.flow_shift < math.inf:
+            raise ConfigError(f"flow_shift is {self.flow_shift}; it must be positive and finite")
+        if self.given is not None:
+            self._check_schedule()
+            object.__setattr__(self, "num_steps", len(self.given))  # frozen: the one place that fills it in
+
+    @property
+    def given(self) -> Sequence[float] | None:
+        """The schedule that replaces the scheduler's, on either scale."""
+        return self.timesteps if self.sigmas is None else self.sigmas
+
+    @property
+    def moving_steps(self) -> int:
+        """Steps that change the latents: all, but for a last one that starts at 0."""
+        return self.num_steps - (self.given is not None and self.given[-1] == 0)
 
     def _check_schedule(self) -> None:
         if self.timesteps is not None and self.sigmas is not None and len(self.timesteps) != len(self.sigmas):
             raise ConfigError(
                 f"timesteps has {len(self.timesteps)} entries, sigmas {len(self.sigmas)}; they must have equal length"
             )
-        for name in ("timesteps", "sigmas"):
+        for name, top in (("timesteps", TRAIN_TIMESTEPS), ("sigmas", 1)):
             values = getattr(self, name)
             if values is None:
                 continue
-            if len(values) != self.num_steps:
-                raise ConfigError(f"{name} has {len(values)} entries, num_steps is {self.num_steps}; they must agree")
-            if any(later >= earlier for earlier, later in zip(values, values[1:])) or values[-1] <= 0:
-                raise ConfigError(f"{name} must fall strictly and stay positive; the closing 0 is implied")
-        if self.sigmas is not None and self.sigmas[0] > 1:
-            raise ConfigError(f"sigmas starts at {self.sigmas[0]}; sigmas lie in (0, 1]")
+            if len(values) == 0:
+                raise ConfigError(f"{name} is empty; leave it out for the scheduler's own schedule")
+            if not all(math.isfinite(value) for value in values):
+                raise ConfigError(f"{name} must hold finite numbers")
+            if min(values) < 0 or max(values) > top:
+                raise ConfigError(f"{name} must lie in 0 to {top}, from noise down to data; found {list(values)}")
+            if any(later > earlier for earlier, later in zip(values, values[1:])):
+                raise ConfigError(f"{name} must not rise: steps go from noise down to data")
+        name, given = "timesteps" if self.sigmas is None else "sigmas", self.given
+        if any(later == earlier for earlier, later in zip(given, given[1:])):
+            raise ConfigError(f"{name} must fall strictly: a step between equal values would have no length")
+        if given[0] == 0:
+            raise ConfigError(f"{name} begins at 0, where there is nothing to denoise")
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingConfig:
@@ -191,15 +215,15 @@ class DiffusionSampler:
                 f"noise_level is 0 with trajectory {config.trajectory!r}: its log-probs are undefined; "
                 "set a positive noise_level, or trajectory ode"
             )
-        if config.num_steps < 2:
+        if config.moving_steps < 2:
             raise ConfigError("a stochastic trajectory needs num_steps of at least 2: the last step is deterministic")
-        if self.noise.window_size >= config.num_steps:
+        if self.noise.window_size >= config.moving_steps:
             raise ConfigError(f"window_size {self.noise.window_size} leaves no deterministic last step")
 
     def schedule(self, model: VelocityModel, latent_shape: tuple[int, ...]) -> tuple[T, T]:
         """Timesteps (K) and sigmas (K), fp32 on the CPU."""
         config = self.config
-        if config.timesteps is not None or config.sigmas is not None:
+        if config.given is not None:
             given = config.sigmas if config.sigmas is not None else [t / TRAIN_TIMESTEPS for t in config.timesteps]
             sigmas = torch.tensor(given, dtype=torch.float64)
             timesteps = sigmas * TRAIN_TIMESTEPS if config.timesteps is None else torch.tensor(config.timesteps)
@@ -213,18 +237,16 @@ class DiffusionSampler:
         if model.prediction == "flow":
             return _FLOW_RULES.get(self.config.trajectory)
         config = self.config
-        own_schedule = config.scheduler == "model_default" and config.timesteps is None and config.sigmas is None
-        if config.trajectory not in ("ode", "sde") or not own_schedule:
+        if config.trajectory not in ("ode", "sde") or config.scheduler != "model_default" or config.given is not None:
             raise ConfigError("a DDIM model samples by its own schedule (model_default), with trajectory ode or sde")
         return "ddim"
 
     def stochastic_steps(self, start: int = 0) -> T:
-        """(K) bool: the steps that are drawn. The last step, with sigma near 0, is always deterministic."""
-        steps = torch.arange(self.config.num_steps)
+        """(K) bool: the steps that are drawn. The last step, which reaches sigma 0, is always deterministic."""
+        steps, last = torch.arange(self.config.num_steps), self.config.moving_steps - 1
         if not self.config.stochastic:
             return torch.zeros_like(steps, dtype=torch.bool)
-        size = self.noise.window_size or self.config.num_steps - 1
-        return (steps >= start) & (steps < start + size) & (steps < self.config.num_steps - 1)
+        return (steps >= start) & (steps < start + (self.noise.window_size or last)) & (steps < last)
 
     @torch.no_grad()
     def sample(
@@ -249,7 +271,8 @@ class DiffusionSampler:
         path, log_probs, means = [x], [], []
         for index in range(len(sigmas)):
             at = timesteps[index].expand(batch.batch_size).to(x.device)
-            v = model.velocity(x, at, batch.conditions, batch.guidance_scale)
+            moving = index < self.config.moving_steps
+            v = model.velocity(x, at, batch.conditions, batch.guidance_scale) if moving else torch.zeros_like(x)
             noise = draw_noise(batch.latent_shape, generators, x.dtype, x.device) if stochastic[index] else None
             step = self._advance(model, x, v, closed[index], closed[index + 1], noise)
             x = step.prev

@@ -24,7 +24,8 @@ def load(*arguments: str) -> DiffusionRunConfig:
     "arguments,message",
     (
         (["--noise_level", "0"], "noise_level"),
-        (["--sigmas", "[0.9, 0.5]"], "num_steps"),
+        (["--sigmas", "0.9", "0.0", "--trajectory", "sde"], "at least 2"),
+        (["--diffusion_algorithm", "ddpo", "--sigmas", "0.9,0.5"], "schedule"),
         (["--num_steps", "2", "--sigmas", "[0.9, 0.5]", "--timesteps", "[900]"], "equal length"),
         (["--train_batch_size", "50"], "divide"),
         (["--n_samples_per_prompt", "1", "--train_batch_size", "8"], "at least 2"),
@@ -66,6 +67,15 @@ def test_the_published_figures() -> None:
 def test_layers_swap() -> None:
     config = load("--config", "experiment/diffusion/sd3_5/online_grpo_ocr", "/base/algorithm/diffusion=grpo_guard")
     assert config.algorithm.grpo_guard and rollout_noise(config).keep_means
+
+
+@pytest.mark.parametrize("more", ([], ["--num_steps", "25"]))
+def test_num_steps_follows_a_given_schedule(more: list[str]) -> None:
+    config = load("--timesteps", "900", "300", "10", *more)
+    assert config.sampling.num_steps == rollout_sampling(config).num_steps == 3
+    assert load("--sigmas", "1,0.5,0.2,0").sampling.num_steps == 4
+    late = ["--diffusion_algorithm", "reward_fl", "--mid_timestep", "1", "--final_timestep", "2"]
+    assert DIFFUSION_ALGORITHMS["reward_fl"].build(load("--timesteps", "900,300,10", *late)).num_inference_steps == 3
 
 
 def test_settings_of_the_sampler() -> None:

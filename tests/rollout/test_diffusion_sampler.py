@@ -1,5 +1,7 @@
 """The sampler against models whose answer is known."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -114,6 +116,45 @@ def test_given_schedules():
     torch.testing.assert_close(result.sigmas, torch.tensor([0.9, 0.3]))
 
 
+@pytest.mark.parametrize("mapping", ({"timesteps": [900, 300, 10]}, {"num_steps": 8, "sigmas": [0.9, 0.3, 0.01]}))
+def test_a_given_schedule_says_how_many_steps_there_are(mapping):
+    config = SamplingConfig.from_mapping({**mapping, "trajectory": "sde"})
+    sampler = DiffusionSampler(config, NoiseConfig(window_size=1))
+    result = sampler.sample(Gaussian(), batch(), generator=sample_generators(1, 0, range(4)), window=1)
+    assert config.num_steps == config.moving_steps == len(result.timesteps) == 3
+    assert result.trajectory.shape[1] == 4 and result.stochastic.tolist() == [False, True, False]
+    assert dataclasses.replace(config, trajectory="ode").num_steps == 3
+
+
+def test_a_closing_0_is_a_step_of_no_length():
+    """The step before it is the one that reaches the data: deterministic, as the last step always is."""
+    with_zero, without = (
+        DiffusionSampler(SamplingConfig(sigmas=sigmas, trajectory="sde")).sample(
+            Gaussian(), batch(), generator=sample_generators(1, 0, range(4))
+        )
+        for sigmas in ([1.0, 0.6, 0.2, 0.0], [1.0, 0.6, 0.2])
+    )
+    assert with_zero.sigmas.tolist()[-1] == with_zero.timesteps.tolist()[-1] == 0.0
+    assert torch.equal(with_zero.latents, without.latents) and with_zero.trajectory.shape[1] == 5
+    assert with_zero.stochastic.tolist() == [True, True, False, False]
+    assert torch.equal(with_zero.log_probs[:, :3], without.log_probs) and not with_zero.log_probs[:, 3].any()
+
+
+def test_timesteps_beside_sigmas_are_what_the_model_is_told():
+    result = DiffusionSampler(SamplingConfig(timesteps=[999, 500, 500], sigmas=[1.0, 0.5, 0.4])).sample(
+        Gaussian(), batch(), generator=torch.Generator()
+    )
+    assert result.timesteps.tolist() == [999.0, 500.0, 500.0]
+    assert result.sigmas.tolist() == pytest.approx([1.0, 0.5, 0.4])
+
+
+@pytest.mark.parametrize("settings", ({"sigmas": [0.9, 0.0]}, {"sigmas": [0.9]}, {"num_steps": 1}))
+def test_a_stochastic_trajectory_needs_a_step_that_can_be_drawn(settings):
+    with pytest.raises(ConfigError, match="at least 2"):
+        DiffusionSampler(SamplingConfig(trajectory="sde", **settings))
+    assert DiffusionSampler(SamplingConfig(**settings))
+
+
 def test_shifted_schedule_by_hand():
     timesteps, sigmas = flow_match_schedule(2, shift=3.0)
     assert sigmas.tolist() == pytest.approx([1.0, 0.75])
@@ -124,7 +165,14 @@ def test_shifted_schedule_by_hand():
     ({"num_stepz": 3}, "num_steps"),
     ({"num_steps": 3, "timesteps": [900, 500, 100], "sigmas": [0.9, 0.5]}, "equal length"),
     ({"num_steps": 2, "sigmas": [0.5, 0.5]}, "fall strictly"),
-    ({"num_steps": 3, "sigmas": [0.9, 0.5]}, "num_steps is 3"),
+    ({"sigmas": [0.9, 0.0, -0.5]}, "0 to 1"),
+    ({"sigmas": [0.9, 0.0, 0.0]}, "fall strictly"),
+    ({"sigmas": [1.2, 0.5]}, "0 to 1"),
+    ({"sigmas": [0.9, float("nan")]}, "finite"),
+    ({"sigmas": [0.0]}, "nothing to denoise"),
+    ({"sigmas": []}, "empty"),
+    ({"timesteps": [1200, 500]}, "0 to 1000"),
+    ({"timesteps": [900, 950], "sigmas": [0.9, 0.5]}, "timesteps must not rise"),
     ({"trajectory": "sdee"}, "trajectory"),
     ({"flow_shift": -1.0}, "flow_shift"),
 ))  # fmt: skip

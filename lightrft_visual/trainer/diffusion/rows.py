@@ -77,6 +77,16 @@ def trainable_steps(experience: ExperienceDiffusion, fraction: float = 1.0) -> T
     return kept.expand(stochastic.shape[0], -1)
 
 
+def noisy_steps(experience: ExperienceDiffusion, fraction: float = 1.0) -> T:
+    """(B, n) step indices that a loss on finished samples trains on: the first `fraction` of those with sigma above 0.
+
+    At sigma 0 the sample itself is the model's input, and its loss is 0 for every model.
+    """
+    count = int((experience.sigmas[0, :-1] > 0).sum())
+    kept = torch.arange(max(1, round(fraction * count)), device=experience.sigmas.device)
+    return kept.expand(experience.sigmas.shape[0], -1)
+
+
 def shuffled_steps(steps: T, generator: torch.Generator) -> T:
     """(B, n) step indices, each row in an order of its own drawn from the generator."""
     order = torch.rand(steps.shape, generator=generator).argsort(dim=1)

@@ -108,7 +108,7 @@ class DiffusionSampling:
         conditions = self.conditions(rows)
         batch = self.batch(rows, conditions, step, purpose)
         generators = sample_generators(self.settings.run_seed, step, rows.sample_ids.tolist(), purpose)
-        size, steps = self.sampler.noise.window_size, self.sampler.config.num_steps
+        size, steps = self.sampler.noise.window_size, self.sampler.config.moving_steps
         start = window_start(steps, size, derive_seed(self.settings.run_seed, "window", step)) if size else 0
         result = self.sampler.sample(self.model, batch, generator=generators, window=start)
         return Sampled(result, conditions, self.model.policy.decode(result.latents).clamp(0, 1))

@@ -28,7 +28,7 @@ from . import DiffusionAlgorithm, Loss
 from .context import LossContext, LossOutcome
 from .nft import old_policy_decay
 from .reward_fl import DifferentiableScore
-from .rows import rows_at, shuffled_steps, trainable_steps
+from .rows import noisy_steps, rows_at, shuffled_steps, trainable_steps
 from .stages import DiffusionRows, DiffusionSampling, k_repeat_rows, rows_of, score_rows
 
 T = torch.Tensor
@@ -130,12 +130,8 @@ class DiffusionTrainer(PolicyTrainer):
 
     def _trained_steps(self, experience) -> T:
         """(B, n): stochastic steps for losses on SDE steps, any step of the schedule for losses on data."""
-        fraction = self.config.algorithm.timestep_fraction
-        if self.parts.algorithm.trains_on == "steps":
-            return trainable_steps(experience, fraction)
-        count = experience.timesteps.shape[1]
-        kept = torch.arange(max(1, round(fraction * count)), device=experience.timesteps.device)
-        return kept.expand(len(experience.timesteps), -1)
+        steps = trainable_steps if self.parts.algorithm.trains_on == "steps" else noisy_steps
+        return steps(experience, self.config.algorithm.timestep_fraction)
 
     def _learn_from_reward(self) -> None:
         """Reward FL: no replay; the gradient goes through the decoded pictures of this very forward."""

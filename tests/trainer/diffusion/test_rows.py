@@ -1,9 +1,10 @@
 """From a rollout over the replay buffer to training rows, with nothing lost."""
 
+import pytest
 import torch
 
 from lightrft_visual.rollout.diffusion_sampler import SamplingResult
-from lightrft_visual.trainer.diffusion.rows import experience_of, rows_at, shuffled_steps, trainable_steps
+from lightrft_visual.trainer.diffusion.rows import experience_of, noisy_steps, rows_at, shuffled_steps, trainable_steps
 from lightrft_visual.trainer.replay_buffer_utils import make_experience_batch, split_experience_batch
 
 
@@ -56,3 +57,11 @@ def test_rows_of_an_ode_rollout_hold_the_finished_latents():
     rows = rows_at(experience, torch.tensor([0, 1, 2, 4]))
     assert torch.equal(rows.data, experience.latents[:, 0]) and torch.equal(rows.x, rows.data)
     assert rows.sigma_next.tolist()[-1] == 0.0
+
+
+@pytest.mark.parametrize("last,expected", ((0.2, [0, 1, 2, 3, 4]), (0.0, [0, 1, 2, 3])))
+def test_losses_on_data_train_at_every_step_that_has_noise(last, expected):
+    experience = rollout(ode=True)
+    experience.sigmas[:, -2] = last
+    assert noisy_steps(experience).tolist() == [expected] * 4
+    assert noisy_steps(experience, 0.5).tolist() == [expected[: round(len(expected) / 2)]] * 4
