@@ -1,7 +1,7 @@
 """Names that users of other systems type, and the names they reach here.
 
-An alias is listed only where it means exactly the same. A name whose meaning differs is listed in ``DIFFERENT`` with
-what to write instead, so that it is refused with advice and never quietly reinterpreted.
+An alias is listed only where it means exactly the same. A name whose meaning differs, or that takes other values, is
+listed in ``DIFFERENT`` with what to write instead, so that it is refused with advice and never quietly reinterpreted.
 """
 
 from __future__ import annotations
@@ -11,32 +11,43 @@ from __future__ import annotations
 ALIASES: dict[str, str | tuple[str, ...]] = {
     # TRL
     "model_name_or_path": "pretrain",
+    "pretrained_model_name_or_path": "pretrain",
     "lr": "learning_rate",
     "learning_rate": "actor_learning_rate",
     "num_generations": "n_samples_per_prompt",
     "max_prompt_length": "prompt_max_len",
     "max_completion_length": "generate_max_len",
+    "max_new_tokens": "generate_max_len",
     "epsilon": "eps_clip",
     "epsilon_high": "eps_clip_high",
     "num_iterations": "max_epochs",
+    "num_ppo_epochs": "max_epochs",
     "num_train_epochs": "num_episodes",
     "lr_scheduler_type": "lr_scheduler",
     "warmup_ratio": "lr_warmup_ratio",
+    "lr_warmup_steps": "warmup_steps",
     "weight_decay": "l2",
     "max_grad_norm": "max_norm",
+    "save_total_limit": "max_ckpt_num",
     "lora_r": "lora_rank",
     "lora_target_modules": "target_modules",
     "vllm_gpu_memory_utilization": "engine_mem_util",
     "vllm_tensor_parallel_size": "engine_tp_size",
     # OpenRLHF and LightRFT
     "loss": "policy_loss",
-    "loss_type": "policy_loss",
     "policy_loss_type": "policy_loss",
     "eps_clip_low_high": ("eps_clip", "eps_clip_high"),
     "entropy_loss_coef": "entropy_coef",
     "vllm_mem_util": "engine_mem_util",
     "vllm_enable_sleep": "enable_engine_sleep",
     "save_dir": "output_dir",
+    # verl, ROLL and Flow-GRPO
+    "clip_ratio": "eps_clip",
+    "clip_ratio_low": "eps_clip",
+    "clip_ratio_high": "eps_clip_high",
+    "ppo_epochs": "max_epochs",
+    "num_return_sequences_in_group": "n_samples_per_prompt",
+    "num_image_per_prompt": "n_samples_per_prompt",
     # VRL
     "trainer.output_dir": "output_dir",
     "trainer.resume_from": "resume_from",
@@ -45,10 +56,94 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
 # Settings that may stand alone on the command line without being a bool, and the value they then take.
 BARE_VALUES: dict[str, str] = {"freeze_prefix": "true"}
 
-# name -> what to write instead
-DIFFERENT: dict[str, str] = {
-    "beta": "TRL's beta is a KL term in the loss: write --init_kl_coef X --use_kl_loss --kl_estimator k3",
+# name -> what to write instead. Of several texts the first is given whose --flags the schema at hand has; a text
+# without any suits every schema, and a flag behind the word deepspeed is the launcher's.
+DIFFERENT: dict[str, str | tuple[str, ...]] = {
+    # algorithm
+    "beta": "TRL's beta weighs a KL term in the loss: write --init_kl_coef X --use_kl_loss --kl_estimator k3; "
+    "for a beta of 0 --init_kl_coef 0 alone",
+    "kl_loss_coef": (
+        "it weighs a KL term in the loss: write --init_kl_coef X --use_kl_loss --kl_estimator k3; "
+        "for 0 --init_kl_coef 0 alone",
+        "the weight of the KL is --beta",
+    ),
+    "kl_coef": ("the weight of the KL is --init_kl_coef", "the weight of the KL is --beta"),
+    "init_kl_coef": "the weight of the KL is --beta",
+    "loss_type": "TRL's loss_type says how the loss is averaged: for grpo write --loss_agg_mode seq-mean-token-mean, "
+    "for bnpo and dapo --loss_agg_mode token-mean, for dr_grpo --loss_agg_mode seq-mean-token-sum-norm "
+    "--advantage_estimator dr_grpo; the loss of a token is --policy_loss",
+    "scale_rewards": "write --advantage_estimator group_norm (divided by the group's spread) or dr_grpo (not divided)",
+    "clip_range": "write --eps_clip",
+    "cliprange": ("write --eps_clip", "write --clip_range"),
+    "eps_clip": "write --clip_range",
+    "clip_ratio": "write --clip_range",
+    # batches and epochs
     "per_device_train_batch_size": "write --micro_train_batch_size (samples per rank and forward) and "
     "--train_batch_size (samples per optimizer step over all ranks)",
     "gradient_accumulation_steps": "it follows from --train_batch_size, --micro_train_batch_size and the rank count",
+    "num_epochs": "passes over the prompts are --num_episodes, rollout steps --max_steps, passes over each rollout's "
+    "samples --max_epochs",
+    "max_train_steps": "rollout steps are --max_steps",
+    "num_samples": "samples of one prompt are --n_samples_per_prompt, rows taken of each data set --max_samples",
+    "max_len": "lengths are --prompt_max_len and --generate_max_len",
+    # optimizer
+    "lr_scheduler": "write --lr_scheduler_type",
+    "warmup_steps": "write --lr_warmup_ratio (a share of all steps)",
+    "lr_warmup_steps": "write --lr_warmup_ratio (a share of all steps)",
+    "warmup_ratio": "write --warmup_steps (optimizer steps)",
+    "lr_warmup_ratio": "write --warmup_steps (optimizer steps)",
+    "actor_learning_rate": "write --learning_rate",
+    **dict.fromkeys(("betas", "adam_beta1", "adam_beta2"), "write --adam_betas 0.9 0.95"),
+    # data and rewards
+    **dict.fromkeys(
+        ("dataset", "dataset_name", "dataset_path", "train_data", "train_file", "train_dataset"),
+        "write --prompt_data PATH, a file or a saved data set folder; hub names are not fetched",
+    ),
+    **dict.fromkeys(
+        ("reward_model_path", "reward_model", "reward_model_name_or_path", "reward_funcs"),
+        "write --reward_pretrain FOLDER for a reward model, --reward_fn path.py:function or --remote_rm_url URL",
+    ),
+    # model
+    **dict.fromkeys(("model_path", "model_name"), "write --pretrain"),
+    **dict.fromkeys(("use_peft", "use_lora"), "write --lora_rank R; 0 turns LoRA off"),
+    **dict.fromkeys(("mixed_precision", "fp16", "torch_dtype"), "write --bf16; without it everything is float32"),
+    **dict.fromkeys(("flash_attn", "use_flash_attn"), "write --attn_implementation flash_attention_2"),
+    "resolution": "write --height and --width (pixels)",
+    "num_inference_steps": "write --num_steps for rollouts and --eval_num_steps for evaluation",
+    # engine and processes
+    "use_vllm": (
+        "leave it out: --engine_type vllm is the default, hf the other choice",
+        "leave it out: pictures are drawn by diffusers",
+    ),
+    "vllm_num_engines": "leave it out: every rank takes part in an engine, of --engine_tp_size ranks",
+    **dict.fromkeys(
+        ("deepspeed", "deepspeed_config", "ds_config"),
+        "leave it out: DeepSpeed is always used and configured from the settings, such as --zero_stage",
+    ),
+    **{
+        name: f"it belongs to the launcher and goes before the script: deepspeed --{name} VALUE script.py"
+        for name in ("num_gpus", "num_nodes", "master_port", "master_addr", "hostfile", "include", "exclude")
+    },
+    **dict.fromkeys(
+        ("num_processes", "nproc_per_node"),
+        "it belongs to the launcher and goes before the script: deepspeed --num_gpus N script.py",
+    ),
+    # output
+    **dict.fromkeys(("report_to", "log_with"), "write --use_wandb or --use_tensorboard"),
+    **{
+        f"wandb_{name}": f"write --use_wandb and set the environment variable WANDB_{name.upper()}"
+        for name in ("project", "entity")
+    },
+    "wandb_run_name": "write --run_name",
+    **dict.fromkeys(
+        ("wandb_key", "wandb_api_key", "wandb_token"),
+        "write --use_wandb and put the key into the environment variable WANDB_API_KEY, or run `wandb login`",
+    ),
+    **dict.fromkeys(
+        ("logging_dir", "log_dir", "tensorboard_dir"),
+        "write --use_tensorboard; its files lie in the folder tensorboard of --output_dir",
+    ),
+    "resume_from_checkpoint": "write --resume_from FOLDER, or --resume_from auto for the newest checkpoint",
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "write --eval_steps N"),
+    "save_strategy": "write --save_steps N",
 }

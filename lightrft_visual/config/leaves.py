@@ -7,11 +7,11 @@ that a leaf added there has its spellings, its help and its checks at once.
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
+import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from io import StringIO
@@ -22,6 +22,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from ..errors import ConfigError
 from .aliases import ALIASES, DIFFERENT
 
+FLAG = re.compile(r"(?<!deepspeed )--(\w+)")  # in an advice; what stands behind deepspeed is the launcher's
+OPPOSITES = (("max", "min"), ("high", "low"), ("train", "eval"), ("save", "load"), ("actor", "critic"))
 KINDS = {bool: "bool", int: "number", float: "number", str: "text", list: "list", tuple: "list", dict: "mapping"}
 
 
@@ -163,24 +165,66 @@ class Names:
     def unknown(self, name: str, origin: str) -> ConfigError:
         """The error for a name that reaches nothing, with advice."""
         plain = name.replace("-", "_")
-        last = plain.rpartition(".")[2]
-        if last in DIFFERENT:
-            return ConfigError(f"unknown setting {name!r} ({origin}): {DIFFERENT[last]}")
         if plain in self.sections:
             example = next(path for path in self.leaves if path.startswith(plain + "."))
             return ConfigError(f"{name!r} ({origin}) is a section; set its fields, such as {example}")
+        hint = self.hint(plain)
+        if hint:
+            return ConfigError(f"unknown setting {name!r} ({origin}): {hint}")
         near = self._nearest(plain)
         advice = f"did you mean {near!r}?" if near else "--help lists all settings"
         return ConfigError(f"unknown setting {name!r} ({origin}); {advice}")
 
+    def hint(self, plain: str) -> str | None:
+        """What to write instead of another system's name; None where this schema has none of what could be written."""
+        texts = DIFFERENT.get(plain.rpartition(".")[2], ())
+        for text in (texts,) if isinstance(texts, str) else texts:
+            if all(self.find(flag) for flag in FLAG.findall(text)):
+                return text
+        return None
+
     def _nearest(self, plain: str) -> str | None:
+        """The name that a slip of the keyboard would turn into this one."""
         head, _, last = plain.rpartition(".")
         if head and len(self._paths.get(last, ())) == 1:  # right name, wrong section
             return self._paths[last][0]
-        pool = [name for name in (*self._paths, *self.aliases) if ("." in name) == bool(head)]
-        near = difflib.get_close_matches(plain, pool, n=1)
-        near = near or difflib.get_close_matches(last, self._paths, n=1, cutoff=0.5)
-        return near[0] if near else None
+        if last.startswith("no_") and (near := nearest(last[3:], self._bools())):
+            return f"no_{near}"
+        known = (*self._paths, *self.aliases)
+        near = nearest(plain, [name for name in known if ("." in name) == bool(head)])
+        return near or nearest(last, [name for name in known if "." not in name])
+
+    def _bools(self) -> list[str]:
+        return [leaf.name for leaf in self.leaves.values() if leaf.kind == "bool"]
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that differs by the fewest slips, if those are few for its length and none turns it around.
+
+    A name is only a guess away where a typing mistake explains it: another system's name that shares some letters with
+    one of ours would be answered by something unrelated, or by the opposite.
+    """
+    allowed = [(slips(name, each), each) for each in known if not opposite(name, each)]
+    count, best = min(allowed, default=(0, None))
+    return best if best is not None and count <= 1 + len(name) // 8 else None
+
+
+def slips(a: str, b: str) -> int:
+    """Letters added, left out, changed, or swapped with the next one, that lead from a to b (Damerau, restricted)."""
+    before, row = [], list(range(len(b) + 1))
+    for i, x in enumerate(a, start=1):
+        older, before, row = before, row, [i]
+        for j, y in enumerate(b, start=1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (x != y)))
+            if i > 1 and j > 1 and (x, a[i - 2]) == (b[j - 2], y):
+                row[j] = min(row[j], older[j - 2] + 1)
+    return row[-1]
+
+
+def opposite(a: str, b: str) -> bool:
+    """Whether the names differ in a word such as max and min."""
+    words = [set(re.split(r"[_.]", name)) for name in (a, b)]
+    return any(x in one - other and y in other - one for x, y in OPPOSITES for one, other in (words, words[::-1]))
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -11,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightrft_visual.config.aliases import DIFFERENT
 from lightrft_visual.config.cli import parse_command_line
-from lightrft_visual.config.leaves import Leaf, Setting, names_of
+from lightrft_visual.config.leaves import Leaf, Setting, names_of, nearest
 from lightrft_visual.config.load import config_or_exit, load_config, merge, parse_run, resolved_yaml, write_resolved
+from lightrft_visual.config.roots import ROOTS
 from lightrft_visual.config.schema import RunConfig
 from lightrft_visual.errors import ConfigError
 
@@ -120,6 +123,7 @@ def test_the_last_of_two_values_wins() -> None:
         (["--no_bf17"], ("no_bf17", "bf16")),
         (["--qqqqq"], ("'qqqqq'", "--help")),
         (["--beta", "0.1"], ("--init_kl_coef",)),
+        (["trainer.sede=1"], ("did you mean 'seed'",)),
         (["train=3"], ("section", "train.")),
         (["--seed", "x"], ("train.seed", "'x'", "int", "command line")),
         (["--seed", "1.5"], ("train.seed", "'1.5'", "int")),
@@ -231,6 +235,81 @@ def test_nothing_heavy_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+FOREIGN = {  # typed, in a vision-language and in a diffusion run -> what the answer must say ('' for: nothing special)
+    "beta": ("--init_kl_coef X --use_kl_loss", None),
+    "train.beta": ("--init_kl_coef X --use_kl_loss", "did you mean 'algorithm.beta'"),
+    "kl_loss_coef": ("--init_kl_coef", "--beta"),
+    "max_new_tokens": (None, ""),
+    "num_epochs": ("--num_episodes", "--num_episodes"),
+    "clip_ratio": (None, "--clip_range"),
+    "num_samples": ("--n_samples_per_prompt", "--max_samples"),
+    "dataset": ("--prompt_data", "--prompt_data"),
+    "dataset_name": ("--prompt_data", "--prompt_data"),
+    "use_peft": ("--lora_rank", "--lora_rank"),
+    "use_vllm": ("--engine_type", "diffusers"),
+    "scale_rewards": ("--advantage_estimator", ""),
+    "loss_type": ("--loss_agg_mode seq-mean-token-mean", ""),
+    "mixed_precision": ("--bf16", "--bf16"),
+    "wandb_project": ("WANDB_PROJECT", "WANDB_PROJECT"),
+    "wandb_api_key": ("WANDB_API_KEY", "WANDB_API_KEY"),
+    "num_gpus": ("deepspeed --num_gpus", "deepspeed --num_gpus"),
+    "master_port": ("deepspeed --master_port", "deepspeed --master_port"),
+    "deepspeed": ("--zero_stage", "--zero_stage"),
+    "flash_attn": ("--attn_implementation", ""),
+    "reward_model_path": ("--reward_pretrain", "--reward_pretrain"),
+    "resolution": ("", "--height and --width"),
+    "lr_scheduler": (None, "--lr_scheduler_type"),
+    "betas": ("--adam_betas", "--adam_betas"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("kind", [0, 1], ids=lambda kind: ROOTS[kind].kind)
+def test_names_of_other_systems_are_answered_by_what_this_run_has(name: str, kind: int) -> None:
+    wanted, names = FOREIGN[name][kind], names_of(ROOTS[kind].schema)
+    if wanted is None:  # a setting here
+        assert names.find(name)
+        return
+    message = refused(f"--{name}", "1", schema=ROOTS[kind].schema, preset=None)
+    assert wanted in message and ("did you mean" not in message or "did you mean" in wanted), message
+    assert all(names.find(flag) for flag in re.findall(r"(?<!deepspeed )--(\w+)", message) if flag != "help"), message
+
+
+def test_every_advice_is_given_somewhere() -> None:
+    for name in DIFFERENT:
+        assert any(not names_of(root.schema).find(name) and names_of(root.schema).hint(name) for root in ROOTS), name
+
+
+def test_the_advice_for_beta_is_accepted() -> None:
+    advice = refused("--beta", "0.04")
+    weighted, without = re.findall(r"--init_kl_coef(?: (?:--)?\w+)+", advice.replace(" alone", ""))
+    assert plain(*weighted.replace("X", "0.04").split()).algorithm.use_kl_loss
+    assert plain(*without.split()).algorithm.init_kl_coef == 0
+
+
+@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)
+def test_a_slip_of_the_keyboard_names_the_setting_that_was_meant(root: Any) -> None:
+    names = names_of(root.schema)
+    for leaf in names.leaves.values():
+        if len(leaf.name) < 5:
+            continue
+        middle = len(leaf.name) // 2
+        for typed in (
+            leaf.name[:middle] + leaf.name[middle + 1 :],
+            leaf.name[:middle] + "q" + leaf.name[middle:],
+            leaf.name[: middle - 1] + leaf.name[middle] + leaf.name[middle - 1] + leaf.name[middle + 1 :],
+        ):
+            if typed in (leaf.name, *names.aliases) or names.find(typed):
+                continue
+            assert f"did you mean {leaf.name!r}" in str(names.unknown(typed, "here")), typed
+
+
+def test_a_guess_never_turns_a_setting_around() -> None:
+    assert nearest("max_tokens", ["min_tokens"]) is None
+    assert nearest("eval_steps_", ["train_steps", "eval_steps"]) == "eval_steps"
+    assert nearest("clip_low", ["clip_high"]) is None
 
 
 @dataclass
