@@ -5,15 +5,13 @@
 `--help` lists every setting; docs/diffusion.md explains them.
 """
 
-import sys
-
 from lightrft_visual.config.diffusion_schema import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit
 from lightrft_visual.config.roots import DIFFUSION_PRESET
 
 if __name__ == "__main__":
-    arguments = ["diffusion_algorithm=ddpo", *sys.argv[1:]]
-    config = config_or_exit(DiffusionRunConfig, arguments, preset=DIFFUSION_PRESET)
+    defaults = {"diffusion_algorithm": "ddpo"}  # recipes and flags win over it
+    config = config_or_exit(DiffusionRunConfig, preset=DIFFUSION_PRESET, defaults=defaults)
     from lightrft_visual.launch import run_diffusion
 
     run_diffusion(config)

@@ -1,7 +1,8 @@
 """From command line and YAML layers to one checked configuration, before anything heavy is imported.
 
-Precedence, lowest first: defaults of the schema, the preset of the embedded model (only where ``model.pretrain``
-ends up as 'embedded'), recipes with their layers in order, the command line in order. docs/recipes.md shows it.
+Precedence, lowest first: defaults of the schema, those of the script, the preset of the embedded model (only where
+``model.pretrain`` ends up as 'embedded'), recipes with their layers in order, the command line in order.
+docs/recipes.md shows it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ USERINFO = re.compile(r"://[^/\s@,]+@")
 QUERY_SECRET = re.compile(r"([?&](?:api_?key|key|\w*token|secret|password)=)[^&\s,]+", re.IGNORECASE)
 PRESET_VALUE = re.compile(r"\$\{([\w.]+)\}")
 NULL_WORDS = ("None", "null")
+SCRIPT = "the script's default"
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class ParsedRun:
 
     config: Any
     dry_run: bool = False
-    sources: Mapping[str, str] = field(default_factory=dict)  # leaf path -> 'command line' | 'file.yaml:line'
+    sources: Mapping[str, str] = field(default_factory=dict)  # leaf path -> 'command line' | 'file.yaml:line' | SCRIPT
 
 
 def parse_run(
@@ -48,12 +50,14 @@ def parse_run(
     *,
     config_dirs: Sequence[Path] = CONFIG_DIRS,
     preset: str | None = "embedded_vl",
+    defaults: Mapping[str, Any] | None = None,
 ) -> ParsedRun:
     """Read a run's configuration from ``argv`` (default: the process's own).
 
     ``config_dirs`` are searched for recipes and layers, after the working directory. ``preset`` names the recipe that
     lies below everything else when the embedded model is trained; ``${section.leaf}`` in it stands for the value that
-    was chosen. ``--help`` prints and exits with 0.
+    was chosen. ``defaults`` are settings of the script itself, such as the algorithm it is named after, below all
+    but the schema. ``--help`` prints and exits with 0.
     Raises ConfigError naming the setting and where it was written.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -64,9 +68,10 @@ def parse_run(
     line = parse_command_line(arguments, names)
     reader = LayerReader(names, tuple(Path(folder).resolve() for folder in config_dirs), line.swaps)
     chosen = [setting for name in line.configs for setting in reader.read(name)] + line.settings
-    tree, sources = merge(names, chosen)
+    own = [Setting(name, value, SCRIPT) for name, value in (defaults or {}).items()]
+    tree, sources = merge(names, own + chosen)
     if preset is not None and OmegaConf.select(tree, "model.pretrain") == EMBEDDED:
-        tree, sources = merge(names, _preset(reader, preset, tree, sources) + chosen)
+        tree, sources = merge(names, own + _preset(reader, preset, tree, sources) + chosen)
     reader.check_swaps(line.swaps)
     return ParsedRun(build(tree, sources), line.dry_run, sources)
 
