@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,8 @@ class Job:
 
 @dataclass
 class Column:
-    """A component over the whole batch. values (B) float64, NaN without a score; failed (B) bool."""
+    """A component over the whole batch. values (B) float64, NaN without a score; failed (B) bool. extras: further
+    numbers of its source by name, (B)."""
 
     job: Job
     values: T
@@ -43,11 +45,34 @@ def scatter(values: T, indices: Sequence[int], size: int, fill: float | bool = N
     return full
 
 
-def to_column(job: Job, scores: Scores, size: int) -> Column:
-    extras = {name: scatter(value, job.indices, size) for name, value in scores.extras.items()}
-    return Column(
-        job, scatter(scores.values, job.indices, size), scatter(scores.failed, job.indices, size, False), extras
-    )
+def to_column(job: Job, scores: Scores, places: Sequence[int], size: int) -> Column:
+    """The job's part of its source's scores, which are those of the samples at `places`."""
+    values, failed = scatter(scores.values, places, size), scatter(scores.failed, places, size, False)
+    asked = scatter(torch.ones(len(job.indices), dtype=torch.bool), job.indices, size, False)
+    return Column(job, values.where(asked & ~failed, NAN), failed & asked, {})
+
+
+def run_jobs(jobs: Sequence[Job], batch: RewardBatch, call: Call) -> tuple[list[Column], dict[str, Counter[str]]]:
+    """A column for each job, in order, and why samples failed, by the names of the jobs.
+
+    Jobs of one source share one run of it, over the samples that any of them needs; the further outputs of the run
+    go with the first of them.
+    """
+    groups: dict[int, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(id(job.source), []).append(job)
+    places = [sorted({i for job in group for i in job.indices}) for group in groups.values()]
+    parts = [batch if len(rows) == len(batch) else batch.select(rows) for rows in places]
+    results = run_all([(group[0].source, part) for group, part in zip(groups.values(), parts)], call)
+    columns: dict[int, Column] = {}
+    reasons: dict[str, Counter[str]] = {}
+    for group, rows, scores in zip(groups.values(), places, results):
+        reasons[", ".join(dict.fromkeys(job.name for job in group))] = scores.reasons
+        for job in group:
+            columns[id(job)] = to_column(job, pick_output(scores, job.name, job.score_key), rows, len(batch))
+        extras = {name: scatter(values, rows, len(batch)) for name, values in scores.extras.items()}
+        columns[id(group[0])].extras |= extras
+    return [columns[id(job)] for job in jobs], reasons
 
 
 def run_all(jobs: Sequence[tuple[Any, RewardBatch]], call: Call) -> list[Scores]:

@@ -14,9 +14,9 @@ from ..config.schema import RewardConfig
 from ..errors import ConfigError, RewardError
 from ..rollout.samples import Samples
 from ..strategy.distributed import all_gather_object, all_reduce_sum
-from .batch import Call, RewardBatch, RewardOutput, Scores, batch_from_media, batch_from_samples
+from .batch import Call, RewardBatch, RewardOutput, batch_from_media, batch_from_samples
 from .callables import CallableSource, Signature, callable_name
-from .combine import NAN, Column, Job, named_components, pick_output, run_all, scatter, to_column, weighted_sum
+from .combine import NAN, Column, Job, named_components, run_jobs, scatter, weighted_sum
 from .recipe import ANY_LABEL, Recipe, parse_recipe
 from .sources import Catalogue
 
@@ -65,6 +65,8 @@ class RewardComputationEngine:
             raise ConfigError("reward_fn with model_reward_list aggregates by hand; it excludes reward_recipe")
         if self.recipe is None and self._aggregate is None and not self._sources:
             self.recipe = parse_recipe(DEFAULT_RECIPE)
+        if self.recipe is not None:
+            self.recipe = self.recipe.map(lambda entry: self._catalogue.canonical(entry, self._sources))
         self._by_identity = self._recipe_sources()
 
     @classmethod
@@ -153,7 +155,7 @@ class RewardComputationEngine:
         """Score any batch; `chunk`: samples a remote request. Raises as `compute_rewards`."""
         started = time.perf_counter()
         jobs = self._plan(batch)
-        columns, reasons, metrics = self._run(jobs, batch, Call(chunk, device))
+        columns, reasons = run_jobs(jobs, batch, Call(chunk, device))
         if self._aggregate is not None:
             score, valid, named = self._aggregate_by_hand(batch, columns)
         else:
@@ -161,7 +163,9 @@ class RewardComputationEngine:
             named = named_components(columns)
         if self.recipe is not None and self.recipe.average:
             named["avg"] = score
-        metrics |= self._check_invalid(valid, reasons, device)
+        metrics = self._check_invalid(valid, reasons, device)
+        for column in columns:
+            metrics |= component_metrics(column)
         metrics["reward/time"] = time.perf_counter() - started
         components = {name: values.float().to(device) for name, values in named.items()}
         return RewardOutput(score.float().to(device), components, valid.to(device), metrics)
@@ -190,20 +194,6 @@ class RewardComputationEngine:
         if self.recipe is None:
             return torch.zeros(len(batch), dtype=torch.bool)
         return torch.tensor([all(e.weight == 0 for e in self.recipe.for_label(label)) for label in batch.labels]).bool()
-
-    def _run(
-        self, jobs: Sequence[Job], batch: RewardBatch, call: Call
-    ) -> tuple[list[Column], dict[str, Counter[str]], dict[str, float]]:
-        """Remote requests go out first and run beside the local scorers, which take their turns."""
-        parts = [batch if len(job.indices) == len(batch) else batch.select(job.indices) for job in jobs]
-        results = run_all([(job.source, part) for job, part in zip(jobs, parts)], call)
-        columns, reasons, metrics = [], {}, {}
-        for index, job in enumerate(jobs):
-            scores = pick_output(results[index], job.name, job.score_key)
-            columns.append(to_column(job, scores, len(batch)))
-            reasons[job.name] = scores.reasons
-            metrics |= component_metrics(job.name, scores)
-        return columns, reasons, metrics
 
     def _aggregate_by_hand(self, batch: RewardBatch, columns: Sequence[Column]) -> tuple[T, T, dict[str, T]]:
         """`reward_fn(model_reward_list=...)` over the samples on which nothing failed; it never sees a failed score."""
@@ -252,12 +242,13 @@ class RewardComputationEngine:
         self._catalogue.close()
 
 
-def component_metrics(name: str, scores: Scores) -> dict[str, float]:
+def component_metrics(column: Column) -> dict[str, float]:
     """Mean over the scored samples (absent when there is none), and how many failed or did not apply."""
-    scored = ~scores.values.isnan()
-    failures = int(scores.failed.sum())
+    name, asked = column.job.name, len(column.job.indices)
+    scored = ~column.values.isnan()
+    failures = int(column.failed.sum())
     metrics = {f"reward/{name}/failures": float(failures)}
-    metrics[f"reward/{name}/not_applicable"] = float(len(scored) - int(scored.sum()) - failures)
+    metrics[f"reward/{name}/not_applicable"] = float(asked - int((scored | column.failed).sum()))
     if scored.any():
-        metrics[f"reward/{name}"] = float(scores.values[scored].mean())
+        metrics[f"reward/{name}"] = float(column.values[scored].mean())
     return metrics

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,14 @@ class RecipeEntry:
     transport: str | None = None
 
     @property
-    def identity(self) -> tuple[str, str, str, str | None, str | None]:
-        """Equal for entries that are one component, whatever their weights."""
-        return self.type, self.key, json.dumps(self.kwargs, sort_keys=True, default=str), self.score_key, self.transport
+    def scorer(self) -> tuple[str, str, str, str | None]:
+        """Equal for entries that one scorer serves, built once and run once a call."""
+        return self.type, self.key, json.dumps(self.kwargs, sort_keys=True, default=str), self.transport
+
+    @property
+    def identity(self) -> tuple[str | None, ...]:
+        """Equal for entries that are one component, one column of the metrics, whatever their weights."""
+        return *self.scorer, self.score_key, self.name
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,11 @@ class Recipe:
         for entry in (e for entries in self.entries.values() for e in entries):
             distinct.setdefault(entry.identity, entry)
         return list(distinct.values())
+
+    def map(self, change: Callable[[RecipeEntry], RecipeEntry]) -> Recipe:
+        """The recipe with every entry changed; different components keep different names."""
+        changed = {label: [change(entry) for entry in rows] for label, rows in self.entries.items()}
+        return Recipe(_with_distinct_names(changed), self.average)
 
 
 def parse_recipe(raw: Any) -> Recipe:

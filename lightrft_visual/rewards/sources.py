@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -60,7 +61,8 @@ class Catalogue:
         self._closing: list[Callable[[], None]] = []
         self._client: Any = None
         self._models: list[str] = []
-        self._remotes: list[str] = []
+        self._remotes: dict[str, str] = {}  # {name: entry}
+        self._built: dict[tuple, Source] = {}  # what recipe entries asked for
 
     def given_sources(
         self, reward_model: Any, remote_rm_url: Any, custom: Sequence[Any], given: Mapping[str, Any]
@@ -70,25 +72,36 @@ class Catalogue:
         for name, model in self._named_models(reward_model).items():
             self._models.append(self._add(sources, name, self._model(name, model)))
         for name, entry in named_entries(remote_rm_url).items():
-            self._remotes.append(
-                self._add(sources, "remote" + name if name.isdigit() else name, self._remote(name, entry))
-            )
+            known = self._add(sources, "remote" + name if name.isdigit() else name, self._remote(name, entry))
+            self._remotes[known] = entry
         for function in custom:
             source = self._callable(function, given)
             self._add(sources, source.name, source)
         return sources
 
+    def canonical(self, entry: RecipeEntry, sources: Mapping[str, Source]) -> RecipeEntry:
+        """The entry with its key spelled in the one way that stands for its source, so that a model named both by name
+        and by place is one. Raises ConfigError with the nearest name when there is none."""
+        kind, key, transport = entry.type, entry.key, None
+        if kind == "model":
+            key = self._key_among(key, self._models, "reward model")
+        elif kind == "remote":
+            key = self._remote_key(key)
+        elif kind == "rule" or key not in sources:
+            kind, transport = self._scorer_kind(entry, sources), entry.transport or self.config.reward_transport
+        elif entry.kwargs:
+            raise ConfigError(f"reward function {key} takes no settings in a recipe: it is given as a callable")
+        name = key if entry.name == entry.key else entry.name
+        return replace(entry, type=kind, key=key, transport=transport, name=name)
+
     def resolve(self, entry: RecipeEntry, sources: Mapping[str, Source]) -> Source:
-        """The source of a recipe entry. Raises ConfigError with the nearest name when there is none."""
-        if entry.type == "model":
-            return sources[self._key_among(entry.key, self._models, "reward model")]
-        if entry.type == "remote":
-            if "://" in entry.key:
-                return self._remote(entry.name, entry.key)
-            return sources[self._key_among(entry.key, self._remotes, "remote reward")]
-        if entry.type == "func":
-            return self._func(entry, sources)
-        return self._scorer(entry)
+        """The source of a canonical entry; the same one for entries that differ in name, weight or score_key."""
+        if entry.key in sources and entry.type != "rule":
+            return sources[entry.key]
+        if entry.scorer not in self._built:
+            build = {"remote": self._remote_by_url, "func": self._func, "rule": self._scorer}[entry.type]
+            self._built[entry.scorer] = build(entry)
+        return self._built[entry.scorer]
 
     def close(self) -> None:
         for close in reversed(self._closing):
@@ -103,6 +116,21 @@ class Catalogue:
             unique = f"{name}_{count}"
         sources[unique] = source
         return unique
+
+    @staticmethod
+    def _scorer_kind(entry: RecipeEntry, sources: Mapping[str, Source]) -> str:
+        """A registered scorer named as a function is a rule."""
+        if entry.type == "rule" or ".py:" in entry.key:
+            return entry.type
+        if entry.key not in scorer_names():
+            known = [*sources, *scorer_names()]
+            raise ConfigError(f"the reward recipe names the function {entry.key!r}{nearest(entry.key, known)}")
+        return "rule"
+
+    def _remote_key(self, key: str) -> str:
+        if "://" not in key:
+            return self._key_among(key, list(self._remotes), "remote reward")
+        return next((name for name, entry in self._remotes.items() if entry == key), key)
 
     @staticmethod
     def _key_among(key: str, names: Sequence[str], what: str) -> str:
@@ -166,14 +194,10 @@ class Catalogue:
         self._closing.append(function.close)
         return CallableSource(function, name, given)
 
-    def _func(self, entry: RecipeEntry, sources: Mapping[str, Source]) -> Source:
-        if ".py:" not in entry.key:
-            if entry.key in sources:
-                return sources[entry.key]
-            if entry.key not in scorer_names():
-                known = [*sources, *scorer_names()]
-                raise ConfigError(f"the reward recipe names the function {entry.key!r}{nearest(entry.key, known)}")
-            return self._scorer(entry)
+    def _remote_by_url(self, entry: RecipeEntry) -> Source:
+        return self._remote(entry.name, entry.key)
+
+    def _func(self, entry: RecipeEntry) -> Source:
         if self._transport(entry) == "ray":
             return self._ray(entry)
         return self._user_function(entry.key, entry.name, entry.kwargs)

@@ -5,10 +5,12 @@ import random
 import pytest
 import torch
 from reward_rollouts import make_samples
+from reward_servers import FaultyServer
 
 from lightrft_visual.config.schema import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
-from lightrft_visual.rewards import Failed, RewardComputationEngine, recipe_from_components
+from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer, recipe_from_components, registry
+from lightrft_visual.rewards.batch import Call, batch_from_samples
 
 
 def test_default_is_exact_match_over_uneven_micro_batches():
@@ -135,6 +137,100 @@ def test_label_recipes_with_rules_and_zero_weights():
     assert result.score.tolist() == [2, 0] and result.valid.all() and "exact" not in result.components
 
 
+class Counted:
+    """A scorer with two outputs that keeps count of itself."""
+
+    built, seen = 0, []
+
+    def __init__(self):
+        Counted.built += 1
+
+    def __call__(self, completions):
+        self.seen.append(list(completions))
+        return {"scores": [0.0] * len(completions), "long": [float(len(c)) for c in completions], "ten": 10.0}
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {"counted": Counted})
+    monkeypatch.setattr(Counted, "built", 0)
+    monkeypatch.setattr(Counted, "seen", [])
+    return Counted
+
+
+OBJECTIVES = {"x": {"scorer": "counted", "score_key": "long"}, "y": {"scorer": "counted", "score_key": "ten"}}
+
+
+def test_objectives_of_one_scorer_share_its_one_run(counted):
+    engine = RewardComputationEngine(reward_recipe=recipe_from_components({"x": 1.0, "y": 2.0}, OBJECTIVES))
+    result = engine.compute_rewards([make_samples(["a", "bbb"])])
+    assert (counted.built, counted.seen) == (1, [["a", "bbb"]])
+    assert result.components["x"].tolist() == [1, 3] and result.components["y"].tolist() == [10, 10]
+    assert result.score.tolist() == [21, 23] and result.metrics["reward/x"] == 2
+
+
+def test_objectives_of_one_scorer_share_its_run_behind_multi_too(counted):
+    scorer = build_scorer("multi", {"components": {"x": 1.0, "y": 2.0}, "kwargs": OBJECTIVES})
+    scores = scorer.score(batch_from_samples([make_samples(["a", "bbb"])]), Call())
+    assert (counted.built, counted.seen) == (1, [["a", "bbb"]])
+    assert scores.values.tolist() == [21, 23] and scores.extras["y"].tolist() == [10, 10]
+
+
+def test_a_shared_scorer_sees_just_the_samples_that_need_it(counted):
+    entry = {"type": "rule", "key": "counted", "weight": 1.0}
+    recipe = {
+        "a": [{**entry, "name": "x", "score_key": "long"}],
+        "b": [{**entry, "name": "y", "score_key": "ten", "transport": "inprocess"}, ("func", "counted", 1.0)],
+        "*": [("rule", "exact", 1.0)],
+    }
+    engine = RewardComputationEngine(reward_recipe=recipe)
+    result = engine.compute_rewards([make_samples(["a", "bb", "ccc"], ["", "", ""], ["b", None, "a"])])
+    assert (counted.built, counted.seen) == (1, [["a", "ccc"]])
+    assert result.score.tolist() == [10, 0, 3]
+    assert result.components["x"].isnan().tolist() == [True, True, False]
+    assert result.components["y"].isnan().tolist() == [False, True, True]
+    assert result.components["long"].nan_to_num(-1).tolist() == [1, -1, 3]
+    assert result.metrics["reward/x"] == 3 and result.metrics["reward/y/not_applicable"] == 0
+
+
+def test_a_failure_of_a_shared_scorer_is_told_once_with_all_its_objectives(counted, caplog, monkeypatch):
+    monkeypatch.setattr(Counted, "__call__", lambda self, completions: ([Failed("late"), 1.0], {"long": 1.0, "ten": 2}))
+    engine = RewardComputationEngine(reward_recipe=recipe_from_components({"x": 1.0, "y": 2.0}, OBJECTIVES))
+    result = engine.compute_rewards([make_samples(["a", "b"])])
+    assert result.valid.tolist() == [False, True] and result.metrics["reward/y/failures"] == 1
+    assert caplog.text.count("late") == 1 and "reward x, y: 1 of 2 samples failed" in caplog.text
+
+
+def test_two_names_of_one_model_are_one_model():
+    calls = []
+
+    def rm(sequences, mask, *, prompt_and_outputs, **inputs):
+        calls.append(len(prompt_and_outputs))
+        return [2.0] * len(prompt_and_outputs)
+
+    recipe = {"a": [("model", "rm", 1.0)], "b": [("model", "0", 3.0), ("model", "rm", 1.0)]}
+    engine = RewardComputationEngine({"rm": rm}, reward_recipe=recipe)
+    result = engine.compute_rewards([make_samples(["r"] * 4, labels=["a", "b", "a", "b"])])
+    assert calls == [4] and result.score.tolist() == [2, 8, 2, 8]
+    assert list(result.components) == ["rm"] and result.metrics["reward/rm"] == 2
+
+
+def test_two_names_of_one_server_are_one_server():
+    with FaultyServer() as server:
+        url = f"{server.base}/good"
+        recipe = {"a": [("remote", "judge", 1.0)], "b": [("remote", url, 2.0)], "*": [("remote", "0", 1.0)]}
+        engine = RewardComputationEngine(None, f"judge={url}", reward_recipe=recipe)
+        result = engine.compute_rewards([make_samples(["r"] * 3, labels=["a", "b", None])])
+        engine.close()
+    assert server.calls["good"] == 1 and result.score.tolist() == [0.25, 2.5, 2.25]
+
+
+def test_one_scorer_under_two_names_stays_two_columns(counted):
+    recipe = recipe_from_components({"x": 1.0, "y": 2.0}, {"x": {"scorer": "exact"}, "y": {"scorer": "exact"}})
+    result = RewardComputationEngine(reward_recipe=recipe).compute_rewards([make_samples(["a"], ["a"])])
+    assert result.score == 3 and list(result.components) == ["x", "y", "avg"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -146,6 +242,7 @@ def test_label_recipes_with_rules_and_zero_weights():
         ({"reward_recipe": {"a": [("remote", "judge", 1)]}}, "remote reward 'judge'"),
         ({"reward_recipe": {"a": [("func", "mine", 1)]}}, "function 'mine'"),
         ({"reward_recipe": {"a": [("func", "gone.py:score", 1)]}}, "gone.py does not exist"),
+        ({"reward_recipe": {"a": [("func", "ones", 1, {"x": 1})]}, "reward_fn": ones}, "ones takes no settings"),
         ({"remote_rm_url": "localhost:8000"}, "write it as http"),
         ({"remote_rm_url": "gone.py"}, "gone.py does not exist"),
         ({"reward_fn": 3}, "not a callable"),

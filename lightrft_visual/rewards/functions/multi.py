@@ -10,7 +10,7 @@ import torch
 
 from ...errors import ConfigError
 from ..batch import Call, RewardBatch, Scores
-from ..combine import Job, named_components, pick_output, run_all, to_column, weighted_sum
+from ..combine import Job, named_components, run_jobs, weighted_sum
 from ..recipe import ANY_LABEL, recipe_from_components
 
 
@@ -36,13 +36,18 @@ class MultiScorer:
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
         size = len(batch)
-        results = run_all([(source, batch) for _, source in self._sources], call)
-        columns = []
-        for (entry, source), scores in zip(self._sources, results):
-            weights = torch.full((size,), entry.weight, dtype=torch.float64)
-            job = Job(entry.name, source, list(range(size)), weights)
-            columns.append(to_column(job, pick_output(scores, entry.name, entry.score_key), size))
-        reasons = sum((scores.reasons for scores in results), Counter())
+        jobs = [
+            Job(
+                entry.name,
+                source,
+                list(range(size)),
+                torch.full((size,), entry.weight, dtype=torch.float64),
+                entry.score_key,
+            )
+            for entry, source in self._sources
+        ]
+        columns, by_name = run_jobs(jobs, batch, call)
+        reasons = sum(by_name.values(), Counter())
         total, _ = weighted_sum(columns, size, torch.zeros(size, dtype=torch.bool))
         failed = torch.stack([column.failed for column in columns]).any(dim=0)
         return Scores(total, failed, {**named_components(columns), "avg": total}, reasons)
