@@ -76,6 +76,13 @@ class WeightCopy:
                 raise ValueError(f"tensor {index} of the saved copy is {tuple(saved.shape)}, not {tuple(copy.shape)}")
             copy.copy_(saved)
 
+    def resume(self, state: dict[str, T] | None) -> None:
+        """The saved copy, or one of the resumed weights where the run that is resumed kept none."""
+        if state is None:
+            self.update(0.0)
+        else:
+            self.load_state_dict(state)
+
 
 class WeightAverage(WeightCopy):
     """EMA of the weights, updated every `interval` optimizer steps (Flow-GRPO: decay 0.9 every 8)."""

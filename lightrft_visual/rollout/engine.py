@@ -93,7 +93,12 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """Generation on this rank. All calls are made by all ranks of a tensor-parallel group together."""
+    """Generation on this rank. All calls are made by all ranks of a tensor-parallel group together.
+
+    shares_weights: it samples from the trainer's own parameters, not from a copy that `update_weights` replaces.
+    """
+
+    shares_weights: bool
 
     def generate(self, requests: Sequence[GenerationRequest], settings: SamplingSettings) -> list[list[Completion]]: ...
 

@@ -46,6 +46,8 @@ class TransformersEngine:
     done or has no request on a dummy token, because each pass gathers the weights from all ranks.
     """
 
+    shares_weights = True
+
     def __init__(
         self,
         actor: Actor | TrainEngine,

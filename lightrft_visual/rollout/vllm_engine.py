@@ -61,6 +61,8 @@ class VLLMEngine:
     RolloutError when the engine cannot be built or returns fewer completions than asked for.
     """
 
+    shares_weights = False
+
     def __init__(self, settings: VLLMSettings):
         self.sharing = RequestSharing(settings.tensor_parallel_size)
         _prepare_environment()

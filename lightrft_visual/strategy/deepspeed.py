@@ -7,6 +7,7 @@ loss of the train batch), hence the factor `world_size` against DeepSpeed's aver
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from ..errors import CheckpointError, ConfigError, NonFiniteError
 from . import distributed, watchdog
 from .seeding import seed_everything
 from .shared_memory import unlink_buffers
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -253,6 +256,30 @@ class TrainEngine:
         self.engine.save_checkpoint(folder, tag=tag, save_latest=False)
 
     def load(self, folder: str, tag: str) -> None:
+        """Weights, optimizer and schedule of this rank; every rank calls it.
+
+        Learning rate, betas and weight decay stay those of this run's settings: DeepSpeed would put the saved ones in
+        their place, and a rate that was changed for the resumed run would be ignored.
+        """
+        scheduler = self.engine.lr_scheduler
+        rates = list(scheduler.base_lrs)
+        set_here = [{name: group[name] for name in ("betas", "weight_decay")} for group in self._optimizer_groups()]
         loaded, _ = self.engine.load_checkpoint(folder, tag=tag)
         if loaded is None:
             raise CheckpointError(f"DeepSpeed found no state in {folder}/{tag}")
+        for group, values in zip(self._optimizer_groups(), set_here, strict=True):
+            group.update(values)
+        if rates != scheduler.base_lrs:
+            saved = scheduler.base_lrs[0]
+            logger.warning("%s: the learning rate was %g; from here on it is %g", tag, saved, rates[0])
+            self._use_rates(rates)
+
+    def _optimizer_groups(self) -> list[dict[str, Any]]:
+        return self.engine.lr_scheduler.optimizer.param_groups
+
+    def _use_rates(self, base: list[float]) -> None:
+        scheduler = self.engine.lr_scheduler
+        scheduler.base_lrs = base
+        scheduler._last_lr = [rate * shape(scheduler.last_epoch) for rate, shape in zip(base, scheduler.lr_lambdas)]
+        for group, start, rate in zip(self._optimizer_groups(), base, scheduler._last_lr):
+            group["initial_lr"], group["lr"] = start, rate

@@ -6,9 +6,11 @@ is in the hooks below; what a step writes, evaluates, saves and survives is here
 
 from __future__ import annotations
 
+import gc
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,20 @@ class LoopSettings:
     output: OutputConfig
     train: TrainConfig
     resume_folder: Path | None = None
+
+
+@contextmanager
+def start_up_objects_aside() -> Iterator[None]:
+    """Python's garbage collector leaves alone what exists now: libraries and models, millions of objects that stay.
+
+    Walking through them takes a tenth of a second or two, every few steps, in the middle of whatever runs just then.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class PolicyTrainer(ABC):
@@ -111,18 +127,25 @@ class PolicyTrainer(ABC):
             if self.step == 0:
                 self._evaluate()
             self.timer.collect()
-            while self.step < self.settings.total_steps:
-                self._one_step()
-                if self.step < self.settings.total_steps and self.state.stop_requested():
-                    self._save()
-                    self.console.message(f"stopped by signal at step {self.step}; a checkpoint is saved")
-                    return self.latest_eval
-            with self.timer.phase("save"):
-                self.state.save_final(final_folder(self.settings.output))
+            with start_up_objects_aside():
+                finished = self._steps()
+            if finished:
+                with self.timer.phase("save"):
+                    self.state.save_final(final_folder(self.settings.output))
             return self.latest_eval
         finally:
             self.console.close()
             self.recorder.close()
+
+    def _steps(self) -> bool:
+        """Whether all steps were made; a signal ends them earlier, with a checkpoint."""
+        while self.step < self.settings.total_steps:
+            self._one_step()
+            if self.step < self.settings.total_steps and self.state.stop_requested():
+                self._save()
+                self.console.message(f"stopped by signal at step {self.step}; a checkpoint is saved")
+                return False
+        return True
 
     def _one_step(self) -> None:
         self.collect()
@@ -135,8 +158,8 @@ class PolicyTrainer(ABC):
         output, last = self.settings.output, self.step == self.settings.total_steps
         if last or (output.eval_steps > 0 and self.step % output.eval_steps == 0):
             self._evaluate()
-        if output.save_steps > 0 and self.step % output.save_steps == 0 and not last:
-            self._save()
+        if output.save_steps > 0 and (last or self.step % output.save_steps == 0):
+            self._save()  # the last step as well: a finished run can be given more steps
 
     def _save(self) -> None:
         with self.timer.phase("save"):

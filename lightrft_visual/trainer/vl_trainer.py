@@ -153,9 +153,13 @@ class VLTrainer(PolicyTrainer):
         if not self.config.output.eval_ema:
             yield
             return
+        shared = self.maker.engine.shares_weights
         with self.parts.ema.swapped():
             self._load_engine_weights()
-        yield
+            if shared:
+                yield
+        if not shared:
+            yield  # the trainer has its own weights back: what fails in here needs no collective to restore them
         self._load_engine_weights()
 
     # -- prompts -------------------------------------------------------------------------------------------------
@@ -256,6 +260,7 @@ class VLTrainer(PolicyTrainer):
             "sampler": self.parts.sampler.state_dict(),
             "rounds": self.rounds,
             "parity": self.parity,
+            "init_kl_coef": self.config.algorithm.init_kl_coef,
             "kl_controller": self.maker.kl_controller.state_dict(),
             "calculator": self.maker.calculator.state_dict(),
             "ema": self.parts.ema.state_dict() if self.parts.ema is not None else None,
@@ -265,10 +270,14 @@ class VLTrainer(PolicyTrainer):
         self.parts.sampler.load_state_dict(state["sampler"])
         self.rounds = int(state["rounds"])
         self.parity = float(state["parity"])
-        self.maker.kl_controller.load_state_dict(state["kl_controller"])
+        coefficient = self.config.algorithm.init_kl_coef
+        if state["init_kl_coef"] == coefficient:
+            self.maker.kl_controller.load_state_dict(state["kl_controller"])
+        else:  # asked for with the command that resumes
+            self.console.message(f"init_kl_coef was {state['init_kl_coef']:g}; from here on it is {coefficient:g}")
         self.maker.calculator.load_state_dict(state["calculator"])
-        if self.parts.ema is not None and state["ema"] is not None:
-            self.parts.ema.load_state_dict(state["ema"])
+        if self.parts.ema is not None:
+            self.parts.ema.resume(state["ema"])
 
     def save_engines(self, folder: Path) -> None:
         for name, engine in self._engines():

@@ -29,9 +29,19 @@ RESUMED = {
 }
 RESUME_RUNS: dict[str, list[str]] = {}
 for _name, _flags in RESUMED.items():
-    _run = small(f"{_flags} --max_steps 4 --save_steps 2 --max_eval_samples 4 --eval_steps 2")
-    RESUME_RUNS[_name] = _run
-    RESUME_RUNS[f"{_name}_resumed"] = [f"copy:{_name}", *_run, "--resume_from", "auto"]
+    _run = small(f"{_flags} --save_steps 2 --max_eval_samples 4 --eval_steps 2 --max_steps")
+    RESUME_RUNS[_name] = [*_run, "4"]
+    RESUME_RUNS[f"{_name}_half"] = [*_run, "2"]
+    RESUME_RUNS[f"{_name}_resumed"] = [f"copy:{_name}_half", *_run, "4", "--resume_from", "auto"]
+# The command that resumes changes what the checkpoint holds too.
+RESUME_RUNS["grpo_3_changed"] = [*RESUME_RUNS["grpo_3_resumed"], "--actor_learning_rate", "1e-5"]
+RESUME_RUNS["ppo_2_changed"] = [
+    *RESUME_RUNS["ppo_2_resumed"],
+    "--init_kl_coef",
+    "0.5",
+    "--critic_learning_rate",
+    "1e-5",
+]
 
 FLAG_RUNS = {
     name: small(f"--max_steps 2 {flags}")

@@ -20,33 +20,40 @@ BASE = (
     "--micro_train_batch_size 2 --max_eval_samples 3 --lora_rank 4 --learning_rate 1e-2 --report false "
     "--num_trajectories_to_save 8"
 )
-NFT = "--diffusion_algorithm diffusion_nft --guidance_scale 1 --max_steps 4"
 REWARD_FL = "--diffusion_algorithm reward_fl --mid_timestep 1 --final_timestep 2 --micro_train_batch_size 2"
 RUNS = {
-    "flow": "--max_steps 4 --enable_ema true --ema_interval 1 --eval_ema true --beta 0.1 --save_steps 2 --eval_steps 1",
+    "flow": "--enable_ema true --ema_interval 1 --eval_ema true --beta 0.1 --save_steps 2 --eval_steps 1",
     "full": "--max_steps 3 --lora_rank 0 --learning_rate 1e-3 --beta 0.1",
-    "nft": f"{NFT} --save_steps 2 --decay_type 1",
+    "nft": "--diffusion_algorithm diffusion_nft --guidance_scale 1 --save_steps 2 --eval_steps 2 --decay_type 1",
 }
+
+
+def with_resume(name: str, flags: str) -> dict[str, str]:
+    """A run of four steps; one of two steps; and a copy of that which is resumed and goes on to four."""
+    return {
+        name: f"{flags} --max_steps 4",
+        f"{name}_half": f"{flags} --max_steps 2",
+        f"{name}_resumed": f"copy:{name}_half {flags} --max_steps 4 --resume_from auto",
+    }
+
+
 FLAGS = {
     1: {
-        "flow": f"{RUNS['flow']} --zero_stage 2",
-        "flow_resumed": f"copy:flow {RUNS['flow']} --zero_stage 2 --resume_from auto",
-        "unwatched": f"{RUNS['flow']} --zero_stage 2 --eval_steps -1 --save_steps -1",
+        **with_resume("flow", f"{RUNS['flow']} --zero_stage 2"),
+        "unwatched": f"{RUNS['flow']} --zero_stage 2 --max_steps 4 --eval_steps -1 --save_steps -1",
         "full": f"{RUNS['full']} --zero_stage 2",
-        "nft": f"{RUNS['nft']} --zero_stage 2",
-        "nft_resumed": f"copy:nft {RUNS['nft']} --zero_stage 2 --resume_from auto",
+        **with_resume("nft", f"{RUNS['nft']} --zero_stage 2"),
         "reward_fl": f"{REWARD_FL} --max_steps 2 --zero_stage 2",
         "bf16": "--max_steps 2 --bf16 true --enable_ema true --ema_interval 1",
     },
     2: {
-        "flow_1": f"{RUNS['flow']} --zero_stage 1",
-        "flow_2": f"{RUNS['flow']} --zero_stage 2",
-        "flow_3": f"{RUNS['flow']} --zero_stage 3",
-        "flow_3_resumed": f"copy:flow_3 {RUNS['flow']} --zero_stage 3 --resume_from auto",
+        "flow_1": f"{RUNS['flow']} --zero_stage 1 --max_steps 4",
+        "flow_2": f"{RUNS['flow']} --zero_stage 2 --max_steps 4",
+        **with_resume("flow_3", f"{RUNS['flow']} --zero_stage 3"),
         "full_2": f"{RUNS['full']} --zero_stage 2",
         "full_3": f"{RUNS['full']} --zero_stage 3",
-        "nft_2": f"{RUNS['nft']} --zero_stage 2",
-        "nft_3": f"{RUNS['nft']} --zero_stage 3",
+        "nft_2": f"{RUNS['nft']} --zero_stage 2 --max_steps 4",
+        **with_resume("nft_3", f"{RUNS['nft']} --zero_stage 3"),
         "reward_fl_2": f"{REWARD_FL} --max_steps 2 --zero_stage 2",
     },
 }
@@ -146,7 +153,7 @@ def test_copies_are_lent_and_weights_come_back(request, where, name):
             assert swap["difference"] > 0 or kind == "old", kind  # old follows closely, and may have caught up
 
 
-@pytest.mark.parametrize("where,name", (("one", "flow"), ("one", "nft"), ("two", "flow_3")))
+@pytest.mark.parametrize("where,name", (("one", "flow"), ("one", "nft"), ("two", "flow_3"), ("two", "nft_3")))
 def test_a_resumed_run_goes_on_bit_for_bit(request, where, name):
     folder = request.getfixturevalue(where)
     whole, resumed = folder / name, folder / f"{name}_resumed"

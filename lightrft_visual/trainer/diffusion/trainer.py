@@ -280,8 +280,8 @@ class DiffusionTrainer(PolicyTrainer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.updates = int(state["updates"])
         for name, copy in (("ema", self.parts.ema), ("old", self.parts.old)):
-            if copy is not None and state[name] is not None:
-                copy.load_state_dict(state[name])
+            if copy is not None:
+                copy.resume(state[name])
 
     def save_engines(self, folder: Path) -> None:
         self.engine.save(str(folder), "policy")
