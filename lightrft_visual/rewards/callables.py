@@ -96,6 +96,23 @@ class Signature:
         self.takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
 
 
+LIGHTRFT_INPUTS = ("model_reward_list", "labels", "queries", "refs", "label_map")
+
+
+def aggregates(function: Callable[..., Any], beside: bool) -> bool:
+    """Whether a `reward_fn` makes the reward out of the other scores, as LightRFT's do.
+
+    It does when its signature names `model_reward_list`. Where it stands beside models, servers or functions, so does
+    one that takes **kwargs, unless it names something that LightRFT gives to none: a function of TRL's form, with
+    `prompts` or `completions`, is a reward of its own.
+    """
+    signature = Signature(function, callable_name(function))
+    if "model_reward_list" in signature.names:
+        return True
+    foreign = [n for n in signature.names if n not in LIGHTRFT_INPUTS and (n in INPUTS or n in signature.required)]
+    return beside and signature.takes_all and not foreign
+
+
 def labels_or_references(batch: RewardBatch) -> list[Any]:
     """References where the data has any, else labels (OpenRLHF's `labels` are reference answers)."""
     return batch.references if any(r is not None for r in batch.references) else batch.labels
@@ -142,8 +159,7 @@ def bind(signature: Signature, name: str, batch: RewardBatch, given: Mapping[str
     wanted = dict.fromkeys(signature.names)
     if signature.takes_all:
         known = [k for k in INPUTS if k not in ON_DEMAND]
-        settings = [k for k, v in given.items() if v is not None]
-        wanted |= dict.fromkeys([*known, *FALLBACKS, *sorted(columns), *settings])
+        wanted |= dict.fromkeys([*known, *FALLBACKS, *sorted(columns), *given])
     arguments: dict[str, Any] = {}
     for parameter in wanted:
         if parameter in given:

@@ -15,7 +15,7 @@ from ..errors import ConfigError, RewardError
 from ..rollout.samples import Samples
 from ..strategy.distributed import all_gather_object, all_reduce_sum
 from .batch import Call, RewardBatch, RewardOutput, batch_from_media, batch_from_samples
-from .callables import CallableSource, Signature, callable_name
+from .callables import CallableSource, Signature, aggregates, callable_name
 from .combine import NAN, Column, Job, named_components, run_jobs, scatter, weighted_sum
 from .recipe import ANY_LABEL, Recipe, parse_recipe
 from .sources import Catalogue
@@ -28,9 +28,9 @@ DEFAULT_RECIPE = {ANY_LABEL: [("rule", "exact", 1.0)]}
 class RewardComputationEngine:
     """Scores rollouts and generated media (after LightRFT's engine; see docs/rewards.md for the failure policy).
 
-    What decides the score, first match: `reward_fn`, when its signature names `model_reward_list` (it aggregates by
-    hand); `reward_recipe`, by each sample's label; the plain sum of everything else that is given; without anything,
-    exact match with the reference.
+    What decides the score, first match: `reward_fn`, when it aggregates by hand (see `aggregates`); `reward_recipe`,
+    by each sample's label; the plain sum of everything else that is given; without anything, exact match with the
+    reference.
 
     reward_model: one, a list or {name: model} of folders or hub names, torch models, engine-backed models.
     remote_rm_url: a URL, comma-separated URLs or a list; `a|b` are replicas of one reward; an entry ending in .py is a
@@ -56,11 +56,13 @@ class RewardComputationEngine:
         self.config = config or RewardConfig()
         self.strategy = strategy
         self._label_map = reward_fn_label_map
-        self._aggregate, custom = self._split_callables(reward_fn, custom_reward_func)
         self.recipe = None if reward_recipe is None else parse_recipe(reward_recipe)
         self._catalogue = Catalogue(self.config, tokenizer, packing_samples)
+        custom = custom_reward_func if isinstance(custom_reward_func, (list, tuple)) else [custom_reward_func]
+        functions = [function for function in custom if function is not None]
         given = {"label_map": reward_fn_label_map}
-        self._sources = self._catalogue.given_sources(reward_model, remote_rm_url, custom, given)
+        self._sources = self._catalogue.given_sources(reward_model, remote_rm_url, functions, given)
+        self._aggregate = self._aggregator(reward_fn, given)
         if self._aggregate is not None and self.recipe is not None:
             raise ConfigError("reward_fn with model_reward_list aggregates by hand; it excludes reward_recipe")
         if self.recipe is None and self._aggregate is None and not self._sources:
@@ -85,17 +87,24 @@ class RewardComputationEngine:
         arguments = engine_arguments(config, labels)
         return cls(**arguments, tokenizer=tokenizer, strategy=strategy, packing_samples=packing_samples, config=config)
 
-    @staticmethod
-    def _split_callables(reward_fn: Any, custom: Any) -> tuple[Any, list[Any]]:
-        functions = [] if custom is None else list(custom) if isinstance(custom, (list, tuple)) else [custom]
+    def _aggregator(self, reward_fn: Any, given: Mapping[str, Any]) -> Callable[..., Any] | None:
+        """`reward_fn` where it aggregates by hand; else it becomes one source more."""
         if reward_fn is None:
-            return None, functions
+            return None
         if not callable(reward_fn):
             raise ConfigError(f"reward_fn is a {type(reward_fn).__name__}, not a callable")
-        name = callable_name(reward_fn)
-        if "model_reward_list" in Signature(reward_fn, name).names:
-            return reward_fn, functions
-        return None, [*functions, reward_fn]
+        others = list(self._sources) if self.recipe is None else []
+        if aggregates(reward_fn, beside=bool(others)):
+            return reward_fn
+        if others and Signature(reward_fn, callable_name(reward_fn)).takes_all:
+            log.warning(
+                "reward_fn %s is summed with: %s; to aggregate these by hand, name model_reward_list in its signature",
+                callable_name(reward_fn),
+                ", ".join(others),
+            )
+        nothing = {} if self._sources else {"model_reward_list": []}
+        self._catalogue.add_function(self._sources, reward_fn, {**given, **nothing})
+        return None
 
     def _recipe_sources(self) -> dict[tuple, Any]:
         """Every component of the recipe, built now, so that a wrong name fails before training."""

@@ -75,9 +75,12 @@ class Catalogue:
             known = self._add(sources, "remote" + name if name.isdigit() else name, self._remote(name, entry))
             self._remotes[known] = entry
         for function in custom:
-            source = self._callable(function, given)
-            self._add(sources, source.name, source)
+            self.add_function(sources, function, given)
         return sources
+
+    def add_function(self, sources: dict[str, Source], function: Any, given: Mapping[str, Any]) -> None:
+        source = self._callable(function, given)
+        self._add(sources, source.name, source)
 
     def canonical(self, entry: RecipeEntry, sources: Mapping[str, Source]) -> RecipeEntry:
         """The entry with its key spelled in the one way that stands for its source, so that a model named both by name

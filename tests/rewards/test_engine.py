@@ -129,6 +129,59 @@ def test_reward_fn_without_model_rewards_is_a_plain_component():
     assert result.score.tolist() == [11, 1]
 
 
+def two(sequences, mask, *, prompt_and_outputs, **inputs):
+    return [2.0] * len(prompt_and_outputs)
+
+
+def test_a_reward_fn_of_keyword_arguments_alone_aggregates_what_the_models_give():
+    """LightRFT calls every reward_fn with these five by keyword."""
+    seen = {}
+
+    def reward_fn(**inputs):
+        seen.update(inputs)
+        return inputs["model_reward_list"][0] * 3, {"twice": inputs["model_reward_list"][0]}
+
+    result = RewardComputationEngine({"rm": two}, reward_fn=reward_fn).compute_rewards([make_samples(["a", "b"])])
+    assert result.score.tolist() == [6, 6] and list(result.components) == ["rm", "twice"]
+    assert {"model_reward_list", "labels", "queries", "refs", "label_map"} <= set(seen) and seen["label_map"] is None
+
+    def with_names(queries, labels, **inputs):
+        return inputs["model_reward_list"][1] - inputs["model_reward_list"][0]
+
+    engine = RewardComputationEngine({"rm": two}, None, ones, with_names)
+    assert engine.compute_rewards([make_samples(["a", "b"])]).score.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("names", ["", "prompts, completions, ", "queries, "])
+def test_a_reward_fn_with_keyword_arguments_and_no_models_is_a_plain_component(names):
+    namespace = {}
+    exec(f"def mine({names}**kwargs):\n    return [5.0 + len(kwargs['model_reward_list'])] * 2", namespace)
+    result = RewardComputationEngine(reward_fn=namespace["mine"]).compute_rewards([make_samples(["a", "b"])])
+    assert result.score.tolist() == [5, 5] and list(result.components) == ["mine"]
+
+
+def test_trls_function_beside_a_model_is_summed_with_it(caplog):
+    """It reads what LightRFT gives to none, so it cannot be meant to aggregate: the model must not be lost."""
+
+    def mine(prompts, completions, **kwargs):
+        assert "model_reward_list" not in kwargs
+        return [1.0] * len(completions)
+
+    result = RewardComputationEngine({"rm": two}, reward_fn=mine).compute_rewards([make_samples(["a", "b"])])
+    assert result.score.tolist() == [3, 3] and list(result.components) == ["rm", "mine"]
+    assert "mine is summed with: rm" in caplog.text
+
+
+def test_a_recipe_uses_a_reward_fn_with_keyword_arguments_as_a_component():
+    recipe = {"*": [("model", "rm", 1.0), ("func", "mine", 0.5)]}
+
+    def mine(**kwargs):
+        return [1.0] * len(kwargs["completions"])
+
+    engine = RewardComputationEngine({"rm": two}, reward_fn=mine, reward_recipe=recipe)
+    assert engine.compute_rewards([make_samples(["a", "b"])]).score.tolist() == [2.5, 2.5]
+
+
 def test_label_recipes_with_rules_and_zero_weights():
     recipe = {"count": [("rule", "numeric", 2.0), ("rule", "format", 0.5)], "free": [("rule", "exact", 0.0)]}
     engine = RewardComputationEngine(reward_recipe=recipe)
