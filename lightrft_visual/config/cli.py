@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from ..errors import ConfigError
 from .aliases import BARE_VALUES
-from .leaves import Names, Setting
+from .leaves import COMMAND_LINE, Names, Setting
 
-ORIGIN = "command line"
 FALSE_WORDS = ("false", "no", "off", "0")
 BOOL_WORDS = (*FALSE_WORDS, "true", "yes", "on", "1")
 
@@ -43,7 +42,7 @@ def parse_command_line(argv: list[str], names: Names) -> CommandLine:
         elif name == "config":
             line.configs.append(value if equals else _value(tokens, token, "a file name"))
         else:
-            line.settings.append(Setting(name, value, ORIGIN) if equals else _flag(name, tokens, names))
+            line.settings.append(Setting(name, value, COMMAND_LINE) if equals else _flag(name, tokens, names))
     return line
 
 
@@ -55,14 +54,14 @@ def _flag(name: str, tokens: deque[str], names: Names) -> Setting:
     leaf = found[0][0]
     bare = not tokens or _is_setting(tokens[0])
     if leaf.kind == "bool":
-        return Setting(name, tokens.popleft() if tokens and tokens[0].lower() in BOOL_WORDS else True, ORIGIN)
+        return Setting(name, tokens.popleft() if tokens and tokens[0].lower() in BOOL_WORDS else True, COMMAND_LINE)
     if bare and leaf.name in BARE_VALUES:
-        return Setting(name, BARE_VALUES[leaf.name], ORIGIN)
+        return Setting(name, BARE_VALUES[leaf.name], COMMAND_LINE)
     values = [_value(tokens, f"--{name}", leaf.type_name)]
     if leaf.kind == "list" or len(found) > 1:
         while tokens and not _is_setting(tokens[0]):
             values.append(tokens.popleft())
-    return Setting(name, values if len(values) > 1 else values[0], ORIGIN)
+    return Setting(name, values if len(values) > 1 else values[0], COMMAND_LINE)
 
 
 def _negated(name: str, names: Names) -> Setting:
@@ -70,8 +69,8 @@ def _negated(name: str, names: Names) -> Setting:
     if name[:3] in ("no_", "no-"):
         found = names.find(name[3:])
         if found and found[0][0].kind == "bool":
-            return Setting(name[3:], False, ORIGIN)
-    raise names.unknown(name, ORIGIN)
+            return Setting(name[3:], False, COMMAND_LINE)
+    raise names.unknown(name, COMMAND_LINE)
 
 
 def _value(tokens: deque[str], flag: str, wanted: str) -> str:

@@ -21,9 +21,13 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError
 from .aliases import ALIASES, DIFFERENT
+from .roots import ROOTS
 
 FLAG = re.compile(r"(?<!deepspeed )--(\w+)")  # in an advice; what stands behind deepspeed is the launcher's
 OPPOSITES = (("max", "min"), ("high", "low"), ("train", "eval"), ("save", "load"), ("actor", "critic"))
+RUN_KINDS = {"vl": "vision-language", "diffusion": "diffusion"}
+WRONG_PAIR = "is the recipe or the script the wrong one?"
+COMMAND_LINE = "command line"  # the origin of what is written there
 KINDS = {bool: "bool", int: "number", float: "number", str: "text", list: "list", tuple: "list", dict: "mapping"}
 
 
@@ -168,12 +172,12 @@ class Names:
         if plain in self.sections:
             example = next(path for path in self.leaves if path.startswith(plain + "."))
             return ConfigError(f"{name!r} ({origin}) is a section; set its fields, such as {example}")
-        hint = self.hint(plain)
-        if hint:
-            return ConfigError(f"unknown setting {name!r} ({origin}): {hint}")
         near = self._nearest(plain)
-        advice = f"did you mean {near!r}?" if near else "--help lists all settings"
-        return ConfigError(f"unknown setting {name!r} ({origin}); {advice}")
+        told = self.hint(plain) or (f"did you mean {near!r}?" if near else "")
+        elsewhere = other_run(self.schema, plain)
+        if elsewhere and ("." in plain or not told):  # a flat name may well be meant for this run
+            told = "; ".join(filter(None, (elsewhere, told if origin == COMMAND_LINE else WRONG_PAIR)))
+        return ConfigError(f"unknown setting {name!r} ({origin}); {told or '--help lists all settings'}")
 
     def hint(self, plain: str) -> str | None:
         """What to write instead of another system's name; None where this schema has none of what could be written."""
@@ -196,6 +200,15 @@ class Names:
 
     def _bools(self) -> list[str]:
         return [leaf.name for leaf in self.leaves.values() if leaf.kind == "bool"]
+
+
+def other_run(schema: type, name: str) -> str | None:
+    """That a name is a setting of another kind of run only; None where it is not."""
+    mine = [root for root in ROOTS if root.schema is schema]
+    for root in ROOTS if mine else ():
+        if root not in mine and any(name in (leaf.path, leaf.name) for leaf in walk(root.schema)):
+            return f"it belongs to {RUN_KINDS[root.kind]} runs, and this is a {RUN_KINDS[mine[0].kind]} run"
+    return None
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightrft_visual.config.load import parse_run
+from lightrft_visual.config.roots import ROOTS
 from lightrft_visual.config.schema import RunConfig
 from lightrft_visual.errors import ConfigError
 
@@ -136,3 +137,21 @@ def test_mistakes_name_file_line_and_the_way_out(configs: Path, argv: list[str],
 
 def test_a_swap_needs_a_recipe(configs: Path) -> None:
     assert "--config" in refused(configs, "/base/distributed=zero3")
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=lambda kind: ROOTS[kind].kind)
+def test_a_recipe_of_the_other_kind_of_run_is_recognized(kind: int) -> None:
+    root, other = ROOTS[kind], ROOTS[1 - kind]
+    recipes = {"vl": "experiment/vl/geometry3k_grpo", "diffusion": "experiment/diffusion/sd3_5/online_grpo_ocr"}
+    with pytest.raises(ConfigError) as caught:
+        parse_run(root.schema, ["--config", recipes[other.kind]], preset=root.preset)
+    kinds = ("vision-language", "diffusion") if other.kind == "vl" else ("diffusion", "vision-language")
+    assert f"it belongs to {kinds[0]} runs, and this is a {kinds[1]} run; is the recipe" in str(caught.value)
+    assert ".yaml:" in str(caught.value)
+
+
+def test_a_setting_of_the_other_kind_on_the_command_line_keeps_its_advice() -> None:
+    with pytest.raises(ConfigError, match="belongs to diffusion runs.*run$"):
+        parse_run(RunConfig, ["--height", "64"])
+    with pytest.raises(ConfigError, match="belongs to diffusion runs.*; did you mean 'rollout.n_samples_per_prompt'"):
+        parse_run(RunConfig, ["--sampling.n_samples_per_prompt", "4"])
