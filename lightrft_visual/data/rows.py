@@ -35,7 +35,8 @@ class PromptRow:
 
     prompt: chat messages [{"role", "content": [parts]}], parts {"type": "text", "text"}, {"type": "image"} or
     {"type": "video"}; or the raw string when no chat template is applied. images, videos: sources for
-    media.load_image and video.load_video, in the order of the placeholders. metadata: the columns with no other role.
+    media.load_image and video.load_video, in the order of the placeholders. metadata: the columns with no other role,
+    and the prompt, label and reference columns under names of the user's own; no media.
     source: "file:row" for messages. index: place in the data set.
     """
 
@@ -68,14 +69,13 @@ def parse_row(
         else:
             prompt = _raw_prompt(raw[config.input_key])
         reference, used = _find_reference(raw, config)
-        roles = {config.input_key, config.images_key, config.videos_key, config.label_key, config.reference_key, used}
         return PromptRow(
             prompt=prompt,
             images=[resolve_source(image, root) for image in images],
             videos=[_resolve_video(video, root) for video in videos],
             label=_label(raw.get(config.label_key)),
             reference=reference,
-            metadata={key: value for key, value in raw.items() if key not in roles},
+            metadata=_columns(raw, config, used),
             source=source,
             index=index,
         )
@@ -98,6 +98,31 @@ def _check_columns(raw: Mapping[str, Any], config: DataConfig) -> None:
     ):
         if key not in raw and raw.get(lookalike):
             raise DataError(f"column {lookalike!r} is not read: set --{flag} {lookalike}, or rename the column")
+
+
+def _columns(raw: Mapping[str, Any], config: DataConfig, used: str | None) -> dict[str, Any]:
+    """The row's metadata. A column that was chosen as prompt, label or reference is in it, since reward functions ask
+    for it by that name; the default names they get anyway."""
+    roles = {config.input_key, config.images_key, config.videos_key, config.label_key, config.reference_key, used}
+    named = {config.input_key, config.label_key, config.reference_key}
+    named -= {DataConfig.input_key, DataConfig.label_key, DataConfig.reference_key}
+    columns = {key: value for key, value in raw.items() if key not in roles or key in named}
+    if config.input_key in columns:
+        columns[config.input_key] = _without_media(columns[config.input_key])
+    return columns
+
+
+def _without_media(prompt: Any) -> Any:
+    """A prompt column without the pictures and videos that its content parts bring along."""
+    if isinstance(prompt, str):
+        return prompt
+    return [{**message, "content": _text_content(message["content"])} for message in prompt]
+
+
+def _text_content(content: Any) -> Any:
+    if isinstance(content, str):
+        return content
+    return [part if isinstance(part, str) or part["type"] == "text" else {"type": part["type"]} for part in content]
 
 
 def as_source_list(cell: Any, kind: str) -> list[Any]:

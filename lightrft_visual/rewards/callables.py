@@ -144,9 +144,10 @@ INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
     "ids": lambda batch: batch.ids,
     "group_ids": lambda batch: batch.group_ids,
 }
-ON_DEMAND = ("frames", "labels_or_references")  # given to a signature that names them, not to a bare **kwargs
-# Dataset columns that the loader reads as label or reference, under the names that ported functions ask for.
+ON_DEMAND = ("frames", "labels_or_references", "prompt")  # given to a signature that names them, not to **kwargs
+# Dataset columns that the loader reads as prompt, label or reference, under the names that functions ask for.
 FALLBACKS: dict[str, Callable[[RewardBatch], Any]] = {
+    "prompt": lambda batch: batch.prompts,
     "label": lambda batch: batch.labels,
     **dict.fromkeys(("reference", "answer", "answers", "ground_truth", "solution"), lambda batch: batch.references),
 }
@@ -158,8 +159,8 @@ def bind(signature: Signature, name: str, batch: RewardBatch, given: Mapping[str
     columns = batch.columns
     wanted = dict.fromkeys(signature.names)
     if signature.takes_all:
-        known = [k for k in INPUTS if k not in ON_DEMAND]
-        wanted |= dict.fromkeys([*known, *FALLBACKS, *sorted(columns), *given])
+        known = [k for k in (*INPUTS, *FALLBACKS) if k not in ON_DEMAND]
+        wanted |= dict.fromkeys([*known, *sorted(columns), *given])
     arguments: dict[str, Any] = {}
     for parameter in wanted:
         if parameter in given:
@@ -176,7 +177,7 @@ def bind(signature: Signature, name: str, batch: RewardBatch, given: Mapping[str
             known = [*INPUTS, *RESERVED, *FALLBACKS, *columns]
             raise RewardError(
                 f"reward function {name} asks for {parameter!r}, which is neither a reward input nor a data column"
-                + nearest(parameter, known)
+                f"{nearest(parameter, known)} (columns of pictures and videos are given as images and videos)"
             )
     return arguments
 

@@ -97,7 +97,24 @@ def test_a_reference_key_of_ones_own_may_step_into_mappings():
 
 def test_other_column_names():
     row = parse({"q": "hi", "pics": ["a"], "kind": 3}, input_key="q", images_key="pics", label_key="kind")
-    assert (row.images, row.label, row.metadata) == (["/data/a"], "3", {})
+    assert (row.images, row.label, row.metadata) == (["/data/a"], "3", {"q": "hi", "kind": 3})
+
+
+def test_columns_under_names_of_ones_own_stay_columns():
+    """A reward function asks for them by the data set's names; pictures would travel twice."""
+    keys = {"input_key": "problem", "reference_key": "target", "label_key": "kind", "images_key": "pics"}
+    row = parse({"problem": "hi", "target": ["4"], "kind": "math", "pics": [b"1"], "level": 2}, **keys)
+    assert row.metadata == {"problem": "hi", "target": ["4"], "kind": "math", "level": 2}
+    assert (row.reference, row.label, row.images) == (["4"], "math", [b"1"])
+
+
+def test_a_prompt_column_of_messages_keeps_its_text_and_not_its_media():
+    parts = [{"type": "image_url", "image_url": {"url": "data:..."}}, text("which?"), {"type": "video", "video": b"0"}]
+    messages = [{"role": "system", "content": "brief <image>"}, {"role": "user", "content": parts}]
+    row = parse({"chat": messages, "images": [b"1"]}, input_key="chat")
+    kept = [{"type": "image_url"}, text("which?"), {"type": "video"}]
+    assert row.metadata == {"chat": [messages[0], {"role": "user", "content": kept}]}
+    assert parts[0]["image_url"] == {"url": "data:..."} and len(row.images) == 2
 
 
 def test_without_chat_template_the_string_is_kept():

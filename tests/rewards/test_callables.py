@@ -5,9 +5,13 @@ import pytest
 import torch
 from reward_rollouts import make_samples
 
+from lightrft_visual.config.schema import DataConfig
+from lightrft_visual.data.rows import parse_row
 from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import Failed, batch_from_media, batch_from_samples
 from lightrft_visual.rewards.callables import CallableSource, callable_name, load_reward_fn, parse_result
+from lightrft_visual.rewards.server import ServerThread, create_app
 
 BATCH = batch_from_samples(
     [
@@ -76,6 +80,57 @@ def test_async_callable_and_async_object():
 
     assert score(f).values.tolist() == [1] * 4
     assert score(Judge()).values.tolist() == [2] * 4
+
+
+KEYS = DataConfig(input_key="problem", reference_key="target", label_key="kind", images_key="pics")
+RAW = [
+    {"problem": "2+2?", "target": "4", "kind": 3, "pics": [], "level": 1},
+    {"problem": "?", "target": "5", "kind": 4},
+]
+ROWS = [parse_row({"pics": [], **raw}, KEYS, source="rows", root=None) for raw in RAW]
+
+
+def loaded_samples():
+    rows = {"references": [row.reference for row in ROWS], "labels": [row.label for row in ROWS]}
+    return make_samples(
+        ["a", "b"], **rows, metadata=[row.metadata for row in ROWS], prompts=["<|user|>2+2?", "<|user|>?"]
+    )
+
+
+def test_columns_with_a_role_are_given_under_their_own_names():
+    seen = {}
+
+    def named(completions, target, kind, problem, prompt):
+        seen.update(target=target, kind=kind, problem=problem, prompt=prompt)
+        return [0.0, 0.0]
+
+    def every(completions, **columns):
+        seen["columns"] = columns
+        return [0.0, 0.0]
+
+    batch = batch_from_samples([loaded_samples()])
+    for function in (named, every):
+        CallableSource(function).score(batch)
+    wanted = {"target": ["4", "5"], "kind": [3, 4], "problem": ["2+2?", "?"]}
+    assert wanted.items() <= seen.items() and wanted.items() <= seen["columns"].items()
+    assert seen["columns"]["level"] == [1, None] and seen["columns"]["refs"] == ["4", "5"]
+    assert seen["prompt"] == ["<|user|>2+2?", "<|user|>?"] and "prompt" not in seen["columns"]
+
+
+def test_columns_with_a_role_reach_a_function_behind_a_server():
+    def named(completions, target, problem):
+        return [float(t == "4") + len(p) for t, p in zip(target, problem)]
+
+    with ServerThread(create_app(named)) as url:
+        engine = RewardComputationEngine(None, url)
+        assert engine.compute_rewards([loaded_samples()]).score.tolist() == [5, 1]
+        engine.close()
+
+
+def test_asking_for_the_column_of_pictures_says_how_to_get_them():
+    batch = batch_from_samples([loaded_samples()])
+    with pytest.raises(RewardError, match="asks for 'pics'.*pictures and videos are given as images and videos"):
+        CallableSource(lambda completions, pics: []).score(batch)
 
 
 def test_column_alias_only_when_the_data_has_no_such_column():
