@@ -109,7 +109,6 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("mixed_precision", "fp16", "torch_dtype"), "write --bf16; without it everything is float32"),
     **dict.fromkeys(("flash_attn", "use_flash_attn"), "write --attn_implementation flash_attention_2"),
     "resolution": "write --height and --width (pixels)",
-    "num_inference_steps": "write --num_steps for rollouts and --eval_num_steps for evaluation",
     # engine and processes
     "use_vllm": (
         "leave it out: --engine_type vllm is the default, hf the other choice",

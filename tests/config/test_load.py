@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrft_visual.config.aliases import DIFFERENT
+from lightrft_visual.config.aliases import BARE_VALUES, DIFFERENT
 from lightrft_visual.config.cli import parse_command_line
 from lightrft_visual.config.leaves import Leaf, Setting, names_of, nearest
 from lightrft_visual.config.load import config_or_exit, load_config, merge, parse_run, resolved_yaml, write_resolved
@@ -56,7 +56,10 @@ def texts(leaf: Leaf) -> st.SearchStrategy[str]:
 @st.composite
 def leaf_and_value(draw: st.DrawFn) -> tuple[Leaf, str]:
     leaf = draw(st.sampled_from([leaf for leaf in LEAVES if leaf.kind != "mapping"]))
-    return leaf, draw(texts(leaf))
+    value = texts(leaf)
+    if leaf.name in BARE_VALUES:  # behind its bare flag name=value is the next setting
+        value = value.filter(lambda text: "=" not in text)
+    return leaf, draw(value)
 
 
 def tree_of(*argv: str) -> dict:
