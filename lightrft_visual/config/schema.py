@@ -22,6 +22,13 @@ TIS_MODES = ("off", "token", "sequence")
 ENGINE_TYPES = ("vllm", "hf")
 
 
+def follow_ema(output: OutputConfig, enable_ema: bool) -> None:
+    """What `eval_ema` means where it was not set; ConfigError where there is no average to evaluate."""
+    if output.eval_ema is None:
+        output.eval_ema = enable_ema
+    require(enable_ema or not output.eval_ema, "eval_ema evaluates the EMA weights: add --enable_ema")
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ConfigError(message) unless the condition holds."""
     if not condition:
@@ -219,6 +226,15 @@ class AlgorithmConfig:
         require(self.overlong_buffer_len > 0, "overlong_buffer_len must be positive")
         require(self.kl_target is None or self.kl_target > 0, "kl_target must be positive")
         require(self.kl_horizon > 0, "kl_horizon must be positive")
+        require(
+            self.kl_target is None or self.init_kl_coef > 0,
+            "kl_target steers a coefficient that starts at init_kl_coef: at 0 it would stay there",
+        )
+        require(self.tis_mode != "off" or not self.tis_mask, "tis_mask belongs to --tis_mode token or sequence")
+        require(
+            self.reward_running_norm or not self.reward_running_norm_minus_mean,
+            "reward_running_norm_minus_mean belongs to --reward_running_norm",
+        )
         require(self.eps_clip_high is None or self.eps_clip_high > 0, "eps_clip_high must be positive")
         require(
             not (self.use_kl_loss and self.kl_estimator == "k1"),
@@ -255,6 +271,10 @@ class TrainConfig:
         for name in ("train_batch_size", "micro_train_batch_size", "num_episodes", "max_epochs", "max_nonfinite_steps"):
             require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be positive")
         one_of("lr_scheduler", self.lr_scheduler, ("cosine_with_min_lr", "constant_with_warmup", "linear"))
+        require(
+            self.max_tokens_per_batch == 0 or (self.max_tokens_per_batch > 0 and self.packing_samples),
+            "max_tokens_per_batch is a positive budget of packed batches: add --packing_samples (0 turns it off)",
+        )
         require(self.max_steps == -1 or self.max_steps > 0, "max_steps must be positive, or -1 for no limit")
         require(self.actor_learning_rate >= 0 and self.critic_learning_rate >= 0, "learning rates must not be negative")
         require(0 <= self.lr_warmup_ratio <= 1, "lr_warmup_ratio must lie in [0, 1]")
@@ -303,7 +323,7 @@ class OutputConfig:
     resume_from: str | None = None  # a checkpoint folder, or auto
     best_metric: str | None = None  # column of eval_metrics.csv by which the best checkpoint is kept
     eval_samples_per_prompt: int = 4
-    eval_ema: bool = False  # evaluate the EMA weights
+    eval_ema: bool | None = None  # evaluate and export the EMA weights; default: with enable_ema
     use_wandb: bool = False
     use_tensorboard: bool = False
     save_trajectories: bool = True
@@ -360,6 +380,19 @@ class RunConfig:
             algorithm.tis_mode == "off" or (rollout.top_p == 1 and rollout.top_k == -1),
             "tis_mode compares sampled log-probs, which top_p < 1 or top_k leave undefined: use top_p 1, top_k -1",
         )
+        longest = rollout.prompt_max_len + rollout.generate_max_len
         require(
-            not (self.output.eval_ema and not train.enable_ema), "eval_ema evaluates the EMA weights: add --enable_ema"
+            train.max_tokens_per_batch == 0 or train.max_tokens_per_batch >= longest,
+            f"max_tokens_per_batch {train.max_tokens_per_batch} is less than one sample may have: prompt_max_len + "
+            f"generate_max_len = {longest}",
         )
+        require(
+            not algorithm.overlong_buffer or algorithm.overlong_buffer_len < rollout.generate_max_len,
+            f"overlong_buffer_len {algorithm.overlong_buffer_len} must be less than generate_max_len "
+            f"{rollout.generate_max_len}: every response would be penalised from its first token on",
+        )
+        require(
+            self.model.critic_pretrain is None or algorithm.advantage_estimator == "gae",
+            "critic_pretrain is the start of a critic: it needs advantage_estimator gae",
+        )
+        follow_ema(self.output, train.enable_ema)
