@@ -56,6 +56,14 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
 # Settings that may stand alone on the command line without being a bool, and the value they then take.
 BARE_VALUES: dict[str, str] = {"freeze_prefix": "true"}
 
+# What to say where one of these is given a value that is neither yes nor no, as it takes elsewhere. Such a value may be a
+# key, so no message repeats it.
+SWITCHES: dict[str, str] = {
+    "use_wandb": "the key comes from the environment variable WANDB_API_KEY or from `wandb login`, never from a "
+    "setting; WANDB_PROJECT names the project",
+    "use_tensorboard": "its files go to the folder tensorboard of output_dir",
+}
+
 # name -> what to write instead. Of several texts the first is given whose --flags the schema at hand has; a text
 # without any suits every schema, and a flag behind the word deepspeed is the launcher's.
 DIFFERENT: dict[str, str | tuple[str, ...]] = {

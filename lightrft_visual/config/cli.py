@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError
-from .aliases import BARE_VALUES
+from .aliases import BARE_VALUES, SWITCHES
 from .leaves import COMMAND_LINE, Names, Setting
 
 FALSE_WORDS = ("false", "no", "off", "0")
@@ -54,7 +54,10 @@ def _flag(name: str, tokens: deque[str], names: Names) -> Setting:
     leaf = found[0][0]
     bare = not tokens or _is_setting(tokens[0])
     if leaf.kind == "bool":
-        return Setting(name, tokens.popleft() if tokens and tokens[0].lower() in BOOL_WORDS else True, COMMAND_LINE)
+        value = True if bare else tokens.popleft()
+        if str(value).lower() not in BOOL_WORDS and leaf.name not in SWITCHES:  # a switch is refused with its advice
+            raise ConfigError(f"--{name} takes true or false, or nothing; found {value!r}")
+        return Setting(name, value, COMMAND_LINE)
     if bare and leaf.name in BARE_VALUES:
         return Setting(name, BARE_VALUES[leaf.name], COMMAND_LINE)
     values = [_value(tokens, f"--{name}", leaf.type_name)]

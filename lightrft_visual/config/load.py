@@ -21,6 +21,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import ConfigError
+from .aliases import SWITCHES
 from .cli import parse_command_line
 from .helptext import help_text
 from .layers import LayerReader
@@ -143,6 +144,8 @@ def _assign(tree: DictConfig, path: str, leaf: Leaf, value: Any, origin: str) ->
     try:
         OmegaConf.update(tree, path, value, merge=False)
     except OmegaConfBaseException as error:
+        if leaf.name in SWITCHES:
+            raise ConfigError(f"{path} ({origin}) takes true or false, or nothing: {SWITCHES[leaf.name]}") from None
         shown = "null" if value is None else repr(value)
         raise ConfigError(f"{path} is {shown} ({origin}); it takes: {leaf.type_name}") from error
 

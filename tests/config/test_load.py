@@ -193,6 +193,21 @@ def test_secrets_in_urls_are_refused_and_never_written(url: str) -> None:
     assert "secret1" not in resolved_yaml(config) and "***" in resolved_yaml(config)
 
 
+@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)
+@pytest.mark.parametrize("argv", [["--use_wandb", "abc123key"], ["--use_wandb=abc123key"], ["output.use_wandb=abc123key"]])
+def test_a_key_given_to_use_wandb_is_never_repeated(root: Any, argv: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        config_or_exit(root.schema, argv, preset=None)
+    told = capsys.readouterr().err
+    assert "abc123key" not in told and "WANDB_API_KEY" in told and "output.use_wandb" in told
+
+
+def test_bools_say_what_they_take() -> None:
+    assert "folder tensorboard of output_dir" in refused("--use_tensorboard", "logs/tb")
+    assert "--bf16 takes true or false, or nothing; found 'maybe'" in refused("--bf16", "maybe")
+    assert plain("--use_wandb", "true", "--use_tensorboard").output.use_wandb
+
+
 def test_the_environment_is_not_read_into_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKEN", "secret1")
     assert "secret1" not in refused("--run_name", "${oc.env:TOKEN}")
