@@ -174,7 +174,7 @@ def _as_text(value: Any) -> Any:
 
 def _as_list(value: Any, leaf: Leaf, origin: str) -> Any:
     if not isinstance(value, str):
-        return value if isinstance(value, list) else [value]
+        return value if value is None or isinstance(value, list) else [value]
     if value.startswith("["):
         return _parse(value, leaf, origin)
     return [item.strip() for item in value.split(",") if item.strip()]
