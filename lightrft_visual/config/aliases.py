@@ -48,6 +48,8 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "ppo_epochs": "max_epochs",
     "num_return_sequences_in_group": "n_samples_per_prompt",
     "num_image_per_prompt": "n_samples_per_prompt",
+    # ROLL and diffusers
+    "num_inference_steps": "num_steps",
     # VRL
     "trainer.output_dir": "output_dir",
     "trainer.resume_from": "resume_from",

@@ -19,6 +19,8 @@ TRAJECTORY_OF = {
 }  # fmt: skip
 DDIM_ALGORITHMS = ("ddpo", "dpok")
 DDIM_FAMILIES = ("sd15",)
+USUAL_DEFAULTS = {"num_steps": 10, "learning_rate": 3e-4, "warmup_steps": 0}
+DEFAULTS_OF = {"reward_fl": {"num_steps": 8, "learning_rate": 2.5e-6, "warmup_steps": 10}}  # where they differ
 FAMILY_NAMES = ("auto", "sd3", "flux", "wan", "wan_i2v", "qwen_image", "cosmos_predict2", "sd15")
 
 
@@ -54,7 +56,7 @@ class DiffusionModelConfig:
 class DiffusionSamplingConfig:
     """How pictures and videos are drawn in rollouts and in evaluation (always an ODE there)."""
 
-    num_steps: int = 10
+    num_steps: int | None = None  # default: 10, reward_fl 8
     eval_num_steps: int = 40
     scheduler: str = "model_default"  # model_default | flow_match_euler
     trajectory: str | None = None  # ode | sde | sde_reflow | cps; default: the algorithm's
@@ -78,9 +80,10 @@ class DiffusionSamplingConfig:
         given = self.sigmas or self.timesteps
         if given:
             self.num_steps = len(given)
+        require(self.num_steps is None or self.num_steps > 0, f"num_steps is {self.num_steps}; it must be positive")
         for name in (
-            "num_steps", "eval_num_steps", "height", "width", "num_frames", "rollout_batch_size",
-            "n_samples_per_prompt", "micro_rollout_batch_size",
+            "eval_num_steps", "height", "width", "num_frames", "rollout_batch_size", "n_samples_per_prompt",
+            "micro_rollout_batch_size",
         ):  # fmt: skip
             require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be positive")
         one_of("trajectory", self.trajectory, (None, "ode", "sde", "sde_reflow", "cps"))
@@ -164,8 +167,8 @@ class DiffusionTrainConfig:
     max_epochs: int = 1
     num_episodes: int = 1
     max_steps: int = -1
-    learning_rate: float = 3e-4
-    warmup_steps: int = 0
+    learning_rate: float | None = None  # default: 3e-4, reward_fl 2.5e-6
+    warmup_steps: int | None = None  # default: 0, reward_fl 10
     lr_scheduler_type: str = "constant"  # constant | cosine | linear
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     l2: float = 1e-4
@@ -182,7 +185,8 @@ class DiffusionTrainConfig:
             require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be positive")
         one_of("lr_scheduler_type", self.lr_scheduler_type, ("constant", "cosine", "linear"))
         require(self.max_steps == -1 or self.max_steps > 0, "max_steps must be positive, or -1 for no limit")
-        require(self.learning_rate >= 0 and self.warmup_steps >= 0, "learning_rate, warmup_steps: not negative")
+        for name, value in (("learning_rate", self.learning_rate), ("warmup_steps", self.warmup_steps)):
+            require(value is None or value >= 0, f"{name} is {value}; it must not be negative")
         require(len(self.adam_betas) == 2, "adam_betas takes two numbers")
         require(0 <= self.ema_beta < 1, "ema_beta must lie in [0, 1)")
 
@@ -204,6 +208,7 @@ class DiffusionRunConfig:
         from ..rollout.diffusion_sampler import DiffusionSampler
         from ..rollout.diffusion_setup import evaluation_sampling, rollout_noise, rollout_sampling
 
+        self._fill_in_defaults()
         self._check_groups()
         self._check_trajectory()
         self._check_family()
@@ -215,6 +220,14 @@ class DiffusionRunConfig:
     @property
     def trajectory(self) -> str:
         return self.sampling.trajectory or TRAJECTORY_OF[self.algorithm.diffusion_algorithm][0]
+
+    def _fill_in_defaults(self) -> None:
+        """What neither a recipe nor a flag has set, as the algorithm's own papers and systems have it."""
+        usual = USUAL_DEFAULTS | DEFAULTS_OF.get(self.algorithm.diffusion_algorithm, {})
+        sampling, train = self.sampling, self.train
+        sampling.num_steps = usual["num_steps"] if sampling.num_steps is None else sampling.num_steps
+        train.learning_rate = usual["learning_rate"] if train.learning_rate is None else train.learning_rate
+        train.warmup_steps = usual["warmup_steps"] if train.warmup_steps is None else train.warmup_steps
 
     def _check_groups(self) -> None:
         sampling, name = self.sampling, self.algorithm.diffusion_algorithm

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lightrft_visual.config.diffusion_schema import DIFFUSION_ALGORITHM_NAMES, DiffusionRunConfig
-from lightrft_visual.config.load import load_config
+from lightrft_visual.config.diffusion_schema import (
+    DIFFUSION_ALGORITHM_NAMES,
+    DiffusionAlgorithmConfig,
+    DiffusionRunConfig,
+)
+from lightrft_visual.config.load import load_config, write_resolved
 from lightrft_visual.config.roots import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rollout.diffusion_setup import evaluation_sampling, rollout_noise, rollout_sampling
@@ -76,6 +80,45 @@ def test_num_steps_follows_a_given_schedule(more: list[str]) -> None:
     assert load("--sigmas", "1,0.5,0.2,0").sampling.num_steps == 4
     late = ["--diffusion_algorithm", "reward_fl", "--mid_timestep", "1", "--final_timestep", "2"]
     assert DIFFUSION_ALGORITHMS["reward_fl"].build(load("--timesteps", "900,300,10", *late)).num_inference_steps == 3
+
+
+OWN = ("--pretrain", "model", "--prompt_data", "rows.csv")
+
+
+def figures(*arguments: str) -> tuple:
+    c = load(*arguments)
+    return c.sampling.num_steps, c.train.learning_rate, c.train.warmup_steps, c.train.lr_scheduler_type
+
+
+def test_reward_fl_has_defaults_of_its_own(tmp_path: Path) -> None:
+    reward_fl = (*OWN, "--diffusion_algorithm", "reward_fl")
+    assert figures(*OWN) == (10, 3e-4, 0, "constant")
+    assert figures(*reward_fl) == (8, 2.5e-6, 10, "constant")
+    assert figures(*reward_fl, "--lr", "1e-5", "--warmup_steps", "0", "--num_steps", "9") == (9, 1e-5, 0, "constant")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("diffusion_algorithm: reward_fl\nlearning_rate: 1e-4\n")
+    assert figures(*OWN, "--config", str(recipe)) == (8, 1e-4, 10, "constant")
+    assert figures("--diffusion_algorithm", "reward_fl") == (8, 1e-3, 0, "constant")  # the embedded preset's
+    direct = DiffusionRunConfig(algorithm=DiffusionAlgorithmConfig(diffusion_algorithm="reward_fl"))
+    assert (direct.sampling.num_steps, direct.train.learning_rate, direct.train.warmup_steps) == (8, 2.5e-6, 10)
+
+
+@pytest.mark.parametrize("name", DIFFUSION_ALGORITHM_NAMES)
+def test_the_resolved_configuration_loads_to_the_same_one(name: str, tmp_path: Path) -> None:
+    config = load(*OWN, "--diffusion_algorithm", name)
+    assert load("--config", str(write_resolved(config, tmp_path / "resolved.yaml"))) == config
+
+
+def test_a_list_that_is_null_in_a_file_is_unset(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("sampling:\n  timesteps:\n  sigmas: null\n")
+    sampling = load("--config", str(recipe)).sampling
+    assert sampling.timesteps is None and sampling.sigmas is None
+
+
+def test_rolls_name_of_the_steps() -> None:
+    assert load("--num_inference_steps", "9").sampling.num_steps == 9
+    assert load("sampling.num_inference_steps=9").sampling.num_steps == 9
 
 
 def test_settings_of_the_sampler() -> None:

@@ -31,7 +31,7 @@ def test_every_choice_is_documented() -> None:
 
 def test_flags_exist_and_none_of_the_algorithms_is_left_out() -> None:
     leaves = {leaf.name for section in fields(DiffusionRunConfig) for leaf in fields(section.default_factory)}
-    named = set(re.findall(r"--([a-z_0-9]+)", TEXT)) - {"config", "help"}
+    named = set(re.findall(r"--(?:no_)?([a-z_0-9]+)", TEXT)) - {"config", "help"}
     assert named <= leaves, named - leaves
     assert {leaf.name for leaf in fields(DiffusionAlgorithmConfig)} <= named
 
