@@ -58,8 +58,14 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
 # Settings that may stand alone on the command line without being a bool, and the value they then take.
 BARE_VALUES: dict[str, str] = {"freeze_prefix": "true"}
 
-# What to say where one of these is given a value that is neither yes nor no, as it takes elsewhere. Such a value may be a
-# key, so no message repeats it.
+# Text settings that hold a comma-separated list: several words, a JSON list and a YAML list mean the same.
+COMMA_LISTS = (
+    "prompt_data", "prompt_data_probs", "eval_data", "target_modules", "trainable_models", "freeze_prefix",
+    "remote_rm_url", "reward_pretrain",
+)  # fmt: skip
+
+# What to say where one of these is given a value that is neither yes nor no, as it takes elsewhere. It may be a key, so
+# no message repeats it.
 SWITCHES: dict[str, str] = {
     "use_wandb": "the key comes from the environment variable WANDB_API_KEY or from `wandb login`, never from a "
     "setting; WANDB_PROJECT names the project",

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError
-from .aliases import BARE_VALUES, SWITCHES
+from .aliases import BARE_VALUES, COMMA_LISTS, SWITCHES
 from .leaves import COMMAND_LINE, Names, Setting
 
 FALSE_WORDS = ("false", "no", "off", "0")
@@ -29,12 +29,14 @@ def parse_command_line(argv: list[str], names: Names) -> CommandLine:
 
     Raises ConfigError for an unknown name, a missing value, or an argument of no such form.
     """
-    line, tokens = CommandLine(), deque(argv)
+    line, tokens, last = CommandLine(), deque(argv), ""
     while tokens:
         token = tokens.popleft()
         name, equals, value = token.removeprefix("--").partition("=")
         if not equals and not token.startswith("--"):
-            raise ConfigError(f"unexpected argument {token!r}: settings are written --name value or name=value")
+            before = f"; a value of several words, such as that of --{last}, stands in quotes" if last else ""
+            raise ConfigError(f"unexpected argument {token!r}: settings are written --name value or name=value{before}")
+        last = name
         if "/" in name:
             line.swaps["/" + name.strip("/")] = value
         elif name in ("dry_run", "dry-run"):
@@ -61,7 +63,7 @@ def _flag(name: str, tokens: deque[str], names: Names) -> Setting:
     if bare and leaf.name in BARE_VALUES:
         return Setting(name, BARE_VALUES[leaf.name], COMMAND_LINE)
     values = [_value(tokens, f"--{name}", leaf.type_name)]
-    if leaf.kind == "list" or len(found) > 1:
+    if leaf.kind == "list" or len(found) > 1 or leaf.name in COMMA_LISTS:
         while tokens and not _is_setting(tokens[0]):
             values.append(tokens.popleft())
     return Setting(name, values if len(values) > 1 else values[0], COMMAND_LINE)

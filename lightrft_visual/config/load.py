@@ -21,7 +21,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import ConfigError
-from .aliases import SWITCHES
+from .aliases import COMMA_LISTS, SWITCHES
 from .cli import parse_command_line
 from .helptext import help_text
 from .layers import LayerReader
@@ -155,12 +155,21 @@ def _read(leaf: Leaf, inside: str, value: Any, origin: str) -> Any:
     if isinstance(value, str) and value in NULL_WORDS and leaf.optional:
         return None
     if leaf.kind == "text":
-        return _as_text(value)
+        return _as_text(_json_list(value) if leaf.name in COMMA_LISTS else value)
     if inside or leaf.kind in ("mapping", "any"):
         return _parse(value, leaf, origin) if isinstance(value, str) else value
     if leaf.kind == "list":
         return _as_list(value, leaf, origin)
     return value
+
+
+def _json_list(value: Any) -> Any:
+    """Text that is a JSON list, as that list; anything else, such as a pattern in brackets, as it is."""
+    try:
+        found = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+    except ValueError:
+        return value
+    return found
 
 
 def _as_text(value: Any) -> Any:

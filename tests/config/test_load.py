@@ -194,12 +194,36 @@ def test_secrets_in_urls_are_refused_and_never_written(url: str) -> None:
 
 
 @pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)
-@pytest.mark.parametrize("argv", [["--use_wandb", "abc123key"], ["--use_wandb=abc123key"], ["output.use_wandb=abc123key"]])
+@pytest.mark.parametrize(
+    "argv", [["--use_wandb", "abc123key"], ["--use_wandb=abc123key"], ["output.use_wandb=abc123key"]]
+)
 def test_a_key_given_to_use_wandb_is_never_repeated(root: Any, argv: list[str], capsys: Any) -> None:
     with pytest.raises(SystemExit):
         config_or_exit(root.schema, argv, preset=None)
     told = capsys.readouterr().err
     assert "abc123key" not in told and "WANDB_API_KEY" in told and "output.use_wandb" in told
+
+
+@pytest.mark.parametrize(
+    ("argv", "path", "value"),
+    [
+        (["--target_modules", "q_proj", "v_proj"], "model.target_modules", "q_proj,v_proj"),
+        (["--lora_target_modules", "q_proj", "v_proj", "--bf16"], "model.target_modules", "q_proj,v_proj"),
+        (["--target_modules", "q_proj,v_proj"], "model.target_modules", "q_proj,v_proj"),
+        (["--prompt_data", "a", "b", "c.jsonl,d"], "data.prompt_data", "a,b,c.jsonl,d"),
+        (["--remote_rm_url", "http://a/b?c=1", "http://c/d", "seed=3"], "reward.remote_rm_url", "http://a/b?c=1,http://c/d"),
+        (['--remote_rm_url=["http://a/b","http://c/d"]'], "reward.remote_rm_url", "http://a/b,http://c/d"),
+        (["--target_modules", "[qkv]"], "model.target_modules", "[qkv]"),
+    ],
+)  # fmt: skip
+def test_settings_that_hold_lists_take_several_words(argv: list[str], path: str, value: str) -> None:
+    assert merge(NAMES, parse_command_line(argv, NAMES).settings)[0][path.split(".")[0]][path.split(".")[1]] == value
+
+
+def test_a_stray_word_says_how_values_of_several_words_are_written() -> None:
+    message = refused("--system_prompt", "Be", "brief")
+    assert "'brief'" in message and "--system_prompt" in message and "in quotes" in message
+    assert "secret1" not in refused("--remote_rm_url", "http://a", "http://user:secret1@host")
 
 
 def test_bools_say_what_they_take() -> None:
