@@ -14,7 +14,7 @@ import inspect
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def load_module(path_text: str) -> Any:
     sys.modules[module_name] = module  # dataclasses and pickling look the module up by name
     try:
         specification.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ConfigError(f"reward file {path_text} fails on import: {type(error).__name__}: {error}") from error
     return module
@@ -154,6 +154,32 @@ FALLBACKS: dict[str, Callable[[RewardBatch], Any]] = {
 RESERVED = ("model_reward_list", "label_map", "batch", "device")
 
 
+def check_inputs(
+    function: Callable[..., Any], name: str, settings: Mapping[str, Any], columns: Collection[str] | None
+) -> None:
+    """ConfigError for settings that the function does not take, and for a parameter that no run of this data fills.
+
+    columns: of the data; None where they are not known yet.
+    """
+    signature = Signature(function, name)
+    for setting in settings:
+        if setting not in signature.names and not signature.takes_all:
+            raise ConfigError(f"reward function {name} takes no setting {setting!r}{nearest(setting, signature.names)}")
+    if columns is None:
+        return
+    known = [*INPUTS, *RESERVED, *FALLBACKS, *columns, *settings]
+    for parameter in signature.required:
+        if parameter not in known:
+            raise ConfigError(_unknown_input(name, parameter, known))
+
+
+def _unknown_input(name: str, parameter: str, known: Iterable[str]) -> str:
+    return (
+        f"reward function {name} asks for {parameter!r}, which is neither a reward input nor a data column"
+        f"{nearest(parameter, known)} (columns of pictures and videos are given as images and videos)"
+    )
+
+
 def bind(signature: Signature, name: str, batch: RewardBatch, given: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments for one call. Raises RewardError when a required parameter is neither input nor column."""
     columns = batch.columns
@@ -174,11 +200,7 @@ def bind(signature: Signature, name: str, batch: RewardBatch, given: Mapping[str
         elif parameter in FALLBACKS:
             arguments[parameter] = FALLBACKS[parameter](batch)
         elif parameter in signature.required:
-            known = [*INPUTS, *RESERVED, *FALLBACKS, *columns]
-            raise RewardError(
-                f"reward function {name} asks for {parameter!r}, which is neither a reward input nor a data column"
-                f"{nearest(parameter, known)} (columns of pictures and videos are given as images and videos)"
-            )
+            raise RewardError(_unknown_input(name, parameter, [*INPUTS, *RESERVED, *FALLBACKS, *columns]))
     return arguments
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,11 +80,13 @@ class RewardComputationEngine:
         strategy: Any = None,
         packing_samples: bool = False,
         labels: Iterable[str | None] = (),
+        columns: Collection[str] | None = None,
     ) -> RewardComputationEngine:
-        """The engine that a configuration describes; `labels`: those of the data, checked against the recipe."""
+        """The engine that a configuration describes; `labels` and `columns`: those of the data, which recipe and
+        functions are checked against."""
         from .settings import engine_arguments
 
-        arguments = engine_arguments(config, labels)
+        arguments = engine_arguments(config, labels, columns)
         return cls(**arguments, tokenizer=tokenizer, strategy=strategy, packing_samples=packing_samples, config=config)
 
     def _aggregator(self, reward_fn: Any, given: Mapping[str, Any]) -> Callable[..., Any] | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from ..config.schema import RewardConfig
 from ..errors import ConfigError
-from .callables import Signature, callable_name, load_reward_fn
+from .callables import Signature, callable_name, check_inputs, load_reward_fn
 from .naming import nearest
 from .recipe import Recipe, RecipeEntry, compose_recipe, load_recipe
 from .registry import check_scorer
@@ -17,12 +17,17 @@ from .remote import check_url
 from .sources import named_entries
 
 
-def engine_arguments(config: RewardConfig, labels: Iterable[str | None] = ()) -> dict[str, Any]:
-    """Keyword arguments of RewardComputationEngine. Raises ConfigError as `check_reward_config` does."""
+def engine_arguments(
+    config: RewardConfig, labels: Iterable[str | None] = (), columns: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Keyword arguments of RewardComputationEngine. Raises ConfigError as `check_reward_config` does, and with the
+    columns of the data for a function that asks for one that is not there.
+    """
     function = load_reward_fn(config.reward_fn) if config.reward_fn else None
     recipe = load_recipe(config.reward_recipe) if config.reward_recipe else None
     recipe = compose_recipe(recipe, config.components, config.kwargs)
     check_parts(config, function, recipe)
+    _check_functions(config, function, recipe, columns)
     if recipe is not None:
         recipe.check_labels(labels)
     return {
@@ -55,6 +60,19 @@ def check_parts(config: RewardConfig, function: Any, recipe: Recipe | None) -> N
         raise ConfigError(f"the reward recipe does not use reward_fn; name it there as [func, {functions[0]}, weight]")
     for entry in recipe.components() if recipe else ():
         _check_entry(entry, list(models), list(remotes), functions)
+
+
+def _check_functions(
+    config: RewardConfig, function: Any, recipe: Recipe | None, columns: Collection[str] | None
+) -> None:
+    if function is not None:
+        check_inputs(function, callable_name(function), {}, columns)
+    for entry in named_entries(config.remote_rm_url).values():
+        if entry.endswith(".py"):
+            check_inputs(load_reward_fn(f"{entry}:reward_func"), Path(entry).name, {}, columns)
+    for entry in recipe.components() if recipe else ():
+        if entry.type == "func" and ".py:" in entry.key:
+            check_inputs(load_reward_fn(entry.key), entry.key, entry.kwargs, columns)
 
 
 def check_remote(entry: str) -> None:

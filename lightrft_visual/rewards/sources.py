@@ -179,6 +179,8 @@ class Catalogue:
         return RemoteReward(entry, self._client)
 
     def _callable(self, function: Any, given: Mapping[str, Any]) -> Source:
+        if self.config.reward_transport == "ray" and isinstance(function, LoadedFunction):
+            return self._ray_actors(callable_name(function), function.spec, given)
         if self.config.reward_fn_timeout is None:
             return CallableSource(function, given=given)
         if not isinstance(function, LoadedFunction):
@@ -221,9 +223,14 @@ class Catalogue:
         return entry.transport or self.config.reward_transport
 
     def _ray(self, entry: RecipeEntry) -> Source:
+        return self._ray_actors(entry.name, entry.key, entry.kwargs)
+
+    def _ray_actors(self, name: str, key: str, kwargs: Mapping[str, Any]) -> Source:
         from .transport import RaySource
 
+        if self.config.reward_fn_timeout is not None and ".py:" in key:
+            raise ConfigError("reward_fn_timeout is for functions in this process; calls of Ray have reward_timeout")
         limits = {"actors": self.config.reward_ray_actors, "timeout": self.config.reward_timeout}
-        source = RaySource(entry.name, entry.key, entry.kwargs, **limits)
+        source = RaySource(name, key, kwargs, **limits)
         self._closing.append(source.close)
         return source

@@ -58,12 +58,14 @@ def build_trainer(config: RunConfig, trainer_class: type[VLTrainer] | None = Non
     dataset = _dataset(config, checkpoint)
     eval_set = _eval_dataset(config, checkpoint)
     timer = PhaseTimer(synchronize)
+    labels, columns = _labels_and_columns(dataset, eval_set)
     rewards = RewardComputationEngine.from_config(
         config.reward,
         tokenizer=checkpoint.tokenizer,
         strategy=strategy,
         packing_samples=config.train.packing_samples,
-        labels=_labels(dataset, eval_set),
+        labels=labels,
+        columns=columns,
     )
     recorder = open_recorder(config, resumed=resume_folder is not None)
     total_steps, sampler = _schedule(config, dataset)
@@ -146,8 +148,13 @@ def _eval_dataset(config: RunConfig, checkpoint: Checkpoint) -> PromptDataset | 
     return dataset
 
 
-def _labels(*datasets: PromptDataset | None) -> set[str | None]:
-    return {row.label for dataset in datasets if dataset is not None for row in dataset}
+def _labels_and_columns(*datasets: PromptDataset | None) -> tuple[set[str | None], set[str]]:
+    """What any row has. A column of some rows counts: a function is given None for the others."""
+    labels, columns = set(), set()
+    for row in (row for dataset in datasets if dataset is not None for row in dataset):
+        labels.add(row.label)
+        columns.update(row.metadata)
+    return labels, columns
 
 
 def _schedule(config: RunConfig, dataset: PromptDataset) -> tuple[int, PromptSampler]:

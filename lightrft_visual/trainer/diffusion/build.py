@@ -51,7 +51,10 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     config = _resolve_embedded(config)
     prompts, eval_prompts = _prompts(config)
     rewards = RewardComputationEngine.from_config(
-        config.reward, strategy=strategy, labels={row.label for row in prompts.rows}
+        config.reward,
+        strategy=strategy,
+        labels={row.label for row in prompts.rows},
+        columns={FIRST_FRAME}.union(*(row.metadata for row in prompts.rows)),
     )
     recorder = open_recorder(config, resumed=resume_folder is not None)
     algorithm = DIFFUSION_ALGORITHMS[config.algorithm.diffusion_algorithm]
@@ -202,8 +205,7 @@ def _serving_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set
     s, settings = config.sampling, reward_fl_settings(config)
     shape = policy.latent_shape(s.height, s.width, s.num_frames)
     timesteps, _ = DiffusionSampler(rollout_sampling(config)).schedule(policy, shape)
-    steps = [step for step in range(s.num_steps) if settings.carries_gradient(step)]
-    return policy.family.serving(timesteps[steps])
+    return policy.family.serving(timesteps[settings.gradient_steps()])
 
 
 def _pictures(config: DiffusionRunConfig) -> PictureSettings:

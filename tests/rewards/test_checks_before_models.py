@@ -1,0 +1,69 @@
+"""What is wrong with a reward function is said before any model is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrft_visual.config.schema import RewardConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.rewards.settings import check_reward_config, engine_arguments
+from lightrft_visual.rewards.transport import RaySource
+
+
+@pytest.fixture
+def rewards_file(tmp_path):
+    path = tmp_path / "scores.py"
+    path.write_text(
+        "def plain(completions, difficulty, limit=3):\n    return [float(limit)] * len(completions)\n"
+        "def anything(completions, **kwargs):\n    return [1.0] * len(completions)\n"
+    )
+    return path
+
+
+def test_a_parameter_that_no_column_fills(rewards_file):
+    config = RewardConfig(reward_fn=f"{rewards_file}:plain")
+    engine_arguments(config, columns={"difficulty"})
+    engine_arguments(config)  # the data are not known yet
+    with pytest.raises(ConfigError, match="plain asks for 'difficulty'.*did you mean 'dificulty'"):
+        engine_arguments(config, columns={"dificulty", "other"})
+    recipe = RewardConfig(reward_recipe=f'{{"*": [[func, "{rewards_file}:plain", 1.0]]}}')
+    with pytest.raises(ConfigError, match="asks for 'difficulty'"):
+        RewardComputationEngine.from_config(recipe, columns={"other"})
+
+
+def test_a_setting_that_the_function_does_not_take(rewards_file):
+    def recipe(function, settings):
+        return RewardConfig(reward_recipe=f'{{"*": [[func, "{rewards_file}:{function}", 1.0, {settings}]]}}')
+
+    check_reward_config(recipe("plain", "{limit: 5}"))
+    check_reward_config(recipe("anything", "{limt: 5}"))
+    with pytest.raises(ConfigError, match="takes no setting 'limt'.*did you mean 'limit'"):
+        check_reward_config(recipe("plain", "{limt: 5}"))
+
+
+def test_a_file_that_ends_the_process_on_import(tmp_path):
+    path = tmp_path / "ends.py"
+    path.write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(ConfigError, match="ends.py fails on import: SystemExit: 3"):
+        check_reward_config(RewardConfig(reward_fn=f"{path}:score"))
+
+
+def test_ray_carries_a_function_given_by_path(rewards_file, monkeypatch):
+    made = []
+
+    def remember(self, name, key, settings=None, **options):
+        self.name = name
+        made.append((name, key, options["actors"]))
+
+    monkeypatch.setattr(RaySource, "__init__", remember)
+    RewardComputationEngine.from_config(
+        RewardConfig(reward_fn=f"{rewards_file}:anything", reward_transport="ray", reward_ray_actors=2)
+    )
+    assert [(name, actors) for name, _, actors in made] == [("anything", 2)] and made[0][1].endswith(
+        "scores.py:anything"
+    )
+    with pytest.raises(ConfigError, match="reward_fn_timeout is for functions in this process"):
+        RewardComputationEngine.from_config(
+            RewardConfig(reward_fn=f"{rewards_file}:anything", reward_transport="ray", reward_fn_timeout=5.0)
+        )
