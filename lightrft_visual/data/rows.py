@@ -25,7 +25,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = ("image", "video")
 _PLACEHOLDER = re.compile(r"<(image|video)>")
 # Where an answer hides when the configured column is absent; dots step into mappings.
-_REFERENCE_PATHS = ("reward_model.ground_truth", "ground_truth", "answer")
+_REFERENCE_PATHS = ("reward_model.ground_truth", "ground_truth", "answer", "solution", "answers")
 _MISSING = object()
 
 
