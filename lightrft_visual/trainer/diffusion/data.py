@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ...data.sources import open_source
 from ...errors import DataError
 
 FIRST_FRAME = "input_image"  # where rewards find the first frame in a row's metadata: its path, where it has one
+ROLES = ("input_key", "label_key", "reference_key")
 EVAL_REPEATS = 4  # pictures drawn of each embedded caption in an evaluation
 
 
@@ -60,6 +62,9 @@ class DrawPrompts:
 
 
 def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, first_frames: bool) -> DrawPrompt:
+    if not isinstance(raw, Mapping):
+        raise DataError(f"{name}: a row must be a mapping of columns, not {type(raw).__name__}")
+    _check_columns(raw, name, config)
     prompt = raw.get(config.input_key)
     if not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"{name}: no text in column {config.input_key!r}; the row has: {', '.join(map(str, raw))}")
@@ -72,8 +77,10 @@ def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, first_fr
             image_size(images[0])
         except DataError as error:
             raise DataError(f"{name}: {error}") from error
-    roles = {config.input_key, config.image_key, config.label_key, config.reference_key}
-    metadata = {key: value for key, value in raw.items() if key not in roles}
+    # Rewards are given prompt, label and reference anyway; a column that a flag names stays under its own name too.
+    defaults = {config.image_key} | {getattr(DiffusionDataConfig, flag) for flag in ROLES}
+    roles = {config.image_key} | {getattr(config, flag) for flag in ROLES}
+    metadata = {key: value for key, value in raw.items() if key not in roles & defaults}
     if images and isinstance(images[0], str | os.PathLike) and Path(images[0]).is_file():
         metadata[FIRST_FRAME] = str(images[0])
     label = raw.get(config.label_key)
@@ -85,6 +92,14 @@ def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, first_fr
         metadata,
         name,
     )
+
+
+def _check_columns(raw: Mapping[str, Any], name: str, config: DiffusionDataConfig) -> None:
+    """A column that a flag names must be there."""
+    for flag in ROLES[1:]:
+        key = getattr(config, flag)
+        if key not in raw and key != getattr(DiffusionDataConfig, flag):
+            raise DataError(f"{name}: no column {key!r} ({flag}); the row has: {', '.join(map(str, raw))}")
 
 
 def embedded_prompts(root: Path) -> tuple[Path, Path]:
