@@ -8,8 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ConfigError
-from .schema import EMBEDDED, DistributedConfig, OutputConfig, RewardConfig, one_of, require
+from .schema import (
+    EMBEDDED,
+    DistributedConfig,
+    OutputConfig,
+    RewardConfig,
+    follow_ema,
+    one_of,
+    require,
+    require_finite,
+    require_optimizer,
+)
 
 DIFFUSION_ALGORITHM_NAMES = ("flow_grpo", "dance_grpo", "diffusion_nft", "ddpo", "dpok", "reward_fl")
 SDE_ALGORITHMS = ("flow_grpo", "dance_grpo", "ddpo", "dpok")
@@ -187,7 +196,7 @@ class DiffusionTrainConfig:
         require(self.max_steps == -1 or self.max_steps > 0, "max_steps must be positive, or -1 for no limit")
         for name, value in (("learning_rate", self.learning_rate), ("warmup_steps", self.warmup_steps)):
             require(value is None or value >= 0, f"{name} is {value}; it must not be negative")
-        require(len(self.adam_betas) == 2, "adam_betas takes two numbers")
+        require_optimizer(self.adam_betas, self.l2, self.max_norm)
         require(0 <= self.ema_beta < 1, "ema_beta must lie in [0, 1)")
 
 
@@ -215,7 +224,7 @@ class DiffusionRunConfig:
         self._check_schedule()
         DiffusionSampler(rollout_sampling(self), rollout_noise(self))  # refuses noise 0, unequal schedules, windows
         evaluation_sampling(self)
-        require(self.train.enable_ema or not self.output.eval_ema, "eval_ema evaluates the EMA: add --enable_ema")
+        follow_ema(self.output, self.train.enable_ema)
 
     @property
     def trajectory(self) -> str:
@@ -232,6 +241,7 @@ class DiffusionRunConfig:
     def _check_groups(self) -> None:
         sampling, name = self.sampling, self.algorithm.diffusion_algorithm
         total = sampling.rollout_batch_size * sampling.n_samples_per_prompt
+        require_finite(self)
         require(
             total % self.train.train_batch_size == 0,
             f"rollout_batch_size * n_samples_per_prompt = {total} does not divide into train batches of "
@@ -266,7 +276,7 @@ class DiffusionRunConfig:
         )
 
     def _check_trajectory(self) -> None:
-        name, algorithm = self.algorithm.diffusion_algorithm, self.algorithm
+        name = self.algorithm.diffusion_algorithm
         allowed = TRAJECTORY_OF[name]
         listed = " or ".join(allowed)
         require(self.trajectory in allowed, f"{name} samples by trajectory {listed}, not {self.trajectory}")

@@ -7,7 +7,9 @@ OpenRLHF where those have them. Lengths are in tokens, learning rates per optimi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from ..errors import ConfigError
@@ -39,6 +41,39 @@ def one_of(name: str, value: object, allowed: tuple) -> None:
     require(value in allowed, f"{name} is {value!r}; it must be one of: {', '.join(map(str, allowed))}")
 
 
+def require_finite(section: Any) -> None:
+    """ConfigError for a setting below `section` that is NaN or infinite; what is typed Any is a user's own."""
+    for item in fields(section):
+        value = getattr(section, item.name)
+        if is_dataclass(value):
+            require_finite(value)
+        elif "Any" not in str(item.type):
+            numbers = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
+            for number in numbers:
+                finite = not isinstance(number, float) or math.isfinite(number)
+                require(finite, f"{item.name} is {number}; it must be a finite number")
+
+
+def require_optimizer(adam_betas: Sequence[float], l2: float, max_norm: float) -> None:
+    """ConfigError for what AdamW and gradient clipping cannot work with."""
+    sound = len(adam_betas) == 2 and all(0 <= beta < 1 for beta in adam_betas)
+    require(sound, f"adam_betas is {list(adam_betas)}; it takes two numbers in [0, 1)")
+    require(l2 >= 0, f"l2 is {l2}; weight decay must not be negative")
+    require(max_norm >= 0, f"max_norm is {max_norm}; it must be positive, or 0 for no clipping")
+
+
+def mixing_shares(probabilities: Sequence[float]) -> list[float]:
+    """Probabilities (prompt_data_probs) as positive shares of 1. Raises ConfigError where they are none."""
+    positive = all(0 < probability < math.inf for probability in probabilities)
+    total = sum(probabilities) if positive else 1.0
+    shares = [probability / total for probability in probabilities]
+    require(
+        positive and min(shares, default=1) > 0,  # a share of 0: beside another one it is lost in rounding
+        f"mixing probabilities must be positive and of like size: {list(probabilities)} (prompt_data_probs)",
+    )
+    return shares
+
+
 @dataclass
 class ModelConfig:
     """What is trained. ``pretrain`` is a hub name, a checkpoint folder, or 'embedded' for the built-in tiny model."""
@@ -61,6 +96,7 @@ class ModelConfig:
         one_of("attn_implementation", self.attn_implementation, ("auto", "sdpa", "eager", "flash_attention_2"))
         one_of("embedded_family", self.embedded_family, ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2"))
         require(self.lora_rank >= 0, f"lora_rank is {self.lora_rank}; 0 turns LoRA off, larger values set its rank")
+        require(self.lora_rank == 0 or self.lora_alpha > 0, f"lora_alpha is {self.lora_alpha}; it must be positive")
         require(0 <= self.lora_dropout < 1, f"lora_dropout is {self.lora_dropout}; it must lie in [0, 1)")
 
 
@@ -95,6 +131,22 @@ class DataConfig:
         one_of("on_long_prompt", self.on_long_prompt, ("error", "skip"))
         require(self.max_samples > 0, "max_samples must be positive")
         require(self.max_eval_samples >= 0, "max_eval_samples must not be negative")
+        self._check_probabilities()
+        for name in ("max_image_pixels", "min_pixels", "max_pixels"):
+            pixels = getattr(self, name)
+            require(pixels is None or pixels > 0, f"{name} is {pixels}; it must be positive")
+        if self.min_pixels is not None and self.max_pixels is not None:
+            require(self.min_pixels <= self.max_pixels, "min_pixels must not be above max_pixels")
+
+    def _check_probabilities(self) -> None:
+        if self.prompt_data_probs is None:
+            return
+        try:
+            probabilities = [float(part) for part in self.prompt_data_probs.split(",")]
+        except ValueError:
+            text = f"prompt_data_probs is {self.prompt_data_probs!r}; use numbers such as 0.7,0.3"
+            raise ConfigError(text) from None
+        mixing_shares(probabilities)
 
 
 @dataclass
@@ -137,6 +189,9 @@ class RolloutConfig:
         require(0 <= self.min_new_tokens <= self.generate_max_len, "min_new_tokens must lie in [0, generate_max_len]")
         require(self.first_token_temperature > 0, "first_token_temperature must be positive")
         require(self.parity_samples >= 0, "parity_samples must not be negative")
+        require(self.limit_mm_video_per_prompt >= 0, "limit_mm_video_per_prompt must not be negative")
+        tolerance = self.parity_tolerance
+        require(tolerance is None or tolerance >= 0, f"parity_tolerance is {tolerance}; it must not be negative")
 
 
 @dataclass
@@ -241,6 +296,8 @@ class AlgorithmConfig:
             "use_kl_loss with kl_estimator k1 has a gradient of expectation 0: use --kl_estimator k2 or k3",
         )
         require(self.reward_clip >= 0 and self.advantage_clip >= 0, "reward_clip and advantage_clip: 0 or positive")
+        for name in ("overlong_buffer_penalty_factor", "cpgd_alpha"):
+            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must not be negative")
 
 
 @dataclass
@@ -276,9 +333,10 @@ class TrainConfig:
             "max_tokens_per_batch is a positive budget of packed batches: add --packing_samples (0 turns it off)",
         )
         require(self.max_steps == -1 or self.max_steps > 0, "max_steps must be positive, or -1 for no limit")
-        require(self.actor_learning_rate >= 0 and self.critic_learning_rate >= 0, "learning rates must not be negative")
+        for name in ("actor_learning_rate", "critic_learning_rate"):
+            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must not be negative")
         require(0 <= self.lr_warmup_ratio <= 1, "lr_warmup_ratio must lie in [0, 1]")
-        require(len(self.adam_betas) == 2, "adam_betas takes two numbers")
+        require_optimizer(self.adam_betas, self.l2, self.max_norm)
         require(0 <= self.ema_beta < 1, "ema_beta must lie in [0, 1)")
         require(
             self.max_tokens_per_batch == 0 or self.packing_samples,
@@ -352,6 +410,7 @@ class RunConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
+        require_finite(self)
         algorithm, rollout, train = self.algorithm, self.rollout, self.train
         require(
             algorithm.use_kl_loss is False or algorithm.init_kl_coef > 0,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..config.schema import mixing_shares
 from ..errors import ConfigError, DataError
 from ..strategy.seeding import derive_seed
 
@@ -128,9 +129,6 @@ def epoch_quotas(sizes: Sequence[int], probabilities: Sequence[float] | None) ->
         return list(sizes)
     if len(probabilities) != len(sizes):
         raise ConfigError(f"{len(probabilities)} mixing probabilities for {len(sizes)} data sets (prompt_data_probs)")
-    if min(probabilities) <= 0:
-        raise ConfigError(f"mixing probabilities must be positive: {list(probabilities)} (prompt_data_probs)")
-    total = sum(probabilities)
-    shares = [probability / total for probability in probabilities]
+    shares = mixing_shares(probabilities)
     length = min(size / share for size, share in zip(sizes, shares))
     return [min(size, max(1, round(share * length))) for size, share in zip(sizes, shares)]

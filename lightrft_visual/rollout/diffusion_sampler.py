@@ -134,8 +134,8 @@ class NoiseConfig:
     keep_means: bool = False
 
     def __post_init__(self) -> None:
-        if self.noise_level < 0:
-            raise ConfigError(f"noise_level is {self.noise_level}; it must not be negative")
+        if not 0 <= self.noise_level < math.inf:
+            raise ConfigError(f"noise_level is {self.noise_level}; it must be finite and not negative")
         if self.window_size < 0:
             raise ConfigError(f"window_size is {self.window_size}; use 0 for no window")
         if self.log_prob not in REDUCTIONS:
@@ -214,6 +214,11 @@ class DiffusionSampler:
             raise ConfigError(
                 f"noise_level is 0 with trajectory {config.trajectory!r}: its log-probs are undefined; "
                 "set a positive noise_level, or trajectory ode"
+            )
+        if config.trajectory == "cps" and self.noise.noise_level >= 2:
+            raise ConfigError(
+                f"noise_level is {self.noise.noise_level}; trajectory cps needs it below 2: "
+                "its spread is sin(noise_level pi / 2)"
             )
         if config.moving_steps < 2:
             raise ConfigError("a stochastic trajectory needs num_steps of at least 2: the last step is deterministic")

@@ -116,3 +116,9 @@ def test_impossible_arguments():
         epoch_quotas([3, 3], [1.0, 0.0])
     with pytest.raises(ConfigError, match="6 prompts does not divide over 4"):
         PromptSampler.shard(list(range(6)), 0, 4)
+
+
+@pytest.mark.parametrize("probabilities", ([float("nan"), 0.5], [float("inf"), 0.5], [1e308, 1e308], [1e-300, 1e300]))
+def test_shares_that_are_no_numbers_are_refused(probabilities):
+    with pytest.raises(ConfigError, match="prompt_data_probs"):
+        epoch_quotas([3, 4], probabilities)

@@ -185,3 +185,10 @@ def test_wrong_configs_are_refused(mapping, message):
 def test_sde_without_noise_is_refused(trajectory):
     with pytest.raises(ConfigError, match="noise_level"):
         DiffusionSampler(SamplingConfig(trajectory=trajectory), NoiseConfig(noise_level=0.0))
+
+
+@pytest.mark.parametrize("level", (2.0, 3.0, float("nan"), float("inf")))
+def test_noise_without_a_spread_is_refused(level):
+    with pytest.raises(ConfigError, match="noise_level"):
+        DiffusionSampler(SamplingConfig(trajectory="cps"), NoiseConfig(noise_level=level))
+    assert DiffusionSampler(SamplingConfig(trajectory="cps"), NoiseConfig(noise_level=1.5))
