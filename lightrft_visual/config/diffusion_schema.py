@@ -33,6 +33,30 @@ DEFAULTS_OF = {"reward_fl": {"num_steps": 8, "learning_rate": 2.5e-6, "warmup_st
 FAMILY_NAMES = ("auto", "sd3", "flux", "wan", "wan_i2v", "qwen_image", "cosmos_predict2", "sd15")
 
 
+def gradient_steps(num_steps: int, first: int, last: int, lowest: float, highest: float) -> list[int]:
+    """Steps of Reward FL, counted from 0, whose velocity carries gradient; see trainer/diffusion/reward_fl.py.
+
+    Those from `first` (mid_timestep) to `last` (final_timestep) whose share step / num_steps lies in [lowest, highest)
+    (min_timestep_boundary, max_timestep_boundary). Raises ConfigError where these contradict, or leave no step.
+    """
+    require(
+        0 <= first <= last < num_steps,
+        f"steps count from 0: 0 <= mid_timestep {first} <= final_timestep {last} < num_steps {num_steps} must hold",
+    )
+    require(
+        0 <= lowest < highest <= 1,
+        f"timestep boundaries are shares of the schedule: 0 <= min_timestep_boundary {lowest} < max_timestep_boundary "
+        f"{highest} <= 1 must hold",
+    )
+    steps = [step for step in range(first, last + 1) if lowest <= step / num_steps < highest]
+    require(
+        bool(steps),
+        f"no step from mid_timestep {first} to final_timestep {last} of {num_steps} lies inside the timestep "
+        f"boundaries [{lowest}, {highest})",
+    )
+    return steps
+
+
 @dataclass
 class DiffusionModelConfig:
     """What is trained: a diffusers pipeline folder, a hub name, or 'embedded' for the built-in tiny SD3 or (family
@@ -217,12 +241,16 @@ class DiffusionRunConfig:
         from ..rollout.diffusion_sampler import DiffusionSampler
         from ..rollout.diffusion_setup import evaluation_sampling, rollout_noise, rollout_sampling
 
+        require_finite(self)
         self._fill_in_defaults()
         self._check_groups()
         self._check_trajectory()
         self._check_family()
         self._check_schedule()
-        DiffusionSampler(rollout_sampling(self), rollout_noise(self))  # refuses noise 0, unequal schedules, windows
+        sampling = rollout_sampling(self)
+        if self.algorithm.diffusion_algorithm == "reward_fl":
+            self._check_gradient(sampling.moving_steps)
+        DiffusionSampler(sampling, rollout_noise(self))  # refuses noise 0, unequal schedules, windows
         evaluation_sampling(self)
         follow_ema(self.output, self.train.enable_ema)
 
@@ -241,7 +269,6 @@ class DiffusionRunConfig:
     def _check_groups(self) -> None:
         sampling, name = self.sampling, self.algorithm.diffusion_algorithm
         total = sampling.rollout_batch_size * sampling.n_samples_per_prompt
-        require_finite(self)
         require(
             total % self.train.train_batch_size == 0,
             f"rollout_batch_size * n_samples_per_prompt = {total} does not divide into train batches of "
@@ -282,8 +309,14 @@ class DiffusionRunConfig:
         require(self.trajectory in allowed, f"{name} samples by trajectory {listed}, not {self.trajectory}")
         if name not in SDE_ALGORITHMS:
             require(self.sampling.sde_window_size == 0, f"sde_window_size belongs to SDE algorithms, not to {name}")
-        if name == "reward_fl" and not algorithm.mid_timestep <= algorithm.final_timestep < self.sampling.num_steps:
-            raise ConfigError(
-                f"reward_fl: mid_timestep {algorithm.mid_timestep} <= final_timestep {algorithm.final_timestep} < "
-                f"num_steps {self.sampling.num_steps} must hold"
-            )
+
+    def _check_gradient(self, moving_steps: int) -> None:
+        """Of Reward FL: some step must carry gradient, one of no length carries none."""
+        a = self.algorithm
+        steps = gradient_steps(
+            self.sampling.num_steps, a.mid_timestep, a.final_timestep, a.min_timestep_boundary, a.max_timestep_boundary
+        )
+        require(
+            steps[0] < moving_steps, f"no step from mid_timestep {a.mid_timestep} on has a length: sigma is 0 there"
+        )
+        require(a.reward_fl_weight != 0, "reward_fl_weight is 0: the reward would not count")

@@ -24,6 +24,9 @@ def load(*arguments: str) -> DiffusionRunConfig:
     return load_config(DiffusionRunConfig, list(arguments), preset=DIFFUSION_PRESET)
 
 
+REWARD_FL = ("--diffusion_algorithm", "reward_fl")
+
+
 @pytest.mark.parametrize(
     "arguments,message",
     (
@@ -37,7 +40,22 @@ def load(*arguments: str) -> DiffusionRunConfig:
         (["--diffusion_algorithm", "dance_grpo", "--trajectory", "sde"], "sde_reflow"),
         (["--diffusion_algorithm", "diffusion_nft", "--sde_window_size", "2"], "sde_window_size"),
         (["--diffusion_algorithm", "reward_fl", "--final_timestep", "9"], "final_timestep"),
+        ([*REWARD_FL, "--mid_timestep", "-1"], "mid_timestep"),
+        ([*REWARD_FL, "--min_timestep_boundary", "0.9", "--max_timestep_boundary", "0.5"], "min_timestep_boundary"),
+        ([*REWARD_FL, "--min_timestep_boundary", "-1"], "min_timestep_boundary"),
+        ([*REWARD_FL, "--max_timestep_boundary", "1.5"], "max_timestep_boundary"),
+        ([*REWARD_FL, "--max_timestep_boundary", "0.3"], "no step from mid_timestep"),
+        ([*REWARD_FL, "--reward_fl_weight", "0"], "reward_fl_weight"),
+        ([*REWARD_FL, "--sigmas", "1,0.5,0", "--mid_timestep", "2", "--final_timestep", "2"], "no step from mid"),
         (["--sde_window_size", "8"], "window_size"),
+        (["--trajectory", "cps", "--noise_level", "2"], "noise_level is 2.0; .* below 2"),
+        (["--trajectory", "cps", "--noise_level", "0"], "noise_level"),
+        (["--adam_betas", "2", "3"], "adam_betas"),
+        (["--adam_betas", "0.9", "1"], "adam_betas"),
+        (["--max_norm", "-1"], "max_norm"),
+        (["--l2", "-1"], "l2"),
+        (["--flow_shift", "inf"], "flow_shift"),
+        (["--timesteps", "900,nan"], "timesteps"),
         (["--eval_ema", "true"], "enable_ema"),
         (["--grpo_guard", "true", "--diffusion_algorithm", "diffusion_nft"], "grpo_guard"),
         (["--noise_levle", "1"], "noise_level"),

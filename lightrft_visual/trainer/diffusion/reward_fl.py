@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...config.diffusion_schema import gradient_steps
 from ...errors import ConfigError
 from ...rollout.diffusion_steps import euler_step
 from .context import LossContext, LossOutcome, weighted_mean
@@ -52,30 +53,26 @@ class RewardFL:
     kl_beta: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.mid_timestep <= self.final_timestep < self.num_inference_steps:
-            raise ConfigError(
-                f"steps count from 0 to {self.num_inference_steps - 1}: mid_timestep {self.mid_timestep} <= "
-                f"final_timestep {self.final_timestep} < num_inference_steps {self.num_inference_steps} must hold"
-            )
-        if not 0 <= self.min_timestep_boundary < self.max_timestep_boundary <= 1:
-            raise ConfigError("timestep boundaries must satisfy 0 <= min < max <= 1 (shares of the schedule)")
-        if not any(self.carries_gradient(step) for step in range(self.num_inference_steps)):
-            raise ConfigError("no step from mid_timestep to final_timestep lies inside the timestep boundaries")
+        self.gradient_steps()
         if self.score_std <= 0:
             raise ConfigError(f"score_std is {self.score_std}; it must be positive")
 
-    def carries_gradient(self, step: int) -> bool:
-        """Whether the velocity of this step is differentiated."""
-        position = step / self.num_inference_steps
-        late = self.mid_timestep <= step <= self.final_timestep
-        return late and self.min_timestep_boundary <= position < self.max_timestep_boundary
+    def gradient_steps(self) -> list[int]:
+        """Steps whose velocity is differentiated. Raises ConfigError where there is none."""
+        return gradient_steps(
+            self.num_inference_steps,
+            self.mid_timestep,
+            self.final_timestep,
+            self.min_timestep_boundary,
+            self.max_timestep_boundary,
+        )
 
     def denoise(self, context: LossContext, start: T, conditions: dict[str, T], timesteps: T, sigmas: T) -> Denoised:
         """From noise (B, …) to data. timesteps, sigmas (K), K = num_inference_steps."""
-        x, drifts = start, []
+        x, drifts, differentiated = start, [], self.gradient_steps()
         for step in range(self.final_timestep + 1):
             inputs = (x, timesteps[step].expand(len(x)).to(x.device), conditions, self.guidance_scale)
-            if self.carries_gradient(step):
+            if step in differentiated:
                 v = context.velocity(*inputs)
                 if self.kl_beta > 0:
                     drifts.append(self._drift(context, v, inputs))
