@@ -82,7 +82,7 @@ def prepare(folder: Path) -> None:
 def reward_fl(folder: Path, detector: str = "face") -> str:
     settings = f"--differentiable_kwargs.embedder {folder}/face.py:build --differentiable_kwargs.size 16"
     return (
-        "--diffusion_algorithm reward_fl --num_steps 4 --mid_timestep 0 --final_timestep 3 "
+        "--diffusion_algorithm reward_fl --num_steps 4 --mid_timestep 0 --final_timestep 3 --warmup_steps 0 "
         f"--prompt_data {folder}/metadata.csv --components.pixel 1.0 --differentiable_reward face_similarity "
         f"{settings} --differentiable_kwargs.detector {folder}/{detector}.py:find"
     )
