@@ -40,6 +40,8 @@ def parse_command_line(argv: list[str], names: Names) -> CommandLine:
         if "/" in name:
             line.swaps["/" + name.strip("/")] = value
         elif name in ("dry_run", "dry-run"):
+            if not equals and tokens and tokens[0].lower() in BOOL_WORDS:
+                value = tokens.popleft()
             line.dry_run = value.lower() not in FALSE_WORDS
         elif name == "config":
             line.configs.append(value if equals else _value(tokens, token, "a file name"))

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -64,7 +64,7 @@ def parse_run(
     arguments = list(sys.argv[1:] if argv is None else argv)
     names = names_of(schema)
     if {"-h", "--help"} & set(arguments):
-        print(help_text(names))
+        _print_once(help_text(names))
         raise SystemExit(0)
     line = parse_command_line(arguments, names)
     reader = LayerReader(names, tuple(Path(folder).resolve() for folder in config_dirs), line.swaps)
@@ -94,7 +94,7 @@ def load_config(schema: type = RunConfig, argv: Sequence[str] | None = None, **o
     """
     run = parse_run(schema, argv, **options)
     if run.dry_run:
-        print(resolved_yaml(run.config), end="")
+        _print_once(resolved_yaml(run.config).removesuffix("\n"))
         raise SystemExit(0)
     return run.config
 
@@ -104,9 +104,14 @@ def config_or_exit(schema: type = RunConfig, argv: Sequence[str] | None = None, 
     try:
         return load_config(schema, argv, **options)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":  # once, not once a rank
-            print(f"error: {error}", file=sys.stderr)
+        _print_once(f"error: {error}", sys.stderr)
         raise SystemExit(2) from error
+
+
+def _print_once(text: str, file: TextIO | None = None) -> None:
+    """Print in the first rank alone, as the launcher numbers them; a script without a launcher is that rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=file)
 
 
 def merge(names: Names, settings: Iterable[Setting]) -> tuple[DictConfig, dict[str, str]]:

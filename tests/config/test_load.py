@@ -263,6 +263,32 @@ def test_dry_run_prints_the_resolved_config_and_stops(capsys: pytest.CaptureFixt
     assert parse_run(RunConfig, ["--dry-run"]).dry_run and not parse_run(RunConfig, ["dry_run=false"]).dry_run
 
 
+@pytest.mark.parametrize(
+    ("argv", "dry"),
+    [
+        (["--dry_run"], True),
+        (["--dry_run", "true"], True),
+        (["--dry_run", "false"], False),
+        (["--dry-run", "0", "--seed", "7"], False),
+        (["--dry_run", "seed=7"], True),
+        (["--dry_run=off"], False),
+    ],
+)
+def test_the_dry_run_is_a_bool_like_others(argv: list[str], dry: bool) -> None:
+    assert parse_run(RunConfig, argv).dry_run == dry
+
+
+@pytest.mark.parametrize("argv", [["--dry_run"], ["--help"], ["--sede", "1"]])
+def test_only_the_first_rank_prints(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    printed = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit):
+            config_or_exit(RunConfig, argv)
+        printed.append(bool("".join(capsys.readouterr())))
+    assert printed == [True, False]
+
+
 def test_a_script_prints_one_line_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         config_or_exit(RunConfig, ["--sed", "7"])
