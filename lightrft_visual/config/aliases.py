@@ -64,6 +64,12 @@ COMMA_LISTS = (
     "remote_rm_url", "reward_pretrain",
 )  # fmt: skip
 
+# Settings that name files or folders, in which a leading ~ is the home folder; the others of COMMA_LISTS name modules.
+PATHS = (
+    "pretrain", "critic_pretrain", "prompt_data", "eval_data", "image_root", "reward_fn", "reward_pretrain",
+    "remote_rm_url", "reward_recipe", "differentiable_reward", "output_dir", "save_path", "ckpt_path", "resume_from",
+)  # fmt: skip
+
 # What to say where one of these is given a value that is neither yes nor no, as it takes elsewhere. It may be a key, so
 # no message repeats it.
 SWITCHES: dict[str, str] = {

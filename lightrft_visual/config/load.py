@@ -21,7 +21,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import ConfigError
-from .aliases import COMMA_LISTS, SWITCHES
+from .aliases import COMMA_LISTS, PATHS, SWITCHES
 from .cli import parse_command_line
 from .helptext import help_text
 from .layers import LayerReader
@@ -32,6 +32,7 @@ CONFIG_DIRS = (Path(__file__).resolve().parents[2] / "examples" / "configs",)
 USERINFO = re.compile(r"://[^/\s@,]+@")
 QUERY_SECRET = re.compile(r"([?&](?:api_?key|key|\w*token|secret|password)=)[^&\s,]+", re.IGNORECASE)
 PRESET_VALUE = re.compile(r"\$\{([\w.]+)\}")
+TILDES = re.compile(r"(?:^|(?<=[,=])|(?<=, ))~[^/,]*(?=/|,|$)")
 NULL_WORDS = ("None", "null")
 SCRIPT = "the script's default"
 
@@ -160,12 +161,20 @@ def _read(leaf: Leaf, inside: str, value: Any, origin: str) -> Any:
     if isinstance(value, str) and value in NULL_WORDS and leaf.optional:
         return None
     if leaf.kind == "text":
-        return _as_text(_json_list(value) if leaf.name in COMMA_LISTS else value)
+        value = _as_text(_json_list(value) if leaf.name in COMMA_LISTS else value)
+        return _at_home(value, leaf.name in COMMA_LISTS) if leaf.name in PATHS else value
     if inside or leaf.kind in ("mapping", "any"):
         return _parse(value, leaf, origin) if isinstance(value, str) else value
     if leaf.kind == "list":
         return _as_list(value, leaf, origin)
     return value
+
+
+def _at_home(value: Any, several: bool) -> Any:
+    """A path with its ~ or ~user spelled out, also behind the commas and name= of a list of several."""
+    if not isinstance(value, str):
+        return value
+    return re.sub(TILDES if several else r"^~[^/]*(?=/|$)", lambda found: os.path.expanduser(found[0]), value)
 
 
 def _json_list(value: Any) -> Any:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrft_visual.config.aliases import BARE_VALUES, DIFFERENT
+from lightrft_visual.config.aliases import BARE_VALUES, DIFFERENT, PATHS
 from lightrft_visual.config.cli import parse_command_line
+from lightrft_visual.config.layers import LayerReader
 from lightrft_visual.config.leaves import Leaf, Setting, names_of, nearest
 from lightrft_visual.config.load import config_or_exit, load_config, merge, parse_run, resolved_yaml, write_resolved
 from lightrft_visual.config.roots import ROOTS
@@ -218,6 +221,47 @@ def test_a_key_given_to_use_wandb_is_never_repeated(root: Any, argv: list[str], 
 )  # fmt: skip
 def test_settings_that_hold_lists_take_several_words(argv: list[str], path: str, value: str) -> None:
     assert merge(NAMES, parse_command_line(argv, NAMES).settings)[0][path.split(".")[0]][path.split(".")[1]] == value
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("output_dir=~/runs/x", "{home}/runs/x"),
+        ("pretrain=~/models/m", "{home}/models/m"),
+        ("critic_pretrain=~", "{home}"),
+        ("image_root=~/a,~/b", "{home}/a,~/b"),
+        ("prompt_data=~/a.jsonl,/b~/c, ~/d", "{home}/a.jsonl,/b~/c, {home}/d"),
+        ("reward_pretrain=good=~/rm,other=/x/~y", "good={home}/rm,other=/x/~y"),
+        ("reward_fn=~/r.py:score", "{home}/r.py:score"),
+        ("run_name=~/x", "~/x"),
+        ("output_dir=runs/~", "runs/~"),
+    ],
+)
+def test_a_tilde_is_the_home_folder_in_every_path(
+    setting: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    name, _, text = setting.partition("=")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{name}: {json.dumps(text)}\nckpt_path: '${{output.output_dir}}/c'\n")
+    section, _, leaf = NAMES.find(name)[0][0].path.partition(".")
+    for argv in ([setting], [f"--{name}", text], ["--config", str(recipe)]):
+        tree = merge(NAMES, settings_of(argv))[0]
+        assert tree[section][leaf] == value.format(home=tmp_path)
+    assert tree.output.ckpt_path == f"{tree.output.output_dir}/c"
+
+
+def settings_of(argv: list[str]) -> list[Setting]:
+    line = parse_command_line(argv, NAMES)
+    reader = LayerReader(NAMES, ())
+    return [setting for name in line.configs for setting in reader.read(name)] + line.settings
+
+
+@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)
+def test_every_setting_that_names_a_path_is_known_as_one(root: Any) -> None:
+    ending = re.compile(r"(_dir|_path|_root|_data|pretrain|_fn|_recipe|resume_from)$")
+    leaves = [leaf for leaf in names_of(root.schema).leaves.values() if leaf.kind == "text"]
+    assert {leaf.name for leaf in leaves if ending.search(leaf.name)} <= set(PATHS)
 
 
 def test_a_stray_word_says_how_values_of_several_words_are_written() -> None:
