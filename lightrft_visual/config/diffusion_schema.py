@@ -125,7 +125,7 @@ class DiffusionSamplingConfig:
 
 @dataclass
 class DiffusionDataConfig:
-    """Where prompts come from: rows with a prompt and, for image-to-video, a first frame; metadata.csv rows too."""
+    """Where prompts come from: rows with a prompt and, for image-to-video, a first frame; several files by comma."""
 
     prompt_data: str = EMBEDDED
     prompt_split: str = "train"
@@ -138,8 +138,10 @@ class DiffusionDataConfig:
     label_key: str = "label"
     reference_key: str = "reference"
     image_root: str | None = None
+    on_bad_row: str = "error"  # error | skip (skipped rows are counted and reported)
 
     def __post_init__(self) -> None:
+        one_of("on_bad_row", self.on_bad_row, ("error", "skip"))
         require(self.max_samples > 0, "max_samples must be positive")
         require(self.max_eval_samples >= 0, "max_eval_samples must not be negative")
 

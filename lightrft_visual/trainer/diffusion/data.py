@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from ...config.diffusion_schema import DiffusionDataConfig
 from ...data.drawn_shapes import all_captions
 from ...data.media import image_size, load_image, resolve_source
-from ...data.sources import open_source
+from ...data.prompts import PromptDataset, PromptRow
+from ...data.sources import RowSource
 from ...errors import DataError
 
 FIRST_FRAME = "input_image"  # where rewards find the first frame in a row's metadata: its path, where it has one
@@ -22,46 +22,38 @@ ROLES = ("input_key", "label_key", "reference_key")
 EVAL_REPEATS = 4  # pictures drawn of each embedded caption in an evaluation
 
 
-@dataclass
-class DrawPrompt:
-    """One prompt. images: the first frame's source where there is one; source: 'file:row' for messages."""
-
-    prompt: str
-    images: list[Any] = field(default_factory=list)
-    label: str | None = None
-    reference: Any = None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    source: str = ""
-
-
-class DrawPrompts:
-    """Rows of one file or data set folder (jsonl, json, csv, txt, parquet, Hugging Face).
+class DrawPrompts(PromptDataset):
+    """Rows for models that draw, read, checked and skipped (on_bad_row) as those of models that see.
 
     Raises DataError naming file and row for a missing prompt, and for a missing or broken first frame when the model
-    needs one.
+    needs one. The first frame is the row's one image.
     """
 
-    def __init__(self, path: str, split: str, limit: int, config: DiffusionDataConfig, first_frames: bool):
-        source = open_source(path, split)
-        root = config.image_root or source.folder
-        self.rows = [
-            _parse(source[i], source.name(i), root, config, first_frames) for i in range(min(limit, len(source)))
-        ]
-        if not self.rows:
-            raise DataError(f"{path}: no rows")
+    def __init__(self, spec: str, split: str, limit: int, config: DiffusionDataConfig, first_frames: bool):
+        """spec, split, limit: as of PromptDataset. first_frames: whether the model starts from one."""
+        self.first_frames = first_frames
+        super().__init__(spec, config, split=split, max_rows=limit)
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    @cached_property
+    def rows(self) -> list[PromptRow]:
+        """All rows, their first frames not yet decoded."""
+        return [super(DrawPrompts, self).__getitem__(index) for index in range(len(self))]
 
-    def __getitem__(self, index: int) -> DrawPrompt:
+    def __getitem__(self, index: int) -> PromptRow:
         """The row with its first frame decoded."""
         row = self.rows[index]
-        if not row.images or isinstance(row.images[0], Image.Image):
-            return row
-        return DrawPrompt(row.prompt, [load_image(row.images[0])], row.label, row.reference, row.metadata, row.source)
+        return replace(row, images=[load_image(image) for image in row.images])
+
+    def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
+        root = self.config.image_root or source.folder
+        parsed = _parse(source[row], source.name(row), root, self.config, self.first_frames)
+        return replace(parsed, index=index)
+
+    def _header(self, image: Any) -> tuple[int, int]:
+        return image_size(image)
 
 
-def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, first_frames: bool) -> DrawPrompt:
+def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, first_frames: bool) -> PromptRow:
     if not isinstance(raw, Mapping):
         raise DataError(f"{name}: a row must be a mapping of columns, not {type(raw).__name__}")
     _check_columns(raw, name, config)
@@ -73,10 +65,6 @@ def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, first_fr
         if raw.get(config.image_key) in (None, ""):
             raise DataError(f"{name}: an image-to-video model needs a first frame in column {config.image_key!r}")
         images = [resolve_source(raw[config.image_key], root)]
-        try:
-            image_size(images[0])
-        except DataError as error:
-            raise DataError(f"{name}: {error}") from error
     # Rewards are given prompt, label and reference anyway; a column that a flag names stays under its own name too.
     defaults = {config.image_key} | {getattr(DiffusionDataConfig, flag) for flag in ROLES}
     roles = {config.image_key} | {getattr(config, flag) for flag in ROLES}
@@ -84,13 +72,13 @@ def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, first_fr
     if images and isinstance(images[0], str | os.PathLike) and Path(images[0]).is_file():
         metadata[FIRST_FRAME] = str(images[0])
     label = raw.get(config.label_key)
-    return DrawPrompt(
-        prompt,
-        images,
-        None if label is None else str(label),
-        raw.get(config.reference_key),
-        metadata,
-        name,
+    return PromptRow(
+        prompt=prompt,
+        images=images,
+        label=None if label is None else str(label),
+        reference=raw.get(config.reference_key),
+        metadata=metadata,
+        source=name,
     )
 
 
