@@ -28,7 +28,9 @@ from .layers import LayerReader
 from .leaves import Leaf, Names, Setting, names_of
 from .schema import EMBEDDED, RunConfig
 
-CONFIG_DIRS = (Path(__file__).resolve().parents[2] / "examples" / "configs",)
+PACKAGE = Path(__file__).resolve().parents[1]
+INSTALLED, SOURCE = PACKAGE / "configs", PACKAGE.parent / "examples" / "configs"  # setup.py puts one at the other
+CONFIG_DIRS = (INSTALLED if INSTALLED.is_dir() else SOURCE,)
 USERINFO = re.compile(r"://[^/\s@,]+@")
 QUERY_SECRET = re.compile(r"([?&](?:api_?key|key|\w*token|secret|password)=)[^&\s,]+", re.IGNORECASE)
 PRESET_VALUE = re.compile(r"\$\{([\w.]+)\}")

@@ -1,0 +1,59 @@
+"""The package as a wheel, with nothing beside it, still knows the shipped recipes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = """
+from pathlib import Path
+import lightrft_visual
+from lightrft_visual.config.load import parse_run
+assert Path(lightrft_visual.__file__).is_relative_to(Path.cwd()), lightrft_visual.__file__
+print(parse_run(argv=[]).sources["rollout.rollout_batch_size"])
+run = parse_run(argv=["--config", "experiment/vl/geometry3k_grpo", "/base/distributed=zero3"])
+print(run.config.distributed.zero_stage)
+"""
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The content of a wheel built from a copy: setuptools writes beside the sources."""
+    copy, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel")
+    for name in ("setup.py", "requirements.txt"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("lightrft_visual", "examples"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = f"from setuptools import build_meta; print(build_meta.build_wheel({str(out)!r}))"
+    subprocess.run([sys.executable, "-c", build], cwd=copy, check=True, capture_output=True)
+    (wheel,) = out.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(out / "unpacked")
+    return out / "unpacked"
+
+
+def test_it_holds_every_recipe_and_layer(unpacked: Path) -> None:
+    shipped, source = unpacked / "lightrft_visual" / "configs", ROOT / "examples" / "configs"
+    names = {file.relative_to(source) for file in source.rglob("*.yaml")}
+    assert names and {file.relative_to(shipped) for file in shipped.rglob("*") if file.is_file()} == names
+    assert [path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"] == ["lightrft_visual"]
+
+
+def test_recipes_are_found_where_they_are_installed(unpacked: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", CODE],
+        cwd=unpacked,
+        env=os.environ | {"PYTHONPATH": str(unpacked)},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[0].startswith("lightrft_visual/configs/embedded_vl.yaml:")
+    assert found.stdout.splitlines()[1] == "3"
