@@ -37,8 +37,8 @@ def broken(images):
 """
 EMA = "--enable_ema true --ema_interval 1 --ema_beta 0.5"
 RUNS = {
-    "plain": f"--reward_fn {{folder}}/scores.py:red {EMA}",
-    "averaged": f"--reward_fn {{folder}}/scores.py:red {EMA} --eval_ema true",
+    "plain": f"--reward_fn {{folder}}/scores.py:red {EMA} --eval_ema false",
+    "averaged": f"--reward_fn {{folder}}/scores.py:red {EMA}",
     "some": "--reward_fn {folder}/scores.py:some --max_steps 1",
     "nan": "--reward_fn {folder}/scores.py:broken",
     "unknown": "--reward_fn {folder}/scores.py:green",
