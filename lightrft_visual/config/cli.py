@@ -11,6 +11,7 @@ from .aliases import BARE_VALUES, COMMA_LISTS, SWITCHES
 from .leaves import COMMAND_LINE, Names, Setting
 
 FALSE_WORDS = ("false", "no", "off", "0")
+NULL_WORDS = ("None", "null")
 BOOL_WORDS = (*FALSE_WORDS, "true", "yes", "on", "1")
 
 
@@ -59,7 +60,8 @@ def _flag(name: str, tokens: deque[str], names: Names) -> Setting:
     bare = not tokens or _is_setting(tokens[0])
     if leaf.kind == "bool":
         value = True if bare else tokens.popleft()
-        if str(value).lower() not in BOOL_WORDS and leaf.name not in SWITCHES:  # a switch is refused with its advice
+        known = str(value).lower() in BOOL_WORDS or (leaf.optional and value in NULL_WORDS)
+        if not known and leaf.name not in SWITCHES:  # a switch is refused with its advice
             raise ConfigError(f"--{name} takes true or false, or nothing; found {value!r}")
         return Setting(name, value, COMMAND_LINE)
     if bare and leaf.name in BARE_VALUES:

@@ -19,6 +19,8 @@ from textwrap import dedent
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from rapidfuzz.distance import OSA
+
 from ..errors import ConfigError
 from .aliases import ALIASES, DIFFERENT
 from .roots import ROOTS
@@ -206,7 +208,7 @@ def other_run(schema: type, name: str) -> str | None:
     """That a name is a setting of another kind of run only; None where it is not."""
     mine = [root for root in ROOTS if root.schema is schema]
     for root in ROOTS if mine else ():
-        if root not in mine and any(name in (leaf.path, leaf.name) for leaf in walk(root.schema)):
+        if root not in mine and any(name in (leaf.path, leaf.name) for leaf in names_of(root.schema).leaves.values()):
             return f"it belongs to {RUN_KINDS[root.kind]} runs, and this is a {RUN_KINDS[mine[0].kind]} run"
     return None
 
@@ -217,21 +219,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     A name is only a guess away where a typing mistake explains it: another system's name that shares some letters with
     one of ours would be answered by something unrelated, or by the opposite.
     """
-    allowed = [(slips(name, each), each) for each in known if not opposite(name, each)]
-    count, best = min(allowed, default=(0, None))
-    return best if best is not None and count <= 1 + len(name) // 8 else None
-
-
-def slips(a: str, b: str) -> int:
-    """Letters added, left out, changed, or swapped with the next one, that lead from a to b (Damerau, restricted)."""
-    before, row = [], list(range(len(b) + 1))
-    for i, x in enumerate(a, start=1):
-        older, before, row = before, row, [i]
-        for j, y in enumerate(b, start=1):
-            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (x != y)))
-            if i > 1 and j > 1 and (x, a[i - 2]) == (b[j - 2], y):
-                row[j] = min(row[j], older[j - 2] + 1)
-    return row[-1]
+    limit = 1 + len(name) // 8
+    near = [(OSA.distance(name, each, score_cutoff=limit), each) for each in known]  # a swap of two letters is one slip
+    allowed = [(count, each) for count, each in near if count <= limit and not opposite(name, each)]
+    return min(allowed)[1] if allowed else None
 
 
 def opposite(a: str, b: str) -> bool:

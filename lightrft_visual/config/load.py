@@ -22,7 +22,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import ConfigError
 from .aliases import COMMA_LISTS, PATHS, SWITCHES
-from .cli import parse_command_line
+from .cli import NULL_WORDS, parse_command_line
 from .helptext import help_text
 from .layers import LayerReader
 from .leaves import Leaf, Names, Setting, names_of
@@ -35,7 +35,6 @@ USERINFO = re.compile(r"://[^/\s@,]+@")
 QUERY_SECRET = re.compile(r"([?&](?:api_?key|key|\w*token|secret|password)=)[^&\s,]+", re.IGNORECASE)
 PRESET_VALUE = re.compile(r"\$\{([\w.]+)\}")
 TILDES = re.compile(r"(?:^|(?<=[,=])|(?<=, ))~[^/,]*(?=/|,|$)")
-NULL_WORDS = ("None", "null")
 SCRIPT = "the script's default"
 
 

@@ -20,7 +20,9 @@ BASE = (
     "--micro_train_batch_size 2 --max_eval_samples 3 --lora_rank 4 --learning_rate 1e-2 --report false "
     "--num_trajectories_to_save 8"
 )
-REWARD_FL = "--diffusion_algorithm reward_fl --mid_timestep 1 --final_timestep 2 --micro_train_batch_size 2"
+REWARD_FL = (
+    "--diffusion_algorithm reward_fl --mid_timestep 1 --final_timestep 2 --micro_train_batch_size 2 --warmup_steps 0"
+)
 RUNS = {
     "flow": "--enable_ema true --ema_interval 1 --eval_ema true --beta 0.1 --save_steps 2 --eval_steps 1",
     "full": "--max_steps 3 --lora_rank 0 --learning_rate 1e-3 --beta 0.1",

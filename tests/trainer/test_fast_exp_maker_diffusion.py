@@ -74,12 +74,14 @@ def test_replay_of_what_the_maker_made_is_exact(engine):
             assert torch.equal(loss.replay(policy, rows).log_prob, rows.log_probs)
 
 
-def test_noise_follows_the_policy_version(engine):
+def test_noise_follows_the_policy_version_and_the_call(engine):
     maker = maker_of(engine)
-    first, again = make(maker), make(maker)
-    maker.policy_version = 1
-    later = make(maker)
+    first, second, again = make(maker), make(maker), make(maker_of(engine))
+    later_maker = maker_of(engine)
+    later_maker.policy_version = 1
+    later = make(later_maker)
     assert torch.equal(first[0].latents, again[0].latents)
+    assert not torch.equal(first[0].latents, second[0].latents)
     assert not torch.equal(first[0].latents, later[0].latents)
     assert later[0].policy_version.tolist() == [1, 1, 1]
 
