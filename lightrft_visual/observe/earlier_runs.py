@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 ASIDE = "earlier_runs"
@@ -14,13 +15,19 @@ OWN = re.compile(
 )
 
 
-def set_aside(folder: Path) -> Path | None:
+def set_aside(folder: Path, needed: Iterable[Path] = ()) -> Path | None:
     """Move the earlier run's files into `earlier_runs/<its start>`; returns that folder, None where there was no run.
 
     A run counts when it left a step, an evaluation or a checkpoint; less than that is overwritten. A later
-    `resume_from=auto` then cannot take a checkpoint of the earlier run for one of this run.
+    `resume_from=auto` then cannot take a checkpoint of the earlier run for one of this run. needed: what the new run
+    reads, such as a model that the earlier one exported; it stays where it is.
     """
-    own = [path for path in sorted(folder.glob("*")) if OWN.fullmatch(path.name)]
+    read = [path.resolve() for path in needed]
+    own = [
+        path
+        for path in sorted(folder.glob("*"))
+        if OWN.fullmatch(path.name) and not any(each.is_relative_to(path.resolve()) for each in read)
+    ]
     if not any(_holds_results(path) for path in own):
         return None
     target = folder / ASIDE / _name(folder)

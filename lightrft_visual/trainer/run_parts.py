@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
@@ -38,7 +39,7 @@ def open_recorder(config: AnyConfig, resumed: bool) -> RunRecorder:
     """
     output = config.output
     if distributed.is_rank_0() and not resumed:
-        aside = set_aside(Path(output.output_dir))
+        aside = set_aside(Path(output.output_dir), paths_read(config))
         if aside is not None:
             logger.warning("%s held an earlier run; its files are in %s now", output.output_dir, aside)
     options = RecorderOptions(output.run_name, output.use_tensorboard, output.use_wandb, report=output.report)
@@ -47,6 +48,18 @@ def open_recorder(config: AnyConfig, resumed: bool) -> RunRecorder:
         write_resolved(config, Path(output.output_dir) / "config.resolved.yaml")
     recorder.write_env()
     return recorder
+
+
+def paths_read(config: AnyConfig) -> list[Path]:
+    """What the configuration names outside `output` and may be a path to read; lists and name=path taken apart."""
+    texts = [
+        value
+        for section, settings in asdict(config).items()
+        if section != "output"
+        for value in settings.values()
+        if isinstance(value, str)
+    ]
+    return [Path(part.rpartition("=")[2].strip()) for text in texts for part in text.split(",") if part.strip()]
 
 
 def synchronize() -> None:

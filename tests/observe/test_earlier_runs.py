@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+from lightrft_visual.config.schema import ModelConfig, RewardConfig, RunConfig
 from lightrft_visual.observe.earlier_runs import set_aside
+from lightrft_visual.trainer.run_parts import paths_read
 
 
 def run_folder(folder):
@@ -45,3 +47,13 @@ def test_an_unreadable_env_file_names_no_start(tmp_path):
     folder = run_folder(tmp_path / "run")
     (folder / "env.json").write_text("[")
     assert set_aside(folder) == folder / "earlier_runs" / "run"
+
+
+def test_what_the_new_run_reads_stays(tmp_path):
+    folder = run_folder(tmp_path / "run")
+    model = folder / "checkpoint-final" / "model.safetensors"
+    model.parent.mkdir()
+    model.write_text("weights")
+    config = RunConfig(model=ModelConfig(pretrain=str(model.parent)), reward=RewardConfig(reward_pretrain="rm=else, b"))
+    aside = set_aside(folder, paths_read(config))
+    assert model.is_file() and (aside / "checkpoint-000005").is_dir() and not (aside / "checkpoint-final").exists()
