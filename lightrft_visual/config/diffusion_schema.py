@@ -93,7 +93,7 @@ class DiffusionSamplingConfig:
     eval_num_steps: int = 40
     scheduler: str = "model_default"  # model_default | flow_match_euler
     trajectory: str | None = None  # ode | sde | sde_reflow | cps; default: the algorithm's
-    flow_shift: float | None = None
+    flow_shift: float | None = None  # of the scheduler's own schedule; timesteps and sigmas are taken as they are
     timesteps: list[float] | None = None  # 1000..0, instead of the scheduler's; num_steps becomes their number
     sigmas: list[float] | None = None  # 1..0, likewise
     noise_level: float = 0.7
@@ -255,6 +255,11 @@ class DiffusionRunConfig:
         DiffusionSampler(sampling, rollout_noise(self))  # refuses noise 0, unequal schedules, windows
         evaluation_sampling(self)
         follow_ema(self.output, self.train.enable_ema)
+        require(
+            self.output.eval_samples_per_prompt == OutputConfig.eval_samples_per_prompt,
+            "eval_samples_per_prompt belongs to vision-language runs: a diffusion evaluation draws each row of "
+            "eval_data once; repeat rows for more",
+        )
 
     @property
     def trajectory(self) -> str:

@@ -62,6 +62,14 @@ def require_optimizer(adam_betas: Sequence[float], l2: float, max_norm: float) -
     require(max_norm >= 0, f"max_norm is {max_norm}; it must be positive, or 0 for no clipping")
 
 
+def mixing_probabilities(text: str | None) -> list[float] | None:
+    """prompt_data_probs as numbers, for PromptSampler. Raises ConfigError for anything but numbers."""
+    try:
+        return None if text is None else [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"prompt_data_probs is {text!r}; use numbers such as 0.7,0.3") from None
+
+
 def mixing_shares(probabilities: Sequence[float]) -> list[float]:
     """Probabilities (prompt_data_probs) as positive shares of 1. Raises ConfigError where they are none."""
     positive = all(0 < probability < math.inf for probability in probabilities)
@@ -131,22 +139,12 @@ class DataConfig:
         one_of("on_long_prompt", self.on_long_prompt, ("error", "skip"))
         require(self.max_samples > 0, "max_samples must be positive")
         require(self.max_eval_samples >= 0, "max_eval_samples must not be negative")
-        self._check_probabilities()
+        mixing_shares(mixing_probabilities(self.prompt_data_probs) or [])
         for name in ("max_image_pixels", "min_pixels", "max_pixels"):
             pixels = getattr(self, name)
             require(pixels is None or pixels > 0, f"{name} is {pixels}; it must be positive")
         if self.min_pixels is not None and self.max_pixels is not None:
             require(self.min_pixels <= self.max_pixels, "min_pixels must not be above max_pixels")
-
-    def _check_probabilities(self) -> None:
-        if self.prompt_data_probs is None:
-            return
-        try:
-            probabilities = [float(part) for part in self.prompt_data_probs.split(",")]
-        except ValueError:
-            text = f"prompt_data_probs is {self.prompt_data_probs!r}; use numbers such as 0.7,0.3"
-            raise ConfigError(text) from None
-        mixing_shares(probabilities)
 
 
 @dataclass
@@ -338,10 +336,6 @@ class TrainConfig:
         require(0 <= self.lr_warmup_ratio <= 1, "lr_warmup_ratio must lie in [0, 1]")
         require_optimizer(self.adam_betas, self.l2, self.max_norm)
         require(0 <= self.ema_beta < 1, "ema_beta must lie in [0, 1)")
-        require(
-            self.max_tokens_per_batch == 0 or self.packing_samples,
-            "max_tokens_per_batch fills packed batches: add --packing_samples",
-        )
 
 
 @dataclass

@@ -20,7 +20,7 @@ from .sampler import PromptSampler
 from .sources import RowSource, open_source
 from .video import check_video, load_video
 
-__all__ = ["PromptDataset", "PromptRow", "PromptSampler", "mixing_probabilities", "render_prompt"]
+__all__ = ["PromptDataset", "PromptRow", "PromptSampler", "render_prompt"]
 
 logger = logging.getLogger(__name__)
 Size = tuple[int, int]  # width, height
@@ -185,16 +185,6 @@ class PromptDataset:
         text = processor.video_token * len(videos)
         expanded = processor(text=[text], **video_arguments(videos))["input_ids"][0]
         return len(expanded) - len(processor.tokenizer(text)["input_ids"])
-
-
-def mixing_probabilities(config: DataConfig) -> list[float] | None:
-    """prompt_data_probs as numbers, for PromptSampler. Raises ConfigError for anything but numbers."""
-    if config.prompt_data_probs is None:
-        return None
-    try:
-        return [float(part) for part in config.prompt_data_probs.split(",")]
-    except ValueError:
-        raise ConfigError(f"prompt_data_probs is {config.prompt_data_probs!r}; use numbers such as 0.7,0.3") from None
 
 
 def render_prompt(row: PromptRow, model_input: ModelInput, config: DataConfig) -> str:

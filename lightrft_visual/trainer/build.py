@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
-from ..config.schema import EMBEDDED, RunConfig
-from ..data.prompts import PromptDataset, PromptSampler, mixing_probabilities
+from ..config.schema import EMBEDDED, RunConfig, mixing_probabilities
+from ..data.prompts import PromptDataset, PromptSampler
 from ..errors import ConfigError
 from ..models.actor import Actor
 from ..models.actor_modality import banned_token_ids, require_packing
@@ -162,7 +162,7 @@ def _schedule(config: RunConfig, dataset: PromptDataset) -> tuple[int, PromptSam
         dataset.sizes,
         config.rollout.rollout_batch_size,
         seed=config.train.seed,
-        probabilities=mixing_probabilities(config.data),
+        probabilities=mixing_probabilities(config.data.prompt_data_probs),
     )
     steps = sampler.num_batches(config.train.num_episodes)
     limit = config.train.max_steps

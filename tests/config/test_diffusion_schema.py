@@ -57,6 +57,7 @@ REWARD_FL = ("--diffusion_algorithm", "reward_fl")
         (["--flow_shift", "inf"], "flow_shift"),
         (["--timesteps", "900,nan"], "timesteps"),
         (["--eval_ema", "true"], "enable_ema"),
+        (["--eval_samples_per_prompt", "8"], "belongs to vision-language runs"),
         (["--grpo_guard", "true", "--diffusion_algorithm", "diffusion_nft"], "grpo_guard"),
         (["--noise_levle", "1"], "noise_level"),
         (["--diffusion_algorithm", "ddpo", "--family", "sd3"], "set model.family to: sd15"),

@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from lightrft_visual.config.schema import DataConfig, RolloutConfig
+from lightrft_visual.config.schema import DataConfig, RolloutConfig, mixing_probabilities
 from lightrft_visual.data.embedded import build_embedded_task, vocabulary_texts
-from lightrft_visual.data.prompts import PromptDataset, PromptRow, mixing_probabilities, render_prompt
+from lightrft_visual.data.prompts import PromptDataset, PromptRow, render_prompt
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.models.tiny import build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
@@ -249,10 +249,10 @@ def test_a_placeholder_token_typed_into_the_text_is_found_at_start(folder, proce
 
 
 def test_mixing_probabilities_are_numbers():
-    assert mixing_probabilities(DataConfig()) is None
-    assert mixing_probabilities(DataConfig(prompt_data_probs="0.7, 0.3")) == [0.7, 0.3]
+    assert mixing_probabilities(None) is None
+    assert mixing_probabilities("0.7, 0.3") == [0.7, 0.3]
     with pytest.raises(ConfigError, match="0.7,x"):
-        mixing_probabilities(DataConfig(prompt_data_probs="0.7,x"))
+        DataConfig(prompt_data_probs="0.7,x")
 
 
 def test_the_embedded_task_loads_for_training_and_evaluation(tmp_path, processor):
