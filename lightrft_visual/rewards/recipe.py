@@ -164,16 +164,32 @@ def _with_distinct_names(entries: dict[str, list[RecipeEntry]]) -> dict[str, lis
 
 
 def load_recipe(source: str) -> Recipe:
-    """A recipe from a YAML or JSON file, or from inline YAML. Raises ConfigError naming the file."""
-    is_file = source.strip().endswith((".yaml", ".yml", ".json"))
-    if is_file and not Path(source).expanduser().is_file():
-        raise ConfigError(f"reward recipe {source} does not exist")
-    text = Path(source).expanduser().read_text() if is_file else source
+    """A recipe from a YAML or JSON file, or from inline YAML. Raises ConfigError naming the file, with the line of what
+    is not YAML."""
+    source = source.strip()
+    is_file = source.endswith((".yaml", ".yml", ".json"))
+    where = f"reward recipe {source}" if is_file else "the inline reward recipe"
+    raw = _read_yaml(Path(source).expanduser().read_text if is_file else lambda: source, where)
+    if isinstance(raw, str):
+        raise ConfigError(f"reward recipe {source!r}: give a .yaml, .yml or .json file, or a mapping as inline YAML")
     try:
-        return parse_recipe(yaml.safe_load(text))
+        return parse_recipe(raw)
+    except ConfigError as error:
+        raise ConfigError(f"{source if is_file else 'inline'}: {error}") from error
+
+
+def _read_yaml(read: Callable[[], str], where: str) -> Any:
+    try:
+        return yaml.safe_load(read())
+    except FileNotFoundError as error:
+        raise ConfigError(f"{where} does not exist") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} cannot be read: {error}") from error
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{where}{line} is not valid YAML: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
-        where = source if is_file else "the inline reward recipe"
-        raise ConfigError(f"{where} is not valid YAML: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{where} is not valid YAML: {error}") from error
 
 
 def recipe_from_components(components: Mapping[str, float], kwargs: Mapping[str, Mapping] | None = None) -> Recipe:
