@@ -32,10 +32,12 @@ def run(options: argparse.Namespace, overrides: list[str], folder: Path) -> list
         "save_trajectories=false", *overrides,
     ]  # fmt: skip
     config = config_or_exit(DiffusionRunConfig, arguments, preset=DIFFUSION_PRESET)
-    from lightrft_visual.launch import quiet_libraries
-    from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
+    from lightrft_visual.launch import quiet_libraries, share_cores
 
     quiet_libraries()
+    share_cores()
+    from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
+
     trainer = build_diffusion_trainer(config)
     trainer.fit()
     trainer.close()

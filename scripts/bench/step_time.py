@@ -54,10 +54,12 @@ def main() -> None:
 
     from lightrft_visual.config.load import load_config
     from lightrft_visual.config.schema import RunConfig
-    from lightrft_visual.launch import quiet_libraries
-    from lightrft_visual.trainer.build import build_trainer
+    from lightrft_visual.launch import quiet_libraries, share_cores
 
     quiet_libraries()
+    share_cores()
+    from lightrft_visual.trainer.build import build_trainer
+
     with tempfile.TemporaryDirectory() as folder:
         flags = [*FLAGS, "--max_steps", str(arguments.steps + WARM_UP), "--output_dir", folder, *rest]
         trainer = build_trainer(load_config(RunConfig, flags))
