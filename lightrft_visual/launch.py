@@ -32,7 +32,7 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def share_cores() -> None:
+def bound_spinning() -> None:
     """Bound how long idle OpenMP threads spin; before torch is imported, and unless the user has set it.
 
     GNU OpenMP lets a thread that waits for another one spin for some 15 ms. When something else has the other's core,
@@ -71,7 +71,7 @@ def run_diffusion(config: DiffusionRunConfig) -> None:
 
 def _run(build: Callable[[], PolicyTrainer]) -> None:
     quiet_libraries()
-    share_cores()
+    bound_spinning()
     try:
         from transformers.utils import logging as transformers_logging
 

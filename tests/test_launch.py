@@ -13,9 +13,9 @@ import sys
 from lightrft_visual.config.load import config_or_exit
 from lightrft_visual.config.schema import RunConfig
 from lightrft_visual.config.diffusion_schema import DiffusionRunConfig
-from lightrft_visual.launch import share_cores
+from lightrft_visual.launch import bound_spinning
 assert "torch" not in sys.modules
-share_cores()
+bound_spinning()
 import torch
 """
 

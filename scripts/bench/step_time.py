@@ -54,10 +54,10 @@ def main() -> None:
 
     from lightrft_visual.config.load import load_config
     from lightrft_visual.config.schema import RunConfig
-    from lightrft_visual.launch import quiet_libraries, share_cores
+    from lightrft_visual.launch import bound_spinning, quiet_libraries
 
     quiet_libraries()
-    share_cores()
+    bound_spinning()
     from lightrft_visual.trainer.build import build_trainer
 
     with tempfile.TemporaryDirectory() as folder:
