@@ -32,18 +32,6 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def bound_spinning() -> None:
-    """Bound how long idle OpenMP threads spin; before torch is imported, and unless the user has set it.
-
-    GNU OpenMP lets a thread that waits for another one spin for some 15 ms. When something else has the other's core,
-    each of the thousands of small parallel operations of a step waits that long: a step of a tiny model took 14 times
-    as long beside a busy process. This bound outlasts the usual gap between two operations, so nothing is lost on a
-    quiet machine (docs/benchmarks.md).
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "50000")
-
-
 def run_vl(config: RunConfig, trainer_class: type | None = None) -> None:
     """Build and run a vision-language trainer; the package's own errors end the process with one line and code 1."""
 
@@ -71,7 +59,6 @@ def run_diffusion(config: DiffusionRunConfig) -> None:
 
 def _run(build: Callable[[], PolicyTrainer]) -> None:
     quiet_libraries()
-    bound_spinning()
     try:
         from transformers.utils import logging as transformers_logging
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from ..config.layers import SUFFIXES, load_yaml
 from ..errors import ConfigError
 from .naming import nearest
 
@@ -167,29 +168,27 @@ def load_recipe(source: str) -> Recipe:
     """A recipe from a YAML or JSON file, or from inline YAML. Raises ConfigError naming the file, with the line of what
     is not YAML."""
     source = source.strip()
-    is_file = source.endswith((".yaml", ".yml", ".json"))
-    where = f"reward recipe {source}" if is_file else "the inline reward recipe"
-    raw = _read_yaml(Path(source).expanduser().read_text if is_file else lambda: source, where)
-    if isinstance(raw, str):
-        raise ConfigError(f"reward recipe {source!r}: give a .yaml, .yml or .json file, or a mapping as inline YAML")
+    if source.endswith(SUFFIXES):
+        file, where = Path(source).expanduser(), source
+        if not file.is_file():
+            raise ConfigError(f"reward recipe {source} does not exist")
+        raw = load_yaml(file)[0]
+    else:
+        raw, where = _inline(source), "inline"
     try:
         return parse_recipe(raw)
     except ConfigError as error:
-        raise ConfigError(f"{source if is_file else 'inline'}: {error}") from error
+        raise ConfigError(f"{where}: {error}") from error
 
 
-def _read_yaml(read: Callable[[], str], where: str) -> Any:
+def _inline(text: str) -> Any:
     try:
-        return yaml.safe_load(read())
-    except FileNotFoundError as error:
-        raise ConfigError(f"{where} does not exist") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} cannot be read: {error}") from error
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{where}{line} is not valid YAML: {error.problem or error.context}") from error
+        raw = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is not valid YAML: {error}") from error
+        raise ConfigError(f"the inline reward recipe is not valid YAML: {str(error).splitlines()[0]}") from error
+    if isinstance(raw, str):
+        raise ConfigError(f"reward recipe {text!r}: give a {', '.join(SUFFIXES)} file, or a mapping as inline YAML")
+    return raw
 
 
 def recipe_from_components(components: Mapping[str, float], kwargs: Mapping[str, Mapping] | None = None) -> Recipe:

@@ -32,12 +32,10 @@ def run(options: argparse.Namespace, overrides: list[str], folder: Path) -> list
         "save_trajectories=false", *overrides,
     ]  # fmt: skip
     config = config_or_exit(DiffusionRunConfig, arguments, preset=DIFFUSION_PRESET)
-    from lightrft_visual.launch import bound_spinning, quiet_libraries
-
-    quiet_libraries()
-    bound_spinning()
+    from lightrft_visual.launch import quiet_libraries
     from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 
+    quiet_libraries()
     trainer = build_diffusion_trainer(config)
     trainer.fit()
     trainer.close()

@@ -54,7 +54,8 @@ def main() -> None:
 
     from lightrft_visual.config.load import load_config
     from lightrft_visual.config.schema import RunConfig
-    from lightrft_visual.launch import bound_spinning, quiet_libraries
+    from lightrft_visual.launch import quiet_libraries
+    from lightrft_visual.strategy.threads import bound_spinning
 
     quiet_libraries()
     bound_spinning()
