@@ -7,7 +7,7 @@
 """
 
 from lightrft_visual.config.load import config_or_exit
-from lightrft_visual.config.schema import RunConfig
+from lightrft_visual.config.vl import RunConfig
 
 if __name__ == "__main__":
     config = config_or_exit(RunConfig)

@@ -5,7 +5,7 @@
 `--help` lists every setting; docs/diffusion.md explains them.
 """
 
-from lightrft_visual.config.diffusion_schema import DiffusionRunConfig
+from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit
 from lightrft_visual.config.roots import DIFFUSION_PRESET
 

@@ -10,12 +10,12 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .config.schema import RunConfig
+from .config.vl import RunConfig
 from .errors import LightRFTVisualError
 
 if TYPE_CHECKING:
-    from .config.diffusion_schema import DiffusionRunConfig
-    from .trainer.policy_trainer import PolicyTrainer
+    from .config.diffusion import DiffusionRunConfig
+    from .trainer.loop import PolicyTrainer
 
 
 def quiet_libraries() -> None:
@@ -36,7 +36,7 @@ def run_vl(config: RunConfig, trainer_class: type | None = None) -> None:
     """Build and run a vision-language trainer; the package's own errors end the process with one line and code 1."""
 
     def build():
-        from .trainer.build import build_trainer
+        from .trainer.vl.build import build_trainer
 
         return build_trainer(config, trainer_class)
 
@@ -79,9 +79,9 @@ def _fail(text: str) -> None:
 
     They may wait in a collective: a plain exit would wait for them, or for the engine's threads.
     """
-    from .strategy import distributed, watchdog
+    from .strategy import collectives, watchdog
 
-    stage, rank = watchdog.stage(), f"rank {distributed.rank()}, " if distributed.world_size() > 1 else ""
+    stage, rank = watchdog.stage(), f"rank {collectives.rank()}, " if collectives.world_size() > 1 else ""
     where = "" if stage == watchdog.STARTING else f" ({rank}stage {stage})"
     print(f"error: {text}{where}", file=sys.stderr, flush=True)
     watchdog.report_failure(f"{text} (stage {stage})")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError, ConfigError
-from ..strategy.distributed import all_gather_object, broadcast_object, is_rank_0, rank, world_size
+from ..strategy.collectives import all_gather_object, broadcast_object, is_rank_0, rank, world_size
 from .manifest import MANIFEST, check_files, describe_files, list_files, read_manifest, sync_file, write_manifest
 
 logger = logging.getLogger(__name__)

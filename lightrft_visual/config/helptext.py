@@ -7,8 +7,8 @@ import shutil
 import textwrap
 from typing import get_type_hints
 
-from .aliases import DIFFERENT
 from .leaves import Leaf, Names
+from .spellings import DIFFERENT
 
 USAGE = """\
 Settings, each under any of these spellings:

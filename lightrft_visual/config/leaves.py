@@ -22,8 +22,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from rapidfuzz.distance import OSA
 
 from ..errors import ConfigError
-from .aliases import ALIASES, DIFFERENT
 from .roots import ROOTS
+from .spellings import ALIASES, DIFFERENT
 
 FLAG = re.compile(r"(?<!deepspeed )--(\w+)")  # in an advice; what stands behind deepspeed is the launcher's
 OPPOSITES = (("max", "min"), ("high", "low"), ("train", "eval"), ("save", "load"), ("actor", "critic"))

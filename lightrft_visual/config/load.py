@@ -22,12 +22,12 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import ConfigError
 from ..strategy.threads import bound_spinning
-from .aliases import COMMA_LISTS, PATHS, SWITCHES
-from .cli import NULL_WORDS, parse_command_line
+from .command_line import NULL_WORDS, parse_command_line
 from .helptext import help_text
-from .layers import LayerReader
 from .leaves import Leaf, Names, Setting, names_of
-from .schema import EMBEDDED, RunConfig
+from .recipes import LayerReader
+from .spellings import COMMA_LISTS, PATHS, SWITCHES
+from .vl import EMBEDDED, RunConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED, SOURCE = PACKAGE / "configs", PACKAGE.parent / "examples" / "configs"  # setup.py puts one at the other

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .diffusion_schema import DiffusionRunConfig
-from .schema import RunConfig
+from .diffusion import DiffusionRunConfig
+from .vl import RunConfig
 
 DIFFUSION_PRESET = "embedded/${algorithm.diffusion_algorithm}"  # one file an algorithm
 

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import ProcessorMixin
 
-from ..config.schema import DataConfig, RolloutConfig
+from ..config.vl import DataConfig, RolloutConfig
 from ..errors import ConfigError, DataError
 from .media import image_size, is_remote
 from .placeholders import ModelInput, check_placeholders, image_token_counts, video_arguments

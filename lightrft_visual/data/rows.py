@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..config.schema import DataConfig
+from ..config.vl import DataConfig
 from ..errors import DataError
 from .media import resolve_source
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..config.schema import mixing_shares
+from ..config.vl import mixing_shares
 from ..errors import ConfigError, DataError
 from ..strategy.seeding import derive_seed
 

@@ -20,9 +20,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..config.schema import EMBEDDED, DataConfig, ModelConfig
+from ..config.vl import EMBEDDED, DataConfig, ModelConfig
 from ..errors import ConfigError
-from .actor_modality import ActorModality, get_modality
+from .vlm.modality import ActorModality, get_modality
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def resolve_checkpoint(model: ModelConfig, name: str) -> str:
     """`name`, or the folder of the embedded default model, which is built at its first use."""
     if name != EMBEDDED:
         return name
-    from .warmup import WarmUp, embedded_checkpoint
+    from ..embedded.warmup import WarmUp, embedded_checkpoint
 
     settings = WarmUp(family=model.embedded_family, tie_embeddings=model.embedded_tie_embeddings)
     return str(embedded_checkpoint(settings, report=logger.info))

@@ -9,9 +9,9 @@ import torch.nn as nn
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from ..batches.model_inputs import ModelInputs
 from ..errors import ConfigError
-from .backbone import Backbone
-from .inputs import ModelInputs
+from .vlm.backbone import Backbone
 
 T = torch.Tensor
 HEAD_FILE = "reward_head.safetensors"

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..strategy.distributed import rank
+from ..strategy.collectives import rank
 from .rollouts import Record, best_and_worst
 
 SHOWN = (

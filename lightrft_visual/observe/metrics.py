@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..strategy.distributed import all_gather_object
+from ..strategy.collectives import all_gather_object
 
 Number = float | int | torch.Tensor
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..strategy.distributed import rank, world_size
+from ..strategy.collectives import rank, world_size
 from . import environment
 from .images import save_picture, save_video
 from .sinks import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink, read_jsonl, to_json, write_atomic
@@ -151,7 +151,7 @@ class RunRecorder:
         """report.html as far as the run has come."""
         if not (self.active and self.options.report):
             return None
-        from .report import write_report
+        from ..report.page import write_report
 
         try:
             return write_report([self.folder], self.folder / "report.html")

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..rollout.samples import Samples, SamplesVL
-from ..strategy.distributed import all_gather_object
+from ..batches.samples import Samples, SamplesVL
+from ..strategy.collectives import all_gather_object
 from ..strategy.seeding import derive_seed
 
 Record = dict[str, Any]

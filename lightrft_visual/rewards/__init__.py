@@ -20,7 +20,7 @@ _EXPORTS = {
     "register_scorer": "registry",
     "build_scorer": "registry",
     "scorer_names": "registry",
-    "load_reward_fn": "callables",
+    "load_reward_fn": "local.callables",
 }
 
 __all__ = [*_EXPORTS]

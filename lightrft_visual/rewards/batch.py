@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from ..batches.samples import Samples, SamplesVL
 from ..errors import RewardError
-from ..rollout.samples import Samples, SamplesVL
 from .failures import Failed, ScoringFailed
 from .imaging import EncodedImages, to_pil, video_frames
 

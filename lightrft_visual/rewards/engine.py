@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from ..config.schema import RewardConfig
+from ..batches.samples import Samples
+from ..config.vl import RewardConfig
 from ..errors import ConfigError, RewardError
-from ..rollout.samples import Samples
-from ..strategy.distributed import all_gather_object, all_reduce_sum
+from ..strategy.collectives import all_gather_object, all_reduce_sum
 from .batch import Call, RewardBatch, RewardOutput, batch_from_media, batch_from_samples
-from .callables import CallableSource, Signature, aggregates, callable_name
 from .combine import NAN, Column, Job, named_components, run_jobs, scatter, weighted_sum
+from .local.callables import CallableSource, Signature, aggregates, callable_name
 from .recipe import ANY_LABEL, Recipe, parse_recipe
-from .sources import Catalogue
+from .scorers import Catalogue
 
 T = torch.Tensor
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from ..config.layers import SUFFIXES, load_yaml
+from ..config.recipes import SUFFIXES, load_yaml
 from ..errors import ConfigError
 from .naming import nearest
 

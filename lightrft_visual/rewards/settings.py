@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from ..config.schema import RewardConfig
+from ..config.vl import RewardConfig
 from ..errors import ConfigError
-from .callables import Signature, callable_name, check_inputs, load_reward_fn
+from .local.callables import Signature, callable_name, check_inputs, load_reward_fn
 from .naming import nearest
 from .recipe import Recipe, RecipeEntry, compose_recipe, load_recipe
 from .registry import check_scorer
-from .remote import check_url
-from .sources import named_entries
+from .remote.client import check_url
+from .scorers import named_entries
 
 
 def engine_arguments(

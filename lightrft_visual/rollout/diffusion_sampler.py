@@ -27,7 +27,7 @@ _FLOW_RULES = {"sde": "flow_grpo", "sde_reflow": "dance", "cps": "cps"}
 
 
 class VelocityModel(Protocol):
-    """What the sampler asks of a model; `lightrft_visual.models.diffusion_policy.DiffusionPolicy` is one.
+    """What the sampler asks of a model; `lightrft_visual.models.diffusion.policy.DiffusionPolicy` is one.
 
     prediction: 'flow' (velocity) or 'epsilon' (noise, DDIM). velocity: latents (B, …) and timesteps (B) to (B, …).
     default_schedule: timesteps (K) and sigmas (K) of the model's own scheduler.

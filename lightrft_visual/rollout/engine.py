@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..batches.rollouts import PromptFeatures
 from ..errors import ConfigError
-from .records import PromptFeatures
 
 
 @dataclass

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..batches.model_inputs import ModelInputs
+from ..batches.prompts import PromptBatch
+from ..batches.rollouts import Rollout, collate
 from ..errors import RolloutError
-from ..models.inputs import ModelInputs
-from ..strategy import distributed
+from ..strategy import collectives
 from .engine import RolloutEngine, SamplingSettings
-from .prompt_batch import PromptBatch
-from .records import Rollout, collate
 from .stage import RolloutStage
 
 T = torch.Tensor
@@ -71,7 +71,7 @@ class ParityGate:
         settings = SamplingSettings(n=1, temperature=temperature, max_new_tokens=PROBE_TOKENS)
         rollouts = self.stage.generate(batch, settings, purpose="parity")
         difference = torch.tensor([self._difference(rollouts, settings) if rollouts else 0.0])
-        return distributed.all_reduce_max(torch.nan_to_num(difference, nan=math.inf, posinf=math.inf)).item()
+        return collectives.all_reduce_max(torch.nan_to_num(difference, nan=math.inf, posinf=math.inf)).item()
 
     @torch.no_grad()
     def _difference(self, rollouts: list[Rollout], settings: SamplingSettings) -> float:
@@ -90,7 +90,7 @@ class ParityGate:
         plain = [i for i in range(len(batch)) if not batch.images[i] and not batch.videos[i]]
         # Generation and scoring are collectives: either every rank has text-only prompts to try, or none does.
         lacking = torch.tensor([float(not plain or len(plain) == len(batch))])
-        if distributed.all_reduce_max(lacking).item():
+        if collectives.all_reduce_max(lacking).item():
             return "dtype (engine and trainer at different precision), or positions"
         if self._largest(batch.select(plain), temperature) <= self.tolerance:
             return "positions or image features (text-only prompts agree, prompts with images do not)"

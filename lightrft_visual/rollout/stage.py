@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ..batches.prompts import PromptBatch
+from ..batches.rollouts import PromptFeatures, Rollout
 from ..errors import RolloutError
 from ..strategy.seeding import derive_seed
 from .engine import Completion, GenerationRequest, RolloutEngine, SamplingSettings
 from .multimodal import MultimodalDataProcessor
-from .prompt_batch import PromptBatch
-from .records import PromptFeatures, Rollout
 
 
 class RolloutStage:

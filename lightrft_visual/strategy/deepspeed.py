@@ -21,10 +21,10 @@ import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 from transformers import get_scheduler
 
-from ..checkpoint.safe_engine import use_safe_loading
-from ..config.schema import DistributedConfig
+from ..config.vl import DistributedConfig
 from ..errors import CheckpointError, ConfigError, NonFiniteError
-from . import distributed, watchdog
+from . import collectives, watchdog
+from .safe_loading import use_safe_loading
 from .seeding import seed_everything
 from .shared_memory import unlink_buffers
 
@@ -83,7 +83,7 @@ class DeepspeedStrategy:
         if accelerator.device_name() != "cpu":
             accelerator.set_device(int(os.environ["LOCAL_RANK"]))
         else:
-            distributed.share_cores()
+            collectives.share_cores()
         deepspeed.init_distributed(
             dist_backend=accelerator.communication_backend_name() if accelerator.device_name() != "cpu" else "gloo",
             timeout=timedelta(seconds=self.config.collective_timeout),
@@ -206,12 +206,12 @@ class TrainEngine:
         the same hooks and collectives run everywhere, and the step is then discarded everywhere.
         """
         bad = (~torch.isfinite(loss.detach())).float().reshape(1)
-        finite = distributed.all_reduce_max(bad).item() == 0
+        finite = collectives.all_reduce_max(bad).item() == 0
         if not finite:
             self.poisoned = True
             loss = loss * float("nan")
         self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss * distributed.world_size(), scale_wrt_gas=False)
+        self.engine.backward(loss * collectives.world_size(), scale_wrt_gas=False)
         return finite
 
     def step(self) -> StepResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from . import distributed
+from . import collectives
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -16,7 +16,7 @@ def unlink_buffers() -> None:
     DeepSpeed's CPU communication keeps 66 MiB a rank in a named file and removes the name only at an orderly exit. Of
     a killed run it stays in memory until the host restarts, and a later run on the same port would open what it left.
     """
-    distributed.barrier()
+    collectives.barrier()
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{distributed.rank()}"
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{collectives.rank()}"
     (SHARED_MEMORY / name).unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from ..observe.metrics import PhaseTimer
-from . import distributed
+from . import collectives
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ def start(limit: float) -> Watchdog:
             timeout=timedelta(seconds=max(1.0, _current.pause)),
         )
 
-    _current = Watchdog(connect, distributed.rank(), distributed.world_size(), limit, end_process)
+    _current = Watchdog(connect, collectives.rank(), collectives.world_size(), limit, end_process)
     if _current.world_size > 1:
         _current.start()
         atexit.register(stop)

@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import Any
 
 _EXPORTS = {
-    "GRPOTrainer": "grpo",
-    "RLOOTrainer": "rloo",
-    "PPOTrainer": "ppo",
+    "GRPOTrainer": "vl.grpo",
+    "RLOOTrainer": "vl.rloo",
+    "PPOTrainer": "vl.ppo",
     "FastExperienceMaker": "fast_exp_maker",
     "NaiveReplayBuffer": "replay_buffer",
 }

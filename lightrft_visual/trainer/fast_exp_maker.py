@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config.diffusion_schema import DiffusionAlgorithmConfig
-from ..config.schema import AlgorithmConfig
+from ..algorithms.advantages import assign_advantages, get_advantage_calculator, get_advantages_and_returns
+from ..algorithms.dynamic_sampling import DynamicSampling
+from ..batches.experience import Experience, ExperienceDiffusion, ExperienceVL
+from ..batches.prompts import PromptBatch
+from ..batches.rollouts import Rollout, collate, remember_rewards
+from ..batches.samples import Samples, SamplesVL
+from ..config.diffusion import DiffusionAlgorithmConfig
+from ..config.vl import AlgorithmConfig
 from ..errors import ConfigError
 from ..observe.metrics import PhaseTimer
 from ..rewards.engine import RewardComputationEngine
 from ..rollout.engine import RolloutEngine, SamplingSettings
 from ..rollout.multimodal import MultimodalDataProcessor
-from ..rollout.prompt_batch import PromptBatch
-from ..rollout.records import Rollout, collate, remember_rewards
-from ..rollout.samples import Samples, SamplesVL
 from ..rollout.stage import RolloutStage
-from ..strategy import distributed
-from .advantage_calculator import assign_advantages, get_advantage_calculator, get_advantages_and_returns
-from .dynamic_sampling import DynamicSampling
-from .experience import Experience, ExperienceDiffusion, ExperienceVL
-from .experience_stages import ForwardStage
+from ..strategy import collectives
+from .vl.stages import ForwardStage
 
 if TYPE_CHECKING:
     from .diffusion.stages import DiffusersEngine, DiffusionExperienceStage, DiffusionRows, Sampled
@@ -238,8 +238,8 @@ class FastExperienceMaker:
 
     def _next_ids(self, count: int) -> T:
         """(count) numbers that no other prompt has, on any rank or in an earlier call. A collective."""
-        counts = distributed.all_gather_object(count)
-        start = self._numbered + sum(counts[: distributed.rank()])
+        counts = collectives.all_gather_object(count)
+        start = self._numbered + sum(counts[: collectives.rank()])
         self._numbered += sum(counts)
         return torch.arange(start, start + count)
 
@@ -248,6 +248,6 @@ class FastExperienceMaker:
 
 
 def _transformers_engine(actor, tokenizer, processor, micro_batch_size: int) -> RolloutEngine:
-    from ..rollout.hf_engine import TransformersEngine
+    from ..rollout.hf import TransformersEngine
 
     return TransformersEngine(actor, tokenizer, processor, micro_batch_size)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 
-from ..config.diffusion_schema import DiffusionRunConfig
+from ..config.diffusion import DiffusionRunConfig
 from ..config.load import resolved_yaml, write_resolved
-from ..config.schema import RunConfig
+from ..config.vl import RunConfig
 from ..observe.earlier_runs import set_aside
 from ..observe.recorder import RecorderOptions, RunRecorder
-from ..strategy import distributed
+from ..strategy import collectives
 from ..strategy.deepspeed import DeepspeedStrategy
 
 logger = logging.getLogger(__name__)
@@ -38,13 +38,13 @@ def open_recorder(config: AnyConfig, resumed: bool) -> RunRecorder:
     resumed: whether the run goes on from a checkpoint; else what an earlier one left in the folder is put aside.
     """
     output = config.output
-    if distributed.is_rank_0() and not resumed:
+    if collectives.is_rank_0() and not resumed:
         aside = set_aside(Path(output.output_dir), paths_read(config))
         if aside is not None:
             logger.warning("%s held an earlier run; its files are in %s now", output.output_dir, aside)
     options = RecorderOptions(output.run_name, output.use_tensorboard, output.use_wandb, report=output.report)
     recorder = RunRecorder(output.output_dir, options, config={"config": resolved_yaml(config)})
-    if distributed.is_rank_0():
+    if collectives.is_rank_0():
         write_resolved(config, Path(output.output_dir) / "config.resolved.yaml")
     recorder.write_env()
     return recorder

@@ -11,12 +11,12 @@ import torch
 
 from ..checkpoint.manager import CheckpointManager, on_rank_0, resolve_resume
 from ..checkpoint.state import load_state, rng_state, save_state, set_rng_state
-from ..config.schema import OutputConfig
+from ..config.vl import OutputConfig
 from ..errors import CheckpointError, ConfigError
-from ..strategy import distributed
+from ..strategy import collectives
 
 if TYPE_CHECKING:
-    from .policy_trainer import PolicyTrainer
+    from .loop import PolicyTrainer
 
 
 def final_folder(output: OutputConfig) -> Path:
@@ -76,7 +76,7 @@ class RunState:
 
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop; all ranks get the same answer."""
-        return distributed.all_reduce_max(torch.tensor([float(self._stop)])).item() > 0
+        return collectives.all_reduce_max(torch.tensor([float(self._stop)])).item() > 0
 
     def save(self) -> Path:
         """A checkpoint of this step, with the figures of the evaluation that these very weights had, if any."""
@@ -112,23 +112,23 @@ class RunState:
         self.trainer.save_engines(folder)
         state = {
             "step": self.trainer.step,
-            "world_size": distributed.world_size(),
+            "world_size": collectives.world_size(),
             "nonfinite_in_a_row": self.trainer.nonfinite_in_a_row,
             "latest_eval": self.trainer.latest_eval,
             "evaluated_step": self.trainer.evaluated_step,
             "trainer": self.trainer.state_dict(),
             "random": rng_state(),
         }
-        save_state(folder / f"run_state_rank{distributed.rank()}.safetensors", state)
+        save_state(folder / f"run_state_rank{collectives.rank()}.safetensors", state)
 
     def _read(self, folder: Path) -> None:
-        path = folder / f"run_state_rank{distributed.rank()}.safetensors"
+        path = folder / f"run_state_rank{collectives.rank()}.safetensors"
         if not path.is_file():
             raise CheckpointError(f"{path} does not exist: the checkpoint was saved by fewer ranks than this run has")
         state = load_state(path)
-        if state["world_size"] != distributed.world_size():
+        if state["world_size"] != collectives.world_size():
             raise CheckpointError(
-                f"{folder} was saved by {state['world_size']} rank(s), this run has {distributed.world_size()}"
+                f"{folder} was saved by {state['world_size']} rank(s), this run has {collectives.world_size()}"
             )
         self.trainer.load_engines(folder)
         self.trainer.step = int(state["step"])

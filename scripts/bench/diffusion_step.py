@@ -15,7 +15,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from lightrft_visual.config.diffusion_schema import DiffusionRunConfig
+from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit
 from lightrft_visual.config.roots import DIFFUSION_PRESET
 

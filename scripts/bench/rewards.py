@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from lightrft_visual.config.schema import RewardConfig
+from lightrft_visual.batches.samples import Samples
+from lightrft_visual.config.vl import RewardConfig
 from lightrft_visual.rewards import RewardComputationEngine
-from lightrft_visual.rollout.samples import Samples
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay: float) -> None:

@@ -53,13 +53,13 @@ def main() -> None:
     arguments, rest = parser.parse_known_args()
 
     from lightrft_visual.config.load import load_config
-    from lightrft_visual.config.schema import RunConfig
+    from lightrft_visual.config.vl import RunConfig
     from lightrft_visual.launch import quiet_libraries
     from lightrft_visual.strategy.threads import bound_spinning
 
     quiet_libraries()
     bound_spinning()
-    from lightrft_visual.trainer.build import build_trainer
+    from lightrft_visual.trainer.vl.build import build_trainer
 
     with tempfile.TemporaryDirectory() as folder:
         flags = [*FLAGS, "--max_steps", str(arguments.steps + WARM_UP), "--output_dir", folder, *rest]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lightrft_visual.config.schema import DataConfig
-from lightrft_visual.data import embedded
+from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.rows import parse_row
+from lightrft_visual.embedded import questions
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
 ROWS = [line for block in re.findall(r"^```jsonl\n(.*?)^```$", TEXT, re.M | re.S) for line in block.splitlines()]
@@ -30,4 +30,4 @@ def test_flags_exist():
 
 def test_the_embedded_task_is_as_described():
     shares = dict(re.findall(r"^\| `(\w+)` \| (\d+) % \|", TEXT, re.M))
-    assert {kind: int(share) for kind, share in shares.items()} == {k: 5 * n for k, n in embedded._SHARES.items()}
+    assert {kind: int(share) for kind, share in shares.items()} == {k: 5 * n for k, n in questions._SHARES.items()}

@@ -12,13 +12,7 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
-from lightrft_visual.data.media import (
-    describe_source,
-    image_size,
-    load_image,
-    media_to_video_array,
-    resolve_source,
-)
+from lightrft_visual.data.media import describe_source, image_size, load_image, media_to_video_array, resolve_source
 from lightrft_visual.errors import DataError
 
 

@@ -12,11 +12,11 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from lightrft_visual.config.schema import DataConfig, RolloutConfig, mixing_probabilities
-from lightrft_visual.data.embedded import build_embedded_task, vocabulary_texts
+from lightrft_visual.config.vl import DataConfig, RolloutConfig, mixing_probabilities
 from lightrft_visual.data.prompts import PromptDataset, PromptRow, render_prompt
+from lightrft_visual.embedded.questions import build_embedded_task, vocabulary_texts
+from lightrft_visual.embedded.tiny_vlm import build_processor, build_tokenizer
 from lightrft_visual.errors import ConfigError, DataError
-from lightrft_visual.models.tiny import build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 PADS = "<|vision_start|><|image_pad|><|vision_end|>"

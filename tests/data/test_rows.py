@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightrft_visual.config.schema import DataConfig
+from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.rows import parse_row
 from lightrft_visual.errors import DataError
 

@@ -9,7 +9,7 @@ import pytest
 from plans import ONE_RANK, TWO_RANKS, small, text_rows_on_one_rank
 from whole_runs import run_plan
 
-from lightrft_visual.data.embedded import build_embedded_task
+from lightrft_visual.embedded.questions import build_embedded_task
 
 
 @pytest.fixture(scope="session")

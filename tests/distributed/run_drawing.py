@@ -20,15 +20,15 @@ import torch
 
 
 def run(entry: dict) -> None:
-    from lightrft_visual.config.diffusion_schema import DiffusionRunConfig
+    from lightrft_visual.config.diffusion import DiffusionRunConfig
     from lightrft_visual.config.load import load_config
-    from lightrft_visual.strategy import distributed
+    from lightrft_visual.strategy import collectives
     from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 
     folder = Path(entry["folder"])
-    if entry["copy_of"] and distributed.is_rank_0():
+    if entry["copy_of"] and collectives.is_rank_0():
         shutil.copytree(entry["copy_of"], folder)
-    distributed.barrier()
+    collectives.barrier()
     argv = [*entry["argv"], "--output_dir", str(folder)]
     trainer = build_diffusion_trainer(load_config(DiffusionRunConfig, argv, preset=None))
     advantages: dict[int, list[float]] = {}
@@ -43,7 +43,7 @@ def run(entry: dict) -> None:
     trainer.fit()
     facts = {"advantages": advantages, "optimizer_elements": optimizer_elements(trainer), "swaps": swaps(trainer)}
     trainer.close()
-    (folder / f"facts_rank{distributed.rank()}.json").write_text(json.dumps(facts))
+    (folder / f"facts_rank{collectives.rank()}.json").write_text(json.dumps(facts))
 
 
 def optimizer_elements(trainer) -> int:
@@ -55,7 +55,7 @@ def optimizer_elements(trainer) -> int:
 @torch.no_grad()
 def swaps(trainer) -> dict[str, dict[str, float | bool]]:
     """For each kept copy of the weights: how far the swapped velocity is from the model's own, and what came back."""
-    from lightrft_visual.models.ema import gathered
+    from lightrft_visual.models.weight_copies import gathered
 
     policy = trainer.parts.policy
     conditions = policy.encode_prompts(["a red circle"])

@@ -19,34 +19,34 @@ from pathlib import Path
 
 
 def share_engines() -> None:
-    from lightrft_visual.rollout import vllm_engine
+    from lightrft_visual.rollout.vllm import engine
 
     built = {}
-    build = vllm_engine.VLLMEngine
+    build = engine.VLLMEngine
 
     def shared(settings):
         if repr(settings) not in built:
             built[repr(settings)] = build(settings)
         return built[repr(settings)]
 
-    vllm_engine.VLLMEngine = shared
+    engine.VLLMEngine = shared
 
 
 def run(entry: dict) -> None:
     from lightrft_visual.config.load import load_config
-    from lightrft_visual.config.schema import RunConfig
-    from lightrft_visual.strategy import distributed
-    from lightrft_visual.trainer.build import build_trainer
+    from lightrft_visual.config.vl import RunConfig
+    from lightrft_visual.strategy import collectives
+    from lightrft_visual.trainer.vl.build import build_trainer
 
-    if entry["copy_of"] and distributed.is_rank_0():
+    if entry["copy_of"] and collectives.is_rank_0():
         shutil.copytree(entry["copy_of"], entry["folder"])
-    distributed.barrier()
+    collectives.barrier()
     build_trainer(load_config(RunConfig, [*entry["argv"], "--output_dir", entry["folder"]])).fit()
 
 
 def main(plan: Path) -> None:
     from lightrft_visual.launch import quiet_libraries
-    from lightrft_visual.strategy import distributed
+    from lightrft_visual.strategy import collectives
 
     quiet_libraries()
     share_engines()
@@ -55,7 +55,7 @@ def main(plan: Path) -> None:
         try:
             run(entry)
         except Exception:
-            if distributed.world_size() > 1:
+            if collectives.world_size() > 1:
                 raise
             folder = Path(entry["folder"])
             folder.mkdir(exist_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lightrft_visual.models.tiny_diffusion import TinyDiffusionSettings, build_pipeline
+from lightrft_visual.embedded.tiny_sd3 import TinyDiffusionSettings, build_pipeline
 
 SCORE = """
 def score(images, prompts):

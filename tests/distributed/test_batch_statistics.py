@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lightrft_visual.config.schema import AlgorithmConfig
-from lightrft_visual.trainer.advantage_calculator import assign_advantages, get_advantage_calculator
-from lightrft_visual.trainer.losses import LossInputs, global_denominators, high_entropy_masks, policy_loss
+from lightrft_visual.algorithms.advantages import assign_advantages, get_advantage_calculator
+from lightrft_visual.algorithms.policy_losses import LossInputs, global_denominators, high_entropy_masks, policy_loss
+from lightrft_visual.config.vl import AlgorithmConfig
 
 SHARES = [[slice(0, 5)], [slice(5, 6), slice(6, 8)]]  # micro-batches of each rank; no group is cut between ranks
 CONFIG = AlgorithmConfig(

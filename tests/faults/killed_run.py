@@ -8,9 +8,9 @@ import os
 import signal
 import sys
 
-from lightrft_visual.config.diffusion_schema import DiffusionRunConfig
+from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit
-from lightrft_visual.config.schema import RunConfig
+from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.launch import run_diffusion, run_vl
 
 # In the order of a step. Two of them are met several times a step: there the kill comes in the midst of it.

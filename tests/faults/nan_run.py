@@ -29,15 +29,15 @@ def hash_of(actor) -> str:
 
 def run(stage: int, folder: Path, flags: list[str]) -> None:
     from lightrft_visual.config.load import load_config
-    from lightrft_visual.config.schema import RunConfig
+    from lightrft_visual.config.vl import RunConfig
     from lightrft_visual.errors import NonFiniteError
-    from lightrft_visual.strategy import distributed
-    from lightrft_visual.trainer import vl_updates
-    from lightrft_visual.trainer.build import build_trainer
+    from lightrft_visual.strategy import collectives
+    from lightrft_visual.trainer.vl import updates
+    from lightrft_visual.trainer.vl.build import build_trainer
 
     argv = [*flags, "--zero_stage", str(stage), "--max_steps", "8", "--output_dir", str(folder / f"run_{stage}")]
     trainer = build_trainer(load_config(RunConfig, argv))
-    hashes, sync, plain_loss = [hash_of(trainer.actor)], trainer.sync, vl_updates.policy_loss
+    hashes, sync, plain_loss = [hash_of(trainer.actor)], trainer.sync, updates.policy_loss
 
     def noted_sync() -> None:
         hashes.append(hash_of(trainer.actor))
@@ -45,20 +45,20 @@ def run(stage: int, folder: Path, flags: list[str]) -> None:
 
     def poisoned(*arguments):
         losses = plain_loss(*arguments)
-        if distributed.rank() == 1 and trainer.step in BAD_STEPS:
+        if collectives.rank() == 1 and trainer.step in BAD_STEPS:
             losses.loss = losses.loss * float("nan")
         return losses
 
-    trainer.sync, vl_updates.policy_loss = noted_sync, poisoned
+    trainer.sync, updates.policy_loss = noted_sync, poisoned
     error = None
     try:
         trainer.fit()
     except NonFiniteError as failure:
         error = str(failure)
         hashes.append(hash_of(trainer.actor))
-    vl_updates.policy_loss = plain_loss
+    updates.policy_loss = plain_loss
     result = {"weights": hashes, "error": error}
-    (folder / f"{stage}_rank{distributed.rank()}.json").write_text(json.dumps(result))
+    (folder / f"{stage}_rank{collectives.rank()}.json").write_text(json.dumps(result))
 
 
 def main() -> None:

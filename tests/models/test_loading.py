@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import checkpoint_of, load
 from transformers import PretrainedConfig
 
-from lightrft_visual.config.schema import DataConfig, ModelConfig
+from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.loading import add_lora, check_path, freeze, load_transformer, open_checkpoint
 

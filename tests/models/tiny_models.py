@@ -10,19 +10,19 @@ import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from lightrft_visual.config.schema import DataConfig, ModelConfig
-from lightrft_visual.data.embedded import vocabulary_texts
+from lightrft_visual.batches.model_inputs import ModelInputs
+from lightrft_visual.batches.prompts import PromptBatch
+from lightrft_visual.batches.rollouts import PromptFeatures, Rollout, collate
+from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.data.video import load_video
-from lightrft_visual.models.actor import Actor
-from lightrft_visual.models.actor_modality import banned_token_ids
-from lightrft_visual.models.inputs import ModelInputs
+from lightrft_visual.embedded.questions import vocabulary_texts
+from lightrft_visual.embedded.tiny_vlm import VISION_FAMILIES, build_tiny_checkpoint
 from lightrft_visual.models.loading import Checkpoint, open_checkpoint
-from lightrft_visual.models.tiny import VISION_FAMILIES, build_tiny_checkpoint
+from lightrft_visual.models.vlm.actor import Actor
+from lightrft_visual.models.vlm.modality import banned_token_ids
+from lightrft_visual.replay.items import make_experience_batch, strip_padding
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
-from lightrft_visual.rollout.prompt_batch import PromptBatch
-from lightrft_visual.rollout.records import PromptFeatures, Rollout, collate
-from lightrft_visual.trainer.experience_stages import to_experience
-from lightrft_visual.trainer.replay_buffer_utils import make_experience_batch, strip_padding
+from lightrft_visual.trainer.vl.stages import to_experience
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from lightrft_visual.config.schema import ModelConfig, RewardConfig, RunConfig
+from lightrft_visual.config.vl import ModelConfig, RewardConfig, RunConfig
 from lightrft_visual.observe.earlier_runs import set_aside
 from lightrft_visual.trainer.run_parts import paths_read
 

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.observe import report as report_module
 from lightrft_visual.observe.recorder import RecorderOptions, RunRecorder
 from lightrft_visual.observe.sinks import read_jsonl
+from lightrft_visual.report import page as report_module
 
 
 def picture(shade: int, size: int = 20) -> Image.Image:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from lightrft_visual.batches.samples import Samples, SamplesVL
 from lightrft_visual.observe.rollouts import (
     best_and_worst,
     gather_records,
@@ -17,7 +18,6 @@ from lightrft_visual.observe.rollouts import (
     score,
     select,
 )
-from lightrft_visual.rollout.samples import Samples, SamplesVL
 
 
 def samples(kind=Samples, **more):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lightrft_visual.config.schema import RewardConfig
+from lightrft_visual.config.vl import RewardConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.rewards.remote.ray_pool import RaySource
 from lightrft_visual.rewards.settings import check_reward_config, engine_arguments
-from lightrft_visual.rewards.transport import RaySource
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import yaml
 from reward_rollouts import make_samples
 from waiting import finished
 
-from lightrft_visual.config.schema import RewardConfig
+from lightrft_visual.config.vl import RewardConfig
 from lightrft_visual.rewards import RewardComputationEngine, load_recipe, load_reward_fn, parse_recipe
 from lightrft_visual.rewards.registry import BUILTIN
+from lightrft_visual.rewards.remote.wire import decode_reply, decode_request
 from lightrft_visual.rewards.settings import check_reward_config
-from lightrft_visual.rewards.wire import decode_reply, decode_request
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = (ROOT / "docs" / "rewards.md").read_text()

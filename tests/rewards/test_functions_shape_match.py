@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightrft_visual.data.drawn_shapes import all_captions, colour_table, draw, parse_caption, random_pictures
+from lightrft_visual.embedded.drawn_shapes import all_captions, colour_table, draw, parse_caption, random_pictures
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards.functions.shape_match import PictureQuality, ShapeMatch, picture_quality, shape_match
 

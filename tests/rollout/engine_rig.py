@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import torch
 from tiny_models import perturb
 
-from lightrft_visual.models.actor import Actor
-from lightrft_visual.models.inputs import ModelInputs
+from lightrft_visual.batches.model_inputs import ModelInputs
+from lightrft_visual.batches.prompts import PromptBatch
+from lightrft_visual.batches.rollouts import collate
 from lightrft_visual.models.loading import Checkpoint
+from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout.engine import RolloutEngine, SamplingSettings
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.parity import ParityGate, log_prob_difference
-from lightrft_visual.rollout.prompt_batch import PromptBatch
-from lightrft_visual.rollout.records import collate
 from lightrft_visual.rollout.stage import RolloutStage
 from lightrft_visual.rollout.weight_sync import named_weights
 from lightrft_visual.strategy.deepspeed import TrainEngine

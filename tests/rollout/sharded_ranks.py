@@ -10,14 +10,14 @@ import torch
 from engine_rig import Rig
 from tiny_models import actor_of, mixed_prompts
 
-from lightrft_visual.config.schema import DataConfig, DistributedConfig, ModelConfig
-from lightrft_visual.models.inputs import ModelInputs
+from lightrft_visual.batches.model_inputs import ModelInputs
+from lightrft_visual.batches.rollouts import collate
+from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
 from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.rollout.engine import SamplingSettings
-from lightrft_visual.rollout.hf_engine import TransformersEngine
+from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.parity import log_prob_difference
-from lightrft_visual.rollout.records import collate
-from lightrft_visual.strategy import distributed
+from lightrft_visual.strategy import collectives
 from lightrft_visual.strategy.deepspeed import DeepspeedStrategy, OptimizerSettings
 
 SETTINGS = SamplingSettings(n=2, max_new_tokens=6)
@@ -27,7 +27,7 @@ def main(folder: str, out: str) -> None:
     torch.set_num_threads(1)
     strategy = DeepspeedStrategy(DistributedConfig(zero_stage=3))
     strategy.setup_distributed()
-    rank = distributed.rank()
+    rank = collectives.rank()
     checkpoint = open_checkpoint(folder, ModelConfig(), DataConfig())
     actor = actor_of(checkpoint)
     train = strategy.prepare(actor, OptimizerSettings(1e-2, total_steps=4))

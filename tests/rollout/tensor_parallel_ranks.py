@@ -10,18 +10,18 @@ import torch
 from engine_rig import Rig
 from tiny_models import actor_of, mixed_prompts
 
-from lightrft_visual.config.schema import DataConfig, DistributedConfig, ModelConfig
+from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
 from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.rollout.engine import SamplingSettings
-from lightrft_visual.rollout.vllm_engine import VLLMEngine, VLLMSettings
-from lightrft_visual.strategy import distributed
+from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
+from lightrft_visual.strategy import collectives
 from lightrft_visual.strategy.deepspeed import DeepspeedStrategy
 
 
 def main(folder: str, out: str) -> None:
     torch.set_num_threads(1)
     DeepspeedStrategy(DistributedConfig()).setup_distributed()
-    rank = distributed.rank()
+    rank = collectives.rank()
     checkpoint = open_checkpoint(folder, ModelConfig(), DataConfig())
     actor = actor_of(checkpoint)
     engine = VLLMEngine(

@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from lightrft_visual.data.embedded import vocabulary_texts
 from lightrft_visual.data.video import Video, load_video
+from lightrft_visual.embedded.questions import vocabulary_texts
+from lightrft_visual.embedded.tiny_vlm import VISION_FAMILIES, build_processor, build_tokenizer
 from lightrft_visual.errors import ConfigError, DataError
-from lightrft_visual.models.tiny import VISION_FAMILIES, build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"

@@ -10,7 +10,7 @@ from engine_rig import Rig
 from tiny_models import actor_of, checkpoint_of, mixed_prompts, text_prompts
 
 from lightrft_visual.errors import RolloutError
-from lightrft_visual.rollout.hf_engine import TransformersEngine
+from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.parity import log_prob_difference, mean_log_prob_difference
 
 

@@ -9,7 +9,7 @@ from launched import run_ranks
 from tiny_models import actor_of, checkpoint_of, mixed_prompts
 
 from lightrft_visual.rollout.engine import SamplingSettings
-from lightrft_visual.rollout.hf_engine import TransformersEngine
+from lightrft_visual.rollout.hf import TransformersEngine
 
 
 def test_ranks_with_different_prompts_sample_as_one_rank_does(tmp_path):

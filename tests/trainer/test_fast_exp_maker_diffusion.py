@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft_visual.config.diffusion_schema import DiffusionAlgorithmConfig
+from lightrft_visual.algorithms.diffusion.advantages import group_advantages
+from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
+from lightrft_visual.algorithms.diffusion.rows import rows_at, trainable_steps
+from lightrft_visual.batches.experience import ExperienceDiffusion
+from lightrft_visual.config.diffusion import DiffusionAlgorithmConfig
+from lightrft_visual.embedded.tiny_sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.models.diffusion_policy import DiffusionPolicy, LoraSettings, family_of
-from lightrft_visual.models.tiny_diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, NoiseConfig, SamplingConfig
-from lightrft_visual.trainer.diffusion.advantages import group_advantages
-from lightrft_visual.trainer.diffusion.flow_grpo import FlowGRPO
-from lightrft_visual.trainer.diffusion.rows import rows_at, trainable_steps
 from lightrft_visual.trainer.diffusion.stages import (
     DiffusersEngine,
     DiffusionSampling,
     PictureSettings,
     TrainedVelocity,
 )
-from lightrft_visual.trainer.experience import ExperienceDiffusion
 from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
 
 PROMPTS = ["a red circle", "a blue cross"]

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from ...errors import ConfigError
+from ...strategy.offload import on_device
 from ..imaging import to_pil
-from ..offload import on_device
 
 REFERENCE_COLUMNS = ("reference_image", "face_image", "input_image")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...errors import ConfigError, RewardError
 from ..failures import Failed
-from ..sandbox import CallTimeout, Worker
+from ..local.sandbox import CallTimeout, Worker
 
 _WORKER = "lightrft_visual.rewards.functions.math_worker:verify_answer"
 

@@ -24,8 +24,8 @@ class MultiScorer:
     name = "multi"
 
     def __init__(self, components: Mapping[str, float], kwargs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        from ...config.schema import RewardConfig
-        from ..sources import Catalogue
+        from ...config.vl import RewardConfig
+        from ..scorers import Catalogue
 
         recipe = recipe_from_components(components, kwargs)
         self._catalogue = Catalogue(RewardConfig(), None, False)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...data.drawn_shapes import BACKGROUND, colour_table, parse_caption, shape_masks
+from ...embedded.drawn_shapes import BACKGROUND, colour_table, parse_caption, shape_masks
 from ...errors import ConfigError
 
 T = torch.Tensor

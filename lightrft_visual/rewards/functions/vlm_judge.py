@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from ..batch import Call, PendingSource, RewardBatch, Scores
-from ..judge import SCORE_PATTERN, HTTPJudge, Judging
-from ..remote import HttpSettings, RemoteClient, token_from_env
+from ..remote.client import HttpSettings, RemoteClient, token_from_env
+from ..remote.judge import SCORE_PATTERN, HTTPJudge, Judging
 
 
 class VLMJudge(PendingSource):

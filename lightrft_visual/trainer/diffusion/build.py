@@ -7,28 +7,28 @@ from typing import Any
 
 import torch
 
-from ...config.diffusion_schema import DiffusionRunConfig
-from ...config.schema import EMBEDDED, RewardConfig
+from ...algorithms.diffusion import DIFFUSION_ALGORITHMS, reward_fl_settings
+from ...algorithms.diffusion.reward_fl import DifferentiableScore
+from ...config.diffusion import DiffusionRunConfig
+from ...config.diffusion_sampling import evaluation_sampling, rollout_noise, rollout_sampling
+from ...config.vl import EMBEDDED, RewardConfig
+from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts, embedded_prompts
+from ...embedded.warmup import cache_root
 from ...errors import ConfigError
-from ...models.diffusion_policy import DiffusionPolicy, LoraSettings, takes_first_frame
-from ...models.ema import WeightAverage, WeightCopy
-from ...models.warmup import cache_root
+from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, takes_first_frame
+from ...models.weight_copies import WeightAverage, WeightCopy
 from ...observe.console import RunConsole
 from ...observe.metrics import PhaseTimer
 from ...rewards.differentiable import check_scores, load_differentiable
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config
 from ...rollout.diffusion_sampler import DiffusionSampler
-from ...rollout.diffusion_setup import evaluation_sampling, rollout_noise, rollout_sampling
-from ...strategy import distributed
+from ...strategy import collectives
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
 from ..fast_exp_maker import FastExperienceMaker, MakerSettings
-from ..policy_trainer import LoopSettings
+from ..loop import LoopSettings
 from ..run_parts import open_recorder, start_strategy, synchronize
 from ..run_state import check_output
-from . import DIFFUSION_ALGORITHMS, reward_fl_settings
-from .data import FIRST_FRAME, DrawPrompts, embedded_prompts
-from .reward_fl import DifferentiableScore
 from .stages import DiffusersEngine, DiffusionRows, DiffusionSampling, PictureSettings, TrainedVelocity
 from .trainer import DiffusionParts, DiffusionTrainer
 
@@ -78,7 +78,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
         eval_prompts=eval_prompts,
         loop=LoopSettings(total_steps, config.output, config.train, resume_folder),
         recorder=recorder,
-        console=RunConsole(total_steps, line_every=config.output.logging_steps, active=distributed.is_rank_0()),
+        console=RunConsole(total_steps, line_every=config.output.logging_steps, active=collectives.is_rank_0()),
         timer=timer,
         old=old,
         ema=_ema(config, policy),
@@ -114,7 +114,7 @@ def _with_first_frames(rows: DiffusionRows) -> list[dict[str, Any]]:
 
 
 def _check_ranks(config: DiffusionRunConfig) -> None:
-    world = distributed.world_size()
+    world = collectives.world_size()
     total = config.sampling.rollout_batch_size * config.sampling.n_samples_per_prompt
     if total % world:
         raise ConfigError(f"rollout_batch_size * n_samples_per_prompt = {total} does not divide over {world} ranks")

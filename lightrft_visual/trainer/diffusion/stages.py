@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from ...config.diffusion_schema import DiffusionAlgorithmConfig
+from ...algorithms.diffusion.advantages import gathered_group_advantages
+from ...algorithms.diffusion.rows import experience_of
+from ...batches.experience import ExperienceDiffusion
+from ...batches.prompts import PromptBatch
+from ...config.diffusion import DiffusionAlgorithmConfig
 from ...data.prompt_sampling import distributed_k_repeat_indices
-from ...models.diffusion_policy import DiffusionPolicy
-from ...models.ema import WeightCopy
+from ...models.diffusion.policy import DiffusionPolicy
+from ...models.weight_copies import WeightCopy
 from ...rewards.engine import RewardComputationEngine
 from ...rollout.diffusion_sampler import DiffusionBatch, DiffusionSampler, sample_generators, window_start
-from ...rollout.prompt_batch import PromptBatch
-from ...strategy import distributed
+from ...strategy import collectives
 from ...strategy.seeding import derive_seed
-from ..experience import ExperienceDiffusion
-from .advantages import gathered_group_advantages
-from .rows import experience_of
 
 T = torch.Tensor
 
@@ -219,12 +219,12 @@ def score_rows(rewards: RewardComputationEngine, rows: DiffusionRows, media: T):
 
 def k_repeat_rows(dataset: list, per_rank: int, repeats: int, seed: int) -> DiffusionRows:
     """This rank's rows of one global batch: each drawn prompt `repeats` times, spread over all ranks."""
-    rank = distributed.rank()
+    rank = collectives.rank()
     drawn = distributed_k_repeat_indices(
         dataset_length=len(dataset),
         batch_size=per_rank,
         repeats_per_prompt=repeats,
-        world_size=distributed.world_size(),
+        world_size=collectives.world_size(),
         rank=rank,
         seed=seed,
     )

@@ -11,24 +11,24 @@ from typing import Any
 
 import torch
 
-from ...config.diffusion_schema import DiffusionRunConfig
+from ...algorithms.diffusion import DiffusionAlgorithm, Loss
+from ...algorithms.diffusion.context import LossContext, LossOutcome
+from ...algorithms.diffusion.nft import old_policy_decay
+from ...algorithms.diffusion.reward_fl import DifferentiableScore
+from ...algorithms.diffusion.rows import noisy_steps, rows_at, shuffled_steps, trainable_steps
+from ...config.diffusion import DiffusionRunConfig
 from ...data.validation import validation_shard_indices
-from ...models.diffusion_policy import DiffusionPolicy
-from ...models.ema import WeightAverage, WeightCopy
+from ...models.diffusion.policy import DiffusionPolicy
+from ...models.weight_copies import WeightAverage, WeightCopy
 from ...observe.rollouts import gather_records, records_from_media
+from ...replay.buffer import NaiveReplayBuffer
 from ...rewards.engine import RewardComputationEngine
 from ...rollout.diffusion_sampler import sample_generators
-from ...strategy import distributed
+from ...strategy import collectives
 from ...strategy.deepspeed import TrainEngine
 from ...strategy.seeding import derive_seed
 from ..fast_exp_maker import FastExperienceMaker
-from ..policy_trainer import LoopSettings, PolicyTrainer
-from ..replay_buffer import NaiveReplayBuffer
-from . import DiffusionAlgorithm, Loss
-from .context import LossContext, LossOutcome
-from .nft import old_policy_decay
-from .reward_fl import DifferentiableScore
-from .rows import noisy_steps, rows_at, shuffled_steps, trainable_steps
+from ..loop import LoopSettings, PolicyTrainer
 from .stages import DiffusionRows, DiffusionSampling, k_repeat_rows, rows_of, score_rows
 
 T = torch.Tensor
@@ -85,7 +85,7 @@ class DiffusionTrainer(PolicyTrainer):
 
     def collect(self) -> None:
         sampling = self.config.sampling
-        per_rank = sampling.rollout_batch_size * sampling.n_samples_per_prompt // distributed.world_size()
+        per_rank = sampling.rollout_batch_size * sampling.n_samples_per_prompt // collectives.world_size()
         seed = derive_seed(self.config.train.seed, "k_repeat", self.step)
         self._rows = k_repeat_rows(self.parts.prompts, per_rank, sampling.n_samples_per_prompt, seed)
         if self.parts.algorithm.trains_on == "reward":
@@ -115,10 +115,10 @@ class DiffusionTrainer(PolicyTrainer):
         loaded = [self.buffer.load(micro_batch) for micro_batch in micro_batches]
         plans = []
         for place, experience in enumerate(loaded):
-            generator = torch.Generator().manual_seed(derive_seed(seed, distributed.rank(), place))
+            generator = torch.Generator().manual_seed(derive_seed(seed, collectives.rank(), place))
             plans.append(shuffled_steps(self._trained_steps(experience), generator))
         rows = sum(int(each.valid.sum()) * plan.shape[1] for each, plan in zip(loaded, plans))
-        total = distributed.all_reduce_sum(torch.tensor(float(rows))).item()
+        total = collectives.all_reduce_sum(torch.tensor(float(rows))).item()
         for place, (experience, plan) in enumerate(zip(loaded, plans)):
             for column in range(plan.shape[1]):
                 part = rows_at(experience, plan[:, column])
@@ -148,7 +148,7 @@ class DiffusionTrainer(PolicyTrainer):
             )
             schedule = sampling.sampler.schedule(sampling.model, shape)
             reward = partial(self._differentiable, part, drawn)
-            total = float(len(rows) * distributed.world_size())
+            total = float(len(rows) * collectives.world_size())
             outcome = self.parts.loss.loss(context, noise, conditions, schedule, reward, total)
             last = start + size >= len(rows)
             self.engine.accumulate(outcome.loss, last)
@@ -188,7 +188,7 @@ class DiffusionTrainer(PolicyTrainer):
         if self.parts.eval_prompts is None:
             return {}
         prompts = self.parts.eval_prompts
-        shard = validation_shard_indices(len(prompts), rank=distributed.rank(), world_size=distributed.world_size())
+        shard = validation_shard_indices(len(prompts), rank=collectives.rank(), world_size=collectives.world_size())
         indices = [index for index, _ in shard]
         rows = rows_of([prompts[i] for i in indices], indices, first=0)
         rows.sample_ids = torch.tensor(indices)
@@ -213,7 +213,7 @@ class DiffusionTrainer(PolicyTrainer):
             yield
 
     def _gather_eval_records(self, records: list[dict[str, Any]]) -> None:
-        everyone = [record for part in distributed.all_gather_object(records) for record in part]
+        everyone = [record for part in collectives.all_gather_object(records) for record in part]
         everyone.sort(key=lambda record: record["sample_id"])
         self._eval_records = everyone
         self.recorder.save_contact_sheet(self.step, everyone[: self.SHEET_PICTURES])
@@ -230,7 +230,7 @@ class DiffusionTrainer(PolicyTrainer):
             self.metrics.add_mean(f"reward/{name}", values, ~values.isnan())
 
     def _record_loss(self, outcome: LossOutcome, rows: int, last: bool, first: bool) -> None:
-        updates = 1.0 if last and distributed.is_rank_0() else 0.0
+        updates = 1.0 if last and collectives.is_rank_0() else 0.0
         self.metrics.add("loss", outcome.loss.detach(), updates)
         for name, value in outcome.metrics.items():
             if name == "logp_diff_max":
@@ -301,5 +301,5 @@ class DiffusionTrainer(PolicyTrainer):
 def _mean_over_ranks(values: T, ids: T, real: T) -> float:
     """Mean of this and all ranks' real, finite values, summed in the order of the prompts."""
     mine = [(int(i), float(v)) for i, v, r in zip(ids, values, real) if bool(r) and bool(torch.isfinite(v))]
-    rows = sorted(row for part in distributed.all_gather_object(mine) for row in part)
+    rows = sorted(row for part in collectives.all_gather_object(mine) for row in part)
     return sum(value for _, value in rows) / len(rows) if rows else float("nan")

@@ -9,10 +9,10 @@ import json
 import sys
 from pathlib import Path
 
-from lightrft_visual.config.diffusion_schema import DiffusionRunConfig
+from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
+from lightrft_visual.embedded.tiny_sd3 import TinyDiffusionSettings, build_pipeline
 from lightrft_visual.errors import LightRFTVisualError
-from lightrft_visual.models.tiny_diffusion import TinyDiffusionSettings, build_pipeline
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 
 BASE = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrft_visual.config.diffusion_schema import (
+from lightrft_visual.config.diffusion import (
     DIFFUSION_ALGORITHM_NAMES,
     FAMILY_NAMES,
     DiffusionAlgorithmConfig,

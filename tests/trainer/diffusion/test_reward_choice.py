@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft_visual.config.diffusion_schema import DiffusionRunConfig
+from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.roots import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError

@@ -16,7 +16,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
 import tiny_families
 
-from lightrft_visual.config.diffusion_schema import DiffusionRunConfig
+from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 

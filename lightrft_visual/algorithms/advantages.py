@@ -1,0 +1,393 @@
+"""Advantages and returns: `get_advantage_calculator(name, config)`, one class for each estimator.
+
+The order for a step: `preprocess_rewards` over all micro-batches of a rank (shaping, then statistics of each prompt's
+group), `compute_reward` (reward on the last token, KL per token), `compute` for each micro-batch, and
+`finish_advantages` over all of them (whitening, clip). `assign_advantages` does all four.
+
+Samples of one prompt share `experience.group_id`, wherever they are in the list. Samples that `experience.valid` marks
+false have no usable reward: they stay out of every statistic and get advantage 0. Experiences are padded, (B, A).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..config.vl import AlgorithmConfig
+from ..errors import RewardError
+from ..strategy.collectives import all_reduce_sum
+from .reward_shaping import RunningMoments, compute_reward, overlong_penalty
+
+T = torch.Tensor
+
+STD_EPS = 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Over time
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def get_advantages_and_returns(values: T, rewards: T, action_mask: T, gamma: float, lambd: float) -> tuple[T, T]:
+    """Generalised advantage estimation (arXiv 1506.02438): (advantages, returns), both (B, A) and detached.
+
+    values (B, A): the critic's value before each action; rewards (B, A); what lies beyond the last action has value 0.
+    A masked position inside a response is no step: it neither discounts nor breaks the recursion. Masked results are 0.
+    """
+    mask = action_mask.bool()
+    values = torch.where(mask, values.detach().float(), 0.0)
+    rewards = torch.where(mask, rewards.detach().float(), 0.0)
+    advantages = torch.zeros_like(values)
+    following, next_value = values.new_zeros(len(values)), values.new_zeros(len(values))
+    for step in range(values.shape[1] - 1, -1, -1):
+        delta = rewards[:, step] + gamma * next_value - values[:, step]
+        following = torch.where(mask[:, step], delta + gamma * lambd * following, following)
+        next_value = torch.where(mask[:, step], values[:, step], next_value)
+        advantages[:, step] = following
+    advantages = torch.where(mask, advantages, 0.0)
+    return advantages, advantages + values
+
+
+def get_cumulative_returns(rewards: T, action_mask: T, gamma: float) -> T:
+    """Discounted sum of the rewards from each action on, (B, A); masked positions are no step and hold 0."""
+    mask = action_mask.bool()
+    rewards = torch.where(mask, rewards.detach().float(), 0.0)
+    if gamma == 1:
+        return torch.where(mask, rewards.flip(1).cumsum(dim=1).flip(1), 0.0)
+    returns = torch.zeros_like(rewards)
+    following = rewards.new_zeros(len(rewards))
+    for step in range(rewards.shape[1] - 1, -1, -1):
+        following = torch.where(mask[:, step], rewards[:, step] + gamma * following, following)
+        returns[:, step] = following
+    return torch.where(mask, returns, 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Over groups: functions of rewards (N), group index (N) in [0, groups), valid (N) bool
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class GroupStatistics:
+    """Count, mean and spread of the valid rewards of each group, each looked up per sample (N)."""
+
+    def __init__(self, rewards: T, group_ids: T, valid: T) -> None:
+        _, index = torch.unique(group_ids, return_inverse=True)
+        groups = int(index.max()) + 1 if index.numel() else 0
+        self._index, self._groups = index, groups
+        self.rewards = torch.where(valid, rewards.float(), 0.0)
+        self.valid = valid
+        self.count = self._sum(valid.float())[index]
+        self.mean = (self._sum(self.rewards) / self._sum(valid.float()).clamp(min=1))[index]
+        # Group members that stand alone, or beside invalid ones only, have nothing to be compared with.
+        self.comparable = valid & (self.count >= 2)
+
+    def _sum(self, values: T) -> T:
+        return values.new_zeros(self._groups).index_add_(0, self._index, values)
+
+    def _extreme(self, values: T, kind: str) -> T:
+        return values.new_zeros(self._groups).scatter_reduce_(0, self._index, values, kind, include_self=False)
+
+    @property
+    def spread(self) -> T:
+        """Largest minus smallest valid reward of the sample's group: exactly 0 when all are equal."""
+        high = self._extreme(torch.where(self.valid, self.rewards, -torch.inf), "amax")
+        low = self._extreme(torch.where(self.valid, self.rewards, torch.inf), "amin")
+        return torch.where(self.count > 0, (high - low)[self._index], 0.0)
+
+    def centered(self) -> T:
+        """Reward minus the group's mean; exactly 0 without spread and for samples that cannot be compared."""
+        usable = self.comparable & (self.spread > 0)
+        return torch.where(usable, self.rewards - self.mean, 0.0)
+
+    def std(self, correction: int) -> T:
+        """Standard deviation of the group, dividing by count - correction."""
+        squares = torch.where(self.valid, self.rewards - self.mean, 0.0).square()
+        return (self._sum(squares)[self._index] / (self.count - correction).clamp(min=1)).sqrt()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Estimators
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class AdvantageCalculator:
+    """Base: reward shaping for all, advantages as discounted sums of the token rewards.
+
+    A subclass says how the rewards of a group are compared (`group_rewards`), or replaces `compute`.
+    """
+
+    grouped = False  # whether rewards are compared within a prompt's group
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config = config
+        self.running = RunningMoments()
+
+    def preprocess_rewards(
+        self, rewards: T | Sequence[T], experiences: list, max_new_tokens: int
+    ) -> tuple[list, list[T]]:
+        """Shape the rewards and compare them within groups, over all micro-batches of this rank.
+
+        Args:
+            rewards: one (B_i) tensor for each experience, or all of them concatenated; B_i may differ.
+            experiences: micro-batches with action_mask (B_i, A_i), group_id (B_i), valid (B_i) or None, and info.
+            max_new_tokens: the generation limit, for the overlong penalty.
+
+        Returns:
+            The experiences, and one tensor (B_i) of final rewards for each. Each info gains per-sample tensors:
+            `shaped_reward` before the comparison, `overlong_penalty` and `reward_clipped` when those are on, and for
+            grouped estimators `comparable` (0 where the group has fewer than two valid samples).
+
+        Raises ValueError when sizes do not agree or a grouped estimator gets no group_id, RewardError for a valid
+        reward that is not finite. With reward_running_norm it is a collective: every rank must call it.
+        """
+        sizes = [_batch_size(experience) for experience in experiences]
+        if not experiences:
+            none = _flat_rewards(rewards, sizes)
+            self._shape(none, none.bool(), none, max_new_tokens, {})  # other ranks may wait in the running norm
+            return experiences, []
+        valid = torch.cat([_valid(experience) for experience in experiences])
+        flat = _flat_rewards(rewards, sizes).to(valid.device)
+        if not bool(torch.isfinite(flat[valid]).all()):
+            raise RewardError("a reward that is marked valid is not finite")
+        flat = torch.where(valid, flat, 0.0)
+        lengths = torch.cat([experience.action_mask.sum(dim=1) for experience in experiences])
+        notes: dict[str, T] = {}
+        shaped = self._shape(flat, valid, lengths, max_new_tokens, notes)
+        final = torch.where(valid, shaped, 0.0)
+        if self.grouped:
+            statistics = GroupStatistics(shaped, _group_ids(experiences), valid)
+            notes["comparable"] = statistics.comparable.float()
+            final = self.group_rewards(statistics)
+        for name, values in notes.items():
+            for experience, part in zip(experiences, values.split(sizes)):
+                experience.info = {**(experience.info or {}), name: part}
+        return experiences, list(final.split(sizes))
+
+    def _shape(self, rewards: T, valid: T, lengths: T, max_new_tokens: int, notes: dict[str, T]) -> T:
+        config = self.config
+        if config.overlong_buffer:
+            penalty = overlong_penalty(
+                lengths, max_new_tokens, config.overlong_buffer_len, config.overlong_buffer_penalty_factor
+            )
+            notes["overlong_penalty"] = penalty
+            rewards = rewards + penalty
+        if config.reward_running_norm:
+            self.running.update(rewards[valid])
+            rewards = self.running.normalize(rewards, config.reward_running_norm_minus_mean)
+        if config.reward_clip > 0:
+            notes["reward_clipped"] = (valid & (rewards.abs() > config.reward_clip)).float()
+            rewards = rewards.clamp(-config.reward_clip, config.reward_clip)
+        notes["shaped_reward"] = torch.where(valid, rewards, 0.0)
+        return rewards
+
+    def group_rewards(self, statistics: GroupStatistics) -> T:
+        """(N) final rewards of grouped estimators; 0 where `statistics.comparable` is false."""
+        raise NotImplementedError(f"{type(self).__name__} does not compare rewards within a group")
+
+    def compute(
+        self, experience: Any, final_reward: T, gamma: float, generate_kwargs: Mapping[str, Any]
+    ) -> tuple[T, T, dict[str, T]]:
+        """(advantages (B, A), returns (B, A), info) of one micro-batch.
+
+        final_reward: (B, A) from `compute_reward`, or (B) rewards, which then stand at the last action without a KL
+        term. generate_kwargs is read, never changed. info: `return` (B), the sum of the token rewards.
+        """
+        rewards = _token_rewards(final_reward, experience.action_mask)
+        returns = get_cumulative_returns(rewards, experience.action_mask, gamma)
+        counted = _counted(experience).unsqueeze(1)
+        return torch.where(counted, returns, 0.0), returns, {"return": rewards.sum(dim=1)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"running": self.running.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.running.load_state_dict(state["running"])
+
+
+class GAECalculator(AdvantageCalculator):
+    """PPO: generalised advantage estimation from a critic (arXiv 1506.02438)."""
+
+    def compute(
+        self, experience: Any, final_reward: T, gamma: float, generate_kwargs: Mapping[str, Any]
+    ) -> tuple[T, T, dict[str, T]]:
+        """As in the base; reads experience.values (B, A) and generate_kwargs['lambd'] (default: the config's)."""
+        if experience.values is None:
+            raise ValueError("advantage_estimator gae needs the critic's values")
+        rewards = _token_rewards(final_reward, experience.action_mask)
+        lambd = generate_kwargs.get("lambd", self.config.lambd)
+        advantages, returns = get_advantages_and_returns(
+            experience.values, rewards, experience.action_mask, gamma, lambd
+        )
+        counted = _counted(experience).unsqueeze(1)
+        return torch.where(counted, advantages, 0.0), returns, {"return": rewards.sum(dim=1)}
+
+
+class ReinforceCalculator(AdvantageCalculator):
+    """REINFORCE: the (discounted) return, no baseline; with advantages_norm REINFORCE++ (arXiv 2501.03262)."""
+
+
+class RLOOCalculator(AdvantageCalculator):
+    """RLOO (arXiv 2402.14740): reward minus the mean of the other samples of the prompt."""
+
+    grouped = True
+
+    def group_rewards(self, statistics: GroupStatistics) -> T:
+        # r - (sum - r) / (n - 1) = (r - mean) * n / (n - 1)
+        return statistics.centered() * statistics.count / (statistics.count - 1).clamp(min=1)
+
+
+class GroupMeanCalculator(AdvantageCalculator):
+    """Reward minus the group's mean: Dr. GRPO (arXiv 2503.20783), and REINFORCE++-baseline before its whitening."""
+
+    grouped = True
+
+    def group_rewards(self, statistics: GroupStatistics) -> T:
+        return statistics.centered()
+
+
+class GroupNormCalculator(AdvantageCalculator):
+    """GRPO (arXiv 2402.03300): reward minus the group's mean, over its standard deviation (n - 1) + 1e-6."""
+
+    grouped = True
+    correction = 1
+
+    def group_rewards(self, statistics: GroupStatistics) -> T:
+        return statistics.centered() / (statistics.std(self.correction) + STD_EPS)
+
+
+class CPGDCalculator(GroupNormCalculator):
+    """CPGD (arXiv 2505.12504) with its weight by spread: as GRPO, the standard deviation with n."""
+
+    correction = 0
+
+
+ADVANTAGE_CALCULATORS: dict[str, type[AdvantageCalculator]] = {
+    "gae": GAECalculator,
+    "rloo": RLOOCalculator,
+    "reinforce": ReinforceCalculator,
+    "reinforce_baseline": GroupMeanCalculator,
+    "group_norm": GroupNormCalculator,
+    "grpo": GroupNormCalculator,
+    "dr_grpo": GroupMeanCalculator,
+    "cpgd": CPGDCalculator,
+}
+
+
+def get_advantage_calculator(name: str, config: AlgorithmConfig) -> AdvantageCalculator:
+    """The calculator of `advantage_estimator`; ValueError that lists the names for an unknown one."""
+    if name not in ADVANTAGE_CALCULATORS:
+        raise ValueError(f"unknown advantage estimator {name!r}; known: {', '.join(ADVANTAGE_CALCULATORS)}")
+    return ADVANTAGE_CALCULATORS[name](config)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Over the whole batch
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def assign_advantages(
+    calculator: AdvantageCalculator,
+    experiences: list,
+    rewards: T | Sequence[T],
+    kl_coef: float,
+    generate_kwargs: Mapping[str, Any],
+) -> list:
+    """Fill advantages and returns of all micro-batches of this rank, from rewards (as in `preprocess_rewards`).
+
+    kl_coef: the KL controller's value; it enters the rewards unless config.use_kl_loss. generate_kwargs: gamma and
+    lambd (defaults: the config's) and max_new_tokens. A collective with reward_running_norm or advantages_norm on.
+    """
+    config = calculator.config
+    gamma = generate_kwargs.get("gamma", config.gamma)
+    experiences, finals = calculator.preprocess_rewards(rewards, experiences, generate_kwargs["max_new_tokens"])
+    for experience, final in zip(experiences, finals):
+        kl = None if config.use_kl_loss else experience.kl
+        if kl is None and kl_coef != 0 and not config.use_kl_loss:
+            raise ValueError(f"the KL coefficient is {kl_coef}, but this experience has no kl to the reference")
+        token_rewards = compute_reward(final, kl_coef, kl, experience.action_mask)
+        experience.advantages, experience.returns, info = calculator.compute(
+            experience, token_rewards, gamma, generate_kwargs
+        )
+        experience.info.update(info)
+    return finish_advantages(experiences, config)
+
+
+def finish_advantages(experiences: list, config: AlgorithmConfig) -> list:
+    """Whiten (advantages_norm) and clip (advantage_clip) the advantages of all micro-batches in place.
+
+    Whitening: masked mean and masked standard deviation over all micro-batches and ranks; samples that are invalid, or
+    not comparable, stay out and stay 0. The clip adds info `advantage_clip_frac` (B), taken before the clamp.
+    """
+    if config.advantages_norm:
+        _whiten(experiences)
+    if config.advantage_clip > 0:
+        for experience in experiences:
+            mask = experience.action_mask.bool()
+            beyond = mask & (experience.advantages.abs() > config.advantage_clip)
+            experience.info["advantage_clip_frac"] = beyond.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+            experience.advantages = experience.advantages.clamp(-config.advantage_clip, config.advantage_clip)
+    return experiences
+
+
+def _whiten(experiences: list) -> None:
+    masks = [experience.action_mask.bool() & _counted(experience).unsqueeze(1) for experience in experiences]
+    kept = torch.cat([experience.advantages[mask] for experience, mask in zip(experiences, masks)])
+    count, total = all_reduce_sum(torch.stack([kept.new_tensor(float(kept.numel())), kept.sum()])).tolist()
+    mean = total / max(count, 1.0)
+    variance = all_reduce_sum((kept - mean).square().sum()).item() / max(count - 1.0, 1.0)
+    for experience, mask in zip(experiences, masks):
+        white = (experience.advantages - mean) / (variance**0.5 + STD_EPS)
+        experience.advantages = torch.where(mask, white, 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading experiences
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _batch_size(experience: Any) -> int:
+    if experience.packed_seq_lens is not None:
+        raise ValueError("advantages are computed on padded experiences, before samples are packed")
+    return experience.action_mask.shape[0]
+
+
+def _flat_rewards(rewards: T | Sequence[T], sizes: list[int]) -> T:
+    """(N) float32; sizes checked against the micro-batches, so that no reward lands on another sample."""
+    if not isinstance(rewards, T) and all(isinstance(reward, (int, float)) for reward in rewards):
+        rewards = torch.tensor(rewards, dtype=torch.float32)
+    if not isinstance(rewards, T):
+        got = [part.shape[0] for part in rewards]
+        if got != sizes:
+            raise ValueError(f"rewards of {got} samples do not belong to micro-batches of {sizes}")
+        rewards = torch.cat(list(rewards)) if len(rewards) else torch.zeros(0)
+    if rewards.shape != (sum(sizes),):
+        raise ValueError(f"{tuple(rewards.shape)} rewards do not belong to micro-batches of {sizes} samples")
+    return rewards.detach().float()
+
+
+def _valid(experience: Any) -> T:
+    """(B) bool; all true where the experience carries no such mark."""
+    if experience.valid is None:
+        return torch.ones(len(experience.action_mask), dtype=torch.bool, device=experience.action_mask.device)
+    return experience.valid.bool()
+
+
+def _counted(experience: Any) -> T:
+    """(B) bool: samples that may have an advantage: valid and, for grouped estimators, comparable."""
+    valid = _valid(experience)
+    comparable = (experience.info or {}).get("comparable")
+    return valid if comparable is None else valid & (comparable > 0)
+
+
+def _group_ids(experiences: list) -> T:
+    if any(experience.group_id is None for experience in experiences):
+        raise ValueError("this advantage estimator compares samples of one prompt: every experience needs group_id")
+    return torch.cat([experience.group_id for experience in experiences])
+
+
+def _token_rewards(final_reward: T, action_mask: T) -> T:
+    if final_reward.dim() == 1:
+        return compute_reward(final_reward, 0.0, None, action_mask)
+    return final_reward

@@ -1,0 +1,65 @@
+"""Group advantages of diffusion rollouts, by group id, over all ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from ...strategy.collectives import all_gather_object, rank
+
+T = torch.Tensor
+
+
+def group_advantages(
+    rewards: T, group_id: T, valid: T, *, global_std: bool = False, clip: float = 5.0, eps: float = 1e-4
+) -> T:
+    """(N) advantages (r - mean of its group) / (std + eps), clamped to ±clip; 0 where invalid.
+
+    rewards (N) float, group_id (N) long, valid (N) bool: invalid rewards enter no statistic. std is the population
+    standard deviation of the group, or of all valid rewards with global_std (Flow-GRPO's published code). Computed in
+    fp64 and returned as fp32. clip 0 turns the clamp off.
+    """
+    _, group = torch.unique(group_id, return_inverse=True)
+    values, weight = rewards.double().masked_fill(~valid, 0.0), valid.double()
+    count = torch.zeros(int(group.max()) + 1, dtype=torch.float64, device=rewards.device).index_add(0, group, weight)
+    count = count.clamp_min(1)
+    mean = torch.zeros_like(count).index_add(0, group, values) / count
+    centred = (values - mean[group]) * weight
+    if global_std:
+        overall = values.sum() / weight.sum().clamp_min(1)
+        spread = (((values - overall) * weight).square().sum() / weight.sum().clamp_min(1)).sqrt()
+    else:
+        spread = (torch.zeros_like(count).index_add(0, group, centred.square()) / count).sqrt()[group]
+    advantages = centred / (spread + eps)
+    return (advantages.clamp(-clip, clip) if clip else advantages).float()
+
+
+def gathered_group_advantages(
+    rewards: T, group_id: T, valid: T, *, global_std: bool = False, clip: float = 5.0
+) -> tuple[T, dict[str, float]]:
+    """This rank's advantages, with statistics of groups that spread over ranks, and the metrics of the whole batch."""
+    everyone = all_gather_object((rewards.cpu(), group_id.cpu(), valid.cpu()))
+    all_rewards, all_groups, all_valid = (torch.cat(parts) for parts in zip(*everyone))
+    advantages = group_advantages(all_rewards, all_groups, all_valid, global_std=global_std, clip=clip)
+    start = sum(len(each[0]) for each in everyone[: rank()])
+    mine = advantages[start : start + len(rewards)].to(rewards.device)
+    return mine, group_metrics(all_rewards, all_groups, all_valid)
+
+
+def group_metrics(rewards: T, group_id: T, valid: T) -> dict[str, float]:
+    """group_size, trained_prompt_num (groups whose rewards differ), zero_std_ratio, reward_std_mean, and
+    mean_reward_{100,75,50,25,10}: the mean of the best that many percent of each group, averaged over groups."""
+    groups = [rewards[(group_id == each) & valid].double() for each in torch.unique(group_id)]
+    groups = [group for group in groups if len(group)]
+    if not groups:
+        return {"group_size": 0.0, "trained_prompt_num": 0.0, "zero_std_ratio": 0.0, "reward_std_mean": 0.0}
+    stds = torch.stack([group.std(unbiased=False) for group in groups])
+    metrics = {
+        "group_size": sum(len(group) for group in groups) / len(groups),
+        "trained_prompt_num": float((stds > 0).sum()),
+        "zero_std_ratio": float((stds == 0).double().mean()),
+        "reward_std_mean": float(stds.mean()),
+    }
+    for percent in (100, 75, 50, 25, 10):
+        best = [group.topk(max(1, len(group) * percent // 100)).values.mean() for group in groups]
+        metrics[f"mean_reward_{percent}"] = float(torch.stack(best).mean())
+    return metrics

@@ -1,0 +1,39 @@
+"""What every diffusion loss is given and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ...models.diffusion.policy import DiffusionPolicy
+from ...models.weight_copies import WeightCopy
+
+T = torch.Tensor
+
+
+@dataclass
+class LossContext:
+    """velocity: the training engine, or the policy itself, called as f(latents, timesteps, conditions, guidance_scale)
+    with gradients; policy: for its reference; old: the rollout weights of DiffusionNFT; seed: of forward noise, derived
+    from run seed and policy step."""
+
+    velocity: Callable[..., T]
+    policy: DiffusionPolicy
+    old: WeightCopy | None = None
+    seed: int = 0
+
+
+class LossOutcome(NamedTuple):
+    """loss: scalar with gradient, already divided by the global denominator; metrics: means over this micro-batch."""
+
+    loss: T
+    metrics: dict[str, float]
+
+
+def weighted_mean(values: T, valid: T) -> float:
+    """Mean of (M) values over valid rows; 0 when there is none."""
+    weight = valid.to(values.dtype)
+    return float((values * weight).sum() / weight.sum().clamp_min(1))

@@ -1,0 +1,110 @@
+"""Reward feedback learning: the gradient of a differentiable reward through VAE decode and the late denoising steps.
+
+After ReFL (arXiv 2304.05977) and ROLL's Reward FL. Steps before `mid_timestep` run without gradient; from it to
+`final_timestep` the velocity carries one, and at `final_timestep` the data is predicted in one jump (the ordinary
+Euler step when it is the last step). Steps outside [min, max)_timestep_boundary of the schedule carry none either,
+so that with a two-expert model only the expert that serves the steps inside moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ...config.diffusion import gradient_steps
+from ...errors import ConfigError
+from ...rollout.diffusion_steps import euler_step
+from .context import LossContext, LossOutcome, weighted_mean
+
+T = torch.Tensor
+
+
+class DifferentiableScore(NamedTuple):
+    """scores (B) with gradient; valid (B) bool, false where the reward found nothing to score (no face, no caption)."""
+
+    scores: T
+    valid: T
+
+
+class Denoised(NamedTuple):
+    """latents (B, …) with gradient; drift: mean squared distance of the velocity to the reference's over the steps
+    with gradient, (B), or None."""
+
+    latents: T
+    drift: T | None
+
+
+@dataclass(frozen=True)
+class RewardFL:
+    """Settings of Reward FL; steps count from 0 (pure noise). See the module's docstring."""
+
+    num_inference_steps: int = 8
+    mid_timestep: int = 4
+    final_timestep: int = 7
+    min_timestep_boundary: float = 0.0
+    max_timestep_boundary: float = 1.0
+    guidance_scale: float = 1.0
+    weight: float = 1.0
+    score_mean: float = 0.0
+    score_std: float = 1.0
+    kl_beta: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.gradient_steps()
+        if self.score_std <= 0:
+            raise ConfigError(f"score_std is {self.score_std}; it must be positive")
+
+    def gradient_steps(self) -> list[int]:
+        """Steps whose velocity is differentiated. Raises ConfigError where there is none."""
+        return gradient_steps(
+            self.num_inference_steps,
+            self.mid_timestep,
+            self.final_timestep,
+            self.min_timestep_boundary,
+            self.max_timestep_boundary,
+        )
+
+    def denoise(self, context: LossContext, start: T, conditions: dict[str, T], timesteps: T, sigmas: T) -> Denoised:
+        """From noise (B, …) to data. timesteps, sigmas (K), K = num_inference_steps."""
+        x, drifts, differentiated = start, [], self.gradient_steps()
+        for step in range(self.final_timestep + 1):
+            inputs = (x, timesteps[step].expand(len(x)).to(x.device), conditions, self.guidance_scale)
+            if step in differentiated:
+                v = context.velocity(*inputs)
+                if self.kl_beta > 0:
+                    drifts.append(self._drift(context, v, inputs))
+            else:
+                with torch.no_grad():
+                    v = context.velocity(*inputs)
+            following = 0.0 if step == self.final_timestep else sigmas[step + 1]
+            x = euler_step(x, v, sigmas[step], following)
+        return Denoised(x, torch.stack(drifts).mean(dim=0) if drifts else None)
+
+    def loss(
+        self, context: LossContext, start: T, conditions: dict[str, T], schedule: tuple[T, T],
+        reward: Callable[[T], DifferentiableScore], denominator: float | T,
+    ) -> LossOutcome:  # fmt: skip
+        """-weight (score - mean) / std + kl_beta |v - v_ref|², over valid samples / denominator.
+
+        start (B, …) noise; schedule: timesteps (K) and sigmas (K); reward scores media in 0..1.
+        """
+        denoised = self.denoise(context, start, conditions, *schedule)
+        scored = reward(context.policy.decode(denoised.latents))
+        losses = -self.weight * (scored.scores - self.score_mean) / self.score_std
+        metrics = {
+            "reward": weighted_mean(scored.scores.detach(), scored.valid),
+            "invalid_share": 1 - float(scored.valid.float().mean()),
+        }
+        if denoised.drift is not None:
+            losses = losses + self.kl_beta * denoised.drift
+            metrics["kl"] = weighted_mean(denoised.drift.detach(), scored.valid)
+        losses = torch.where(scored.valid, losses, torch.zeros_like(losses))
+        return LossOutcome(losses.sum() / denominator, metrics)
+
+    def _drift(self, context: LossContext, v: T, inputs: tuple) -> T:
+        with torch.no_grad(), context.policy.reference():
+            reference = context.velocity(*inputs)
+        return (v - reference).square().flatten(1).mean(dim=1)

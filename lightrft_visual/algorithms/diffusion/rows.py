@@ -1,0 +1,117 @@
+"""From rollouts to training rows: one row is one sample at one denoising step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...batches.experience import ExperienceDiffusion
+from ...rollout.diffusion_sampler import SamplingResult
+
+T = torch.Tensor
+STOCHASTIC = "stochastic"
+ROLLOUT_MEANS = "rollout_means"
+
+
+@dataclass
+class DenoisingRows:
+    """M rows: the step that row m trains on. x, x_next (M, …); sigma, sigma_next, timesteps, log_probs, advantages (M);
+    data (M, …) the finished latents; valid (M) bool; sample_id, steps (M) long, which name the row;
+    conditions {name: (M, …)}; rollout_means (M, …) or None."""
+
+    x: T
+    x_next: T
+    timesteps: T
+    sigma: T
+    sigma_next: T
+    log_probs: T
+    advantages: T
+    data: T
+    valid: T
+    sample_id: T
+    steps: T
+    conditions: dict[str, T]
+    rollout_means: T | None = None
+
+    def __len__(self) -> int:
+        return self.x.shape[0]
+
+
+def experience_of(
+    result: SamplingResult, conditions: dict[str, T], *, group_id: T, sample_id: T, policy_version: int = 0
+) -> ExperienceDiffusion:
+    """The batch of experience of one sampler call; advantages (B) start at 0 and valid (B) at true.
+
+    An ODE rollout keeps only its finished latents, as a trajectory of one point: (B, 1, …).
+    """
+    count, steps = result.latents.shape[0], len(result.sigmas)
+    sigmas = torch.cat([result.sigmas, result.sigmas.new_zeros(1)])
+    stochastic = torch.zeros(steps, dtype=torch.bool) if result.stochastic is None else result.stochastic
+    info = {STOCHASTIC: stochastic.expand(count, -1).clone()}
+    if result.means is not None:
+        info[ROLLOUT_MEANS] = result.means
+    return ExperienceDiffusion(
+        latents=result.latents[:, None] if result.trajectory is None else result.trajectory,
+        timesteps=result.timesteps.expand(count, -1).clone(),
+        log_probs=torch.zeros(count, steps) if result.log_probs is None else result.log_probs,
+        prompt_embeds=conditions,
+        advantages=torch.zeros(count),
+        info=info,
+        sigmas=sigmas.expand(count, -1).clone(),
+        group_id=group_id,
+        sample_id=sample_id,
+        policy_version=torch.full((count,), policy_version),
+        valid=torch.ones(count, dtype=torch.bool),
+    )
+
+
+def trainable_steps(experience: ExperienceDiffusion, fraction: float = 1.0) -> T:
+    """(B, n) step indices that an SDE loss trains on: the stochastic ones, of which the first `fraction` are kept.
+
+    The same number for every sample, as all share one schedule and window.
+    """
+    stochastic = experience.info[STOCHASTIC]
+    steps = stochastic[0].nonzero()[:, 0]
+    kept = steps[: max(1, round(fraction * len(steps)))]
+    return kept.expand(stochastic.shape[0], -1)
+
+
+def noisy_steps(experience: ExperienceDiffusion, fraction: float = 1.0) -> T:
+    """(B, n) step indices that a loss on finished samples trains on: the first `fraction` of those with sigma above 0.
+
+    At sigma 0 the sample itself is the model's input, and its loss is 0 for every model.
+    """
+    count = int((experience.sigmas[0, :-1] > 0).sum())
+    kept = torch.arange(max(1, round(fraction * count)), device=experience.sigmas.device)
+    return kept.expand(experience.sigmas.shape[0], -1)
+
+
+def shuffled_steps(steps: T, generator: torch.Generator) -> T:
+    """(B, n) step indices, each row in an order of its own drawn from the generator."""
+    order = torch.rand(steps.shape, generator=generator).argsort(dim=1)
+    return steps.gather(1, order.to(steps.device))
+
+
+def rows_at(experience: ExperienceDiffusion, steps: T) -> DenoisingRows:
+    """The row of each sample at its own step. steps (B) long; x and x_next of ODE rollouts are the finished latents."""
+    batch = torch.arange(experience.latents.shape[0], device=experience.latents.device)
+    steps = steps.to(batch.device)
+    last = experience.latents.shape[1] - 1
+    advantages = experience.advantages if experience.advantages.dim() == 1 else experience.advantages[batch, steps]
+    means = experience.info.get(ROLLOUT_MEANS)
+    return DenoisingRows(
+        x=experience.latents[batch, steps.clamp(max=last)],
+        x_next=experience.latents[batch, (steps + 1).clamp(max=last)],
+        timesteps=experience.timesteps[batch, steps],
+        sigma=experience.sigmas[batch, steps],
+        sigma_next=experience.sigmas[batch, steps + 1],
+        log_probs=experience.log_probs[batch, steps],
+        advantages=advantages,
+        data=experience.latents[:, -1],
+        valid=experience.valid,
+        sample_id=experience.sample_id,
+        steps=steps,
+        conditions=experience.prompt_embeds,
+        rollout_means=None if means is None else means[batch, steps],
+    )

@@ -1,0 +1,370 @@
+"""Losses of the vision-language trainers: pure functions of (B, A) tensors, in one dict by name.
+
+A policy loss maps `LossInputs` to values per token (`TokenLoss`); `policy_loss` masks, weights for rollout mismatch,
+aggregates with denominators of the whole train batch, and adds the KL and entropy terms. A new algorithm is one
+function and one entry of POLICY_LOSSES. Formulas with their sources: docs/algorithms.md.
+
+All returned losses and `metrics` are additive shares: their sum over micro-batches and ranks is the figure of the train
+batch. `maxima` combine by the maximum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ..config.vl import AlgorithmConfig
+from ..strategy.collectives import all_gather_object
+from .aggregation import LossDenominators, aggregate, global_denominators, token_mean
+from .kl import compute_approx_kl
+
+__all__ = [
+    "POLICY_LOSSES",
+    "LossDenominators",
+    "LossInputs",
+    "LossOutputs",
+    "TokenLoss",
+    "aggregate",
+    "global_denominators",
+    "high_entropy_masks",
+    "policy_loss",
+    "value_loss",
+]
+
+T = torch.Tensor
+
+# exp of a log-ratio beyond this is of no use as a weight, and e^20 is far from overflow in float32.
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass
+class LossInputs:
+    """What a policy loss reads; all (B, A), float32 but for the masks.
+
+    log_probs carry gradients, entropy (nats) may; the rest do not. action_mask: true on tokens that count, already
+    false for invalid samples. What is masked may hold any value, NaN and infinities included.
+    old_log_probs: the trainer's before the first update of this rollout; rollout_log_probs: the engine's.
+    ref_log_probs: the reference model's, for the KL loss. policy_mask: the tokens of action_mask whose policy term is
+    kept (high-entropy filtering), default all; denominators still count action_mask.
+    """
+
+    log_probs: T
+    old_log_probs: T
+    advantages: T
+    action_mask: T
+    rollout_log_probs: T | None = None
+    entropy: T | None = None
+    ref_log_probs: T | None = None
+    policy_mask: T | None = None
+
+
+@dataclass
+class TokenLoss:
+    """A policy loss before aggregation: values (B, A), to be minimised, and clipped (B, A) bool, decided unclamped."""
+
+    values: T
+    clipped: T
+
+
+@dataclass
+class LossOutputs:
+    """loss: scalar share with gradient. metrics: detached additive scalars. maxima: detached, combine by maximum."""
+
+    loss: T
+    metrics: dict[str, T] = field(default_factory=dict)
+    maxima: dict[str, T] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Policy losses: functions of (LossInputs, AlgorithmConfig). Masked positions hold zeros when they are called.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def ppo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+    """PPO clip (arXiv 1707.06347), with clip-higher (DAPO, 2503.14476) and dual clip (1912.09729)."""
+    ratio = _log_ratio(inputs).exp()
+    return _clipped_surrogate(ratio, inputs.advantages, config)
+
+
+def gspo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+    """GSPO (arXiv 2507.18071) in its token form: the value of the length-normalised sequence ratio, per-token gradient.
+
+    With `seq-mean-token-mean` and one advantage a sequence the gradient is that of the sequence form.
+    """
+    sequence_log_ratio = _row_mean(_log_ratio(inputs), inputs.action_mask)
+    log_ratio = inputs.log_probs - inputs.log_probs.detach() + sequence_log_ratio.detach().unsqueeze(1)
+    return _clipped_surrogate(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), inputs.advantages, config)
+
+
+def gmpo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+    """GMPO (arXiv 2507.20673): geometric mean of token ratios, each clipped in log space to [-eps_clip, eps_clip_high].
+
+    The sequence's loss stands at each of its tokens, so `seq-mean-token-mean` gives the paper's objective.
+    """
+    low, high = config.eps_clip, _clip_high(config)
+    log_ratio = _log_ratio(inputs)
+    advantage = _row_mean(inputs.advantages, inputs.action_mask).unsqueeze(1)
+    # Pessimistic as in PPO: only the side that would raise the objective is cut.
+    kept = torch.where(advantage >= 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
+    clipped = torch.where(advantage >= 0, log_ratio > high, log_ratio < -low) & (advantage != 0)
+    ratio = _row_mean(kept, inputs.action_mask).exp().unsqueeze(1)
+    return TokenLoss((-advantage * ratio).expand_as(log_ratio), clipped)
+
+
+def cispo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+    """CISPO (MiniMax-M1, arXiv 2506.13585): clipped, gradient-free importance weight on log-prob; no token is dropped.
+
+    The paper bounds the weight from above only: eps_clip of 1 or more gives that.
+    """
+    ratio = _log_ratio(inputs).detach().exp()
+    low, high = 1 - config.eps_clip, 1 + _clip_high(config)
+    weight = ratio.clamp(low, high)
+    return TokenLoss(-weight * inputs.advantages * inputs.log_probs, (ratio < low) | (ratio > high))
+
+
+def cpgd_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+    """CPGD (arXiv 2505.12504): policy gradient on clipped log-ratios, plus cpgd_alpha times the drift KL(old || new).
+
+    The drift is the k3 estimate; the factor (ratio - 1) of its gradient is capped at eps_clip_high.
+    """
+    low, high = _log_bounds(config)
+    log_ratio = _log_ratio(inputs)
+    gain = log_ratio * inputs.advantages
+    bounded = log_ratio.clamp(low, high) * inputs.advantages
+    values = -torch.minimum(gain, bounded)
+    if config.cpgd_alpha > 0:
+        values = values + config.cpgd_alpha * _policy_drift(inputs, _clip_high(config))
+    return TokenLoss(values, bounded < gain)
+
+
+POLICY_LOSSES: dict[str, Callable[[LossInputs, AlgorithmConfig], TokenLoss]] = {
+    "ppo": ppo_loss,
+    "gspo": gspo_loss,
+    "gmpo": gmpo_loss,
+    "cispo": cispo_loss,
+    "cpgd": cpgd_loss,
+}
+
+
+def _clip_high(config: AlgorithmConfig) -> float:
+    return config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
+
+
+def _log_bounds(config: AlgorithmConfig) -> tuple[float, float]:
+    """[log(1 - eps_clip), log(1 + eps_clip_high)]; no lower bound from eps_clip 1 on."""
+    low = math.log(1 - config.eps_clip) if config.eps_clip < 1 else -math.inf
+    return low, math.log(1 + _clip_high(config))
+
+
+def _log_ratio(inputs: LossInputs) -> T:
+    """log(policy / old policy), (B, A), within +-MAX_LOG_RATIO."""
+    return (inputs.log_probs - inputs.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _row_mean(values: T, mask: T) -> T:
+    """(B): mean of each row under its mask, 0 for an empty one."""
+    return torch.where(mask, values, torch.zeros_like(values)).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+
+
+def _clipped_surrogate(ratio: T, advantages: T, config: AlgorithmConfig) -> TokenLoss:
+    """-min(ratio * A, clip(ratio) * A), for A < 0 at most dual_clip * |A|."""
+    gain = ratio * advantages
+    bounded = ratio.clamp(1 - config.eps_clip, 1 + _clip_high(config)) * advantages
+    objective = torch.minimum(gain, bounded)
+    clipped = bounded < gain
+    if config.dual_clip is not None:
+        floor = config.dual_clip * advantages
+        clipped = clipped | ((advantages < 0) & (objective < floor))
+        objective = torch.where(advantages < 0, torch.maximum(objective, floor), objective)
+    return TokenLoss(-objective, clipped)
+
+
+def _policy_drift(inputs: LossInputs, cap: float) -> T:
+    """k3 estimate of KL(old || new) from old's samples; value exact, gradient min(ratio - 1, cap) * d log_prob."""
+    log_ratio = _log_ratio(inputs).detach()
+    slope = torch.expm1(log_ratio)
+    return slope - log_ratio + slope.clamp(max=cap) * (inputs.log_probs - inputs.log_probs.detach())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The whole actor loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def policy_loss(
+    inputs: LossInputs, config: AlgorithmConfig, denominators: LossDenominators, kl_coef: float | None = None
+) -> LossOutputs:
+    """The actor's loss of one micro-batch: policy term, and by config the KL loss and the entropy bonus.
+
+    kl_coef: the KL controller's value, read when `use_kl_loss`; default init_kl_coef. Raises ValueError when a tensor
+    that the config needs is missing (rollout_log_probs for tis_mode, ref_log_probs for use_kl_loss, entropy for
+    entropy_coef).
+    An all-masked micro-batch gives loss 0 with gradients of 0, so every rank still runs backward.
+    """
+    _require_tensors(inputs, config)
+    inputs = _without_masked(inputs)
+    mask, mode = inputs.action_mask, config.loss_agg_mode
+    outputs = _policy_metrics(inputs, denominators)
+    token_loss = POLICY_LOSSES[config.policy_loss](inputs, config)
+    values = token_loss.values
+    if config.tis_mode != "off":
+        weight, cut = importance_weights(inputs, config)
+        values = values * weight
+        outputs.metrics["tis_weight"] = token_mean(weight, mask, denominators)
+        outputs.metrics["tis_clip_frac"] = token_mean(cut.float(), mask, denominators)
+    if inputs.policy_mask is not None:
+        values = torch.where(inputs.policy_mask, values, torch.zeros_like(values))
+    outputs.loss = aggregate(values, mask, mode, denominators)
+    outputs.metrics["policy_loss"] = outputs.loss.detach()
+    outputs.metrics["clip_frac"] = token_mean(token_loss.clipped.float(), mask, denominators)
+    if config.use_kl_loss:
+        kl_loss = aggregate(
+            compute_approx_kl(inputs.log_probs, inputs.ref_log_probs, config.kl_estimator), mask, mode, denominators
+        )
+        outputs.loss = outputs.loss + (config.init_kl_coef if kl_coef is None else kl_coef) * kl_loss
+        outputs.metrics["kl_loss"] = kl_loss.detach()
+    if config.entropy_coef != 0:
+        outputs.loss = outputs.loss - config.entropy_coef * aggregate(inputs.entropy, mask, mode, denominators)
+    outputs.metrics["loss"] = outputs.loss.detach()
+    return outputs
+
+
+def importance_weights(inputs: LossInputs, config: AlgorithmConfig) -> tuple[T, T]:
+    """Weights for the rollout/trainer mismatch: old policy by the trainer over old policy by the engine.
+
+    Returns (weights (B, A) or (B, 1)-expanded, without gradient; cut (B, A) bool: where the weight exceeded tis_cap).
+    'token': each token's ratio; 'sequence': the product over the sequence. Above the cap the weight is the cap
+    (truncated importance sampling), or 0 with tis_mask (the tokens or sequences leave the loss, not the denominators).
+    """
+    log_weight = torch.where(
+        inputs.action_mask, inputs.old_log_probs - inputs.rollout_log_probs, torch.zeros_like(inputs.old_log_probs)
+    ).detach()
+    if config.tis_mode == "sequence":
+        log_weight = log_weight.sum(dim=1, keepdim=True).expand_as(log_weight)
+    weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    cut = weight > config.tis_cap
+    if config.tis_mask:
+        return torch.where(cut, torch.zeros_like(weight), weight), cut
+    return weight.clamp(max=config.tis_cap), cut
+
+
+def _require_tensors(inputs: LossInputs, config: AlgorithmConfig) -> None:
+    needs = (
+        (config.tis_mode != "off", inputs.rollout_log_probs, f"tis_mode {config.tis_mode} needs rollout_log_probs"),
+        (config.use_kl_loss, inputs.ref_log_probs, "use_kl_loss needs ref_log_probs"),
+        (config.entropy_coef != 0, inputs.entropy, "entropy_coef needs entropy"),
+    )
+    for needed, tensor, message in needs:
+        if needed and tensor is None:
+            raise ValueError(f"{message}, which this batch does not have")
+
+
+def _without_masked(inputs: LossInputs) -> LossInputs:
+    """The inputs in float32 with zeros at masked positions, so that nothing there reaches a value or a gradient."""
+    mask = inputs.action_mask.bool()
+
+    def clean(tensor: T | None) -> T | None:
+        if tensor is None:
+            return None
+        return torch.where(mask, tensor.float(), torch.zeros((), device=tensor.device))
+
+    return replace(
+        inputs,
+        action_mask=mask,
+        log_probs=clean(inputs.log_probs),
+        old_log_probs=clean(inputs.old_log_probs).detach(),
+        advantages=clean(inputs.advantages).detach(),
+        rollout_log_probs=clean(inputs.rollout_log_probs),
+        entropy=clean(inputs.entropy),
+        ref_log_probs=clean(inputs.ref_log_probs),
+    )
+
+
+@torch.no_grad()
+def _policy_metrics(inputs: LossInputs, denominators: LossDenominators) -> LossOutputs:
+    """Figures that every policy loss reports; the loss itself is set later."""
+    mask = inputs.action_mask
+    log_ratio = _log_ratio(inputs)
+    outputs = LossOutputs(loss=log_ratio.new_zeros(()))
+    # k3 of KL(old || new) with old's samples: the expectation of ratio - 1 is zero.
+    outputs.metrics["approx_kl"] = token_mean(torch.expm1(log_ratio) - log_ratio, mask, denominators)
+    outputs.metrics["ratio_mean"] = token_mean(log_ratio.exp(), mask, denominators)
+    outputs.maxima["ratio_max_dev"] = _largest(torch.expm1(log_ratio).abs())
+    if inputs.entropy is not None:
+        outputs.metrics["entropy"] = token_mean(inputs.entropy, mask, denominators)
+    if inputs.ref_log_probs is not None:
+        ref_kl = compute_approx_kl(inputs.log_probs, inputs.ref_log_probs, "k3")
+        outputs.metrics["ref_kl"] = token_mean(ref_kl, mask, denominators)
+    if inputs.rollout_log_probs is not None:
+        difference = (inputs.old_log_probs - inputs.rollout_log_probs).abs()
+        outputs.metrics["rollout_logp_diff"] = token_mean(difference, mask, denominators)
+        outputs.maxima["rollout_logp_diff_max"] = _largest(difference)
+    return outputs
+
+
+def _largest(values: T) -> T:
+    """Maximum of non-negative values, 0 of none."""
+    return values.max() if values.numel() else values.new_zeros(())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Critic, and the choice of tokens
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def value_loss(
+    values: T,
+    old_values: T,
+    returns: T,
+    mask: T,
+    value_clip: float | None,
+    denominators: LossDenominators,
+    mode: str = "token-mean",
+) -> LossOutputs:
+    """The critic's loss: half the squared error, the larger of unclipped and clipped (PPO; OpenAI baselines).
+
+    values (B, A) with gradient; old_values (B, A) from before the first update; returns (B, A) the targets; mask (B, A)
+    bool. value_clip: how far a value may move from old_values before its error stops counting; None or 0: no clip.
+    """
+    mask = mask.bool()
+    values, old_values, returns = (
+        torch.where(mask, tensor.float(), torch.zeros((), device=tensor.device))
+        for tensor in (values, old_values.detach(), returns.detach())
+    )
+    errors = (values - returns).square()
+    clipped = torch.zeros_like(mask)
+    if value_clip:
+        near = old_values + (values - old_values).clamp(-value_clip, value_clip)
+        near_errors = (near - returns).square()
+        clipped = near_errors > errors
+        errors = torch.maximum(errors, near_errors)
+    loss = aggregate(0.5 * errors, mask, mode, denominators)
+    metrics = {
+        "critic_loss": loss.detach(),
+        "value_clip_frac": token_mean(clipped.float(), mask, denominators),
+        "value_mean": token_mean(values.detach(), mask, denominators),
+        "return_mean": token_mean(returns, mask, denominators),
+    }
+    return LossOutputs(loss, metrics)
+
+
+def high_entropy_masks(entropies: Sequence[T], masks: Sequence[T], ratio: float) -> list[T]:
+    """The tokens with the largest entropy over the whole train batch, for `LossInputs.policy_mask`.
+
+    "Beyond the 80/20 rule" (arXiv 2506.01939). entropies, masks: this rank's micro-batches, (B, A) each. The threshold
+    is the entropy of token number ceil(ratio * tokens), counted from the top over all ranks; ties are all kept.
+    A collective when ratio < 1: every rank must call it. Returns bool masks within the given ones.
+    """
+    masks = [mask.bool() for mask in masks]
+    if ratio >= 1:
+        return masks
+    local = [entropy.detach().float()[mask].cpu() for entropy, mask in zip(entropies, masks)]
+    everywhere = torch.cat([part for parts in all_gather_object(local) for part in parts])
+    if everywhere.numel() == 0:
+        return masks
+    kept = max(1, math.ceil(ratio * everywhere.numel()))
+    threshold = everywhere.topk(kept).values[-1].item()
+    return [mask & (entropy.detach().float() >= threshold) for entropy, mask in zip(entropies, masks)]

@@ -1,0 +1,207 @@
+"""Batches of experience between rollout and training, and the fields that they share with single samples.
+
+B samples, S tokens, A actions. Padded form: prompts left-padded, responses right-padded, so that the last A columns
+of `sequences` (B, S) are the actions; per-action fields are (B, A). Packed form: one row without padding;
+`sequences` (1, total), per-action fields (1, sum of A), `attention_mask` (1, total) holds sample index + 1, and
+`packed_seq_lens` and `num_actions` give the splits.
+
+Positional order follows LightRFT. The shared classes exist so that a new tensor is one line in one place: in
+`TextExtras` for text and vision-language, in `VisionExtras` for vision inputs, in `Provenance` for all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+import torch
+
+from lightrft_visual.batches.fields import Kind, replay_field
+from lightrft_visual.replay.info import InfoLayout
+
+T = torch.Tensor
+_Batch = TypeVar("_Batch", bound="_Movable")
+
+
+@dataclass
+class BatchLayout:
+    """What a batch cannot show by itself: with it, splitting gives back exactly the items the batch was made of.
+
+    spans: first and last + 1 token column of each sample in padded form (None in packed form); prompt_width: columns
+    before the actions; absent: samples that lack a field which others have; single: samples that hold one number for
+    all their actions; text_only: samples that came as BufferItem into a vision batch; mask_dtype: of the items'
+    attention masks.
+    """
+
+    spans: list[tuple[int, int]] | None = None
+    prompt_width: int = 0
+    absent: dict[str, list[int]] = field(default_factory=dict)
+    single: dict[str, list[int]] = field(default_factory=dict)
+    text_only: list[int] = field(default_factory=list)
+    mask_dtype: torch.dtype = torch.long
+    info: InfoLayout = field(default_factory=InfoLayout)
+
+
+@dataclass
+class TextFields:
+    """Required fields of text experience, in LightRFT's order."""
+
+    sequences: T = replay_field(Kind.TOKENS)
+    action_log_probs: T | None = replay_field(Kind.ACTIONS)
+    base_action_log_probs: T | None = replay_field(Kind.ACTIONS)
+    values: T | None = replay_field(Kind.NUMBERS)
+    returns: T | None = replay_field(Kind.NUMBERS)
+    advantages: T | None = replay_field(Kind.NUMBERS)
+    attention_mask: T | None = replay_field(Kind.TOKENS, fill=1, mask_dtype=torch.long, segments=True)
+    action_mask: T | None = replay_field(Kind.ACTIONS, fill=1, mask_dtype=torch.bool)
+    info: dict | None = replay_field(Kind.INFO)
+
+
+@dataclass
+class VisionFields:
+    """Fields of vision-language experience, in LightRFT's order; all but the sequences optional."""
+
+    sequences: T = replay_field(Kind.TOKENS)
+    pixel_values: T | None = replay_field(Kind.PATCHES, default=None, grids="image_grid_thws", counts="image_counts")
+    image_grid_thws: T | None = replay_field(Kind.GRIDS, default=None, counts="image_counts")
+    pixel_values_videos: T | None = replay_field(
+        Kind.PATCHES, default=None, grids="video_grid_thws", counts="video_counts"
+    )
+    video_grid_thws: T | None = replay_field(Kind.GRIDS, default=None, counts="video_counts")
+    raw_images: list | None = replay_field(Kind.OBJECTS, default=None)
+    action_log_probs: T | None = replay_field(Kind.ACTIONS, default=None)
+    base_action_log_probs: T | None = replay_field(Kind.ACTIONS, default=None)
+    values: T | None = replay_field(Kind.NUMBERS, default=None)
+    returns: T | None = replay_field(Kind.NUMBERS, default=None)
+    advantages: T | None = replay_field(Kind.NUMBERS, default=None)
+    attention_mask: T | None = replay_field(Kind.TOKENS, default=None, fill=1, mask_dtype=torch.long, segments=True)
+    action_mask: T | None = replay_field(Kind.ACTIONS, default=None, fill=1, mask_dtype=torch.bool)
+    info: dict | None = replay_field(Kind.INFO, default=None)
+
+
+@dataclass
+class DiffusionFields:
+    """One denoising trajectory of K steps: latents (K+1, C, ...), timesteps (K), log_probs (K), embeddings by name."""
+
+    latents: T = replay_field(Kind.SAMPLE)
+    timesteps: T | None = replay_field(Kind.SAMPLE)
+    log_probs: T | None = replay_field(Kind.SAMPLE)
+    prompt_embeds: dict[str, T] | None = replay_field(Kind.SAMPLES)
+    advantages: T | None = replay_field(Kind.SAMPLE)
+    info: dict | None = replay_field(Kind.INFO, default=None)
+    sigmas: T | None = replay_field(Kind.SAMPLE, default=None)  # (K+1)
+    reference_means: T | None = replay_field(Kind.SAMPLE, default=None)  # (K, C, ...)
+
+
+@dataclass
+class KlField:
+    kl: T | None = replay_field(Kind.ACTIONS, default=None)
+
+
+@dataclass
+class TextExtras:
+    """Per-action extras: entropy of the policy, and the engine's log-probs at the sampling temperature."""
+
+    action_entropy: T | None = replay_field(Kind.ACTIONS, default=None)
+    rollout_log_probs: T | None = replay_field(Kind.ACTIONS, default=None)
+
+
+@dataclass
+class Provenance:
+    """Where a sample comes from. group_id: its prompt; sample_id: index in the global batch; policy_version: of the
+    policy that sampled it; valid: false when its reward failed, so that statistics and loss leave it out."""
+
+    group_id: T | None = replay_field(Kind.SAMPLE, default=None, fill=-1)
+    sample_id: T | None = replay_field(Kind.SAMPLE, default=None, fill=-1)
+    policy_version: T | None = replay_field(Kind.SAMPLE, default=None, fill=-1)
+    valid: T | None = replay_field(Kind.SAMPLE, default=None, fill=1)
+
+
+@dataclass
+class VisionExtras:
+    """How many images and videos belong to each sample, and the seconds between temporal patches of each video, by
+    which Qwen2.5-VL places frames in time; 1 where nobody says, as in transformers."""
+
+    image_counts: T | None = replay_field(Kind.COUNTS, default=None, grids="image_grid_thws", patches="pixel_values")
+    video_counts: T | None = replay_field(
+        Kind.COUNTS, default=None, grids="video_grid_thws", patches="pixel_values_videos"
+    )
+    video_seconds_per_grid: T | None = replay_field(
+        Kind.GRID_VALUES, default=None, grids="video_grid_thws", counts="video_counts", fill=1
+    )
+
+
+def map_tensors(value: Any, function: Callable[[T], T]) -> Any:
+    """`value` with `function` applied to every tensor inside nested dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(each, function) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(each, function) for each in value)
+    return value
+
+
+@dataclass
+class _Movable:
+    """Moves of all tensors of a batch: every dataclass field, so that none can be forgotten."""
+
+    def _apply(self: _Batch, function: Callable[[T], T]) -> _Batch:
+        for each in fields(self):
+            if each.name != "layout":
+                setattr(self, each.name, map_tensors(getattr(self, each.name), function))
+        return self
+
+    @torch.no_grad()
+    def to_device(self: _Batch, device: torch.device | str) -> _Batch:
+        """Move every tensor, `info` included, to `device` in place; returns self."""
+        return self._apply(lambda tensor: tensor.to(device))
+
+    def pin_memory(self: _Batch) -> _Batch:
+        """Pin every tensor for faster copies to the accelerator; does nothing where there is none. Returns self."""
+        from deepspeed.accelerator import get_accelerator
+
+        return self._apply(get_accelerator().pin_memory)
+
+
+@dataclass
+class _Packable(_Movable):
+    packed_seq_lens: list[int] | None = None
+    num_actions: list[int] | None = None
+    layout: BatchLayout | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def is_packed(self) -> bool:
+        return self.packed_seq_lens is not None
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.packed_seq_lens) if self.packed_seq_lens is not None else len(self.sequences)
+
+
+# Dataclass fields come in reverse order of the bases: the last base first.
+@dataclass
+class Experience(_Packable, Provenance, TextExtras, KlField, TextFields):
+    """A batch of text samples, padded or packed. `values`, `returns` and `advantages` hold one number per action."""
+
+
+@dataclass
+class ExperienceVL(_Packable, VisionExtras, Provenance, TextExtras, KlField, VisionFields):
+    """A batch of samples with or without images and videos, whose patches and grids are concatenated in sample order.
+
+    pixel_values (sum of patches, patch_dim), image_grid_thws (sum of images, 3), image_counts (B): a sample without
+    images has count 0. video_seconds_per_grid (sum of videos). raw_images: a list of B lists.
+    """
+
+
+@dataclass
+class ExperienceDiffusion(_Movable, Provenance, DiffusionFields):
+    """A batch of denoising trajectories of one shape: latents (B, K+1, C, ...), timesteps and log_probs (B, K),
+    prompt_embeds {name: (B, ...)}, sigmas (B, K+1), advantages (B) or (B, K)."""
+
+    layout: BatchLayout | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.latents)

@@ -1,0 +1,104 @@
+"""Prompts of diffusion runs: rows of text, for image-to-video with a first frame; checked before any model loads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..config.diffusion import DiffusionDataConfig
+from ..embedded.drawn_shapes import all_captions
+from ..errors import DataError
+from .media import image_size, load_image, resolve_source
+from .prompts import PromptDataset, PromptRow
+from .sources import RowSource
+
+FIRST_FRAME = "input_image"  # where rewards find the first frame in a row's metadata: its path, where it has one
+ROLES = ("input_key", "label_key", "reference_key")
+EVAL_REPEATS = 4  # pictures drawn of each embedded caption in an evaluation
+
+
+class DrawPrompts(PromptDataset):
+    """Rows for models that draw, read, checked and skipped (on_bad_row) as those of models that see.
+
+    Raises DataError naming file and row for a missing prompt, and for a missing or broken first frame when the model
+    needs one. The first frame is the row's one image.
+    """
+
+    def __init__(self, spec: str, split: str, limit: int, config: DiffusionDataConfig, first_frames: bool):
+        """spec, split, limit: as of PromptDataset. first_frames: whether the model starts from one."""
+        self.first_frames = first_frames
+        super().__init__(spec, config, split=split, max_rows=limit)
+
+    @cached_property
+    def rows(self) -> list[PromptRow]:
+        """All rows, their first frames not yet decoded."""
+        return [super(DrawPrompts, self).__getitem__(index) for index in range(len(self))]
+
+    def __getitem__(self, index: int) -> PromptRow:
+        """The row with its first frame decoded."""
+        row = self.rows[index]
+        return replace(row, images=[load_image(image) for image in row.images])
+
+    def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
+        root = self.config.image_root or source.folder
+        parsed = _parse(source[row], source.name(row), root, self.config, self.first_frames)
+        return replace(parsed, index=index)
+
+    def _header(self, image: Any) -> tuple[int, int]:
+        return image_size(image)
+
+
+def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, first_frames: bool) -> PromptRow:
+    if not isinstance(raw, Mapping):
+        raise DataError(f"{name}: a row must be a mapping of columns, not {type(raw).__name__}")
+    _check_columns(raw, name, config)
+    prompt = raw.get(config.input_key)
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise DataError(f"{name}: no text in column {config.input_key!r}; the row has: {', '.join(map(str, raw))}")
+    images = []
+    if first_frames:
+        if raw.get(config.image_key) in (None, ""):
+            raise DataError(f"{name}: an image-to-video model needs a first frame in column {config.image_key!r}")
+        images = [resolve_source(raw[config.image_key], root)]
+    # Rewards are given prompt, label and reference anyway; a column that a flag names stays under its own name too.
+    defaults = {config.image_key} | {getattr(DiffusionDataConfig, flag) for flag in ROLES}
+    roles = {config.image_key} | {getattr(config, flag) for flag in ROLES}
+    metadata = {key: value for key, value in raw.items() if key not in roles & defaults}
+    if images and isinstance(images[0], str | os.PathLike) and Path(images[0]).is_file():
+        metadata[FIRST_FRAME] = str(images[0])
+    label = raw.get(config.label_key)
+    return PromptRow(
+        prompt=prompt,
+        images=images,
+        label=None if label is None else str(label),
+        reference=raw.get(config.reference_key),
+        metadata=metadata,
+        source=name,
+    )
+
+
+def _check_columns(raw: Mapping[str, Any], name: str, config: DiffusionDataConfig) -> None:
+    """A column that a flag names must be there."""
+    for flag in ROLES[1:]:
+        key = getattr(config, flag)
+        if key not in raw and key != getattr(DiffusionDataConfig, flag):
+            raise DataError(f"{name}: no column {key!r} ({flag}); the row has: {', '.join(map(str, raw))}")
+
+
+def embedded_prompts(root: Path) -> tuple[Path, Path]:
+    """The embedded captions as jsonl files (train, test) below `root`: every colour with every shape."""
+    folder = root / "data" / "drawn-shapes-v1"
+    texts = [caption.text for caption in all_captions()]
+    for name, prompts in (("train", texts), ("test", texts * EVAL_REPEATS)):
+        path = folder / f"{name}.jsonl"
+        if not path.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            scratch = path.with_suffix(f".{os.getpid()}")
+            scratch.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+            os.replace(scratch, path)
+    return folder / "train.jsonl", folder / "test.jsonl"

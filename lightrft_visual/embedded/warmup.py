@@ -1,0 +1,199 @@
+"""The embedded default: a tiny checkpoint, warmed up by supervised steps on the embedded task, cached on disk.
+
+The steps on clean answers go on until the loss is low: how soon that is depends on the last bits of a machine's
+arithmetic, and what the base cannot see RL will not teach it. In the steps after them a large share of the answers is
+random: that leaves the base with entropy that RL can sharpen, while one trained on clean answers alone collapses (no
+groups with different rewards, nothing to learn from).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+from ..batches.model_inputs import ModelInputs
+from ..batches.samples import pad_rollouts
+from ..data.media import load_image
+from ..models.vlm.actor import Actor
+from ..rollout.engine import ScoringRule
+from .questions import EmbeddedTask, SupervisedPair, build_embedded_task, supervised_pairs, vocabulary_texts
+from .tiny_vlm import VISION_FAMILIES, build_tiny_checkpoint
+
+CACHE_VERSION = 2
+CLEAN_WINDOW = 40
+RISING_STEPS = 40  # over which the learning rate comes up
+NOISY_RATE = 0.7  # where the noisy steps start, in learning rates; they end near zero
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Settings of the warm-up; all of them name the cache folder.
+
+    clean_steps: the most steps on clean answers. clean_loss: nats a token; they end where the mean of the last
+    `CLEAN_WINDOW` losses is below it. random_share: of the answers in the `noisy_steps` after them.
+    """
+
+    family: str = "qwen2_5_vl"
+    tie_embeddings: bool = False
+    clean_steps: int = 600
+    clean_loss: float = 0.08
+    noisy_steps: int = 80
+    batch_size: int = 32
+    learning_rate: float = 1e-3
+    random_share: float = 0.7
+    seed: int = 0
+
+
+def cache_root() -> Path:
+    """LIGHTRFT_CACHE, else the user's cache folder."""
+    base = os.environ.get("LIGHTRFT_CACHE")
+    return Path(base) if base else Path.home() / ".cache" / "lightrft_visual"
+
+
+def embedded_task(root: Path | None = None) -> EmbeddedTask:
+    """The embedded data set on disk, drawn at the first call."""
+    return build_embedded_task((root or cache_root()) / "data")
+
+
+def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print) -> Path:
+    """The warmed-up checkpoint folder; built within a minute on two cores when the cache does not hold it.
+
+    It appears in one rename, so it is complete or absent, and several processes may build it at once.
+    """
+    text = json.dumps(asdict(settings) | {"version": CACHE_VERSION}, sort_keys=True)
+    root = root or cache_root()
+    target = root / "models" / f"{settings.family}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if target.is_dir():
+        return target
+    scratch = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.rmtree(scratch, ignore_errors=True)
+    report(f"building the embedded {settings.family} model by supervised steps, once; takes about a minute")
+    build_tiny_checkpoint(
+        scratch,
+        settings.family,
+        texts=vocabulary_texts(),
+        tie_embeddings=settings.tie_embeddings,
+        seed=settings.seed,
+    )
+    if settings.clean_steps + settings.noisy_steps:
+        warm_up(scratch, embedded_task(root), settings)
+    try:
+        os.rename(scratch, target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        shutil.rmtree(scratch)  # another process was first
+    return target
+
+
+def warm_up(folder: Path, task: EmbeddedTask, settings: WarmUp) -> list[float]:
+    """Supervised steps on the checkpoint in `folder`, saved back there. Returns the losses (nats a token) of all."""
+    vision = settings.family in VISION_FAMILIES
+    auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encode = PairEncoder(tokenizer, AutoProcessor.from_pretrained(folder) if vision else None)
+    actor = Actor(model, [], [])
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+
+    def step(pairs: list[SupervisedPair], rate: float) -> float:
+        optimizer.param_groups[0]["lr"] = settings.learning_rate * rate
+        inputs = encode.batch(pairs)
+        output = actor(inputs, ScoringRule(), with_entropy=False)
+        loss = -output.log_probs.sum() / inputs.action_mask.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    losses: list[float] = []
+    clean, noisy = (_batches(task, settings, vision, share) for share in (0.0, settings.random_share))
+    while len(losses) < settings.clean_steps and not _learned(losses, settings.clean_loss):
+        losses.append(step(next(clean), min(1.0, (len(losses) + 1) / RISING_STEPS)))
+    for left in range(settings.noisy_steps, 0, -1):
+        losses.append(step(next(noisy), NOISY_RATE * left / settings.noisy_steps))
+    model.save_pretrained(folder)
+    return losses
+
+
+def _learned(losses: list[float], bound: float) -> bool:
+    return len(losses) >= CLEAN_WINDOW and sum(losses[-CLEAN_WINDOW:]) < bound * CLEAN_WINDOW
+
+
+def _batches(task: EmbeddedTask, settings: WarmUp, vision: bool, random_share: float) -> Iterator[list[SupervisedPair]]:
+    pairs = supervised_pairs(task.train, seed=settings.seed, random_share=random_share)
+    chosen = pairs if vision else (pair for pair in pairs if not pair.images)
+    while True:
+        yield list(islice(chosen, settings.batch_size))
+
+
+class PairEncoder:
+    """Turns supervised pairs into model inputs; each image goes through the image processor once."""
+
+    def __init__(self, tokenizer, processor):
+        self.tokenizer, self.processor = tokenizer, processor
+        self.known: dict[tuple, tuple[list[int], torch.Tensor | None, torch.Tensor | None]] = {}
+
+    def batch(self, pairs: list[SupervisedPair]) -> ModelInputs:
+        self._learn([pair for pair in pairs if _key(pair) not in self.known])
+        encoded = [self.known[_key(pair)] for pair in pairs]
+        end = self.tokenizer.eos_token
+        answers = [self.tokenizer.encode(pair.answer + end, add_special_tokens=False) for pair in pairs]
+        sequences, attention, actions = pad_rollouts(
+            [ids for ids, _, _ in encoded], answers, self.tokenizer.pad_token_id
+        )
+        pixels = [values for _, values, _ in encoded if values is not None]
+        grids = [grid for _, _, grid in encoded if grid is not None]
+        return ModelInputs(
+            sequences,
+            attention,
+            actions,
+            pixel_values=torch.cat(pixels) if pixels else None,
+            image_grid_thws=torch.cat(grids) if grids else None,
+        )
+
+    def _learn(self, pairs: list[SupervisedPair]) -> None:
+        """Encode prompts not met before: those with images in one call, which costs little more than one image."""
+        new = {_key(pair): self._text(pair) for pair in pairs}
+        shown = {key: text for key, text in new.items() if key[1] and self.processor is not None}
+        for key in new.keys() - shown.keys():
+            self.known[key] = self.tokenizer.encode(new[key], add_special_tokens=False), None, None
+        if not shown:
+            return
+        images = [[load_image(path) for path in paths] for _, paths in shown]
+        out = self.processor(text=list(shown.values()), images=images, padding=True, return_tensors="pt")
+        grids = out["image_grid_thw"].split([len(paths) for _, paths in shown])
+        pixels = out["pixel_values"].split([int(grid.prod(dim=1).sum()) for grid in grids])
+        masks = out["attention_mask"].bool()
+        for key, ids, mask, values, grid in zip(shown, out["input_ids"], masks, pixels, grids):
+            self.known[key] = ids[mask].tolist(), values.clone(), grid
+
+    def _text(self, pair: SupervisedPair) -> str:
+        messages = [{"role": "user", "content": content_parts(pair.prompt, len(pair.images))}]
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def _key(pair: SupervisedPair) -> tuple[str, tuple[str, ...]]:
+    return pair.prompt, pair.images
+
+
+def content_parts(text: str, images: int) -> list[dict]:
+    """Chat content of a question: images stand where `<image>` says, or before the text."""
+    pieces = text.split("<image>")
+    if len(pieces) == 1:
+        return [{"type": "image"}] * images + [{"type": "text", "text": text}]
+    parts: list[dict] = []
+    for place, piece in enumerate(pieces):
+        parts += [{"type": "image"}] if place else []
+        parts += [{"type": "text", "text": piece}] if piece else []
+    return parts

@@ -1,0 +1,156 @@
+"""What a diffusion family must say about itself; one small subclass a file. All latents are fp32 at this boundary."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from torch import nn
+
+from ....errors import ConfigError
+from ....rollout.diffusion_sampler import flow_match_schedule
+
+T = torch.Tensor
+Conditions = dict[str, T]
+NEGATIVE = "negative_"  # conditions of the unguided branch carry this prefix
+ATTENTION_TARGETS = (
+    "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
+    "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
+)  # fmt: skip
+
+
+class DiffusionFamily(ABC):
+    """Adapter between one pipeline class of diffusers and the policy.
+
+    Subclasses hold no weights: the pipeline does. `prediction` is 'flow' (velocity, noise minus data) or 'epsilon'.
+    `lora_targets` are module suffixes of the attention projections.
+    """
+
+    prediction = "flow"
+    denoiser_names: tuple[str, ...] = ("transformer",)
+    lora_targets: tuple[str, ...] = ATTENTION_TARGETS
+    default_text_length = 256
+    takes_first_frame = False
+    uses_negative = True  # whether classifier-free guidance runs a second, unguided forward
+
+    def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
+        self.pipeline = pipeline
+        self.text_length = text_length or self.default_text_length
+
+    def denoisers(self) -> dict[str, nn.Module]:
+        """The networks that RL trains, by their name in the pipeline."""
+        parts = self.pipeline.components
+        return {name: parts[name] for name in self.denoiser_names if parts.get(name) is not None}
+
+    def serving(self, timesteps: T) -> set[str]:
+        """Names of the networks that serve these timesteps (n)."""
+        return set(self.denoisers())
+
+    @abstractmethod
+    def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:
+        """Conditions (B, …) of B prompts; with negatives also the same keys with the prefix 'negative_'."""
+
+    @abstractmethod
+    def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        """One forward without classifier-free guidance. latents (B, …), timesteps (B) in 0..1000."""
+
+    @abstractmethod
+    def decode(self, latents: T) -> T:
+        """Latents (B, …) to media in 0..1: (B, 3, H, W), or (B, 3, T, H, W) for videos. Differentiable; not clamped."""
+
+    @abstractmethod
+    def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        """Shape of one sample's latents for a size in pixels. Raises ConfigError where the size does not fit."""
+
+    def velocity(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        """Prediction with classifier-free guidance where guidance_scale is above 1 and negatives are there."""
+        positive = {key: value for key, value in conditions.items() if not key.startswith(NEGATIVE)}
+        if guidance_scale <= 1 or len(positive) == len(conditions):
+            return self.predict(latents, timesteps, positive, guidance_scale)
+        both = {key: _stack(conditions, key) for key in positive}
+        twice = self.predict(torch.cat([latents] * 2), torch.cat([timesteps] * 2), both, guidance_scale)
+        return self.combine(*twice.chunk(2), guidance_scale)
+
+    def combine(self, without: T, with_prompt: T, guidance_scale: float) -> T:
+        """The guided prediction from the unguided and the guided branch."""
+        return without + guidance_scale * (with_prompt - without)
+
+    def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> Conditions:
+        """Conditions (B, …) of B first frames (PIL); image-to-video families only."""
+        raise ConfigError(f"{type(self.pipeline).__name__} takes no first frame")
+
+    def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
+        """Timesteps (K) and sigmas (K) of the pipeline's scheduler, as the stock pipeline would run it."""
+        scheduler = self.pipeline.scheduler
+        if flow_shift is not None:
+            return flow_match_schedule(num_steps, flow_shift)
+        if scheduler.config.get("use_dynamic_shifting"):
+            config, tokens = scheduler.config, self.image_tokens(latent_shape)
+            mu = calculate_shift(
+                tokens, config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096),
+                config.get("base_shift", 0.5), config.get("max_shift", 1.15),
+            )  # fmt: skip
+            scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
+        else:
+            scheduler.set_timesteps(num_steps)
+        return scheduler.timesteps.clone().float(), scheduler.sigmas[:-1].clone().float()
+
+    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Sequence length that latents of this shape have in the transformer."""
+        return latent_shape[-1] * latent_shape[-2] // 4
+
+    def save_lora(self, folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
+        """Write LoRA weights that the stock pipeline's `load_lora_weights` reads; both dicts are by denoiser."""
+        self.pipeline.save_lora_weights(
+            folder, **{f"{name}_lora_layers": weights for name, weights in layers.items()},
+            **{f"{name}_lora_adapter_metadata": config for name, config in configs.items()},
+        )  # fmt: skip
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.denoisers().values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(next(iter(self.denoisers().values())).parameters()).device
+
+
+def _stack(conditions: Conditions, key: str) -> T:
+    """Negative and positive rows of one condition; conditions without a negative (a first frame) serve both."""
+    positive = conditions[key]
+    return torch.cat([conditions.get(NEGATIVE + key, positive), positive])
+
+
+def pack(latents: T) -> T:
+    """(B, C, h, w) to tokens (B, h/2 * w/2, 4 C) of two by two patches, as FLUX and Qwen-Image read them."""
+    count, channels, height, width = latents.shape
+    patches = latents.reshape(count, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return patches.reshape(count, height * width // 4, channels * 4)
+
+
+def unpack(tokens: T, height: int, width: int) -> T:
+    """The inverse of `pack` for latents of this height and width."""
+    count, _, channels = tokens.shape
+    patches = tokens.reshape(count, height // 2, width // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return patches.reshape(count, channels // 4, height, width)
+
+
+def channel_statistics(vae: nn.Module, like: T) -> tuple[T, T]:
+    """Mean and standard deviation (1, C, 1, 1, 1) that the latents of a video autoencoder are normalised by."""
+    mean, std = (
+        torch.tensor(values, dtype=like.dtype, device=like.device).view(1, -1, 1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return mean, std
+
+
+def spatial_latent(height: int, width: int, scale: int, multiple: int) -> tuple[int, int]:
+    """Latent height and width; raises ConfigError unless both divide by `multiple` pixels."""
+    if height % multiple or width % multiple:
+        raise ConfigError(f"height {height} and width {width} must be multiples of {multiple} for this model")
+    return height // scale, width // scale

@@ -1,0 +1,76 @@
+"""Cosmos-Predict2 text-to-image.
+
+The pipeline runs in EDM coordinates, x_edm = data + s noise with s from 80 down. Divided by 1 + s they are the flow
+coordinates of this package, x = (1 - t) data + t noise with t = s / (1 + s), in which the network's input is x and its
+output the velocity: Euler steps in either are the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
+
+from ....rollout.diffusion_sampler import flow_match_schedule
+from ....rollout.diffusion_steps import upcast
+from .base import NEGATIVE, Conditions, DiffusionFamily, channel_statistics, spatial_latent
+from .wan import ATTENTION
+
+T = torch.Tensor
+
+
+class CosmosPredict2(DiffusionFamily):
+    """Latents (C, F, h, w). guidance_scale 1 is none, as in the other families; the pipeline's own counts from 0."""
+
+    lora_targets = ATTENTION
+    default_text_length = 512
+
+    def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:
+        context, negative_context = self.pipeline.encode_prompt(
+            prompts, negative, do_classifier_free_guidance=negative is not None, device=self.device,
+            max_sequence_length=self.text_length,
+        )  # fmt: skip
+        return {"context": context} | ({} if negative is None else {NEGATIVE + "context": negative_context})
+
+    def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        dtype, scale = self.dtype, self.pipeline.vae_scale_factor_spatial
+        padding = latents.new_zeros(1, 1, latents.shape[-2] * scale, latents.shape[-1] * scale, dtype=dtype)
+        return upcast(self.pipeline.transformer(
+            hidden_states=latents.to(dtype), timestep=(timesteps / 1000).to(dtype),
+            encoder_hidden_states=conditions["context"].to(dtype), padding_mask=padding, return_dict=False,
+        )[0])  # fmt: skip
+
+    def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
+        """The scheduler's EDM sigmas as flow sigmas."""
+        if flow_shift is not None:
+            return flow_match_schedule(num_steps, flow_shift)
+        scheduler = self.pipeline.scheduler
+        scheduler.set_timesteps(sigmas=torch.linspace(0, 1, num_steps, dtype=torch.float64))
+        edm = scheduler.sigmas[:num_steps].double()
+        sigmas = (edm / (1 + edm)).float()
+        return sigmas * 1000, sigmas
+
+    def decode(self, latents: T) -> T:
+        vae = self.pipeline.vae
+        mean, std = channel_statistics(vae, latents)
+        frames = latents * std / self.pipeline.scheduler.config.sigma_data + mean
+        media = upcast(vae.decode(frames.to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
+        return media[:, :, 0] if media.shape[2] == 1 else media
+
+    def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        pipeline = self.pipeline
+        scale, patch = pipeline.vae_scale_factor_spatial, pipeline.transformer.config.patch_size[-1]
+        rows, columns = spatial_latent(height, width, scale, scale * patch)
+        depth = (frames - 1) // pipeline.vae_scale_factor_temporal + 1
+        return pipeline.transformer.config.in_channels, depth, rows, columns
+
+    def save_lora(self, folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
+        """The stock pipeline has no LoRA loader: use `pipeline.transformer.load_lora_adapter(folder,
+        weight_name="pytorch_lora_weights.safetensors")`."""
+        CosmosLoraLoaderMixin.save_lora_weights(
+            folder,
+            transformer_lora_layers=layers["transformer"],
+            transformer_lora_adapter_metadata=configs["transformer"],
+        )

@@ -1,0 +1,50 @@
+"""FLUX.1: guidance is an embedding (dev) or absent (schnell); there is no unguided branch."""
+
+from __future__ import annotations
+
+import torch
+
+from ....rollout.diffusion_steps import upcast
+from .base import Conditions, DiffusionFamily, pack, spatial_latent, unpack
+
+T = torch.Tensor
+
+
+class Flux(DiffusionFamily):
+    """Latents are kept unpacked, (C, h, w); the transformer's timesteps are sigma in 0..1."""
+
+    default_text_length = 512
+    uses_negative = False
+
+    def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:
+        context, pooled, _ = self.pipeline.encode_prompt(
+            prompts, None, device=self.device, max_sequence_length=self.text_length
+        )
+        return {"context": context, "pooled": pooled}
+
+    def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        height, width = latents.shape[-2:]
+        transformer, dtype = self.pipeline.transformer, self.dtype
+        guidance = torch.full_like(timesteps, guidance_scale) if transformer.config.guidance_embeds else None
+        tokens = transformer(
+            hidden_states=pack(latents).to(dtype), timestep=timesteps / 1000, guidance=guidance,
+            pooled_projections=conditions["pooled"].to(dtype), encoder_hidden_states=conditions["context"].to(dtype),
+            txt_ids=torch.zeros(conditions["context"].shape[1], 3, device=latents.device, dtype=dtype),
+            img_ids=image_ids(height // 2, width // 2, latents.device, dtype), return_dict=False,
+        )[0]  # fmt: skip
+        return upcast(unpack(tokens, height, width))
+
+    def decode(self, latents: T) -> T:
+        vae = self.pipeline.vae
+        latents = latents / vae.config.scaling_factor + vae.config.shift_factor
+        return upcast(vae.decode(latents.to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
+
+    def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        scale = self.pipeline.vae_scale_factor
+        return self.pipeline.transformer.config.in_channels // 4, *spatial_latent(height, width, scale, 2 * scale)
+
+
+def image_ids(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> T:
+    """(rows * columns, 3) positions of the image tokens: 0, row, column."""
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    return torch.stack([torch.zeros_like(row), row, column], dim=-1).reshape(-1, 3).to(device, dtype)

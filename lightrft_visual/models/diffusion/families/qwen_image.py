@@ -1,0 +1,59 @@
+"""Qwen-Image."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from ....rollout.diffusion_steps import upcast
+from .base import NEGATIVE, Conditions, DiffusionFamily, channel_statistics, pack, spatial_latent, unpack
+
+T = torch.Tensor
+
+
+class QwenImage(DiffusionFamily):
+    """Latents are kept unpacked, (C, h, w); guidance keeps the norm of every token, as the stock pipeline does.
+
+    Texts are padded to the full text length and masked, so that samples of any prompts fit into one batch.
+    """
+
+    default_text_length = 1024
+
+    def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:
+        conditions = self._encode(prompts)
+        if negative is not None:
+            conditions |= {NEGATIVE + key: value for key, value in self._encode(negative).items()}
+        return conditions
+
+    def _encode(self, texts: list[str]) -> Conditions:
+        context, mask = self.pipeline.encode_prompt(texts, device=self.device, max_sequence_length=self.text_length)
+        if mask is None:  # the pipeline leaves it out where no text is padded
+            mask = torch.ones(context.shape[:2], dtype=torch.long, device=context.device)
+        missing = self.text_length - context.shape[1]
+        return {"context": pad(context, (0, 0, 0, missing)), "mask": pad(mask, (0, missing))}
+
+    def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        height, width = latents.shape[-2:]
+        transformer, dtype = self.pipeline.transformer, self.dtype
+        guidance = torch.full_like(timesteps, guidance_scale) if transformer.config.guidance_embeds else None
+        tokens = transformer(
+            hidden_states=pack(latents).to(dtype), timestep=timesteps / 1000, guidance=guidance,
+            encoder_hidden_states=conditions["context"].to(dtype), encoder_hidden_states_mask=conditions["mask"],
+            img_shapes=[[(1, height // 2, width // 2)]] * len(latents), return_dict=False,
+        )[0]  # fmt: skip
+        return upcast(unpack(tokens, height, width))
+
+    def combine(self, without: T, with_prompt: T, guidance_scale: float) -> T:
+        guided, wanted = pack(super().combine(without, with_prompt, guidance_scale)), pack(with_prompt)
+        scaled = guided * (wanted.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True).clamp_min(1e-12))
+        return unpack(scaled, *without.shape[-2:])
+
+    def decode(self, latents: T) -> T:
+        vae = self.pipeline.vae
+        mean, std = channel_statistics(vae, latents)
+        frames = latents[:, :, None] * std + mean
+        return upcast(vae.decode(frames.to(vae.dtype), return_dict=False)[0][:, :, 0]) / 2 + 0.5
+
+    def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        scale = self.pipeline.vae_scale_factor
+        return self.pipeline.transformer.config.in_channels // 4, *spatial_latent(height, width, scale, 2 * scale)

@@ -1,0 +1,54 @@
+"""Stable Diffusion 1.x: a DDIM model that predicts noise."""
+
+from __future__ import annotations
+
+import torch
+from diffusers import DDIMScheduler
+
+from ....errors import ConfigError
+from ....rollout.diffusion_steps import upcast
+from .base import NEGATIVE, Conditions, DiffusionFamily, spatial_latent
+from .wan import ATTENTION
+
+T = torch.Tensor
+
+
+class StableDiffusion15(DiffusionFamily):
+    """sigma is sqrt(1 - alpha_bar); the last step goes to alpha_bar = 1. Timesteps are the scheduler's integers."""
+
+    prediction = "epsilon"
+    denoiser_names = ("unet",)
+    lora_targets = ATTENTION
+    default_text_length = 77
+
+    def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:
+        context, negative_context = self.pipeline.encode_prompt(
+            prompts, self.device, 1, negative is not None, negative_prompt=negative
+        )
+        return {"context": context} | ({} if negative is None else {NEGATIVE + "context": negative_context})
+
+    def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        dtype = self.dtype
+        return upcast(self.pipeline.unet(
+            latents.to(dtype), timesteps, encoder_hidden_states=conditions["context"].to(dtype), return_dict=False
+        )[0])  # fmt: skip
+
+    def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
+        """DDIM's timesteps and sqrt(1 - alpha_bar). Raises ConfigError for a flow shift or another prediction type."""
+        if flow_shift is not None:
+            raise ConfigError("flow_shift belongs to flow-matching models, this one is a DDIM model")
+        scheduler = DDIMScheduler.from_config(self.pipeline.scheduler.config)
+        if scheduler.config.prediction_type != "epsilon":
+            raise ConfigError(f"prediction_type {scheduler.config.prediction_type} is not built yet; only epsilon is")
+        scheduler.set_timesteps(num_steps)
+        alpha_bar = scheduler.alphas_cumprod.double()[scheduler.timesteps]
+        return scheduler.timesteps.float(), (1 - alpha_bar).sqrt().float()
+
+    def decode(self, latents: T) -> T:
+        vae = self.pipeline.vae
+        return upcast(vae.decode((latents / vae.config.scaling_factor).to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
+
+    def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        unet, scale = self.pipeline.unet, self.pipeline.vae_scale_factor
+        multiple = scale * 2 ** (len(unet.config.block_out_channels) - 1)
+        return unet.config.in_channels, *spatial_latent(height, width, scale, multiple)

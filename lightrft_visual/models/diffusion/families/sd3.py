@@ -1,0 +1,44 @@
+"""Stable Diffusion 3 and 3.5."""
+
+from __future__ import annotations
+
+import torch
+
+from ....errors import ConfigError
+from ....rollout.diffusion_steps import upcast
+from .base import Conditions, DiffusionFamily, spatial_latent
+
+T = torch.Tensor
+
+
+class StableDiffusion3(DiffusionFamily):
+    """SD3Transformer2DModel with AutoencoderKL; timesteps are sigma * 1000."""
+
+    def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:
+        context, negative_context, pooled, negative_pooled = self.pipeline.encode_prompt(
+            prompts, None, None, negative_prompt=negative, do_classifier_free_guidance=negative is not None,
+            max_sequence_length=self.text_length, device=self.device,
+        )  # fmt: skip
+        conditions = {"context": context, "pooled": pooled}
+        if negative is not None:
+            conditions |= {"negative_context": negative_context, "negative_pooled": negative_pooled}
+        return conditions
+
+    def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        dtype = self.dtype
+        return upcast(self.pipeline.transformer(
+            hidden_states=latents.to(dtype), timestep=timesteps, encoder_hidden_states=conditions["context"].to(dtype),
+            pooled_projections=conditions["pooled"].to(dtype), return_dict=False,
+        )[0])  # fmt: skip
+
+    def decode(self, latents: T) -> T:
+        vae = self.pipeline.vae
+        latents = latents / vae.config.scaling_factor + vae.config.shift_factor
+        return upcast(vae.decode(latents.to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
+
+    def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        scale, config = self.pipeline.vae_scale_factor, self.pipeline.transformer.config
+        most = config.pos_embed_max_size  # None: positions are stretched to any size
+        if most and max(height, width) > (largest := most * config.patch_size * scale):
+            raise ConfigError(f"height {height} and width {width}: this model draws at most {largest} pixels a side")
+        return (config.in_channels, *spatial_latent(height, width, scale, scale * config.patch_size))

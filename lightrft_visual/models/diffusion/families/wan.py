@@ -1,0 +1,121 @@
+"""Wan 2.1 text-to-video and Wan 2.2 image-to-video, whose two experts share the noise range."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....errors import ConfigError
+from ....rollout.diffusion_sampler import flow_match_schedule
+from ....rollout.diffusion_steps import upcast
+from .base import NEGATIVE, Conditions, DiffusionFamily, channel_statistics, spatial_latent
+
+T = torch.Tensor
+ATTENTION = tuple(f"{block}.{part}" for block in ("attn1", "attn2") for part in ("to_q", "to_k", "to_v", "to_out.0"))
+
+
+class Wan(DiffusionFamily):
+    """Latents (C, F, h, w). `transformer` serves timesteps from the pipeline's boundary up, `transformer_2` below."""
+
+    denoiser_names = ("transformer", "transformer_2")
+    lora_targets = ATTENTION
+    default_text_length = 512
+
+    def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:
+        context, negative_context = self.pipeline.encode_prompt(
+            prompts, negative, do_classifier_free_guidance=negative is not None, device=self.device,
+            max_sequence_length=self.text_length,
+        )  # fmt: skip
+        return {"context": context} | ({} if negative is None else {NEGATIVE + "context": negative_context})
+
+    def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        experts = self.denoisers()
+        if len(experts) == 1:
+            return self._run(next(iter(experts.values())), latents, timesteps, conditions)
+        high = timesteps >= self.boundary
+        if bool((high == high[0]).all()):
+            expert = experts["transformer" if bool(high[0]) else "transformer_2"]
+            return self._run(expert, latents, timesteps, conditions)
+        velocity = torch.zeros_like(latents)
+        for name, rows in (("transformer", high), ("transformer_2", ~high)):
+            chosen = {key: value[rows] for key, value in conditions.items()}
+            part = self._run(experts[name], latents[rows], timesteps[rows], chosen)
+            velocity = velocity.index_put((rows.nonzero()[:, 0],), part)
+        return velocity
+
+    def serving(self, timesteps: T) -> set[str]:
+        if len(self.denoisers()) == 1:
+            return super().serving(timesteps)
+        return {"transformer" if high else "transformer_2" for high in (timesteps >= self.boundary).tolist()}
+
+    @property
+    def boundary(self) -> float:
+        """Timestep from which on the high-noise expert serves. Raises ConfigError when the pipeline has none."""
+        ratio = self.pipeline.config.boundary_ratio
+        if ratio is None:
+            raise ConfigError("the pipeline has two experts and no boundary_ratio")
+        return ratio * 1000
+
+    def _run(self, expert: torch.nn.Module, latents: T, timesteps: T, conditions: Conditions) -> T:
+        dtype = expert.dtype
+        first = conditions.get("first_frame")
+        inputs = latents if first is None else torch.cat([latents, first.to(latents.dtype)], dim=1)
+        image = conditions.get("image_context")
+        return upcast(expert(
+            hidden_states=inputs.to(dtype), timestep=timesteps, encoder_hidden_states=conditions["context"].to(dtype),
+            encoder_hidden_states_image=None if image is None else image.to(dtype), return_dict=False,
+        )[0])  # fmt: skip
+
+    def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
+        """Evenly spaced steps under the scheduler's flow shift."""
+        config = self.pipeline.scheduler.config
+        return flow_match_schedule(num_steps, flow_shift or config.get("flow_shift") or config.get("shift") or 1.0)
+
+    def decode(self, latents: T) -> T:
+        vae = self.pipeline.vae
+        mean, std = channel_statistics(vae, latents)
+        return upcast(vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
+
+    def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        pipeline = self.pipeline
+        temporal, spatial = pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial
+        if (frames - 1) % temporal:
+            raise ConfigError(f"num_frames is {frames}; this model takes {temporal} n + 1 frames")
+        patch = self.denoisers()["transformer"].config.patch_size[-1]
+        rows, columns = spatial_latent(height, width, spatial, spatial * patch)
+        return pipeline.vae.config.z_dim, (frames - 1) // temporal + 1, rows, columns
+
+    def save_lora(self, folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
+        """`transformer` in the folder itself, `transformer_2` in a folder of that name; load the latter with
+        `load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)`."""
+        for name, weights in layers.items():
+            self.pipeline.save_lora_weights(
+                folder if name == "transformer" else folder / name, transformer_lora_layers=weights,
+                transformer_lora_adapter_metadata=configs[name],
+            )  # fmt: skip
+
+
+class WanImageToVideo(Wan):
+    """The first frame is a condition beside the noisy latents (Wan 2.2), for Wan 2.1 also through CLIP."""
+
+    takes_first_frame = True
+
+    @torch.no_grad()
+    def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> Conditions:
+        pipeline = self.pipeline
+        if pipeline.config.expand_timesteps:
+            raise ConfigError("image-to-video with expanded timesteps (Wan 2.2 5B) is not built yet; use 14B")
+        conditions = []
+        for image in images:
+            pixels = pipeline.video_processor.preprocess(image, height=height, width=width).to(self.device)
+            _, condition = pipeline.prepare_latents(
+                pixels, 1, pipeline.vae.config.z_dim, height, width, frames, torch.float32, self.device,
+                torch.Generator().manual_seed(0),
+            )  # fmt: skip
+            conditions.append(condition)
+        result = {"first_frame": torch.cat(conditions)}
+        if pipeline.transformer.config.image_dim is not None:
+            result["image_context"] = torch.cat([pipeline.encode_image(image, self.device) for image in images])
+        return result

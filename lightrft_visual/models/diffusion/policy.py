@@ -1,0 +1,267 @@
+"""The diffusion policy: one module over any family that rolls out, replays, decodes, and saves LoRA.
+
+Only the denoisers are registered as modules, so the strategy shards and saves what is trained; VAE and text encoders
+stay in the pipeline, frozen. The reference policy is the same network with its LoRA switched off, or, when all weights
+train, a frozen copy that is swapped in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from torch import nn
+
+from ...embedded.tiny_sd3 import MARKER, TEXT_LENGTH, embedded_diffusion_folder
+from ...embedded.tiny_sd15 import embedded_sd15_folder
+from ...errors import ConfigError
+from ...strategy import collectives
+from ..weight_copies import WeightCopy, gathered
+from .families import FAMILIES, FAMILY_OF_NAME, DiffusionFamily
+from .prompt_cache import PromptCache
+
+T = torch.Tensor
+EMBEDDED = "embedded"
+ADAPTER = "default"
+EMBEDDED_FOLDERS = {"auto": embedded_diffusion_folder, "sd3": embedded_diffusion_folder, "sd15": embedded_sd15_folder}
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """rank 0 trains all weights. target_modules: module suffixes; None takes the family's attention projections.
+
+    There is no dropout: replay must give the rollout's log-probs again."""
+
+    rank: int = 0
+    alpha: int = 64
+    target_modules: tuple[str, ...] | None = None
+    init_weights: str = "gaussian"
+
+
+class DiffusionPolicy(nn.Module):
+    """See the module's docstring. trainable: names of the denoisers that train; None trains all of them."""
+
+    def __init__(
+        self, family: DiffusionFamily, lora: LoraSettings | None = None, trainable: tuple[str, ...] | None = None
+    ) -> None:
+        super().__init__()
+        self.family = family
+        self.lora = lora or LoraSettings()
+        self.denoisers = nn.ModuleDict(family.denoisers())
+        self.trainable = tuple(self.denoisers) if trainable is None else trainable
+        unknown = set(self.trainable) - set(self.denoisers)
+        if unknown:
+            raise ConfigError(
+                f"trainable_models names {', '.join(sorted(unknown))}; this model has: {', '.join(self.denoisers)}"
+            )
+        self._reference: WeightCopy | None = None
+        self._encoded = PromptCache()
+        self.offload_activations = False
+        self._freeze_and_adapt()
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str, *, lora: LoraSettings | None = None, dtype: torch.dtype = torch.float32,
+        trainable: tuple[str, ...] | None = None, text_length: int | None = None, family: str = "auto",
+    ) -> DiffusionPolicy:  # fmt: skip
+        """Load a diffusers pipeline folder or hub id; 'embedded' builds the tiny SD3, or with family sd15 the tiny
+        SD 1.5. text_length: T5 or LLM tokens.
+
+        Raises ConfigError when no family here reads the pipeline's class, or when it is not the one named.
+        """
+        folder = str(embedded_folder(family)) if path == EMBEDDED else path
+        if Path(folder, MARKER).is_file():
+            text_length = text_length or TEXT_LENGTH
+        pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype)
+        adapter = family_of(pipeline, text_length)
+        if family != "auto" and FAMILY_OF_NAME[family] is not type(adapter):
+            raise ConfigError(f"family is {family}, but {path} holds a {type(pipeline).__name__}")
+        return cls(adapter, lora, trainable)
+
+    @property
+    def prediction(self) -> str:
+        return self.family.prediction
+
+    @property
+    def device(self) -> torch.device:
+        return self.family.device
+
+    def forward(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float = 1.0) -> T:
+        """Velocity (B, …), fp32; see `velocity`. The engine's hooks run through this method."""
+        kept = torch.autograd.graph.save_on_cpu() if self.offload_activations else nullcontext()
+        with kept:
+            return self.family.velocity(latents, timesteps, conditions, guidance_scale)
+
+    def velocity(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float = 1.0) -> T:
+        """latents (B, …), timesteps (B) in 0..1000, conditions from `encode_prompts`; guided when the scale is > 1."""
+        return self(latents, timesteps, conditions, guidance_scale)
+
+    def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
+        """Timesteps (K) and sigmas (K) of the model's own scheduler."""
+        return self.family.default_schedule(num_steps, latent_shape, flow_shift)
+
+    @torch.no_grad()
+    def encode_prompts(self, prompts: list[str], negative: str | None = None) -> dict[str, T]:
+        """Conditions, each (B, …). negative: for guidance, None leaves it out.
+
+        Every prompt is encoded once and by itself: what it gives does not depend on its neighbours in a batch, and so
+        not on rank count or on where a run was resumed.
+        """
+        if negative and not self.family.uses_negative:
+            raise ConfigError("this family takes its guidance as an embedding: it reads no negative prompt")
+        against = [negative] if negative is not None and self.family.uses_negative else None
+        encoded = {
+            prompt: self._encoded.get((prompt, negative), partial(self.family.encode_prompts, [prompt], against))
+            for prompt in dict.fromkeys(prompts)
+        }
+        names = next(iter(encoded.values()))
+        return {name: torch.cat([encoded[prompt][name] for prompt in prompts]).to(self.device) for name in names}
+
+    @torch.no_grad()
+    def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> dict[str, T]:
+        """Conditions of B first frames (PIL pictures), to be merged with those of the prompts; image-to-video only."""
+        return self.family.encode_first_frames(images, height, width, frames)
+
+    def decode(self, latents: T) -> T:
+        """Media in about 0..1 (not clamped): (B, 3, H, W) or (B, 3, T, H, W). Differentiable in the latents."""
+        return self.family.decode(latents)
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """Latent shape of one sample for a size in pixels."""
+        return self.family.latent_shape(height, width, frames)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def train_only(self, names: set[str]) -> None:
+        """Freeze the trained denoisers that are not named; weight decay would move them even without a gradient.
+
+        Raises ConfigError when nothing is left to train.
+        """
+        kept = tuple(name for name in self.trainable if name in names)
+        if not kept:
+            raise ConfigError(
+                f"the steps with gradient are served by {', '.join(sorted(names))}, which trainable_models leaves out"
+            )
+        for name in set(self.trainable) - set(kept):
+            self.denoisers[name].requires_grad_(False)
+        self.trainable = kept
+
+    def keep_reference(self) -> None:
+        """Remember the present weights as the reference; needed only when all weights train."""
+        if self.lora.rank == 0:
+            self._reference = WeightCopy(self.trainable_parameters())
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, the policy computes as the reference does: LoRA off, or the kept copy swapped in."""
+        if self.lora.rank == 0:
+            if self._reference is None:
+                raise RuntimeError("all weights train: call keep_reference() before the first update")
+            with self._reference.swapped():
+                yield
+            return
+        for name in self.trainable:
+            self.denoisers[name].disable_adapters()
+        try:
+            yield
+        finally:
+            for name in self.trainable:
+                self.denoisers[name].enable_adapters()
+
+    def enable_gradient_checkpointing(self, offload: bool = False) -> None:
+        """Recompute blocks in backward; offload keeps what is saved between them in host memory."""
+        self.offload_activations = offload
+        for name in self.trainable:
+            self.denoisers[name].enable_gradient_checkpointing()
+
+    def save_lora(self, folder: str | Path) -> None:
+        """Write `pytorch_lora_weights.safetensors` for the stock pipeline's `load_lora_weights`.
+
+        Every rank calls it, rank 0 writes.
+        """
+        if self.lora.rank == 0:
+            raise ConfigError("this policy trains all weights; save the pipeline instead of LoRA")
+        layers, configs = {}, {}
+        for name in self.trainable:
+            denoiser = self.denoisers[name]
+            with gathered([parameter for parameter in denoiser.parameters() if parameter.requires_grad]):
+                weights = get_peft_model_state_dict(denoiser, adapter_name=ADAPTER)
+                layers[name] = {key: value.detach().cpu().clone() for key, value in weights.items()}
+            configs[name] = denoiser.peft_config[ADAPTER].to_dict()
+        if collectives.is_rank_0():
+            self.family.save_lora(Path(folder), layers, configs)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the whole pipeline; with LoRA, the LoRA file beside the untouched base is `save_lora`.
+
+        Every rank calls it, rank 0 writes.
+        """
+        if self.lora.rank:
+            raise ConfigError("a LoRA policy is saved by save_lora; its base model did not change")
+        with gathered(list(self.parameters())):  # ZeRO-3 shards frozen denoisers too
+            if collectives.is_rank_0():
+                self.family.pipeline.save_pretrained(folder)
+        if collectives.is_rank_0() and self.family.text_length == TEXT_LENGTH:
+            Path(folder, MARKER).write_text(json.dumps({"text_length": TEXT_LENGTH}))
+
+    def _freeze_and_adapt(self) -> None:
+        for part in self.family.pipeline.components.values():
+            if isinstance(part, nn.Module):
+                part.requires_grad_(False).eval()
+        for name in self.trainable:
+            if self.lora.rank == 0:
+                self.denoisers[name].requires_grad_(True)
+                continue
+            self.denoisers[name].add_adapter(
+                LoraConfig(
+                    r=self.lora.rank,
+                    lora_alpha=self.lora.alpha,
+                    init_lora_weights=self.lora.init_weights,
+                    target_modules=list(self.lora.target_modules or self.family.lora_targets),
+                ),
+                adapter_name=ADAPTER,
+            )
+
+
+def embedded_folder(family: str = "auto") -> Path:
+    """The embedded pipeline of a family, built at the first call. Raises ConfigError where there is none."""
+    if family not in EMBEDDED_FOLDERS:
+        raise ConfigError(f"no embedded model of family {family}; there is: {', '.join(EMBEDDED_FOLDERS)}")
+    return EMBEDDED_FOLDERS[family]()
+
+
+def family_of(pipeline: DiffusionPipeline, text_length: int | None = None) -> DiffusionFamily:
+    """The adapter for a loaded pipeline; ConfigError names the known classes when there is none."""
+    return family_class(type(pipeline).__name__)(pipeline, text_length)
+
+
+def family_class(pipeline_name: str) -> type[DiffusionFamily]:
+    if pipeline_name not in FAMILIES:
+        raise ConfigError(f"no diffusion family reads {pipeline_name}; known pipelines: {', '.join(FAMILIES)}")
+    return FAMILIES[pipeline_name]
+
+
+def takes_first_frame(path: str, family: str = "auto") -> bool:
+    """Whether the model at `path` is an image-to-video model, before it is loaded: family auto reads model_index.json.
+
+    Raises ConfigError where there is no diffusers pipeline, or one that no family reads.
+    """
+    if family != "auto":
+        return FAMILY_OF_NAME[family].takes_first_frame
+    if path == EMBEDDED:
+        return False
+    try:
+        index = DiffusionPipeline.load_config(path)
+    except OSError as error:
+        raise ConfigError(f"{path} is no diffusers pipeline folder or hub name that this machine can reach") from error
+    return family_class(index["_class_name"]).takes_first_frame

@@ -1,0 +1,88 @@
+"""The policy: a transformers model that scores the response tokens of rollouts and experience."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from ...batches.model_inputs import ModelInputs
+from ...rollout.engine import ScoringRule
+from ..logprobs import LogProbLinear
+from .backbone import Backbone
+
+T = torch.Tensor
+
+
+@dataclass
+class ActorOutput:
+    """log_probs and entropy (nats), each (B, A) float32 with 0 where the action mask is false."""
+
+    log_probs: T
+    entropy: T | None
+
+
+class Actor(nn.Module):
+    """Scores responses under the distribution that they were sampled from.
+
+    model: a transformers model with a language-model head, or a peft model around one. banned_ids: tokens that the
+    engine never samples; they leave the softmax here too. eos_ids: end tokens, banned on the first tokens of a response
+    where the rule says so.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel, banned_ids: list[int], eos_ids: list[int]):
+        super().__init__()
+        self.model = model
+        transformer = self.transformer
+        self.head = [LogProbLinear.adopt(transformer.get_output_embeddings())]  # in a list: not a second child module
+        self.backbone = Backbone(transformer)
+        self.register_buffer("banned_ids", torch.tensor(banned_ids, dtype=torch.long), persistent=False)
+        self.register_buffer("eos_ids", torch.tensor(sorted(set(eos_ids)), dtype=torch.long), persistent=False)
+        with_eos = sorted({*banned_ids, *eos_ids})
+        self.register_buffer("banned_with_eos", torch.tensor(with_eos, dtype=torch.long), persistent=False)
+
+    @property
+    def transformer(self) -> PreTrainedModel:
+        """The transformers model, without a peft wrapper around it."""
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+
+    @property
+    def config(self):
+        return self.transformer.config
+
+    def forward(self, inputs: ModelInputs, rule: ScoringRule, with_entropy: bool = True) -> ActorOutput:
+        """Log-probs and entropy of every action. Raises DataError when images and placeholders do not match."""
+        hidden = self.backbone.hidden_states(inputs)
+        mask = inputs.action_mask
+        rows = inputs.action_rows()[mask]
+        targets = inputs.sequences.flatten()[rows + 1]
+        columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)[mask]
+        log_probs, entropy = self._score(hidden[rows], targets, columns, rule, with_entropy)
+        return ActorOutput(_scatter(log_probs, mask), _scatter(entropy, mask) if with_entropy else None)
+
+    def _score(self, hidden: T, targets: T, columns: T, rule: ScoringRule, with_entropy: bool):
+        """(N) log-probs and entropy of N actions at response positions `columns`."""
+        temperature: float | T = rule.temperature
+        if rule.first_token_temperature is not None:
+            temperature = torch.full_like(hidden[:, 0], rule.temperature, dtype=torch.float32)
+            temperature[columns == 0] = rule.first_token_temperature
+        head = self.head[0]
+        if not rule.eos_banned_tokens:
+            return head(hidden, targets, temperature, self.banned_ids, with_entropy)
+        early = columns < rule.eos_banned_tokens
+        log_probs, entropy = hidden.new_zeros(len(targets), dtype=torch.float32), None
+        entropy = torch.zeros_like(log_probs) if with_entropy else None
+        for where, banned in ((early, self.banned_with_eos), (~early, self.banned_ids)):
+            part = temperature[where] if isinstance(temperature, T) else temperature
+            scored, spread = head(hidden[where], targets[where], part, banned, with_entropy)
+            log_probs = log_probs.masked_scatter(where, scored)
+            entropy = entropy.masked_scatter(where, spread) if with_entropy else None
+        return log_probs, entropy
+
+
+def _scatter(values: T, mask: T) -> T:
+    """(N) values at the true places of mask (B, A), zeros elsewhere; differentiable."""
+    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)

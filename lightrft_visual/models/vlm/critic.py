@@ -1,0 +1,34 @@
+"""The value model of PPO: the actor's kind of backbone with a linear value head."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+from transformers import PreTrainedModel
+
+from ...batches.model_inputs import ModelInputs
+from .backbone import Backbone
+
+T = torch.Tensor
+
+
+class Critic(nn.Module):
+    """Values of the states that each action was taken in: the position before the action.
+
+    The language-model head is dropped and a value head put in its place, starting at zero, so that first values are 0.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.backbone = Backbone(model)
+        self.model = self.backbone.base
+        hidden_size = model.config.get_text_config().hidden_size
+        self.value_head = nn.Linear(hidden_size, 1, bias=True)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, inputs: ModelInputs) -> T:
+        """(B, A) float32 values, 0 where the action mask is false."""
+        hidden = self.backbone.hidden_states(inputs)
+        values = self.value_head(hidden[inputs.action_rows()].to(self.value_head.weight.dtype)).squeeze(-1).float()
+        return values.masked_fill(~inputs.action_mask, 0.0)

@@ -1,0 +1,69 @@
+"""Rewards with a gradient in the pixels, for Reward FL, by name or from a user's file."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError, RewardError
+from ..functions.shape_match import shape_match
+from ..local.callables import load_reward_fn
+from ..naming import nearest
+from .face import face_similarity
+
+T = torch.Tensor
+# (media (B, 3, H, W) or (B, 3, T, H, W) in about 0..1 with gradient, prompts, metadata) -> scores (B), valid (B) bool
+PixelReward = Callable[[T, list[str], list[dict[str, Any]]], tuple[T, T]]
+
+
+def embedded_shape_match() -> PixelReward:
+    """The embedded task's measure; a caption without a known colour and shape is invalid."""
+
+    def score(media: T, prompts: list[str], metadata: list[dict[str, Any]]) -> tuple[T, T]:
+        found = shape_match(media, prompts)
+        return found["score"], found["valid"]
+
+    return score
+
+
+# name -> factory, whose parameters are the settings in algorithm.differentiable_kwargs
+DIFFERENTIABLE_REWARDS: dict[str, Callable[..., PixelReward]] = {
+    "shape_match": embedded_shape_match,
+    "face_similarity": face_similarity,
+}
+
+
+def load_differentiable(name: str, settings: Mapping[str, Any] | None = None) -> PixelReward:
+    """A name of DIFFERENTIABLE_REWARDS built with its settings, or `path.py:function`, which takes none.
+
+    Raises ConfigError, with the nearest name, for an unknown name or setting, and for a missing one.
+    """
+    settings = dict(settings or {})
+    if ".py:" in name:
+        if settings:
+            raise ConfigError(f"differentiable_kwargs are settings of the built-in rewards; {name} takes none")
+        return load_reward_fn(name)
+    if name not in DIFFERENTIABLE_REWARDS:
+        raise ConfigError(f"unknown differentiable_reward {name!r}{nearest(name, DIFFERENTIABLE_REWARDS)}")
+    factory = DIFFERENTIABLE_REWARDS[name]
+    parameters = inspect.signature(factory).parameters
+    for key in settings:
+        if key not in parameters:
+            raise ConfigError(f"differentiable_reward {name} has no setting {key!r}{nearest(key, parameters)}")
+    for key, parameter in parameters.items():
+        if parameter.default is parameter.empty and key not in settings:
+            raise ConfigError(f"differentiable_reward {name} needs differentiable_kwargs.{key}")
+    return factory(**settings)
+
+
+def check_scores(scores: T, valid: T, count: int, name: str) -> None:
+    """Raise RewardError unless there is one finite score for each valid sample, with a gradient."""
+    if scores.shape != (count,) or valid.shape != (count,):
+        raise RewardError(f"{name}: {tuple(scores.shape)} scores and {tuple(valid.shape)} marks for {count} samples")
+    if not bool(torch.isfinite(scores.detach()[valid]).all()):
+        raise RewardError(f"{name}: a score that is marked valid is not finite")
+    if bool(valid.any()) and not scores.requires_grad:
+        raise RewardError(f"{name}: its scores carry no gradient, so there is nothing to learn from")

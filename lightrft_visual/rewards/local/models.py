@@ -1,0 +1,224 @@
+"""Local reward models: checkpoints of sequence classifiers and vision-language models, torch modules, engine-backed
+models. Each is on the accelerator only while it scores, one after the other, unless reward_cpu_offload is off."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer
+
+from ...batches.model_inputs import ModelInputs
+from ...config.vl import RewardConfig
+from ...errors import ConfigError, RewardError
+from ...models.reward_model import HEAD_FILE, VLRewardModel
+from ...strategy.offload import on_device
+from ..batch import Call, RewardBatch, Scores
+from ..scorers import Source
+from .callables import MAX_SCORE, as_list, callable_name
+
+T = torch.Tensor
+BATCH_SIZE = 8
+
+
+def local_model_source(name: str, model: Any, config: RewardConfig, tokenizer: Any, packing: bool) -> Source:
+    """The source for a checkpoint folder or hub name, a torch module, or an engine-backed model."""
+    if isinstance(model, (str, Path)):
+        return load_reward_model(name, str(model), config.reward_cpu_offload)
+    if not callable(model):
+        raise ConfigError(f"reward model {name} is a {type(model).__name__}; give a folder, a module or a callable")
+    target = model.forward if isinstance(model, nn.Module) else model
+    if "prompt_and_outputs" in inspect.signature(target).parameters or not isinstance(model, nn.Module):
+        return EngineModel(name, model)
+    pad_id = 0 if tokenizer is None or tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return TorchModel(name, model, pad_id, config.reward_cpu_offload, packing)
+
+
+def load_reward_model(name: str, path: str, offload: bool) -> Source:
+    """A checkpoint as a source. Raises ConfigError when it is missing or is no reward model."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"reward model {name}: {path} is no transformers checkpoint") from error
+    architecture = (config.architectures or [""])[0]
+    if Path(path, HEAD_FILE).is_file() or (config.to_dict().get("vision_config") and "Sequence" not in architecture):
+        return VLModel(name, VLRewardModel.from_pretrained(path), AutoProcessor.from_pretrained(path), offload)
+    if not architecture.endswith("ForSequenceClassification"):
+        raise ConfigError(
+            f"reward model {name}: {path} holds {architecture or 'no model class'}; a reward model is a "
+            f"...ForSequenceClassification checkpoint, or a vision-language one with {HEAD_FILE}"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    if model.config.num_labels != 1:
+        raise ConfigError(f"reward model {name}: {path} has {model.config.num_labels} outputs; a reward model has one")
+    return TextModel(name, model, tokenizer, offload)
+
+
+def to_scores(raw: Sequence[float | None], too_long: int = 0) -> Scores:
+    """Scores of a model: None (too long) and numbers that are not finite or beyond ±MAX_SCORE are failed."""
+    values = torch.tensor([float("nan") if value is None else value for value in raw], dtype=torch.float64)
+    broken = ~torch.isfinite(values) | (values.abs() > MAX_SCORE)
+    values[broken] = float("nan")
+    reasons: Counter[str] = Counter()
+    if too_long:
+        reasons["longer than the reward model's limit"] = too_long
+    if int(broken.sum()) > too_long:
+        reasons["the model's score is no finite number or too large"] = int(broken.sum()) - too_long
+    return Scores(values, broken, {}, reasons)
+
+
+def by_length(lengths: Sequence[int], exact: bool = False) -> list[list[int]]:
+    """Index batches of at most BATCH_SIZE, sorted by length so that little is padded; `exact`: only equal lengths."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        fits = batches and len(batches[-1]) < BATCH_SIZE
+        if fits and not (exact and lengths[batches[-1][0]] != lengths[index]):
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+class TextModel:
+    """A transformers sequence classifier with one output, over prompt and response as one text."""
+
+    def __init__(self, name: str, model: nn.Module, tokenizer: Any, offload: bool) -> None:
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        model.config.pad_token_id = tokenizer.pad_token_id
+        self.name, self.model, self.tokenizer, self.offload = name, model, tokenizer, offload
+        known = model.config.get_text_config().to_dict().get("max_position_embeddings") or math.inf
+        self.limit = min(known, tokenizer.model_max_length)
+
+    def score(self, batch: RewardBatch, call: Call) -> Scores:
+        """A text longer than the model's limit is failed, not cut."""
+        ids = self.tokenizer(batch.queries, add_special_tokens=False)["input_ids"]
+        fitting = [i for i, row in enumerate(ids) if 0 < len(row) <= self.limit]
+        raw: list[float | None] = [None] * len(batch)
+        with on_device(self.model, call.device, self.offload) as model:
+            for group in by_length([len(ids[i]) for i in fitting]):
+                places = [fitting[i] for i in group]
+                padded = self.tokenizer.pad({"input_ids": [ids[i] for i in places]}, return_tensors="pt")
+                logits = model(**padded.to(call.device)).logits.float().flatten().tolist()
+                for place, value in zip(places, logits):
+                    raw[place] = value
+        return to_scores(raw, too_long=len(batch) - len(fitting))
+
+
+class VLModel:
+    """A `VLRewardModel` over prompt, response and pictures, by its own processor. The prompt's picture placeholders
+    must be those of the reward model's family."""
+
+    def __init__(self, name: str, model: VLRewardModel, processor: Any, offload: bool) -> None:
+        self.name, self.model, self.processor, self.offload = name, model, processor, offload
+
+    def score(self, batch: RewardBatch, call: Call) -> Scores:
+        raw: list[float | None] = [None] * len(batch)
+        with on_device(self.model, call.device, self.offload) as model:
+            for group in by_length([len(query) for query in batch.queries]):
+                values = model(self._inputs(batch.select(group), call.device)).tolist()
+                for place, value in zip(group, values):
+                    raw[place] = value
+        return to_scores(raw)
+
+    def _inputs(self, part: RewardBatch, device: Any) -> ModelInputs:
+        images = [image for row in part.images for image in row if image is not None]
+        given = self.processor(text=part.queries, images=images or None, padding=True, return_tensors="pt").to(device)
+        mask = given["attention_mask"]
+        return ModelInputs(
+            sequences=given["input_ids"],
+            attention_mask=mask,
+            action_mask=torch.zeros_like(mask[:, :1], dtype=torch.bool),
+            pixel_values=given.get("pixel_values"),
+            image_grid_thws=given.get("image_grid_thw"),
+        )
+
+
+class TorchModel:
+    """A torch module given directly: called as `rm(sequences, attention_mask)` with the policy's own token ids.
+
+    It returns scores (n) or (n, 1), an output with `logits`, or {"score": T}. It sees no pictures. `packing`: rows of
+    equal length only share a call, so that it never sees padding.
+    """
+
+    def __init__(self, name: str, model: nn.Module, pad_id: int, offload: bool, packing: bool) -> None:
+        self.name, self.model, self.pad_id, self.offload, self.packing = name, model, pad_id, offload, packing
+
+    def score(self, batch: RewardBatch, call: Call) -> Scores:
+        if not batch.sequence_tokens:
+            raise RewardError(f"reward model {self.name} reads token ids, which generated media do not have")
+        raw: list[float | None] = [None] * len(batch)
+        with on_device(self.model, call.device, self.offload) as model:
+            for group in by_length([len(row) for row in batch.sequence_tokens], exact=self.packing):
+                rows = [batch.sequence_tokens[i] for i in group]
+                values = self._run(model, rows, call.device)
+                for place, value in zip(group, values):
+                    raw[place] = value
+        return to_scores(raw)
+
+    def _run(self, model: nn.Module, rows: Sequence[T], device: Any) -> list[float]:
+        ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=self.pad_id)
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        values = read_output(model(ids.to(device), mask.to(device)), self.name)
+        if values.numel() != len(rows):
+            raise RewardError(f"reward model {self.name} returned {values.numel()} scores for {len(rows)} samples")
+        return values.flatten().tolist()
+
+
+def read_output(output: Any, name: str) -> T:
+    """Scores of a module: a tensor, a mapping with `score` or `logits`, or an output object with `logits`."""
+    if isinstance(output, torch.Tensor):
+        return output.detach().float().cpu()
+    fields = output if isinstance(output, Mapping) else {}  # the outputs of transformers are mappings too
+    found = next((fields[key] for key in ("score", "logits") if key in fields), None)
+    if not isinstance(found, torch.Tensor):
+        raise RewardError(f"reward model {name} returned {type(output).__name__} without score or logits")
+    return found.detach().float().cpu()
+
+
+class EngineModel:
+    """An engine-backed reward model (LightRFT): called once for all samples as `rm(None, None, prompt_and_outputs=,
+    raw_images=, img_num=, references=, labels=)`; returns scores or {"score": T}. Unusable scores are failed."""
+
+    def __init__(self, name: str, model: Callable[..., Any]) -> None:
+        self.name, self.model = name, model
+
+    def score(self, batch: RewardBatch, call: Call) -> Scores:
+        arguments = {
+            "prompt_and_outputs": batch.queries,
+            "raw_images": batch.images,
+            "img_num": [len(row) for row in batch.images],
+            "references": batch.references,
+            "labels": batch.labels,
+        }
+        try:
+            output = self.model(None, None, **arguments)
+        except Exception as error:
+            raise RewardError(f"reward model {self.name} raised {type(error).__name__}") from error
+        entries = self._entries(output)
+        if len(entries) != len(batch):
+            what = callable_name(self.model)
+            raise RewardError(f"reward model {self.name} ({what}) gave {len(entries)} scores for {len(batch)} samples")
+        return to_scores([number_or_nan(entry) for entry in entries])
+
+    def _entries(self, output: Any) -> Sequence[Any]:
+        if not isinstance(output, Mapping):
+            return as_list(output, self.name, "reward model")
+        if "score" not in output:
+            raise RewardError(f"reward model {self.name} returned a {type(output).__name__} without score")
+        return as_list(output["score"], self.name, "reward model")
+
+
+def number_or_nan(entry: Any) -> float:
+    """A model's score as a float; NaN, which is failed, for whatever is no single number."""
+    try:
+        return float(entry)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return float("nan")

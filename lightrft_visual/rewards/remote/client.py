@@ -1,0 +1,298 @@
+"""Remote rewards over HTTP: concurrent, retried where that can help, bounded by a deadline, never a silent 0.
+
+Requests of all servers and micro-batches run at once on one httpx client in a background event loop. Whatever goes
+wrong makes the samples of that request invalid, with the server's name and the kind of failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio
+import httpx
+
+from ...config.vl import RewardConfig
+from ...errors import ConfigError, RewardError
+from ..background import BackgroundLoop
+from ..batch import Call, PendingSource, RewardBatch, Scores
+from .wire import BadReply, decode_reply, encode_request
+
+MAX_REPLY_BYTES = 64 * 1024 * 1024
+FIRST_WAIT = 0.25  # seconds before the first retry
+_SECRET = re.compile(r"(?i)(token|key|secret|passw)[^=&]*=")
+GATEWAY_ALONE = (502, 504)  # a gateway says that the server behind it does not answer
+SHUN_SECONDS = 30.0  # a replica that failed is tried last for this long
+
+
+def check_url(url: str) -> None:
+    """Raise ConfigError unless the URL is http(s) with a host, and holds no secret: URLs are written to files."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"reward URL {server_name(url)!r}: write it as http://host:port/path")
+    if parts.username or parts.password or _SECRET.search(parts.query):
+        raise ConfigError(
+            f"reward URL {server_name(url)!r} holds a password or key, which would end up in files: "
+            "put it into an environment variable and name that in reward_token_env"
+        )
+
+
+def server_name(url: str) -> str:
+    """The URL without user, password and query, for messages."""
+    scheme, _, rest = url.split("?")[0].split("#")[0].rpartition("://")
+    host, slash, path = rest.partition("/")
+    return (scheme + "://" if scheme else "") + host.rpartition("@")[2] + slash + path
+
+
+class RequestFailed(Exception):
+    """One attempt failed. retry: trying the same server again can help. move: another replica can help.
+    wait: seconds the server asked for. answered: the server is there; what it said concerns this request alone."""
+
+    def __init__(
+        self, reason: str, *, retry: bool, move: bool = True, wait: float = 0.0, answered: bool = True
+    ) -> None:
+        super().__init__(reason)
+        self.retry, self.move, self.wait, self.answered = retry, move, wait, answered
+
+
+@dataclass
+class HttpSettings:
+    """timeout: deadline of one request, retries and failover included, seconds. retries: on connection errors, 429 and
+    5xx only. concurrency: requests in flight at once. token: sent as a bearer token."""
+
+    timeout: float = 60.0
+    retries: int = 3
+    concurrency: int = 32
+    token: str | None = None
+    wire: str = "lightrft"
+    image_format: str = "png"
+
+
+@dataclass
+class Phase:
+    """What one scoring call has learned about one reward: queued requests to a dead server fail at once.
+
+    answered: there was an answer of any kind, so the server is not dead. gave_up: why a request got none at all."""
+
+    answered: bool = False
+    gave_up: str | None = None
+
+
+@dataclass
+class Exchange:
+    """One request on its way. decode: reads the parsed reply, or raises BadReply. place: its number in the call, which
+    spreads requests over replicas. deadline: set when the request gets its first slot."""
+
+    replicas: list[str]
+    content: bytes
+    decode: Callable[[Any], Any]
+    place: int = 0
+    phase: Phase = field(default_factory=Phase)
+    deadline: float | None = None
+
+    def start(self, seconds: float) -> None:
+        """Begin the time limit, once. Raises RequestFailed when requests before this one found the server dead."""
+        if self.deadline is not None:
+            return
+        self.deadline = time.monotonic() + seconds
+        if self.phase.gave_up is not None and not self.phase.answered:
+            raise RequestFailed(self.phase.gave_up, retry=False, answered=False)
+
+
+class RemoteClient:
+    """One httpx client and event loop for all remote rewards of an engine."""
+
+    def __init__(self, settings: HttpSettings) -> None:
+        self.settings = settings
+        self.loop = BackgroundLoop("reward-http")
+        self._failed_at: dict[str, float] = {}
+        self.loop.run(self._open())
+
+    @classmethod
+    def from_config(cls, config: RewardConfig) -> RemoteClient:
+        """Raises ConfigError when `reward_token_env` names a variable that is not set."""
+        return cls(
+            HttpSettings(
+                timeout=config.reward_timeout,
+                retries=config.reward_retries,
+                concurrency=config.reward_concurrency,
+                token=token_from_env(config.reward_token_env),
+                wire=config.reward_wire,
+                image_format=config.reward_image_format,
+            )
+        )
+
+    async def _open(self) -> None:
+        limit = self.settings.concurrency
+        headers = {"Authorization": f"Bearer {self.settings.token}"} if self.settings.token else {}
+        self._slots = asyncio.Semaphore(limit)
+        self._http = httpx.AsyncClient(
+            headers=headers,
+            timeout=None,  # asyncio.timeout bounds each attempt as a whole
+            limits=httpx.Limits(max_connections=limit, max_keepalive_connections=limit),
+            trust_env=False,
+        )
+        async with anyio.Lock():  # imports what httpx would import at its first request, which takes 0.1 s
+            await anyio.sleep(0)
+
+    def close(self) -> None:
+        self.loop.run(self._http.aclose())
+        self.loop.close()
+
+    async def exchange(self, exchange: Exchange) -> Any:
+        """What `decode` makes of the reply. Raises RequestFailed with server and reason, at the latest at the deadline.
+
+        The deadline runs from when the request gets its first slot. Replicas are tried in turn, each with its share of
+        the time that is left; then, where retrying can help, all again after a wait that grows geometrically from
+        FIRST_WAIT to a sixth of the timeout, so that few retries outlast both a hiccup and a restart.
+        """
+        attempt = 0
+        while True:
+            try:
+                return await self._round(exchange)
+            except RequestFailed as failure:
+                wait = max(self._wait(attempt), failure.wait)
+                attempt += 1
+                if not failure.retry or attempt > self.settings.retries or time.monotonic() + wait >= exchange.deadline:
+                    if not failure.answered:
+                        exchange.phase.gave_up = str(failure)
+                    raise
+            await asyncio.sleep(wait)
+
+    def _wait(self, attempt: int) -> float:
+        last = max(FIRST_WAIT, self.settings.timeout / 6)
+        steps = max(1, self.settings.retries - 1)
+        return FIRST_WAIT * (last / FIRST_WAIT) ** (attempt / steps)
+
+    async def _round(self, exchange: Exchange) -> Any:
+        """Every replica once, those that failed lately last."""
+        order = self._order(exchange)
+        failures: list[RequestFailed] = []
+        for position, url in enumerate(order):
+            async with self._slots:
+                exchange.start(self.settings.timeout)
+                left = max(0.0, exchange.deadline - time.monotonic()) / (len(order) - position)
+                try:
+                    result = await self._attempt(url, exchange, left)
+                except RequestFailed as failure:
+                    self._failed_at[url] = time.monotonic()
+                    exchange.phase.answered |= failure.answered
+                    failures.append(failure)
+                    if failure.move:
+                        continue
+                    break
+            self._failed_at.pop(url, None)
+            exchange.phase.answered = True
+            return result
+        raise next((f for f in failures if f.retry), failures[-1])
+
+    def _order(self, exchange: Exchange) -> list[str]:
+        turn, now = exchange.place % len(exchange.replicas), time.monotonic()
+        rotated = exchange.replicas[turn:] + exchange.replicas[:turn]
+        return sorted(rotated, key=lambda url: now - self._failed_at.get(url, now - SHUN_SECONDS) < SHUN_SECONDS)
+
+    async def _attempt(self, url: str, exchange: Exchange, seconds: float) -> Any:
+        name = server_name(url)
+        try:
+            async with asyncio.timeout(seconds):
+                status, headers, data = await self._post(url, exchange.content)
+        except TimeoutError:
+            reason = f"{name}: no reply within {self.settings.timeout:g} s"
+            raise RequestFailed(reason, retry=False, answered=False) from None
+        except httpx.TransportError as error:
+            reason = f"{name}: connection failed ({type(error).__name__})"
+            raise RequestFailed(reason, retry=True, answered=False) from None
+        if status == 429 or status >= 500:
+            answered = status not in GATEWAY_ALONE
+            raise RequestFailed(f"{name}: HTTP {status}", retry=True, wait=_retry_after(headers), answered=answered)
+        if status != 200:
+            raise RequestFailed(f"{name}: HTTP {status}", retry=False, move=False)
+        return self._read(name, data, exchange)
+
+    @staticmethod
+    def _read(name: str, data: bytes | None, exchange: Exchange) -> Any:
+        if data is None:
+            raise RequestFailed(f"{name}: the reply is larger than {MAX_REPLY_BYTES} bytes", retry=False)
+        try:
+            return exchange.decode(json.loads(data))
+        except BadReply as problem:
+            raise RequestFailed(f"{name}: {problem}", retry=False) from None
+        except (ValueError, RecursionError):
+            raise RequestFailed(f"{name}: the reply is not JSON", retry=False) from None
+
+    async def _post(self, url: str, content: bytes) -> tuple[int, httpx.Headers, bytes | None]:
+        headers = {"Content-Type": "application/json"}
+        async with self._http.stream("POST", url, content=content, headers=headers) as response:
+            data = bytearray()
+            async for part in response.aiter_bytes():
+                data += part
+                if len(data) > MAX_REPLY_BYTES:
+                    return response.status_code, response.headers, None
+            return response.status_code, response.headers, bytes(data)
+
+
+def token_from_env(variable: str | None) -> str | None:
+    """The token in an environment variable; ConfigError when a variable is named and not set."""
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ConfigError(f"the environment variable {variable}, which should hold the reward token, is not set")
+    return os.environ[variable]
+
+
+def _retry_after(headers: httpx.Headers) -> float:
+    value = headers.get("retry-after", "")
+    return float(value) if value.isdigit() else 0.0
+
+
+class RemoteReward(PendingSource):
+    """One remote reward: `url`, or `url|url|...` for replicas that serve the same one."""
+
+    def __init__(self, entry: str, client: RemoteClient, wire: str | None = None) -> None:
+        self.replicas = [url.strip() for url in entry.split("|") if url.strip()]
+        for url in self.replicas or [entry]:
+            check_url(url)
+        self.name = server_name(self.replicas[0])
+        self._client, self._wire = client, wire or client.settings.wire
+
+    def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
+        """Send all chunks at once; the future never fails for what a server does."""
+        return self._client.loop.submit(self._score(batch, call))
+
+    async def _score(self, batch: RewardBatch, call: Call) -> Scores:
+        phase = Phase()
+        chunks = batch.chunks(call.chunk)
+        return Scores.join(await asyncio.gather(*(self._chunk(c, call, i, phase) for i, c in enumerate(chunks))))
+
+    async def _chunk(self, batch: RewardBatch, call: Call, place: int, phase: Phase) -> Scores:
+        content = await asyncio.to_thread(self._body, batch, call)
+        decode = partial(decode_reply, size=len(batch))
+        try:
+            scores = await self._client.exchange(Exchange(self.replicas, content, decode, place, phase))
+        except RequestFailed as failure:
+            return Scores.all_failed(len(batch), str(failure))
+        scores.reasons = Counter({f"{self.name}: {reason}": count for reason, count in scores.reasons.items()})
+        return scores
+
+    def _body(self, batch: RewardBatch, call: Call) -> bytes:
+        encode = partial(call.encoded.encode, image_format=self._client.settings.image_format)
+        try:
+            return json.dumps(encode_request(batch, self._wire, encode)).encode()
+        except RewardError:
+            raise
+        except Exception as error:
+            raise RewardError(f"a request to {self.name} cannot be written: {type(error).__name__}") from None

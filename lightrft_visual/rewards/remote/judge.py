@@ -1,0 +1,198 @@
+"""Generative judges: a model reads prompt, response and pictures and writes a score, which is parsed from its text.
+
+`Judging` says how to ask and how to read; `HTTPJudge` asks an OpenAI-compatible server (such as `vllm serve`),
+`EngineJudge` a vLLM engine in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from ..batch import Call, PendingSource, RewardBatch, Scores
+from .client import Exchange, Phase, RemoteClient, RequestFailed, check_url, server_name
+from .wire import BadReply
+
+TEXT_QUESTION = (
+    "You grade answers. Question:\n{prompt}\n\nReference answer:\n{reference}\n\nAnswer to grade:\n{response}\n\n"
+    "How good is the answer, from {low:g} (wrong) to {high:g} (perfect)? End with a line `Score: <number>`."
+)
+MEDIA_QUESTION = (
+    "The picture was made for this description:\n{prompt}\n\nHow well does it show the description, and how good does "
+    "it look, from {low:g} (not at all) to {high:g} (perfectly)? End with a line `Score: <number>`."
+)
+SCORE_PATTERN = r"(?i)score(?:\s+is|\s+of)?[^\w-]{0,5}(-?\d+(?:\.\d+)?)"
+
+
+@dataclass(frozen=True)
+class Judging:
+    """How a judge is asked and read. question: a template with {prompt}, {response}, {reference}, {low}, {high}.
+    pattern: a regular expression whose first group is the score; its last match counts. The score must lie in
+    [low, high], else it is failed, and is mapped to 0..1."""
+
+    question: str | None = None
+    pattern: str = SCORE_PATTERN
+    low: float = 0.0
+    high: float = 10.0
+    max_tokens: int = 256
+    system: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ConfigError(f"judge: low is {self.low} and high is {self.high}; low must be smaller")
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ConfigError(f"judge: the pattern is not a regular expression: {error}") from error
+        if groups < 1:
+            raise ConfigError("judge: the pattern needs a group (...) around the number")
+        try:
+            self._fill("", "", "", self.question or "")
+        except (KeyError, IndexError, ValueError) as error:
+            raise ConfigError(f"judge: the question has an unknown field {error}") from error
+
+    def _fill(self, prompt: str, response: str, reference: str, question: str) -> str:
+        return question.format(prompt=prompt, response=response, reference=reference, low=self.low, high=self.high)
+
+    def messages(self, batch: RewardBatch, index: int, image_part: Any) -> list[dict[str, Any]]:
+        """Chat messages about one sample, its pictures first; image_part makes a content part of a picture."""
+        question = self.question or (MEDIA_QUESTION if batch.generated else TEXT_QUESTION)
+        reference = batch.references[index]
+        text = self._fill(
+            batch.prompts[index], batch.responses[index], "(none)" if reference is None else str(reference), question
+        )
+        pictures = [image_part(frame) for frame in batch.frames(index)]
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]
+
+    def read(self, text: str) -> float:
+        """The score in 0..1. Raises BadReply when the text has none in range."""
+        found = re.findall(self.pattern, text)
+        if not found:
+            raise BadReply("the judge's text has no score")
+        last = found[-1][0] if isinstance(found[-1], tuple) else found[-1]
+        try:
+            value = float(last)
+        except ValueError:
+            raise BadReply("the judge's score is not a number") from None
+        if not self.low <= value <= self.high:
+            raise BadReply(f"the judge's score is outside {self.low:g} to {self.high:g}")
+        return (value - self.low) / (self.high - self.low)
+
+
+def collect(outcomes: Sequence[float | str]) -> Scores:
+    """Scores from numbers and, for failed samples, reasons."""
+    numbers = [outcome if isinstance(outcome, float) else float("nan") for outcome in outcomes]
+    reasons = Counter(outcome for outcome in outcomes if isinstance(outcome, str))
+    values = torch.tensor(numbers, dtype=torch.float64)
+    return Scores(values, values.isnan(), {}, reasons)
+
+
+@dataclass
+class HTTPJudge(PendingSource):
+    """An OpenAI-compatible chat server as a judge, one request a sample. url: its base, such as
+    http://host:8000/v1, or `a|b` for replicas. Unusable answers are failed, with the server's name."""
+
+    url: str
+    model: str
+    client: RemoteClient
+    judging: Judging = field(default_factory=Judging)
+
+    def __post_init__(self) -> None:
+        bases = [base.strip().rstrip("/") for base in self.url.split("|") if base.strip()]
+        for base in bases or [self.url]:
+            check_url(base)
+        self.replicas = [f"{base}/chat/completions" for base in bases]
+        self.name = server_name(self.replicas[0])
+
+    def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
+        return self.client.loop.submit(self._score(batch, call))
+
+    async def _score(self, batch: RewardBatch, call: Call) -> Scores:
+        phase = Phase()
+        return collect(await asyncio.gather(*(self._one(batch, i, call, phase) for i in range(len(batch)))))
+
+    async def _one(self, batch: RewardBatch, index: int, call: Call, phase: Phase) -> float | str:
+        content = await asyncio.to_thread(self._body, batch, index, call)
+        try:
+            return await self.client.exchange(Exchange(self.replicas, content, self._decode, index, phase))
+        except RequestFailed as failure:
+            return str(failure)
+
+    def _body(self, batch: RewardBatch, index: int, call: Call) -> bytes:
+        kind = self.client.settings.image_format
+        encode = partial(call.encoded.encode, image_format=kind)
+
+        def part(image: Any) -> dict[str, Any]:
+            return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{encode(image)}"}}
+
+        body = {
+            "model": self.model,
+            "messages": self.judging.messages(batch, index, part),
+            "temperature": 0.0,
+            "max_tokens": self.judging.max_tokens,
+        }
+        return json.dumps(body).encode()
+
+    def _decode(self, reply: Any) -> float:
+        try:
+            text = reply["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            raise BadReply("the reply is no chat completion") from None
+        if not isinstance(text, str):
+            raise BadReply("the judge gave no text")
+        return self.judging.read(text)
+
+
+class EngineJudge:
+    """A vLLM engine (`vllm.LLM`) in this process as a judge; all samples in one call of its `chat`.
+
+    It can also be called like any engine-backed reward model: `rm(None, None, prompt_and_outputs=, raw_images=, ...)`.
+    """
+
+    def __init__(self, name: str, engine: Any, judging: Judging | None = None) -> None:
+        self.name, self.engine, self.judging = name, engine, judging or Judging()
+
+    def score(self, batch: RewardBatch, call: Call | None = None) -> Scores:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0.0, max_tokens=self.judging.max_tokens)
+        conversations = [
+            self.judging.messages(batch, i, lambda image: {"type": "image_pil", "image_pil": image.convert("RGB")})
+            for i in range(len(batch))
+        ]
+        outputs = self.engine.chat(conversations, parameters, use_tqdm=False)
+        return collect([self._read(output.outputs[0].text) for output in outputs])
+
+    def _read(self, text: str) -> float | str:
+        try:
+            return self.judging.read(text)
+        except BadReply as problem:
+            return f"{self.name}: {problem}"
+
+    def __call__(self, sequences: Any, attention_mask: Any, **inputs: Any) -> Mapping[str, torch.Tensor]:
+        """LightRFT's form: {"score": (n) float32}, NaN where the text has no score."""
+        queries = inputs["prompt_and_outputs"]
+        size = len(queries)
+        batch = RewardBatch(
+            prompts=[""] * size,
+            responses=list(queries),
+            labels=inputs.get("labels") or [None] * size,
+            references=inputs.get("references") or [None] * size,
+            metadata=[{} for _ in range(size)],
+            images=[list(row or []) for row in inputs.get("raw_images") or [[]] * size],
+            videos=[[] for _ in range(size)],
+            ids=list(range(size)),
+            group_ids=list(range(size)),
+        )
+        return {"score": self.score(batch).values.float()}

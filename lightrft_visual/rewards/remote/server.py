@@ -1,0 +1,307 @@
+"""A reward server: any scorer or callable behind POST /reward, with batching, /health and /metrics.
+
+JSON only, either wire of `wire.py`. Limits on body, samples and pictures hold before anything is decoded; answers and
+logs never repeat what was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from ...errors import ConfigError, DataError, RewardError
+from ..batch import Call, RewardBatch, Scores
+from ..imaging import MAX_PIXELS
+from ..local.callables import CallableSource
+from ..scorers import Source
+from .wire import decode_request, encode_reply
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """max_batch: samples that requests are merged into. max_wait: seconds a request waits for others to join.
+    max_waiting: requests held at once; more are answered 503, which clients retry.
+    token: required as a bearer token when set. device: where model-based scorers run."""
+
+    max_batch: int = 64
+    max_wait: float = 0.005
+    max_body_bytes: int = 256 * 1024 * 1024
+    max_samples: int = 1024
+    max_waiting: int = 256
+    max_images: int = 32
+    max_pixels: int = MAX_PIXELS
+    token: str | None = None
+    device: str = "cpu"
+
+
+@dataclass
+class Counts:
+    """What /metrics tells."""
+
+    requests: int = 0
+    refused: int = 0
+    errors: int = 0
+    samples: int = 0
+    failed_samples: int = 0
+    batches: int = 0
+    scoring_seconds: float = 0.0
+    waiting: int = 0
+
+    def as_text(self) -> str:
+        """Prometheus text format."""
+        kinds = {"waiting": "gauge"}
+        lines = []
+        for name, value in vars(self).items():
+            kind = kinds.get(name, "counter")
+            full = f"reward_{name}" + ("" if kind == "gauge" else "_total")
+            lines += [f"# TYPE {full} {kind}", f"{full} {value}"]
+        return "\n".join(lines) + "\n"
+
+
+@dataclass
+class _Waiting:
+    batch: RewardBatch
+    answer: asyncio.Future[Scores] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Batcher:
+    """Merges waiting requests into batches of at most `max_batch` samples and scores them one batch at a time."""
+
+    def __init__(self, source: Source, settings: ServerSettings, counts: Counts) -> None:
+        self._source, self._settings, self._counts = source, settings, counts
+        self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
+        self._held: _Waiting | None = None
+
+    async def score(self, batch: RewardBatch) -> Scores:
+        waiting = _Waiting(batch)
+        await self._queue.put(waiting)
+        self._counts.waiting += 1
+        try:
+            return await waiting.answer
+        finally:
+            self._counts.waiting -= 1
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        while True:
+            await self._answer(await self._gather())
+
+    async def _answer(self, group: list[_Waiting]) -> None:
+        try:
+            scores = await asyncio.to_thread(self._score_group, [waiting.batch for waiting in group])
+        except Exception as error:
+            if len(group) == 1:
+                _settle(group[0], error)
+                return
+            for waiting in group:  # one bad request must not fail those it was merged with
+                await self._answer([waiting])
+        else:
+            for waiting, part in zip(group, scores):
+                _settle(waiting, part)
+
+    async def _gather(self) -> list[_Waiting]:
+        group = [self._held or await self._queue.get()]
+        self._held = None
+        size, deadline = len(group[0].batch), time.monotonic() + self._settings.max_wait
+        while size < self._settings.max_batch:
+            try:
+                left = max(0.0, deadline - time.monotonic())
+                waiting = await asyncio.wait_for(self._queue.get(), left) if left else self._queue.get_nowait()
+            except (TimeoutError, asyncio.QueueEmpty):
+                break
+            alike = waiting.batch.generated == group[0].batch.generated
+            if not alike or size + len(waiting.batch) > self._settings.max_batch:
+                self._held = waiting  # opens the next batch
+                break
+            group.append(waiting)
+            size += len(waiting.batch)
+        return group
+
+    def _score_group(self, batches: list[RewardBatch]) -> list[Scores]:
+        started = time.perf_counter()
+        scores = self._source.score(RewardBatch.join(batches), Call(device=self._settings.device))
+        self._counts.batches += 1
+        self._counts.scoring_seconds += time.perf_counter() - started
+        return scores.split([len(batch) for batch in batches])
+
+
+def _settle(waiting: _Waiting, outcome: Scores | Exception) -> None:
+    if waiting.answer.done():  # the client went away
+        return
+    if isinstance(outcome, Exception):
+        waiting.answer.set_exception(outcome)
+    else:
+        waiting.answer.set_result(outcome)
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+def create_app(scorer: Callable[..., Any] | Source, settings: ServerSettings | None = None) -> FastAPI:
+    """The application that serves one scorer. `scorer`: a callable, adapted by its signature, or a Source."""
+    settings = settings or ServerSettings()
+    source = scorer if isinstance(scorer, Source) else CallableSource(scorer)
+    counts = Counts()
+    batchers: list[Batcher] = []  # one while the application runs; it belongs to that run's event loop
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        batchers.append(Batcher(source, settings, counts))
+        task = asyncio.create_task(batchers[0].run())
+        yield
+        task.cancel()
+        batchers.clear()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        return JSONResponse({"status": "ok", "scorer": source.name})
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        if not _authorised(request, settings):
+            return JSONResponse({"error": "a bearer token is required"}, 401)
+        return PlainTextResponse(counts.as_text())
+
+    @app.post("/reward")
+    async def reward(request: Request) -> JSONResponse:
+        counts.requests += 1
+        try:
+            if counts.waiting >= settings.max_waiting:
+                raise _Refused(503, "too many requests are waiting")
+            batch = await _read_batch(request, settings)
+            scores = await batchers[0].score(batch)
+        except _Refused as refusal:
+            counts.refused += 1
+            return JSONResponse({"error": str(refusal)}, refusal.status)
+        except Exception as error:
+            counts.errors += 1
+            log.error("scorer %s failed: %s", source.name, _told(error))
+            return JSONResponse({"error": f"scorer {source.name} failed: {_told(error)}"}, 500)
+        counts.samples += len(batch)
+        counts.failed_samples += int(scores.failed.sum())
+        return JSONResponse(encode_reply(scores))
+
+    return app
+
+
+def _told(error: Exception) -> str:
+    """Our own errors hold no payload; of others only the type is safe to repeat."""
+    return str(error) if isinstance(error, RewardError) else type(error).__name__
+
+
+def _authorised(request: Request, settings: ServerSettings) -> bool:
+    if settings.token is None:
+        return True
+    given = request.headers.get("authorization", "")
+    return hmac.compare_digest(given.encode(), f"Bearer {settings.token}".encode())
+
+
+async def _read_batch(request: Request, settings: ServerSettings) -> RewardBatch:
+    if not _authorised(request, settings):
+        raise _Refused(401, "a bearer token is required")
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise _Refused(415, "send application/json")
+    data = bytearray()
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > settings.max_body_bytes:
+        raise _Refused(413, f"the body is larger than {settings.max_body_bytes} bytes")
+    async for part in request.stream():
+        data += part
+        if len(data) > settings.max_body_bytes:
+            raise _Refused(413, f"the body is larger than {settings.max_body_bytes} bytes")
+    return await asyncio.to_thread(_parse, bytes(data), settings)
+
+
+def _parse(data: bytes, settings: ServerSettings) -> RewardBatch:
+    try:
+        return decode_request(json.loads(data), settings.max_samples, settings.max_images, settings.max_pixels)
+    except DataError as error:
+        raise _Refused(422, str(error)) from None
+    except (ValueError, RecursionError):
+        raise _Refused(400, "the body is not JSON") from None
+
+
+def bind(host: str, port: int, settings: ServerSettings) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises ConfigError for a host that others can reach without a
+    token, and when the port is taken."""
+    if not _is_loopback(host) and settings.token is None:
+        raise ConfigError(f"host {host} can be reached by others: set a token (--token_env), or bind to 127.0.0.1")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return sock
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Announcing(uvicorn.Server):
+    """Prints its address once it accepts connections, so that whoever started it knows the port."""
+
+    def __init__(self, config: uvicorn.Config, address: str) -> None:
+        super().__init__(config)
+        self._address = address
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(f"serving on {self._address}", flush=True)
+
+
+def serve(app: FastAPI, host: str, port: int, settings: ServerSettings) -> None:
+    """Serve until SIGINT or SIGTERM. Prints one line, `serving on http://HOST:PORT/reward`."""
+    sock = bind(host, port, settings)
+    shown = f"[{host}]" if ":" in host else host
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+    _Announcing(config, f"http://{shown}:{sock.getsockname()[1]}/reward").run(sockets=[sock])
+
+
+class ServerThread:
+    """The same server inside this process, for tests and benchmarks: `with ServerThread(app) as url:`."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._sock = bind("127.0.0.1", 0, ServerSettings())
+        self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}/reward"
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._sock]}, daemon=True)
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.01)
+        return self.url
+
+    def __exit__(self, *exception: object) -> None:
+        self._server.should_exit = True
+        self._server.force_exit = True
+        self._thread.join(timeout=10)
+        self._sock.close()

@@ -1,0 +1,236 @@
+"""The components of an engine: what was given to it, and what its recipe names, each built once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from ..config.vl import RewardConfig
+from ..errors import ConfigError
+from .batch import Call, RewardBatch, Scores
+from .local.callables import CallableSource, LoadedFunction, callable_name, load_reward_fn
+from .naming import nearest
+from .recipe import RecipeEntry
+from .registry import build_scorer, check_scorer, find_scorer, scorer_names
+
+_NAMED = re.compile(r"^([A-Za-z_][\w-]*)=(.+)$")
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Scores a batch. `name` is what errors and metrics call it."""
+
+    name: str
+
+    def score(self, batch: RewardBatch, call: Call) -> Scores: ...
+
+
+@runtime_checkable
+class Closing(Protocol):
+    """A scorer that holds processes or connections."""
+
+    def close(self) -> None: ...
+
+
+def split_list(value: str | Sequence[str] | None) -> list[str]:
+    """Entries of a comma-separated string or of a list, without empty ones."""
+    entries = value.split(",") if isinstance(value, str) else list(value or ())
+    return [entry.strip() for entry in entries if entry.strip()]
+
+
+def named_entries(value: str | Sequence[str] | None) -> dict[str, str]:
+    """{name: entry} of `name=entry` items; an unnamed one is called by its place, '0', '1', ..."""
+    named: dict[str, str] = {}
+    for index, entry in enumerate(split_list(value)):
+        match = _NAMED.match(entry)
+        name, target = match.groups() if match else (str(index), entry)
+        if name in named:
+            raise ConfigError(f"two rewards are named {name!r}")
+        named[name] = target
+    return named
+
+
+class Catalogue:
+    """Builds sources from a configuration and closes them again."""
+
+    def __init__(self, config: RewardConfig, tokenizer: Any, packing_samples: bool) -> None:
+        self.config, self.tokenizer, self.packing_samples = config, tokenizer, packing_samples
+        self._closing: list[Callable[[], None]] = []
+        self._client: Any = None
+        self._models: list[str] = []
+        self._remotes: dict[str, str] = {}  # {name: entry}
+        self._built: dict[tuple, Source] = {}  # what recipe entries asked for
+
+    def given_sources(
+        self, reward_model: Any, remote_rm_url: Any, custom: Sequence[Any], given: Mapping[str, Any]
+    ) -> dict[str, Source]:
+        """{name: source} in the order models, remotes, callables, which is the order of `model_reward_list`."""
+        sources: dict[str, Source] = {}
+        for name, model in self._named_models(reward_model).items():
+            self._models.append(self._add(sources, name, self._model(name, model)))
+        for name, entry in named_entries(remote_rm_url).items():
+            known = self._add(sources, "remote" + name if name.isdigit() else name, self._remote(name, entry))
+            self._remotes[known] = entry
+        for function in custom:
+            self.add_function(sources, function, given)
+        return sources
+
+    def add_function(self, sources: dict[str, Source], function: Any, given: Mapping[str, Any]) -> None:
+        source = self._callable(function, given)
+        self._add(sources, source.name, source)
+
+    def canonical(self, entry: RecipeEntry, sources: Mapping[str, Source]) -> RecipeEntry:
+        """The entry with its key spelled in the one way that stands for its source, so that a model named both by name
+        and by place is one. Raises ConfigError with the nearest name when there is none."""
+        kind, key, transport = entry.type, entry.key, None
+        if kind == "model":
+            key = self._key_among(key, self._models, "reward model")
+        elif kind == "remote":
+            key = self._remote_key(key)
+        elif kind == "rule" or key not in sources:
+            kind, transport = self._scorer_kind(entry, sources), entry.transport or self.config.reward_transport
+        elif entry.kwargs:
+            raise ConfigError(f"reward function {key} takes no settings in a recipe: it is given as a callable")
+        name = key if entry.name == entry.key else entry.name
+        return replace(entry, type=kind, key=key, transport=transport, name=name)
+
+    def resolve(self, entry: RecipeEntry, sources: Mapping[str, Source]) -> Source:
+        """The source of a canonical entry; the same one for entries that differ in name, weight or score_key."""
+        if entry.key in sources and entry.type != "rule":
+            return sources[entry.key]
+        if entry.scorer not in self._built:
+            build = {"remote": self._remote_by_url, "func": self._func, "rule": self._scorer}[entry.type]
+            self._built[entry.scorer] = build(entry)
+        return self._built[entry.scorer]
+
+    def close(self) -> None:
+        for close in reversed(self._closing):
+            close()
+        self._closing.clear()
+
+    @staticmethod
+    def _add(sources: dict[str, Source], name: str, source: Source) -> str:
+        unique, count = name, 1
+        while unique in sources:
+            count += 1
+            unique = f"{name}_{count}"
+        sources[unique] = source
+        return unique
+
+    @staticmethod
+    def _scorer_kind(entry: RecipeEntry, sources: Mapping[str, Source]) -> str:
+        """A registered scorer named as a function is a rule."""
+        if entry.type == "rule" or ".py:" in entry.key:
+            return entry.type
+        if entry.key not in scorer_names():
+            known = [*sources, *scorer_names()]
+            raise ConfigError(f"the reward recipe names the function {entry.key!r}{nearest(entry.key, known)}")
+        return "rule"
+
+    def _remote_key(self, key: str) -> str:
+        if "://" not in key:
+            return self._key_among(key, list(self._remotes), "remote reward")
+        return next((name for name, entry in self._remotes.items() if entry == key), key)
+
+    @staticmethod
+    def _key_among(key: str, names: Sequence[str], what: str) -> str:
+        if key in names:
+            return key
+        if key.isdigit() and int(key) < len(names):
+            return names[int(key)]
+        raise ConfigError(f"the reward recipe names the {what} {key!r}{nearest(key, names)}")
+
+    @staticmethod
+    def _named_models(reward_model: Any) -> dict[str, Any]:
+        if reward_model is None:
+            return {}
+        if isinstance(reward_model, Mapping):
+            return dict(reward_model)
+        if isinstance(reward_model, str):
+            reward_model = split_list(reward_model)
+        models = reward_model if isinstance(reward_model, (list, tuple)) else [reward_model]
+        named: dict[str, Any] = {}
+        for index, model in enumerate(models):
+            match = _NAMED.match(model) if isinstance(model, str) else None
+            name = match.group(1) if match else "model" if len(models) == 1 else f"model{index}"
+            if name in named:
+                raise ConfigError(f"two reward models are named {name!r}")
+            named[name] = match.group(2) if match else model
+        return named
+
+    def _model(self, name: str, model: Any) -> Source:
+        if isinstance(model, Source):
+            return model
+        from .local.models import local_model_source
+
+        return local_model_source(name, model, self.config, self.tokenizer, self.packing_samples)
+
+    def _remote(self, name: str, entry: str) -> Source:
+        if entry.endswith(".py"):
+            return self._user_function(f"{entry}:reward_func", Path(entry).stem)
+        from .remote.client import RemoteClient, RemoteReward
+
+        if self._client is None:
+            self._client = RemoteClient.from_config(self.config)
+            self._closing.append(self._client.close)
+        return RemoteReward(entry, self._client)
+
+    def _callable(self, function: Any, given: Mapping[str, Any]) -> Source:
+        if self.config.reward_transport == "ray" and isinstance(function, LoadedFunction):
+            return self._ray_actors(callable_name(function), function.spec, given)
+        if self.config.reward_fn_timeout is None:
+            return CallableSource(function, given=given)
+        if not isinstance(function, LoadedFunction):
+            raise ConfigError(
+                f"reward_fn_timeout runs {callable_name(function)} in a process of its own: give it as path.py:function"
+            )
+        return self._user_function(function.spec, callable_name(function), given)
+
+    def _user_function(self, spec: str, name: str, given: Mapping[str, Any] | None = None) -> Source:
+        """A function by path: in this process, or with a time limit in one of its own."""
+        if self.config.reward_fn_timeout is None:
+            return CallableSource(load_reward_fn(spec), name, given)
+        from .local.sandbox import SandboxedCallable
+
+        function = SandboxedCallable(spec, self.config.reward_fn_timeout)
+        self._closing.append(function.close)
+        return CallableSource(function, name, given)
+
+    def _remote_by_url(self, entry: RecipeEntry) -> Source:
+        return self._remote(entry.name, entry.key)
+
+    def _func(self, entry: RecipeEntry) -> Source:
+        if self._transport(entry) == "ray":
+            return self._ray(entry)
+        return self._user_function(entry.key, entry.name, entry.kwargs)
+
+    def _scorer(self, entry: RecipeEntry) -> Source:
+        check_scorer(entry.key, entry.kwargs)
+        if self._transport(entry) == "ray":
+            find_scorer(entry.key)
+            return self._ray(entry)
+        scorer = build_scorer(entry.key, entry.kwargs)
+        if isinstance(scorer, Closing):
+            self._closing.append(scorer.close)
+        if isinstance(scorer, Source):
+            return scorer
+        return CallableSource(scorer, entry.name)
+
+    def _transport(self, entry: RecipeEntry) -> str:
+        return entry.transport or self.config.reward_transport
+
+    def _ray(self, entry: RecipeEntry) -> Source:
+        return self._ray_actors(entry.name, entry.key, entry.kwargs)
+
+    def _ray_actors(self, name: str, key: str, kwargs: Mapping[str, Any]) -> Source:
+        from .remote.ray_pool import RaySource
+
+        if self.config.reward_fn_timeout is not None and ".py:" in key:
+            raise ConfigError("reward_fn_timeout is for functions in this process; calls of Ray have reward_timeout")
+        limits = {"actors": self.config.reward_ray_actors, "timeout": self.config.reward_timeout}
+        source = RaySource(name, key, kwargs, **limits)
+        self._closing.append(source.close)
+        return source

@@ -1,0 +1,249 @@
+"""Generation by the trainer's own transformers model: for models that vLLM lacks, and where vLLM is not installed.
+
+Slower than vLLM, but nothing can be out of step: the weights that are sampled from are the ones that are trained.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache, PreTrainedTokenizerBase, ProcessorMixin
+
+from ..batches.model_inputs import ModelInputs
+from ..batches.rollouts import PromptFeatures
+from ..models.vlm.actor import Actor
+from ..strategy import collectives
+from ..strategy.deepspeed import TrainEngine
+from ..strategy.seeding import derive_seed
+from .engine import Completion, GenerationRequest, SamplingSettings
+from .multimodal import MultimodalDataProcessor
+
+T = torch.Tensor
+
+
+@dataclass
+class _Row:
+    """One response in the making: its request, which of the n it is, and what has been drawn."""
+
+    request: GenerationRequest
+    prompt: PromptFeatures
+    copy: int
+
+
+class TransformersEngine:
+    """The rollout engine over an `Actor`, plain or prepared for training.
+
+    tokenizer: decodes responses. processor: the model's, None for text-only models; read where a request brings no
+    features. micro_batch_size: responses that are decoded together.
+
+    A response depends on its request and its place among the n alone: each has a random stream of its own. Under ZeRO-3
+    every rank of the process group must call `generate`, and all run the same number of forward passes, a rank that is
+    done or has no request on a dummy token, because each pass gathers the weights from all ranks.
+    """
+
+    shares_weights = True
+
+    def __init__(
+        self,
+        actor: Actor | TrainEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: ProcessorMixin | None,
+        micro_batch_size: int = 8,
+    ):
+        self.source = actor
+        self.tokenizer, self.micro_batch_size = tokenizer, micro_batch_size
+        self.data = MultimodalDataProcessor(tokenizer, processor, sys.maxsize)
+        self.in_step = isinstance(actor, TrainEngine) and actor.zero_stage == 3 and collectives.world_size() > 1
+
+    @property
+    def actor(self) -> Actor:
+        return self.source.module if isinstance(self.source, TrainEngine) else self.source
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[GenerationRequest], settings: SamplingSettings) -> list[list[Completion]]:
+        """n completions per request, in order. log_probs are None where top_p or top_k leave no softmax."""
+        rows = []
+        for request in requests:
+            prompt = request.features or self._features(request)
+            rows += [_Row(request, prompt, copy) for copy in range(settings.n)]
+        size = self.micro_batch_size
+        rounds = self._most(math.ceil(len(rows) / size))
+        completions: list[Completion] = []
+        with self._evaluating():
+            for start in range(0, rounds * size, size):
+                completions += self._decode(rows[start : start + size], settings)
+        return [completions[i : i + settings.n] for i in range(0, len(completions), settings.n)]
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Nothing to do: it samples from the trainer's own weights. The iterator is not touched, on any rank."""
+
+    def reset_caches(self) -> None:
+        """Nothing to do: no cache outlives a call of `generate`."""
+
+    def sleep(self) -> None:
+        """Nothing to free: it holds no memory between calls of `generate`."""
+
+    def wake(self) -> None:
+        """Nothing to restore."""
+
+    def close(self) -> None:
+        """Nothing to shut down."""
+
+    def _features(self, request: GenerationRequest) -> PromptFeatures:
+        made = self.data.process_multimodal_batch(
+            [request.prompt], [request.images or None], all_videos=[request.videos or None]
+        )
+        return PromptFeatures(
+            text=request.prompt,
+            token_ids=list(made.all_prompt_token_ids[0]),
+            group_id=0,
+            images=request.images,
+            videos=request.videos,
+            pixel_values=made.all_images_pixel_values[0],
+            image_grid_thw=made.all_images_grid_thw[0],
+            pixel_values_videos=made.all_videos_pixel_values[0],
+            video_grid_thw=made.all_videos_grid_thw[0],
+            seconds_per_grid=made.all_videos_second_per_grid_ts[0],
+        )
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Dropout off, and gradient checkpointing with it, which would switch the key-value cache off."""
+        actor, training = self.actor, self.actor.training
+        actor.eval()
+        try:
+            yield
+        finally:
+            actor.train(training)
+
+    def _decode(self, rows: list[_Row], settings: SamplingSettings) -> list[Completion]:
+        """Sample the responses of one micro-batch. No rows: keep the other ranks company."""
+        actor, limit = self.actor, settings.max_new_tokens
+        device = actor.banned_ids.device
+        prompts = list({id(row.prompt): row.prompt for row in rows}.values())
+        inputs = prompt_inputs(prompts, self.tokenizer.pad_token_id).to(device)
+        cache = DynamicCache(config=actor.config)
+        hidden, positions = actor.backbone.prefill(inputs, cache)
+        places = {id(prompt): place for place, prompt in enumerate(prompts)}
+        chosen = torch.tensor([places[id(row.prompt)] for row in rows] or [0], device=device)
+        cache.batch_select_indices(chosen)
+        hidden, positions, mask = hidden[chosen], positions[..., chosen, :], inputs.attention_mask[chosen]
+        noise = uniform_noise(rows, limit).to(device)
+        done = torch.full((len(chosen),), not rows, device=device)
+        tokens, log_probs = [], []
+        for step in range(limit):
+            logits = step_logits(actor, hidden, step, settings)
+            drawn, log_prob = draw(logits, noise[:, step], settings)
+            tokens.append(drawn)
+            log_probs.append(log_prob)
+            done |= torch.isin(drawn, actor.eos_ids)
+            if step + 1 == limit or self._all_done(done):
+                break
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+            hidden = actor.backbone.decode(drawn, mask, positions, cache)
+            positions = positions + 1
+        drawn, scores = torch.stack(tokens, dim=1).cpu(), torch.stack(log_probs, dim=1).cpu()
+        return [self._completion(row, drawn[i], scores[i], settings) for i, row in enumerate(rows)]
+
+    def _completion(self, row: _Row, drawn: T, scores: T, settings: SamplingSettings) -> Completion:
+        ends = torch.isin(drawn, self.actor.eos_ids.cpu()).nonzero()
+        truncated = not len(ends)
+        length = len(drawn) if truncated else int(ends[0]) + 1
+        ids = drawn[:length].tolist()
+        shown = ids if truncated else ids[:-1]
+        return Completion(
+            token_ids=ids,
+            log_probs=scores[:length].tolist() if settings.full_distribution else None,
+            text=self.tokenizer.decode(shown, skip_special_tokens=settings.skip_special_tokens),
+            truncated=truncated,
+            prompt_token_ids=list(row.prompt.token_ids),
+        )
+
+    def _most(self, count: int) -> int:
+        """The largest `count` of all ranks where they must stay in step."""
+        return int(collectives.all_reduce_max(torch.tensor([count])).item()) if self.in_step else count
+
+    def _all_done(self, done: T) -> bool:
+        waiting = (~done).any()
+        if self.in_step:
+            waiting = collectives.all_reduce_max(waiting.float().reshape(1)) > 0
+        return not bool(waiting)
+
+
+def prompt_inputs(prompts: Sequence[PromptFeatures], pad_id: int) -> ModelInputs:
+    """Left-padded prompts (B, S) with their patches; a single padding token, taken as real, where there is none."""
+    ids = [torch.tensor(prompt.token_ids) for prompt in prompts] or [torch.tensor([pad_id])]
+    width = max(len(row) for row in ids)
+    sequences = torch.full((len(ids), width), pad_id)
+    mask = torch.zeros(len(ids), width, dtype=torch.long)
+    for row, tokens in enumerate(ids):
+        sequences[row, width - len(tokens) :] = tokens
+        mask[row, width - len(tokens) :] = 1
+
+    def joined(name: str) -> T | None:
+        parts = [getattr(prompt, name) for prompt in prompts if getattr(prompt, name) is not None]
+        return torch.cat(parts) if parts else None
+
+    seconds = [second for prompt in prompts for second in prompt.seconds_per_grid or []]
+    return ModelInputs(
+        sequences,
+        mask,
+        torch.zeros(len(ids), 0, dtype=torch.bool),
+        pixel_values=joined("pixel_values"),
+        image_grid_thws=joined("image_grid_thw"),
+        pixel_values_videos=joined("pixel_values_videos"),
+        video_grid_thws=joined("video_grid_thw"),
+        video_seconds_per_grid=torch.tensor(seconds) if seconds else None,
+    )
+
+
+def uniform_noise(rows: Sequence[_Row], steps: int) -> T:
+    """(rows, steps) float64 in [0, 1): each row's own stream, made on the host so that devices agree."""
+    streams = []
+    for row in rows:
+        generator = torch.Generator().manual_seed(derive_seed(row.request.seed, row.copy))
+        streams.append(torch.rand(steps, dtype=torch.float64, generator=generator))
+    return torch.stack(streams) if streams else torch.zeros(1, steps, dtype=torch.float64)
+
+
+def step_logits(actor: Actor, hidden: T, step: int, settings: SamplingSettings) -> T:
+    """(B, V) float32 at the sampling temperature of response token `step`, banned tokens at -inf."""
+    logits = actor.head[0](hidden, in_float32=True)
+    temperature = settings.temperature
+    if step == 0 and settings.first_token_temperature is not None:
+        temperature = settings.first_token_temperature
+    if not settings.greedy:
+        logits = logits / temperature
+    banned = actor.banned_with_eos if step < settings.eos_banned_tokens else actor.banned_ids
+    return logits.index_fill(1, banned, float("-inf"))
+
+
+def draw(logits: T, noise: T, settings: SamplingSettings) -> tuple[T, T]:
+    """(tokens (B), their log-probs (B)) by inverse transform of `noise` (B), or the largest where greedy."""
+    if settings.greedy:
+        tokens = logits.argmax(dim=-1)
+    else:
+        mass = truncated(logits, settings.top_k, settings.top_p).softmax(dim=-1).double().cumsum(dim=-1)
+        total = mass[:, -1]
+        # Below the total even when rounded, so that the token found has mass of its own and is never a banned one.
+        level = torch.minimum(noise * total, torch.nextafter(total, torch.zeros_like(total)))
+        tokens = torch.searchsorted(mass, level.unsqueeze(1), right=True).squeeze(1)
+    return tokens, logits.log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def truncated(logits: T, top_k: int, top_p: float) -> T:
+    """Logits (B, V) outside the top_k largest, then outside the smallest set of mass top_p, at -inf."""
+    if 0 < top_k < logits.shape[-1]:
+        smallest = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, float("-inf"))
+    if top_p < 1:
+        ordered, places = logits.sort(dim=-1, descending=True)
+        probabilities = ordered.softmax(dim=-1)
+        outside = probabilities.cumsum(dim=-1) - probabilities >= top_p
+        logits = logits.masked_fill(outside.scatter(1, places, outside), float("-inf"))
+    return logits

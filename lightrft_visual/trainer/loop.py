@@ -1,0 +1,206 @@
+"""The one training loop, for models that see and models that draw.
+
+A step: prompts -> experience -> replay buffer -> updates -> weight sync -> gate. What differs between kinds of models
+is in the hooks below; what a step writes, evaluates, saves and survives is here.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config.vl import OutputConfig, TrainConfig
+from ..errors import NonFiniteError
+from ..observe.console import RunConsole
+from ..observe.metrics import MetricsAccumulator, PhaseTimer
+from ..observe.recorder import RunRecorder
+from ..strategy import watchdog
+from ..strategy.deepspeed import StepResult
+from .run_state import RunState, final_folder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class LoopSettings:
+    """What the loop reads of a configuration. total_steps counts rollout steps; resume_folder: of `check_output`."""
+
+    total_steps: int
+    output: OutputConfig
+    train: TrainConfig
+    resume_folder: Path | None = None
+
+
+@contextmanager
+def start_up_objects_aside() -> Iterator[None]:
+    """Python's garbage collector leaves alone what exists now: libraries and models, millions of objects that stay.
+
+    Walking through them takes a tenth of a second or two, every few steps, in the middle of whatever runs just then.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class PolicyTrainer(ABC):
+    """`fit` runs the loop; a subclass says how experience is made, trained on, synchronised and evaluated."""
+
+    def __init__(self, settings: LoopSettings, recorder: RunRecorder, console: RunConsole, timer: PhaseTimer):
+        self.settings, self.recorder, self.console, self.timer = settings, recorder, console, timer
+        self.step = 0  # finished rollout steps
+        self.metrics = MetricsAccumulator()
+        self.nonfinite_in_a_row = 0
+        self.latest_eval: dict[str, float] = {}
+        self.evaluated_step = -1
+        self.state = RunState(self, settings.output, settings.resume_folder)
+        watchdog.follow(timer)
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def start(self) -> None:
+        """Before the first step: bring the engine to the trainer's weights and check that they agree."""
+
+    @abstractmethod
+    def collect(self) -> None:
+        """Make this step's experience and put it into the replay buffer."""
+
+    @abstractmethod
+    def learn(self) -> None:
+        """Train on the replay buffer and clear it."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Bring the new weights to the engine and check that they agree."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Figures of the fixed evaluation, the same on every rank."""
+
+    @abstractmethod
+    def step_records(self) -> list[dict[str, Any]]:
+        """Records of this step's rollouts to keep and to show."""
+
+    @abstractmethod
+    def eval_records(self) -> list[dict[str, Any]]:
+        """Records of the last evaluation's rollouts."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Plain state for exact resume, weights and optimizers aside."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    @abstractmethod
+    def save_engines(self, folder: Path) -> None:
+        """Weights and optimizer states of this rank into `folder`; every rank calls it."""
+
+    @abstractmethod
+    def load_engines(self, folder: Path) -> None: ...
+
+    @abstractmethod
+    def export(self, folder: Path) -> None:
+        """The trained model for other programs into `folder`; every rank calls it, rank 0 writes."""
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def fit(self) -> dict[str, float]:
+        """Train to the last step; returns the last evaluation's figures.
+
+        Raises NonFiniteError after too many skipped steps in a row, and whatever a stage raises; what was written
+        until then stays.
+        """
+        try:
+            self.state.resume()
+            with self.timer.phase("sync"):
+                self.start()
+            if self.step == 0:
+                self._evaluate()
+            self.timer.collect()
+            with start_up_objects_aside():
+                finished = self._steps()
+            if finished:
+                with self.timer.phase("save"):
+                    self.state.save_final(final_folder(self.settings.output))
+            return self.latest_eval
+        finally:
+            self.console.close()
+            self.recorder.close()
+
+    def _steps(self) -> bool:
+        """Whether all steps were made; a signal ends them earlier, with a checkpoint."""
+        while self.step < self.settings.total_steps:
+            self._one_step()
+            if self.step < self.settings.total_steps and self.state.stop_requested():
+                self._save()
+                self.console.message(f"stopped by signal at step {self.step}; a checkpoint is saved")
+                return False
+        return True
+
+    def _one_step(self) -> None:
+        self.collect()
+        with self.timer.phase("train"):
+            self.learn()
+        self.step += 1
+        with self.timer.phase("sync"):
+            self.sync()
+        self._report()
+        output, last = self.settings.output, self.step == self.settings.total_steps
+        if last or (output.eval_steps > 0 and self.step % output.eval_steps == 0):
+            self._evaluate()
+        if output.save_steps > 0 and (last or self.step % output.save_steps == 0):
+            self._save()  # the last step as well: a finished run can be given more steps
+
+    def _save(self) -> None:
+        with self.timer.phase("save"):
+            self.state.save()
+
+    def _report(self) -> None:
+        figures = self.metrics.reduce() | self.timer.reduce()
+        self.recorder.log_step(self.step, figures)
+        self.console.step(self.step, figures)
+        if self.settings.output.save_trajectories:
+            records = self.step_records()
+            self.recorder.save_rollouts(self.step, records)
+            self.console.samples(self.step, records)
+
+    def _evaluate(self) -> None:
+        with self.timer.phase("eval"):
+            self.latest_eval, self.evaluated_step = self.evaluate(), self.step
+            records = self.eval_records()
+        self.state.check_metrics(self.latest_eval)
+        if not self.latest_eval:
+            return
+        self.recorder.save_eval_rollouts(self.step, records)
+        self.recorder.log_eval(self.step, self.latest_eval)
+        self.console.evaluation(self.step, self.latest_eval)
+        self.timer.collect()
+
+    # -- shared by the subclasses --------------------------------------------------------------------------------
+
+    def count_step(self, result: StepResult, prefix: str = "") -> None:
+        """Record an optimizer step; a skipped one is counted, said, and too many in a row end the run."""
+        self.metrics.add(f"{prefix}learning_rate", result.learning_rate)
+        self.metrics.add_max(f"{prefix}skipped_steps", 0.0 if result.applied else 1.0)
+        if result.applied:
+            self.metrics.add(f"{prefix}grad_norm", result.grad_norm)
+            self.nonfinite_in_a_row = 0
+            return
+        self.nonfinite_in_a_row += 1
+        limit = self.settings.train.max_nonfinite_steps
+        text = (
+            f"step {self.step + 1}: loss or gradients not finite, no rank stepped ({self.nonfinite_in_a_row} in a row)"
+        )
+        self.console.message(text)
+        if self.nonfinite_in_a_row >= limit:
+            raise NonFiniteError(f"{text}; max_nonfinite_steps is {limit}")

@@ -1,0 +1,318 @@
+"""From a checked configuration to a vision-language trainer. Everything cheap is checked before anything big loads."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ...algorithms.kl import get_kl_controller
+from ...config.vl import EMBEDDED, RunConfig, mixing_probabilities
+from ...data.prompts import PromptDataset, PromptSampler
+from ...errors import ConfigError
+from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint, resolve_checkpoint
+from ...models.vlm.actor import Actor
+from ...models.vlm.critic import Critic
+from ...models.vlm.modality import banned_token_ids, require_packing
+from ...models.weight_copies import WeightAverage
+from ...observe.console import RunConsole
+from ...observe.metrics import PhaseTimer
+from ...rewards.engine import RewardComputationEngine
+from ...rewards.settings import check_reward_config
+from ...rollout.engine import RolloutEngine, SamplingSettings
+from ...rollout.multimodal import MultimodalDataProcessor
+from ...rollout.parity import ParityGate, log_prob_difference, mean_log_prob_difference
+from ...rollout.weight_sync import named_weights
+from ...strategy import collectives
+from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from ..fast_exp_maker import FastExperienceMaker, MakerSettings
+from ..loop import LoopSettings
+from ..run_parts import open_recorder, start_strategy, synchronize
+from ..run_state import check_output
+from .evaluation import Evaluation
+from .grpo import GRPOTrainer
+from .ppo import PPOTrainer
+from .rloo import RLOOTrainer
+from .trainer import VLParts, VLTrainer, prompt_batch
+
+logger = logging.getLogger(__name__)
+
+TRAINERS: dict[str, type[VLTrainer]] = {"gae": PPOTrainer, "rloo": RLOOTrainer}
+# Of the largest difference of a token's log-prob in float32, of the mean difference in bfloat16.
+FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 0.05
+
+
+def build_trainer(config: RunConfig, trainer_class: type[VLTrainer] | None = None) -> VLTrainer:
+    """The trainer of a run; default class by `advantage_estimator`.
+
+    Raises ConfigError or DataError before any model is loaded for whatever can be known by then.
+    """
+    check_reward_config(config.reward)
+    strategy = start_strategy(config)
+    _check_ranks(config)
+    resume_folder = check_output(config.output)
+    config, checkpoint = _open(config)
+    dataset = _dataset(config, checkpoint)
+    eval_set = _eval_dataset(config, checkpoint)
+    timer = PhaseTimer(synchronize)
+    labels, columns = _labels_and_columns(dataset, eval_set)
+    rewards = RewardComputationEngine.from_config(
+        config.reward,
+        tokenizer=checkpoint.tokenizer,
+        strategy=strategy,
+        packing_samples=config.train.packing_samples,
+        labels=labels,
+        columns=columns,
+    )
+    recorder = open_recorder(config, resumed=resume_folder is not None)
+    total_steps, sampler = _schedule(config, dataset)
+    actor, critic, reference = _models(config, strategy, checkpoint, total_steps)
+    engine = build_engine(config, checkpoint, actor)
+    maker = _maker(config, strategy, checkpoint, (actor, critic, reference), engine, rewards, timer)
+    first = collectives.is_rank_0()
+    parts = VLParts(
+        config=config,
+        strategy=strategy,
+        checkpoint=checkpoint,
+        actor=actor,
+        critic=critic,
+        maker=maker,
+        dataset=dataset,
+        sampler=sampler,
+        evaluation=_evaluation(config, maker, eval_set, checkpoint),
+        loop=LoopSettings(total_steps, config.output, config.train, resume_folder),
+        recorder=recorder,
+        console=RunConsole(total_steps, line_every=config.output.logging_steps, active=first),
+        timer=timer,
+        gate=_gate(config, maker, engine, actor, strategy, checkpoint),
+        ema=_ema(config, actor),
+    )
+    return (trainer_class or TRAINERS.get(config.algorithm.advantage_estimator, GRPOTrainer))(parts)
+
+
+def _check_ranks(config: RunConfig) -> None:
+    world, rollout, train = collectives.world_size(), config.rollout, config.train
+    for name, value in (
+        ("rollout_batch_size", rollout.rollout_batch_size),
+        ("train_batch_size", train.train_batch_size),
+    ):
+        if value % world:
+            raise ConfigError(f"{name} {value} does not divide over {world} ranks")
+    if world % rollout.engine_tp_size:
+        raise ConfigError(f"engine_tp_size {rollout.engine_tp_size} does not divide {world} ranks")
+
+
+def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
+    """The configuration with embedded names replaced by folders, and the checkpoint's small parts."""
+    config = copy.deepcopy(config)
+    if collectives.is_rank_0():
+        _resolve_embedded(config)
+    collectives.barrier()
+    _resolve_embedded(config)  # other ranks find it in the cache
+    checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
+    if config.train.packing_samples:
+        require_packing(checkpoint.config)
+    heads, size = checkpoint.config.get_text_config().num_attention_heads, config.rollout.engine_tp_size
+    if config.rollout.engine_type == "vllm" and heads % size:
+        raise ConfigError(f"engine_tp_size {size} does not divide the model's {heads} attention heads")
+    return config, checkpoint
+
+
+def _resolve_embedded(config: RunConfig) -> None:
+    from ...embedded.warmup import embedded_task
+
+    if config.data.prompt_data == EMBEDDED:
+        task = embedded_task()
+        config.data.prompt_data = str(task.train)
+        if config.data.eval_data is None:
+            config.data.eval_data = str(task.test)
+    config.model.pretrain = resolve_checkpoint(config.model, config.model.pretrain)
+    if config.model.critic_pretrain is not None:
+        config.model.critic_pretrain = resolve_checkpoint(config.model, config.model.critic_pretrain)
+
+
+def _dataset(config: RunConfig, checkpoint: Checkpoint) -> PromptDataset:
+    dataset = PromptDataset.for_training(config.data, config.rollout)
+    dataset.check_lengths(checkpoint.processor or checkpoint.tokenizer, config.rollout.prompt_max_len)
+    return dataset
+
+
+def _eval_dataset(config: RunConfig, checkpoint: Checkpoint) -> PromptDataset | None:
+    if config.data.eval_data is None or config.data.max_eval_samples == 0:
+        return None
+    dataset = PromptDataset.for_evaluation(config.data, config.rollout)
+    dataset.check_lengths(checkpoint.processor or checkpoint.tokenizer, config.rollout.prompt_max_len)
+    return dataset
+
+
+def _labels_and_columns(*datasets: PromptDataset | None) -> tuple[set[str | None], set[str]]:
+    """What any row has. A column of some rows counts: a function is given None for the others."""
+    labels, columns = set(), set()
+    for row in (row for dataset in datasets if dataset is not None for row in dataset):
+        labels.add(row.label)
+        columns.update(row.metadata)
+    return labels, columns
+
+
+def _schedule(config: RunConfig, dataset: PromptDataset) -> tuple[int, PromptSampler]:
+    sampler = PromptSampler(
+        dataset.sizes,
+        config.rollout.rollout_batch_size,
+        seed=config.train.seed,
+        probabilities=mixing_probabilities(config.data.prompt_data_probs),
+    )
+    steps = sampler.num_batches(config.train.num_episodes)
+    limit = config.train.max_steps
+    return (limit if limit > 0 else steps), sampler
+
+
+def _optimizer(config: RunConfig, learning_rate: float, total_steps: int) -> OptimizerSettings:
+    train, rollout = config.train, config.rollout
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    updates = total_steps * train.max_epochs * max(1, samples // train.train_batch_size)
+    return OptimizerSettings(
+        learning_rate, updates, tuple(train.adam_betas), train.l2, train.max_norm, train.lr_scheduler,
+        train.lr_warmup_ratio,
+    )  # fmt: skip
+
+
+def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint, total_steps: int):
+    """(actor, critic or None, reference score function or None)."""
+    model = config.model
+    transformer = load_transformer(checkpoint.path, model, strategy.dtype)
+    freeze(transformer, model.freeze_prefix)
+    banned = banned_token_ids(checkpoint.config, checkpoint.tokenizer)
+    new_actor = partial(Actor, banned_ids=banned, eos_ids=checkpoint.eos_ids)
+    actor = strategy.prepare(
+        new_actor(add_lora(transformer, model)), _optimizer(config, config.train.actor_learning_rate, total_steps)
+    )
+    critic = None
+    if config.algorithm.advantage_estimator == "gae":
+        backbone = load_transformer(model.critic_pretrain or checkpoint.path, model, strategy.dtype)
+        freeze(backbone, model.freeze_prefix)
+        critic = strategy.prepare(Critic(backbone), _optimizer(config, config.train.critic_learning_rate, total_steps))
+    reference = None
+    if config.algorithm.init_kl_coef > 0:
+        reference = _reference(config, strategy, checkpoint, actor, new_actor)
+    return actor, critic, reference
+
+
+def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint, actor: TrainEngine, new_actor):
+    """Log-probs of the starting policy: the adapters switched off under LoRA, else a frozen copy."""
+    if config.model.lora_rank:
+
+        def without_adapters(inputs, rule):
+            with actor.module.model.disable_adapter():
+                return actor(inputs, rule, with_entropy=False).log_probs
+
+        return without_adapters
+    frozen = strategy.prepare_inference(new_actor(load_transformer(checkpoint.path, config.model, strategy.dtype)))
+    return lambda inputs, rule: frozen(inputs, rule, with_entropy=False).log_probs
+
+
+def _sampling(config: RunConfig) -> SamplingSettings:
+    rollout = config.rollout
+    return SamplingSettings(
+        n=rollout.n_samples_per_prompt,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=rollout.generate_max_len,
+        min_new_tokens=rollout.min_new_tokens,
+        first_token_temperature=rollout.first_token_temperature if rollout.use_fire else None,
+    )
+
+
+def build_engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> RolloutEngine:
+    """The engine that `engine_type` names."""
+    rollout = config.rollout
+    banned = banned_token_ids(checkpoint.config, checkpoint.tokenizer)
+    if rollout.engine_type == "hf":
+        from ...rollout.hf import TransformersEngine
+
+        return TransformersEngine(actor, checkpoint.tokenizer, checkpoint.processor, rollout.micro_rollout_batch_size)
+    from ...rollout.vllm.engine import VLLMEngine, VLLMSettings
+
+    pixels = {"min_pixels": config.data.min_pixels, "max_pixels": config.data.max_pixels}
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt // collectives.world_size()
+    samples *= rollout.engine_tp_size  # the ranks of one engine submit the prompts of all of them
+    settings = VLLMSettings(
+        model=checkpoint.path,
+        max_model_len=rollout.prompt_max_len + rollout.generate_max_len,
+        dtype="bfloat16" if config.model.bf16 else "float32",
+        tensor_parallel_size=rollout.engine_tp_size,
+        memory_utilization=rollout.engine_mem_util,
+        enable_sleep=rollout.enable_engine_sleep,
+        max_images=rollout.limit_mm_image_per_prompt,
+        max_videos=rollout.limit_mm_video_per_prompt,
+        max_num_seqs=max(1, min(256, samples)),
+        seed=config.train.seed,
+        banned_ids=banned,
+        trust_remote_code=config.model.trust_remote_code,
+        vision=checkpoint.vision,
+        processor_kwargs={name: value for name, value in pixels.items() if value is not None},
+    )
+    return VLLMEngine(settings)
+
+
+def _maker(config, strategy, checkpoint, models, engine, rewards, timer) -> FastExperienceMaker:
+    actor, critic, reference = models
+    rollout, data = config.rollout, config.data
+    settings = MakerSettings(
+        engine=engine,
+        sampling=_sampling(config),
+        algorithm=config.algorithm,
+        micro_batch_size=rollout.micro_rollout_batch_size,
+        dynamic_sampling_tries=rollout.dynamic_sampling_max_tries if rollout.dynamic_sampling else 1,
+        run_seed=config.train.seed,
+        data_processor=MultimodalDataProcessor(
+            checkpoint.tokenizer,
+            checkpoint.processor,
+            rollout.prompt_max_len,
+            allow_remote=data.allow_remote_media,
+            max_image_pixels=data.max_image_pixels,
+        ),
+        rewards=rewards,
+        timer=timer,
+    )
+    return FastExperienceMaker(
+        actor, critic, None, reference, checkpoint.tokenizer, rollout.prompt_max_len,
+        get_kl_controller(config.algorithm), strategy, packing_samples=config.train.packing_samples,
+        processor=checkpoint.processor, settings=settings,
+    )  # fmt: skip
+
+
+def _evaluation(config, maker, eval_set, checkpoint) -> Evaluation | None:
+    if eval_set is None:
+        return None
+    prompts = prompt_batch(list(eval_set), checkpoint, config.data, torch.arange(len(eval_set)))
+    sampling = replace(_sampling(config), n=config.output.eval_samples_per_prompt, first_token_temperature=None)
+    greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1)
+    return Evaluation(maker, prompts, sampling, greedy, config.output.num_trajectories_to_save, config.train.seed)
+
+
+def _gate(config, maker, engine, actor, strategy, checkpoint) -> ParityGate | None:
+    rollout = config.rollout
+    if rollout.parity_samples == 0:
+        return None
+    default = BF16_TOLERANCE if config.model.bf16 else FP32_TOLERANCE
+    return ParityGate(
+        stage=maker.rollout_stage,
+        engine=engine,
+        score=lambda inputs, rule: actor(inputs, rule, with_entropy=False).log_probs,
+        reload=lambda: engine.update_weights(named_weights(actor)),
+        pad_id=checkpoint.tokenizer.pad_token_id,
+        vision=checkpoint.vision,
+        device=strategy.device,
+        tolerance=default if rollout.parity_tolerance is None else rollout.parity_tolerance,
+        compare=mean_log_prob_difference if config.model.bf16 else log_prob_difference,
+    )
+
+
+def _ema(config: RunConfig, actor: TrainEngine) -> WeightAverage | None:
+    if not config.train.enable_ema:
+        return None
+    return WeightAverage([p for p in actor.module.parameters() if p.requires_grad], config.train.ema_beta)

@@ -1,0 +1,65 @@
+"""The fixed evaluation of vision-language runs: held-out prompts, sampled and greedy, the same on any rank count."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...batches.prompts import PromptBatch
+from ...batches.rollouts import Rollout
+from ...data.validation import validation_shard_indices
+from ...observe.rollouts import gather_records, records_from_samples
+from ...rollout.engine import SamplingSettings
+from ...strategy import collectives
+from ..fast_exp_maker import FastExperienceMaker
+
+
+@dataclass
+class Evaluation:
+    """Scores the held-out prompts with the maker's engine and rewards.
+
+    sampling: at the training temperature, several responses a prompt; the greedy pass takes one. Seeds depend on the
+    prompt's number alone, so every evaluation draws alike.
+    """
+
+    maker: FastExperienceMaker
+    prompts: PromptBatch
+    sampling: SamplingSettings
+    greedy: SamplingSettings
+    records_to_keep: int
+    run_seed: int
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def run(self, step: int) -> dict[str, float]:
+        """`eval_reward`, `eval_reward_greedy`, and both for each label: `eval_reward_<label>`."""
+        figures: dict[str, float] = {}
+        for name, settings in (("eval_reward", self.sampling), ("eval_reward_greedy", self.greedy)):
+            figures |= self._pass(name, settings, step)
+        return dict(sorted(figures.items(), key=lambda item: item[0] not in ("eval_reward", "eval_reward_greedy")))
+
+    def _pass(self, name: str, settings: SamplingSettings, step: int) -> dict[str, float]:
+        shard = validation_shard_indices(
+            len(self.prompts), rank=collectives.rank(), world_size=collectives.world_size()
+        )
+        batch = self.prompts.select([index for index, _ in shard])
+        rollouts = self.maker.generate(batch, settings, purpose="eval")
+        samples = self.maker.score(rollouts)
+        real = [is_real for _, is_real in shard for _ in range(settings.n)]
+        if name == "eval_reward":
+            kept = [record for each in samples for record in records_from_samples(each)]
+            kept = [record for record, is_real in zip(kept, real) if is_real]
+            self.records = gather_records(kept, self.records_to_keep, self.run_seed, step)
+        return _means(name, [rollout for rollout, is_real in zip(rollouts, real) if is_real])
+
+
+def _means(name: str, rollouts: list[Rollout]) -> dict[str, float]:
+    """Means over the valid rewards of all ranks: all together and by label. Summed in the prompts' order."""
+    mine = [(r.sample_id, r.prompt.label, r.reward) for r in rollouts if r.valid]
+    everything = sorted((row for rows in collectives.all_gather_object(mine) for row in rows), key=lambda row: row[0])
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for _, label, reward in everything:
+        rewards[name].append(reward)
+        if label is not None:
+            rewards[f"{name}_{label}"].append(reward)
+    return {key: sum(values) / len(values) for key, values in rewards.items()}

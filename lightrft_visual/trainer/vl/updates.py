@@ -1,0 +1,152 @@
+"""Optimizer steps on the replay buffer: the actor's and, for PPO, the critic's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...algorithms.policy_losses import (
+    LossDenominators,
+    LossInputs,
+    LossOutputs,
+    global_denominators,
+    high_entropy_masks,
+    policy_loss,
+    value_loss,
+)
+from ...batches.model_inputs import ModelInputs
+from ...config.vl import AlgorithmConfig
+from ...observe.metrics import MetricsAccumulator
+from ...replay.buffer import NaiveReplayBuffer
+from ...replay.items import unpack_actions
+from ...replay.plan import MicroBatch
+from ...rollout.engine import ScoringRule
+from ...strategy import collectives
+from ...strategy.deepspeed import StepResult, TrainEngine
+
+T = torch.Tensor
+
+
+@dataclass
+class TrainBatch:
+    """The micro-batches of one optimizer step on this rank, with denominators over all ranks.
+
+    token_masks: for each micro-batch the tokens (B, A) that count, policy_masks those whose policy term is kept.
+    """
+
+    micro_batches: list[MicroBatch]
+    token_masks: list[T]
+    policy_masks: list[T] | None
+    denominators: LossDenominators
+
+
+def plan_batch(
+    buffer: NaiveReplayBuffer, micro_batches: list[MicroBatch], config: AlgorithmConfig, max_tokens: int
+) -> TrainBatch:
+    """Masks and denominators of one optimizer step. A collective: every rank calls it."""
+    masks, entropies = [], []
+    for micro_batch in micro_batches:
+        items = [buffer[index] for index in micro_batch.indices]
+        masks.append(_padded([_counted(item, micro_batch) for item in items]))
+        if config.high_entropy_token_ratio < 1:
+            entropies.append(_padded([item.action_entropy for item in items]))
+    policy_masks = None
+    if config.high_entropy_token_ratio < 1:
+        policy_masks = high_entropy_masks(entropies, masks, config.high_entropy_token_ratio)
+    return TrainBatch(micro_batches, masks, policy_masks, global_denominators(masks, max_tokens))
+
+
+def _counted(item, micro_batch: MicroBatch) -> T:
+    """(a) bool: the tokens of one sample that the loss counts; none of an invalid or repeated one."""
+    valid = not micro_batch.filler and (item.valid is None or bool(item.valid))
+    mask = item.action_mask if item.action_mask is not None else torch.ones_like(item.action_log_probs)
+    return mask.bool() & valid
+
+
+def _padded(rows: list[T]) -> T:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+@dataclass
+class PolicyUpdate:
+    """One actor step per train batch."""
+
+    actor: TrainEngine
+    config: AlgorithmConfig
+    rule: ScoringRule
+    metrics: MetricsAccumulator
+
+    def step(self, buffer: NaiveReplayBuffer, batch: TrainBatch, kl_coef: float, first: bool) -> StepResult:
+        """Losses of all micro-batches, then one guarded step. first: the first update of this rollout."""
+        last = len(batch.micro_batches) - 1
+        for place, micro_batch in enumerate(batch.micro_batches):
+            experience = buffer.load(micro_batch)
+            inputs = ModelInputs.of(experience)
+            output = self.actor(inputs, self.rule, with_entropy=self.config.entropy_coef != 0)
+            losses = policy_loss(
+                self._loss_inputs(experience, output, batch, place), self.config, batch.denominators, kl_coef
+            )
+            self.actor.accumulate(losses.loss, place == last)
+            self._record(losses, place == last, first)
+        return self.actor.step()
+
+    def _loss_inputs(self, experience, output, batch: TrainBatch, place: int) -> LossInputs:
+        device = output.log_probs.device
+        policy_mask = batch.policy_masks[place].to(device) if batch.policy_masks is not None else None
+        return LossInputs(
+            log_probs=output.log_probs,
+            old_log_probs=per_action(experience, "action_log_probs"),
+            advantages=per_action(experience, "advantages"),
+            action_mask=batch.token_masks[place].to(device),
+            rollout_log_probs=per_action(experience, "rollout_log_probs"),
+            entropy=output.entropy,
+            ref_log_probs=per_action(experience, "base_action_log_probs"),
+            policy_mask=policy_mask,
+        )
+
+    def _record(self, losses: LossOutputs, last: bool, first: bool) -> None:
+        """Shares add up to the train batch's figure; the mean over updates of the step is reported."""
+        updates = 1.0 if last and collectives.is_rank_0() else 0.0
+        for name, share in losses.metrics.items():
+            self.metrics.add(name, share, updates)
+        for name, value in losses.maxima.items():
+            self.metrics.add_max(name, value)
+        if first:
+            self.metrics.add_max("ratio_max_dev_first", losses.maxima["ratio_max_dev"])
+
+
+@dataclass
+class ValueUpdate:
+    """One critic step per train batch."""
+
+    critic: TrainEngine
+    config: AlgorithmConfig
+    metrics: MetricsAccumulator
+
+    def step(self, buffer: NaiveReplayBuffer, batch: TrainBatch) -> StepResult:
+        last = len(batch.micro_batches) - 1
+        for place, micro_batch in enumerate(batch.micro_batches):
+            experience = buffer.load(micro_batch)
+            values = self.critic(ModelInputs.of(experience))
+            losses = value_loss(
+                values,
+                per_action(experience, "values"),
+                per_action(experience, "returns"),
+                batch.token_masks[place].to(values.device),
+                self.config.value_clip,
+                batch.denominators,
+            )
+            self.critic.accumulate(losses.loss, place == last)
+            updates = 1.0 if place == last and collectives.is_rank_0() else 0.0
+            for name, share in losses.metrics.items():
+                self.metrics.add(name, share, updates)
+        return self.critic.step()
+
+
+def per_action(experience, name: str) -> T | None:
+    """A field of a batch as (B, A), whether the batch is padded or packed."""
+    values = getattr(experience, name)
+    if values is None or not experience.is_packed:
+        return values
+    return unpack_actions(values, experience.num_actions)

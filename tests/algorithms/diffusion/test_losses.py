@@ -1,0 +1,123 @@
+"""Exact facts about the diffusion losses."""
+
+import pytest
+import torch
+
+from lightrft_visual.algorithms.diffusion.advantages import gathered_group_advantages, group_advantages, group_metrics
+from lightrft_visual.algorithms.diffusion.flow_grpo import clipped_surrogate, gaussian_kl, guarded_log_ratio
+from lightrft_visual.algorithms.diffusion.nft import nft_loss, old_policy_decay, optimality
+from lightrft_visual.rollout.diffusion_steps import sde_step
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# -- advantages --------------------------------------------------------------------------------------------------
+
+
+def test_group_advantages_by_hand():
+    rewards, groups = torch.tensor([1.0, 5.0, 3.0, 7.0]), torch.tensor([9, 2, 9, 2])
+    advantages = group_advantages(rewards, groups, torch.ones(4, dtype=torch.bool))
+    unit = 1 / (1 + 1e-4)
+    assert advantages.tolist() == pytest.approx([-unit, -unit, unit, unit])
+    wide = group_advantages(rewards, groups, torch.ones(4, dtype=torch.bool), global_std=True)
+    assert wide.tolist() == pytest.approx([-1 / (5**0.5 + 1e-4)] * 2 + [1 / (5**0.5 + 1e-4)] * 2)
+
+
+def test_invalid_rewards_enter_no_statistic_and_get_no_advantage():
+    rewards = torch.tensor([1.0, 3.0, float("nan"), 4.0])
+    valid = torch.tensor([True, True, False, True])
+    advantages = group_advantages(rewards, torch.tensor([0, 0, 0, 1]), valid)
+    assert advantages.tolist() == pytest.approx([-1 / 1.0001, 1 / 1.0001, 0.0, 0.0])
+
+
+def test_advantages_are_clamped():
+    rewards = torch.zeros(64)
+    rewards[0] = 1.0
+    advantages = group_advantages(
+        rewards, torch.zeros(64, dtype=torch.long), torch.ones(64, dtype=torch.bool), clip=2.0
+    )
+    assert advantages[0] == 2.0
+
+
+def test_metrics_of_groups():
+    rewards, groups = torch.tensor([0.0, 1.0, 2.0, 3.0, 5.0, 5.0, 5.0, 5.0]), torch.arange(8) // 4
+    advantages, metrics = gathered_group_advantages(rewards, groups, torch.ones(8, dtype=torch.bool))
+    assert len(advantages) == 8
+    assert metrics["group_size"] == 4 and metrics["trained_prompt_num"] == 1 and metrics["zero_std_ratio"] == 0.5
+    assert metrics["mean_reward_50"] == pytest.approx((2.5 + 5) / 2)
+    assert metrics == group_metrics(rewards, groups, torch.ones(8, dtype=torch.bool))
+
+
+# -- clipped loss, KL, guard -------------------------------------------------------------------------------------
+
+
+def test_surrogate_clips_each_sign_on_its_own_side():
+    log_ratios = torch.tensor([0.1, 0.1, -0.1, -0.1]).log1p()
+    losses = clipped_surrogate(log_ratios, torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.01)
+    assert losses.tolist() == pytest.approx([-1.01, 1.1, -0.9, 0.99])
+
+
+def test_kl_is_the_closed_form_and_the_forms_differ_by_dt():
+    mean, reference = normal(3, 2, 4), normal(3, 2, 4, seed=1)
+    std, dt = torch.full((3, 1, 1), 0.3, dtype=torch.float64), torch.tensor([-0.1, -0.2, -0.05], dtype=torch.float64)
+    full = gaussian_kl(mean, reference, std, dt)
+    closed = torch.distributions.kl_divergence(
+        torch.distributions.Normal(mean, 0.3), torch.distributions.Normal(reference, 0.3)
+    )
+    torch.testing.assert_close(full, closed.flatten(1).mean(1), rtol=1e-12, atol=0)
+    assert torch.equal(gaussian_kl(mean, reference, std, dt, "published"), full * dt.abs())
+
+
+@pytest.mark.parametrize("reduction", ("mean", "sum"))
+def test_guard_leaves_the_noise_times_the_shift_of_the_mean(reduction):
+    x, v_old, v, noise = (normal(3, 2, 4, seed=seed) for seed in range(4))
+    old = sde_step(x, v_old, 0.6, 0.5, 0.7, noise=noise, reduction=reduction)
+    new = sde_step(x, v, 0.6, 0.5, 0.7, prev_sample=old.prev, reduction=reduction)
+    guarded = guarded_log_ratio(new.log_prob - old.log_prob, new.mean, old.mean, new.std, reduction)
+    product = -(noise * (old.mean - new.mean)).flatten(1)
+    torch.testing.assert_close(guarded, product.mean(1) if reduction == "mean" else product.sum(1))
+
+
+# -- DiffusionNFT ------------------------------------------------------------------------------------------------
+
+
+def nft_case(r):
+    data, noise, v_old = normal(2, 3, 4), normal(2, 3, 4, seed=1), normal(2, 3, 4, seed=2)
+    time = torch.tensor([0.3, 0.8], dtype=torch.float64)
+    mixed = (1 - time.view(-1, 1, 1)) * data + time.view(-1, 1, 1) * noise
+    v = v_old.clone().requires_grad_(True)
+    return nft_loss(v, v_old, mixed, data, time, torch.full((2,), r, dtype=torch.float64)), v, v_old, mixed, data, time
+
+
+@pytest.mark.parametrize("r", (0.0, 0.2, 0.5, 0.9, 1.0))
+def test_nft_gradient_at_the_old_policy(r):
+    losses, v, v_old, mixed, data, time = nft_case(r)
+    losses.sum().backward()
+    when = time.view(-1, 1, 1)
+    difference = mixed - when * v_old - data
+    weight = difference.abs().flatten(1).mean(1).view(-1, 1, 1)
+    expected = (2 * r - 1) * (-2 * when * difference / weight) / 12
+    torch.testing.assert_close(v.grad, expected, rtol=1e-10, atol=1e-14)
+    if r == 0.5:
+        assert not v.grad.abs().gt(1e-15).any()
+
+
+def test_nft_at_the_old_policy_is_the_same_for_r_and_one_minus_r():
+    torch.testing.assert_close(nft_case(0.2)[0], nft_case(0.8)[0], rtol=0, atol=1e-15)
+
+
+def test_optimality_by_mode():
+    advantages = torch.tensor([-10.0, -2.5, 0.0, 2.5, 10.0])
+    assert optimality(advantages, 5.0).tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert optimality(advantages, 5.0, "positive_only").tolist() == [0.5, 0.5, 0.5, 0.75, 1.0]
+    assert optimality(advantages, 5.0, "negative_only").tolist() == [0.0, 0.25, 0.5, 0.5, 0.5]
+    assert optimality(advantages, 1.0, "one_only").tolist() == [0.5, 0.5, 0.5, 1.0, 1.0]
+    assert optimality(advantages, 1.0, "binary").tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]
+
+
+def test_decay_types():
+    assert [old_policy_decay(step, 0) for step in (0, 1000)] == [0.0, 0.0]
+    assert [old_policy_decay(step, 1) for step in (0, 100, 1000)] == [0.0, 0.1, 0.5]
+    assert [old_policy_decay(step, 2) for step in (74, 75, 175, 1000)] == [0.0, 0.0, 0.75, 0.999]

@@ -1,0 +1,98 @@
+"""Reward FL's gradient is the derivative of the reward, and goes only where it is said to go."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightrft_visual.algorithms.diffusion.context import LossContext
+from lightrft_visual.algorithms.diffusion.reward_fl import DifferentiableScore, RewardFL
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rollout.diffusion_sampler import flow_match_schedule
+
+
+class TwoExperts(nn.Module):
+    """A velocity of one weight matrix per noise range, and a decoder that is not linear; fp64."""
+
+    def __init__(self, boundary=500.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.high, self.low = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+        self.boundary, self.calls = boundary, []
+
+    def forward(self, latents, timesteps, conditions, guidance_scale):
+        self.calls.append(torch.is_grad_enabled())
+        expert = self.high if timesteps[0] >= self.boundary else self.low
+        return torch.tanh(expert(latents) + timesteps[:, None].double() / 1000)
+
+    def decode(self, latents):
+        return torch.sigmoid(latents)
+
+
+def reward(media):
+    return DifferentiableScore(media.square().mean(dim=1) + media[:, 0], torch.tensor([True, True, False]))
+
+
+def loss_of(model, settings, schedule):
+    start = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return settings.loss(LossContext(model, model), start, {}, schedule, reward, 2)
+
+
+SCHEDULE = flow_match_schedule(8)
+
+
+def test_gradient_equals_finite_differences():
+    model = TwoExperts(boundary=10_000.0)  # one expert for all steps
+    settings = RewardFL(mid_timestep=5, weight=0.7, score_mean=0.2, score_std=1.3)
+    start = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():  # the state before the steps that carry gradient, with the weights as they are
+        x = start
+        for step in range(5):
+            at = SCHEDULE[0][step].expand(3)
+            x = x + model(x, at, {}, 1.0) * float(SCHEDULE[1][step + 1].double() - SCHEDULE[1][step].double())
+    late = (SCHEDULE[0][5:], SCHEDULE[1][5:])
+    tail = RewardFL(3, mid_timestep=0, final_timestep=2, weight=0.7, score_mean=0.2, score_std=1.3)
+    settings.loss(LossContext(model, model), start, {}, SCHEDULE, reward, 2).loss.backward()
+    gradient = model.low.weight.grad.clone()
+    for row, column in ((0, 0), (2, 1), (3, 3)):
+        values = []
+        for shift in (1e-5, -1e-5):
+            with torch.no_grad():
+                model.low.weight[row, column] += shift
+                values.append(tail.loss(LossContext(model, model), x, {}, late, reward, 2).loss.item())
+                model.low.weight[row, column] -= shift
+        assert gradient[row, column].item() == pytest.approx((values[0] - values[1]) / 2e-5, abs=1e-6)
+
+
+def test_steps_before_mid_run_without_gradient_and_the_last_one_is_final():
+    model = TwoExperts()
+    loss_of(model, RewardFL(mid_timestep=3, final_timestep=5), SCHEDULE)
+    assert model.calls == [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize("bounds,trained", (((0.0, 0.5), "high"), ((0.5, 1.0), "low")))
+def test_only_the_expert_inside_the_boundaries_moves(bounds, trained):
+    model = TwoExperts(boundary=550.0)  # sigmas 1, .875, .75, .625 | .5 ...
+    settings = RewardFL(mid_timestep=0, min_timestep_boundary=bounds[0], max_timestep_boundary=bounds[1])
+    loss_of(model, settings, SCHEDULE).loss.backward()
+    moved = {name for name in ("high", "low") if getattr(model, name).weight.grad is not None}
+    assert moved == {trained}
+
+
+def test_an_invalid_sample_gives_no_gradient_and_is_counted():
+    model = TwoExperts()
+    outcome = loss_of(model, RewardFL(), SCHEDULE)
+    assert outcome.metrics["invalid_share"] == pytest.approx(1 / 3)
+    start = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
+    RewardFL().loss(LossContext(model, model), start, {}, SCHEDULE, reward, 2).loss.backward()
+    assert start.grad[:2].abs().sum() > 0 and not start.grad[2].any()
+
+
+@pytest.mark.parametrize("settings,message", (
+    ({"mid_timestep": 8, "final_timestep": 8}, "final_timestep"),
+    ({"min_timestep_boundary": 0.6, "max_timestep_boundary": 0.5}, "boundaries"),
+    ({"max_timestep_boundary": 0.3}, "no step"),
+    ({"score_std": 0.0}, "score_std"),
+))  # fmt: skip
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RewardFL(**settings)

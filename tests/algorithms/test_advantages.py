@@ -1,0 +1,315 @@
+"""Advantage estimators: hand-computed values, grouping by id over uneven micro-batches, invalid samples, whitening."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightrft_visual.algorithms.advantages import (
+    ADVANTAGE_CALCULATORS,
+    assign_advantages,
+    finish_advantages,
+    get_advantage_calculator,
+    get_advantages_and_returns,
+    get_cumulative_returns,
+)
+from lightrft_visual.batches.experience import Experience
+from lightrft_visual.config.vl import ADVANTAGE_ESTIMATORS, AlgorithmConfig
+from lightrft_visual.errors import RewardError
+
+GROUPED = [name for name, calculator in ADVANTAGE_CALCULATORS.items() if calculator.grouped]
+KWARGS = {"gamma": 1.0, "lambd": 0.95, "max_new_tokens": 10}
+
+
+def experience(groups, lengths=None, valid=None, width=4, values=None, kl=None):
+    """A micro-batch: one sample for each group id, with `lengths` real action tokens out of `width`."""
+    lengths = torch.tensor(lengths or [width] * len(groups))
+    mask = torch.arange(width) < lengths.unsqueeze(1)
+    return Experience(
+        sequences=torch.ones(len(groups), width + 2, dtype=torch.long),
+        action_log_probs=None, base_action_log_probs=None, values=values, returns=None, advantages=None,
+        attention_mask=None, action_mask=mask, info={}, kl=kl, group_id=torch.tensor(groups),
+        valid=None if valid is None else torch.tensor(valid),
+    )  # fmt: skip
+
+
+def final_rewards(name, rewards, experiences, **config):
+    calculator = get_advantage_calculator(name, AlgorithmConfig(**config))
+    return calculator.preprocess_rewards(rewards, experiences, max_new_tokens=10)[1]
+
+
+class TestOverTime:
+    def test_gae_by_hand(self):
+        values, rewards = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.0, 0.0, 5.0]])
+        advantages, returns = get_advantages_and_returns(values, rewards, torch.ones(1, 3), gamma=0.9, lambd=0.5)
+        third = 5.0 - 3.0
+        second = 0.9 * 3.0 - 2.0 + 0.45 * third
+        first = 0.9 * 2.0 - 1.0 + 0.45 * second
+        torch.testing.assert_close(advantages, torch.tensor([[first, second, third]]))
+        torch.testing.assert_close(returns, advantages + values)
+
+    def test_gae_with_lambda_one_is_the_return_minus_the_value(self):
+        make = torch.Generator().manual_seed(0)
+        values, rewards = torch.randn(3, 6, generator=make), torch.randn(3, 6, generator=make)
+        mask = torch.arange(6) < torch.tensor([[6], [3], [0]])
+        advantages, returns = get_advantages_and_returns(values, rewards, mask, gamma=0.8, lambd=1.0)
+        expected = get_cumulative_returns(rewards, mask, gamma=0.8)
+        torch.testing.assert_close(returns, expected)
+        torch.testing.assert_close(advantages, torch.where(mask, expected - values, 0.0))
+
+    def test_padding_and_holes_are_no_steps(self):
+        mask = torch.tensor([[1, 0, 1, 0]])
+        rewards = torch.tensor([[1.0, math.nan, 4.0, math.nan]])
+        values = torch.tensor([[0.5, math.nan, 2.0, math.nan]])
+        dense_mask, dense = torch.ones(1, 2), ([0], [0, 2])
+        for gamma in (1.0, 0.5):
+            returns = get_cumulative_returns(rewards, mask, gamma)
+            assert returns.tolist() == [[1 + gamma * 4, 0, 4, 0]]
+            sparse = get_advantages_and_returns(values, rewards, mask, gamma, 0.9)[0]
+            compact = get_advantages_and_returns(values[dense], rewards[dense], dense_mask, gamma, 0.9)[0]
+            assert sparse[0, [0, 2]].tolist() == pytest.approx(compact.flatten().tolist())
+            assert sparse[0, [1, 3]].tolist() == [0, 0]
+
+
+class TestGroups:
+    rewards = torch.tensor([1.0, 0.0, 0.0, 3.0])
+
+    @pytest.mark.parametrize(
+        ("name", "expected"),
+        [
+            ("rloo", [1 - 3 / 3, 0 - 4 / 3, 0 - 4 / 3, 3 - 1 / 3]),
+            ("dr_grpo", [0.0, -1.0, -1.0, 2.0]),
+            ("reinforce_baseline", [0.0, -1.0, -1.0, 2.0]),
+            ("group_norm", [0.0, -1 / 2**0.5, -1 / 2**0.5, 2 / 2**0.5]),
+            ("cpgd", [0.0, -1 / 1.5**0.5, -1 / 1.5**0.5, 2 / 1.5**0.5]),
+            ("reinforce", [1.0, 0.0, 0.0, 3.0]),
+            ("gae", [1.0, 0.0, 0.0, 3.0]),
+        ],
+    )
+    def test_one_group_by_hand(self, name, expected):
+        (final,) = final_rewards(name, self.rewards, [experience([5, 5, 5, 5])])
+        assert final.tolist() == pytest.approx(expected, abs=1e-5)
+
+    @pytest.mark.parametrize("name", GROUPED)
+    def test_uneven_micro_batches_and_interleaved_groups(self, name):
+        groups = [7, 2, 7, 9, 2, 7, 9]
+        rewards = torch.tensor([1.0, 5.0, 2.0, 8.0, 1.0, 6.0, 3.0])
+        (whole,) = final_rewards(name, rewards, [experience(groups)])
+        parts = [experience(groups[:1]), experience(groups[1:5]), experience(groups[5:])]
+        split = final_rewards(name, rewards, parts)
+        assert [len(part) for part in split] == [1, 4, 2]
+        torch.testing.assert_close(torch.cat(split), whole)
+        torch.testing.assert_close(torch.cat(final_rewards(name, list(rewards.split([1, 4, 2])), parts)), whole)
+        for group in (2, 7, 9):
+            members = torch.tensor(groups) == group
+            (alone,) = final_rewards(name, rewards[members], [experience([group] * int(members.sum()))])
+            torch.testing.assert_close(whole[members], alone)
+
+    @pytest.mark.parametrize("name", GROUPED)
+    def test_invalid_samples_leave_the_statistics(self, name):
+        rewards = torch.tensor([1.0, math.nan, 0.0, 99.0])
+        batch = experience([1, 1, 1, 1], valid=[True, False, True, False])
+        (final,) = final_rewards(name, rewards, [batch])
+        (expected,) = final_rewards(name, torch.tensor([1.0, 0.0]), [experience([1, 1])])
+        assert final[[0, 2]].tolist() == expected.tolist() and final[[1, 3]].tolist() == [0, 0]
+        assert batch.info["comparable"].tolist() == [1, 0, 1, 0]
+
+    @pytest.mark.parametrize("name", GROUPED)
+    def test_a_lone_valid_sample_contributes_nothing(self, name):
+        kl = torch.ones(3, 4)
+        batch = experience([1, 1, 2], valid=[True, False, True], kl=kl)
+        calculator = get_advantage_calculator(name, AlgorithmConfig())
+        assign_advantages(calculator, [batch], torch.tensor([3.0, 4.0, 5.0]), 0.1, KWARGS)
+        assert (batch.advantages == 0).all()
+
+    @pytest.mark.parametrize("name", GROUPED)
+    @pytest.mark.parametrize("reward", [0.1, 1 / 3, -7.7, 1e6])
+    def test_equal_rewards_give_exactly_zero(self, name, reward):
+        (final,) = final_rewards(name, torch.full((7,), reward), [experience([1] * 7)])
+        assert final.tolist() == [0.0] * 7
+
+    def test_grouped_estimators_need_group_ids(self):
+        batch = experience([1, 1])
+        batch.group_id = None
+        with pytest.raises(ValueError, match="group_id"):
+            final_rewards("grpo", torch.ones(2), [batch])
+        assert final_rewards("reinforce", torch.ones(2), [batch])[0].tolist() == [1, 1]
+
+
+class TestShaping:
+    def test_order_penalty_norm_clip(self):
+        batch = experience([1, 1], lengths=[4, 2])
+        (final,) = final_rewards(
+            "reinforce", torch.tensor([3.0, 1.0]), [batch],
+            overlong_buffer=True, overlong_buffer_len=8, overlong_buffer_penalty_factor=2.0, reward_running_norm=True,
+            reward_running_norm_minus_mean=True, reward_clip=0.5,
+        )  # fmt: skip
+        # Lengths 4 and 2 with 10 - 8 = 2 free: penalties -0.5 and 0; 2.5 and 1 then whiten to +-0.707.
+        assert batch.info["overlong_penalty"].tolist() == [-0.5, 0.0]
+        assert batch.info["reward_clipped"].tolist() == [1.0, 1.0]
+        assert final.tolist() == [0.5, -0.5] and batch.info["shaped_reward"].tolist() == [0.5, -0.5]
+
+    def test_each_shaping_is_off_by_default(self):
+        batch = experience([1, 1])
+        (final,) = final_rewards("reinforce", torch.tensor([300.0, -1.0]), [batch])
+        assert final.tolist() == [300.0, -1.0] and set(batch.info) == {"shaped_reward"}
+
+    def test_running_norm_skips_invalid_rewards_and_resumes(self):
+        config = AlgorithmConfig(reward_running_norm=True)
+        calculator = get_advantage_calculator("reinforce", config)
+        batch = experience([1, 1, 1], valid=[True, True, False])
+        _, (final,) = calculator.preprocess_rewards(torch.tensor([1.0, 3.0, math.inf]), [batch], 10)
+        assert final.tolist() == pytest.approx([1 / 2**0.5, 3 / 2**0.5, 0])
+        resumed = get_advantage_calculator("reinforce", config)
+        resumed.load_state_dict(calculator.state_dict())
+        assert resumed.running.state_dict() == calculator.running.state_dict()
+
+    def test_a_rank_without_samples_and_plain_numbers(self):
+        assert final_rewards("dr_grpo", [], []) == []
+        config = AlgorithmConfig(reward_running_norm=True)
+        assert get_advantage_calculator("reinforce", config).preprocess_rewards([], [], 16) == ([], [])
+        assert final_rewards("dr_grpo", [1.0, 0.0], [experience([1, 1])])[0].tolist() == [0.5, -0.5]
+
+    def test_wrong_sizes_and_values(self):
+        with pytest.raises(ValueError, match="do not belong"):
+            final_rewards("reinforce", torch.ones(3), [experience([1, 1])])
+        with pytest.raises(ValueError, match="do not belong"):
+            final_rewards("reinforce", [torch.ones(2), torch.ones(1)], [experience([1]), experience([1, 1])])
+        with pytest.raises(RewardError, match="finite"):
+            final_rewards("reinforce", torch.tensor([1.0, math.nan]), [experience([1, 1])])
+        packed = experience([1, 1])
+        packed.packed_seq_lens = [3, 3]
+        with pytest.raises(ValueError, match="packed"):
+            final_rewards("reinforce", torch.ones(2), [packed])
+
+
+class TestCompute:
+    def test_group_advantage_is_the_same_at_every_token(self):
+        batch = experience([1, 1], lengths=[3, 2])
+        calculator = get_advantage_calculator("dr_grpo", AlgorithmConfig())
+        assign_advantages(calculator, [batch], torch.tensor([1.0, 0.0]), 0.0, KWARGS)
+        assert batch.advantages.tolist() == [[0.5, 0.5, 0.5, 0], [-0.5, -0.5, 0, 0]]
+        assert batch.info["return"].tolist() == [0.5, -0.5]
+
+    def test_gamma_is_the_same_for_every_experience_and_kwargs_stay(self):
+        kwargs = {"gamma": 0.5, "max_new_tokens": 10}
+        batches = [experience([1], width=3), experience([1], width=3)]
+        calculator = get_advantage_calculator("reinforce", AlgorithmConfig())
+        assign_advantages(calculator, batches, torch.tensor([4.0, 4.0]), 0.0, kwargs)
+        assert [batch.returns.tolist() for batch in batches] == [[[1, 2, 4]]] * 2
+        assert kwargs == {"gamma": 0.5, "max_new_tokens": 10}
+
+    def test_kl_in_the_reward_or_not(self):
+        kl = torch.tensor([[1.0, 2.0]])
+        for use_kl_loss, expected in ((False, [[3.7, 3.8]]), (True, [[4.0, 4.0]])):
+            batch = experience([1], width=2, kl=kl)
+            calculator = get_advantage_calculator(
+                "reinforce", AlgorithmConfig(use_kl_loss=use_kl_loss, kl_estimator="k2")
+            )
+            assign_advantages(calculator, [batch], torch.tensor([4.0]), 0.1, KWARGS)
+            torch.testing.assert_close(batch.advantages, torch.tensor(expected))
+
+    def test_a_kl_coefficient_without_kl_is_an_error(self):
+        with pytest.raises(ValueError, match="no kl"):
+            calculator = get_advantage_calculator("reinforce", AlgorithmConfig())
+            assign_advantages(calculator, [experience([1])], torch.tensor([4.0]), 0.1, KWARGS)
+
+    def test_gae_reads_lambda_from_kwargs_and_needs_values(self):
+        values = torch.tensor([[1.0, 2.0, 3.0]])
+        batch = experience([1], width=3, values=values)
+        calculator = get_advantage_calculator("gae", AlgorithmConfig(lambd=0.1))
+        advantages, returns, _ = calculator.compute(batch, torch.tensor([5.0]), 0.9, {"lambd": 0.5})
+        expected = get_advantages_and_returns(values, torch.tensor([[0, 0, 5.0]]), batch.action_mask, 0.9, 0.5)
+        torch.testing.assert_close((advantages, returns), expected)
+        with pytest.raises(ValueError, match="values"):
+            calculator.compute(experience([1]), torch.tensor([5.0]), 1.0, {})
+
+    def test_cpgd_advantages_are_not_zero(self):
+        batch = experience([1, 1])
+        assign_advantages(
+            get_advantage_calculator("cpgd", AlgorithmConfig()), [batch], torch.tensor([1.0, 0.0]), 0.0, KWARGS
+        )
+        assert batch.advantages[:, 0].tolist() == pytest.approx([1.0, -1.0], abs=1e-5)
+
+    @pytest.mark.parametrize("name", sorted(set(ADVANTAGE_ESTIMATORS) - {"gae"}))
+    def test_experience_without_info(self, name):
+        batch = experience([1, 1])
+        batch.info = None
+        calculator = get_advantage_calculator(name, AlgorithmConfig())
+        advantages, returns, _ = calculator.compute(batch, torch.tensor([1.0, 0.0]), 1.0, {})
+        assert advantages.shape == returns.shape == batch.action_mask.shape
+
+    def test_names(self):
+        assert set(ADVANTAGE_CALCULATORS) == set(ADVANTAGE_ESTIMATORS)
+        with pytest.raises(ValueError, match="group_norm"):
+            get_advantage_calculator("grop", AlgorithmConfig())
+
+
+class TestFinish:
+    def batches(self):
+        first, second = experience([1, 1], lengths=[3, 1]), experience([1], lengths=[2], valid=[True])
+        first.advantages = torch.tensor([[1.0, 2.0, 3.0, 0], [4.0, 0, 0, 0]])
+        second.advantages = torch.tensor([[5.0, 9.0, 0, 0]])
+        return [first, second]
+
+    def test_whitening_over_all_micro_batches_under_the_mask(self):
+        batches = finish_advantages(self.batches(), AlgorithmConfig(advantages_norm=True))
+        kept = torch.cat([batch.advantages[batch.action_mask] for batch in batches])
+        source = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 9.0])
+        torch.testing.assert_close(kept, (source - source.mean()) / (source.std() + 1e-6))
+        assert all((batch.advantages[~batch.action_mask] == 0).all() for batch in batches)
+
+    def test_invalid_samples_stay_zero_and_out_of_the_moments(self):
+        batches = self.batches()
+        batches[1].valid = torch.tensor([False])
+        batches[1].advantages = torch.zeros(1, 4)
+        finish_advantages(batches, AlgorithmConfig(advantages_norm=True))
+        source = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        expected = (source - source.mean()) / (source.std() + 1e-6)
+        torch.testing.assert_close(batches[0].advantages[batches[0].action_mask], expected)
+        assert (batches[1].advantages == 0).all()
+
+    def test_clip_fraction_is_measured_before_the_clamp(self):
+        batches = finish_advantages(self.batches(), AlgorithmConfig(advantage_clip=2.5))
+        assert batches[0].info["advantage_clip_frac"].tolist() == pytest.approx([1 / 3, 1.0])
+        assert batches[1].info["advantage_clip_frac"].tolist() == [1.0]
+        assert max(batch.advantages.max().item() for batch in batches) == 2.5
+
+    def test_both_are_off_by_default(self):
+        batches = finish_advantages(self.batches(), AlgorithmConfig())
+        assert batches[1].advantages[0, 1].item() == 9.0 and "advantage_clip_frac" not in batches[0].info
+
+
+@settings(deadline=None, max_examples=80)
+@given(data=st.data())
+def test_finite_for_any_mix_of_masks_groups_and_validity(data):
+    name = data.draw(st.sampled_from(ADVANTAGE_ESTIMATORS))
+    batches, rewards = [], []
+    for _ in range(data.draw(st.integers(1, 3))):
+        size = data.draw(st.integers(1, 4))
+        lists = {
+            key: data.draw(st.lists(strategy, min_size=size, max_size=size))
+            for key, strategy in (
+                ("groups", st.integers(0, 2)), ("lengths", st.integers(0, 4)), ("valid", st.booleans()),
+                ("rewards", st.floats(-1e4, 1e4, width=32)),
+            )
+        }  # fmt: skip
+        kl, values = torch.full((size, 4), math.nan), torch.full((size, 4), math.nan)
+        batch = experience(lists["groups"], lists["lengths"], lists["valid"], values=values, kl=kl)
+        batch.kl[batch.action_mask], batch.values[batch.action_mask] = 0.3, 1.5
+        batches.append(batch)
+        rewards.append(torch.where(torch.tensor(lists["valid"]), torch.tensor(lists["rewards"]), math.nan))
+    config = AlgorithmConfig(
+        advantage_estimator=name, advantages_norm=data.draw(st.booleans()), advantage_clip=5.0,
+        reward_running_norm=data.draw(st.booleans()), overlong_buffer=True, overlong_buffer_len=4, reward_clip=10.0,
+    )  # fmt: skip
+    assign_advantages(get_advantage_calculator(name, config), batches, rewards, 0.1, KWARGS)
+    for batch in batches:
+        counted = batch.action_mask & batch.valid.unsqueeze(1)
+        assert batch.advantages.isfinite().all() and batch.returns.isfinite().all()
+        assert (batch.advantages[~counted] == 0).all()
+        assert all(value.isfinite().all() and len(value) == len(batch.valid) for value in batch.info.values())

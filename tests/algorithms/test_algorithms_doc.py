@@ -1,0 +1,39 @@
+"""docs/algorithms.md names every choice there is, and no flag that does not exist."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from lightrft_visual.config.vl import (
+    ADVANTAGE_ESTIMATORS,
+    KL_ESTIMATORS,
+    LOSS_AGG_MODES,
+    POLICY_LOSSES,
+    TIS_MODES,
+    AlgorithmConfig,
+    RunConfig,
+)
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text()
+
+
+def test_every_choice_is_documented():
+    for name in (*ADVANTAGE_ESTIMATORS, *POLICY_LOSSES, *LOSS_AGG_MODES, *KL_ESTIMATORS, *TIS_MODES):
+        assert f"`{name}`" in TEXT
+
+
+def test_flags_exist_and_none_is_left_out():
+    leaves = {leaf.name for section in fields(RunConfig) for leaf in fields(getattr(RunConfig(), section.name))}
+    named = set(re.findall(r"--([a-z_]+)(?![a-z_.])", TEXT))
+    assert named <= leaves
+    own = {leaf.name for leaf in fields(AlgorithmConfig)}
+    assert {name for name in own if f"`{name}`" not in TEXT and name not in named} == set()
+
+
+def test_defaults_are_those_of_the_configuration():
+    config = AlgorithmConfig()
+    for name, value in re.findall(r"`--([a-z_]+) ([0-9.]+)`", TEXT):
+        if name in ("overlong_buffer_len", "overlong_buffer_penalty_factor", "lambd", "init_kl_coef", "tis_cap"):
+            assert value in (str(getattr(config, name)), "0"), name

@@ -1,0 +1,145 @@
+"""Diffusion configurations that cannot work are refused before any model loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightrft_visual.algorithms.diffusion import DIFFUSION_ALGORITHMS, FlowGRPO
+from lightrft_visual.config.diffusion import DIFFUSION_ALGORITHM_NAMES, DiffusionAlgorithmConfig, DiffusionRunConfig
+from lightrft_visual.config.diffusion_sampling import evaluation_sampling, rollout_noise, rollout_sampling
+from lightrft_visual.config.load import load_config, write_resolved
+from lightrft_visual.config.roots import DIFFUSION_PRESET
+from lightrft_visual.errors import ConfigError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
+
+
+def load(*arguments: str) -> DiffusionRunConfig:
+    return load_config(DiffusionRunConfig, list(arguments), preset=DIFFUSION_PRESET)
+
+
+REWARD_FL = ("--diffusion_algorithm", "reward_fl")
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    (
+        (["--noise_level", "0"], "noise_level"),
+        (["--sigmas", "0.9", "0.0", "--trajectory", "sde"], "at least 2"),
+        (["--diffusion_algorithm", "ddpo", "--sigmas", "0.9,0.5"], "schedule"),
+        (["--num_steps", "2", "--sigmas", "[0.9, 0.5]", "--timesteps", "[900]"], "equal length"),
+        (["--train_batch_size", "50"], "divide"),
+        (["--n_samples_per_prompt", "1", "--train_batch_size", "8"], "at least 2"),
+        (["--family", "sd4"], "family"),
+        (["--diffusion_algorithm", "dance_grpo", "--trajectory", "sde"], "sde_reflow"),
+        (["--diffusion_algorithm", "diffusion_nft", "--sde_window_size", "2"], "sde_window_size"),
+        (["--diffusion_algorithm", "reward_fl", "--final_timestep", "9"], "final_timestep"),
+        ([*REWARD_FL, "--mid_timestep", "-1"], "mid_timestep"),
+        ([*REWARD_FL, "--min_timestep_boundary", "0.9", "--max_timestep_boundary", "0.5"], "min_timestep_boundary"),
+        ([*REWARD_FL, "--min_timestep_boundary", "-1"], "min_timestep_boundary"),
+        ([*REWARD_FL, "--max_timestep_boundary", "1.5"], "max_timestep_boundary"),
+        ([*REWARD_FL, "--max_timestep_boundary", "0.3"], "no step from mid_timestep"),
+        ([*REWARD_FL, "--reward_fl_weight", "0"], "reward_fl_weight"),
+        ([*REWARD_FL, "--sigmas", "1,0.5,0", "--mid_timestep", "2", "--final_timestep", "2"], "no step from mid"),
+        (["--sde_window_size", "8"], "window_size"),
+        (["--trajectory", "cps", "--noise_level", "2"], "noise_level is 2.0; .* below 2"),
+        (["--trajectory", "cps", "--noise_level", "0"], "noise_level"),
+        (["--adam_betas", "2", "3"], "adam_betas"),
+        (["--adam_betas", "0.9", "1"], "adam_betas"),
+        (["--max_norm", "-1"], "max_norm"),
+        (["--l2", "-1"], "l2"),
+        (["--flow_shift", "inf"], "flow_shift"),
+        (["--timesteps", "900,nan"], "timesteps"),
+        (["--eval_ema", "true"], "enable_ema"),
+        (["--eval_samples_per_prompt", "8"], "belongs to vision-language runs"),
+        (["--grpo_guard", "true", "--diffusion_algorithm", "diffusion_nft"], "grpo_guard"),
+        (["--noise_levle", "1"], "noise_level"),
+        (["--diffusion_algorithm", "ddpo", "--family", "sd3"], "set model.family to: sd15"),
+        (["--diffusion_algorithm", "ddpo", "--family", "auto"], "set model.family to: sd15"),
+        (["--family", "sd15"], "use diffusion_algorithm ddpo or dpok"),
+        (["--diffusion_algorithm", "ddpoo"], "diffusion_algorithm is 'ddpoo'.*ddpo"),
+    ),
+)
+def test_refusals(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(*arguments)
+
+
+def test_every_algorithm_is_built_from_its_name() -> None:
+    assert tuple(DIFFUSION_ALGORITHMS) == DIFFUSION_ALGORITHM_NAMES
+    for name, algorithm in DIFFUSION_ALGORITHMS.items():
+        assert algorithm.build(load("--diffusion_algorithm", name)) is not None
+
+
+def test_the_published_figures() -> None:
+    config = load("--config", "experiment/diffusion/sd3_5/online_grpo_ocr")
+    assert (config.sampling.height, config.sampling.num_steps, config.sampling.eval_num_steps) == (512, 10, 40)
+    assert (config.sampling.guidance_scale, config.sampling.noise_level) == (4.5, 0.7)
+    assert (config.sampling.n_samples_per_prompt, config.model.lora_rank, config.model.lora_alpha) == (24, 32, 64)
+    assert (config.train.learning_rate, config.train.ema_beta, config.train.ema_interval) == (3e-4, 0.9, 8)
+    loss = DIFFUSION_ALGORITHMS["flow_grpo"].build(config)
+    assert loss == FlowGRPO(guidance_scale=4.5, clip_range=1e-4, beta=0.04, kl_form="published")
+
+
+def test_layers_swap() -> None:
+    config = load("--config", "experiment/diffusion/sd3_5/online_grpo_ocr", "/base/algorithm/diffusion=grpo_guard")
+    assert config.algorithm.grpo_guard and rollout_noise(config).keep_means
+
+
+@pytest.mark.parametrize("more", ([], ["--num_steps", "25"]))
+def test_num_steps_follows_a_given_schedule(more: list[str]) -> None:
+    config = load("--timesteps", "900", "300", "10", *more)
+    assert config.sampling.num_steps == rollout_sampling(config).num_steps == 3
+    assert load("--sigmas", "1,0.5,0.2,0").sampling.num_steps == 4
+    late = ["--diffusion_algorithm", "reward_fl", "--mid_timestep", "1", "--final_timestep", "2"]
+    assert DIFFUSION_ALGORITHMS["reward_fl"].build(load("--timesteps", "900,300,10", *late)).num_inference_steps == 3
+
+
+OWN = ("--pretrain", "model", "--prompt_data", "rows.csv")
+
+
+def figures(*arguments: str) -> tuple:
+    c = load(*arguments)
+    return c.sampling.num_steps, c.train.learning_rate, c.train.warmup_steps, c.train.lr_scheduler_type
+
+
+def test_reward_fl_has_defaults_of_its_own(tmp_path: Path) -> None:
+    reward_fl = (*OWN, "--diffusion_algorithm", "reward_fl")
+    assert figures(*OWN) == (10, 3e-4, 0, "constant")
+    assert figures(*reward_fl) == (8, 2.5e-6, 10, "constant")
+    assert figures(*reward_fl, "--lr", "1e-5", "--warmup_steps", "0", "--num_steps", "9") == (9, 1e-5, 0, "constant")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("diffusion_algorithm: reward_fl\nlearning_rate: 1e-4\n")
+    assert figures(*OWN, "--config", str(recipe)) == (8, 1e-4, 10, "constant")
+    assert figures("--diffusion_algorithm", "reward_fl") == (8, 1e-3, 0, "constant")  # the embedded preset's
+    direct = DiffusionRunConfig(algorithm=DiffusionAlgorithmConfig(diffusion_algorithm="reward_fl"))
+    assert (direct.sampling.num_steps, direct.train.learning_rate, direct.train.warmup_steps) == (8, 2.5e-6, 10)
+
+
+@pytest.mark.parametrize("name", DIFFUSION_ALGORITHM_NAMES)
+def test_the_resolved_configuration_loads_to_the_same_one(name: str, tmp_path: Path) -> None:
+    config = load(*OWN, "--diffusion_algorithm", name)
+    assert load("--config", str(write_resolved(config, tmp_path / "resolved.yaml"))) == config
+
+
+def test_a_list_that_is_null_in_a_file_is_unset(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("sampling:\n  timesteps:\n  sigmas: null\n")
+    sampling = load("--config", str(recipe)).sampling
+    assert sampling.timesteps is None and sampling.sigmas is None
+
+
+def test_rolls_name_of_the_steps() -> None:
+    assert load("--num_inference_steps", "9").sampling.num_steps == 9
+    assert load("sampling.num_inference_steps=9").sampling.num_steps == 9
+
+
+def test_settings_of_the_sampler() -> None:
+    config = load("--trajectory", "cps", "--flow_shift", "3")
+    assert rollout_sampling(config).trajectory == "cps" and rollout_sampling(config).num_steps == 8
+    assert evaluation_sampling(config).trajectory == "ode" and evaluation_sampling(config).num_steps == 16
+    assert DIFFUSION_ALGORITHMS["flow_grpo"].build(config).rule == "cps"
+    guided = load("--guidance_scale", "4", "--cfg_in_training", "false")
+    assert DIFFUSION_ALGORITHMS["flow_grpo"].build(guided).guidance_scale == 1.0

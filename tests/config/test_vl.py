@@ -1,0 +1,44 @@
+"""Settings that contradict each other, or that one without the other would do nothing, are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrft_visual.config.load import load_config
+from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.errors import ConfigError
+
+
+def load(text: str) -> RunConfig:
+    return load_config(RunConfig, text.split(), preset=None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--overlong_buffer", "overlong_buffer_len 1024 must be less than generate_max_len 1024"),
+        ("--max_tokens_per_batch 4096", "add --packing_samples"),
+        ("--packing_samples --max_tokens_per_batch -5", "positive budget"),
+        ("--packing_samples --max_tokens_per_batch 1000", r"prompt_max_len \+ generate_max_len = 2048"),
+        ("--critic_pretrain somewhere", "critic_pretrain.*gae"),
+        ("--tis_mask", "tis_mask belongs to --tis_mode"),
+        ("--reward_running_norm_minus_mean", "belongs to --reward_running_norm"),
+        ("--init_kl_coef 0 --kl_target 0.1", "kl_target steers"),
+        ("--eval_ema", "add --enable_ema"),
+    ],
+)
+def test_refused(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        load(flags)
+
+
+def test_an_average_that_is_kept_is_evaluated_and_exported():
+    assert load("").output.eval_ema is False
+    assert load("--enable_ema").output.eval_ema is True
+    assert load("--enable_ema --no_eval_ema").output.eval_ema is False
+
+
+def test_what_belongs_together_is_accepted():
+    load("--overlong_buffer --overlong_buffer_len 128")
+    load("--packing_samples --max_tokens_per_batch 2048")
+    load("--advantage_estimator gae --critic_pretrain somewhere --tis_mode token --tis_mask")

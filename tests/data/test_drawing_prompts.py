@@ -1,0 +1,79 @@
+"""Rows of diffusion runs: what rewards find in them, and which are refused by file and row."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from PIL import Image
+
+from lightrft_visual.config.diffusion import DiffusionDataConfig
+from lightrft_visual.data.drawing_prompts import DrawPrompts
+from lightrft_visual.errors import ConfigError, DataError
+
+
+def prompts(tmp_path, *rows, **settings) -> list:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DrawPrompts(str(path), "train", 100, DiffusionDataConfig(**settings), False).rows
+
+
+def test_columns_by_default_names(tmp_path):
+    (row,) = prompts(tmp_path, {"prompt": "a cat", "label": "x", "reference": "cat", "text": "CAT"})
+    assert (row.prompt, row.label, row.reference, row.metadata) == ("a cat", "x", "cat", {"text": "CAT"})
+
+
+def test_a_column_that_a_flag_names_keeps_its_name_for_rewards(tmp_path):
+    given = {"caption": "a cat", "kind": "x", "target": "cat", "label": "other"}
+    (row,) = prompts(tmp_path, given, input_key="caption", label_key="kind", reference_key="target")
+    assert (row.prompt, row.label, row.reference, row.metadata) == ("a cat", "x", "cat", given)
+
+
+@pytest.mark.parametrize("row", [["a"], "a", None, 3])
+def test_a_row_that_is_no_mapping(tmp_path, row):
+    with pytest.raises(DataError, match=r"prompts.jsonl:2.*(mapping of columns|JSON object)"):
+        prompts(tmp_path, {"prompt": "a cat"}, row)
+
+
+@pytest.mark.parametrize("flag", ["label_key", "reference_key"])
+def test_a_flag_that_names_a_column_makes_it_required(tmp_path, flag):
+    with pytest.raises(DataError, match=rf"prompts.jsonl:1: no column 'kin' \({flag}\); the row has: prompt, kind"):
+        prompts(tmp_path, {"prompt": "a cat", "kind": "x"}, **{flag: "kin"})
+
+
+def test_bad_rows_are_refused_with_the_way_out_or_skipped_and_counted(tmp_path):
+    rows = [{"prompt": "a cat"}, ["a"], {"text": "no prompt"}, None, {"prompt": " "}, {"prompt": "a dog"}]
+    with pytest.raises(DataError, match=r"prompts.jsonl:2: .*--on_bad_row skip"):
+        prompts(tmp_path, *rows)
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps(rows))
+    kept = DrawPrompts(str(path), "train", 100, DiffusionDataConfig(on_bad_row="skip"), False)
+    assert [row.prompt for row in kept] == ["a cat", "a dog"] and kept.skipped["bad row"] == 4
+    assert [row.source for row in kept.rows] == [f"{path}:row 0", f"{path}:row 5"]
+    assert len(DrawPrompts(str(path), "train", 1, DiffusionDataConfig(on_bad_row="skip"), False)) == 1
+
+
+def test_broken_first_frames_are_skipped_and_good_ones_decoded(tmp_path):
+    Image.new("RGB", (8, 6), "red").save(tmp_path / "good.png")
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    path = tmp_path / "metadata.csv"
+    path.write_text("prompt,input_image\na,good.png\nb,broken.png\nc,missing.png\nd,\n")
+    kept = DrawPrompts(str(path), "train", 100, DiffusionDataConfig(on_bad_row="skip"), True)
+    assert kept.skipped["bad row"] == 3 and kept[0].images[0].size == (8, 6)
+    assert kept.rows[0].metadata == {"input_image": str(tmp_path / "good.png")}
+    with pytest.raises(DataError, match=r"metadata.csv:row 1: .*broken.png"):
+        DrawPrompts(str(path), "train", 100, DiffusionDataConfig(), True)
+
+
+def test_a_file_without_a_good_row_and_an_unknown_policy(tmp_path):
+    with pytest.raises(DataError, match="no usable row among 1"):
+        prompts(tmp_path, "a", on_bad_row="skip")
+    with pytest.raises(ConfigError, match="on_bad_row"):
+        DiffusionDataConfig(on_bad_row="ignore")
+
+
+def test_several_files(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name}) + "\n")
+    both = DrawPrompts(f"{tmp_path}/one.jsonl,{tmp_path}/two.jsonl", "train", 100, DiffusionDataConfig(), False)
+    assert [row.prompt for row in both] == ["one", "two"]

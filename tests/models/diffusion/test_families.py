@@ -1,0 +1,184 @@
+"""Every family, tiny: rollout, ratio 1 on the first pass, one update, decode, LoRA into the stock pipeline."""
+
+import pytest
+import tiny_families
+import torch
+from PIL import Image
+
+from lightrft_visual.algorithms.diffusion.context import LossContext
+from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
+from lightrft_visual.algorithms.diffusion.rows import experience_of, rows_at, trainable_steps
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.diffusion.families.base import pack
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of, takes_first_frame
+from lightrft_visual.rollout.diffusion_sampler import (
+    DiffusionBatch,
+    DiffusionSampler,
+    NoiseConfig,
+    SamplingConfig,
+    sample_generators,
+)
+
+PROMPTS = ["a red circle", "a blue cross"]
+# family: size in pixels and frames, guidance, shape of the decoded media of one sample
+CASES = {
+    "sd15": ((32, 32, 1), 3.0, (3, 32, 32)),
+    "flux": ((32, 32, 1), 3.5, (3, 32, 32)),
+    "wan": ((32, 32, 5), 3.0, (3, 5, 32, 32)),
+    "wan_i2v": ((32, 32, 5), 3.0, (3, 5, 32, 32)),
+    "cosmos": ((32, 32, 1), 3.0, (3, 32, 32)),
+    "qwen_image": ((32, 32, 1), 3.0, (3, 32, 32)),
+}
+
+
+def build(name):
+    torch.manual_seed(0)
+    pipeline = tiny_families.FAMILIES[name]()
+    for part in pipeline.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.eval()  # as from_pretrained leaves them
+    return pipeline
+
+
+def policy_of(name):
+    return DiffusionPolicy(family_of(build(name), 5), LoraSettings(rank=2, alpha=4))
+
+
+def conditions_of(policy, name, size):
+    conditions = policy.encode_prompts(PROMPTS, "" if policy.family.uses_negative else None)
+    if policy.family.takes_first_frame:
+        frames = [Image.new("RGB", (40, 40), colour) for colour in ("red", "blue")]
+        conditions |= policy.encode_first_frames(frames, *size)
+    return conditions
+
+
+def rollout(policy, name):
+    size, guidance, _ = CASES[name]
+    conditions = conditions_of(policy, name, size)
+    batch = DiffusionBatch(conditions, policy.latent_shape(*size), 2, guidance)
+    sampler = DiffusionSampler(SamplingConfig(4, trajectory="sde"), NoiseConfig(noise_level=0.5))
+    result = sampler.sample(policy, batch, generator=sample_generators(0, 0, range(2)))
+    ids = torch.arange(2)
+    return sampler, guidance, result, experience_of(result, conditions, group_id=ids, sample_id=ids)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rollout_replay_update_and_lora(name, tmp_path):
+    policy = policy_of(name)
+    sampler, guidance, result, experience = rollout(policy, name)
+    assert torch.isfinite(result.latents).all()
+    with torch.no_grad():
+        media = policy.decode(result.latents)
+    assert media.shape == (2, *CASES[name][2])
+
+    experience.advantages = torch.tensor([1.0, -1.0])
+    algorithm = FlowGRPO(rule=sampler.rule(policy), noise_level=0.5, guidance_scale=guidance, clip_range=0.1)
+    optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=1.0)
+    for step in trainable_steps(experience).T:
+        outcome = algorithm.loss(LossContext(policy, policy), rows_at(experience, step), 6)
+        assert outcome.metrics["ratio_mean"] == 1.0 and outcome.metrics["logp_diff_max"] == 0.0
+        outcome.loss.backward()
+    optimizer.step()
+    rows = rows_at(experience, trainable_steps(experience)[:, 0])
+    with torch.no_grad():
+        trained = policy(rows.x, rows.timesteps, rows.conditions, guidance)
+        with policy.reference():
+            base = policy(rows.x, rows.timesteps, rows.conditions, guidance)
+    assert not torch.equal(trained, base)
+
+    policy.save_lora(tmp_path)
+    stock = build(name)
+    if name == "cosmos":
+        stock.transformer.load_lora_adapter(tmp_path, weight_name="pytorch_lora_weights.safetensors")
+    else:
+        stock.load_lora_weights(tmp_path)
+    if name == "wan_i2v":
+        stock.load_lora_weights(tmp_path / "transformer_2", load_into_transformer_2=True)
+    with torch.no_grad():
+        loaded = family_of(stock, 5).velocity(rows.x, rows.timesteps, rows.conditions, guidance)
+    torch.testing.assert_close(loaded, trained, rtol=1e-4, atol=1e-6)
+
+
+def test_each_expert_serves_its_own_noise_range():
+    policy = policy_of("wan_i2v")
+    size = CASES["wan_i2v"][0]
+    conditions = conditions_of(policy, "wan_i2v", size)
+    latents, timesteps = torch.randn(2, *policy.latent_shape(*size)), torch.tensor([950.0, 400.0])
+    with torch.no_grad():
+        mixed = policy(latents, timesteps, conditions, 1.0)
+        alone = [
+            policy(latents[i : i + 1], timesteps[i : i + 1], {k: v[i : i + 1] for k, v in conditions.items()}, 1.0)
+            for i in range(2)
+        ]
+        torch.testing.assert_close(mixed, torch.cat(alone), rtol=1e-4, atol=1e-5)
+        swapped = policy(latents, timesteps.flip(0), conditions, 1.0)
+    assert not torch.allclose(mixed, swapped)
+
+
+def test_the_flux_ode_matches_the_stock_pipeline():
+    policy = DiffusionPolicy(family_of(build("flux"), 5))
+    start = torch.randn(2, *policy.latent_shape(32, 32))
+    batch = DiffusionBatch(policy.encode_prompts(PROMPTS), start.shape[1:], 2, 3.5, start)
+    ours = DiffusionSampler(SamplingConfig(4)).sample(policy, batch, generator=torch.Generator())
+    pipeline = build("flux")
+    pipeline.set_progress_bar_config(disable=True)
+    theirs = pipeline(PROMPTS, height=32, width=32, num_inference_steps=4, guidance_scale=3.5, latents=pack(start),
+                      output_type="latent", max_sequence_length=5).images  # fmt: skip
+    torch.testing.assert_close(pack(ours.latents), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_qwen_image_ode_matches_the_stock_pipeline():
+    prompts = ["a red circle", "a blue cross on a green square"]  # ours are padded to the text length, theirs are not
+    policy = DiffusionPolicy(family_of(build("qwen_image"), 200))
+    start = torch.randn(2, *policy.latent_shape(32, 32))
+    conditions = policy.encode_prompts(prompts, "a dog")
+    lengths = conditions["mask"].sum(1).tolist()
+    assert lengths[0] < lengths[1] < conditions["mask"].shape[1] == 200
+    batch = DiffusionBatch(conditions, start.shape[1:], 2, 3.0, start)
+    ours = DiffusionSampler(SamplingConfig(4)).sample(policy, batch, generator=torch.Generator())
+    pipeline = build("qwen_image")
+    pipeline.set_progress_bar_config(disable=True)
+    settings = {"height": 32, "width": 32, "num_inference_steps": 4, "max_sequence_length": 200, "true_cfg_scale": 3.0}
+    negative = ["a dog"] * 2
+    theirs = pipeline(prompts, negative_prompt=negative, latents=pack(start), output_type="latent", **settings).images
+    torch.testing.assert_close(pack(ours.latents), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_ddim_ode_matches_the_stock_scheduler_up_to_its_last_step():
+    policy = DiffusionPolicy(family_of(build("sd15"), 5))
+    timesteps, sigmas = policy.default_schedule(5, (4, 16, 16), None)
+    scheduler = policy.family.pipeline.scheduler
+    scheduler.set_timesteps(5)
+    assert timesteps.tolist() == scheduler.timesteps.tolist()
+    start, conditions = torch.randn(2, 4, 16, 16), policy.encode_prompts(PROMPTS)
+    x = start
+    with torch.no_grad():
+        for step in timesteps[:-1]:
+            x = scheduler.step(policy(x, step.expand(2), conditions, 1.0), int(step), x).prev_sample
+    config = SamplingConfig(5, trajectory="ode")
+    batch = DiffusionBatch(conditions, (4, 16, 16), 2, 1.0, start)
+    ours = DiffusionSampler(config).sample(policy, batch, generator=torch.Generator())
+    with torch.no_grad():
+        noise = policy(x, timesteps[-1].expand(2), conditions, 1.0)
+    data = (x - sigmas[-1] * noise) / (1 - sigmas[-1] ** 2).sqrt()
+    torch.testing.assert_close(ours.latents, data, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_that_serve_no_trained_step_are_frozen():
+    policy = policy_of("wan_i2v")
+    assert policy.family.serving(torch.tensor([950.0, 400.0])) == {"transformer", "transformer_2"}
+    assert policy.family.serving(torch.tensor([400.0, 300.0])) == {"transformer_2"}
+    policy.train_only({"transformer_2"})
+    assert policy.trainable == ("transformer_2",)
+    trained = {name.split(".")[1] for name, weight in policy.named_parameters() if weight.requires_grad}
+    assert trained == {"transformer_2"}
+    with pytest.raises(ConfigError, match="trainable_models leaves out"):
+        policy.train_only({"transformer"})
+
+
+def test_image_to_video_is_known_before_loading(tmp_path):
+    build("wan_i2v").save_config(tmp_path)
+    assert takes_first_frame(str(tmp_path)) and takes_first_frame("anything", "wan_i2v")
+    assert not takes_first_frame("embedded") and not takes_first_frame("anything", "sd3")
+    with pytest.raises(ConfigError, match="no diffusers pipeline"):
+        takes_first_frame(str(tmp_path / "missing"))

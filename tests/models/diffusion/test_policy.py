@@ -1,0 +1,161 @@
+"""The SD3 policy on a tiny pipeline: replay, guidance, reference, LoRA in the stock pipeline."""
+
+import dataclasses
+
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+
+from lightrft_visual.algorithms.diffusion.context import LossContext
+from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
+from lightrft_visual.algorithms.diffusion.rows import experience_of, rows_at, trainable_steps
+from lightrft_visual.embedded.tiny_sd3 import TinyDiffusionSettings, embedded_diffusion_folder
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
+from lightrft_visual.rollout.diffusion_sampler import (
+    DiffusionBatch,
+    DiffusionSampler,
+    NoiseConfig,
+    SamplingConfig,
+    sample_generators,
+)
+
+PROMPTS = ["a red circle", "a blue cross", "a red circle"]
+SETTINGS = TinyDiffusionSettings(vae_steps=2, transformer_steps=2, batch_size=4, pictures=8, layers=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return embedded_diffusion_folder(tmp_path_factory.mktemp("cache"), SETTINGS)
+
+
+def policy_of(folder, rank=4):
+    torch.manual_seed(0)
+    policy = DiffusionPolicy.from_pretrained(str(folder), lora=LoraSettings(rank, 8))
+    if rank:  # a fresh LoRA changes nothing: its B is zero
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+    return policy
+
+
+def rollout(policy, guidance=1.0, trajectory="sde", window=0, count=3):
+    conditions = policy.encode_prompts(PROMPTS[:count], "" if guidance > 1 else None)
+    batch = DiffusionBatch(conditions, policy.latent_shape(32, 32), count, guidance)
+    sampler = DiffusionSampler(
+        SamplingConfig(4, trajectory=trajectory), NoiseConfig(window_size=window, keep_means=True)
+    )
+    result = sampler.sample(policy, batch, generator=sample_generators(1, 0, range(count)), window=min(window, 1))
+    ids = torch.arange(count)
+    return result, experience_of(result, conditions, group_id=ids, sample_id=ids)
+
+
+@pytest.mark.parametrize("guidance,window", ((1.0, 0), (4.5, 0), (4.5, 2)))
+@pytest.mark.parametrize("trajectory,rule", (("sde", "flow_grpo"), ("sde_reflow", "dance"), ("cps", "cps")))
+def test_replay_is_exact_with_lora_guidance_and_window(folder, guidance, window, trajectory, rule):
+    policy = policy_of(folder)
+    _, experience = rollout(policy, guidance, trajectory, window)
+    algorithm = FlowGRPO(rule=rule, guidance_scale=guidance)
+    for step in trainable_steps(experience).T:
+        rows = rows_at(experience, step)
+        assert torch.equal(algorithm.replay(policy, rows).log_prob, rows.log_probs)
+        outcome = algorithm.loss(LossContext(policy, policy), rows, len(rows))
+        assert outcome.metrics["ratio_mean"] == 1.0 and outcome.metrics["logp_diff_max"] == 0.0
+
+
+def test_repeated_prompts_get_equal_conditions_and_guidance_is_the_formula(folder):
+    policy = policy_of(folder)
+    conditions = policy.encode_prompts(PROMPTS, "")
+    assert torch.equal(conditions["context"][0], conditions["context"][2])
+    latents, timesteps = torch.randn(3, *policy.latent_shape(32, 32)), torch.full((3,), 500.0)
+    positive = {name: conditions[name] for name in ("context", "pooled")}
+    negative = {name: conditions[f"negative_{name}"] for name in ("context", "pooled")}
+    with torch.no_grad():
+        guided = policy.velocity(latents, timesteps, conditions, 3.0)
+        with_prompt, without = (
+            policy.velocity(latents, timesteps, positive),
+            policy.velocity(latents, timesteps, negative),
+        )
+    torch.testing.assert_close(guided, without + 3 * (with_prompt - without), rtol=1e-4, atol=1e-5)
+
+
+def test_the_ode_matches_the_stock_pipeline(folder):
+    policy = policy_of(folder, rank=0)
+    start = torch.randn(3, *policy.latent_shape(32, 32))
+    conditions = policy.encode_prompts(PROMPTS, "")
+    batch = DiffusionBatch(conditions, start.shape[1:], 3, 4.5, start)
+    ours = DiffusionSampler(SamplingConfig(5)).sample(policy, batch, generator=torch.Generator())
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    theirs = pipeline(
+        PROMPTS, height=32, width=32, num_inference_steps=5, guidance_scale=4.5, latents=start.clone(),
+        output_type="latent", max_sequence_length=policy.family.text_length,
+    ).images  # fmt: skip
+    torch.testing.assert_close(ours.latents, theirs, rtol=1e-4, atol=1e-4)
+    media = policy.decode(ours.latents)
+    assert media.shape == (3, 3, 32, 32)
+
+
+@pytest.mark.parametrize("rank", (0, 4))
+def test_reference_is_the_policy_before_training(folder, rank):
+    policy = policy_of(folder, rank)
+    policy.keep_reference()
+    inputs = torch.randn(2, *policy.latent_shape(32, 32)), torch.full((2,), 300.0), policy.encode_prompts(PROMPTS[:2])
+    base = policy_of(folder, 0)
+    with torch.no_grad():
+        for parameter in policy.trainable_parameters():
+            parameter.add_(0.01)
+        trained = policy(*inputs)
+        with policy.reference():
+            assert torch.allclose(policy(*inputs), base(*inputs), atol=1e-6)
+        assert torch.equal(policy(*inputs), trained) and not torch.allclose(trained, base(*inputs), atol=1e-6)
+
+
+def test_lora_loads_in_the_stock_pipeline_with_its_scale(folder, tmp_path):
+    policy = policy_of(folder)
+    policy.save_lora(tmp_path)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder)
+    pipeline.load_lora_weights(tmp_path)
+    conditions = policy.encode_prompts(PROMPTS[:2])
+    latents, timesteps = torch.randn(2, *policy.latent_shape(32, 32)), torch.full((2,), 300.0)
+    with torch.no_grad():
+        ours = policy(latents, timesteps, conditions)
+        theirs = pipeline.transformer(
+            latents, conditions["context"], conditions["pooled"], timesteps, return_dict=False
+        )
+    torch.testing.assert_close(ours, theirs[0], rtol=1e-5, atol=1e-6)
+
+
+def test_only_the_denoiser_is_registered_and_only_lora_trains(folder):
+    policy = policy_of(folder)
+    assert {name.split(".")[0] for name, _ in policy.named_parameters()} == {"denoisers"}
+    assert all(parameter.requires_grad == ("lora_" in name) for name, parameter in policy.named_parameters())
+
+
+@pytest.mark.parametrize("offload", (False, True))
+def test_gradient_checkpointing_changes_no_gradient(folder, offload):
+    plain, checkpointed = policy_of(folder), policy_of(folder)
+    checkpointed.load_state_dict(plain.state_dict())
+    checkpointed.enable_gradient_checkpointing(offload)
+    inputs = torch.randn(2, *plain.latent_shape(32, 32)), torch.full((2,), 300.0), plain.encode_prompts(PROMPTS[:2])
+    for policy in (plain, checkpointed):
+        policy(*inputs).square().sum().backward()
+    for left, right in zip(plain.trainable_parameters(), checkpointed.trainable_parameters()):
+        torch.testing.assert_close(left.grad, right.grad)
+
+
+def test_refusals(folder):
+    with pytest.raises(ConfigError, match="multiples"):
+        policy_of(folder).latent_shape(30, 32)
+    with pytest.raises(ConfigError, match="at most 64 pixels"):
+        policy_of(folder).latent_shape(32, 72)
+    with pytest.raises(ConfigError, match="trainable_models"):
+        DiffusionPolicy.from_pretrained(str(folder), trainable=("unet",))
+    with pytest.raises(ConfigError, match="trains all weights"):
+        policy_of(folder, 0).save_lora("nowhere")
+
+
+def test_the_cache_is_keyed_by_settings(folder):
+    assert embedded_diffusion_folder(folder.parent, SETTINGS) == folder
+    assert dataclasses.replace(SETTINGS, seed=1).key != SETTINGS.key

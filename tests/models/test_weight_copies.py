@@ -1,0 +1,88 @@
+"""Copies of weights have memory of their own."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightrft_visual.models.weight_copies import WeightAverage, WeightCopy
+
+
+def layer():
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+def test_a_copy_does_not_follow_the_weights():
+    model = layer()
+    before = model.weight.detach().clone()
+    copy = WeightCopy(model.parameters())
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    assert torch.equal(copy.copies[0], before)
+
+
+def test_update_by_hand_and_interval():
+    model = layer()
+    before = model.weight.detach().clone()
+    average = WeightAverage(model.parameters(), decay=0.75, interval=2)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    average.step()
+    assert torch.equal(average.copies[0], before)
+    average.step()
+    torch.testing.assert_close(average.copies[0], before + 0.25)
+
+
+def test_swapped_lends_the_copy_and_gives_the_weights_back_bit_for_bit():
+    model = layer()
+    copy = WeightCopy(model.parameters())
+    before = copy.copies[0].clone()
+    with torch.no_grad():
+        model.weight.mul_(1.1)
+    after = model.weight.detach().clone()
+    with pytest.raises(RuntimeError), copy.swapped():
+        assert torch.equal(model.weight, before)
+        raise RuntimeError
+    assert torch.equal(model.weight, after) and torch.equal(copy.copies[0], before)
+
+
+def test_gradients_across_a_swap_are_those_of_the_weights():
+    model, inputs = layer(), torch.randn(4, 3)
+    copy = WeightCopy(model.parameters())
+    with torch.no_grad():
+        model.weight.add_(0.5)
+    loss = model(inputs).square().sum()
+    with torch.no_grad(), copy.swapped():
+        model(inputs)
+    loss.backward()
+    swapped = model.weight.grad.clone()
+    model.zero_grad()
+    model(inputs).square().sum().backward()
+    assert torch.equal(swapped, model.weight.grad)
+
+
+def test_state_round_trip_and_mismatch():
+    average = WeightAverage(layer().parameters(), 0.5, 3)
+    average.step()
+    other = WeightAverage(nn.Linear(3, 2).parameters(), 0.5, 3)
+    other.load_state_dict(average.state_dict())
+    assert other.steps == 1 and all(torch.equal(a, b) for a, b in zip(average.copies, other.copies))
+    with pytest.raises(ValueError, match="tensor 0"):
+        WeightAverage(nn.Linear(4, 2).parameters(), 0.5, 3).load_state_dict(average.state_dict())
+
+
+def test_an_average_of_bf16_weights_keeps_small_moves_also_across_a_swap():
+    model = layer().bfloat16()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    average = WeightAverage(model.parameters(), 0.9)
+    with torch.no_grad():
+        model.weight.fill_(1.0078125)  # the next bf16 number
+    weights = model.weight.detach().clone()
+    average.step()
+    wanted = torch.full((2, 3), 1 + 0.1 * 0.0078125)
+    torch.testing.assert_close(average.copies[0], wanted, atol=1e-7, rtol=0)
+    with average.swapped():
+        assert model.weight.dtype == torch.bfloat16 and torch.equal(model.weight, wanted.bfloat16())
+    assert torch.equal(model.weight, weights)
+    torch.testing.assert_close(average.copies[0], wanted, atol=1e-7, rtol=0)

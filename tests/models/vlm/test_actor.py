@@ -1,0 +1,177 @@
+"""Packed equals padded, alone equals together, and both equal transformers' own forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import (
+    ALL_KINDS,
+    actor_of,
+    checkpoint_of,
+    features_of,
+    inputs_of,
+    mixed_prompts,
+    prompts_for,
+    rollouts_of,
+    text_prompts,
+)  # fmt: skip
+
+from lightrft_visual.batches.model_inputs import ModelInputs
+from lightrft_visual.embedded.tiny_vlm import VISION_FAMILIES
+from lightrft_visual.models.loading import freeze
+from lightrft_visual.models.vlm.actor import Actor
+from lightrft_visual.models.vlm.positions import token_types
+from lightrft_visual.rollout.engine import ScoringRule
+
+PLAIN = ScoringRule()
+KINDS = [kind for kind in ALL_KINDS if not kind.endswith("+tied")] + ["qwen2_5_vl+tied"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def adapters(model):
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def loss_and_gradients(actor: Actor, batches: list[ModelInputs], rule=PLAIN) -> tuple[float, dict]:
+    """A loss that weighs every token of every sample differently, over micro-batches."""
+    actor.zero_grad(set_to_none=True)
+    total = 0.0
+    for inputs in batches:
+        output = actor(inputs, rule)
+        rows = (inputs.sample_ids % 10 + 1).unsqueeze(1) * torch.arange(1, inputs.action_mask.shape[1] + 1)
+        share = ((output.log_probs * rows.cos() - 0.1 * output.entropy) * inputs.action_mask).sum() / 30
+        share.backward()
+        total += share.item()
+    return total, {n: p.grad.clone() for n, p in actor.named_parameters() if p.grad is not None}
+
+
+def assert_same(left, right, tolerance: float) -> None:
+    assert abs(left[0] - right[0]) <= tolerance
+    assert left[1].keys() == right[1].keys()
+    for name, gradient in left[1].items():
+        largest = max(1.0, gradient.abs().max().item())
+        assert (gradient - right[1][name]).abs().max() <= tolerance * largest, name
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, adapters], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_equals_padded(root, kind, wrap):
+    checkpoint = checkpoint_of(root, kind)
+    actor = actor_of(checkpoint, wrap=wrap)
+    rollouts = rollouts_of(checkpoint, prompts_for(checkpoint))
+    padded = loss_and_gradients(actor, [inputs_of(checkpoint, rollouts)])
+    packed = inputs_of(checkpoint, rollouts, packed=True)
+    assert packed.is_packed and packed.sequences.shape[0] == 1
+    assert_same(padded, loss_and_gradients(actor, [packed]), 1e-5)
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("chosen", [[0], [1, 2], [2, 3], [3], [0, 3, 0]], ids=str)
+def test_packed_equals_padded_with_and_without_images(root, family, chosen):
+    checkpoint = checkpoint_of(root, family)
+    actor = actor_of(checkpoint)
+    rollouts = rollouts_of(checkpoint, mixed_prompts(videos=False).select(chosen))
+    padded, packed = (inputs_of(checkpoint, rollouts, packed) for packed in (False, True))
+    assert_same(loss_and_gradients(actor, [padded]), loss_and_gradients(actor, [packed]), 1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen2"])
+def test_the_size_of_micro_batches_does_not_matter(root, kind, packed):
+    checkpoint = checkpoint_of(root, kind)
+    actor = actor_of(checkpoint)
+    rollouts = rollouts_of(checkpoint, prompts_for(checkpoint))
+    whole = loss_and_gradients(actor, [inputs_of(checkpoint, rollouts, packed)])
+    for size in (1, 2):
+        parts = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
+        assert_same(whole, loss_and_gradients(actor, [inputs_of(checkpoint, part, packed) for part in parts]), 3e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_log_probs_are_those_of_transformers_own_forward(root, kind):
+    checkpoint = checkpoint_of(root, kind)
+    actor = actor_of(checkpoint, banned=[])
+    batch = mixed_prompts(videos=False) if checkpoint.vision else text_prompts()
+    rollouts = rollouts_of(checkpoint, batch)
+    ours = actor(inputs_of(checkpoint, rollouts), PLAIN)
+    for row, rollout in enumerate(rollouts):
+        ids = torch.tensor([rollout.prompt.token_ids + rollout.token_ids])
+        media = {}
+        if checkpoint.vision:
+            media["mm_token_type_ids"] = token_types(ids, checkpoint.config.image_token_id, None)
+        if rollout.prompt.pixel_values is not None:
+            media |= {"pixel_values": rollout.prompt.pixel_values, "image_grid_thw": rollout.prompt.image_grid_thw}
+        logits = actor.model(input_ids=ids, attention_mask=torch.ones_like(ids), **media).logits[0]
+        table = logits[-len(rollout.token_ids) - 1 : -1].log_softmax(dim=-1)
+        theirs = table.gather(1, torch.tensor(rollout.token_ids).unsqueeze(1)).squeeze(1)
+        count = len(rollout.token_ids)
+        torch.testing.assert_close(ours.log_probs[row, :count], theirs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(ours.entropy[row, :count], -(table.exp() * table).sum(1), atol=1e-5, rtol=0)
+        assert not ours.log_probs[row, count:].any() and not ours.entropy[row, count:].any()
+
+
+@torch.no_grad()
+def test_the_rule_of_sampling_is_the_rule_of_scoring(root):
+    checkpoint = checkpoint_of(root, "qwen2")
+    banned, eos = [3, 9, 300], checkpoint.tokenizer.eos_token_id
+    actor = actor_of(checkpoint, banned=banned)
+    rollouts = [r for r in rollouts_of(checkpoint, text_prompts()) if not set(r.token_ids) & {*banned, eos}]
+    inputs = inputs_of(checkpoint, rollouts)
+    rule = ScoringRule(temperature=0.7, first_token_temperature=5.0, eos_banned_tokens=2)
+    hidden = actor.backbone.hidden_states(inputs)[inputs.action_rows()]
+    logits = actor.head[0](hidden)
+    logits[:, :1] /= 5.0
+    logits[:, 1:] /= 0.7
+    logits[..., banned] = float("-inf")
+    logits[:, :2, eos] = float("-inf")
+    targets = inputs.sequences[:, -inputs.action_mask.shape[1] :]
+    theirs = logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    for with_entropy in (True, False):
+        ours = actor(inputs, rule, with_entropy)
+        torch.testing.assert_close(ours.log_probs[inputs.action_mask], theirs[inputs.action_mask], atol=1e-5, rtol=0)
+        assert (ours.entropy is not None) == with_entropy
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_a_batch_without_images_runs_the_vision_tower_and_gets_nothing_from_it(root, family):
+    checkpoint = checkpoint_of(root, family)
+    actor = actor_of(checkpoint)
+    rollouts = rollouts_of(checkpoint, text_prompts())
+    inputs = inputs_of(checkpoint, rollouts)
+    loss, gradients = loss_and_gradients(actor, [inputs])
+    vision = [name for name, _ in actor.named_parameters() if ".visual." in name]
+    touched = [name for name in vision if name in gradients]
+    assert len(touched) >= 0.8 * len(vision) and not any(gradients[name].any() for name in touched)
+    with torch.no_grad():
+        for name, parameter in actor.named_parameters():
+            if name in vision:
+                parameter.add_(0.1)
+    assert loss_and_gradients(actor, [inputs])[0] == loss
+
+
+@pytest.mark.parametrize("prompts", [mixed_prompts(videos=False), text_prompts()], ids=["images", "text"])
+def test_a_frozen_vision_tower_gets_no_gradient_and_changes_no_loss(root, prompts):
+    checkpoint = checkpoint_of(root, "qwen2_5_vl")
+    actor, frozen = actor_of(checkpoint), actor_of(checkpoint)
+    assert freeze(frozen.transformer, "true") > 10
+    inputs = inputs_of(checkpoint, rollouts_of(checkpoint, prompts))
+    whole, part = loss_and_gradients(actor, [inputs]), loss_and_gradients(frozen, [inputs])
+    assert not any(".visual." in name for name in part[1])
+    assert_same((whole[0], {name: whole[1][name] for name in part[1]}), part, 1e-6)
+
+
+def test_features_are_made_for_each_prompt(root):
+    checkpoint = checkpoint_of(root, "qwen2_5_vl")
+    assert [len(p.images) for p in features_of(checkpoint, mixed_prompts())] == [0, 1, 2, 3, 0, 0, 1]

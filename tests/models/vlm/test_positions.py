@@ -1,0 +1,156 @@
+"""Position ids by hand, and against transformers where it agrees with the models' training."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import checkpoint_of, features_of, mixed_prompts
+from transformers import AutoModel
+
+from lightrft_visual.embedded.tiny_vlm import VISION_FAMILIES
+from lightrft_visual.models.vlm.positions import (
+    MRopePositions,
+    count_runs,
+    in_a_row,
+    packed_text_positions,
+    text_positions,
+    token_types,
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def base_of(root, family):
+    return AutoModel.from_config(checkpoint_of(root, family).config)
+
+
+def grid(*rows):
+    return torch.tensor(rows)
+
+
+def test_text_positions():
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
+    assert text_positions(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 0, 0]]
+    assert packed_text_positions([3, 1, 2], torch.device("cpu")).tolist() == [[0, 1, 2, 0, 0, 1]]
+
+
+def test_token_types_and_runs():
+    types = token_types(torch.tensor([[7, 8, 8, 1, 8, 9]]), image_token_id=8, video_token_id=9)
+    assert types.tolist() == [[0, 1, 1, 0, 1, 2]] and types.dtype == torch.int32
+    assert count_runs(types[0], 1) == 2 and count_runs(types[0], 2) == 1
+    assert token_types(torch.tensor([[7, 8]]), None, None).tolist() == [[0, 0]]
+
+
+def test_an_image_of_two_by_three_by_hand(root):
+    positions = MRopePositions(base_of(root, "qwen2_vl"))
+    types = torch.tensor([0, 0, *[1] * 6, 0, 0])
+    assert positions(types, grid([1, 4, 6]), None).tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "seconds", "times", "after"),
+    [
+        ("qwen2_vl", None, [1, 2, 3], 4),
+        ("qwen2_vl", 5.0, [1, 2, 3], 4),  # does not place frames by time
+        ("qwen2_5_vl", None, [1, 3, 5], 6),  # two positions a second, one second apart
+        ("qwen2_5_vl", 2.0, [1, 5, 9], 10),
+        ("qwen2_5_vl", 0.75, [1, 2, 4], 5),  # 0, 1.5 and 3, cut to whole positions
+    ],
+)
+def test_text_goes_on_above_the_last_frame_of_a_video(root, family, seconds, times, after):
+    positions = MRopePositions(base_of(root, family))
+    types = torch.tensor([0, 2, 2, 2, 0, 0])
+    timing = None if seconds is None else torch.tensor([seconds])
+    got = positions(types, None, grid([3, 2, 2]), timing)
+    assert got.tolist() == [[0, *times, after, after + 1], [0, 1, 1, 1, after, after + 1]] + [
+        [0, 1, 1, 1, after, after + 1]
+    ]
+
+
+def test_qwen3_splits_a_video_into_frames_between_timestamps(root):
+    positions = MRopePositions(base_of(root, "qwen3_vl"))
+    types = torch.tensor([0, 2, 2, 0, 2, 2, 0])
+    assert positions(types, None, grid([2, 2, 4])).tolist() == [
+        [0, 1, 1, 3, 4, 4, 6],
+        [0, 1, 1, 3, 4, 4, 6],
+        [0, 1, 2, 3, 4, 5, 6],
+    ]
+
+
+def test_known_patterns_are_not_worked_out_again_and_differ_by_grid_and_time(root):
+    base, calls = base_of(root, "qwen2_5_vl"), []
+
+    def get_rope_index(input_ids, mm_token_type_ids, second_per_grid_ts=None, **grids):
+        calls.append(len(input_ids))
+        return base.get_rope_index(input_ids, mm_token_type_ids, second_per_grid_ts=second_per_grid_ts, **grids)
+
+    positions = MRopePositions(SimpleNamespace(get_rope_index=get_rope_index), capacity=3)
+    types = torch.tensor([0, 2, 2, 0])
+    cases = [(grid([2, 2, 2]), torch.tensor([1.0])), (grid([2, 2, 2]), torch.tensor([3.0])), (grid([1, 2, 4]), None)]
+    first = [positions(types, None, *case) for case in cases]
+    longer = positions(torch.cat([types, types.new_zeros(5)]), None, *cases[0])
+    assert len(calls) == 3 and torch.equal(longer[:, :4], first[0])
+    assert longer[0].tolist() == [0, 1, 3, 4, 5, 6, 7, 8, 9]
+    assert len({str(each.tolist()) for each in first}) == 3
+    positions(types, None, grid([2, 2, 2]), torch.tensor([9.0]))
+    positions(types, None, *cases[1])
+    assert len(calls) == 5 and len(positions.known) == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    blocks=st.lists(
+        st.tuples(st.integers(1, 4), st.sampled_from(["image", "frame"]), st.integers(1, 4), st.integers(1, 4)),
+        max_size=4,
+    ),
+    tail=st.integers(0, 3),
+)
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_images_and_single_frames_are_where_transformers_puts_them(root, family, blocks, tail):
+    base = base_of_cached(root, family)
+    types, images, videos = [], [], []
+    for text, kind, height, width in blocks:
+        types += [0] * text + [1 if kind == "image" else 2] * (height * width)
+        (images if kind == "image" else videos).append([1, 2 * height, 2 * width])
+    types = torch.tensor(types + [0] * (tail + 1))
+    images, videos = (torch.tensor(rows) if rows else None for rows in (images, videos))
+    theirs, _ = base.get_rope_index(
+        torch.zeros(1, len(types), dtype=torch.long), types.int().unsqueeze(0), image_grid_thw=images,
+        video_grid_thw=videos,
+    )  # fmt: skip
+    assert torch.equal(MRopePositions(base)(types, images, videos), theirs[:, 0])
+
+
+_BASES: dict = {}
+
+
+def base_of_cached(root, family):
+    if family not in _BASES:
+        _BASES[family] = base_of(root, family)
+    return _BASES[family]
+
+
+def test_blocks_in_a_row():
+    types = torch.tensor([0, 2, 2, 0])
+    assert in_a_row(torch.tensor([[0, 1, 9, 2]] * 3), types)[0].tolist() == [0, 1, 9, 10]
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_whole_prompts_with_images_equal_transformers(root, family):
+    checkpoint, base = checkpoint_of(root, family), base_of_cached(root, family)
+    for prompt in features_of(checkpoint, mixed_prompts(videos=False)):
+        ids = torch.tensor([prompt.token_ids])
+        types = token_types(ids, checkpoint.config.image_token_id, checkpoint.config.video_token_id)
+        theirs, _ = base.get_rope_index(ids, types, image_grid_thw=prompt.image_grid_thw)
+        assert torch.equal(MRopePositions(base)(types[0], prompt.image_grid_thw, None), theirs[:, 0])

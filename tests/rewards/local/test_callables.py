@@ -1,0 +1,255 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from reward_rollouts import make_samples
+
+from lightrft_visual.config.vl import DataConfig
+from lightrft_visual.data.rows import parse_row
+from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.rewards.batch import Failed, batch_from_media, batch_from_samples
+from lightrft_visual.rewards.local.callables import CallableSource, callable_name, load_reward_fn, parse_result
+from lightrft_visual.rewards.remote.server import ServerThread, create_app
+
+BATCH = batch_from_samples(
+    [
+        make_samples(["a", "bb", "ccc"], ["x", "y", None], ["k1", None, "k2"], [{"level": 1}, {"level": 2}, {}]),
+        make_samples(["dddd"], ["z"], first_id=3),
+    ]
+)
+
+
+def score(function, **given):
+    return CallableSource(function, given=given).score(BATCH)
+
+
+def test_trl_signature_gets_columns_as_lists():
+    seen = {}
+
+    def f(prompts, completions, **columns):
+        seen.update(columns, prompts=prompts, completions=completions)
+        return [float(len(c)) for c in completions]
+
+    assert score(f).values.tolist() == [1, 2, 3, 4]
+    assert seen["level"] == [1, 2, None, None]
+    assert seen["completions"] == ["a", "bb", "ccc", "dddd"]
+    assert seen["references"] == ["x", "y", None, "z"]
+    assert "frames" not in seen and "device" not in seen
+
+
+def test_lightrft_signature():
+    def reward_fn(model_reward_list, labels, queries, refs, label_map):
+        assert labels == ["k1", None, "k2", None]
+        assert refs == ["x", "y", None, "z"] and queries[0] == "prompt 0: a" and label_map == {"k1": 0}
+        return model_reward_list[0] * 2, {"double": model_reward_list[0]}
+
+    scores = score(reward_fn, model_reward_list=[torch.tensor([1.0, 2, 3, 4])], label_map={"k1": 0})
+    assert scores.values.tolist() == [2, 4, 6, 8]
+    assert scores.extras["double"].tolist() == [1, 2, 3, 4]
+
+
+def test_openrlhf_signature_and_reply():
+    def reward_func(queries, prompts, labels):
+        return {"rewards": torch.ones(4), "scores": torch.zeros(4), "extra_logs": {"seen": torch.arange(4.0)}}
+
+    scores = score(reward_func)
+    assert scores.values.tolist() == [1, 1, 1, 1]
+    assert scores.extras["seen"].tolist() == [0, 1, 2, 3] and set(scores.extras) == {"seen"}
+
+
+def test_contract_name_labels_or_references():
+    assert score(lambda queries, prompts, labels_or_references: [r == "y" for r in labels_or_references]).values[1] == 1
+
+
+def test_completion_ids_are_the_sampled_tokens_only():
+    rows = []
+    score(lambda completion_ids: rows.extend(completion_ids) or [0.0] * 4)
+    assert rows == [[3], [8, 9], [13, 14, 15], [3]]
+    assert [row.tolist() for row in BATCH.sequence_tokens] == [[2, 3], [6, 7, 8, 9], [11, 12, 13, 14, 15], [2, 3]]
+
+
+def test_async_callable_and_async_object():
+    async def f(completions):
+        return [1.0] * len(completions)
+
+    class Judge:
+        async def __call__(self, completions):
+            return [2.0] * len(completions)
+
+    assert score(f).values.tolist() == [1] * 4
+    assert score(Judge()).values.tolist() == [2] * 4
+
+
+KEYS = DataConfig(input_key="problem", reference_key="target", label_key="kind", images_key="pics")
+RAW = [
+    {"problem": "2+2?", "target": "4", "kind": 3, "pics": [], "level": 1},
+    {"problem": "?", "target": "5", "kind": 4},
+]
+ROWS = [parse_row({"pics": [], **raw}, KEYS, source="rows", root=None) for raw in RAW]
+
+
+def loaded_samples():
+    rows = {"references": [row.reference for row in ROWS], "labels": [row.label for row in ROWS]}
+    return make_samples(
+        ["a", "b"], **rows, metadata=[row.metadata for row in ROWS], prompts=["<|user|>2+2?", "<|user|>?"]
+    )
+
+
+def test_columns_with_a_role_are_given_under_their_own_names():
+    seen = {}
+
+    def named(completions, target, kind, problem, prompt):
+        seen.update(target=target, kind=kind, problem=problem, prompt=prompt)
+        return [0.0, 0.0]
+
+    def every(completions, **columns):
+        seen["columns"] = columns
+        return [0.0, 0.0]
+
+    batch = batch_from_samples([loaded_samples()])
+    for function in (named, every):
+        CallableSource(function).score(batch)
+    wanted = {"target": ["4", "5"], "kind": [3, 4], "problem": ["2+2?", "?"]}
+    assert wanted.items() <= seen.items() and wanted.items() <= seen["columns"].items()
+    assert seen["columns"]["level"] == [1, None] and seen["columns"]["refs"] == ["4", "5"]
+    assert seen["prompt"] == ["<|user|>2+2?", "<|user|>?"] and "prompt" not in seen["columns"]
+
+
+def test_columns_with_a_role_reach_a_function_behind_a_server():
+    def named(completions, target, problem):
+        return [float(t == "4") + len(p) for t, p in zip(target, problem)]
+
+    with ServerThread(create_app(named)) as url:
+        engine = RewardComputationEngine(None, url)
+        assert engine.compute_rewards([loaded_samples()]).score.tolist() == [5, 1]
+        engine.close()
+
+
+def test_asking_for_the_column_of_pictures_says_how_to_get_them():
+    batch = batch_from_samples([loaded_samples()])
+    with pytest.raises(RewardError, match="asks for 'pics'.*pictures and videos are given as images and videos"):
+        CallableSource(lambda completions, pics: []).score(batch)
+
+
+def test_column_alias_only_when_the_data_has_no_such_column():
+    assert score(lambda answer: [a == "x" for a in answer]).values.tolist() == [1, 0, 0, 0]
+    assert score(lambda solution=None: [a == "y" for a in solution]).values.tolist() == [0, 1, 0, 0]
+    assert score(lambda completions, **columns: [a == "z" for a in columns["answer"]]).values.tolist() == [0, 0, 0, 1]
+    own = batch_from_samples([make_samples(["a"], ["x"], metadata=[{"answer": "mine"}])])
+    assert CallableSource(lambda answer: [answer == ["mine"]]).score(own).values.tolist() == [1]
+
+
+def test_default_of_a_parameter_stays_when_there_is_no_such_column():
+    assert score(lambda completions, bonus=2.5: [bonus] * len(completions)).values[0] == 2.5
+
+
+def test_unknown_parameter_names_function_and_nearest():
+    def my_reward(completionz):
+        return []
+
+    with pytest.raises(RewardError, match="my_reward asks for 'completionz'.*did you mean 'completions'"):
+        score(my_reward)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        [1.0, None, 3, True],
+        torch.tensor([1.0, 0, 3, 1]),
+        torch.tensor([[1.0], [0], [3], [1]]),
+        np.array([1, 0, 3, 1]),
+        ([1, 0, 3, 1], {"m": [0, 0, 0, 0]}),
+        {"score": [1, 0, 3, 1]},
+        (1, 0, 3, 1),
+        [torch.tensor(1.0), np.float32(0), 3, 1],
+    ],
+)
+def test_accepted_results(result):
+    values = parse_result(result, "f", 4).values
+    assert values[0] == 1 and values[2] == 3 and values[3] == 1
+
+
+def test_none_is_not_applicable_and_failed_is_failed():
+    scores = parse_result([None, Failed("too slow"), 1.0], "f", 3)
+    assert scores.values.isnan().tolist() == [True, True, False]
+    assert scores.failed.tolist() == [False, True, False]
+    assert scores.reasons == {"too slow": 1}
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ([1.0], "1 scores for 4 samples"),
+        ([1.0, math.nan, 1, 1], "score 1 of 4 is not finite"),
+        (torch.tensor([1.0, 1, math.inf, 1]), "score 2 of 4 is not finite"),
+        ([1, 2, 3, 1e30], "beyond"),
+        (["1", 1, 1, 1], "is a str, not a number"),
+        (torch.ones(4, 2), r"shape \(4, 2\)"),
+        (1.0, "returned float"),
+        (None, "returned NoneType"),
+        ({"values": [1] * 4}, "dict without scores"),
+        (([1] * 4, {"m": [1, 2]}), "metric 'm' has 2 values"),
+        (([1] * 4, {"m": ["secret"] * 4}), "not a number"),
+    ],
+)
+def test_broken_results_name_the_function(result, words):
+    with pytest.raises(RewardError, match="my_reward.*" + words) as caught:
+        parse_result(result, "my_reward", 4)
+    assert "secret" not in str(caught.value)
+
+
+def test_exception_is_chained_with_its_traceback():
+    def my_reward(completions):
+        return completions[99]
+
+    with pytest.raises(RewardError, match="my_reward raised IndexError") as caught:
+        score(my_reward)
+    assert isinstance(caught.value.__cause__, IndexError)
+    assert caught.value.__cause__.__traceback__ is not None
+
+
+def test_positional_only_is_refused():
+    def f(a, /):
+        return a
+
+    with pytest.raises(ConfigError, match="positional-only"):
+        CallableSource(f)
+
+
+def test_images_are_lists_for_rollouts_and_single_pictures_for_generated_media():
+    seen = []
+    media = batch_from_media(["p", "q"], images=[torch.zeros(3, 2, 2), torch.ones(3, 2, 2)])
+    CallableSource(lambda images: seen.extend(images) or [0, 0]).score(media)
+    assert [picture.getpixel((0, 0)) for picture in seen] == [(0, 0, 0), (255, 255, 255)]
+    rollouts = batch_from_samples([make_samples(["a"], images=[[seen[0], seen[1]]])])
+    CallableSource(lambda images: seen.append(images) or [0]).score(rollouts)
+    assert len(seen[-1][0]) == 2
+
+
+def test_load_reward_fn(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def score(completions):\n    return [7.0] * len(completions)\n")
+    function = load_reward_fn(f"{path}:score")
+    assert callable_name(function) == "score"
+    assert score(function).values.tolist() == [7] * 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("{dir}/gone.py:score", "does not exist"),
+        ("{dir}/mine.py:scor", "no function 'scor'; did you mean 'score'"),
+        ("{dir}/mine.py", "write it as path.py:function"),
+        ("{dir}/broken.py:f", "fails on import: NameError"),
+        ("{dir}/notes.txt:f", "not a Python file"),
+        ("{dir}/mine.py:NUMBER", "no function 'NUMBER'"),
+    ],
+)
+def test_load_errors(tmp_path, spec, words):
+    (tmp_path / "mine.py").write_text("NUMBER = 3\ndef score(completions):\n    return []\n")
+    (tmp_path / "broken.py").write_text("missing\n")
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(ConfigError, match=words):
+        load_reward_fn(spec.format(dir=tmp_path))

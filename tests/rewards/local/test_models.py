@@ -1,0 +1,209 @@
+import pytest
+import torch
+from PIL import Image
+from reward_rollouts import make_samples
+
+from lightrft_visual.config.vl import RewardConfig
+from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.rewards.local.models import by_length
+
+
+def tiny_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz0123456789 :."]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("classifier")
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        num_key_value_heads=2,
+        num_labels=1,
+        max_position_embeddings=40,
+        pad_token_id=0,
+        **size,
+    )
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    return str(folder)
+
+
+RESPONSES = ["a", "bcd efg", "hi", "jkl mno pqr", "x"]
+
+
+def one_by_one(folder, queries):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        return torch.cat([model(**tokenizer(q, return_tensors="pt")).logits.flatten() for q in queries])
+
+
+def test_sequence_classifier_in_padded_batches_equals_one_by_one(classifier):
+    outputs = [make_samples(RESPONSES), make_samples(["zz"], first_id=5)]
+    wanted = one_by_one(classifier, [q for samples in outputs for q in samples.queries])
+    engine = RewardComputationEngine.from_config(RewardConfig(reward_pretrain=f"safety={classifier}"))
+    result = engine.compute_rewards(outputs)
+    assert torch.allclose(result.score, wanted, atol=1e-5) and wanted.unique().numel() == 6
+    assert list(outputs[0].reward_metrics) == ["safety"]
+
+
+def test_several_models_in_a_recipe(classifier):
+    config = RewardConfig(
+        reward_pretrain=f"a={classifier},b={classifier}",
+        reward_recipe="{k: [[model, a, 2.0]], '*': [[model, b, 1.0], [rule, exact, 0.0]]}",
+    )
+    samples = make_samples(RESPONSES[:2], labels=["k", None])
+    result = RewardComputationEngine.from_config(config).compute_rewards([samples])
+    wanted = one_by_one(classifier, samples.queries)
+    assert torch.allclose(result.score, wanted * torch.tensor([2.0, 1.0]), atol=1e-5)
+    assert result.components["a"].isnan().tolist() == [False, True]
+
+
+def test_a_text_beyond_the_limit_is_failed_not_cut(classifier):
+    config = RewardConfig(reward_pretrain=classifier)
+    result = RewardComputationEngine.from_config(config).compute_rewards([make_samples(["a", "b" * 60])])
+    assert result.valid.tolist() == [True, False] and result.metrics["reward/model/failures"] == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "words"), [("/nowhere/model", "/nowhere/model is no transformers checkpoint"), ("", "no transformers")]
+)
+def test_missing_model(path, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        RewardComputationEngine(path or str(tmp_path))
+
+
+def test_a_language_model_is_no_reward_model(classifier, tmp_path):
+    from transformers import AutoConfig, Qwen2ForCausalLM
+
+    Qwen2ForCausalLM(AutoConfig.from_pretrained(classifier)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="holds Qwen2ForCausalLM"):
+        RewardComputationEngine(str(tmp_path))
+
+
+class SumOfTokens(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def forward(self, sequences, attention_mask):
+        self.shapes.append(tuple(sequences.shape))
+        return (sequences * attention_mask).sum(dim=1, keepdim=True).float()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_torch_module_gets_the_policys_tokens_without_its_padding(packing):
+    samples = make_samples(["a", "b", "c", "d"])
+    model = SumOfTokens()
+    result = RewardComputationEngine(model, packing_samples=packing).compute_rewards([samples])
+    assert result.score.tolist() == (samples.sequences * samples.attention_mask).sum(dim=1).tolist()
+    lengths = sorted(shape[1] for shape in model.shapes)
+    assert lengths == ([2, 3, 4, 5] if packing else [5])
+
+
+def test_torch_module_errors():
+    class Wrong(torch.nn.Module):
+        def forward(self, sequences, attention_mask):
+            return torch.ones(1)
+
+    with pytest.raises(RewardError, match="model returned 1 scores for 2 samples"):
+        RewardComputationEngine(Wrong()).compute_rewards([make_samples(["a", "b"])])
+    with pytest.raises(RewardError, match="which generated media do not have"):
+        RewardComputationEngine(Wrong()).score_media(["a"], [Image.new("RGB", (2, 2))])
+
+
+def test_non_finite_model_scores_are_invalid():
+    class Sometimes(torch.nn.Module):
+        def forward(self, sequences, attention_mask):
+            return torch.tensor([float("nan"), 1.0, 1e30])[: len(sequences)]
+
+    engine = RewardComputationEngine(Sometimes(), config=RewardConfig(reward_max_invalid=1.0))
+    assert engine.compute_rewards([make_samples(["a", "b", "c"])]).valid.sum() == 1
+
+
+def test_engine_backed_model_is_called_once_with_the_contracts_names():
+    calls = []
+
+    def rm(sequences, mask, prompt_and_outputs, raw_images, img_num, references, labels):
+        calls.append((sequences, mask, prompt_and_outputs, img_num, references, labels))
+        return {"score": torch.tensor([1.0, 2.0, 3.0])}
+
+    picture = Image.new("RGB", (2, 2))
+    outputs = [make_samples(["a", "b"], ["x", "y"], images=[[picture, picture], []]), make_samples(["c"], ["z"], ["k"])]
+    result = RewardComputationEngine([rm]).compute_rewards(outputs)
+    queries = ["prompt 0: a", "prompt 1: b", "prompt 0: c"]
+    assert calls == [(None, None, queries, [2, 0, 0], ["x", "y", "z"], [None, None, "k"])]
+    assert result.score.tolist() == [1, 2, 3]
+
+
+def test_unusable_scores_of_an_engine_backed_model_are_invalid_and_counted():
+    def rm(sequences, mask, *, prompt_and_outputs, **inputs):
+        return ["x", 1.0, None, [2.0], torch.ones(2), float("inf"), torch.tensor(3.0)]
+
+    engine = RewardComputationEngine({"rm": rm}, config=RewardConfig(reward_max_invalid=1.0))
+    result = engine.compute_rewards([make_samples(["a"] * 7)])
+    assert result.valid.tolist() == [False, True, False, False, False, False, True]
+    assert result.score[[1, 6]].tolist() == [1, 3] and result.metrics["reward/rm/failures"] == 5
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        ({"scores": [1.0, 2.0]}, "reward model rm returned a dict without score"),
+        ("ab", "reward model rm returned str"),
+        (torch.ones(2, 3), r"reward model rm returned shape \(2, 3\)"),
+        ([1.0], "reward model rm .* gave 1 scores for 2 samples"),
+    ],
+)
+def test_a_reply_of_the_wrong_shape_names_the_model(reply, words):
+    def judge(sequences, mask, *, prompt_and_outputs, **inputs):
+        return reply
+
+    with pytest.raises(RewardError, match=words):
+        RewardComputationEngine({"rm": judge}).compute_rewards([make_samples(["a", "b"])])
+
+
+def test_by_length():
+    assert by_length([5, 1, 5, 1], exact=True) == [[1, 3], [0, 2]]
+    assert [len(batch) for batch in by_length([1] * 20)] == [8, 8, 4]
+
+
+def test_vision_language_reward_model(tmp_path):
+    """Batches equal single samples, the picture matters, and a checkpoint without a head is refused."""
+    from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
+    from lightrft_visual.models.reward_model import VLRewardModel
+
+    build_tiny_checkpoint(tmp_path, texts=["count compare colour no picture 1 2 3 is more"])
+    with pytest.raises(ConfigError, match="no reward_head.safetensors"):
+        RewardComputationEngine(str(tmp_path))
+    from transformers import AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    VLRewardModel(AutoModelForImageTextToText.from_pretrained(tmp_path)).save_head(tmp_path)
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    pictures = [Image.new("RGB", (56, 56), color) for color in ("red", "blue", "green")]
+    prompts = [mark + "count", mark + mark + "compare colour", "no picture"]
+    images = [[pictures[0]], [pictures[1], pictures[2]], []]
+    samples = make_samples(["1", "2 is more", "3"], prompts=prompts, images=images)
+    engine = RewardComputationEngine(str(tmp_path))
+    together = engine.compute_rewards([samples]).score
+    single = [
+        engine.compute_rewards([make_samples([r], prompts=[p], images=[i])]).score
+        for r, p, i in zip(samples.responses, prompts, images)
+    ]
+    assert torch.allclose(together, torch.cat(single), atol=1e-5)
+    other = engine.compute_rewards([make_samples(["1"], prompts=[prompts[0]], images=[[pictures[1]]])]).score
+    assert not torch.allclose(other, single[0], atol=1e-4)

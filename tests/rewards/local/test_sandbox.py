@@ -1,0 +1,84 @@
+import time
+
+import pytest
+from reward_rollouts import make_samples
+
+from lightrft_visual.config.vl import RewardConfig
+from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.rewards import RewardComputationEngine
+
+SOURCE = """
+import time
+import torch
+from lightrft_visual.rewards.failures import Failed
+
+async def score(completions, level, images):
+    print("noise on stdout")
+    if completions[0] == "hang":
+        while True:
+            pass
+    if completions[0] == "die":
+        import os
+        os._exit(3)
+    if completions[0] == "raise":
+        raise ValueError("SECRET")
+    entries = [float(len(c) + (l or 0) + len(i)) for c, l, i in zip(completions, level, images)]
+    return torch.tensor(entries), {"half": torch.tensor(entries) / 2}
+
+def odd(completions):
+    return [Failed("odd one") if c == "x" else None if c == "y" else 1.0 for c in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("functions") / "mine.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(path):
+    config = RewardConfig(reward_fn=f"{path}:score", reward_fn_timeout=2.0, reward_max_invalid=1.0)
+    engine = RewardComputationEngine.from_config(config)
+    yield engine
+    engine.close()
+
+
+def rewards(engine, first):
+    return engine.compute_rewards([make_samples([first, "bb"], metadata=[{"level": 3}, {}])])
+
+
+def test_arguments_and_results_cross(engine):
+    result = rewards(engine, "a")
+    assert result.score.tolist() == [4, 2] and result.components["half"].tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(("first", "words"), [("hang", "no result within 2 s"), ("die", "its process died")])
+def test_a_lost_call_is_invalid_and_the_next_one_works(engine, first, words, caplog):
+    started = time.monotonic()
+    result = rewards(engine, first)
+    assert time.monotonic() - started < 30
+    assert not result.valid.any() and words in caplog.text
+    assert rewards(engine, "a").valid.all()
+
+
+def test_an_exception_names_function_and_line_without_its_words(engine):
+    with pytest.raises(RewardError, match=r"mine.py:score raised ValueError at mine.py:15") as caught:
+        rewards(engine, "raise")
+    assert "SECRET" not in str(caught.value)
+
+
+def test_failed_and_none_cross(path):
+    engine = RewardComputationEngine(
+        reward_recipe={"*": [("func", f"{path}:odd", 1.0)]},
+        config=RewardConfig(reward_fn_timeout=20.0, reward_max_invalid=1.0),
+    )
+    result = engine.compute_rewards([make_samples(["x", "y", "z"])])
+    engine.close()
+    assert result.valid.tolist() == [False, False, True] and result.metrics["reward/odd/failures"] == 1
+
+
+def test_a_bare_callable_cannot_be_moved_to_a_process():
+    with pytest.raises(ConfigError, match="give it as path.py:function"):
+        RewardComputationEngine(custom_reward_func=lambda completions: [], config=RewardConfig(reward_fn_timeout=1.0))

@@ -1,0 +1,309 @@
+import base64
+import io
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from reward_rollouts import make_samples
+from reward_servers import FaultyServer, Handler, closed_port
+
+from lightrft_visual.algorithms.advantages import get_advantage_calculator
+from lightrft_visual.batches.experience import Experience
+from lightrft_visual.config.vl import AlgorithmConfig, RewardConfig
+from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.rewards.remote.client import check_url, server_name
+
+NEVER_STOP = {"reward_max_invalid": 1.0, "reward_timeout": 1.0}
+
+
+def run(urls, outputs, **settings):
+    engine = RewardComputationEngine(None, urls, config=RewardConfig(**{**NEVER_STOP, **settings}))
+    try:
+        return engine.compute_rewards(outputs)
+    finally:
+        engine.close()
+
+
+def test_all_servers_and_micro_batches_are_asked_at_the_same_time():
+    """What makes the phase short: every request is in flight before the first reply."""
+    outputs = [make_samples(["a", "b"], first_id=2 * i) for i in range(8)]
+    with FaultyServer(delay=0.5) as server:
+        result = run([f"{server.base}/slow/{i}" for i in range(3)], outputs, reward_timeout=20)
+    assert server.calls["slow"] == 24 and server.most_in_flight == 24
+    assert result.score.tolist() == [0.75, 3.75] * 8
+
+
+def test_no_more_requests_in_flight_than_the_limit():
+    outputs = [make_samples(["a"], first_id=i) for i in range(8)]
+    with FaultyServer(delay=0.05) as server:
+        result = run(f"{server.base}/slow", outputs, reward_concurrency=2, reward_timeout=20)
+    assert server.most_in_flight == 2 and result.valid.all()
+
+
+FAILURES = {
+    "refused": "connection failed",
+    "500": "HTTP 500",
+    "hang": "no reply within 1 s",
+    "html": "the reply is not JSON",
+    "short": "2 scores for 3 samples",
+    "nan": "a score is not finite",
+    "huge": "beyond",
+    "strings": "a score is a JSON string",
+}
+
+
+@pytest.mark.parametrize("kind", [*FAILURES, "list", "empty"])
+def test_every_failure_is_bounded_invalid_and_named(kind, caplog):
+    words = {**FAILURES, "list": "a JSON list, not an object", "empty": 'no "rewards"'}[kind]
+    with FaultyServer() as server:
+        base = f"http://127.0.0.1:{closed_port()}" if kind == "refused" else server.base
+        started = time.monotonic()
+        result = run(f"bad={base}/{kind}", [make_samples(["a", "b", "c"])])
+        assert time.monotonic() - started < 5  # the deadline is 1 s; generous for a busy machine
+    assert not result.valid.any() and result.score.isnan().all() and result.components["bad"].isnan().all()
+    assert result.metrics["reward/invalid_share"] == 1 and result.metrics["reward/bad/failures"] == 3
+    assert base in caplog.text and words in caplog.text
+
+
+def test_above_the_threshold_the_error_names_the_server():
+    with FaultyServer() as server, pytest.raises(RewardError, match=f"{server.base}/html: the reply is not JSON"):
+        run(f"{server.base}/html", [make_samples(["a"])], reward_max_invalid=0.5)
+
+
+def test_a_failing_server_leaves_the_others_scores_as_components():
+    with FaultyServer() as server:
+        result = run(f"ok={server.base}/good,bad={server.base}/html", [make_samples(["a", "b"])])
+    assert result.components["ok"].tolist() == [0.25, 1.25] and not result.valid.any()
+
+
+def test_only_the_bad_entries_of_a_reply_are_invalid(monkeypatch):
+    def answer(handler, kind, body, call):
+        handler.reply(200, {"rewards": [1.0, float("inf"), None, "x", 2.0], "failed": [4]})
+
+    monkeypatch.setattr(Handler, "answer", answer)
+    with FaultyServer() as server:
+        result = run(f"r={server.base}/any", [make_samples(["a"] * 5)])
+    assert result.valid.tolist() == [True, False, False, False, False]
+    assert result.metrics["reward/r/failures"] == 3 and result.metrics["reward/r/not_applicable"] == 1
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("flaky", 3), ("500", 4), ("429", 4), ("404", 1), ("401", 1), ("html", 1)])
+def test_retries_only_where_they_can_help(kind, calls):
+    with FaultyServer() as server:
+        result = run(f"{server.base}/{kind}", [make_samples(["a"])], reward_timeout=6.0, reward_retries=3)
+    assert server.calls[kind] == calls and bool(result.valid.all()) == (kind == "flaky")
+
+
+def test_a_server_killed_and_restarted_is_waited_for():
+    """Connections kept from before the kill are dead, new ones are refused for a while: the step waits and goes on."""
+    first = FaultyServer().__enter__()
+    port = first._http.server_port
+    engine = RewardComputationEngine(
+        None, f"{first.base}/good", config=RewardConfig(reward_timeout=12, reward_max_invalid=0.0)
+    )
+    assert engine.compute_rewards([make_samples(["a"])]).score.tolist() == [0.25]
+    first.__exit__()
+    revived = []
+    timer = threading.Timer(0.4, lambda: revived.append(FaultyServer(port=port).__enter__()))
+    timer.start()
+    result = engine.compute_rewards([make_samples(["a", "b"])])
+    timer.join()
+    engine.close()
+    revived[0].__exit__()
+    assert result.score.tolist() == [0.25, 1.25] and revived[0].calls["good"] == 1
+
+
+@pytest.mark.parametrize("broken", ["refused", "500", "hang", "html", "short"])
+def test_failover_to_another_replica(broken):
+    with FaultyServer() as server:
+        base = f"http://127.0.0.1:{closed_port()}" if broken == "refused" else server.base
+        outputs = [make_samples(["a", "b"], first_id=2 * i) for i in range(4)]
+        result = run(f"{base}/{broken}|{server.base}/good", outputs, reward_timeout=2.0, reward_retries=0)
+    assert result.valid.all() and result.score.tolist() == [0.25, 1.25] * 4
+
+
+def test_queued_requests_to_a_dead_server_fail_at_once():
+    outputs = [make_samples(["a"], first_id=i) for i in range(10)]
+    with FaultyServer() as server:
+        started = time.monotonic()
+        result = run(f"{server.base}/hang", outputs, reward_concurrency=2)
+        assert time.monotonic() - started < 5  # not 10 / 2 deadlines of 1 s
+    assert not result.valid.any() and server.calls["hang"] == 2
+
+
+def first_fails_at_once(kind):
+    """An `answer` of the handler: the first request gets an error without delay, all others scores after a while."""
+    refused = {"short": (200, {"rewards": []}), "html": (200, "<html>"), "empty": (200, {})}
+
+    def answer(handler, _, body, call):
+        if call == 1:
+            handler.reply(*refused.get(kind) or (int(kind), {"error": "no"}))
+            return
+        time.sleep(0.2)
+        handler.reply(200, {"rewards": [1.0] * len(body["queries"])})
+
+    return answer
+
+
+@pytest.mark.parametrize("kind", ["400", "404", "500", "html", "short", "empty"])
+def test_an_error_for_one_request_costs_only_its_samples(kind, monkeypatch):
+    """The error comes while no other request is answered and most still wait for their turn."""
+    monkeypatch.setattr(Handler, "answer", first_fails_at_once(kind))
+    outputs = [make_samples(["a", "b"], first_id=2 * i) for i in range(12)]
+    with FaultyServer() as server:
+        result = run(f"{server.base}/any", outputs, reward_concurrency=3, reward_retries=0, reward_timeout=10)
+    assert server.calls["any"] == 12 and int((~result.valid).sum()) == 2
+
+
+def test_a_gateway_without_its_server_is_dead_too(monkeypatch):
+    monkeypatch.setattr(Handler, "answer", lambda handler, *_: (time.sleep(0.3), handler.reply(504, {})))
+    outputs = [make_samples(["a"], first_id=i) for i in range(10)]
+    with FaultyServer() as server:
+        result = run(f"{server.base}/any", outputs, reward_concurrency=2, reward_retries=0)
+    assert not result.valid.any() and server.calls["any"] < 10
+
+
+def test_images_arrive_byte_equal_in_order_with_missing_ones_in_place_and_encoded_once(monkeypatch):
+    from lightrft_visual.rewards import imaging
+
+    encoded = []
+    original = imaging.encode_image
+    monkeypatch.setattr(imaging, "encode_image", lambda image, kind: encoded.append(image) or original(image, kind))
+    rng = np.random.default_rng(0)
+    first, second = (Image.fromarray(rng.integers(0, 256, (5, 7, 3), dtype=np.uint8)) for _ in range(2))
+    outputs = [make_samples(["a", "b"], images=[[first, second], [None, first]]), make_samples(["c"], images=[[]])]
+    with FaultyServer() as server:
+        run([f"{server.base}/good/{i}" for i in range(3)], outputs)
+    rows = [row for body in server.bodies for row in body.get("images", [])]
+    assert len(encoded) == 2 and len(rows) == 6
+    for row in rows:
+        got = [None if text is None else np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))) for text in row]
+        wanted = [np.asarray(first), np.asarray(second)] if row[0] is not None else [None, np.asarray(first)]
+        assert all((g is None and w is None) or np.array_equal(g, w) for g, w in zip(got, wanted, strict=True))
+
+
+def test_jpeg_by_flag():
+    picture = Image.new("RGB", (8, 8), "red")
+    with FaultyServer() as server:
+        run(f"{server.base}/good", [make_samples(["a"], images=[[picture]])], reward_image_format="jpeg")
+    assert base64.b64decode(server.bodies[0]["images"][0][0])[:2] == b"\xff\xd8"
+
+
+def test_our_wire():
+    samples = make_samples(["a", "b"], ["x", None], ["k", None], [{"level": 1}, {}], first_id=7)
+    with FaultyServer() as server:
+        result = run(f"r={server.base}/good", [samples])
+    assert server.bodies == [
+        {
+            "queries": ["prompt 0: a", "prompt 1: b"],
+            "prompts": ["prompt 0: ", "prompt 1: "],
+            "labels": ["k", None],
+            "references": ["x", None],
+            "metadata": [{"level": 1}, {}],
+            "ids": [7, 8],
+        }
+    ]
+    assert result.components["detail"].tolist() == [0.25, 1.25]
+
+
+def test_openrlhf_wire():
+    with FaultyServer() as server:
+        result = run(f"{server.base}/openrlhf", [make_samples(["a", "b"], ["x", "y"])], reward_wire="openrlhf")
+    (body,) = server.bodies
+    assert list(body) == ["query", "prompts", "labels"]
+    assert body["query"] == ["prompt 0: a", "prompt 1: b"] and body["labels"] == ["x", "y"]
+    assert result.score.tolist() == [0.25, 1.25] and result.components["length"].tolist() == [3, 3]
+
+
+def test_bearer_token_from_the_environment(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "s3cret")
+    with FaultyServer() as server:
+        run(f"{server.base}/good", [make_samples(["a"])], reward_token_env="MY_TOKEN")
+    assert server.headers[0]["Authorization"] == "Bearer s3cret"
+    monkeypatch.delenv("MY_TOKEN")
+    with pytest.raises(ConfigError, match="MY_TOKEN"):
+        run("http://127.0.0.1:1/x", [make_samples(["a"])], reward_token_env="MY_TOKEN")
+
+
+def test_urls_as_string_comma_string_and_list():
+    with FaultyServer() as server:
+        urls = [f"{server.base}/good/1", f"{server.base}/good/2"]
+        for given in (urls, ",".join(urls)):
+            assert run(given, [make_samples(["a"])]).score.tolist() == [0.5]
+        assert run(urls[0], [make_samples(["a"])]).score.tolist() == [0.25]
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/x", "http://", "/reward", "http://h:99999/"])
+def test_bad_urls(url):
+    with pytest.raises(ConfigError, match="write it as http"):
+        check_url(url)
+
+
+@pytest.mark.parametrize("url", ["http://user:hunter2@h/r", "https://h/r?api_key=hunter2"])
+def test_secrets_in_urls_are_refused(url):
+    with pytest.raises(ConfigError, match="reward_token_env") as caught:
+        check_url(url)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_server_name_holds_no_secret():
+    assert server_name("http://user:pw@host:80/a/b?key=1#x") == "http://host:80/a/b"
+
+
+def test_no_payload_and_no_token_in_logs(caplog, monkeypatch):
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("MY_TOKEN", "s3cret")
+    picture = Image.new("RGB", (9, 9), "red")
+    samples = make_samples(["SECRET"], ["SECRET"], images=[[picture]])
+    with FaultyServer() as server:
+        for kind in ("html", "500", "strings"):
+            run(f"{server.base}/{kind}", [samples], reward_retries=0, reward_token_env="MY_TOKEN")
+        sent = server.bodies[0]["images"][0][0]
+    assert (
+        "s3cret" not in caplog.text
+        and "SECRET" not in caplog.text
+        and sent[:24] not in caplog.text
+        and "failed" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "rloo"])
+def test_ten_percent_of_calls_fail_over_fifty_steps(estimator):
+    """Advantages of valid samples equal those of a run that never had the failed ones."""
+    calculator = get_advantage_calculator(estimator, AlgorithmConfig())
+    config = RewardConfig(reward_retries=0, reward_max_invalid=0.9, reward_timeout=20.0)
+    invalid = 0
+    with FaultyServer() as server:
+        flawed = RewardComputationEngine(None, f"{server.base}/tenth", config=config)
+        sound = RewardComputationEngine(None, f"{server.base}/good", config=config)
+        for _ in range(50):
+            # Two calls score each group of four: a failed one leaves half of it.
+            outputs = [make_samples(["a", "b"], first_id=2 * i) for i in range(10)]
+            for i, samples in enumerate(outputs):
+                samples.group_ids = torch.full((2,), i // 2)
+            wanted, got = sound.compute_rewards(outputs), flawed.compute_rewards(outputs)
+            kept = [i for i in range(20) if got.valid[i]]
+            invalid += 20 - len(kept)
+            groups = torch.cat([samples.group_ids for samples in outputs])
+            ours = final_rewards(calculator, got.score, groups, got.valid)
+            without = final_rewards(calculator, wanted.score[kept], groups[kept], torch.ones(len(kept)).bool())
+            assert torch.equal(ours[kept], without) and bool(torch.isfinite(ours).all())
+            assert not ours[~got.valid].any()
+        flawed.close()
+        sound.close()
+    assert invalid == 50 * 10 // 10 * 2
+
+
+def final_rewards(calculator, rewards, groups, valid):
+    nothing = dict.fromkeys(("action_log_probs", "base_action_log_probs", "values", "returns", "advantages"))
+    mask = torch.ones(len(groups), 2).bool()
+    sequences = torch.ones(len(groups), 3).long()
+    experience = Experience(
+        sequences=sequences, attention_mask=None, action_mask=mask, info={}, group_id=groups, valid=valid, **nothing
+    )
+    return calculator.preprocess_rewards([rewards], [experience], max_new_tokens=2)[1][0]

@@ -1,0 +1,107 @@
+"""The same scorer in this process, over HTTP and on Ray. One local cluster for the whole file."""
+
+import os
+import sys
+
+import pytest
+import torch
+from PIL import Image
+from reward_rollouts import make_samples
+from waiting import finished
+
+from lightrft_visual.config.vl import RewardConfig
+from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.rewards import RewardComputationEngine, build_scorer
+from lightrft_visual.rewards.batch import Call, batch_from_media, batch_from_samples
+from lightrft_visual.rewards.remote.ray_pool import RaySource
+from lightrft_visual.rewards.remote.server import ServerThread, create_app
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    if os.environ.get("RAY_ADDRESS"):
+        pytest.skip("RAY_ADDRESS is set: the test starts a cluster of its own")
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+    yield ray
+    ray.shutdown()
+
+
+def test_equal_scores_in_process_http_and_ray(cluster):
+    prompts = ["a", "b", "c"]
+    pictures = [Image.effect_noise((16, 16), 20 * i + 9).convert("RGB") for i in range(3)]
+    near = RewardComputationEngine(reward_recipe={"*": [("rule", "jpeg_compressibility", 1.0, {"quality": 80})]})
+    wanted = near.score_media(prompts, pictures).score
+    with ServerThread(create_app(build_scorer("jpeg_compressibility", {"quality": 80}))) as url:
+        http = RewardComputationEngine(None, url)
+        assert torch.equal(http.score_media(prompts, pictures, chunk=2).score, wanted)
+        http.close()
+    on_ray = RewardComputationEngine(
+        reward_recipe={"*": [("rule", "jpeg_compressibility", 1.0, {"quality": 80})]},
+        config=RewardConfig(reward_transport="ray", reward_ray_actors=2),
+    )
+    assert torch.equal(on_ray.score_media(prompts, pictures).score, wanted)
+    on_ray.close()
+
+
+def test_user_function_hang_and_exception_on_ray(cluster, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import time\n"
+        "def score(completions):\n"
+        "    if completions[0] == 'hang':\n        time.sleep(60)\n"
+        "    if completions[0] == 'raise':\n        raise ValueError('SECRET')\n"
+        "    return [float(len(c)) for c in completions]\n"
+    )
+    source = RaySource("mine", f"{path}:score", timeout=2.0)
+    try:
+        ask = lambda word: source.score(batch_from_samples([make_samples([word, "bb"])]), Call())  # noqa: E731
+        assert ask("aaa").values.tolist() == [3, 2]
+        late = ask("hang")
+        assert late.failed.all() and late.reasons == {"mine on Ray: no result within 2 s": 2}
+        assert ask("a").values.tolist() == [1, 2]
+        with pytest.raises(RewardError, match="raised ValueError") as caught:
+            ask("raise")
+        assert "SECRET" not in str(caught.value)
+    finally:
+        source.close()
+
+
+def test_bad_scorer_is_found_on_construction(cluster):
+    with pytest.raises(ConfigError, match="did you mean 'exact'"):
+        RaySource("x", "exct")
+    with pytest.raises(ConfigError, match="does not start on Ray"):
+        RaySource("x", "clip_score", {"model": "/nowhere"})
+
+
+def test_without_ray_the_error_says_what_to_install():
+    code = (
+        "import sys; sys.modules['ray'] = None\n"
+        "from lightrft_visual.rewards.remote.ray_pool import RaySource\n"
+        "try:\n    RaySource('x', 'exact')\n"
+        "except Exception as error:\n    print(type(error).__name__, error)\n"
+    )
+    shown = finished([sys.executable, "-c", code], 60).stdout
+    assert "ConfigError" in shown and "pip install" in shown
+
+
+def test_generated_flag_survives(cluster):
+    source = RaySource("pixel", "pixel", {"rule": "red"})
+    try:
+        batch = batch_from_media(["a"], [Image.new("RGB", (4, 4), "red")])
+        assert source.score(batch, Call()).values.tolist() == [1]
+    finally:
+        source.close()
+
+
+def test_the_http_client_is_whole_before_its_first_request():
+    code = (
+        "import sys\n"
+        "from lightrft_visual.config.vl import RewardConfig\n"
+        "from lightrft_visual.rewards.remote.client import RemoteClient\n"
+        "before = 'anyio._backends._asyncio' in sys.modules\n"
+        "RemoteClient.from_config(RewardConfig()).close()\n"
+        "print(before, 'anyio._backends._asyncio' in sys.modules)\n"
+    )
+    assert finished([sys.executable, "-c", code], 60).stdout.split() == ["False", "True"]

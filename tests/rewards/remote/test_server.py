@@ -1,0 +1,251 @@
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from PIL import Image
+from reward_rollouts import make_samples
+
+from lightrft_visual.config.vl import RewardConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer
+from lightrft_visual.rewards.batch import Scores
+from lightrft_visual.rewards.imaging import encode_image
+from lightrft_visual.rewards.remote.server import ServerSettings, ServerThread, bind, create_app
+from lightrft_visual.rewards.remote.wire import encode_reply
+
+ROOT = Path(__file__).parents[2]
+
+
+def lengths(completions):
+    return [float(len(c)) for c in completions]
+
+
+def post(app, body, **options):
+    async def go():
+        transport = httpx.ASGITransport(app=app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://t") as http,
+        ):
+            if isinstance(body, bytes):
+                return await http.post("/reward", content=body, **options)
+            return await http.post("/reward", json=body, **options)
+
+    return asyncio.run(go())
+
+
+def test_both_wires():
+    app = create_app(lengths)
+    ours = post(app, {"queries": ["p: abc", "other"], "prompts": ["p: ", "x"]})
+    assert ours.json() == {"rewards": [3.0, 5.0]}
+    assert post(app, {"query": ["p: abc"], "prompts": ["p: "], "labels": ["l"]}).json() == {"rewards": [3.0]}
+
+
+def test_none_and_failed_are_told_apart():
+    app = create_app(lambda completions: ([1.0, None, Failed("late")], {"m": [1.0, 2.0, 3.0]}))
+    reply = post(app, {"queries": ["a", "b", "c"]}).json()
+    assert reply == {"rewards": [1.0, None, None], "components": {"m": [1.0, 2.0, 3.0]}, "failed": [2]}
+
+
+def test_numbers_that_json_lacks_are_null():
+    inf, nan = float("inf"), float("nan")
+    reply = post(create_app(lambda completions: ([1.0, 2.0], {"m": [inf, nan]})), {"queries": ["a", "b"]})
+    assert (reply.status_code, reply.json()) == (200, {"rewards": [1.0, 2.0], "components": {"m": [None, None]}})
+    scores = Scores(torch.tensor([1.0, inf, -inf, nan]), torch.tensor([False, False, False, False]))
+    assert encode_reply(scores) == {"rewards": [1.0, None, None, None], "failed": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--components", "ocr=abc"], "component 'ocr': weight 'abc' is not a finite number"),
+        (["--components", "ocr=true"], "weight True is not a finite number"),
+        (["--components", "ocr.x=1"], "weight {'x': 1} is not a finite number"),
+        (["--components", "ocr=[1"], "'ocr=[1' is not YAML"),
+        (["--kwargs", "a=1", "--kwargs", "a.b=2"], "'a.b=2': a has a value already"),
+        (["--kwargs", "a"], "'a': write it as NAME=VALUE"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(arguments, words, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import serve_reward
+
+    assert serve_reward.main(arguments) == 2
+    assert words in capsys.readouterr().err
+    assert serve_reward.parse_weights(["a=1e-1", "b=2"]) == {"a": 0.1, "b": 2}
+
+
+PICTURE = encode_image(Image.new("RGB", (20, 20), "red"))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"SECRET", 400, "not JSON"),
+        (b"[" * 100_000, 400, "not JSON"),
+        ([1], 422, "not a JSON object"),
+        ({"prompts": ["SECRET"]}, 422, "queries"),
+        ({"queries": []}, 422, "0 samples"),
+        ({"queries": ["a"] * 5}, 422, "5 samples in one request; 1 to 4"),
+        ({"queries": ["a"], "prompts": ["SECRET", "b"]}, 422, "prompts"),
+        ({"queries": ["a"], "metadata": ["SECRET"]}, 422, "metadata"),
+        ({"queries": ["a"], "images": [["SECRET!"]]}, 422, "not valid base64"),
+        ({"queries": ["a"], "images": [["U0VDUkVU"]]}, 422, "cannot be decoded"),
+        ({"queries": ["a"], "images": [[PICTURE]]}, 422, "20 x 20 pixels; the limit is 399"),
+        ({"queries": ["a"], "images": [[None] * 3]}, 422, "at most 2"),
+        ({"queries": ["a" * 5000]}, 413, "larger than 4000 bytes"),
+    ],
+)
+def test_refusals_name_the_field_and_never_its_content(body, status, words):
+    settings = ServerSettings(max_samples=4, max_images=2, max_pixels=399, max_body_bytes=4000)
+    if body == b"[" * 100_000:
+        settings = ServerSettings()
+    headers = {"content-type": "application/json"} if isinstance(body, bytes) else {}
+    reply = post(create_app(lengths, settings), body, headers=headers)
+    assert reply.status_code == status and words in reply.json()["error"] and "SECRET" not in reply.text
+
+
+def test_a_full_queue_is_a_503():
+    assert post(create_app(lengths, ServerSettings(max_waiting=0)), {"queries": ["a"]}).status_code == 503
+
+
+def test_only_json_is_read():
+    assert post(create_app(lengths), b"x", headers={"content-type": "application/x-pickle"}).status_code == 415
+
+
+def test_token():
+    app = create_app(lengths, ServerSettings(token="s3cret"))
+    body = {"queries": ["a"]}
+    assert post(app, body).status_code == 401
+    assert post(app, body, headers={"authorization": "Bearer wrong"}).status_code == 401
+    assert post(app, body, headers={"authorization": "Bearer s3cret"}).json() == {"rewards": [1.0]}
+
+
+def test_a_scorer_that_raises_is_a_500_without_its_words():
+    def broken(completions):
+        raise ValueError("SECRET")
+
+    reply = post(create_app(broken), {"queries": ["a"]})
+    assert (
+        reply.status_code == 500 and "broken raised ValueError" in reply.json()["error"] and "SECRET" not in reply.text
+    )
+
+
+def test_requests_are_merged_and_answers_go_back_to_theirs():
+    sizes = []
+
+    def watched(completions):
+        sizes.append(len(completions))
+        return lengths(completions)
+
+    settings = ServerSettings(max_batch=8, max_wait=0.3)
+    with ServerThread(create_app(watched, settings)) as url, ThreadPoolExecutor(6) as pool:
+        bodies = [{"queries": ["x" * (i + 1), "y" * (i + 10)]} for i in range(6)]
+        replies = list(pool.map(lambda body: httpx.post(url, json=body).json()["rewards"], bodies))
+        counts = httpx.get(url.replace("/reward", "/metrics")).text
+        health = httpx.get(url.replace("/reward", "/health")).json()
+    assert replies == [[float(i + 1), float(i + 10)] for i in range(6)]
+    assert max(sizes) > 2 and max(sizes) <= 8 and sum(sizes) == 12
+    assert "reward_requests_total 6" in counts and "reward_samples_total 12" in counts and "reward_waiting 0" in counts
+    assert health == {"status": "ok", "scorer": "watched"}
+
+
+def test_one_bad_request_does_not_fail_those_it_was_merged_with():
+    def picky(completions):
+        if "bad" in completions:
+            raise ValueError
+        return lengths(completions)
+
+    with ServerThread(create_app(picky, ServerSettings(max_wait=0.3))) as url, ThreadPoolExecutor(3) as pool:
+        replies = list(pool.map(lambda word: httpx.post(url, json={"queries": [word]}).status_code, ["a", "bad", "c"]))
+    assert replies == [200, 500, 200]
+
+
+def test_only_loopback_without_a_token():
+    with pytest.raises(ConfigError, match="can be reached by others"):
+        bind("0.0.0.0", 0, ServerSettings())
+    bind("0.0.0.0", 0, ServerSettings(token="t")).close()
+    taken = bind("127.0.0.1", 0, ServerSettings())
+    taken.listen()
+    with pytest.raises(ConfigError, match="cannot listen"):
+        bind("127.0.0.1", taken.getsockname()[1], ServerSettings())
+    taken.close()
+
+
+def test_same_scorer_in_process_and_over_http():
+    picture = Image.linear_gradient("L").resize((31, 17)).convert("RGB")
+    prompts, images = ["a", "b"], [picture, picture.rotate(90)]
+    settings = {"components": {"pixel": 1.0, "jpeg_compressibility": 0.2}, "kwargs": {"pixel": {"rule": "contrast"}}}
+    scorer = build_scorer("multi", settings)
+    video = torch.rand(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    with ServerThread(create_app(scorer)) as url:
+        far = RewardComputationEngine(None, f"far={url}", config=RewardConfig(reward_timeout=20))
+        near = RewardComputationEngine({"near": scorer})
+        for media in ({"images": images}, {"videos": [video, 1 - video]}):
+            wanted, got = near.score_media(prompts, **media), far.score_media(prompts, **media)
+            assert torch.equal(wanted.score, got.score)
+            assert torch.equal(wanted.components["avg"], got.components["avg"])
+        far.close()
+
+
+def test_rollouts_and_references_over_http():
+    with ServerThread(create_app(build_scorer("exact"))) as url:
+        engine = RewardComputationEngine(None, url, config=RewardConfig(reward_timeout=20))
+        result = engine.compute_rewards([make_samples(["red", "blue"], ["red", "red"]), make_samples(["1"], ["1"])])
+        engine.close()
+    assert result.score.tolist() == [1, 0, 1]
+
+
+def test_example_prints_its_address_and_serves():
+    command = [
+        sys.executable,
+        "examples/serve_reward.py",
+        "--scorer",
+        "numeric",
+        "--port",
+        "0",
+        "--kwargs",
+        "tolerance=0.1",
+    ]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+        try:
+            line = process.stdout.readline()
+            url = re.fullmatch(r"serving on (http://127\.0\.0\.1:\d+/reward)\n", line).group(1)
+            reply = httpx.post(url, json={"queries": ["q 3.1"], "prompts": ["q "], "references": ["3"]})
+            assert reply.json() == {"rewards": [1.0]}
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=15)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--scorer", "exct"], "did you mean 'exact'"),
+        (["--reward_fn", "gone.py:f"], "gone.py does not exist"),
+        (["--host", "0.0.0.0"], "set a token"),
+        (["--token_env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),
+        (["--kwargs", "tolerance"], "write it as NAME=VALUE"),
+    ],
+)
+def test_example_refuses_bad_arguments(arguments, words, capsys, monkeypatch):
+    sys.path.insert(0, str(ROOT / "examples"))
+    import serve_reward
+
+    monkeypatch.setattr(serve_reward, "serve", lambda app, host, port, settings: bind(host, 0, settings).close())
+    assert serve_reward.main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_reply_is_strict_json():
+    text = post(create_app(lambda completions: [None]), {"queries": ["a"]}).text
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(name)) == {"rewards": [None]}

@@ -1,0 +1,235 @@
+"""The transformers engine samples from the distribution that the trainer scores, one prompt at a time or many."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_rig import Rig
+from peft import LoraConfig, get_peft_model
+from tiny_models import (
+    ALL_KINDS,
+    VIDEO,
+    actor_of,
+    checkpoint_of,
+    clip,
+    mixed_prompts,
+    prompts_for,
+    text_prompts,
+    turn,
+)  # fmt: skip
+
+from lightrft_visual.batches.prompts import PromptBatch
+from lightrft_visual.errors import RolloutError
+from lightrft_visual.models.loading import Checkpoint
+from lightrft_visual.rollout.engine import GenerationRequest, SamplingSettings
+from lightrft_visual.rollout.hf import TransformersEngine, draw, truncated
+
+PLAIN = SamplingSettings(n=3, max_new_tokens=6)
+
+
+def rig_of(checkpoint: Checkpoint, micro_batch_size: int = 8, **kwargs) -> Rig:
+    actor = actor_of(checkpoint, **kwargs)
+    engine = TransformersEngine(actor, checkpoint.tokenizer, checkpoint.processor, micro_batch_size)
+    return Rig(checkpoint, actor, engine)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def rig(root) -> Rig:
+    return rig_of(checkpoint_of(root, "qwen2_5_vl"))
+
+
+@pytest.fixture(scope="module")
+def few(root) -> Rig:
+    """Only three tokens can be drawn, the end token one of them."""
+    checkpoint = checkpoint_of(root, "qwen2")
+    allowed = {50, 60, checkpoint.tokenizer.eos_token_id}
+    return rig_of(checkpoint, banned=[i for i in range(checkpoint.config.vocab_size) if i not in allowed])
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize(
+    "settings",
+    [PLAIN, SamplingSettings(n=2, temperature=0.7, max_new_tokens=5, min_new_tokens=3, first_token_temperature=4.0)],
+    ids=["plain", "fire"],
+)
+def test_log_probs_are_the_trainers(root, kind, settings):
+    rig = rig_of(checkpoint_of(root, kind))
+    assert rig.difference(prompts_for(rig.checkpoint), settings) <= 1e-5
+    assert rig.gate().check(prompts_for(rig.checkpoint)) <= 1e-5
+
+
+def test_a_change_of_the_weights_is_seen_at_once(rig):
+    before = rig.token_ids(text_prompts(), PLAIN)
+    rig.move()
+    rig.engine.update_weights(iter(()))
+    assert rig.difference(mixed_prompts(), PLAIN) <= 1e-5
+    assert rig.token_ids(text_prompts(), PLAIN) != before
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 5, 64])
+def test_a_response_does_not_depend_on_its_company(rig, micro_batch_size):
+    batch = mixed_prompts()
+    together = rig.token_ids(batch, PLAIN)
+    rig.engine.micro_batch_size, size = micro_batch_size, rig.engine.micro_batch_size
+    order = [4, 0, 6, 1]
+    apart = rig.token_ids(batch.select(order), PLAIN)
+    rig.engine.micro_batch_size = size
+    assert apart == [together[3 * i + copy] for i in order for copy in range(3)]
+    assert len({tuple(ids) for ids in together}) > 15
+
+
+def test_more_samples_leave_the_first_ones_as_they_are(rig):
+    more = rig.token_ids(text_prompts(), SamplingSettings(n=5, max_new_tokens=6))
+    assert [more[i] for i in (0, 1, 2, 5, 6, 7, 10, 11, 12)] == rig.token_ids(text_prompts(), PLAIN)
+
+
+def test_greedy_equals_transformers_own_generation(rig):
+    greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=6)
+    batch = mixed_prompts().select([0, 1, 2, 2])
+    # Two frames in time, on two positions, as many as in height: where transformers starts the text that follows right.
+    batch.prompts[3], batch.videos[3] = batch.prompts[3] + VIDEO, [clip(0, 4, fps=4.0)]
+    ours = rig.stage.generate(batch, greedy)
+    model, checkpoint = rig.actor.model, rig.checkpoint
+    for rollout in ours:
+        prompt = rollout.prompt
+        ids = torch.tensor([prompt.token_ids])
+        types = (ids == checkpoint.config.image_token_id).int() + 2 * (ids == checkpoint.config.video_token_id).int()
+        media = {"pixel_values": prompt.pixel_values, "image_grid_thw": prompt.image_grid_thw}
+        media |= {"pixel_values_videos": prompt.pixel_values_videos, "video_grid_thw": prompt.video_grid_thw}
+        if prompt.seconds_per_grid:
+            media["second_per_grid_ts"] = torch.tensor(prompt.seconds_per_grid)
+        theirs = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=types,
+            **{name: value for name, value in media.items() if value is not None},
+            max_new_tokens=6,
+            do_sample=False,
+            suppress_tokens=rig.actor.banned_ids.tolist(),
+        )
+        assert theirs[0, ids.shape[1] :].tolist() == rollout.token_ids
+
+
+def test_responses_end_at_the_end_token(few):
+    eos = few.checkpoint.tokenizer.eos_token_id
+    rollouts = few.stage.generate(text_prompts(), SamplingSettings(n=40, temperature=3.0, max_new_tokens=4))
+    assert {token for rollout in rollouts for token in rollout.token_ids} == {50, 60, eos}
+    for rollout in rollouts:
+        assert eos not in rollout.token_ids[:-1]
+        assert rollout.truncated == (rollout.token_ids[-1] != eos)
+        assert len(rollout.token_ids) == len(rollout.log_probs) and (
+            not rollout.truncated or len(rollout.token_ids) == 4
+        )
+        shown = rollout.token_ids if rollout.truncated else rollout.token_ids[:-1]
+        assert rollout.text == few.checkpoint.tokenizer.decode(shown)
+    assert {rollout.truncated for rollout in rollouts} == {True, False}
+
+
+def test_the_minimum_length_bans_the_end_token_on_both_sides(few):
+    settings = SamplingSettings(n=20, temperature=3.0, max_new_tokens=5, min_new_tokens=3)
+    lengths = {len(ids) for ids in few.token_ids(text_prompts(), settings)}
+    assert min(lengths) >= 4 and few.difference(text_prompts(), settings) <= 1e-5
+
+
+def test_truncated_sampling_has_no_log_probs_and_the_gate_works_all_the_same(rig):
+    settings = SamplingSettings(n=2, top_p=0.5, top_k=20, max_new_tokens=4)
+    assert all(rollout.log_probs is None for rollout in rig.stage.generate(mixed_prompts(), settings))
+    assert rig.gate().check(mixed_prompts()) <= 1e-5
+
+
+def test_prompts_without_features_are_preprocessed_by_the_engine(rig):
+    batch = mixed_prompts()
+    features = rig.stage.features(batch)
+    bare = [GenerationRequest(p.text, p.token_ids, 7, p.images, p.videos) for p in features]
+    full = [GenerationRequest(p.text, p.token_ids, 7, p.images, p.videos, p) for p in features]
+    ours, theirs = rig.engine.generate(bare, PLAIN), rig.engine.generate(full, PLAIN)
+    assert [[c.token_ids for c in one] for one in ours] == [[c.token_ids for c in one] for one in theirs]
+    assert [one[0].prompt_token_ids for one in ours] == [p.token_ids for p in features]
+    wrong = [GenerationRequest(p.text, p.token_ids[:-1], 7, p.images, p.videos) for p in features]
+    assert rig.engine.generate(wrong[:1], PLAIN)[0][0].prompt_token_ids == features[0].token_ids
+    assert rig.engine.generate([], PLAIN) == []
+
+
+def test_adapters_count(root):
+    def with_lora(model):
+        torch.manual_seed(0)
+        return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5))
+
+    rig = rig_of(checkpoint_of(root, "qwen2_5_vl"), wrap=with_lora)
+    plain = rig.token_ids(text_prompts(), PLAIN)
+    with torch.no_grad():
+        for name, parameter in rig.actor.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    rig.actor.train()
+    generated = rig.stage.generate(mixed_prompts(), PLAIN)
+    assert rig.actor.training
+    rig.actor.eval()
+    assert [r.token_ids for r in generated] == rig.token_ids(mixed_prompts(), PLAIN)
+    assert rig.difference(mixed_prompts(), PLAIN) <= 1e-5
+    assert rig.token_ids(text_prompts(), PLAIN) != plain
+
+
+def test_wrong_prompt_ids_are_refused(rig):
+    class Longer:
+        def generate(self, requests, settings):
+            made = rig.engine.generate(requests, settings)
+            for completion in made[1]:
+                completion.prompt_token_ids.insert(3, 5)
+            return made
+
+    stage = rig.stage_with(rig.checkpoint.processor)
+    stage.engine = Longer()
+    with pytest.raises(RolloutError, match=r"prompt 1: .*differ from token 3 on.*expansion"):
+        stage.generate(mixed_prompts(), PLAIN)
+
+
+# --- the draw itself -----------------------------------------------------------------------------------------------
+
+
+def test_draws_follow_the_distribution_and_never_touch_what_has_no_mass():
+    probabilities = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
+    noise = torch.linspace(0, 1, 10_001, dtype=torch.float64)[:-1]
+    logits = probabilities.log().expand(len(noise), -1)
+    tokens, log_probs = draw(logits, noise, SamplingSettings())
+    shares = torch.bincount(tokens, minlength=6) / len(noise)
+    torch.testing.assert_close(shares, probabilities, atol=1e-3, rtol=0)
+    torch.testing.assert_close(log_probs, probabilities[tokens].log())
+    edge = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert draw(logits[:2], edge, SamplingSettings())[0].tolist() == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (-1, 1.0, [0, 1, 2, 3]),
+        (2, 1.0, [1, 3]),
+        (-1, 0.69, [1, 3]),
+        (-1, 0.71, [1, 2, 3]),
+        (-1, 0.1, [3]),
+        (3, 0.75, [1, 3]),
+    ],
+)
+def test_truncation_keeps_the_smallest_set(top_k, top_p, kept):
+    logits = torch.tensor([[0.1, 0.3, 0.2, 0.4]]).log()
+    assert truncated(logits, top_k, top_p).isfinite().nonzero()[:, 1].tolist() == kept
+
+
+def test_dropout_and_checkpointing_do_not_reach_generation(root):
+    rig = rig_of(checkpoint_of(root, "qwen2"))
+    before = rig.token_ids(text_prompts(), PLAIN)
+    rig.actor.model.gradient_checkpointing_enable({"use_reentrant": False})
+    rig.actor.train()
+    assert rig.token_ids(text_prompts(), PLAIN) == before
+    assert rig.actor.training
+
+
+def test_long_and_short_prompts_together(rig):
+    batch = PromptBatch.of([turn("a"), turn("how many " * 80)])
+    both = rig.token_ids(batch, PLAIN)
+    assert both == rig.token_ids(batch.select([0]), PLAIN) + rig.token_ids(batch.select([1]), PLAIN)

@@ -1,0 +1,250 @@
+"""vLLM itself, on the CPU: what it samples is what the trainer scores, after every weight sync.
+
+One engine is loaded per kind of model (seconds each); pytest runs all tests of one kind before the next.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_rig import Rig, environment_restored
+from peft import LoraConfig, get_peft_model
+from tiny_models import (
+    ALL_KINDS,
+    IMAGE,
+    actor_of,
+    checkpoint_of,
+    mixed_prompts,
+    picture,
+    prompts_for,
+    text_prompts,
+    turn,
+)  # fmt: skip
+
+from lightrft_visual.batches.prompts import PromptBatch
+from lightrft_visual.embedded.tiny_vlm import build_processor
+from lightrft_visual.errors import ConfigError, RolloutError
+from lightrft_visual.models.vlm.modality import banned_token_ids
+from lightrft_visual.rollout.engine import SamplingSettings
+from lightrft_visual.rollout.hf import TransformersEngine
+from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
+
+PLAIN = SamplingSettings(n=3, max_new_tokens=6)
+FIRE = SamplingSettings(n=4, temperature=0.7, max_new_tokens=5, first_token_temperature=10.0)
+DEFAULT = "qwen2_5_vl"
+FEW = (50, 60)  # the only tokens of the `few` rig, beside the end token
+
+
+def settings_for(checkpoint, banned):
+    return VLLMSettings(
+        model=checkpoint.path, max_model_len=1024, max_videos=2, max_num_seqs=64, banned_ids=banned,
+        vision=checkpoint.vision,
+    )  # fmt: skip
+
+
+def loaded(root, kind, banned=None):
+    checkpoint = checkpoint_of(root, kind)
+    if banned is None:
+        banned = banned_token_ids(checkpoint.config, checkpoint.tokenizer)
+    with environment_restored():
+        engine = VLLMEngine(settings_for(checkpoint, banned))
+        yield Rig(checkpoint, actor_of(checkpoint, banned), engine)
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module", params=[DEFAULT, *(kind for kind in ALL_KINDS if kind != DEFAULT)])
+def any_rig(request, root):
+    yield from loaded(root, request.param)
+
+
+@pytest.fixture
+def rig(any_rig):
+    """The default kind, in step with its trainer before and after the test."""
+    any_rig.sync()
+    yield any_rig
+    any_rig.sync()
+
+
+only_default = pytest.mark.parametrize("any_rig", [DEFAULT], indirect=True)
+
+
+# --- parity --------------------------------------------------------------------------------------------------------
+
+
+def test_parity_as_loaded_and_after_each_sync(any_rig):
+    batch = prompts_for(any_rig.checkpoint)
+    figures = [any_rig.difference(batch, PLAIN)]
+    for _ in range(2):
+        any_rig.move()
+        any_rig.sync()
+        figures.append(any_rig.difference(batch, PLAIN))
+    assert max(figures) <= 1e-5, figures
+
+
+@only_default
+@pytest.mark.parametrize("settings", [FIRE, SamplingSettings(n=3, max_new_tokens=6, min_new_tokens=4)])
+def test_parity_of_other_ways_to_sample(rig, settings):
+    assert rig.difference(mixed_prompts(), settings) <= 1e-5
+
+
+@only_default
+def test_adapters_are_merged_into_the_sync(rig, root):
+    def with_lora(model):
+        torch.manual_seed(0)
+        return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+
+    actor = actor_of(rig.checkpoint, wrap=with_lora)
+    with torch.no_grad():
+        for name, parameter in actor.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    rig.engine.update_weights(rig.weights(actor))
+    assert rig.difference(mixed_prompts(), PLAIN, actor) <= 1e-5
+    assert rig.difference(mixed_prompts(), PLAIN) > 1e-2
+
+
+# --- the gate ------------------------------------------------------------------------------------------------------
+
+
+@only_default
+def test_the_gate_passes_and_gives_the_figure(rig):
+    assert 0 < rig.gate().check(mixed_prompts()) <= 1e-5
+
+
+@only_default
+@pytest.mark.parametrize("cache", ["reset_prefix_cache", "all"])
+def test_a_skipped_cache_reset_is_named(rig, monkeypatch, cache):
+    # Longer than a block of the prefix cache, which keeps whole blocks alone.
+    batch = PromptBatch.of([turn(IMAGE + "how many " * 100), turn("where? " * 100)], [[picture(0)], []])
+    rig.gate().check(batch)
+    rig.move()
+    with monkeypatch.context() as patched:
+        if cache == "all":
+            patched.setattr(rig.engine, "reset_caches", lambda: None)
+        else:
+            patched.setattr(rig.engine.llm, cache, lambda: None)
+        rig.sync()
+    with pytest.raises(RolloutError, match="Likely cause: stale cache"):
+        rig.gate().check(batch)
+
+
+@only_default
+@pytest.mark.parametrize("part", ["visual.patch_embed", "layers.1.mlp.down_proj", "lm_head"])
+def test_a_weight_that_was_not_loaded_is_named(rig, part):
+    rig.gate().check(mixed_prompts())
+    rig.move()
+    rig.engine.update_weights((name, tensor) for name, tensor in rig.weights() if part not in name)
+    with pytest.raises(RolloutError, match="Likely cause: stale weight"):
+        rig.gate().check(mixed_prompts())
+
+
+@only_default
+def test_another_expansion_is_named(rig):
+    smaller = build_processor(DEFAULT, rig.checkpoint.tokenizer, max_pixels=28 * 28)
+    with pytest.raises(RolloutError, match="Likely cause: expansion"):
+        rig.gate(rig.stage_with(smaller)).check(mixed_prompts())
+
+
+@only_default
+def test_truncated_sampling_has_no_log_probs_but_the_gate_still_checks(rig):
+    settings = SamplingSettings(n=2, top_p=0.5, top_k=20, max_new_tokens=4)
+    assert all(rollout.log_probs is None for rollout in rig.stage.generate(mixed_prompts(), settings))
+    rig.gate().check(mixed_prompts())
+    rig.engine.update_weights((name, 1.01 * tensor) for name, tensor in rig.weights())
+    with pytest.raises(RolloutError, match="parity gate"):
+        rig.gate().check(mixed_prompts())
+
+
+# --- sampling ------------------------------------------------------------------------------------------------------
+
+
+@only_default
+def test_a_response_does_not_depend_on_its_company(rig):
+    batch = mixed_prompts()
+    together = rig.token_ids(batch, PLAIN)
+    order = [4, 0, 6, 1]
+    apart = rig.token_ids(batch.select(order), PLAIN)
+    assert apart == [together[3 * i + copy] for i in order for copy in range(3)]
+    assert len({tuple(ids) for ids in together}) > 15
+    rig.stage.run_seed += 1
+    assert rig.token_ids(batch, PLAIN) != together
+    rig.stage.run_seed -= 1
+
+
+@only_default
+def test_banned_tokens_are_never_sampled(rig):
+    banned = set(rig.actor.banned_ids.tolist())
+    assert rig.checkpoint.config.image_token_id in banned
+    hot = SamplingSettings(n=32, temperature=1.5, max_new_tokens=30, first_token_temperature=1e4)
+    drawn = {token for ids in rig.token_ids(mixed_prompts(), hot) for token in ids}
+    assert len(drawn) > 300 and not drawn & banned
+
+
+@only_default
+def test_greedy_agrees_with_the_transformers_engine(rig):
+    greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=6)
+    ours = rig.token_ids(mixed_prompts(), greedy)
+    other = Rig(rig.checkpoint, rig.actor, TransformersEngine(rig.actor, rig.checkpoint.tokenizer, None))
+    other.stage.data_processor = rig.stage.data_processor
+    assert ours == other.token_ids(mixed_prompts(), greedy)
+
+
+@pytest.fixture(scope="module")
+def few(root):
+    """A text model that can draw three tokens, the end token one of them."""
+    checkpoint = checkpoint_of(root, "qwen2")
+    allowed = {*FEW, checkpoint.tokenizer.eos_token_id}
+    yield from loaded(root, "qwen2", [i for i in range(checkpoint.config.vocab_size) if i not in allowed])
+
+
+def test_responses_end_at_the_end_token_or_are_marked_as_truncated(few):
+    eos = few.checkpoint.tokenizer.eos_token_id
+    settings = SamplingSettings(n=40, temperature=2.0, max_new_tokens=4)
+    rollouts = few.stage.generate(text_prompts(), settings)
+    assert {token for rollout in rollouts for token in rollout.token_ids} == {*FEW, eos}
+    for rollout in rollouts:
+        assert eos not in rollout.token_ids[:-1]
+        assert rollout.truncated == (rollout.token_ids[-1] != eos)
+        shown = rollout.token_ids if rollout.truncated else rollout.token_ids[:-1]
+        assert rollout.text == few.checkpoint.tokenizer.decode(shown)
+    assert {rollout.truncated for rollout in rollouts} == {True, False}
+    assert few.difference(text_prompts(), settings) <= 1e-5
+
+
+def test_the_minimum_length_bans_the_end_token_on_both_sides(few):
+    settings = SamplingSettings(n=20, temperature=2.0, max_new_tokens=5, min_new_tokens=3)
+    assert min(len(ids) for ids in few.token_ids(text_prompts(), settings)) >= 4
+    assert few.difference(text_prompts(), settings) <= 1e-5
+
+
+def test_a_failure_of_vllm_is_said_and_the_engine_is_not_used_again(few, monkeypatch):
+    def broken(*args, **kwargs):
+        raise ValueError("cache miss")
+
+    monkeypatch.setattr(few.engine, "failure", None)
+    with monkeypatch.context() as patched:
+        patched.setattr(few.engine.llm, "generate", broken)
+        with pytest.raises(RolloutError, match="vLLM failed while generating: ValueError: cache miss"):
+            few.token_ids(text_prompts(), PLAIN)
+    with pytest.raises(RolloutError, match="failed before: ValueError: cache miss"):
+        few.token_ids(text_prompts(), PLAIN)
+
+
+# --- what cannot be built ------------------------------------------------------------------------------------------
+
+
+def test_tensor_parallel_groups_need_as_many_ranks(root):
+    settings = settings_for(checkpoint_of(root, "qwen2"), [])
+    settings.tensor_parallel_size = 2
+    with pytest.raises(ConfigError, match=r"engine_tp_size 2 does not divide 1 rank"):
+        VLLMEngine(settings)
+
+
+def test_a_missing_model_is_named(tmp_path):
+    with environment_restored(), pytest.raises(RolloutError, match=str(tmp_path)):
+        VLLMEngine(VLLMSettings(model=str(tmp_path), max_model_len=64))

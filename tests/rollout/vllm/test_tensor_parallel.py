@@ -1,0 +1,45 @@
+"""Two gloo ranks as one vLLM engine: each gives its own prompts and gets its own responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from launched import run_ranks
+from tiny_models import checkpoint_of
+
+from lightrft_visual.batches.rollouts import PromptFeatures
+from lightrft_visual.rollout.engine import GenerationRequest
+from lightrft_visual.rollout.vllm.tensor_parallel import RequestSharing
+from lightrft_visual.strategy.shared_memory import SHARED_MEMORY
+
+
+@contextmanager
+def left_behind(folder: Path) -> Iterator[None]:
+    """What a run that was killed while vLLM started leaves on the host."""
+    names = [folder / f"-tp:0-[0-1]-cpushm_{rank}" for rank in range(2)]
+    for name in names:
+        name.write_bytes(b"")
+    try:
+        yield
+    finally:
+        for name in names:
+            name.unlink(missing_ok=True)
+
+
+def test_without_groups_requests_stay_as_they_are():
+    request = GenerationRequest("a", [1], 2, images=["x"], features=PromptFeatures("a", [1], 0))
+    shared, own = RequestSharing(1).share([request])
+    assert own == slice(0, 1) and shared == [GenerationRequest("a", [1], 2, images=["x"])]
+
+
+def test_two_ranks_are_one_engine(tmp_path):
+    checkpoint = checkpoint_of(tmp_path, "qwen2_5_vl")
+    with left_behind(SHARED_MEMORY):
+        run_ranks("tensor_parallel_ranks.py", checkpoint.path, str(tmp_path))
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert max(first["figures"] + second["figures"]) <= 1e-5
+    assert len(first["tokens"]) == 6 and len(second["tokens"]) == 4
+    assert first["rest"] == first["tokens"] and second["rest"] == []

@@ -1,0 +1,85 @@
+"""What the vision-language trainer evaluates, and what it takes from a checkpoint."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightrft_visual.algorithms.kl import get_kl_controller
+from lightrft_visual.config.vl import AlgorithmConfig, OutputConfig, RunConfig, TrainConfig
+from lightrft_visual.models.weight_copies import WeightAverage
+from lightrft_visual.trainer.vl.trainer import VLTrainer
+
+
+def trainer_with_average(shares_weights: bool) -> SimpleNamespace:
+    """As much of a trainer as `_evaluated_weights` reads. Its weight is 1, the average 0; `held` is the engine's."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    ema = WeightAverage([weight], 0.9)
+    weight.data.fill_(1.0)
+    trainer = SimpleNamespace(
+        config=RunConfig(output=OutputConfig(eval_ema=True), train=TrainConfig(enable_ema=True)),
+        parts=SimpleNamespace(ema=ema),
+        maker=SimpleNamespace(engine=SimpleNamespace(shares_weights=shares_weights)),
+        weight=weight,
+        held=1.0,
+    )
+
+    def load() -> None:
+        trainer.held = weight.item()
+
+    trainer._load_engine_weights = load
+    return trainer
+
+
+@pytest.mark.parametrize("shares_weights", [True, False])
+def test_either_engine_samples_from_the_average(shares_weights):
+    trainer = trainer_with_average(shares_weights)
+    with VLTrainer._evaluated_weights(trainer):
+        sampled_from = trainer.weight.item() if shares_weights else trainer.held
+    assert sampled_from == 0.0
+    assert trainer.weight.item() == 1.0 and trainer.held == 1.0
+
+
+class Stateful:
+    def __init__(self):
+        self.loaded = None
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+def resuming_trainer(coefficient: float) -> SimpleNamespace:
+    algorithm = AlgorithmConfig(init_kl_coef=coefficient, kl_target=0.1)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    ema = WeightAverage([weight], 0.9)
+    weight.data.fill_(1.0)  # what load_engines has put there
+    told = []
+    return SimpleNamespace(
+        config=RunConfig(algorithm=algorithm),
+        parts=SimpleNamespace(sampler=Stateful(), ema=ema),
+        maker=SimpleNamespace(kl_controller=get_kl_controller(algorithm), calculator=Stateful()),
+        console=SimpleNamespace(message=told.append),
+        told=told,
+    )
+
+
+STATE = {
+    "sampler": {}, "rounds": 3, "parity": 0.0, "init_kl_coef": 0.1, "kl_controller": {"value": 0.07}, "calculator": {},
+    "ema": None,
+}  # fmt: skip
+
+
+def test_the_controller_goes_on_unless_the_command_names_another_coefficient():
+    same, other = resuming_trainer(0.1), resuming_trainer(0.5)
+    VLTrainer.load_state_dict(same, STATE)
+    VLTrainer.load_state_dict(other, STATE)
+    assert same.maker.kl_controller.value == 0.07 and not same.told
+    assert other.maker.kl_controller.value == 0.5 and "init_kl_coef was 0.1" in other.told[0]
+
+
+def test_an_average_that_begins_with_the_resume_begins_at_the_resumed_weights():
+    trainer = resuming_trainer(0.1)
+    VLTrainer.load_state_dict(trainer, STATE)
+    assert trainer.parts.ema.copies[0].tolist() == [1.0]
