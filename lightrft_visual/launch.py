@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from .config.vl import RunConfig
 from .errors import LightRFTVisualError
+from .strategy.host import bound_spinning
 
 if TYPE_CHECKING:
     from .config.diffusion import DiffusionRunConfig
@@ -58,6 +59,7 @@ def run_diffusion(config: DiffusionRunConfig) -> None:
 
 
 def _run(build: Callable[[], PolicyTrainer]) -> None:
+    bound_spinning()  # before anything loads torch
     quiet_libraries()
     try:
         from transformers.utils import logging as transformers_logging

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightrft_visual.batches.fields import Kind, replay_field
-from lightrft_visual.replay.info import InfoLayout
+from lightrft_visual.batches.info_layout import InfoLayout
 
 T = torch.Tensor
 _Batch = TypeVar("_Batch", bound="_Movable")

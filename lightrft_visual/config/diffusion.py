@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..batches.diffusion_sampling import NoiseConfig, SamplingConfig, check_noise
 from .vl import (
     EMBEDDED,
     DistributedConfig,
@@ -240,9 +241,6 @@ class DiffusionRunConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
-        from ..rollout.diffusion_sampler import DiffusionSampler
-        from .diffusion_sampling import evaluation_sampling, rollout_noise, rollout_sampling
-
         require_finite(self)
         self._fill_in_defaults()
         self._check_groups()
@@ -252,7 +250,7 @@ class DiffusionRunConfig:
         sampling = rollout_sampling(self)
         if self.algorithm.diffusion_algorithm == "reward_fl":
             self._check_gradient(sampling.moving_steps)
-        DiffusionSampler(sampling, rollout_noise(self))  # refuses noise 0, unequal schedules, windows
+        check_noise(sampling, rollout_noise(self))
         evaluation_sampling(self)
         follow_ema(self.output, self.train.enable_ema)
         require(
@@ -327,3 +325,37 @@ class DiffusionRunConfig:
             steps[0] < moving_steps, f"no step from mid_timestep {a.mid_timestep} on has a length: sigma is 0 there"
         )
         require(a.reward_fl_weight != 0, "reward_fl_weight is 0: the reward would not count")
+
+
+def rollout_sampling(config: DiffusionRunConfig) -> SamplingConfig:
+    """Steps and trajectory of rollouts."""
+    sampling = config.sampling
+    return SamplingConfig(
+        num_steps=sampling.num_steps,
+        scheduler=sampling.scheduler,
+        trajectory=config.trajectory,
+        flow_shift=sampling.flow_shift,
+        timesteps=sampling.timesteps,
+        sigmas=sampling.sigmas,
+    )
+
+
+def evaluation_sampling(config: DiffusionRunConfig) -> SamplingConfig:
+    """Steps of evaluation: always an ODE, with a step count of its own, on the scheduler's schedule."""
+    sampling = config.sampling
+    return SamplingConfig(
+        num_steps=sampling.eval_num_steps,
+        scheduler=sampling.scheduler,
+        trajectory="ode",
+        flow_shift=sampling.flow_shift,
+    )
+
+
+def rollout_noise(config: DiffusionRunConfig) -> NoiseConfig:
+    """How stochastic steps of rollouts are drawn and scored."""
+    return NoiseConfig(
+        noise_level=config.sampling.noise_level,
+        window_size=config.sampling.sde_window_size,
+        log_prob=config.sampling.log_prob,
+        keep_means=config.algorithm.grpo_guard,
+    )

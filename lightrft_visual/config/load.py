@@ -21,7 +21,6 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import ConfigError
-from ..strategy.threads import bound_spinning
 from .command_line import NULL_WORDS, parse_command_line
 from .helptext import help_text
 from .leaves import Leaf, Names, Setting, names_of
@@ -104,7 +103,6 @@ def load_config(schema: type = RunConfig, argv: Sequence[str] | None = None, **o
 
 def config_or_exit(schema: type = RunConfig, argv: Sequence[str] | None = None, **options: Any) -> Any:
     """load_config for a script: a ConfigError is one line on stderr and exit code 2."""
-    bound_spinning()  # here, since the checks of diffusion settings load torch
     try:
         return load_config(schema, argv, **options)
     except ConfigError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..config.diffusion import DiffusionDataConfig
-from ..embedded.drawn_shapes import all_captions
 from ..errors import DataError
 from .media import image_size, load_image, resolve_source
 from .prompts import PromptDataset, PromptRow
@@ -19,7 +17,6 @@ from .sources import RowSource
 
 FIRST_FRAME = "input_image"  # where rewards find the first frame in a row's metadata: its path, where it has one
 ROLES = ("input_key", "label_key", "reference_key")
-EVAL_REPEATS = 4  # pictures drawn of each embedded caption in an evaluation
 
 
 class DrawPrompts(PromptDataset):
@@ -88,17 +85,3 @@ def _check_columns(raw: Mapping[str, Any], name: str, config: DiffusionDataConfi
         key = getattr(config, flag)
         if key not in raw and key != getattr(DiffusionDataConfig, flag):
             raise DataError(f"{name}: no column {key!r} ({flag}); the row has: {', '.join(map(str, raw))}")
-
-
-def embedded_prompts(root: Path) -> tuple[Path, Path]:
-    """The embedded captions as jsonl files (train, test) below `root`: every colour with every shape."""
-    folder = root / "data" / "drawn-shapes-v1"
-    texts = [caption.text for caption in all_captions()]
-    for name, prompts in (("train", texts), ("test", texts * EVAL_REPEATS)):
-        path = folder / f"{name}.jsonl"
-        if not path.is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            scratch = path.with_suffix(f".{os.getpid()}")
-            scratch.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
-            os.replace(scratch, path)
-    return folder / "train.jsonl", folder / "test.jsonl"

@@ -39,6 +39,7 @@ from transformers import (
     T5TokenizerFast,
 )
 
+from ..models.diffusion.policy import save_text_length
 from .drawn_shapes import COLOURS, SHAPES, all_captions, random_pictures
 from .warmup import cache_root
 
@@ -85,7 +86,7 @@ class TinyDiffusionSettings(DrawingSettings):
     shift: float = 1.0
     transformer_steps: int = 1250
     transformer_rate: float = 2e-3
-    revision: int = 3  # raised when the code below changes what it builds
+    revision: int = 4  # raised when the code below changes what it builds
 
 
 def embedded_diffusion_folder(
@@ -126,6 +127,7 @@ def _build_aside(target: Path, settings: DrawingSettings, build: Callable[[], Di
     stage = Path(tempfile.mkdtemp(prefix="building-", dir=target.parent))
     try:
         build().save_pretrained(stage)
+        save_text_length(stage, TEXT_LENGTH)
         (stage / MARKER).write_text(json.dumps(asdict(settings), indent=2))
         try:
             stage.rename(target)

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from ..batches.model_inputs import ModelInputs
 from ..batches.samples import pad_rollouts
+from ..batches.sampling import ScoringRule
 from ..data.media import load_image
 from ..models.vlm.actor import Actor
-from ..rollout.engine import ScoringRule
 from .questions import EmbeddedTask, SupervisedPair, build_embedded_task, supervised_pairs, vocabulary_texts
 from .tiny_vlm import VISION_FAMILIES, build_tiny_checkpoint
 

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..config.vl import EMBEDDED, DataConfig, ModelConfig
+from ..config.vl import DataConfig, ModelConfig
 from ..errors import ConfigError
 from .vlm.modality import ActorModality, get_modality
 
@@ -52,16 +52,6 @@ class Checkpoint:
             stops = self.config.get_text_config().eos_token_id
         ids |= set(stops if isinstance(stops, list) else [stops])
         return sorted(token for token in ids if token is not None)
-
-
-def resolve_checkpoint(model: ModelConfig, name: str) -> str:
-    """`name`, or the folder of the embedded default model, which is built at its first use."""
-    if name != EMBEDDED:
-        return name
-    from ..embedded.warmup import WarmUp, embedded_checkpoint
-
-    settings = WarmUp(family=model.embedded_family, tie_embeddings=model.embedded_tie_embeddings)
-    return str(embedded_checkpoint(settings, report=logger.info))
 
 
 def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoint:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,17 +9,10 @@ import torch
 from lightrft_visual.batches.fields import tensors_equal
 from lightrft_visual.errors import DataError
 
-KeyPath = tuple[Hashable, ...]
+from ..batches.info_layout import InfoLayout, KeyPath
+
 _MISSING = object()
 _INT64_LIMIT = 2**63
-
-
-@dataclass
-class InfoLayout:
-    """By path of keys: samples that lack the key, and Python numbers that the batch holds as a tensor."""
-
-    missing: dict[KeyPath, list[int]] = field(default_factory=dict)
-    scalars: dict[KeyPath, list] = field(default_factory=dict)
 
 
 def batch_info(infos: list[dict | None], layout: InfoLayout) -> dict:

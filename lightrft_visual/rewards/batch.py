@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -237,3 +237,12 @@ class RewardOutput:
     components: dict[str, T]
     valid: T
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Scores a batch. `name` is what errors and metrics call it."""
+
+    name: str
+
+    def score(self, batch: RewardBatch, call: Call) -> Scores: ...

@@ -10,22 +10,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from ..config.vl import RewardConfig
 from ..errors import ConfigError
-from .batch import Call, RewardBatch, Scores
+from .batch import Source
 from .local.callables import CallableSource, LoadedFunction, callable_name, load_reward_fn
 from .naming import nearest
 from .recipe import RecipeEntry
 from .registry import build_scorer, check_scorer, find_scorer, scorer_names
 
 _NAMED = re.compile(r"^([A-Za-z_][\w-]*)=(.+)$")
-
-
-@runtime_checkable
-class Source(Protocol):
-    """Scores a batch. `name` is what errors and metrics call it."""
-
-    name: str
-
-    def score(self, batch: RewardBatch, call: Call) -> Scores: ...
 
 
 @runtime_checkable

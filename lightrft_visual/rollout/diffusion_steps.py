@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import torch
 
+from ..batches.diffusion_sampling import REDUCTIONS
 from ..errors import ConfigError
+from ..models.diffusion.schedule import upcast
 
 T = torch.Tensor
 RULES = ("flow_grpo", "dance", "cps", "ddim")
-REDUCTIONS = ("mean", "sum")
 
 
 class Step(NamedTuple):
@@ -131,8 +132,3 @@ def _ddim(x: T, eps: T, sigma: T, sigma_next: T, noise_level: float) -> tuple[T,
 
 
 _TRANSITIONS = {"flow_grpo": _flow_grpo, "dance": _dance, "cps": _cps, "ddim": _ddim}
-
-
-def upcast(tensor: T) -> T:
-    """fp32, or fp64 as it was."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

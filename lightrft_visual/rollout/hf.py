@@ -16,11 +16,11 @@ from transformers import DynamicCache, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..batches.model_inputs import ModelInputs
 from ..batches.rollouts import PromptFeatures
+from ..batches.sampling import Completion, GenerationRequest, SamplingSettings
 from ..models.vlm.actor import Actor
 from ..strategy import collectives
 from ..strategy.deepspeed import TrainEngine
 from ..strategy.seeding import derive_seed
-from .engine import Completion, GenerationRequest, SamplingSettings
 from .multimodal import MultimodalDataProcessor
 
 T = torch.Tensor

@@ -16,9 +16,10 @@ import torch
 from ..batches.model_inputs import ModelInputs
 from ..batches.prompts import PromptBatch
 from ..batches.rollouts import Rollout, collate
+from ..batches.sampling import SamplingSettings
 from ..errors import RolloutError
 from ..strategy import collectives
-from .engine import RolloutEngine, SamplingSettings
+from .engine import RolloutEngine
 from .stage import RolloutStage
 
 T = torch.Tensor

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from ..batches.prompts import PromptBatch
 from ..batches.rollouts import PromptFeatures, Rollout
+from ..batches.sampling import Completion, GenerationRequest, SamplingSettings
 from ..errors import RolloutError
 from ..strategy.seeding import derive_seed
-from .engine import Completion, GenerationRequest, RolloutEngine, SamplingSettings
+from .engine import RolloutEngine
 from .multimodal import MultimodalDataProcessor
 
 

@@ -24,9 +24,9 @@ from transformers import get_scheduler
 from ..config.vl import DistributedConfig
 from ..errors import CheckpointError, ConfigError, NonFiniteError
 from . import collectives, watchdog
+from .host import unlink_buffers
 from .safe_loading import use_safe_loading
 from .seeding import seed_everything
-from .shared_memory import unlink_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class DeepspeedStrategy:
         """Join the process group of the launcher (a group of one without a launcher) and seed this rank."""
         import os
 
-        from .ports import free_port
+        from .host import free_port
 
         defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         if "RANK" not in os.environ:
@@ -90,7 +90,8 @@ class DeepspeedStrategy:
             verbose=False,
         )
         if accelerator.device_name() == "cpu":
-            unlink_buffers()
+            collectives.barrier()  # every rank has opened its buffer
+            unlink_buffers(collectives.rank())
         watchdog.start(self.config.collective_timeout)
         seed_everything(self.seed)
 

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from ..observe.metrics import PhaseTimer
 from . import collectives
+from .phase_timer import PhaseTimer
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import Any
 
 _EXPORTS = {
-    "GRPOTrainer": "vl.grpo",
-    "RLOOTrainer": "vl.rloo",
-    "PPOTrainer": "vl.ppo",
+    "GRPOTrainer": "vl.trainer",
+    "RLOOTrainer": "vl.trainer",
+    "PPOTrainer": "vl.trainer",
     "FastExperienceMaker": "fast_exp_maker",
     "NaiveReplayBuffer": "replay_buffer",
 }

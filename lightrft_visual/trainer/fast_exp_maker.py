@@ -15,15 +15,16 @@ from ..batches.experience import Experience, ExperienceDiffusion, ExperienceVL
 from ..batches.prompts import PromptBatch
 from ..batches.rollouts import Rollout, collate, remember_rewards
 from ..batches.samples import Samples, SamplesVL
+from ..batches.sampling import SamplingSettings
 from ..config.diffusion import DiffusionAlgorithmConfig
 from ..config.vl import AlgorithmConfig
 from ..errors import ConfigError
-from ..observe.metrics import PhaseTimer
 from ..rewards.engine import RewardComputationEngine
-from ..rollout.engine import RolloutEngine, SamplingSettings
+from ..rollout.engine import RolloutEngine
 from ..rollout.multimodal import MultimodalDataProcessor
 from ..rollout.stage import RolloutStage
 from ..strategy import collectives
+from ..strategy.phase_timer import PhaseTimer
 from .vl.stages import ForwardStage
 
 if TYPE_CHECKING:

@@ -18,10 +18,11 @@ from typing import Any
 from ..config.vl import OutputConfig, TrainConfig
 from ..errors import NonFiniteError
 from ..observe.console import RunConsole
-from ..observe.metrics import MetricsAccumulator, PhaseTimer
+from ..observe.metrics import MetricsAccumulator
 from ..observe.recorder import RunRecorder
 from ..strategy import watchdog
 from ..strategy.deepspeed import StepResult
+from ..strategy.phase_timer import PhaseTimer
 from .run_state import RunState, final_folder
 
 logger = logging.getLogger(__name__)

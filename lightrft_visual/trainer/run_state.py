@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
@@ -14,9 +14,6 @@ from ..checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from ..config.vl import OutputConfig
 from ..errors import CheckpointError, ConfigError
 from ..strategy import collectives
-
-if TYPE_CHECKING:
-    from .loop import PolicyTrainer
 
 
 def final_folder(output: OutputConfig) -> Path:
@@ -58,13 +55,35 @@ def check_output(output: OutputConfig) -> Path | None:
     return None
 
 
+class Resumable(Protocol):
+    """What is saved and restored of a trainer; see `loop.PolicyTrainer` for the methods."""
+
+    step: int
+    nonfinite_in_a_row: int
+    latest_eval: dict[str, float]
+    evaluated_step: int
+    settings: Any
+    recorder: Any
+    console: Any
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def save_engines(self, folder: Path) -> None: ...
+
+    def load_engines(self, folder: Path) -> None: ...
+
+    def export(self, folder: Path) -> None: ...
+
+
 class RunState:
     """Checkpoints of one trainer. SIGTERM asks for a checkpoint and an orderly end after the current step.
 
     resume_folder: what `check_output` found.
     """
 
-    def __init__(self, trainer: PolicyTrainer, output: OutputConfig, resume_folder: Path | None = None):
+    def __init__(self, trainer: Resumable, output: OutputConfig, resume_folder: Path | None = None):
         self.trainer, self.output, self.resume_folder = trainer, output, resume_folder
         self.best = best_metric(output)
         self.manager = CheckpointManager(output.ckpt_path or output.output_dir, output.max_ckpt_num, self.best)

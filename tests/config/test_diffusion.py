@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 
 from lightrft_visual.algorithms.diffusion import DIFFUSION_ALGORITHMS, FlowGRPO
-from lightrft_visual.config.diffusion import DIFFUSION_ALGORITHM_NAMES, DiffusionAlgorithmConfig, DiffusionRunConfig
-from lightrft_visual.config.diffusion_sampling import evaluation_sampling, rollout_noise, rollout_sampling
+from lightrft_visual.config.diffusion import (
+    DIFFUSION_ALGORITHM_NAMES,
+    DiffusionAlgorithmConfig,
+    DiffusionRunConfig,
+    evaluation_sampling,
+    rollout_noise,
+    rollout_sampling,
+)
 from lightrft_visual.config.load import load_config, write_resolved
 from lightrft_visual.config.roots import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError

@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 
+from lightrft_visual.embedded.resolve import embedded_folder
 from lightrft_visual.embedded.tiny_sd3 import TEXT_LENGTH
 from lightrft_visual.embedded.tiny_sd15 import (
     TinySD15Settings,
@@ -15,7 +16,7 @@ from lightrft_visual.embedded.tiny_sd15 import (
     fold_shift,
 )
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, embedded_folder, takes_first_frame
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, takes_first_frame
 
 SETTINGS = TinySD15Settings(unet_channels=(16, 16), vae_steps=2, unet_steps=2, batch_size=4, pictures=8)
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrft_visual.observe import metrics as metrics_module
-from lightrft_visual.observe.metrics import MetricsAccumulator, Moments, PhaseTimer
+from lightrft_visual.observe.metrics import MetricsAccumulator, Moments
+from lightrft_visual.strategy.phase_timer import PhaseTimer
 
 NUMBERS = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30)
 

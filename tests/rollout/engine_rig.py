@@ -11,9 +11,10 @@ from tiny_models import perturb
 from lightrft_visual.batches.model_inputs import ModelInputs
 from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.batches.rollouts import collate
+from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.models.loading import Checkpoint
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.rollout.engine import RolloutEngine, SamplingSettings
+from lightrft_visual.rollout.engine import RolloutEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.parity import ParityGate, log_prob_difference
 from lightrft_visual.rollout.stage import RolloutStage

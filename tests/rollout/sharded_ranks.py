@@ -12,9 +12,9 @@ from tiny_models import actor_of, mixed_prompts
 
 from lightrft_visual.batches.model_inputs import ModelInputs
 from lightrft_visual.batches.rollouts import collate
+from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
 from lightrft_visual.models.loading import open_checkpoint
-from lightrft_visual.rollout.engine import SamplingSettings
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.parity import log_prob_difference
 from lightrft_visual.strategy import collectives

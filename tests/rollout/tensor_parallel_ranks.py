@@ -10,9 +10,9 @@ import torch
 from engine_rig import Rig
 from tiny_models import actor_of, mixed_prompts
 
+from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
 from lightrft_visual.models.loading import open_checkpoint
-from lightrft_visual.rollout.engine import SamplingSettings
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
 from lightrft_visual.strategy import collectives
 from lightrft_visual.strategy.deepspeed import DeepspeedStrategy

@@ -19,9 +19,9 @@ from tiny_models import (
 )  # fmt: skip
 
 from lightrft_visual.batches.prompts import PromptBatch
+from lightrft_visual.batches.sampling import GenerationRequest, SamplingSettings
 from lightrft_visual.errors import RolloutError
 from lightrft_visual.models.loading import Checkpoint
-from lightrft_visual.rollout.engine import GenerationRequest, SamplingSettings
 from lightrft_visual.rollout.hf import TransformersEngine, draw, truncated
 
 PLAIN = SamplingSettings(n=3, max_new_tokens=6)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft_visual.strategy.threads import bound_spinning
+from lightrft_visual.strategy.host import bound_spinning
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from lightrft_visual.observe.metrics import PhaseTimer
+from lightrft_visual.strategy.phase_timer import PhaseTimer
 from lightrft_visual.strategy.watchdog import Watchdog
 
 

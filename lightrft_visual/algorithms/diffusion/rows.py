@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...batches.diffusion_sampling import SamplingResult
 from ...batches.experience import ExperienceDiffusion
-from ...rollout.diffusion_sampler import SamplingResult
 
 T = torch.Tensor
 STOCHASTIC = "stochastic"

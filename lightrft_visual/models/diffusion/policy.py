@@ -21,8 +21,6 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from torch import nn
 
-from ...embedded.tiny_sd3 import MARKER, TEXT_LENGTH, embedded_diffusion_folder
-from ...embedded.tiny_sd15 import embedded_sd15_folder
 from ...errors import ConfigError
 from ...strategy import collectives
 from ..weight_copies import WeightCopy, gathered
@@ -30,9 +28,8 @@ from .families import FAMILIES, FAMILY_OF_NAME, DiffusionFamily
 from .prompt_cache import PromptCache
 
 T = torch.Tensor
-EMBEDDED = "embedded"
 ADAPTER = "default"
-EMBEDDED_FOLDERS = {"auto": embedded_diffusion_folder, "sd3": embedded_diffusion_folder, "sd15": embedded_sd15_folder}
+PIPELINE_SETTINGS = "lightrft_visual.json"  # beside model_index.json: what the pipeline itself does not say
 
 
 @dataclass(frozen=True)
@@ -73,16 +70,13 @@ class DiffusionPolicy(nn.Module):
         cls, path: str, *, lora: LoraSettings | None = None, dtype: torch.dtype = torch.float32,
         trainable: tuple[str, ...] | None = None, text_length: int | None = None, family: str = "auto",
     ) -> DiffusionPolicy:  # fmt: skip
-        """Load a diffusers pipeline folder or hub id; 'embedded' builds the tiny SD3, or with family sd15 the tiny
-        SD 1.5. text_length: T5 or LLM tokens.
+        """Load a diffusers pipeline folder or hub id. text_length: T5 or LLM tokens; default: what the folder's
+        `PIPELINE_SETTINGS` says, else the family's own.
 
         Raises ConfigError when no family here reads the pipeline's class, or when it is not the one named.
         """
-        folder = str(embedded_folder(family)) if path == EMBEDDED else path
-        if Path(folder, MARKER).is_file():
-            text_length = text_length or TEXT_LENGTH
-        pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype)
-        adapter = family_of(pipeline, text_length)
+        pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype)
+        adapter = family_of(pipeline, text_length or saved_text_length(path))
         if family != "auto" and FAMILY_OF_NAME[family] is not type(adapter):
             raise ConfigError(f"family is {family}, but {path} holds a {type(pipeline).__name__}")
         return cls(adapter, lora, trainable)
@@ -211,8 +205,8 @@ class DiffusionPolicy(nn.Module):
         with gathered(list(self.parameters())):  # ZeRO-3 shards frozen denoisers too
             if collectives.is_rank_0():
                 self.family.pipeline.save_pretrained(folder)
-        if collectives.is_rank_0() and self.family.text_length == TEXT_LENGTH:
-            Path(folder, MARKER).write_text(json.dumps({"text_length": TEXT_LENGTH}))
+        if collectives.is_rank_0() and self.family.text_length is not None:
+            save_text_length(folder, self.family.text_length)
 
     def _freeze_and_adapt(self) -> None:
         for part in self.family.pipeline.components.values():
@@ -233,11 +227,15 @@ class DiffusionPolicy(nn.Module):
             )
 
 
-def embedded_folder(family: str = "auto") -> Path:
-    """The embedded pipeline of a family, built at the first call. Raises ConfigError where there is none."""
-    if family not in EMBEDDED_FOLDERS:
-        raise ConfigError(f"no embedded model of family {family}; there is: {', '.join(EMBEDDED_FOLDERS)}")
-    return EMBEDDED_FOLDERS[family]()
+def saved_text_length(folder: str | Path) -> int | None:
+    """Tokens of the T5 or LLM encoder that a pipeline folder was made for, where it says so."""
+    path = Path(folder, PIPELINE_SETTINGS)
+    return json.loads(path.read_text())["text_length"] if path.is_file() else None
+
+
+def save_text_length(folder: str | Path, text_length: int) -> None:
+    """Let a pipeline folder say the length of its text encoder's inputs, which diffusers does not store."""
+    Path(folder, PIPELINE_SETTINGS).write_text(json.dumps({"text_length": text_length}))
 
 
 def family_of(pipeline: DiffusionPipeline, text_length: int | None = None) -> DiffusionFamily:
@@ -258,8 +256,6 @@ def takes_first_frame(path: str, family: str = "auto") -> bool:
     """
     if family != "auto":
         return FAMILY_OF_NAME[family].takes_first_frame
-    if path == EMBEDDED:
-        return False
     try:
         index = DiffusionPipeline.load_config(path)
     except OSError as error:

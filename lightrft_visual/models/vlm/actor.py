@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from ...batches.model_inputs import ModelInputs
-from ...rollout.engine import ScoringRule
+from ...batches.sampling import ScoringRule
 from ..logprobs import LogProbLinear
 from .backbone import Backbone
 

@@ -19,8 +19,7 @@ from ...config.vl import RewardConfig
 from ...errors import ConfigError, RewardError
 from ...models.reward_model import HEAD_FILE, VLRewardModel
 from ...strategy.offload import on_device
-from ..batch import Call, RewardBatch, Scores
-from ..scorers import Source
+from ..batch import Call, RewardBatch, Scores, Source
 from .callables import MAX_SCORE, as_list, callable_name
 
 T = torch.Tensor

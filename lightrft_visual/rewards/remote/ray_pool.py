@@ -13,10 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ...errors import ConfigError, RewardError
-from ..batch import Call, PendingSource, RewardBatch, Scores
+from ..batch import Call, PendingSource, RewardBatch, Scores, Source
 from ..local.callables import CallableSource, load_reward_fn
 from ..registry import check_scorer, find_scorer, instantiate
-from ..scorers import Source
 
 START_SECONDS = 180.0
 

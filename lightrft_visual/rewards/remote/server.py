@@ -24,10 +24,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from ...errors import ConfigError, DataError, RewardError
-from ..batch import Call, RewardBatch, Scores
+from ..batch import Call, RewardBatch, Scores, Source
 from ..imaging import MAX_PIXELS
 from ..local.callables import CallableSource
-from ..scorers import Source
 from .wire import decode_request, encode_reply
 
 log = logging.getLogger(__name__)

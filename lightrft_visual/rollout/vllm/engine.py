@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ...batches.sampling import Completion, GenerationRequest, SamplingSettings
 from ...errors import RolloutError
-from ...strategy.ports import free_port
-from ..engine import Completion, GenerationRequest, SamplingSettings
+from ...strategy.host import free_port
+from .rules import FIRST_TOKEN_SCALE
 from .tensor_parallel import RequestSharing
-
-FIRST_TOKEN_SCALE = "first_token_scale"  # SamplingParams.extra_args: temperature / first-token temperature
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from .engine import FIRST_TOKEN_SCALE
+FIRST_TOKEN_SCALE = "first_token_scale"  # SamplingParams.extra_args: temperature / first-token temperature
 
 
 def sampling_rules(banned_ids: list[int]) -> type[LogitsProcessor]:

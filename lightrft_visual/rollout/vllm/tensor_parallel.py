@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from ...batches.sampling import GenerationRequest
 from ...errors import ConfigError
 from ...strategy import collectives
-from ..engine import GenerationRequest
 
 
 class RequestSharing:

@@ -9,22 +9,23 @@ import torch
 
 from ...algorithms.diffusion import DIFFUSION_ALGORITHMS, reward_fl_settings
 from ...algorithms.diffusion.reward_fl import DifferentiableScore
-from ...config.diffusion import DiffusionRunConfig
-from ...config.diffusion_sampling import evaluation_sampling, rollout_noise, rollout_sampling
+from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout_noise, rollout_sampling
 from ...config.vl import EMBEDDED, RewardConfig
-from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts, embedded_prompts
+from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts
+from ...embedded.captions import embedded_prompts
+from ...embedded.resolve import resolve_pipeline
 from ...embedded.warmup import cache_root
 from ...errors import ConfigError
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, takes_first_frame
 from ...models.weight_copies import WeightAverage, WeightCopy
 from ...observe.console import RunConsole
-from ...observe.metrics import PhaseTimer
 from ...rewards.differentiable import check_scores, load_differentiable
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config
 from ...rollout.diffusion_sampler import DiffusionSampler
 from ...strategy import collectives
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from ...strategy.phase_timer import PhaseTimer
 from ..fast_exp_maker import FastExperienceMaker, MakerSettings
 from ..loop import LoopSettings
 from ..run_parts import open_recorder, start_strategy, synchronize
@@ -154,7 +155,7 @@ def _resolve_embedded(config: DiffusionRunConfig) -> DiffusionRunConfig:
 def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | None]:
     """Prompts of training and of evaluation, if there are any. Raises DataError, and ConfigError for too few."""
     data, wanted = config.data, config.sampling.rollout_batch_size
-    first_frames = takes_first_frame(config.model.pretrain, config.model.family)
+    first_frames = config.model.pretrain != EMBEDDED and takes_first_frame(config.model.pretrain, config.model.family)
     prompts = DrawPrompts(data.prompt_data, data.prompt_split, data.max_samples, data, first_frames)
     if len(prompts) < wanted:
         raise ConfigError(f"rollout_batch_size is {wanted}, but {data.prompt_data} has {len(prompts)} prompts")
@@ -175,9 +176,13 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
     lora = LoraSettings(model.lora_rank, model.lora_alpha, None if targets is None else tuple(targets.split(",")))
     trainable = None if model.trainable_models is None else tuple(model.trainable_models.split(","))
     policy = DiffusionPolicy.from_pretrained(
-        model.pretrain, lora=lora, dtype=strategy.dtype, trainable=trainable, text_length=model.max_sequence_length,
+        resolve_pipeline(model.pretrain, model.family),
+        lora=lora,
+        dtype=strategy.dtype,
+        trainable=trainable,
+        text_length=model.max_sequence_length,
         family=model.family,
-    )  # fmt: skip
+    )
     if algorithm.prediction is not None and policy.prediction != algorithm.prediction:
         wanted = "a DDIM model, such as family sd15" if algorithm.prediction == "epsilon" else "such as family sd3"
         raise ConfigError(

@@ -11,6 +11,7 @@ import torch
 
 from ...algorithms.diffusion.advantages import gathered_group_advantages
 from ...algorithms.diffusion.rows import experience_of
+from ...batches.diffusion_sampling import DiffusionBatch
 from ...batches.experience import ExperienceDiffusion
 from ...batches.prompts import PromptBatch
 from ...config.diffusion import DiffusionAlgorithmConfig
@@ -18,7 +19,7 @@ from ...data.prompt_sampling import distributed_k_repeat_indices
 from ...models.diffusion.policy import DiffusionPolicy
 from ...models.weight_copies import WeightCopy
 from ...rewards.engine import RewardComputationEngine
-from ...rollout.diffusion_sampler import DiffusionBatch, DiffusionSampler, sample_generators, window_start
+from ...rollout.diffusion_sampler import DiffusionSampler, sample_generators, window_start
 from ...strategy import collectives
 from ...strategy.seeding import derive_seed
 

@@ -10,33 +10,32 @@ from functools import partial
 import torch
 
 from ...algorithms.kl import get_kl_controller
+from ...batches.sampling import SamplingSettings
 from ...config.vl import EMBEDDED, RunConfig, mixing_probabilities
 from ...data.prompts import PromptDataset, PromptSampler
+from ...embedded.resolve import resolve_checkpoint
 from ...errors import ConfigError
-from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint, resolve_checkpoint
+from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint
 from ...models.vlm.actor import Actor
 from ...models.vlm.critic import Critic
 from ...models.vlm.modality import banned_token_ids, require_packing
 from ...models.weight_copies import WeightAverage
 from ...observe.console import RunConsole
-from ...observe.metrics import PhaseTimer
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config
-from ...rollout.engine import RolloutEngine, SamplingSettings
+from ...rollout.engine import RolloutEngine
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate, log_prob_difference, mean_log_prob_difference
 from ...rollout.weight_sync import named_weights
 from ...strategy import collectives
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from ...strategy.phase_timer import PhaseTimer
 from ..fast_exp_maker import FastExperienceMaker, MakerSettings
 from ..loop import LoopSettings
 from ..run_parts import open_recorder, start_strategy, synchronize
 from ..run_state import check_output
 from .evaluation import Evaluation
-from .grpo import GRPOTrainer
-from .ppo import PPOTrainer
-from .rloo import RLOOTrainer
-from .trainer import VLParts, VLTrainer, prompt_batch
+from .trainer import GRPOTrainer, PPOTrainer, RLOOTrainer, VLParts, VLTrainer, prompt_batch
 
 logger = logging.getLogger(__name__)
 

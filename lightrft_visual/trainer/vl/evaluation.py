@@ -8,9 +8,9 @@ from typing import Any
 
 from ...batches.prompts import PromptBatch
 from ...batches.rollouts import Rollout
+from ...batches.sampling import SamplingSettings
 from ...data.validation import validation_shard_indices
 from ...observe.rollouts import gather_records, records_from_samples
-from ...rollout.engine import SamplingSettings
 from ...strategy import collectives
 from ..fast_exp_maker import FastExperienceMaker
 

@@ -12,7 +12,7 @@ from ...algorithms.kl import compute_approx_kl
 from ...batches.experience import Experience, ExperienceVL
 from ...batches.model_inputs import ModelInputs
 from ...batches.samples import Samples, SamplesVL
-from ...rollout.engine import ScoringRule
+from ...batches.sampling import ScoringRule
 
 T = torch.Tensor
 

@@ -322,3 +322,21 @@ def prompt_batch(rows: list, checkpoint: Checkpoint, data, ids: torch.Tensor) ->
         [row.metadata for row in rows],
         ids,
     )
+
+
+class GRPOTrainer(VLTrainer):
+    """GRPO (arXiv 2402.03300) and its relatives without a critic: Dr. GRPO, REINFORCE, REINFORCE++-baseline, CPGD."""
+
+    estimators = ("group_norm", "grpo", "dr_grpo", "reinforce", "reinforce_baseline", "cpgd")
+
+
+class RLOOTrainer(VLTrainer):
+    """RLOO (arXiv 2402.14740): REINFORCE with a leave-one-out baseline among each prompt's samples."""
+
+    estimators = ("rloo",)
+
+
+class PPOTrainer(VLTrainer):
+    """PPO (arXiv 1707.06347): advantages from a critic that is trained beside the actor, values clipped."""
+
+    estimators = ("gae",)

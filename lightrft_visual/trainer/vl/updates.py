@@ -16,12 +16,12 @@ from ...algorithms.policy_losses import (
     value_loss,
 )
 from ...batches.model_inputs import ModelInputs
+from ...batches.sampling import ScoringRule
 from ...config.vl import AlgorithmConfig
 from ...observe.metrics import MetricsAccumulator
 from ...replay.buffer import NaiveReplayBuffer
 from ...replay.items import unpack_actions
 from ...replay.plan import MicroBatch
-from ...rollout.engine import ScoringRule
 from ...strategy import collectives
 from ...strategy.deepspeed import StepResult, TrainEngine
 

@@ -10,8 +10,8 @@ from lightrft_visual.algorithms.diffusion.rows import (
     shuffled_steps,
     trainable_steps,
 )
+from lightrft_visual.batches.diffusion_sampling import SamplingResult
 from lightrft_visual.replay.items import make_experience_batch, split_experience_batch
-from lightrft_visual.rollout.diffusion_sampler import SamplingResult
 
 
 def rollout(count=4, steps=5, ode=False):

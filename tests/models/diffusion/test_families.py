@@ -8,16 +8,11 @@ from PIL import Image
 from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.algorithms.diffusion.rows import experience_of, rows_at, trainable_steps
+from lightrft_visual.batches.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.families.base import pack
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of, takes_first_frame
-from lightrft_visual.rollout.diffusion_sampler import (
-    DiffusionBatch,
-    DiffusionSampler,
-    NoiseConfig,
-    SamplingConfig,
-    sample_generators,
-)
+from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
 
 PROMPTS = ["a red circle", "a blue cross"]
 # family: size in pixels and frames, guidance, shape of the decoded media of one sample

@@ -18,11 +18,11 @@ from tiny_models import (
 )  # fmt: skip
 
 from lightrft_visual.batches.model_inputs import ModelInputs
+from lightrft_visual.batches.sampling import ScoringRule
 from lightrft_visual.embedded.tiny_vlm import VISION_FAMILIES
 from lightrft_visual.models.loading import freeze
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.models.vlm.positions import token_types
-from lightrft_visual.rollout.engine import ScoringRule
 
 PLAIN = ScoringRule()
 KINDS = [kind for kind in ALL_KINDS if not kind.endswith("+tied")] + ["qwen2_5_vl+tied"]

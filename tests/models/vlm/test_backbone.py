@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from lightrft_visual.batches.prompts import PromptBatch
+from lightrft_visual.batches.sampling import SamplingSettings, ScoringRule
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.embedded.questions import vocabulary_texts
 from lightrft_visual.embedded.tiny_vlm import CHAT_TEMPLATE, VISION_FAMILIES, build_tokenizer
@@ -38,7 +39,6 @@ from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.models.vlm.backbone import Backbone
 from lightrft_visual.models.vlm.critic import Critic
 from lightrft_visual.models.vlm.modality import banned_token_ids, require_packing
-from lightrft_visual.rollout.engine import SamplingSettings, ScoringRule
 from lightrft_visual.rollout.hf import TransformersEngine, prompt_inputs
 
 

@@ -22,10 +22,10 @@ from tiny_models import (
 )  # fmt: skip
 
 from lightrft_visual.batches.prompts import PromptBatch
+from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.embedded.tiny_vlm import build_processor
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.models.vlm.modality import banned_token_ids
-from lightrft_visual.rollout.engine import SamplingSettings
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
 

@@ -11,9 +11,9 @@ from launched import run_ranks
 from tiny_models import checkpoint_of
 
 from lightrft_visual.batches.rollouts import PromptFeatures
-from lightrft_visual.rollout.engine import GenerationRequest
+from lightrft_visual.batches.sampling import GenerationRequest
 from lightrft_visual.rollout.vllm.tensor_parallel import RequestSharing
-from lightrft_visual.strategy.shared_memory import SHARED_MEMORY
+from lightrft_visual.strategy.host import SHARED_MEMORY
 
 
 @contextmanager

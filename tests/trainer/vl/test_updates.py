@@ -10,10 +10,10 @@ from tiny_models import actor_of, checkpoint_of, mixed_prompts, rollouts_of
 
 from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.batches.rollouts import collate
+from lightrft_visual.batches.sampling import ScoringRule
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.replay.buffer import NaiveReplayBuffer
-from lightrft_visual.rollout.engine import ScoringRule
 from lightrft_visual.trainer.vl.stages import to_experience
 from lightrft_visual.trainer.vl.updates import PolicyUpdate, plan_batch
 

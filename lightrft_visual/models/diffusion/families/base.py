@@ -13,7 +13,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import nn
 
 from ....errors import ConfigError
-from ....rollout.diffusion_sampler import flow_match_schedule
+from ..schedule import flow_match_schedule
 
 T = torch.Tensor
 Conditions = dict[str, T]

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
 
-from ....rollout.diffusion_sampler import flow_match_schedule
-from ....rollout.diffusion_steps import upcast
+from ..schedule import flow_match_schedule, upcast
 from .base import NEGATIVE, Conditions, DiffusionFamily, channel_statistics, spatial_latent
 from .wan import ATTENTION
 

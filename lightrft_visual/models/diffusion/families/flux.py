@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ....rollout.diffusion_steps import upcast
+from ..schedule import upcast
 from .base import Conditions, DiffusionFamily, pack, spatial_latent, unpack
 
 T = torch.Tensor

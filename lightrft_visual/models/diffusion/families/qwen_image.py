@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from ....rollout.diffusion_steps import upcast
+from ..schedule import upcast
 from .base import NEGATIVE, Conditions, DiffusionFamily, channel_statistics, pack, spatial_latent, unpack
 
 T = torch.Tensor

@@ -6,7 +6,7 @@ import torch
 from diffusers import DDIMScheduler
 
 from ....errors import ConfigError
-from ....rollout.diffusion_steps import upcast
+from ..schedule import upcast
 from .base import NEGATIVE, Conditions, DiffusionFamily, spatial_latent
 from .wan import ATTENTION
 

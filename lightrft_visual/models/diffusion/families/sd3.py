@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ....errors import ConfigError
-from ....rollout.diffusion_steps import upcast
+from ..schedule import upcast
 from .base import Conditions, DiffusionFamily, spatial_latent
 
 T = torch.Tensor

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ....errors import ConfigError
-from ....rollout.diffusion_sampler import flow_match_schedule
-from ....rollout.diffusion_steps import upcast
+from ..schedule import flow_match_schedule, upcast
 from .base import NEGATIVE, Conditions, DiffusionFamily, channel_statistics, spatial_latent
 
 T = torch.Tensor

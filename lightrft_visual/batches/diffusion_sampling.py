@@ -1,0 +1,176 @@
+"""What the diffusion sampler is asked for and answers. Free of torch at import, so that settings are checked early."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor as T
+
+
+REDUCTIONS = ("mean", "sum")
+SCHEDULERS = ("model_default", "flow_match_euler")
+
+
+TRAJECTORIES = ("ode", "sde", "sde_reflow", "cps")
+
+
+TRAIN_TIMESTEPS = 1000  # timestep = sigma * TRAIN_TIMESTEPS for flow matching
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """Steps and kind of trajectory. Raises ConfigError on values that cannot work.
+
+    `timesteps` (1000..0) and `sigmas` (1..0) replace the schedule, and `num_steps` with it, which becomes their length;
+    given alone, each implies the other, given together `timesteps` is what the model is told. The closing sigma 0 is
+    implied; a last entry 0 is a step of no length.
+    """
+
+    num_steps: int = 25
+    scheduler: str = "model_default"
+    trajectory: str = "ode"
+    flow_shift: float | None = None
+    timesteps: Sequence[float] | None = None
+    sigmas: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ConfigError(f"num_steps is {self.num_steps}; it must be positive")
+        for name, allowed in (("scheduler", SCHEDULERS), ("trajectory", TRAJECTORIES)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"{name} is {value!r}; it must be one of: {', '.join(allowed)}")
+        if self.flow_shift is not None and not 0 < self.flow_shift < math.inf:
+            raise ConfigError(f"flow_shift is {self.flow_shift}; it must be positive and finite")
+        if self.given is not None:
+            self._check_schedule()
+            object.__setattr__(self, "num_steps", len(self.given))  # frozen: the one place that fills it in
+
+    @property
+    def given(self) -> Sequence[float] | None:
+        """The schedule that replaces the scheduler's, on either scale."""
+        return self.timesteps if self.sigmas is None else self.sigmas
+
+    @property
+    def moving_steps(self) -> int:
+        """Steps that change the latents: all, but for a last one that starts at 0."""
+        return self.num_steps - (self.given is not None and self.given[-1] == 0)
+
+    def _check_schedule(self) -> None:
+        if self.timesteps is not None and self.sigmas is not None and len(self.timesteps) != len(self.sigmas):
+            raise ConfigError(
+                f"timesteps has {len(self.timesteps)} entries, sigmas {len(self.sigmas)}; they must have equal length"
+            )
+        for name, top in (("timesteps", TRAIN_TIMESTEPS), ("sigmas", 1)):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            if len(values) == 0:
+                raise ConfigError(f"{name} is empty; leave it out for the scheduler's own schedule")
+            if not all(math.isfinite(value) for value in values):
+                raise ConfigError(f"{name} must hold finite numbers")
+            if min(values) < 0 or max(values) > top:
+                raise ConfigError(f"{name} must lie in 0 to {top}, from noise down to data; found {list(values)}")
+            if any(later > earlier for earlier, later in zip(values, values[1:])):
+                raise ConfigError(f"{name} must not rise: steps go from noise down to data")
+        name, given = "timesteps" if self.sigmas is None else "sigmas", self.given
+        if any(later == earlier for earlier, later in zip(given, given[1:])):
+            raise ConfigError(f"{name} must fall strictly: a step between equal values would have no length")
+        if given[0] == 0:
+            raise ConfigError(f"{name} begins at 0, where there is nothing to denoise")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingConfig:
+        """From a parsed YAML section; an unknown key raises ConfigError with the nearest name."""
+        known = [item.name for item in fields(cls)]
+        for key in mapping:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+                raise ConfigError(f"sampling has no field {key!r}; did you mean {near!r}?")
+        return cls(**mapping)
+
+    @property
+    def stochastic(self) -> bool:
+        return self.trajectory != "ode"
+
+
+@dataclass(frozen=True)
+class NoiseConfig:
+    """How stochastic steps are drawn and scored.
+
+    noise_level: see `sde_step`. window_size: number of consecutive stochastic steps, the others follow the ODE
+    (Flow-GRPO-Fast); 0 means every step but the last. log_prob: mean or sum over latent dimensions. keep_means: also
+    return the mean of every step, which GRPO-Guard compares with (as much memory as the trajectory).
+    """
+
+    noise_level: float = 0.7
+    window_size: int = 0
+    log_prob: str = "mean"
+    keep_means: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.noise_level < math.inf:
+            raise ConfigError(f"noise_level is {self.noise_level}; it must be finite and not negative")
+        if self.window_size < 0:
+            raise ConfigError(f"window_size is {self.window_size}; use 0 for no window")
+        if self.log_prob not in REDUCTIONS:
+            raise ConfigError(f"log_prob is {self.log_prob!r}; it must be one of: {', '.join(REDUCTIONS)}")
+
+
+@dataclass
+class DiffusionBatch:
+    """What one call of the sampler draws: B samples. The sampler leaves it as it was.
+
+    conditions: tensors whose first axis is B, as `DiffusionPolicy.encode_prompts` returns them. latent_shape: of one
+    sample, without B. latents (B, *latent_shape): the starting noise; None draws it from the generators.
+    """
+
+    conditions: dict[str, T]
+    latent_shape: tuple[int, ...]
+    batch_size: int
+    guidance_scale: float = 1.0
+    latents: T | None = None
+
+
+@dataclass
+class SamplingResult:
+    """latents (B, …) at sigma 0; timesteps, sigmas (K), equal in length (the closing sigma 0 is implied).
+
+    With a stochastic trajectory also: trajectory (B, K+1, …); log_probs (B, K), 0 on deterministic steps;
+    stochastic (K) bool, true on the steps that were drawn and have a log-prob; means (B, K, …) if they were kept.
+    """
+
+    latents: T
+    timesteps: T
+    sigmas: T
+    trajectory: T | None = None
+    log_probs: T | None = None
+    stochastic: T | None = None
+    means: T | None = None
+
+
+def check_noise(config: SamplingConfig, noise: NoiseConfig) -> None:
+    """Raise ConfigError where the trajectory and the noise settings do not fit each other."""
+    if not config.stochastic:
+        return
+    if noise.noise_level == 0:
+        raise ConfigError(
+            f"noise_level is 0 with trajectory {config.trajectory!r}: its log-probs are undefined; "
+            "set a positive noise_level, or trajectory ode"
+        )
+    if config.trajectory == "cps" and noise.noise_level >= 2:
+        raise ConfigError(
+            f"noise_level is {noise.noise_level}; trajectory cps needs it below 2: "
+            "its standard deviation is sin(noise_level pi / 2)"
+        )
+    if config.moving_steps < 2:
+        raise ConfigError("a stochastic trajectory needs num_steps of at least 2: the last step is deterministic")
+    if noise.window_size >= config.moving_steps:
+        raise ConfigError(f"window_size {noise.window_size} leaves no deterministic last step")

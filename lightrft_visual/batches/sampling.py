@@ -1,0 +1,89 @@
+"""What a rollout engine is asked for and answers, and how its samples are scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..errors import ConfigError
+from .rollouts import PromptFeatures
+
+
+@dataclass
+class GenerationRequest:
+    """One prompt. `prompt` holds one placeholder per image or video, never already expanded ones.
+
+    `prompt_token_ids` are the expanded ids the trainer will use: the engine's must equal them.
+    `seed` fixes the sampling of all n responses, whatever else is in the batch. `features`: the prompt as the trainer
+    will see it, where it is already preprocessed; an engine that preprocesses by itself leaves it aside.
+    """
+
+    prompt: str
+    prompt_token_ids: list[int]
+    seed: int
+    images: list = field(default_factory=list)
+    videos: list = field(default_factory=list)
+    features: PromptFeatures | None = None
+
+
+@dataclass(frozen=True)
+class ScoringRule:
+    """What turns logits into the distribution that was sampled from, beside the banned tokens.
+
+    first_token_temperature: FIRE's, None without it; eos_banned_tokens: leading tokens that could not be an end token.
+    """
+
+    temperature: float = 1.0
+    first_token_temperature: float | None = None
+    eos_banned_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How responses are drawn. Lengths in tokens; `first_token_temperature` turns FIRE sampling on."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 1024
+    min_new_tokens: int = 1
+    skip_special_tokens: bool = True
+    first_token_temperature: float | None = None
+
+    @property
+    def full_distribution(self) -> bool:
+        """Whether every token but the banned ones can be drawn: only then are sampled log-probs a softmax."""
+        return self.top_p == 1.0 and self.top_k == -1
+
+    @property
+    def eos_banned_tokens(self) -> int:
+        """Leading tokens that may not be the end token; every response has one token, so a minimum of 1 bans none."""
+        return self.min_new_tokens if self.min_new_tokens > 1 else 0
+
+    @property
+    def scoring(self) -> ScoringRule:
+        return ScoringRule(self.temperature, self.first_token_temperature, self.eos_banned_tokens)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @classmethod
+    def from_kwargs(cls, defaults: SamplingSettings, **kwargs: Any) -> SamplingSettings:
+        """Defaults with `generate_kwargs` over them; an unknown name is a ConfigError."""
+        unknown = sorted(set(kwargs) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise ConfigError(f"unknown generation argument(s): {', '.join(unknown)}")
+        return replace(defaults, **kwargs)
+
+
+@dataclass
+class Completion:
+    """One response. `log_probs` has one number per token; None when truncated sampling leaves no softmax."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None
+    text: str
+    truncated: bool
+    prompt_token_ids: list[int]

@@ -1,0 +1,38 @@
+"""What a run needs of its host: thread settings, a free port, shared memory left tidy. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def bound_spinning() -> None:
+    """Bound how long idle OpenMP threads spin; before torch is imported, and unless the user has set it.
+
+    GNU OpenMP lets a thread that waits for another one spin for some 15 ms. When something else has the other's core,
+    each of the thousands of small parallel operations of a step waits that long: a step of a tiny model took 14 times
+    as long beside a busy process. This bound outlasts the usual gap between two operations, so nothing is lost on a
+    quiet machine (docs/benchmarks.md).
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "50000")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def unlink_buffers(rank: int) -> None:
+    """Take away the name of this rank's all-reduce buffer; to be called once every rank has opened it.
+
+    DeepSpeed's CPU communication keeps 66 MiB a rank in a named file and removes the name only at an orderly exit. Of
+    a killed run it stays in memory until the host restarts, and a later run on the same port would open what it left.
+    """
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}"
+    (SHARED_MEMORY / name).unlink(missing_ok=True)
