@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightrft_visual.batches.fields import Kind, replay_field
-from lightrft_visual.batches.info_layout import InfoLayout
+from .fields import Kind, replay_field
+from .info_layout import InfoLayout
 
 T = torch.Tensor
 _Batch = TypeVar("_Batch", bound="_Movable")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .experience import Experience, ExperienceVL
+from .ragged import unpack_actions
 from .samples import Samples, SamplesVL
 
 T = torch.Tensor
@@ -45,7 +46,6 @@ class ModelInputs:
         vision["sample_ids"] = batch.sample_ids if isinstance(batch, Samples) else batch.sample_id
         if isinstance(batch, Samples) or not batch.is_packed:
             return cls(batch.sequences, batch.attention_mask, batch.action_mask, **vision)
-        from ..replay.items import unpack_actions
 
         mask = unpack_actions(batch.action_mask, batch.num_actions)
         return cls(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from lightrft_visual.errors import DataError
+from ..errors import DataError
 
 T = torch.Tensor
 

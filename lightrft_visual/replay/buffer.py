@@ -8,19 +8,19 @@ from typing import Any, Protocol
 
 import torch
 
-from lightrft_visual.batches.fields import Kind, replay_fields
-from lightrft_visual.errors import CheckpointError, ConfigError, DataError
-from lightrft_visual.replay import plan as sampling
-from lightrft_visual.replay.items import (
+from ..batches.fields import Kind, replay_fields
+from ..errors import CheckpointError, ConfigError, DataError
+from ..strategy import collectives
+from . import plan as sampling
+from .items import (
     AnyExperience,
     AnyItem,
     BufferItemDiffusion,
     make_experience_batch,
     strip_padding,
 )
-from lightrft_visual.replay.plan import MicroBatch, SampleRef
-from lightrft_visual.replay.state import items_from_state, items_to_state
-from lightrft_visual.strategy import collectives
+from .plan import MicroBatch, SampleRef
+from .state import items_from_state, items_to_state
 
 T = torch.Tensor
 _STATE_VERSION = 1

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from lightrft_visual.batches.fields import tensors_equal
-from lightrft_visual.errors import DataError
-
+from ..batches.fields import tensors_equal
 from ..batches.info_layout import InfoLayout, KeyPath
+from ..errors import DataError
 
 _MISSING = object()
 _INT64_LIMIT = 2**63

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightrft_visual.batches.experience import (
+from ..batches.experience import (
     BatchLayout,
     DiffusionFields,
     Experience,
@@ -25,8 +25,8 @@ from lightrft_visual.batches.experience import (
     VisionExtras,
     VisionFields,
 )
-from lightrft_visual.batches.fields import Kind, replay_fields, values_equal
-from lightrft_visual.batches.ragged import (
+from ..batches.fields import Kind, replay_fields, values_equal
+from ..batches.ragged import (
     gather_rows,
     pack_actions,
     scatter_rows,
@@ -34,9 +34,9 @@ from lightrft_visual.batches.ragged import (
     unpack_actions,
     zero_pad_sequences,
 )
-from lightrft_visual.errors import DataError
-from lightrft_visual.replay.make import make_fields, packed_lengths
-from lightrft_visual.replay.split import split_fields
+from ..errors import DataError
+from .make import make_fields, packed_lengths
+from .split import split_fields
 
 __all__ = [
     "BufferItem",

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from lightrft_visual.batches.experience import BatchLayout
-from lightrft_visual.batches.fields import FieldSpec, Kind, replay_fields
-from lightrft_visual.batches.ragged import scatter_rows
-from lightrft_visual.errors import DataError
-from lightrft_visual.replay.info import batch_info
+from ..batches.experience import BatchLayout
+from ..batches.fields import FieldSpec, Kind, replay_fields
+from ..batches.ragged import scatter_rows
+from ..errors import DataError
+from .info import batch_info
 
 T = torch.Tensor
 Column = list[Any]  # one field's values, one per sample, None where the sample lacks it

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightrft_visual.errors import ConfigError, DataError
+from ..errors import ConfigError, DataError
 
 _BALANCED = 0.01  # difference of ranks, as a part of their load, that is not worth a transfer
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from lightrft_visual.batches.experience import BatchLayout
-from lightrft_visual.batches.fields import FieldSpec, Kind, tensors_equal
-from lightrft_visual.batches.ragged import gather_rows
-from lightrft_visual.errors import DataError
-from lightrft_visual.replay.info import split_info
+from ..batches.experience import BatchLayout
+from ..batches.fields import FieldSpec, Kind, tensors_equal
+from ..batches.ragged import gather_rows
+from ..errors import DataError
+from .info import split_info
 
 T = torch.Tensor
 Span = tuple[int, int]

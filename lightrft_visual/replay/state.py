@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from lightrft_visual.batches.experience import BatchLayout, Experience, ExperienceDiffusion, ExperienceVL
-from lightrft_visual.batches.fields import Kind, replay_fields
-from lightrft_visual.batches.info_layout import InfoLayout
-from lightrft_visual.errors import CheckpointError
-from lightrft_visual.replay.items import AnyItem, BufferItemDiffusion, make_experience_batch, split_experience_batch
+from ..batches.experience import BatchLayout, Experience, ExperienceDiffusion, ExperienceVL
+from ..batches.fields import Kind, replay_fields
+from ..batches.info_layout import InfoLayout
+from ..errors import CheckpointError
+from .items import AnyItem, BufferItemDiffusion, make_experience_batch, split_experience_batch
 
 _CLASSES: dict[str, type] = {each.__name__: each for each in (Experience, ExperienceVL, ExperienceDiffusion)}
 _PNG = "__png__"
