@@ -82,7 +82,7 @@ def test_spoilt_captions_have_their_share():
 
 RACER = """
 import sys, time
-from lightrft_visual.models.tiny_diffusion import TinyDiffusionSettings, build_pipeline, built_once
+from lightrft_visual.embedded.tiny_sd3 import TinyDiffusionSettings, build_pipeline, built_once
 
 settings = TinyDiffusionSettings(layers=1)
 

@@ -153,7 +153,7 @@ def test_threads_find_a_silent_rank():
 SLOW_STORE = """
 import os, threading, time
 import torch.distributed as dist
-from lightrft_visual.strategy import distributed, watchdog
+from lightrft_visual.strategy import collectives, watchdog
 
 class Slow:
     def __init__(self, *args, **kwargs): pass
@@ -166,7 +166,7 @@ class Slow:
 
 asked = threading.Event()
 dist.TCPStore = Slow
-distributed.world_size = lambda: 2
+collectives.world_size = lambda: 2
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 watchdog.start(limit=20)
 assert asked.wait(60)
