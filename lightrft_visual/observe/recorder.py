@@ -26,20 +26,17 @@ SHEET_FOLDER = re.compile(r"eval_epoch_(\d+)$")
 
 @dataclass
 class RecorderOptions:
-    """Which optional outputs a run has, and how often report.html is rewritten between evaluations (steps)."""
+    """Which optional outputs a run has."""
 
     run_name: str | None = None
     use_tensorboard: bool = False
     use_wandb: bool = False
-    report: bool = True
-    report_every: int = 50
 
 
 class RunRecorder:
-    """Writes metrics.csv, metrics.jsonl, eval_metrics.csv, env.json, rollouts, contact sheets and report.html.
+    """Writes metrics.csv, metrics.jsonl, eval_metrics.csv, env.json, rollouts and contact sheets.
 
-    Raises ConfigError at construction when an optional package is missing or the folder cannot be written. A report
-    that cannot be drawn is logged and does not end the run; every other write error does.
+    Raises ConfigError at construction when an optional package is missing or the folder cannot be written.
     """
 
     def __init__(
@@ -54,7 +51,6 @@ class RunRecorder:
         self.folder = Path(output_dir)
         self.options = options or RecorderOptions()
         self.active = rank() == 0 if active is None else active
-        self._next_report = self.options.report_every
         self._sinks: list[Sink] = []
         self._eval_sinks: list[Sink] = []
         if self.active:
@@ -102,18 +98,14 @@ class RunRecorder:
         row = {name: float(value) for name, value in metrics.items() if name != "step"}
         for sink in self._sinks:
             sink.append(step, row)
-        if step >= self._next_report:
-            self._next_report = max(step + self.options.report_every, int(step * 1.1))  # rarer as the run grows
-            self.write_report()
 
     def log_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One row of eval_metrics.csv; the report is rewritten."""
+        """One row of eval_metrics.csv."""
         if not self.active:
             return
         row = {name: float(value) for name, value in metrics.items() if name != "step"}
         for sink in self._eval_sinks:
             sink.append(step, row)
-        self.write_report()
 
     def save_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
         """rollouts/step_000012.jsonl; see `rollouts.py` for the records. Pictures become files beside it."""
@@ -147,23 +139,10 @@ class RunRecorder:
                 shutil.rmtree(path)
         remove_unused_pictures(self.rollout_folder)
 
-    def write_report(self) -> Path | None:
-        """report.html as far as the run has come."""
-        if not (self.active and self.options.report):
-            return None
-        from ..report.page import write_report
-
-        try:
-            return write_report([self.folder], self.folder / "report.html")
-        except Exception:
-            logger.exception("report.html could not be written; the run goes on")
-            return None
-
     def close(self) -> None:
-        """Write the last report and close every sink."""
+        """Close every sink."""
         if not self.active:
             return
-        self.write_report()
         for sink in dict.fromkeys([*self._sinks, *self._eval_sinks]):
             sink.close()
         self.active = False

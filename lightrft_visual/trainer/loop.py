@@ -20,6 +20,7 @@ from ..errors import NonFiniteError
 from ..observe.console import RunConsole
 from ..observe.metrics import MetricsAccumulator
 from ..observe.recorder import RunRecorder
+from ..report.writer import ReportWriter
 from ..strategy import watchdog
 from ..strategy.deepspeed import StepResult
 from ..strategy.phase_timer import PhaseTimer
@@ -57,6 +58,7 @@ class PolicyTrainer(ABC):
 
     def __init__(self, settings: LoopSettings, recorder: RunRecorder, console: RunConsole, timer: PhaseTimer):
         self.settings, self.recorder, self.console, self.timer = settings, recorder, console, timer
+        self.report = ReportWriter(recorder.folder, active=recorder.active and settings.output.report)
         self.step = 0  # finished rollout steps
         self.metrics = MetricsAccumulator()
         self.nonfinite_in_a_row = 0
@@ -136,6 +138,7 @@ class PolicyTrainer(ABC):
             return self.latest_eval
         finally:
             self.console.close()
+            self.report.write()
             self.recorder.close()
 
     def _steps(self) -> bool:
@@ -170,6 +173,7 @@ class PolicyTrainer(ABC):
         figures = self.metrics.reduce() | self.timer.reduce()
         self.recorder.log_step(self.step, figures)
         self.console.step(self.step, figures)
+        self.report.after_step(self.step)
         if self.settings.output.save_trajectories:
             records = self.step_records()
             self.recorder.save_rollouts(self.step, records)
@@ -184,6 +188,7 @@ class PolicyTrainer(ABC):
             return
         self.recorder.save_eval_rollouts(self.step, records)
         self.recorder.log_eval(self.step, self.latest_eval)
+        self.report.write()
         self.console.evaluation(self.step, self.latest_eval)
         self.timer.collect()
 

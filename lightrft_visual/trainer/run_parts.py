@@ -42,7 +42,7 @@ def open_recorder(config: AnyConfig, resumed: bool) -> RunRecorder:
         aside = set_aside(Path(output.output_dir), paths_read(config))
         if aside is not None:
             logger.warning("%s held an earlier run; its files are in %s now", output.output_dir, aside)
-    options = RecorderOptions(output.run_name, output.use_tensorboard, output.use_wandb, report=output.report)
+    options = RecorderOptions(output.run_name, output.use_tensorboard, output.use_wandb)
     recorder = RunRecorder(output.output_dir, options, config={"config": resolved_yaml(config)})
     if collectives.is_rank_0():
         write_resolved(config, Path(output.output_dir) / "config.resolved.yaml")

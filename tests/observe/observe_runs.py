@@ -6,7 +6,7 @@ import random
 
 from PIL import Image, ImageDraw
 
-from lightrft_visual.observe.recorder import RecorderOptions, RunRecorder
+from lightrft_visual.observe.recorder import RunRecorder
 
 
 def scene(seed: int) -> Image.Image:
@@ -37,7 +37,7 @@ def rollout_records(step: int, count: int = 12) -> list[dict]:
 
 def make_run(folder, steps: int = 30, seed: int = 1) -> RunRecorder:
     rng = random.Random(seed)
-    run = RunRecorder(folder, RecorderOptions(report=False))
+    run = RunRecorder(folder)
     run.write_env()
     config = f"train:\n  seed: {seed}\nreward:\n  hf_token: topsecretvalue\n"
     (folder / "config.resolved.yaml").write_text(config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 
 import numpy as np
@@ -14,7 +13,6 @@ from PIL import Image
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.observe.recorder import RecorderOptions, RunRecorder
 from lightrft_visual.observe.sinks import read_jsonl
-from lightrft_visual.report import page as report_module
 
 
 def picture(shade: int, size: int = 20) -> Image.Image:
@@ -22,7 +20,7 @@ def picture(shade: int, size: int = 20) -> Image.Image:
 
 
 def recorder(folder, **options) -> RunRecorder:
-    return RunRecorder(folder, RecorderOptions(**({"report": False} | options)))
+    return RunRecorder(folder, RecorderOptions(**options))
 
 
 def test_metrics_go_to_csv_and_json(tmp_path):
@@ -117,25 +115,3 @@ def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="output_dir"):
         RunRecorder(tmp_path / "file" / "run")
-
-
-def test_the_report_is_written_as_the_run_goes(tmp_path):
-    run = recorder(tmp_path, report=True, report_every=2)
-    run.log_step(1, {"reward_mean": 0.5})
-    assert not (tmp_path / "report.html").exists()
-    run.log_step(2, {"reward_mean": 0.6})
-    assert "reward" in (tmp_path / "report.html").read_text()
-    run.log_eval(2, {"eval_reward": 0.123})
-    assert "0.123" in (tmp_path / "report.html").read_text()
-    run.close()
-
-
-def test_a_report_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog):
-    def fail(*arguments):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(report_module, "write_report", fail)
-    run = recorder(tmp_path, report=True)
-    with caplog.at_level(logging.ERROR):
-        run.log_eval(0, {"eval_reward": 0.5})
-    assert "report.html could not be written" in caplog.text

@@ -12,7 +12,7 @@ from observe_runs import make_run, scene
 from PIL import Image
 
 from lightrft_visual.errors import DataError
-from lightrft_visual.observe.recorder import RecorderOptions, RunRecorder
+from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.report.data import load_run, phase_times
 from lightrft_visual.report.markup import Markup, render, tag
 from lightrft_visual.report.page import MAX_BYTES, duration, main, write_report
@@ -82,8 +82,8 @@ def test_every_part_is_there(run_folder, tmp_path):
 
 
 def test_text_cannot_inject_markup(tmp_path):
-    run = RunRecorder(tmp_path / "run", RecorderOptions(report=False))
-    plain = RunRecorder(tmp_path / "plain", RecorderOptions(report=False))
+    run = RunRecorder(tmp_path / "run")
+    plain = RunRecorder(tmp_path / "plain")
     fields = ("prompt", "response", "reference")
     for recorder, texts in ((run, HOSTILE), (plain, ["x"] * len(HOSTILE))):
         recorder.log_step(1, {texts[0]: 1.0})
@@ -147,7 +147,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
 
 
 def test_large_runs_stay_below_ten_megabytes(tmp_path):
-    run = RunRecorder(tmp_path / "run", RecorderOptions(report=False))
+    run = RunRecorder(tmp_path / "run")
     names = [f"figure_{index}" for index in range(150)]
     rows = [",".join(["step", *names])]
     rng = random.Random(0)
@@ -210,7 +210,7 @@ def test_last_step_of_a_run(run_folder):
 
 
 def test_figures_that_never_change_take_no_panel(tmp_path):
-    run = RunRecorder(tmp_path / "run", RecorderOptions(report=False))
+    run = RunRecorder(tmp_path / "run")
     for step in range(1, 5):
         run.log_step(step, {"loss": 1.0, "clip_frac": 0.0, "entropy": step, "odd": 2.5})
     text = write_report([run.folder], tmp_path / "r.html").read_text()
