@@ -35,33 +35,47 @@ def _alone() -> bool:
     return world_size() == 1
 
 
+def _reachable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where the process group can reach it: nccl knows no host tensors, gloo no tensors of some devices."""
+    kinds = [pair.split(":")[0] for pair in dist.get_backend_config().split(",")]
+    if tensor.device.type in kinds:
+        return tensor
+    from deepspeed.accelerator import get_accelerator
+
+    device = torch.device(get_accelerator().current_device_name())
+    return tensor.to(device if device.type in kinds else "cpu")
+
+
+def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp) -> torch.Tensor:
+    if _alone():
+        return tensor.clone()
+    moved = _reachable(tensor)
+    result = moved.clone() if moved is tensor else moved
+    dist.all_reduce(result, op=operation)
+    return result.to(tensor.device)
+
+
 def barrier() -> None:
     if not _alone():
-        dist.barrier()
+        all_reduce_sum(torch.zeros(1)).item()  # `dist.barrier` would have to guess the device of this rank
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum over all ranks; a new tensor, the argument stays as it was."""
-    total = tensor.clone()
-    if not _alone():
-        dist.all_reduce(total, op=dist.ReduceOp.SUM)
-    return total
+    """Sum over all ranks; a new tensor on the argument's device, which may be the host whatever the backend is."""
+    return _all_reduce(tensor, dist.ReduceOp.SUM)
 
 
 def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
-    """Largest over all ranks, elementwise; a new tensor."""
-    largest = tensor.clone()
-    if not _alone():
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest
+    """Largest over all ranks, elementwise; a new tensor on the argument's device."""
+    return _all_reduce(tensor, dist.ReduceOp.MAX)
 
 
-def all_gather_object(value: Any) -> list[Any]:
-    """The values of all ranks, in rank order. Pickles inside the process group only: never for data from outside."""
-    if _alone():
+def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The values of all ranks (of a group), in rank order. Pickles between ranks only: never for data from outside."""
+    if group is None and _alone():
         return [value]
-    gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, value)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
@@ -72,6 +86,20 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=source)
     return box[0]
+
+
+def neighbours(size: int) -> dist.ProcessGroup | None:
+    """This rank's group of `size` ranks in a row, for objects; None for a size of 1. A collective of all ranks.
+
+    `size` must divide the number of ranks.
+    """
+    own = None
+    for first in range(0, world_size(), size) if size > 1 else ():
+        # Every rank makes every group; objects go through the host, whatever the accelerator's backend is.
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks, backend="gloo")
+        own = group if rank() in ranks else own
+    return own
 
 
 def share_cores() -> None:

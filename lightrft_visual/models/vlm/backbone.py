@@ -100,7 +100,7 @@ class Backbone:
         present = torch.tensor([inputs.pixel_values is not None, inputs.pixel_values_videos is not None]).float()
         wanted = present
         if is_zero_param(next(self.base.parameters())):
-            wanted = collectives.all_reduce_max(present.to(inputs.sequences.device)).cpu()
+            wanted = collectives.all_reduce_max(present)
         if not wanted.any():
             return ["image"]
         return [kind for kind, has, needs in zip(("image", "video"), present, wanted) if needs and not has]

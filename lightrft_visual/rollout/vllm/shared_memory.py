@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-import torch.distributed as dist
+from ...strategy import collectives
 
 
 def use_private_name() -> None:
@@ -15,11 +15,10 @@ def use_private_name() -> None:
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    token = [secrets.token_hex(8)]
-    dist.broadcast_object_list(token, src=0)
+    token = collectives.broadcast_object(secrets.token_hex(8))
 
     def group_name(communicator) -> str:
         ranks = "-".join(map(str, communicator.ranks))
-        return f"{token[0]}-{communicator.unique_name}-{ranks}-cpushm"
+        return f"{token}-{communicator.unique_name}-{ranks}-cpushm"
 
     _CPUSHMDistributed.make_group_name = staticmethod(group_name)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch.distributed as dist
-
 from ...batches.sampling import GenerationRequest
 from ...errors import ConfigError
 from ...strategy import collectives
@@ -23,20 +21,14 @@ class RequestSharing:
         world = collectives.world_size()
         if world % size:
             raise ConfigError(f"engine_tp_size {size} does not divide {world} rank(s)")
-        self.group = None
-        for first in range(0, world, size) if size > 1 else ():
-            # Every rank makes every group; objects go through the host, whatever the accelerator's backend is.
-            ranks = list(range(first, first + size))
-            group = dist.new_group(ranks, backend="gloo")
-            self.group = group if collectives.rank() in ranks else self.group
+        self.size, self.group = size, collectives.neighbours(size)
 
     def share(self, requests: Sequence[GenerationRequest]) -> tuple[list[GenerationRequest], slice]:
         """(requests of the whole group, where this rank's are among them). Patches stay behind: engines make theirs."""
         own = [replace(request, features=None) for request in requests]
         if self.group is None:
             return own, slice(0, len(own))
-        gathered: list[list[GenerationRequest]] = [[] for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather_object(gathered, own, group=self.group)
-        place = dist.get_rank(self.group)
+        gathered = collectives.all_gather_object(own, self.group)
+        place = collectives.rank() % self.size
         start = sum(len(each) for each in gathered[:place])
         return [request for each in gathered for request in each], slice(start, start + len(own))
