@@ -1,4 +1,17 @@
-"""Typed errors. Each names what failed and, where it is known, the file, row, sample or flag to look at."""
+"""Typed errors. Each names what failed and, where it is known, the file, row, sample or flag to look at.
+
+Also the name that was probably meant, which their messages give.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from rapidfuzz.distance import OSA
+
+OPPOSITES = (("max", "min"), ("high", "low"), ("train", "eval"), ("save", "load"), ("actor", "critic"))
+LISTED = 30  # names that a message lists at most
 
 
 class LightRFTVisualError(Exception):
@@ -27,3 +40,30 @@ class CheckpointError(LightRFTVisualError, RuntimeError):
 
 class NonFiniteError(LightRFTVisualError, FloatingPointError):
     """Loss or gradients were not finite too many steps in a row."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that differs by the fewest slips, if those are few for its length and none turns it around.
+
+    A name is only a guess away where a typing mistake explains it: another system's name that shares some letters with
+    one of ours would be answered by something unrelated, or by the opposite.
+    """
+    limit = 1 + len(name) // 8
+    near = [(OSA.distance(name, each, score_cutoff=limit), each) for each in known]  # a swap of two letters is one slip
+    allowed = [(count, each) for count, each in near if count <= limit and not opposite(name, each)]
+    return min(allowed)[1] if allowed else None
+
+
+def opposite(a: str, b: str) -> bool:
+    """Whether the names differ in a word such as max and min."""
+    words = [set(re.split(r"[_.]", name)) for name in (a, b)]
+    return any(x in one - other and y in other - one for x, y in OPPOSITES for one, other in (words, words[::-1]))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """'; did you mean X?' where a name is near, and the known names, for the end of a message."""
+    names = sorted({str(each) for each in known})
+    near = nearest(str(name), names)
+    hint = f"; did you mean {near!r}?" if near else ""
+    listed = ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
+    return f"{hint} (known: {listed or 'none'})"

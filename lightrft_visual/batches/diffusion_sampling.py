@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor as T
@@ -92,8 +91,7 @@ class SamplingConfig:
         known = [item.name for item in fields(cls)]
         for key in mapping:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-                raise ConfigError(f"sampling has no field {key!r}; did you mean {near!r}?")
+                raise ConfigError(f"sampling has no field {key!r}{did_you_mean(key, known)}")
         return cls(**mapping)
 
     @property

@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from io import StringIO
@@ -19,14 +19,11 @@ from textwrap import dedent
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from rapidfuzz.distance import OSA
-
-from ..errors import ConfigError
+from ..errors import ConfigError, nearest
 from .roots import ROOTS
 from .spellings import ALIASES, DIFFERENT
 
 FLAG = re.compile(r"(?<!deepspeed )--(\w+)")  # in an advice; what stands behind deepspeed is the launcher's
-OPPOSITES = (("max", "min"), ("high", "low"), ("train", "eval"), ("save", "load"), ("actor", "critic"))
 RUN_KINDS = {"vl": "vision-language", "diffusion": "diffusion"}
 WRONG_PAIR = "is the recipe or the script the wrong one?"
 COMMAND_LINE = "command line"  # the origin of what is written there
@@ -211,24 +208,6 @@ def other_run(schema: type, name: str) -> str | None:
         if root not in mine and any(name in (leaf.path, leaf.name) for leaf in names_of(root.schema).leaves.values()):
             return f"it belongs to {RUN_KINDS[root.kind]} runs, and this is a {RUN_KINDS[mine[0].kind]} run"
     return None
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that differs by the fewest slips, if those are few for its length and none turns it around.
-
-    A name is only a guess away where a typing mistake explains it: another system's name that shares some letters with
-    one of ours would be answered by something unrelated, or by the opposite.
-    """
-    limit = 1 + len(name) // 8
-    near = [(OSA.distance(name, each, score_cutoff=limit), each) for each in known]  # a swap of two letters is one slip
-    allowed = [(count, each) for count, each in near if count <= limit and not opposite(name, each)]
-    return min(allowed)[1] if allowed else None
-
-
-def opposite(a: str, b: str) -> bool:
-    """Whether the names differ in a word such as max and min."""
-    words = [set(re.split(r"[_.]", name)) for name in (a, b)]
-    return any(x in one - other and y in other - one for x, y in OPPOSITES for one, other in (words, words[::-1]))
 
 
 @cache

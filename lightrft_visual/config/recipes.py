@@ -15,7 +15,6 @@ defaults lists, as used by VRL's recipes.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from ..errors import ConfigError
+from ..errors import ConfigError, nearest
 from .leaves import Names, Setting
 
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -97,8 +96,8 @@ class LayerReader:
                 file = folder / f"{name}{suffix}"
                 if file.is_file() and file.suffix in SUFFIXES:
                     return file.resolve()
-        near = difflib.get_close_matches(name, available(folders), n=1, cutoff=0.5)
-        advice = f"did you mean {near[0]!r}?" if near else f"looked in {', '.join(map(show, folders))}"
+        near = nearest(name, available(folders))
+        advice = f"did you mean {near!r}?" if near else f"looked in {', '.join(map(show, folders))}"
         raise ConfigError(f"{problem} {name!r}; {advice}")
 
 

@@ -19,8 +19,7 @@ from typing import Any
 import yaml
 
 from ..config.recipes import SUFFIXES, load_yaml
-from ..errors import ConfigError
-from .naming import nearest
+from ..errors import ConfigError, did_you_mean
 
 TYPES = ("model", "remote", "rule", "func")
 ANY_LABEL = "*"
@@ -64,7 +63,7 @@ class Recipe:
         found = self.entries.get(ANY_LABEL if label is None else str(label), self.entries.get(ANY_LABEL))
         if found is None:
             what = "a sample without a label" if label is None else f"label {label!r}"
-            hint = nearest(label or "", self.entries)
+            hint = did_you_mean(label or "", self.entries)
             raise ConfigError(
                 f"there is no reward recipe for {what}{hint}; the label {ANY_LABEL!r} stands for any other"
             )
@@ -112,7 +111,7 @@ def _parse_entry(row: Any, where: str) -> RecipeEntry:
     if isinstance(row, Mapping):
         for key in row:
             if key not in ENTRY_KEYS:
-                raise ConfigError(f"reward recipe, {where}: unknown key {key!r}{nearest(key, ENTRY_KEYS)}")
+                raise ConfigError(f"reward recipe, {where}: unknown key {key!r}{did_you_mean(key, ENTRY_KEYS)}")
         fields = dict(row)
     elif isinstance(row, Sequence) and not isinstance(row, str) and len(row) in (3, 4):
         fields = dict(zip(("type", "key", "weight", "kwargs"), row))
@@ -124,7 +123,7 @@ def _parse_entry(row: Any, where: str) -> RecipeEntry:
 def _checked_entry(fields: dict[str, Any], where: str) -> RecipeEntry:
     kind, key, weight = (fields.pop(name, None) for name in ("type", "key", "weight"))
     if kind not in TYPES:
-        raise ConfigError(f"reward recipe, {where}: type {kind!r}{nearest(kind, TYPES)}")
+        raise ConfigError(f"reward recipe, {where}: type {kind!r}{did_you_mean(kind, TYPES)}")
     if key is None or isinstance(key, (Mapping, list)):
         raise ConfigError(f"reward recipe, {where}: the key names a model, server, rule or function")
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
@@ -134,7 +133,7 @@ def _checked_entry(fields: dict[str, Any], where: str) -> RecipeEntry:
         raise ConfigError(f"reward recipe, {where}: settings are a mapping of name to value")
     if fields.get("transport") not in (None, *TRANSPORTS):
         raise ConfigError(
-            f"reward recipe, {where}: transport {fields['transport']!r}{nearest(fields['transport'], TRANSPORTS)}"
+            f"reward recipe, {where}: transport {fields['transport']!r}{did_you_mean(fields['transport'], TRANSPORTS)}"
         )
     fields |= {"kwargs": dict(settings), "name": fields.get("name") or _short_name(kind, str(key))}
     return RecipeEntry(kind, str(key), float(weight), **fields)
@@ -235,7 +234,7 @@ def _checked_settings(kwargs: Mapping[str, Any] | None, names: Iterable[str]) ->
     known = [str(name) for name in names]
     for name, settings in (kwargs or {}).items():
         if str(name) not in known:
-            raise ConfigError(f"reward.kwargs.{name} has no component of that name{nearest(str(name), known)}")
+            raise ConfigError(f"reward.kwargs.{name} has no component of that name{did_you_mean(str(name), known)}")
         if not isinstance(settings, Mapping | None):
             raise ConfigError(f"reward.kwargs.{name}: settings are a mapping, reward.kwargs.{name}.SETTING=VALUE")
     return {str(name): dict(settings or {}) for name, settings in (kwargs or {}).items()}

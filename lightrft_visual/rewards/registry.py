@@ -8,8 +8,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from ..errors import ConfigError
-from .naming import nearest
+from ..errors import ConfigError, did_you_mean
 
 # name -> module in .functions and attribute; one scorer a file.
 BUILTIN = {
@@ -63,7 +62,7 @@ def find_scorer(name: str) -> Callable[..., Any]:
     if name in _registered:
         return _registered[name]
     if name not in BUILTIN:
-        raise ConfigError(f"there is no scorer named {name!r}{nearest(name, scorer_names())}")
+        raise ConfigError(f"there is no scorer named {name!r}{did_you_mean(name, scorer_names())}")
     module, attribute = BUILTIN[name]
     return vars(import_module(f".functions.{module}", __package__))[attribute]
 
@@ -76,7 +75,7 @@ def check_scorer(name: str, settings: Mapping[str, Any]) -> None:
         return
     for key in settings:
         if key not in parameters:
-            raise ConfigError(f"scorer {name!r} has no setting {key!r}{nearest(key, parameters)}")
+            raise ConfigError(f"scorer {name!r} has no setting {key!r}{did_you_mean(key, parameters)}")
 
 
 def build_scorer(name: str, settings: Mapping[str, Any] | None = None) -> Callable[..., Any]:

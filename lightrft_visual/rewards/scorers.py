@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ..config.vl import RewardConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 from .batch import Source
 from .local.callables import CallableSource, LoadedFunction, callable_name, load_reward_fn
-from .naming import nearest
 from .recipe import RecipeEntry
 from .registry import build_scorer, check_scorer, find_scorer, scorer_names
 
@@ -118,7 +117,7 @@ class Catalogue:
             return entry.type
         if entry.key not in scorer_names():
             known = [*sources, *scorer_names()]
-            raise ConfigError(f"the reward recipe names the function {entry.key!r}{nearest(entry.key, known)}")
+            raise ConfigError(f"the reward recipe names the function {entry.key!r}{did_you_mean(entry.key, known)}")
         return "rule"
 
     def _remote_key(self, key: str) -> str:
@@ -132,7 +131,7 @@ class Catalogue:
             return key
         if key.isdigit() and int(key) < len(names):
             return names[int(key)]
-        raise ConfigError(f"the reward recipe names the {what} {key!r}{nearest(key, names)}")
+        raise ConfigError(f"the reward recipe names the {what} {key!r}{did_you_mean(key, names)}")
 
     @staticmethod
     def _named_models(reward_model: Any) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config.vl import RewardConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 from .local.callables import Signature, callable_name, check_inputs, load_reward_fn
-from .naming import nearest
 from .recipe import Recipe, RecipeEntry, compose_recipe, load_recipe
 from .registry import check_scorer
 from .remote.client import check_url
@@ -100,4 +99,4 @@ def _check_entry(entry: RecipeEntry, models: list[str], remotes: list[str], func
         if len(models) == 1:
             aliases.append("model")
         if entry.key not in aliases:
-            raise ConfigError(f"the reward recipe names the {entry.type} {entry.key!r}{nearest(entry.key, known)}")
+            raise ConfigError(f"the reward recipe names the {entry.type} {entry.key!r}{did_you_mean(entry.key, known)}")

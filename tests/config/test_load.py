@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft_visual.config.command_line import parse_command_line
-from lightrft_visual.config.leaves import Leaf, Setting, names_of, nearest
+from lightrft_visual.config.leaves import Leaf, Setting, names_of
 from lightrft_visual.config.load import config_or_exit, load_config, merge, parse_run, resolved_yaml, write_resolved
 from lightrft_visual.config.recipes import LayerReader
 from lightrft_visual.config.roots import ROOTS
 from lightrft_visual.config.spellings import BARE_VALUES, DIFFERENT, PATHS
 from lightrft_visual.config.vl import RunConfig
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.errors import ConfigError, nearest
 
 NAMES = names_of(RunConfig)
 LEAVES = list(NAMES.leaves.values())

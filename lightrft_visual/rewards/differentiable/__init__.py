@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigError, RewardError
+from ...errors import ConfigError, RewardError, did_you_mean
 from ..functions.shape_match import shape_match
 from ..local.callables import load_reward_fn
-from ..naming import nearest
 from .face import face_similarity
 
 T = torch.Tensor
@@ -47,12 +46,12 @@ def load_differentiable(name: str, settings: Mapping[str, Any] | None = None) ->
             raise ConfigError(f"differentiable_kwargs are settings of the built-in rewards; {name} takes none")
         return load_reward_fn(name)
     if name not in DIFFERENTIABLE_REWARDS:
-        raise ConfigError(f"unknown differentiable_reward {name!r}{nearest(name, DIFFERENTIABLE_REWARDS)}")
+        raise ConfigError(f"unknown differentiable_reward {name!r}{did_you_mean(name, DIFFERENTIABLE_REWARDS)}")
     factory = DIFFERENTIABLE_REWARDS[name]
     parameters = inspect.signature(factory).parameters
     for key in settings:
         if key not in parameters:
-            raise ConfigError(f"differentiable_reward {name} has no setting {key!r}{nearest(key, parameters)}")
+            raise ConfigError(f"differentiable_reward {name} has no setting {key!r}{did_you_mean(key, parameters)}")
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in settings:
             raise ConfigError(f"differentiable_reward {name} needs differentiable_kwargs.{key}")

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ConfigError
-from ..naming import nearest
+from ...errors import ConfigError, did_you_mean
 from .pictures import mean_over_frames
 
 # Each reads (H, W, 3) float in 0..1 and gives a number in 0..1.
@@ -36,7 +35,7 @@ class Pixel:
 
     def __init__(self, rule: str = "brightness") -> None:
         if rule not in RULES:
-            raise ConfigError(f"pixel: there is no rule {rule!r}{nearest(rule, RULES)}")
+            raise ConfigError(f"pixel: there is no rule {rule!r}{did_you_mean(rule, RULES)}")
         self._rule = RULES[rule]
 
     def __call__(self, frames: list[list[Any]]) -> list[float | None]:

@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import ConfigError, RewardError
+from ...errors import ConfigError, RewardError, did_you_mean
 from ..background import shared_loop
 from ..batch import Call, Failed, RewardBatch, Scores, ScoringFailed
-from ..naming import nearest
 
 SCORE_KEYS = ("rewards", "scores", "score", "reward")
 MAX_SCORE = 1e6  # no sane reward is larger; beyond it a server or function is broken
@@ -38,7 +37,7 @@ def load_reward_fn(spec: str) -> Callable[..., Any]:
     namespace = vars(load_module(path_text))
     if not callable(namespace.get(name)):
         functions = [k for k, v in namespace.items() if inspect.isroutine(v) and not k.startswith("_")]
-        raise ConfigError(f"{path_text} has no function {name!r}{nearest(name, functions)}")
+        raise ConfigError(f"{path_text} has no function {name!r}{did_you_mean(name, functions)}")
     return LoadedFunction(namespace[name], spec)
 
 
@@ -164,7 +163,8 @@ def check_inputs(
     signature = Signature(function, name)
     for setting in settings:
         if setting not in signature.names and not signature.takes_all:
-            raise ConfigError(f"reward function {name} takes no setting {setting!r}{nearest(setting, signature.names)}")
+            hint = did_you_mean(setting, signature.names)
+            raise ConfigError(f"reward function {name} takes no setting {setting!r}{hint}")
     if columns is None:
         return
     known = [*INPUTS, *RESERVED, *FALLBACKS, *columns, *settings]
@@ -176,7 +176,7 @@ def check_inputs(
 def _unknown_input(name: str, parameter: str, known: Iterable[str]) -> str:
     return (
         f"reward function {name} asks for {parameter!r}, which is neither a reward input nor a data column"
-        f"{nearest(parameter, known)} (columns of pictures and videos are given as images and videos)"
+        f"{did_you_mean(parameter, known)} (columns of pictures and videos are given as images and videos)"
     )
 
 
