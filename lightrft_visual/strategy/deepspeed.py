@@ -183,22 +183,35 @@ def _cpu_adam(parameters: list[nn.Parameter], arguments: dict[str, Any]) -> torc
 class TrainEngine:
     """A module under DeepSpeed: call it to run forward, `accumulate` losses, then `step`.
 
+    The module is in evaluation mode (no dropout, no gradient checkpointing), except from a forward with gradient until
+    `accumulate` has run its backward, which recomputes parts of that forward: there it is in training mode.
     A loss or gradient that is not finite on any rank leaves the weights of every rank as they were.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, zero_stage: int, max_norm: float):
         self.engine, self.zero_stage, self.max_norm = engine, zero_stage, max_norm
         self.poisoned = False
+        self._training(False)
 
     @property
     def module(self) -> nn.Module:
         return self.engine.module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.engine(*args, **kwargs)
+        """Forward: in training mode where gradients are recorded, in evaluation mode otherwise."""
+        if torch.is_grad_enabled():
+            self._training(True)
+            return self.engine(*args, **kwargs)
+        before = self.module.training  # true between a forward with gradient and its backward
+        self._training(False)
+        try:
+            return self.engine(*args, **kwargs)
+        finally:
+            self._training(before)
 
-    def train(self, mode: bool = True) -> None:
-        self.engine.train(mode)
+    def _training(self, mode: bool) -> None:
+        if self.module.training is not mode:
+            self.module.train(mode)
 
     def accumulate(self, loss: torch.Tensor, last: bool) -> bool:
         """Backward of one micro-batch's share; `last` marks the last one before `step`. A collective.
@@ -213,6 +226,7 @@ class TrainEngine:
             loss = loss * float("nan")
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * collectives.world_size(), scale_wrt_gas=False)
+        self._training(False)
         return finite
 
     def step(self) -> StepResult:

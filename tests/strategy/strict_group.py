@@ -1,7 +1,8 @@
 """Two ranks' collectives as nccl has them, without a GPU: tensors of the accelerator only.
 
 A pretended accelerator for the few operations that collectives need: a tensor moved there is a wrapper that computes on
-the host. It goes by the name 'meta', which torch lets anybody use without a driver. `dist.all_reduce` refuses host tensors with nccl's words, and adds an equal rank's tensor.
+the host. It goes by the name 'meta', which torch lets anybody use without a driver. `dist.all_reduce` refuses host
+tensors with nccl's words, and adds an equal rank's tensor.
 """
 
 from __future__ import annotations

@@ -48,7 +48,11 @@ def waiting_generation() -> None:
 
 
 def accumulated_loss() -> None:
-    backend = SimpleNamespace(set_gradient_accumulation_boundary=lambda last: None, backward=lambda *a, **k: None)
+    backend = SimpleNamespace(
+        module=torch.nn.Identity(),
+        set_gradient_accumulation_boundary=lambda last: None,
+        backward=lambda loss, scale_wrt_gas: None,
+    )
     engine = TrainEngine(backend, zero_stage=2, max_norm=1.0)
     assert not engine.accumulate(torch.tensor(math.nan), last=True)
 
