@@ -48,7 +48,8 @@ def run(entry: dict) -> None:
 
 def optimizer_elements(trainer) -> int:
     """Numbers in the Adam state of this rank."""
-    state = trainer.engine.engine.optimizer.optimizer.state
+    optimizer = trainer.engine.engine.optimizer
+    state = getattr(optimizer, "optimizer", optimizer).state  # ZeRO-0 wraps nothing
     return sum(value.numel() for group in state.values() for value in group.values() if torch.is_tensor(value))
 
 

@@ -108,6 +108,12 @@ def wan():
     )  # fmt: skip
 
 
+def wan_two_experts():
+    """Text-to-video as Wan 2.2 has it: one transformer from timestep 600 up, another below."""
+    pipeline = wan()
+    return WanPipeline(**pipeline.components | {"transformer_2": wan_transformer()}, boundary_ratio=0.6)
+
+
 def wan_i2v():
     t5 = build_t5_tokenizer()
     return WanImageToVideoPipeline(

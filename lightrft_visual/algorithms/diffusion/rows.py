@@ -93,6 +93,15 @@ def shuffled_steps(steps: T, generator: torch.Generator) -> T:
     return steps.gather(1, order.to(steps.device))
 
 
+def grouped_steps(steps: T, experts: T) -> T:
+    """(B, n) step indices, each row's order kept within an expert: those of expert 0 first, and so on.
+
+    experts (B, n): which network serves each step. All samples then go through one network at a time, so that a
+    micro-batch is one forward and no rank has to run a network that only another rank needs.
+    """
+    return steps.gather(1, experts.to(steps.device).argsort(dim=1, stable=True))
+
+
 def rows_at(experience: ExperienceDiffusion, steps: T) -> DenoisingRows:
     """The row of each sample at its own step. steps (B) long; x and x_next of ODE rollouts are the finished latents."""
     batch = torch.arange(experience.latents.shape[0], device=experience.latents.device)

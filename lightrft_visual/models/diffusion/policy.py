@@ -150,6 +150,20 @@ class DiffusionPolicy(nn.Module):
             self.denoisers[name].requires_grad_(False)
         self.trainable = kept
 
+    @contextmanager
+    def all_experts(self) -> Iterator[None]:
+        """Inside, every network under training runs in each forward, with a gradient of zero where no sample needs it.
+
+        The first and the last backward of an optimizer step must reach all trained weights: DeepSpeed starts a buffer
+        of gradients at the first one (a weight without a gradient there keeps what the step before has left) and, with
+        offload, hands it on at the last one.
+        """
+        self.family.required = frozenset(self.trainable)
+        try:
+            yield
+        finally:
+            self.family.required = frozenset()
+
     def keep_reference(self) -> None:
         """Remember the present weights as the reference; needed only when all weights train."""
         if self.lora.rank == 0:

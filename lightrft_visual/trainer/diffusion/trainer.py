@@ -15,7 +15,7 @@ from ...algorithms.diffusion import DiffusionAlgorithm, Loss
 from ...algorithms.diffusion.context import LossContext, LossOutcome
 from ...algorithms.diffusion.nft import old_policy_decay
 from ...algorithms.diffusion.reward_fl import DifferentiableScore
-from ...algorithms.diffusion.rows import noisy_steps, rows_at, shuffled_steps, trainable_steps
+from ...algorithms.diffusion.rows import grouped_steps, noisy_steps, rows_at, shuffled_steps, trainable_steps
 from ...config.diffusion import DiffusionRunConfig
 from ...data.validation import validation_shard_indices
 from ...models.diffusion.policy import DiffusionPolicy
@@ -116,14 +116,18 @@ class DiffusionTrainer(PolicyTrainer):
         plans = []
         for place, experience in enumerate(loaded):
             generator = torch.Generator().manual_seed(derive_seed(seed, collectives.rank(), place))
-            plans.append(shuffled_steps(self._trained_steps(experience), generator))
+            steps = shuffled_steps(self._trained_steps(experience), generator)
+            timesteps = experience.timesteps.gather(1, steps.to(experience.timesteps.device))
+            plans.append(grouped_steps(steps, self.parts.policy.family.expert_index(timesteps)))
         rows = sum(int(each.valid.sum()) * plan.shape[1] for each, plan in zip(loaded, plans))
         total = collectives.all_reduce_sum(torch.tensor(float(rows))).item()
         for place, (experience, plan) in enumerate(zip(loaded, plans)):
             for column in range(plan.shape[1]):
                 part = rows_at(experience, plan[:, column])
-                outcome = self.parts.loss.loss(context, part, max(total, 1.0))
                 last = place == len(loaded) - 1 and column == plan.shape[1] - 1
+                whole = last or place == column == 0
+                with self.parts.policy.all_experts() if whole else nullcontext():
+                    outcome = self.parts.loss.loss(context, part, max(total, 1.0))
                 self.engine.accumulate(outcome.loss, last)
                 self._record_loss(outcome, int(part.valid.sum()), last, first)
         self._finish_update()

@@ -5,6 +5,7 @@ import torch
 
 from lightrft_visual.algorithms.diffusion.rows import (
     experience_of,
+    grouped_steps,
     noisy_steps,
     rows_at,
     shuffled_steps,
@@ -38,6 +39,11 @@ def test_shuffling_keeps_every_step_once():
     steps = trainable_steps(rollout())
     shuffled = shuffled_steps(steps, torch.Generator().manual_seed(0))
     assert torch.equal(shuffled.sort(dim=1).values, steps) and not torch.equal(shuffled, steps)
+
+
+def test_steps_of_one_expert_come_together():
+    steps = torch.tensor([[3, 0, 2, 1], [0, 1, 2, 3]])
+    assert grouped_steps(steps, (steps >= 2).long()).tolist() == [[0, 1, 3, 2], [0, 1, 2, 3]]
 
 
 def test_rows_after_the_replay_buffer():

@@ -13,6 +13,7 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.families.base import pack
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of, takes_first_frame
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
+from lightrft_visual.strategy import collectives
 
 PROMPTS = ["a red circle", "a blue cross"]
 # family: size in pixels and frames, guidance, shape of the decoded media of one sample
@@ -110,6 +111,26 @@ def test_each_expert_serves_its_own_noise_range():
     assert not torch.allclose(mixed, swapped)
 
 
+def test_an_expert_that_only_another_rank_needs_runs_and_changes_nothing(monkeypatch):
+    policy, size = policy_of("wan_i2v"), CASES["wan_i2v"][0]
+    inputs = torch.randn(2, *policy.latent_shape(*size)), torch.tensor([950.0, 940.0])
+    conditions = conditions_of(policy, "wan_i2v", size)
+    alone = policy(*inputs, conditions, 1.0)
+    calls = []
+    for name, denoiser in policy.denoisers.items():
+        denoiser.register_forward_hook(lambda *_, name=name: calls.append(name))
+    with policy.all_experts():
+        assert torch.equal(alone, policy(*inputs, conditions, 1.0))
+    assert calls == ["transformer", "transformer_2"]
+    calls.clear()
+    monkeypatch.setattr(collectives, "all_reduce_max", torch.ones_like)
+    together = policy(*inputs, conditions, 1.0)
+    assert calls == ["transformer", "transformer_2"] and torch.equal(alone, together)
+    together.square().sum().backward()
+    gradients = [weight.grad for weight in policy.denoisers["transformer_2"].parameters() if weight.requires_grad]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
 def test_the_flux_ode_matches_the_stock_pipeline():
     policy = DiffusionPolicy(family_of(build("flux"), 5))
     start = torch.randn(2, *policy.latent_shape(32, 32))
@@ -174,6 +195,7 @@ def test_experts_that_serve_no_trained_step_are_frozen():
 def test_image_to_video_is_known_before_loading(tmp_path):
     build("wan_i2v").save_config(tmp_path)
     assert takes_first_frame(str(tmp_path)) and takes_first_frame("anything", "wan_i2v")
-    assert not takes_first_frame("embedded") and not takes_first_frame("anything", "sd3")
+    build("wan").save_config(tmp_path / "text")
+    assert not takes_first_frame(str(tmp_path / "text")) and not takes_first_frame("anything", "sd3")
     with pytest.raises(ConfigError, match="no diffusers pipeline"):
         takes_first_frame(str(tmp_path / "missing"))

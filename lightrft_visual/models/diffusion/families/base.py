@@ -41,6 +41,7 @@ class DiffusionFamily(ABC):
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
         self.pipeline = pipeline
         self.text_length = text_length or self.default_text_length
+        self.required: frozenset[str] = frozenset()  # networks that run in every forward, needed there or not
 
     def denoisers(self) -> dict[str, nn.Module]:
         """The networks that RL trains, by their name in the pipeline."""
@@ -49,7 +50,12 @@ class DiffusionFamily(ABC):
 
     def serving(self, timesteps: T) -> set[str]:
         """Names of the networks that serve these timesteps (n)."""
-        return set(self.denoisers())
+        names = list(self.denoisers())
+        return {names[index] for index in self.expert_index(timesteps).tolist()}
+
+    def expert_index(self, timesteps: T) -> T:
+        """(…) long: which of the denoisers serves each of the timesteps (…), in their order; 0 where there is one."""
+        return torch.zeros_like(timesteps, dtype=torch.long)
 
     @abstractmethod
     def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:

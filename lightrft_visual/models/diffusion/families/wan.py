@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ....errors import ConfigError
+from ....strategy import collectives
 from ..schedule import flow_match_schedule, upcast
 from .base import NEGATIVE, Conditions, DiffusionFamily, channel_statistics, spatial_latent
 
@@ -33,21 +34,33 @@ class Wan(DiffusionFamily):
         experts = self.denoisers()
         if len(experts) == 1:
             return self._run(next(iter(experts.values())), latents, timesteps, conditions)
-        high = timesteps >= self.boundary
-        if bool((high == high[0]).all()):
-            expert = experts["transformer" if bool(high[0]) else "transformer_2"]
-            return self._run(expert, latents, timesteps, conditions)
+        chosen = self.expert_index(timesteps)
         velocity = torch.zeros_like(latents)
-        for name, rows in (("transformer", high), ("transformer_2", ~high)):
-            chosen = {key: value[rows] for key, value in conditions.items()}
-            part = self._run(experts[name], latents[rows], timesteps[rows], chosen)
-            velocity = velocity.index_put((rows.nonzero()[:, 0],), part)
+        for index in self._running(chosen):
+            expert, rows = experts[self.denoiser_names[index]], (chosen == index).nonzero()[:, 0]
+            if len(rows) == len(latents):
+                velocity = velocity + self._run(expert, latents, timesteps, conditions)
+            elif len(rows):
+                some = {key: value[rows] for key, value in conditions.items()}
+                velocity = velocity.index_put((rows,), self._run(expert, latents[rows], timesteps[rows], some))
+            else:  # its collectives need all ranks, and a gradient of zero from this one
+                first = {key: value[:1] for key, value in conditions.items()}
+                velocity = velocity + 0 * self._run(expert, latents[:1], timesteps[:1], first)
         return velocity
 
-    def serving(self, timesteps: T) -> set[str]:
+    def expert_index(self, timesteps: T) -> T:
         if len(self.denoisers()) == 1:
-            return super().serving(timesteps)
-        return {"transformer" if high else "transformer_2" for high in (timesteps >= self.boundary).tolist()}
+            return super().expert_index(timesteps)
+        return (timesteps < self.boundary).long()
+
+    def _running(self, chosen: T) -> list[int]:
+        """Experts that run, in a fixed order: those that a sample of any rank goes through, and the required ones.
+
+        All ranks call it together.
+        """
+        present = torch.stack([(chosen == index).any() for index in range(2)]).float()
+        needed = collectives.all_reduce_max(present).tolist()
+        return [index for index, name in enumerate(self.denoiser_names) if needed[index] or name in self.required]
 
     @property
     def boundary(self) -> float:
