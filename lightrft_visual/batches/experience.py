@@ -6,19 +6,21 @@ of `sequences` (B, S) are the actions; per-action fields are (B, A). Packed form
 `packed_seq_lens` and `num_actions` give the splits.
 
 Positional order follows LightRFT. The shared classes exist so that a new tensor is one line in one place: in
-`TextExtras` for text and vision-language, in `VisionExtras` for vision inputs, in `Provenance` for all three.
+`TextExtras` for text and vision-language, in `Provenance` for all three. What a model family's vision tower reads needs
+no line here: it travels in `vision` under its own name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
 from .fields import Kind, replay_field
 from .info_layout import InfoLayout
+from .vision import VisionName, VisionTensors, adopt_given
 
 T = torch.Tensor
 _Batch = TypeVar("_Batch", bound="_Movable")
@@ -63,12 +65,10 @@ class VisionFields:
     """Fields of vision-language experience, in LightRFT's order; all but the sequences optional."""
 
     sequences: T = replay_field(Kind.TOKENS)
-    pixel_values: T | None = replay_field(Kind.PATCHES, default=None, grids="image_grid_thws", counts="image_counts")
-    image_grid_thws: T | None = replay_field(Kind.GRIDS, default=None, counts="image_counts")
-    pixel_values_videos: T | None = replay_field(
-        Kind.PATCHES, default=None, grids="video_grid_thws", counts="video_counts"
-    )
-    video_grid_thws: T | None = replay_field(Kind.GRIDS, default=None, counts="video_counts")
+    pixel_values: T | None = VisionName("pixel_values")  # type: ignore[assignment]
+    image_grid_thws: T | None = VisionName("image_grid_thw")  # type: ignore[assignment]
+    pixel_values_videos: T | None = VisionName("pixel_values_videos")  # type: ignore[assignment]
+    video_grid_thws: T | None = VisionName("video_grid_thw")  # type: ignore[assignment]
     raw_images: list | None = replay_field(Kind.OBJECTS, default=None)
     action_log_probs: T | None = replay_field(Kind.ACTIONS, default=None)
     base_action_log_probs: T | None = replay_field(Kind.ACTIONS, default=None)
@@ -96,6 +96,8 @@ class DiffusionFields:
 
 @dataclass
 class KlField:
+    """KL to the reference policy of each action; apart, because items and batches have it at different places."""
+
     kl: T | None = replay_field(Kind.ACTIONS, default=None)
 
 
@@ -120,22 +122,28 @@ class Provenance:
 
 @dataclass
 class VisionExtras:
-    """How many images and videos belong to each sample, and the seconds between temporal patches of each video, by
-    which Qwen2.5-VL places frames in time; 1 where nobody says, as in transformers."""
+    """How many images and videos belong to each sample, and every tensor of theirs that the model's forward takes.
 
-    image_counts: T | None = replay_field(Kind.COUNTS, default=None, grids="image_grid_thws", patches="pixel_values")
-    video_counts: T | None = replay_field(
-        Kind.COUNTS, default=None, grids="video_grid_thws", patches="pixel_values_videos"
-    )
-    video_seconds_per_grid: T | None = replay_field(
-        Kind.GRID_VALUES, default=None, grids="video_grid_thws", counts="video_counts", fill=1
-    )
+    The contract's names read and write the tensors of `vision`; a family's other tensors are in it under their own
+    names. video_seconds_per_grid: seconds between temporal patches of each video, by which Qwen2.5-VL places frames in
+    time; 1 where nobody says, as in transformers.
+    """
+
+    image_counts: T | None = replay_field(Kind.COUNTS, default=None, media="image")
+    video_counts: T | None = replay_field(Kind.COUNTS, default=None, media="video")
+    video_seconds_per_grid: T | None = VisionName("second_per_grid_ts")  # type: ignore[assignment]
+    vision: VisionTensors = replay_field(Kind.VISION, default=None)
+
+    def __post_init__(self) -> None:
+        adopt_given(self)
 
 
 def map_tensors(value: Any, function: Callable[[T], T]) -> Any:
     """`value` with `function` applied to every tensor inside nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         return function(value)
+    if isinstance(value, VisionTensors):
+        return value.map(function)
     if isinstance(value, dict):
         return {key: map_tensors(each, function) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -145,12 +153,12 @@ def map_tensors(value: Any, function: Callable[[T], T]) -> Any:
 
 @dataclass
 class _Movable:
-    """Moves of all tensors of a batch: every dataclass field, so that none can be forgotten."""
+    """Moves of all tensors of a batch: everything that it holds, so that none can be forgotten."""
 
     def _apply(self: _Batch, function: Callable[[T], T]) -> _Batch:
-        for each in fields(self):
-            if each.name != "layout":
-                setattr(self, each.name, map_tensors(getattr(self, each.name), function))
+        for name, value in vars(self).items():
+            if name != "layout":
+                setattr(self, name, map_tensors(value, function))
         return self
 
     @torch.no_grad()
@@ -188,10 +196,11 @@ class Experience(_Packable, Provenance, TextExtras, KlField, TextFields):
 
 @dataclass
 class ExperienceVL(_Packable, VisionExtras, Provenance, TextExtras, KlField, VisionFields):
-    """A batch of samples with or without images and videos, whose patches and grids are concatenated in sample order.
+    """A batch of samples with or without images and videos.
 
-    pixel_values (sum of patches, patch_dim), image_grid_thws (sum of images, 3), image_counts (B): a sample without
-    images has count 0. video_seconds_per_grid (sum of videos). raw_images: a list of B lists.
+    `vision` refers to each sample's tensors. Read by name they come joined in sample order: pixel_values (sum of
+    patches, patch_dim), image_grid_thws (sum of images, 3), video_seconds_per_grid (sum of videos). image_counts (B): a
+    sample without images has count 0. raw_images: a list of B lists.
     """
 
 

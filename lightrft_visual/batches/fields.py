@@ -26,10 +26,8 @@ class Kind(enum.Enum):
     NUMBERS = enum.auto()  # like ACTIONS, or one number for the whole sample: item (1)
     SAMPLE = enum.auto()  # item of one shape for all samples, batch (B, *shape)
     SAMPLES = enum.auto()  # a dict of SAMPLE tensors
-    COUNTS = enum.auto()  # item () long: how many rows of GRIDS belong to the sample
-    GRIDS = enum.auto()  # item (n, 3) of (t, h, w), batch (sum of n, 3)
-    GRID_VALUES = enum.auto()  # item (n), one number for each row of GRIDS, batch (sum of n)
-    PATCHES = enum.auto()  # item (sum of t*h*w, dim), batch (sum over samples, dim); one row per image without grids
+    COUNTS = enum.auto()  # item () long: how many media belong to the sample
+    VISION = enum.auto()  # VisionTensors of one sample, and of B samples
     OBJECTS = enum.auto()  # item any object, batch list of B
     INFO = enum.auto()  # item dict, batch dict of columns
 
@@ -40,16 +38,14 @@ class FieldSpec:
 
     fill: what a batch holds for a sample that lacks the field while others have it. mask_dtype: set on masks, which a
     padded batch must have even when no item has one. segments: in packed form a real token holds its sample index + 1.
-    counts, grids, patches: the sibling fields of vision inputs.
+    media: "image" or "video", what COUNTS counts.
     """
 
     kind: Kind
     fill: float = 0
     mask_dtype: torch.dtype | None = None
     segments: bool = False
-    counts: str = ""
-    grids: str = ""
-    patches: str = ""
+    media: str = ""
 
 
 def replay_field(kind: Kind, *, default: Any = MISSING, **spec: Any) -> Any:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from .samples import Samples, SamplesVL, pad_rollouts
+from .vision import VisionTensors
 
 T = torch.Tensor
 
 
 @dataclass
 class PromptFeatures:
-    """What all rollouts of one prompt share, by reference: expanded ids, media, patches and grids."""
+    """What all rollouts of one prompt share, by reference: expanded ids, media, and what the model reads of them."""
 
     text: str
     token_ids: list[int]
@@ -24,11 +25,7 @@ class PromptFeatures:
     metadata: dict[str, Any] = field(default_factory=dict)
     images: list = field(default_factory=list)
     videos: list = field(default_factory=list)
-    pixel_values: T | None = None
-    image_grid_thw: T | None = None
-    pixel_values_videos: T | None = None
-    video_grid_thw: T | None = None
-    seconds_per_grid: list[float] | None = None
+    vision: VisionTensors = field(default_factory=VisionTensors)
 
 
 @dataclass
@@ -88,20 +85,10 @@ def _pad_log_probs(rollouts: list[Rollout], action_mask: T) -> T | None:
 
 def _vision_fields(rollouts: list[Rollout]) -> dict[str, Any]:
     prompts = [rollout.prompt for rollout in rollouts]
-
-    def joined(name: str) -> T | None:
-        parts = [getattr(prompt, name) for prompt in prompts if getattr(prompt, name) is not None]
-        return torch.cat(parts) if parts else None
-
-    seconds = [second for prompt in prompts for second in prompt.seconds_per_grid or []]
     return {
-        "pixel_values": joined("pixel_values"),
-        "image_grid_thws": joined("image_grid_thw"),
+        "vision": VisionTensors.gather(prompt.vision for prompt in prompts),
         "image_counts": torch.tensor([len(prompt.images) for prompt in prompts]),
-        "pixel_values_videos": joined("pixel_values_videos"),
-        "video_grid_thws": joined("video_grid_thw"),
         "video_counts": torch.tensor([len(prompt.videos) for prompt in prompts]),
-        "video_seconds_per_grid": torch.tensor(seconds) if seconds else None,
         "raw_images": [prompt.images for prompt in prompts],
         "raw_videos": [prompt.videos for prompt in prompts],
     }

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .vision import VisionName, VisionTensors
+
 T = torch.Tensor
 
 
@@ -67,21 +69,23 @@ class Samples:
 
 @dataclass
 class SamplesVL(Samples):
-    """Samples with vision inputs; patches and grids of all samples are concatenated in sample order.
+    """Samples with vision inputs.
 
-    pixel_values (sum of patches, patch_dim); image_grid_thws (sum of images, 3); image_counts (B) long; the same for
-    videos. raw_images: for each sample its PIL images (an empty list without any), shared, not copied, in a group.
+    vision: each sample's tensors, shared, not copied, in a group; `pixel_values` and the other names of the replay
+    contract read them joined in sample order. image_counts, video_counts (B) long. raw_images, raw_videos: for each
+    sample its PIL images and its videos, an empty list without any, shared likewise.
     """
 
-    pixel_values: T | None = None
-    image_grid_thws: T | None = None
+    vision: VisionTensors = field(default_factory=VisionTensors)
     image_counts: T | None = None
-    pixel_values_videos: T | None = None
-    video_grid_thws: T | None = None
     video_counts: T | None = None
-    video_seconds_per_grid: T | None = None  # (sum of videos) seconds between temporal patches; Qwen2.5-VL's M-RoPE
     raw_images: list[list] | None = None
     raw_videos: list[list] | None = None
+
+    pixel_values = VisionName("pixel_values")
+    image_grid_thws = VisionName("image_grid_thw")
+    pixel_values_videos = VisionName("pixel_values_videos")
+    video_grid_thws = VisionName("video_grid_thw")
 
 
 def pad_rollouts(

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from ..batches.model_inputs import ModelInputs
 from ..batches.samples import pad_rollouts
 from ..batches.sampling import ScoringRule
+from ..batches.vision import VisionTensors
 from ..data.media import load_image
 from ..models.vlm.actor import Actor
 from .questions import EmbeddedTask, SupervisedPair, build_embedded_task, supervised_pairs, vocabulary_texts
@@ -142,32 +143,23 @@ class PairEncoder:
 
     def __init__(self, tokenizer, processor):
         self.tokenizer, self.processor = tokenizer, processor
-        self.known: dict[tuple, tuple[list[int], torch.Tensor | None, torch.Tensor | None]] = {}
+        self.known: dict[tuple, tuple[list[int], VisionTensors]] = {}
 
     def batch(self, pairs: list[SupervisedPair]) -> ModelInputs:
         self._learn([pair for pair in pairs if _key(pair) not in self.known])
         encoded = [self.known[_key(pair)] for pair in pairs]
         end = self.tokenizer.eos_token
         answers = [self.tokenizer.encode(pair.answer + end, add_special_tokens=False) for pair in pairs]
-        sequences, attention, actions = pad_rollouts(
-            [ids for ids, _, _ in encoded], answers, self.tokenizer.pad_token_id
-        )
-        pixels = [values for _, values, _ in encoded if values is not None]
-        grids = [grid for _, _, grid in encoded if grid is not None]
-        return ModelInputs(
-            sequences,
-            attention,
-            actions,
-            pixel_values=torch.cat(pixels) if pixels else None,
-            image_grid_thws=torch.cat(grids) if grids else None,
-        )
+        sequences, attention, actions = pad_rollouts([ids for ids, _ in encoded], answers, self.tokenizer.pad_token_id)
+        vision = VisionTensors.gather(shown for _, shown in encoded)
+        return ModelInputs(sequences, attention, actions, vision=vision)
 
     def _learn(self, pairs: list[SupervisedPair]) -> None:
         """Encode prompts not met before: those with images in one call, which costs little more than one image."""
         new = {_key(pair): self._text(pair) for pair in pairs}
         shown = {key: text for key, text in new.items() if key[1] and self.processor is not None}
         for key in new.keys() - shown.keys():
-            self.known[key] = self.tokenizer.encode(new[key], add_special_tokens=False), None, None
+            self.known[key] = self.tokenizer.encode(new[key], add_special_tokens=False), VisionTensors()
         if not shown:
             return
         images = [[load_image(path) for path in paths] for _, paths in shown]
@@ -176,7 +168,7 @@ class PairEncoder:
         pixels = out["pixel_values"].split([int(grid.prod(dim=1).sum()) for grid in grids])
         masks = out["attention_mask"].bool()
         for key, ids, mask, values, grid in zip(shown, out["input_ids"], masks, pixels, grids):
-            self.known[key] = ids[mask].tolist(), values.clone(), grid
+            self.known[key] = ids[mask].tolist(), VisionTensors.of(pixel_values=values.clone(), image_grid_thw=grid)
 
     def _text(self, pair: SupervisedPair) -> str:
         messages = [{"role": "user", "content": content_parts(pair.prompt, len(pair.images))}]

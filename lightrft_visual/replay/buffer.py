@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -60,9 +61,12 @@ class NaiveReplayBuffer:
 
     @torch.no_grad()
     def append(self, experience: AnyExperience) -> None:
-        """Add the samples of a padded or packed batch, without padding. The batch stays as it was and can be freed."""
+        """Add the samples of a padded or packed batch, without padding. The batch stays as it was and can be freed.
+
+        Vision inputs are kept by reference: the samples of a prompt hold one copy of its patches.
+        """
         if self.cpu_offload:
-            experience = replace(experience).to_device("cpu")
+            experience = copy.copy(experience).to_device("cpu")
         self.items.extend(strip_padding(experience))
         if self.limit > 0:
             del self.items[: -self.limit]

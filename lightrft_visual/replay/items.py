@@ -35,8 +35,7 @@ from ..batches.ragged import (
     zero_pad_sequences,
 )
 from ..errors import DataError
-from .make import make_fields, packed_lengths
-from .split import split_fields
+from .codecs import Cut, make_fields, packed_lengths, split_fields, strip_fields
 
 __all__ = [
     "BufferItem",
@@ -77,7 +76,8 @@ class BufferItemVL(KlField, VisionExtras, Provenance, TextExtras, VisionFields):
 
     As BufferItem, and pixel_values (n_patches, patch_dim), image_grid_thws (n_images, 3), image_counts ();
     pixel_values_videos, video_grid_thws, video_counts likewise; video_seconds_per_grid (n_videos); raw_images: list of
-    PIL images.
+    PIL images. These tensors, and those of other names that a model family reads, are in `vision`, shared by the
+    samples of a prompt.
     """
 
 
@@ -149,7 +149,7 @@ def _recast(item: AnyItem, target: type) -> AnyItem:
 
 
 def split_experience_batch(experience: AnyExperience) -> list[AnyItem]:
-    """The samples of a batch, each owning its memory, so that the batch can be freed.
+    """The samples of a batch, each owning its memory, so that the batch can be freed; vision inputs stay shared.
 
     A batch made by `make_experience_batch` gives back its items without padding. The rows of any other padded batch
     stay at full width: see `remove_padding_in_sequences`. Without image counts, images are owned one by each sample
@@ -207,13 +207,7 @@ def _strip_item(item: BufferItem | BufferItemVL) -> None:
     if (start, stop) == (0, total):
         return
     prompt = total - actions
-    tokens, acts = slice(start, stop), slice(max(start - prompt, 0), max(stop - prompt, 0))
-    cuts = {Kind.TOKENS: tokens, Kind.ACTIONS: acts, Kind.NUMBERS: acts}
-    for name, spec in replay_fields(type(item)).items():
-        value = getattr(item, name)
-        whole_sample = spec.kind is Kind.NUMBERS and value is not None and len(value) == 1
-        if spec.kind in cuts and value is not None and not whole_sample:
-            setattr(item, name, value[cuts[spec.kind]].clone())
+    strip_fields(item, Cut(slice(start, stop), slice(max(start - prompt, 0), max(stop - prompt, 0))))
 
 
 def _action_width(experience: Experience | ExperienceVL) -> int:

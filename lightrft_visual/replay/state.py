@@ -15,11 +15,12 @@ from PIL import Image
 from ..batches.experience import BatchLayout, Experience, ExperienceDiffusion, ExperienceVL
 from ..batches.fields import Kind, replay_fields
 from ..batches.info_layout import InfoLayout
+from ..batches.vision import VisionTensors
 from ..errors import CheckpointError
 from .items import AnyItem, BufferItemDiffusion, make_experience_batch, split_experience_batch
 
 _CLASSES: dict[str, type] = {each.__name__: each for each in (Experience, ExperienceVL, ExperienceDiffusion)}
-_PNG = "__png__"
+_PNG, _VISION = "__png__", "__vision__"
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype)
 
 
@@ -69,6 +70,11 @@ def _batch_to_state(items: list[AnyItem]) -> dict[str, Any]:
 def _encode(value: Any, place: str) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
+    if isinstance(value, VisionTensors):
+        distinct = list({id(sample): sample for sample in value.samples}.values())
+        places = {id(sample): index for index, sample in enumerate(distinct)}
+        order = [places[id(sample)] for sample in value.samples]
+        return {_VISION: _encode(distinct, place), "samples": order}
     if isinstance(value, dict):
         return {key: _encode(each, f"{place}[{key}]") for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -95,6 +101,9 @@ def _decode(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_PNG}:
             return _open_png(value[_PNG])
+        if _VISION in value:
+            distinct = _decode(value[_VISION])
+            return VisionTensors(distinct[index] for index in value["samples"])
         return {key: _decode(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_decode(each) for each in value)

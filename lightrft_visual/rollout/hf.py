@@ -15,8 +15,10 @@ import torch
 from transformers import DynamicCache, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..batches.model_inputs import ModelInputs
+from ..batches.prompts import PromptBatch
 from ..batches.rollouts import PromptFeatures
 from ..batches.sampling import Completion, GenerationRequest, SamplingSettings
+from ..batches.vision import VisionTensors
 from ..models.vlm.actor import Actor
 from ..strategy import collectives
 from ..strategy.deepspeed import TrainEngine
@@ -69,7 +71,9 @@ class TransformersEngine:
         """n completions per request, in order. log_probs are None where top_p or top_k leave no softmax."""
         rows = []
         for request in requests:
-            prompt = request.features or self._features(request)
+            prompt = request.features
+            if prompt is None:
+                (prompt,) = self.data.features(PromptBatch.of([request.prompt], [request.images], [request.videos]))
             rows += [_Row(request, prompt, copy) for copy in range(settings.n)]
         size = self.micro_batch_size
         rounds = self._most(math.ceil(len(rows) / size))
@@ -93,23 +97,6 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Nothing to shut down."""
-
-    def _features(self, request: GenerationRequest) -> PromptFeatures:
-        made = self.data.process_multimodal_batch(
-            [request.prompt], [request.images or None], all_videos=[request.videos or None]
-        )
-        return PromptFeatures(
-            text=request.prompt,
-            token_ids=list(made.all_prompt_token_ids[0]),
-            group_id=0,
-            images=request.images,
-            videos=request.videos,
-            pixel_values=made.all_images_pixel_values[0],
-            image_grid_thw=made.all_images_grid_thw[0],
-            pixel_values_videos=made.all_videos_pixel_values[0],
-            video_grid_thw=made.all_videos_grid_thw[0],
-            seconds_per_grid=made.all_videos_second_per_grid_ts[0],
-        )
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -185,21 +172,8 @@ def prompt_inputs(prompts: Sequence[PromptFeatures], pad_id: int) -> ModelInputs
         sequences[row, width - len(tokens) :] = tokens
         mask[row, width - len(tokens) :] = 1
 
-    def joined(name: str) -> T | None:
-        parts = [getattr(prompt, name) for prompt in prompts if getattr(prompt, name) is not None]
-        return torch.cat(parts) if parts else None
-
-    seconds = [second for prompt in prompts for second in prompt.seconds_per_grid or []]
-    return ModelInputs(
-        sequences,
-        mask,
-        torch.zeros(len(ids), 0, dtype=torch.bool),
-        pixel_values=joined("pixel_values"),
-        image_grid_thws=joined("image_grid_thw"),
-        pixel_values_videos=joined("pixel_values_videos"),
-        video_grid_thws=joined("video_grid_thw"),
-        video_seconds_per_grid=torch.tensor(seconds) if seconds else None,
-    )
+    vision = VisionTensors.gather(prompt.vision for prompt in prompts)
+    return ModelInputs(sequences, mask, torch.zeros(len(ids), 0, dtype=torch.bool), vision=vision)
 
 
 def uniform_noise(rows: Sequence[_Row], steps: int) -> T:

@@ -10,6 +10,9 @@ import torch
 from easydict import EasyDict
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from ..batches.prompts import PromptBatch
+from ..batches.rollouts import PromptFeatures
+from ..batches.vision import VisionTensors
 from ..data.media import MAX_IMAGE_PIXELS, describe_source, load_image
 from ..data.placeholders import check_placeholders, video_arguments
 from ..data.rows import as_source_list
@@ -17,6 +20,13 @@ from ..data.video import Video, load_video
 from ..errors import ConfigError, DataError
 
 T = torch.Tensor
+_COLUMNS = {
+    "all_images_pixel_values": "pixel_values",
+    "all_videos_pixel_values": "pixel_values_videos",
+    "all_images_grid_thw": "image_grid_thw",
+    "all_videos_grid_thw": "video_grid_thw",
+    "all_videos_second_per_grid_ts": "second_per_grid_ts",
+}
 _FEATURES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 _CARRIED = {*_FEATURES, "input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
 
@@ -64,7 +74,7 @@ class MultimodalDataProcessor:
         all_prompts str, not expanded; all_images list[PIL RGB] or None; all_videos list[Video] or None;
         all_images_num, all_videos_num int; all_images_pixel_values (patches, patch_dim) or None;
         all_images_grid_thw (images, 3) or None; all_videos_pixel_values and all_videos_grid_thw alike;
-        all_videos_second_per_grid_ts list[float] or None, where the model places frames in time by it; all_references.
+        all_videos_second_per_grid_ts (videos) or None, where the model places frames in time by it; all_references.
 
         Raises DataError naming the prompt's index for media that do not match the placeholders or images_num, for
         unreadable media, and for a prompt above prompt_max_len.
@@ -73,12 +83,7 @@ class MultimodalDataProcessor:
         references = _per_prompt(all_references, count, "all_references")
         images = self._load(_per_prompt(all_images, count, "all_images"), images_num, "image")
         videos = self._load(_per_prompt(all_videos, count, "all_videos"), videos_num, "video")
-        for index, prompt in enumerate(all_prompts):
-            check_placeholders(
-                prompt, len(images[index]), len(videos[index]), self.processor or self.tokenizer, f"prompt {index}"
-            )
-        token_ids, features = self._encode(list(all_prompts), images, videos)
-        self._check_lengths(token_ids)
+        token_ids, vision = self._prepare(list(all_prompts), images, videos)
         columns = {
             "all_prompt_token_ids": token_ids,
             "all_prompts": list(all_prompts),
@@ -86,14 +91,44 @@ class MultimodalDataProcessor:
             "all_videos": [batch or None for batch in videos],
             "all_images_num": [len(batch) for batch in images],
             "all_videos_num": [len(batch) for batch in videos],
-            "all_images_pixel_values": features["pixel_values"],
-            "all_videos_pixel_values": features["pixel_values_videos"],
-            "all_images_grid_thw": features["image_grid_thw"],
-            "all_videos_grid_thw": features["video_grid_thw"],
-            "all_videos_second_per_grid_ts": features["second_per_grid_ts"],
             "all_references": references,
         }
+        columns |= {key: [each.get(name) for each in vision] for key, name in _COLUMNS.items()}
         return _attributes({name: _repeat(column, n_samples_per_prompt) for name, column in columns.items()})
+
+    def features(self, batch: PromptBatch) -> list[PromptFeatures]:
+        """Expanded ids, decoded media and vision tensors of each prompt.
+
+        Raises DataError as `process_multimodal_batch` does.
+        """
+        images, videos = self._load(batch.images, None, "image"), self._load(batch.videos, None, "video")
+        token_ids, vision = self._prepare(batch.prompts, images, videos)
+        return [
+            PromptFeatures(
+                text=batch.prompts[i],
+                token_ids=token_ids[i],
+                group_id=int(batch.ids[i]),
+                reference=batch.references[i],
+                label=batch.labels[i],
+                metadata=batch.metadata[i],
+                images=images[i],
+                videos=videos[i],
+                vision=vision[i],
+            )
+            for i in range(len(batch))
+        ]
+
+    def _prepare(
+        self, prompts: list[str], images: list[list], videos: list[list]
+    ) -> tuple[list[list[int]], list[VisionTensors]]:
+        """Expanded token ids and vision tensors of each prompt, checked."""
+        for index, prompt in enumerate(prompts):
+            check_placeholders(
+                prompt, len(images[index]), len(videos[index]), self.processor or self.tokenizer, f"prompt {index}"
+            )
+        token_ids, vision = self._encode(prompts, images, videos)
+        self._check_lengths(token_ids)
+        return token_ids, vision
 
     def _load(self, cells: list[Any], wanted: Sequence[int] | None, kind: str) -> list[list[Any]]:
         """Decoded media of each prompt; a source that several prompts name is decoded once."""
@@ -117,24 +152,24 @@ class MultimodalDataProcessor:
 
     def _encode(
         self, prompts: list[str], images: list[list], videos: list[list]
-    ) -> tuple[list[list[int]], dict[str, list]]:
-        """Expanded token ids and vision features of each prompt."""
+    ) -> tuple[list[list[int]], list[VisionTensors]]:
         if not prompts:
-            return [], {name: [] for name in _FEATURES}
+            return [], []
         if self.processor is None:
-            return self.tokenizer(prompts)["input_ids"], {name: [None] * len(prompts) for name in _FEATURES}
+            return list(self.tokenizer(prompts)["input_ids"]), [VisionTensors() for _ in prompts]
         # Patches in one long tensor split by their grids; other layouts only keep their prompt when made one by one.
         together = "image_grid_thw" in self.processor.model_input_names
         whole = range(len(prompts))
         token_ids: list[list[int]] = []
-        features: dict[str, list] = {name: [] for name in _FEATURES}
+        vision: list[VisionTensors] = []
         for part in [whole] if together else [range(index, index + 1) for index in whole]:
-            part_images, part_videos = [images[i] for i in part], [videos[i] for i in part]
             output = self._call(prompts, images, videos, part)
-            token_ids += output["input_ids"]
-            for name, column in _split_features(output, part_images, part_videos).items():
-                features[name] += column
-        return token_ids, features
+            token_ids += map(list, output["input_ids"])
+            counts = {"image": [len(images[i]) for i in part], "video": [len(videos[i]) for i in part]}
+            tensors = {name: _tensor(output[name]) for name in _FEATURES if output.get(name) is not None}
+            own = VisionTensors.of(**tensors).shared_out(len(part), counts)
+            vision += [VisionTensors([each]) for each in own]
+        return token_ids, vision
 
     def _call(self, prompts: list[str], images: list[list], videos: list[list], part: range) -> Mapping[str, Any]:
         arguments: dict[str, Any] = {"text": [prompts[i] for i in part]}
@@ -188,30 +223,8 @@ def _repeat(column: list[Any], times: int) -> list[Any]:
     return [value for value in column for _ in range(times)]
 
 
-def _split_features(output: Mapping[str, Any], images: list[list], videos: list[list]) -> dict[str, list]:
-    """Each prompt's own tensors, None without such media. Copies, so that one prompt does not keep all others alive."""
-    columns: dict[str, list] = {}
-    for pixels, grid, media in (
-        ("pixel_values", "image_grid_thw", images),
-        ("pixel_values_videos", "video_grid_thw", videos),
-    ):
-        columns[pixels], columns[grid] = _split_pixels(output.get(pixels), output.get(grid), [len(m) for m in media])
-    seconds = iter(output.get("second_per_grid_ts", ()))
-    timed = "second_per_grid_ts" in output
-    columns["second_per_grid_ts"] = [[float(next(seconds)) for _ in m] if timed and m else None for m in videos]
-    return columns
-
-
-def _split_pixels(pixels: Any, grid: Any, counts: list[int]) -> tuple[list[T | None], list[T | None]]:
-    if pixels is None:
-        return [None] * len(counts), [None] * len(counts)
-    # Some image processors give a list of images of one size, others one array or tensor.
-    pixels = torch.stack(list(pixels)) if isinstance(pixels, list) else torch.as_tensor(pixels)
-    if grid is None:
-        return [pixels], [None]  # called for a single prompt
-    grids = torch.as_tensor(grid).split(counts)
-    patches = pixels.split([int(part.prod(dim=1).sum()) for part in grids])
-    return (
-        [part.clone() if count else None for part, count in zip(patches, counts)],
-        [part.clone() if count else None for part, count in zip(grids, counts)],
-    )
+def _tensor(values: Any) -> T:
+    """Some image processors give a list of images of one size, others one array or tensor; times come as a list."""
+    if isinstance(values, list) and values and not isinstance(values[0], (int, float)):
+        return torch.stack([torch.as_tensor(value) for value in values])
+    return torch.as_tensor(values)

@@ -25,7 +25,7 @@ class RolloutStage:
         Raises DataError for prompts that cannot be used, and RolloutError when the engine's prompt ids are not the
         trainer's (then images would land on other tokens).
         """
-        prompts = self.features(batch)
+        prompts = self.data_processor.features(batch)
         requests = [self._request(prompt, purpose) for prompt in prompts]
         completions = self.engine.generate(requests, settings)
         rollouts = []
@@ -44,32 +44,6 @@ class RolloutStage:
                     )
                 )
         return rollouts
-
-    def features(self, batch: PromptBatch) -> list[PromptFeatures]:
-        """Expanded ids, decoded media and preprocessed patches of each prompt."""
-        if not len(batch):
-            return []
-        processed = self.data_processor.process_multimodal_batch(
-            batch.prompts, batch.images, batch.references, None, 1, batch.videos, None
-        )
-        return [
-            PromptFeatures(
-                text=batch.prompts[i],
-                token_ids=list(processed.all_prompt_token_ids[i]),
-                group_id=int(batch.ids[i]),
-                reference=batch.references[i],
-                label=batch.labels[i],
-                metadata=batch.metadata[i],
-                images=list(processed.all_images[i] or []),
-                videos=list(processed.all_videos[i] or []),
-                pixel_values=processed.all_images_pixel_values[i],
-                image_grid_thw=processed.all_images_grid_thw[i],
-                pixel_values_videos=processed.all_videos_pixel_values[i],
-                video_grid_thw=processed.all_videos_grid_thw[i],
-                seconds_per_grid=processed.all_videos_second_per_grid_ts[i],
-            )
-            for i in range(len(batch))
-        ]
 
     def _request(self, prompt: PromptFeatures, purpose: str) -> GenerationRequest:
         seed = derive_seed(self.run_seed, purpose, prompt.group_id)

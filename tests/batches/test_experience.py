@@ -10,6 +10,7 @@ from replay_cases import diffusion_item, text_item, vision_item
 
 from lightrft_visual.batches.experience import ExperienceVL, map_tensors
 from lightrft_visual.batches.fields import Kind
+from lightrft_visual.batches.vision import CONTRACT_NAMES
 from lightrft_visual.replay.items import make_experience_batch, replay_fields
 
 EVERY_TENSOR = {
@@ -49,12 +50,9 @@ def test_every_tensor_moves(item):
 
 def test_every_vision_tensor_was_in_the_test_above():
     batch = make_experience_batch([vision_item(1, 1, video_seconds_per_grid=torch.ones(1), **EVERY_TENSOR)])
-    empty = [
-        name
-        for name, spec in replay_fields(ExperienceVL).items()
-        if getattr(batch, name) is None and spec.kind is not Kind.OBJECTS
-    ]
-    assert empty == []
+    kinds = {name: spec.kind for name, spec in replay_fields(ExperienceVL).items()}
+    names = [name for name, kind in kinds.items() if kind is not Kind.OBJECTS]
+    assert [name for name in [*names, *CONTRACT_NAMES] if getattr(batch, name) is None] == []
 
 
 def test_pinning_without_an_accelerator_changes_nothing():

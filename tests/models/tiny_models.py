@@ -98,23 +98,7 @@ def prompts_for(checkpoint: Checkpoint) -> PromptBatch:
 
 
 def features_of(checkpoint: Checkpoint, batch: PromptBatch) -> list[PromptFeatures]:
-    data = MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1024)
-    made = data.process_multimodal_batch(batch.prompts, batch.images, None, None, 1, batch.videos, None)
-    return [
-        PromptFeatures(
-            text=batch.prompts[i],
-            token_ids=list(made.all_prompt_token_ids[i]),
-            group_id=int(batch.ids[i]),
-            images=list(made.all_images[i] or []),
-            videos=list(made.all_videos[i] or []),
-            pixel_values=made.all_images_pixel_values[i],
-            image_grid_thw=made.all_images_grid_thw[i],
-            pixel_values_videos=made.all_videos_pixel_values[i],
-            video_grid_thw=made.all_videos_grid_thw[i],
-            seconds_per_grid=made.all_videos_second_per_grid_ts[i],
-        )
-        for i in range(len(batch))
-    ]
+    return MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1024).features(batch)
 
 
 def rollouts_of(checkpoint: Checkpoint, batch: PromptBatch, seed: int = 0) -> list[Rollout]:

@@ -99,15 +99,11 @@ def test_greedy_equals_transformers_own_generation(rig):
         prompt = rollout.prompt
         ids = torch.tensor([prompt.token_ids])
         types = (ids == checkpoint.config.image_token_id).int() + 2 * (ids == checkpoint.config.video_token_id).int()
-        media = {"pixel_values": prompt.pixel_values, "image_grid_thw": prompt.image_grid_thw}
-        media |= {"pixel_values_videos": prompt.pixel_values_videos, "video_grid_thw": prompt.video_grid_thw}
-        if prompt.seconds_per_grid:
-            media["second_per_grid_ts"] = torch.tensor(prompt.seconds_per_grid)
         theirs = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             mm_token_type_ids=types,
-            **{name: value for name, value in media.items() if value is not None},
+            **prompt.vision.joined(),
             max_new_tokens=6,
             do_sample=False,
             suppress_tokens=rig.actor.banned_ids.tolist(),
@@ -144,7 +140,7 @@ def test_truncated_sampling_has_no_log_probs_and_the_gate_works_all_the_same(rig
 
 def test_prompts_without_features_are_preprocessed_by_the_engine(rig):
     batch = mixed_prompts()
-    features = rig.stage.features(batch)
+    features = rig.stage.data_processor.features(batch)
     bare = [GenerationRequest(p.text, p.token_ids, 7, p.images, p.videos) for p in features]
     full = [GenerationRequest(p.text, p.token_ids, 7, p.images, p.videos, p) for p in features]
     ours, theirs = rig.engine.generate(bare, PLAIN), rig.engine.generate(full, PLAIN)

@@ -11,6 +11,7 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from transformers import Cache, PreTrainedModel
 
 from ...batches.model_inputs import ModelInputs
+from ...batches.vision import VisionTensors
 from ...errors import ConfigError, DataError
 from ...strategy import collectives
 from .modality import ActorModality, get_modality, require_packing
@@ -97,7 +98,8 @@ class Backbone:
         must run at least once. ZeRO-3 gathers weights in that order: it must run equally often on every rank, and the
         ranks agree on it here.
         """
-        present = torch.tensor([inputs.pixel_values is not None, inputs.pixel_values_videos is not None]).float()
+        names = inputs.vision.names
+        present = torch.tensor(["pixel_values" in names, "pixel_values_videos" in names]).float()
         wanted = present
         if is_zero_param(next(self.base.parameters())):
             wanted = collectives.all_reduce_max(present)
@@ -117,13 +119,13 @@ class Backbone:
         image = kind == "image"
         ids[0] = self.image_token_id if image else self.video_token_id
         mark[0] = 1 if image else 2
-        names = ("pixel_values", "image_grid_thws") if image else ("pixel_values_videos", "video_grid_thws")
-        media = dict(zip(names, (pixels.to(device), None if grids is None else grids.to(device))))
+        names = ("pixel_values", "image_grid_thw") if image else ("pixel_values_videos", "video_grid_thw")
+        media = VisionTensors.of(**dict(zip(names, (pixels, grids)))).to(device)
         longer = replace(
             inputs,
             sequences=torch.cat([inputs.sequences, ids], dim=1),
             attention_mask=torch.cat([inputs.attention_mask, mark.bool().to(inputs.attention_mask.dtype)], dim=1),
-            **media,
+            vision=VisionTensors([inputs.vision.joined() | media.joined()]),
         )
         later = positions[..., -1:] + torch.arange(1, count + 1, device=device)
         return longer, torch.cat([positions, later], dim=-1), torch.cat([types, mark], dim=1)
@@ -147,17 +149,12 @@ class Backbone:
         )
 
     def _vision_arguments(self, inputs: ModelInputs, types: T) -> dict:
-        arguments = {
-            "pixel_values": inputs.pixel_values,
-            "image_grid_thw": inputs.image_grid_thws,
-            "pixel_values_videos": inputs.pixel_values_videos,
-            "video_grid_thw": inputs.video_grid_thws,
-        }
-        arguments = {name: value for name, value in arguments.items() if value is not None}
+        arguments: dict = inputs.vision.joined()
+        arguments.pop("second_per_grid_ts", None)
         if self.mrope is not None:
             arguments["mm_token_type_ids"] = types
-        elif inputs.pixel_values is not None and inputs.pixel_values.dim() == 4:
-            _check_even(types, inputs)
+        elif "pixel_values" in arguments and arguments["pixel_values"].dim() == 4:
+            _check_even(types, arguments["pixel_values"], inputs.sample_ids)
         return arguments
 
     def _positions(self, inputs: ModelInputs) -> tuple[T, T]:
@@ -177,9 +174,10 @@ class Backbone:
         """(3, rows, S) long on the inputs' device; worked out on the host, where the patterns are compared."""
         positions = torch.zeros(3, *types.shape, dtype=torch.long)
         host_types, mask = types.cpu(), inputs.attention_mask.bool().cpu()
-        images = _GridCursor(inputs.image_grid_thws, self._merge_area(), "image", inputs.sample_ids)
-        videos = _GridCursor(inputs.video_grid_thws, self._merge_area(), "video", inputs.sample_ids)
-        seconds = None if inputs.video_seconds_per_grid is None else inputs.video_seconds_per_grid.cpu()
+        vision = inputs.vision.joined()
+        images = _GridCursor(vision.get("image_grid_thw"), self._merge_area(), "image", inputs.sample_ids)
+        videos = _GridCursor(vision.get("video_grid_thw"), self._merge_area(), "video", inputs.sample_ids)
+        seconds = vision["second_per_grid_ts"].cpu() if "second_per_grid_ts" in vision else None
         if inputs.packed_seq_lens is not None:
             ends = torch.tensor(inputs.packed_seq_lens).cumsum(0).tolist()
             places = [(0, slice(end - n, end)) for end, n in zip(ends, inputs.packed_seq_lens)]
@@ -199,11 +197,11 @@ class Backbone:
         return self.config.vision_config.spatial_merge_size**2
 
 
-def _check_even(types: T, inputs: ModelInputs) -> None:
+def _check_even(types: T, pixels: T, sample_ids: T | None) -> None:
     """For models that give every image the same number of tokens. Raises DataError where some are missing or left."""
-    counts, images = (types == 1).sum(dim=1).tolist(), len(inputs.pixel_values)
+    counts, images = (types == 1).sum(dim=1).tolist(), len(pixels)
     if not sum(counts) or sum(counts) % images:
-        names = range(len(counts)) if inputs.sample_ids is None else inputs.sample_ids.tolist()
+        names = range(len(counts)) if sample_ids is None else sample_ids.tolist()
         listed = ", ".join(f"sample {name}: {count}" for name, count in zip(names, counts))
         raise DataError(f"{sum(counts)} image tokens do not divide over {images} image(s) ({listed})")
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer
 
 from ...batches.model_inputs import ModelInputs
+from ...batches.vision import VisionTensors
 from ...config.vl import RewardConfig
 from ...errors import ConfigError, RewardError
 from ...models.reward_model import HEAD_FILE, VLRewardModel
@@ -135,8 +136,7 @@ class VLModel:
             sequences=given["input_ids"],
             attention_mask=mask,
             action_mask=torch.zeros_like(mask[:, :1], dtype=torch.bool),
-            pixel_values=given.get("pixel_values"),
-            image_grid_thws=given.get("image_grid_thw"),
+            vision=VisionTensors.of(pixel_values=given.get("pixel_values"), image_grid_thw=given.get("image_grid_thw")),
         )
 
 

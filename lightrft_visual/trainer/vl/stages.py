@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,15 +78,10 @@ def to_experience(samples: Samples) -> Experience | ExperienceVL:
     }
     if not isinstance(samples, SamplesVL):
         return Experience(**shared)
-    vision = {f.name: getattr(samples, f.name) for f in fields(ExperienceVL) if f.name in _VISION_FIELDS}
-    return ExperienceVL(**shared, **vision)
-
-
-# raw_images stay behind: the reward has seen them, and training reads patches.
-_VISION_FIELDS = (
-    "pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws", "image_counts", "video_counts",
-    "video_seconds_per_grid",
-)  # fmt: skip
+    # raw_images stay behind: the reward has seen them, and training reads patches.
+    return ExperienceVL(
+        **shared, vision=samples.vision, image_counts=samples.image_counts, video_counts=samples.video_counts
+    )
 
 
 def add_kl(experience: Experience | ExperienceVL, estimator: str) -> None:

@@ -111,8 +111,7 @@ def test_log_probs_are_those_of_transformers_own_forward(root, kind):
         media = {}
         if checkpoint.vision:
             media["mm_token_type_ids"] = token_types(ids, checkpoint.config.image_token_id, None)
-        if rollout.prompt.pixel_values is not None:
-            media |= {"pixel_values": rollout.prompt.pixel_values, "image_grid_thw": rollout.prompt.image_grid_thw}
+        media |= rollout.prompt.vision.joined()
         logits = actor.model(input_ids=ids, attention_mask=torch.ones_like(ids), **media).logits[0]
         table = logits[-len(rollout.token_ids) - 1 : -1].log_softmax(dim=-1)
         theirs = table.gather(1, torch.tensor(rollout.token_ids).unsqueeze(1)).squeeze(1)

@@ -31,6 +31,7 @@ from transformers import (
 
 from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.batches.sampling import SamplingSettings, ScoringRule
+from lightrft_visual.batches.vision import VisionTensors
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.embedded.questions import vocabulary_texts
 from lightrft_visual.embedded.tiny_vlm import CHAT_TEMPLATE, VISION_FAMILIES, build_tokenizer
@@ -79,10 +80,11 @@ def test_what_does_not_match_is_an_error_that_names_the_sample(root, family, pac
 def test_an_image_too_many_is_an_error(root):
     checkpoint = checkpoint_of(root, "qwen2_5_vl")
     inputs = inputs_of(checkpoint, rollouts_of(checkpoint, mixed_prompts(videos=False)))
-    grids = torch.cat([inputs.image_grid_thws, inputs.image_grid_thws[-1:]])
+    grids = inputs.vision.get("image_grid_thw")
+    grids = torch.cat([grids, grids[-1:]])
     with pytest.raises(DataError, match=r"1 image\(s\) of the batch have no placeholder tokens"):
-        scored(actor_of(checkpoint), replace(inputs, image_grid_thws=grids))
-    missing = replace(inputs, image_grid_thws=None, pixel_values=None)
+        scored(actor_of(checkpoint), replace(inputs, vision=inputs.vision.replaced("image_grid_thw", grids)))
+    missing = replace(inputs, vision=VisionTensors())
     with pytest.raises(DataError, match="sample 101 has 4 image tokens, its images have 0 features"):
         scored(actor_of(checkpoint), missing)
 

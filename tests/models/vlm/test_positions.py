@@ -152,5 +152,6 @@ def test_whole_prompts_with_images_equal_transformers(root, family):
     for prompt in features_of(checkpoint, mixed_prompts(videos=False)):
         ids = torch.tensor([prompt.token_ids])
         types = token_types(ids, checkpoint.config.image_token_id, checkpoint.config.video_token_id)
-        theirs, _ = base.get_rope_index(ids, types, image_grid_thw=prompt.image_grid_thw)
-        assert torch.equal(MRopePositions(base)(types[0], prompt.image_grid_thw, None), theirs[:, 0])
+        grids = prompt.vision.get("image_grid_thw")
+        theirs, _ = base.get_rope_index(ids, types, image_grid_thw=grids)
+        assert torch.equal(MRopePositions(base)(types[0], grids, None), theirs[:, 0])

@@ -1,0 +1,230 @@
+"""Vision inputs of samples, by the names that a model's forward takes: held once a prompt, joined when a model reads.
+
+The samples of a prompt hold one and the same dict of tensors, from the processor to the replay buffer. Nothing writes
+into these tensors in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import DataError
+from .fields import values_equal
+
+T = torch.Tensor
+Named = dict[str, T]
+
+# Names of the replay contract, and those of transformers which they stand for.
+CONTRACT_NAMES = {
+    "pixel_values": "pixel_values",
+    "image_grid_thws": "image_grid_thw",
+    "pixel_values_videos": "pixel_values_videos",
+    "video_grid_thws": "video_grid_thw",
+    "video_seconds_per_grid": "second_per_grid_ts",
+}
+_SHOWN = {name: contract for contract, name in CONTRACT_NAMES.items()}
+PATCHES = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}  # rows: t*h*w of each grid
+GRIDS = ("image_grid_thw", "video_grid_thw")
+PER_GRID = {"second_per_grid_ts": ("video_grid_thw", 1.0)}  # one number a row of the grids, and what stands for none
+
+
+class VisionTensors:
+    """Vision inputs of B samples.
+
+    samples: for each sample its tensors by name, {} without media; in each the rows (first dimension) follow the order
+    of its media. The dicts are shared by reference and never changed. A batch that came with all rows already joined is
+    a single entry for all its samples, until `shared_out` says whose they are.
+    """
+
+    def __init__(self, samples: Iterable[Named] = ({},)):
+        self.samples = list(samples)
+
+    @classmethod
+    def of(cls, **tensors: T | None) -> VisionTensors:
+        """One sample's, or a joined batch's, tensors by name; those that are None are left out."""
+        return cls([{name: value for name, value in tensors.items() if value is not None}])
+
+    @classmethod
+    def gather(cls, parts: Iterable[VisionTensors]) -> VisionTensors:
+        """All samples of all parts behind each other, by reference."""
+        return cls(sample for part in parts for sample in part.samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both hold the same samples, by shape, dtype and value."""
+        return isinstance(other, VisionTensors) and values_equal(self.samples, other.samples)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shapes = [{name: tuple(value.shape) for name, value in each.items()} for each in self.samples]
+        return f"VisionTensors({shapes})"
+
+    @property
+    def names(self) -> list[str]:
+        """Names that any sample has."""
+        return list(dict.fromkeys(name for sample in self.samples for name in sample))
+
+    def get(self, name: str) -> T | None:
+        """The rows of all samples behind each other; None where no sample has the name."""
+        parts = [sample[name] for sample in self.samples if name in sample]
+        if name in PER_GRID and parts:
+            parts = _filled(self.samples, name, parts[0])
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)) if parts else None
+
+    def joined(self) -> Named:
+        """What the forward takes: every name that has rows."""
+        found = {name: self.get(name) for name in self.names}
+        return {name: value for name, value in found.items() if len(value)}
+
+    def replaced(self, name: str, value: T | None) -> VisionTensors:
+        """The same with another tensor, or none, under `name`, for all samples together."""
+        tensors = {each: self.get(each) for each in self.names}
+        return VisionTensors.of(**(tensors | {name: value}))
+
+    def map(self, function: Callable[[T], T]) -> VisionTensors:
+        """`function` applied once to each distinct tensor; what samples share they share afterwards."""
+        made: dict[int, Any] = {}
+        for sample in self.samples:
+            for value in sample.values():
+                if id(value) not in made:
+                    made[id(value)] = function(value)
+            if id(sample) not in made:
+                made[id(sample)] = {name: made[id(value)] for name, value in sample.items()}
+        return VisionTensors(made[id(sample)] for sample in self.samples)
+
+    def to(self, device: torch.device | str) -> VisionTensors:
+        """Every tensor on `device`; each distinct one is moved once."""
+        return self.map(lambda tensor: tensor.to(device))
+
+    def nbytes(self) -> int:
+        """Bytes of the distinct storages that are held."""
+        storages = [value.untyped_storage() for sample in self.samples for value in sample.values()]
+        return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+    def count(self, kind: str) -> int:
+        """Images or videos by the rows of the grids, or of the pixel values where a model has no grids."""
+        pixels = "pixel_values" if kind == "image" else "pixel_values_videos"
+        grids = self.get(PATCHES[pixels])
+        owner = self.get(pixels) if grids is None else grids
+        return 0 if owner is None else len(owner)
+
+    def shared_out(self, size: int, counts: dict[str, Sequence[int] | None]) -> list[Named]:
+        """The tensors of each of `size` samples.
+
+        counts: images and videos of each sample, read where the rows came joined: by the grids' rows, else one row a
+        medium. Without counts every sample owns one, if there are `size`. Raises DataError where that does not add up.
+        """
+        if len(self.samples) == size:
+            return self.samples
+        if len(self.samples) != 1:
+            raise DataError(f"vision inputs of {len(self.samples)} samples, the batch has {size}")
+        tensors = self.samples[0]
+        columns = {name: _owned(tensors, name, size, counts) for name in tensors}
+        return [{name: parts[i] for name, parts in columns.items() if len(parts[i])} for i in range(size)]
+
+
+def _filled(samples: Sequence[Named], name: str, like: T) -> list[T]:
+    grids, fill = PER_GRID[name]
+    rows = [len(sample[grids]) if grids in sample else 0 for sample in samples]
+    return [sample[name] if name in sample else like.new_full((n,), fill) for sample, n in zip(samples, rows)]
+
+
+def _owned(tensors: Named, name: str, size: int, counts: dict[str, Sequence[int] | None]) -> list[T]:
+    """Copies of each sample's rows: a view would keep the whole batch in memory."""
+    value, grids = tensors[name], PATCHES.get(name)
+    kind = "video" if "video" in name or name in PER_GRID else "image"
+    if grids not in tensors:
+        sizes = _counted(counts.get(kind), len(value), size, name, kind)
+    else:
+        media = _counted(counts.get(kind), len(tensors[grids]), size, grids, kind)
+        patches = iter(tensors[grids].prod(-1).tolist())
+        sizes = [sum(next(patches) for _ in range(n)) for n in media]
+    if len(value) != sum(sizes):
+        raise DataError(f"{shown(name)} has {len(value)} rows, its samples own {sum(sizes)}")
+    return [part.clone() for part in value.split(sizes)]
+
+
+def _counted(counts: Sequence[int] | None, rows: int, size: int, name: str, kind: str) -> Sequence[int]:
+    if counts is not None:
+        if sum(counts) != rows:
+            raise DataError(f"{shown(name)} has {rows} rows, its samples own {sum(counts)}")
+        return counts
+    if rows in (0, size):
+        return [rows // size] * size
+    raise DataError(f"{shown(name)}: {rows} rows for {size} samples, and no {kind}_counts to say whose they are")
+
+
+def shown(name: str) -> str:
+    """A tensor's name as items and batches call it."""
+    return _SHOWN.get(name, name)
+
+
+def check_alike(samples: Sequence[Named]) -> None:
+    """Raise DataError, naming sample and field, where a sample contradicts itself, or cannot be joined to others."""
+    first: Named = {}
+    for index, sample in enumerate(samples):
+        for name, value in sample.items():
+            _check_rows(sample, name, f"sample {index}: {shown(name)}")
+            like = first.setdefault(name, value)
+            if value.shape[1:] != like.shape[1:] or value.dtype != like.dtype:
+                raise DataError(
+                    f"sample {index}: {shown(name)} is {value.dtype} {tuple(value.shape)}, which cannot be put behind "
+                    f"{like.dtype} {tuple(like.shape)}"
+                )
+    for name, grids in PATCHES.items():
+        gridless = any(len(sample.get(name, ())) and grids not in sample for sample in samples)
+        if gridless and grids in first:
+            raise DataError(f"{name}: some samples have {shown(grids)} and others have {name} without them")
+
+
+def _check_rows(sample: Named, name: str, place: str) -> None:
+    value, grids = sample[name], sample.get(PATCHES.get(name, ""))
+    if name in GRIDS and (value.dim() != 2 or value.shape[1] != 3):
+        raise DataError(f"{place} must be (n, 3), not {tuple(value.shape)}")
+    if grids is not None and grids.dim() == 2 and len(value) != int(grids.prod(-1).sum()):
+        raise DataError(f"{place} has {len(value)} patches, its {shown(PATCHES[name])} are {grids.tolist()}")
+    if name in PER_GRID:
+        owner = PER_GRID[name][0]
+        rows = len(sample[owner]) if owner in sample else 0
+        if value.shape != (rows,):
+            raise DataError(f"{place} is {tuple(value.shape)}, its {shown(owner)} hold {rows}")
+
+
+class VisionName:
+    """A field of the contract: reads and writes one tensor of its object's `vision`.
+
+    As the default of a dataclass field it also takes the constructor's argument, from which `adopt_given` makes
+    `vision`.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, owner: Any, cls: type | None = None) -> T | None:
+        return None if owner is None else owner.vision.get(self.name)
+
+    def __set__(self, owner: Any, value: T | None) -> None:
+        if "vision" in vars(owner):
+            owner.vision = owner.vision.replaced(self.name, value)
+        else:  # the constructor sets `vision` after the fields of the contract
+            vars(owner).setdefault("_given", {})[self.name] = value
+
+
+def adopt_given(owner: Any) -> None:
+    """The end of a constructor: `vision` from the tensors given by their contract names, or as it was given itself.
+
+    Where both were given, as `dataclasses.replace` does, the tensors that differ are put into it.
+    """
+    given = vars(owner).pop("_given", {})
+    if owner.vision is None:
+        owner.vision = VisionTensors.of(**given)
+    elif any(value is not None for value in given.values()):
+        for name, value in given.items():
+            if not values_equal(owner.vision.get(name), value):
+                owner.vision = owner.vision.replaced(name, value)
