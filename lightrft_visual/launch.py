@@ -33,13 +33,13 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def run_vl(config: RunConfig, trainer_class: type | None = None) -> None:
+def run_vl(config: RunConfig) -> None:
     """Build and run a vision-language trainer; the package's own errors end the process with one line and code 1."""
 
     def build():
-        from .trainer.vl.build import build_trainer
+        from .trainer.vl.trainer import build_trainer
 
-        return build_trainer(config, trainer_class)
+        return build_trainer(config)
 
     _run(build)
 

@@ -57,7 +57,7 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """A coefficient steered so that the measured KL nears `target` (Ziegler et al. 2019, arXiv 1909.08593)."""
+    """A coefficient steered so that the KL per token nears `target` (after Ziegler et al. 2019, arXiv 1909.08593)."""
 
     def __init__(self, init_kl_coef: float, target: float, horizon: int) -> None:
         super().__init__(init_kl_coef)
@@ -67,7 +67,7 @@ class AdaptiveKLController(FixedKLController):
     def update(self, current: float, n_steps: int) -> None:
         """Scale by 1 + clip(current / target - 1, +-0.2) * n_steps / horizon.
 
-        current: mean KL of the step, the same on every rank; n_steps: samples of the step over all ranks.
+        current: mean KL per token of the step, the same on every rank; n_steps: samples of the step over all ranks.
         """
         error = min(max(current / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * n_steps / self.horizon

@@ -92,12 +92,3 @@ def _vision_fields(rollouts: list[Rollout]) -> dict[str, Any]:
         "raw_images": [prompt.images for prompt in prompts],
         "raw_videos": [prompt.videos for prompt in prompts],
     }
-
-
-def remember_rewards(rollouts: list[Rollout], samples: Samples) -> None:
-    """Write the scores of a scored micro-batch back to the rollouts that it was made of."""
-    names = list(samples.reward_metrics)
-    for row, rollout in enumerate(rollouts):
-        rollout.reward = samples.rewards[row].item()
-        rollout.valid = bool(samples.reward_valid[row])
-        rollout.components = {name: samples.reward_metrics[name][row].item() for name in names}

@@ -244,7 +244,7 @@ class AlgorithmConfig:
     gamma: float = 1.0
     lambd: float = 0.95
     init_kl_coef: float = 0.01
-    kl_target: float | None = None  # set: adaptive controller
+    kl_target: float | None = None  # mean KL per token; set: adaptive controller
     kl_horizon: int = 10_000
     kl_estimator: str = "k1"
     use_kl_loss: bool = False  # KL as a loss term instead of in the reward

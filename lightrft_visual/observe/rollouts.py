@@ -12,44 +12,36 @@ from typing import Any
 
 import torch
 
-from ..batches.samples import Samples, SamplesVL
+from ..batches.rollouts import Rollout
 from ..strategy.collectives import all_gather_object
 from ..strategy.seeding import derive_seed
 
 Record = dict[str, Any]
 
 
-def records_from_samples(samples: Samples) -> list[Record]:
-    """One record for each of the B samples of a scored micro-batch."""
-    lengths = samples.response_length.tolist()
-    rewards = [None] * len(samples) if samples.rewards is None else samples.rewards.float().tolist()
-    valid = [True] * len(samples) if samples.reward_valid is None else samples.reward_valid.tolist()
-    components = {name: values.float().tolist() for name, values in samples.reward_metrics.items()}
-    records = []
-    for index in range(len(samples)):
-        record = {
-            "prompt": samples.prompts[index],
-            "response": samples.responses[index],
-            "reward": rewards[index],
-            "components": {name: values[index] for name, values in components.items()},
-            "reference": samples.references[index],
-            "label": samples.labels[index],
-            "group_id": int(samples.group_ids[index]),
-            "sample_id": int(samples.sample_ids[index]),
-            "response_length": lengths[index],
-            "truncated": bool(samples.truncated[index]),
-            "valid": valid[index],
+def records_from_rollouts(rollouts: Sequence[Rollout]) -> list[Record]:
+    """One record for each rollout, scored or not; its pictures by reference."""
+    return [
+        {
+            "prompt": rollout.prompt.text,
+            "response": rollout.text,
+            "reward": rollout.reward,
+            "components": dict(rollout.components),
+            "reference": rollout.prompt.reference,
+            "label": rollout.prompt.label,
+            "group_id": rollout.prompt.group_id,
+            "sample_id": rollout.sample_id,
+            "response_length": len(rollout.token_ids),
+            "truncated": rollout.truncated,
+            "valid": rollout.valid,
         }
-        records.append(record | pictures_of(samples, index))
-    return records
+        | {name: list(media) for name, media in _media(rollout).items() if media}
+        for rollout in rollouts
+    ]
 
 
-def pictures_of(samples: Samples, index: int) -> Record:
-    """The sample's images and videos, by reference; an empty dict for a text-only sample."""
-    if not isinstance(samples, SamplesVL):
-        return {}
-    kinds = {"images": samples.raw_images, "videos": samples.raw_videos}
-    return {name: list(of_all[index]) for name, of_all in kinds.items() if of_all and of_all[index]}
+def _media(rollout: Rollout) -> dict[str, list]:
+    return {"images": rollout.prompt.images, "videos": rollout.prompt.videos}
 
 
 def records_from_media(

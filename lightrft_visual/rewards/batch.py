@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ..batches.rollouts import Rollout
 from ..batches.samples import Samples, SamplesVL
 from ..errors import RewardError
 from .failures import Failed, ScoringFailed
@@ -31,6 +32,7 @@ __all__ = [
     "Scores",
     "ScoringFailed",
     "batch_from_media",
+    "batch_from_rollouts",
     "batch_from_samples",
 ]
 
@@ -119,6 +121,24 @@ def batch_from_samples(outputs: Sequence[Samples], vlm_mode: bool = True) -> Rew
         batch.sequence_tokens += [sequences[i][attention[i]] for i in range(size)]
         batch.completion_tokens += [sequences[i, sequences.shape[1] - count :][actions[i]] for i in range(size)]
     return batch
+
+
+def batch_from_rollouts(rollouts: Sequence[Rollout]) -> RewardBatch:
+    """Rollouts in order as one batch; nothing is padded or copied but the lists of images."""
+    prompts = [rollout.prompt for rollout in rollouts]
+    return RewardBatch(
+        prompts=[prompt.text for prompt in prompts],
+        responses=[rollout.text for rollout in rollouts],
+        labels=[prompt.label for prompt in prompts],
+        references=[prompt.reference for prompt in prompts],
+        metadata=[prompt.metadata for prompt in prompts],
+        images=[list(prompt.images) for prompt in prompts],
+        videos=[list(prompt.videos) for prompt in prompts],
+        ids=[rollout.sample_id for rollout in rollouts],
+        group_ids=[prompt.group_id for prompt in prompts],
+        sequence_tokens=[torch.tensor(rollout.prompt.token_ids + rollout.token_ids) for rollout in rollouts],
+        completion_tokens=[torch.tensor(rollout.token_ids, dtype=torch.long) for rollout in rollouts],
+    )
 
 
 def _media_of(samples: Samples, name: str, size: int, vlm_mode: bool) -> list[list[Any]]:

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from ..batches.rollouts import Rollout
 from ..batches.samples import Samples
 from ..config.vl import RewardConfig
 from ..errors import ConfigError, RewardError
 from ..strategy.collectives import all_gather_object, all_reduce_sum
-from .batch import Call, RewardBatch, RewardOutput, batch_from_media, batch_from_samples
+from .batch import Call, RewardBatch, RewardOutput, batch_from_media, batch_from_rollouts, batch_from_samples
 from .combine import NAN, Column, Job, named_components, run_jobs, scatter, weighted_sum
 from .local.callables import CallableSource, Signature, aggregates, callable_name
 from .recipe import ANY_LABEL, Recipe, parse_recipe
@@ -144,6 +145,17 @@ class RewardComputationEngine:
             samples.reward_metrics = {name: values[part] for name, values in result.components.items()}
             start = part.stop
         return result
+
+    def score_rollouts(
+        self, rollouts: Sequence[Rollout], chunk: int, device: torch.device | str = "cpu"
+    ) -> RewardOutput:
+        """Rewards of N rollouts, in order; the rollouts are only read. chunk: samples a remote request.
+
+        Raises as `compute_rewards`, which is the same for padded micro-batches.
+        """
+        if not rollouts:
+            raise RewardError("score_rollouts was given no rollouts")
+        return self.score(batch_from_rollouts(rollouts), chunk, device)
 
     def score_media(
         self,

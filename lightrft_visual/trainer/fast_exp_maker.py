@@ -13,7 +13,7 @@ from ..algorithms.advantages import assign_advantages, get_advantage_calculator,
 from ..algorithms.dynamic_sampling import DynamicSampling
 from ..batches.experience import Experience, ExperienceDiffusion, ExperienceVL
 from ..batches.prompts import PromptBatch
-from ..batches.rollouts import Rollout, collate, remember_rewards
+from ..batches.rollouts import Rollout, collate
 from ..batches.samples import Samples, SamplesVL
 from ..batches.sampling import SamplingSettings
 from ..config.diffusion import DiffusionAlgorithmConfig
@@ -25,10 +25,11 @@ from ..rollout.multimodal import MultimodalDataProcessor
 from ..rollout.stage import RolloutStage
 from ..strategy import collectives
 from ..strategy.phase_timer import PhaseTimer
-from .vl.stages import ForwardStage
+from .vl.stages import ForwardStage, MadeExperience, RewardStage
 
 if TYPE_CHECKING:
-    from .diffusion.stages import DiffusersEngine, DiffusionExperienceStage, DiffusionRows, Sampled
+    from .diffusion.maker import DiffusersEngine, DiffusionExperienceMaker
+    from .diffusion.stages import Sampled
 
 __all__ = ["FastExperienceMaker", "MakerSettings", "MultimodalDataProcessor", "RewardComputationEngine"]
 
@@ -67,8 +68,8 @@ class FastExperienceMaker:
     actor, critic, initial_model: an `Actor`, `Critic` and a reference (a callable like the actor), plain or prepared by
     the strategy; critic and initial_model may be None. reward_model, remote_rm_url, reward_fn, reward_fn_label_map,
     reward_recipe: as in `RewardComputationEngine`. kl_controller: its `value` weighs the KL in the reward.
-    processor: the model's multimodal processor, None for text-only models. With a `DiffusersEngine` in the settings the
-    engine holds the policy, and actor, critic, initial_model, tokenizer, kl_controller and processor are None.
+    processor: the model's multimodal processor, None for text-only models. With a `DiffusersEngine` in the settings,
+    which holds the policy, all work is that of `DiffusionExperienceMaker`, and what concerns language models is unused.
     """
 
     def __init__(
@@ -97,20 +98,17 @@ class FastExperienceMaker:
             packing_samples,
         )  # fmt: skip
         self.policy_version = 0
-        self.stage_metrics: dict[str, float] = {}
-        self.last_samples: list[Samples | SamplesVL] = []
         self._numbered = 0  # prompts of all ranks that came as plain lists; seeds and groups go by their numbers
-        self.last_media: T | None = None  # (B, 3, …) in 0..1, of a `DiffusersEngine`
-        self.diffusion_stage: DiffusionExperienceStage | None = None
         # Asked for instead of its class: runs of language models never import diffusers, which takes seconds.
-        own_stage = getattr(settings.engine, "experience_stage", None)
-        if own_stage is not None:
-            self.engine = settings.engine
-            self.diffusion_stage = own_stage(self.rewards, settings.diffusion)
+        drawing_maker = getattr(settings.engine, "experience_maker", None)
+        self.drawing: DiffusionExperienceMaker | None = None
+        if drawing_maker is not None:
+            self.drawing = drawing_maker(self.rewards, settings.diffusion, settings.timer)
             return
         data_processor = settings.data_processor or MultimodalDataProcessor(tokenizer, processor, prompt_max_len)
         self.engine = settings.engine or _transformers_engine(actor, tokenizer, processor, settings.micro_batch_size)
         self.rollout_stage = RolloutStage(self.engine, data_processor, settings.run_seed)
+        self.reward_stage = RewardStage(self.rewards, settings.micro_batch_size)
         self.forward_stage = ForwardStage(
             actor, initial_model, critic, strategy.device, kl_estimator=settings.algorithm.kl_estimator
         )
@@ -138,34 +136,23 @@ class FastExperienceMaker:
             ids = self._next_ids(len(all_prompts))
             return PromptBatch.of(all_prompts, all_images, all_videos, all_references, all_labels, ids=ids)
 
-        return self.make_experiences(numbered(), more=numbered, **generate_kwargs)
+        if self.drawing is not None:
+            return self.drawing.experiences_of(numbered(), self.policy_version, **generate_kwargs)
+        return self.make(numbered(), more=numbered, **generate_kwargs).experiences
 
-    def make_experiences(
-        self, batch: PromptBatch | DiffusionRows, more: MorePrompts | None = None, **generate_kwargs: Any
-    ) -> list[Experience | ExperienceVL | ExperienceDiffusion]:
+    def make(self, batch: PromptBatch, more: MorePrompts | None = None, **generate_kwargs: Any) -> MadeExperience:
         """As `make_experience_list`, for a batch with ids and metadata. `more` brings prompts for dynamic sampling."""
-        if self.diffusion_stage is not None:
-            return self._drawn_experiences(batch, generate_kwargs)
         sampling, estimator_kwargs = self._split_kwargs(generate_kwargs)
-        rollouts = self._scored_rollouts(batch, sampling, more)
+        rollouts, metrics = self._scored_rollouts(batch, sampling, more)
         samples = self._micro_batches(rollouts)
-        self.last_samples = samples
         with self._phase("forward"):
             experiences = self.forward_stage.run(samples, sampling.scoring)
         estimator_kwargs["max_new_tokens"] = sampling.max_new_tokens
         rewards = [each.rewards for each in samples]
-        return assign_advantages(self.calculator, experiences, rewards, self.kl_controller.value, estimator_kwargs)
-
-    def _drawn_experiences(
-        self, batch: PromptBatch | DiffusionRows, generate_kwargs: dict[str, Any]
-    ) -> list[ExperienceDiffusion]:
-        if generate_kwargs:
-            raise ConfigError(f"the diffusers engine takes no generation arguments: {', '.join(generate_kwargs)}")
-        rows = self.engine.rows(batch) if isinstance(batch, PromptBatch) else batch
-        experiences, self.last_media, self.stage_metrics = self.diffusion_stage.run(
-            rows, self.policy_version, self._phase
+        experiences = assign_advantages(
+            self.calculator, experiences, rewards, self.kl_controller.value, estimator_kwargs
         )
-        return experiences
+        return MadeExperience(experiences, rollouts, metrics)
 
     def generate_samples(
         self,
@@ -179,27 +166,22 @@ class FastExperienceMaker:
         """Unscored rollouts of P prompts in micro-batches; arguments as in `make_experience_list`."""
         ids = self._next_ids(len(all_prompts))
         batch = PromptBatch.of(all_prompts, all_images, all_videos, all_references, all_labels, ids=ids)
-        if self.diffusion_stage is not None:
-            return self.engine.generate(self.engine.rows(batch), self.policy_version)
+        if self.drawing is not None:
+            return self.drawing.draw(batch, self.policy_version)
         sampling, _ = self._split_kwargs(generate_kwargs)
         return self._micro_batches(self.generate(batch, sampling))
 
     def generate(self, batch: PromptBatch, sampling: SamplingSettings, purpose: str = "rollout") -> list[Rollout]:
         """Unscored rollouts, prompt-major."""
+        with self._phase("sync"):
+            self.engine.wake()
         with self._phase("generate"):
             return self.rollout_stage.generate(batch, sampling, policy_version=self.policy_version, purpose=purpose)
 
-    def score(self, rollouts: list[Rollout]) -> list[Samples | SamplesVL]:
-        """Score rollouts with the reward engine: they remember their rewards, and come back as micro-batches."""
-        samples = self._micro_batches(rollouts)
+    def score(self, rollouts: list[Rollout]) -> dict[str, float]:
+        """Score rollouts in place with the reward engine; its metrics of this rank."""
         with self._phase("reward"):
-            output = self.rewards.compute_rewards(samples, self.vision, "cpu")
-        self.stage_metrics |= output.metrics
-        start = 0
-        for each in samples:
-            remember_rewards(rollouts[start : start + len(each)], each)
-            start += len(each)
-        return samples
+            return self.reward_stage.run(rollouts)
 
     def get_advantages_and_returns(
         self, values: T, rewards: T, action_mask: T, gamma: float, lambd: float
@@ -209,20 +191,30 @@ class FastExperienceMaker:
 
     def _scored_rollouts(
         self, batch: PromptBatch, sampling: SamplingSettings, more: MorePrompts | None
-    ) -> list[Rollout]:
+    ) -> tuple[list[Rollout], dict[str, float]]:
+        """Rollouts of the batch, by dynamic sampling where it is on, and metrics. The engine sleeps afterwards."""
+        metrics: dict[str, float] = {}
+        tries = self.settings.dynamic_sampling_tries if more is not None else 1
+
         def sample_round(number: int) -> list[Rollout]:
             prompts = batch if number == 0 else more()
             rollouts = self.generate(prompts, sampling)
-            self.score(rollouts)
+            if number + 1 == tries:
+                self._rest()  # before rewards, which may be models that need the memory
+            metrics.update(self.score(rollouts))
             return rollouts
 
-        self.stage_metrics = {}
-        if self.settings.dynamic_sampling_tries == 1 or more is None:
-            return sample_round(0)
-        dynamic = DynamicSampling(wanted=len(batch), tries=self.settings.dynamic_sampling_tries)
+        if tries == 1:
+            return sample_round(0), metrics
+        dynamic = DynamicSampling(len(batch), tries)
         rollouts = dynamic.collect(sample_round)
-        self.stage_metrics |= {"dynamic_rounds": dynamic.rounds, "dynamic_filled_groups": dynamic.filled}
-        return rollouts
+        self._rest()
+        return rollouts, metrics | {"dynamic_rounds": dynamic.rounds, "dynamic_filled_groups": dynamic.filled}
+
+    def _rest(self) -> None:
+        """Let the engine give its memory on the accelerator to rewards and forward passes."""
+        with self._phase("sync"):
+            self.engine.sleep()
 
     def _micro_batches(self, rollouts: list[Rollout]) -> list[Samples | SamplesVL]:
         size, pad = self.settings.micro_batch_size, self.tokenizer.pad_token_id

@@ -1,7 +1,7 @@
 """The one training loop, for models that see and models that draw.
 
-A step: prompts -> experience -> replay buffer -> updates -> weight sync -> gate. What differs between kinds of models
-is in the hooks below; what a step writes, evaluates, saves and survives is here.
+A step: `data = collect()`, `learn(data)`, `sync()`. What differs between kinds of models is in the hooks below; what a
+step writes, evaluates, saves and survives is here.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config.vl import OutputConfig, TrainConfig
 from ..errors import NonFiniteError
 from ..observe.console import RunConsole
 from ..observe.metrics import MetricsAccumulator
 from ..observe.recorder import RunRecorder
+from ..observe.rollouts import Record
 from ..report.writer import ReportWriter
 from ..strategy import watchdog
 from ..strategy.deepspeed import StepResult
@@ -37,6 +38,26 @@ class LoopSettings:
     output: OutputConfig
     train: TrainConfig
     resume_folder: Path | None = None
+
+
+@dataclass
+class StepData:
+    """One step on this rank, from `collect` to `learn` and the outputs.
+
+    batches: what is trained on, in micro-batches. metrics: of this step; every stage adds its own, and the loop reduces
+    them over ranks. records: of the rollouts that people are shown, the same on every rank.
+    """
+
+    batches: list[Any]
+    metrics: MetricsAccumulator = field(default_factory=MetricsAccumulator)
+    records: list[Record] = field(default_factory=list)
+
+
+class Evaluated(NamedTuple):
+    """An evaluation's metrics, the same on every rank, and the records of the rollouts to show; both may be empty."""
+
+    metrics: dict[str, float]
+    records: list[Record]
 
 
 @contextmanager
@@ -60,7 +81,6 @@ class PolicyTrainer(ABC):
         self.settings, self.recorder, self.console, self.timer = settings, recorder, console, timer
         self.report = ReportWriter(recorder.folder, active=recorder.active and settings.output.report)
         self.step = 0  # finished rollout steps
-        self.metrics = MetricsAccumulator()
         self.nonfinite_in_a_row = 0
         self.latest_eval: dict[str, float] = {}
         self.evaluated_step = -1
@@ -74,28 +94,20 @@ class PolicyTrainer(ABC):
         """Before the first step: bring the engine to the trainer's weights and check that they agree."""
 
     @abstractmethod
-    def collect(self) -> None:
-        """Make this step's experience and put it into the replay buffer."""
+    def collect(self) -> StepData:
+        """This step's rollouts, scored and turned into experience."""
 
     @abstractmethod
-    def learn(self) -> None:
-        """Train on the replay buffer and clear it."""
+    def learn(self, data: StepData) -> None:
+        """Train on a step's data, which it uses up: `data.batches` is empty afterwards. Adds to `data.metrics`."""
 
     @abstractmethod
     def sync(self) -> None:
         """Bring the new weights to the engine and check that they agree."""
 
     @abstractmethod
-    def evaluate(self) -> dict[str, float]:
-        """Figures of the fixed evaluation, the same on every rank."""
-
-    @abstractmethod
-    def step_records(self) -> list[dict[str, Any]]:
-        """Records of this step's rollouts to keep and to show."""
-
-    @abstractmethod
-    def eval_records(self) -> list[dict[str, Any]]:
-        """Records of the last evaluation's rollouts."""
+    def evaluate(self) -> Evaluated:
+        """The fixed evaluation of the present weights; empty where there is no evaluation data."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -118,7 +130,7 @@ class PolicyTrainer(ABC):
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, float]:
-        """Train to the last step; returns the last evaluation's figures.
+        """Train to the last step; returns the last evaluation's metrics.
 
         Raises NonFiniteError after too many skipped steps in a row, and whatever a stage raises; what was written
         until then stays.
@@ -152,13 +164,13 @@ class PolicyTrainer(ABC):
         return True
 
     def _one_step(self) -> None:
-        self.collect()
+        data = self.collect()
         with self.timer.phase("train"):
-            self.learn()
+            self.learn(data)
         self.step += 1
         with self.timer.phase("sync"):
             self.sync()
-        self._report()
+        self._report(data)
         output, last = self.settings.output, self.step == self.settings.total_steps
         if last or (output.eval_steps > 0 and self.step % output.eval_steps == 0):
             self._evaluate()
@@ -169,20 +181,19 @@ class PolicyTrainer(ABC):
         with self.timer.phase("save"):
             self.state.save()
 
-    def _report(self) -> None:
-        figures = self.metrics.reduce() | self.timer.reduce()
-        self.recorder.log_step(self.step, figures)
-        self.console.step(self.step, figures)
+    def _report(self, data: StepData) -> None:
+        metrics = data.metrics.reduce() | self.timer.reduce()
+        self.recorder.log_step(self.step, metrics)
+        self.console.step(self.step, metrics)
         self.report.after_step(self.step)
         if self.settings.output.save_trajectories:
-            records = self.step_records()
-            self.recorder.save_rollouts(self.step, records)
-            self.console.samples(self.step, records)
+            self.recorder.save_rollouts(self.step, data.records)
+            self.console.samples(self.step, data.records)
 
     def _evaluate(self) -> None:
         with self.timer.phase("eval"):
-            self.latest_eval, self.evaluated_step = self.evaluate(), self.step
-            records = self.eval_records()
+            self.latest_eval, records = self.evaluate()
+            self.evaluated_step = self.step
         self.state.check_metrics(self.latest_eval)
         if not self.latest_eval:
             return
@@ -194,12 +205,12 @@ class PolicyTrainer(ABC):
 
     # -- shared by the subclasses --------------------------------------------------------------------------------
 
-    def count_step(self, result: StepResult, prefix: str = "") -> None:
-        """Record an optimizer step; a skipped one is counted, said, and too many in a row end the run."""
-        self.metrics.add(f"{prefix}learning_rate", result.learning_rate)
-        self.metrics.add_max(f"{prefix}skipped_steps", 0.0 if result.applied else 1.0)
+    def count_step(self, result: StepResult, metrics: MetricsAccumulator, prefix: str = "") -> None:
+        """Record an optimizer step in `metrics`; a skipped one is counted, said, and too many in a row end the run."""
+        metrics.add(f"{prefix}learning_rate", result.learning_rate)
+        metrics.add_max(f"{prefix}skipped_steps", 0.0 if result.applied else 1.0)
         if result.applied:
-            self.metrics.add(f"{prefix}grad_norm", result.grad_norm)
+            metrics.add(f"{prefix}grad_norm", result.grad_norm)
             self.nonfinite_in_a_row = 0
             return
         self.nonfinite_in_a_row += 1

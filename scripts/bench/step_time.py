@@ -59,7 +59,7 @@ def main() -> None:
 
     quiet_libraries()
     bound_spinning()
-    from lightrft_visual.trainer.vl.build import build_trainer
+    from lightrft_visual.trainer.vl.trainer import build_trainer
 
     with tempfile.TemporaryDirectory() as folder:
         flags = [*FLAGS, "--max_steps", str(arguments.steps + WARM_UP), "--output_dir", folder, *rest]

@@ -36,7 +36,7 @@ def run(entry: dict) -> None:
     from lightrft_visual.config.load import load_config
     from lightrft_visual.config.vl import RunConfig
     from lightrft_visual.strategy import collectives
-    from lightrft_visual.trainer.vl.build import build_trainer
+    from lightrft_visual.trainer.vl.trainer import build_trainer
 
     if entry["copy_of"] and collectives.is_rank_0():
         shutil.copytree(entry["copy_of"], entry["folder"])

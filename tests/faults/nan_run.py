@@ -33,7 +33,7 @@ def run(stage: int, folder: Path, flags: list[str]) -> None:
     from lightrft_visual.errors import NonFiniteError
     from lightrft_visual.strategy import collectives
     from lightrft_visual.trainer.vl import updates
-    from lightrft_visual.trainer.vl.build import build_trainer
+    from lightrft_visual.trainer.vl.trainer import build_trainer
 
     argv = [*flags, "--zero_stage", str(stage), "--max_steps", "8", "--output_dir", str(folder / f"run_{stage}")]
     trainer = build_trainer(load_config(RunConfig, argv))

@@ -30,7 +30,7 @@ DRAWING_FLAGS = (
 def processes():
     """Children of a server that has imported everything: most of a short run's time would be imports."""
     context = multiprocessing.get_context("forkserver")
-    built = ["lightrft_visual.trainer.vl.build", "lightrft_visual.algorithms.diffusion.build"]
+    built = ["lightrft_visual.trainer.vl.trainer", "lightrft_visual.trainer.diffusion.build"]
     context.set_forkserver_preload(["killed_run", *built, MUON])
     return context
 

@@ -8,40 +8,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightrft_visual.batches.samples import Samples, SamplesVL
+from lightrft_visual.batches.rollouts import PromptFeatures, Rollout
 from lightrft_visual.observe.rollouts import (
     best_and_worst,
     gather_records,
     pick_random,
     records_from_media,
-    records_from_samples,
+    records_from_rollouts,
     score,
     select,
 )
 
 
-def samples(kind=Samples, **more):
-    return kind(
-        sequences=torch.zeros(2, 5, dtype=torch.long),
-        attention_mask=torch.ones(2, 5, dtype=torch.long),
-        action_mask=torch.tensor([[True, True, False], [True, False, False]]),
-        group_ids=torch.tensor([7, 7]),
-        sample_ids=torch.tensor([14, 15]),
-        truncated=torch.tensor([False, True]),
-        prompts=["p", "q"],
-        responses=["r", "s"],
-        labels=["a", None],
-        references=["1", 2],
-        metadata=[{}, {}],
-        rewards=torch.tensor([0.5, 1.0]),
-        reward_valid=torch.tensor([True, False]),
-        reward_metrics={"exact": torch.tensor([0.0, 1.0])},
-        **more,
-    )
+def rollouts(images=()) -> list[Rollout]:
+    first = PromptFeatures("p", [1, 2], group_id=7, reference="1", label="a", images=list(images))
+    second = PromptFeatures("q", [1], group_id=7, reference=2)
+    return [
+        Rollout(first, [5, 6], None, "r", False, 14, reward=0.5, components={"exact": 0.0}),
+        Rollout(second, [5], None, "s", True, 15, reward=1.0, valid=False),
+    ]
 
 
 def test_a_record_for_each_sample():
-    first, second = records_from_samples(samples())
+    first, second = records_from_rollouts(rollouts())
     assert first == {
         "prompt": "p", "response": "r", "reward": 0.5, "components": {"exact": 0.0}, "reference": "1", "label": "a",
         "group_id": 7, "sample_id": 14, "response_length": 2, "truncated": False, "valid": True,
@@ -52,7 +41,7 @@ def test_a_record_for_each_sample():
 
 def test_pictures_come_with_their_sample():
     image = Image.new("RGB", (2, 2))
-    first, second = records_from_samples(samples(SamplesVL, raw_images=[[image, image], []]))
+    first, second = records_from_rollouts(rollouts([image, image]))
     assert first["images"] == [image, image] and "images" not in second and "videos" not in first
 
 

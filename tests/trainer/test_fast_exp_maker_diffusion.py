@@ -10,17 +10,15 @@ from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.algorithms.diffusion.rows import rows_at, trainable_steps
 from lightrft_visual.batches.diffusion_sampling import NoiseConfig, SamplingConfig
 from lightrft_visual.batches.experience import ExperienceDiffusion
+from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.config.diffusion import DiffusionAlgorithmConfig
 from lightrft_visual.embedded.tiny_sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
+from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
-from lightrft_visual.trainer.diffusion.stages import (
-    DiffusersEngine,
-    DiffusionSampling,
-    PictureSettings,
-    TrainedVelocity,
-)
+from lightrft_visual.trainer.diffusion.maker import DiffusersEngine, DiffusionExperienceMaker
+from lightrft_visual.trainer.diffusion.stages import DiffusionSampling, PictureSettings, TrainedVelocity
 from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
 
 PROMPTS = ["a red circle", "a blue cross"]
@@ -42,8 +40,6 @@ def redness(images, references, labels):
 
 
 def maker_of(engine: DiffusersEngine, **settings) -> FastExperienceMaker:
-    from lightrft_visual.rewards import RewardComputationEngine
-
     rewards = RewardComputationEngine(custom_reward_func=redness)
     settings = MakerSettings(engine=engine, rewards=rewards, **settings)
     return FastExperienceMaker(None, None, None, None, None, 0, None, None, settings=settings)
@@ -64,7 +60,15 @@ def test_experience_of_all_prompts_with_group_advantages(engine):
     assert (rewards[:4] > 1).all() and (rewards[4:] < 1).all() and len(set(rewards.tolist())) > 2
     wanted = group_advantages(rewards, torch.tensor([0] * 4 + [1] * 4), torch.ones(8, dtype=torch.bool))
     assert torch.equal(torch.cat([each.advantages for each in experiences]), wanted)
-    assert maker.last_media.shape == (8, 3, 32, 32) and maker.stage_metrics["group_size"] == 4
+
+
+def test_the_diffusion_maker_hands_media_and_metrics_over_with_the_experience(engine):
+    rewards = RewardComputationEngine(custom_reward_func=redness)
+    maker = DiffusionExperienceMaker(engine, rewards, DiffusionAlgorithmConfig())
+    batch = PromptBatch.of(PROMPTS, references=[1.0, 0.0], labels=["circles", "crosses"])
+    made, delegated = maker.make(engine.rows(batch), step=0), make(maker_of(engine))
+    assert made.media.shape == (8, 3, 32, 32) and made.metrics["group_size"] == 4
+    assert [each.advantages.tolist() for each in made.experiences] == [each.advantages.tolist() for each in delegated]
 
 
 def test_replay_of_what_the_maker_made_is_exact(engine):

@@ -26,12 +26,14 @@ from ...rollout.diffusion_sampler import DiffusionSampler
 from ...strategy import collectives
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
 from ...strategy.phase_timer import PhaseTimer
-from ..fast_exp_maker import FastExperienceMaker, MakerSettings
 from ..loop import LoopSettings
 from ..run_parts import open_recorder, start_strategy, synchronize
 from ..run_state import check_output
-from .stages import DiffusersEngine, DiffusionRows, DiffusionSampling, PictureSettings, TrainedVelocity
-from .trainer import DiffusionParts, DiffusionTrainer
+from .evaluation import DiffusionEvaluation
+from .maker import DiffusersEngine, DiffusionExperienceMaker
+from .parts import DiffusionParts
+from .stages import DiffusionRows, DiffusionSampling, PictureSettings, TrainedVelocity
+from .trainer import DiffusionTrainer
 
 SCHEDULERS = {"constant": "constant_with_warmup", "cosine": "cosine", "linear": "linear"}
 EMBEDDED_REWARD = '{"*": [["rule", "shape_match", 1.0]]}'
@@ -65,18 +67,18 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     model = TrainedVelocity(engine, policy)
     pictures = _pictures(config)
     sampling = DiffusionSampling(model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), pictures)
-    maker = _maker(config, DiffusersEngine(sampling, config.sampling.n_samples_per_prompt, old), rewards, timer)
+    drawing = DiffusersEngine(sampling, config.sampling.n_samples_per_prompt, old)
+    evaluated = DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), pictures)
+    held_out = _held_out(strategy) if embedded else None
     parts = DiffusionParts(
         config=config,
         policy=policy,
         engine=engine,
         algorithm=algorithm,
         loss=algorithm.build(config),
-        maker=maker,
-        evaluation=DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), pictures),
-        held_out=_held_out(strategy) if embedded else None,
+        maker=DiffusionExperienceMaker(drawing, rewards, config.algorithm, timer),
         prompts=prompts,
-        eval_prompts=eval_prompts,
+        evaluation=None if eval_prompts is None else DiffusionEvaluation(evaluated, eval_prompts, rewards, held_out),
         loop=LoopSettings(total_steps, config.output, config.train, resume_folder),
         recorder=recorder,
         console=RunConsole(total_steps, line_every=config.output.logging_steps, active=collectives.is_rank_0()),
@@ -86,11 +88,6 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
         differentiable=differentiable,
     )
     return DiffusionTrainer(parts)
-
-
-def _maker(config: DiffusionRunConfig, engine: DiffusersEngine, rewards, timer: PhaseTimer) -> FastExperienceMaker:
-    settings = MakerSettings(engine=engine, diffusion=config.algorithm, rewards=rewards, timer=timer)
-    return FastExperienceMaker(None, None, None, None, None, 0, None, None, settings=settings)
 
 
 def _differentiable(config: DiffusionRunConfig):

@@ -1,24 +1,16 @@
-"""From prompts to diffusion experience: K-repeat, sampling, decoding, rewards, group advantages."""
+"""From prompts to pictures: rows of a step (K-repeat), conditions, sampling, decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...algorithms.diffusion.advantages import gathered_group_advantages
-from ...algorithms.diffusion.rows import experience_of
 from ...batches.diffusion_sampling import DiffusionBatch
-from ...batches.experience import ExperienceDiffusion
-from ...batches.prompts import PromptBatch
-from ...config.diffusion import DiffusionAlgorithmConfig
 from ...data.prompt_sampling import distributed_k_repeat_indices
 from ...models.diffusion.policy import DiffusionPolicy
-from ...models.weight_copies import WeightCopy
-from ...rewards.engine import RewardComputationEngine
 from ...rollout.diffusion_sampler import DiffusionSampler, sample_generators, window_start
 from ...strategy import collectives
 from ...strategy.seeding import derive_seed
@@ -91,7 +83,14 @@ class DiffusionSampling:
     def __init__(self, model: TrainedVelocity, sampler: DiffusionSampler, settings: PictureSettings):
         self.model, self.sampler, self.settings = model, sampler, settings
 
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """Of one sample."""
+        s = self.settings
+        return self.model.policy.latent_shape(s.height, s.width, s.frames)
+
     def conditions(self, rows: DiffusionRows) -> dict[str, T]:
+        """Embedded prompts, the negative one under guidance, and first frames where the family takes them."""
         s, policy = self.settings, self.model.policy
         negative = s.negative_prompt if s.guidance_scale > 1 else None
         conditions = policy.encode_prompts(rows.prompts, negative)
@@ -116,106 +115,13 @@ class DiffusionSampling:
 
     def batch(self, rows: DiffusionRows, conditions: dict[str, T], step: int, purpose: str) -> DiffusionBatch:
         """The sampler's input; with same_latent every sample of a prompt starts from the prompt's own noise."""
-        s = self.settings
-        shape = self.model.policy.latent_shape(s.height, s.width, s.frames)
+        s, shape = self.settings, self.latent_shape
         latents = None
         if s.same_latent:
             generators = sample_generators(s.run_seed, step, rows.group_ids.tolist(), f"{purpose}/prompt")
             latents = torch.stack([torch.randn(shape, generator=each) for each in generators])
             latents = latents.to(self.model.policy.device)
         return DiffusionBatch(conditions, shape, len(rows), s.guidance_scale, latents)
-
-
-@dataclass
-class DiffusersEngine:
-    """The `diffusers` engine of `FastExperienceMaker`: draws with the policy under training.
-
-    old: rollouts are drawn with these weights where the algorithm keeps an old policy.
-    """
-
-    sampling: DiffusionSampling
-    n_samples_per_prompt: int
-    old: WeightCopy | None = None
-
-    def rows(self, batch: PromptBatch) -> DiffusionRows:
-        """Every prompt of the batch `n_samples_per_prompt` times, prompt-major; its first image is the first frame."""
-        n = self.n_samples_per_prompt
-        columns = (batch.prompts, [images[0] if images else None for images in batch.images], batch.labels)
-        columns += (batch.references, batch.metadata)
-        repeated = [[cell for cell in column for _ in range(n)] for column in columns]
-        ids = batch.ids.repeat_interleave(n)
-        return DiffusionRows(*repeated, group_ids=ids, sample_ids=ids * n + torch.arange(n).repeat(len(batch)))
-
-    def experience_stage(
-        self, rewards: RewardComputationEngine, algorithm: DiffusionAlgorithmConfig
-    ) -> DiffusionExperienceStage:
-        """What `FastExperienceMaker` runs in place of the stages for text."""
-        return DiffusionExperienceStage(self, rewards, algorithm)
-
-    def generate(self, rows: DiffusionRows, step: int) -> list[Sampled]:
-        """Rollouts by micro-batch, in the order of the rows."""
-        with self.old.swapped() if self.old is not None else nullcontext():
-            return self.sampling.draw(rows, step)
-
-
-@dataclass
-class DiffusionExperienceStage:
-    """Rows of prompts in, scored experience with group advantages out."""
-
-    engine: DiffusersEngine
-    rewards: RewardComputationEngine
-    algorithm: DiffusionAlgorithmConfig
-
-    def run(
-        self, rows: DiffusionRows, step: int, phase: Callable[[str], AbstractContextManager]
-    ) -> tuple[list[ExperienceDiffusion], T, dict[str, float]]:
-        """(experience by micro-batch, media (B, 3, …), metrics of the whole batch on every rank)."""
-        with phase("generate"):
-            drawn = self.engine.generate(rows, step)
-        media = torch.cat([each.media for each in drawn]).cpu()
-        with phase("reward"):
-            scored = score_rows(self.rewards, rows, media)
-        experiences, start = [], 0
-        for each in drawn:
-            part = rows.select(slice(start, start + len(each.media)))
-            experience = experience_of(
-                each.result, each.conditions, group_id=part.group_ids, sample_id=part.sample_ids, policy_version=step
-            )
-            experience.valid = scored.valid[start : start + len(part)].cpu()
-            experience.info["reward"] = scored.score[start : start + len(part)].cpu()
-            experience.info["reward_metrics"] = {
-                name: values[start : start + len(part)].cpu() for name, values in scored.components.items()
-            }
-            experiences.append(experience)
-            start += len(part)
-        metrics = scored.metrics | self._advantages(experiences)
-        return experiences, media, metrics
-
-    def _advantages(self, experiences: list[ExperienceDiffusion]) -> dict[str, float]:
-        advantages, metrics = gathered_group_advantages(
-            torch.cat([each.info["reward"] for each in experiences]),
-            torch.cat([each.group_id for each in experiences]),
-            torch.cat([each.valid for each in experiences]),
-            global_std=self.algorithm.global_std,
-            clip=self.algorithm.adv_clip_max,
-        )
-        for each, part in zip(experiences, advantages.split([len(each.latents) for each in experiences])):
-            each.advantages = part
-        return metrics
-
-
-def score_rows(rewards: RewardComputationEngine, rows: DiffusionRows, media: T):
-    """RewardOutput of media (B, 3, H, W) or (B, 3, T, H, W) for their rows."""
-    kind = "videos" if media.dim() == 5 else "images"
-    return rewards.score_media(
-        rows.prompts,
-        **{kind: list(media)},
-        labels=rows.labels,
-        references=rows.references,
-        metadata=rows.metadata,
-        ids=rows.sample_ids.tolist(),
-        group_ids=rows.group_ids.tolist(),
-    )
 
 
 def k_repeat_rows(dataset: list, per_rank: int, repeats: int, seed: int) -> DiffusionRows:

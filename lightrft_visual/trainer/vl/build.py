@@ -1,4 +1,4 @@
-"""From a checked configuration to a vision-language trainer. Everything cheap is checked before anything big loads."""
+"""From a checked configuration to the parts of a vision-language run. Cheap checks come before big loads."""
 
 from __future__ import annotations
 
@@ -35,17 +35,16 @@ from ..loop import LoopSettings
 from ..run_parts import open_recorder, start_strategy, synchronize
 from ..run_state import check_output
 from .evaluation import Evaluation
-from .trainer import GRPOTrainer, PPOTrainer, RLOOTrainer, VLParts, VLTrainer, prompt_batch
+from .parts import VLParts, prompt_batch
 
 logger = logging.getLogger(__name__)
 
-TRAINERS: dict[str, type[VLTrainer]] = {"gae": PPOTrainer, "rloo": RLOOTrainer}
 # Of the largest difference of a token's log-prob in float32, of the mean difference in bfloat16.
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 0.05
 
 
-def build_trainer(config: RunConfig, trainer_class: type[VLTrainer] | None = None) -> VLTrainer:
-    """The trainer of a run; default class by `advantage_estimator`.
+def build_parts(config: RunConfig) -> VLParts:
+    """The parts of a run.
 
     Raises ConfigError or DataError before any model is loaded for whatever can be known by then.
     """
@@ -72,7 +71,7 @@ def build_trainer(config: RunConfig, trainer_class: type[VLTrainer] | None = Non
     engine = build_engine(config, checkpoint, actor)
     maker = _maker(config, strategy, checkpoint, (actor, critic, reference), engine, rewards, timer)
     first = collectives.is_rank_0()
-    parts = VLParts(
+    return VLParts(
         config=config,
         strategy=strategy,
         checkpoint=checkpoint,
@@ -89,7 +88,6 @@ def build_trainer(config: RunConfig, trainer_class: type[VLTrainer] | None = Non
         gate=_gate(config, maker, engine, actor, strategy, checkpoint),
         ema=_ema(config, actor),
     )
-    return (trainer_class or TRAINERS.get(config.algorithm.advantage_estimator, GRPOTrainer))(parts)
 
 
 def _check_ranks(config: RunConfig) -> None:

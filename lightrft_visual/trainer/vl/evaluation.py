@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from ...batches.prompts import PromptBatch
 from ...batches.rollouts import Rollout
 from ...batches.sampling import SamplingSettings
 from ...data.validation import validation_shard_indices
-from ...observe.rollouts import gather_records, records_from_samples
+from ...observe.rollouts import gather_records, records_from_rollouts
 from ...strategy import collectives
 from ..fast_exp_maker import FastExperienceMaker
+from ..loop import Evaluated
 
 
 @dataclass
@@ -29,28 +29,25 @@ class Evaluation:
     greedy: SamplingSettings
     records_to_keep: int
     run_seed: int
-    records: list[dict[str, Any]] = field(default_factory=list)
 
-    def run(self, step: int) -> dict[str, float]:
-        """`eval_reward`, `eval_reward_greedy`, and both for each label: `eval_reward_<label>`."""
-        figures: dict[str, float] = {}
-        for name, settings in (("eval_reward", self.sampling), ("eval_reward_greedy", self.greedy)):
-            figures |= self._pass(name, settings, step)
-        return dict(sorted(figures.items(), key=lambda item: item[0] not in ("eval_reward", "eval_reward_greedy")))
+    def run(self, step: int) -> Evaluated:
+        """`eval_reward`, `eval_reward_greedy`, and both for each label: `eval_reward_<label>`; records of the first."""
+        sampled, greedy = self._rollouts(self.sampling), self._rollouts(self.greedy)
+        metrics = _means("eval_reward", sampled) | _means("eval_reward_greedy", greedy)
+        metrics = dict(sorted(metrics.items(), key=lambda item: item[0] not in ("eval_reward", "eval_reward_greedy")))
+        records = gather_records(records_from_rollouts(sampled), self.records_to_keep, self.run_seed, step)
+        return Evaluated(metrics, records)
 
-    def _pass(self, name: str, settings: SamplingSettings, step: int) -> dict[str, float]:
+    def _rollouts(self, settings: SamplingSettings) -> list[Rollout]:
+        """Scored responses to this rank's prompts."""
         shard = validation_shard_indices(
             len(self.prompts), rank=collectives.rank(), world_size=collectives.world_size()
         )
         batch = self.prompts.select([index for index, _ in shard])
         rollouts = self.maker.generate(batch, settings, purpose="eval")
-        samples = self.maker.score(rollouts)
+        self.maker.score(rollouts)
         real = [is_real for _, is_real in shard for _ in range(settings.n)]
-        if name == "eval_reward":
-            kept = [record for each in samples for record in records_from_samples(each)]
-            kept = [record for record, is_real in zip(kept, real) if is_real]
-            self.records = gather_records(kept, self.records_to_keep, self.run_seed, step)
-        return _means(name, [rollout for rollout, is_real in zip(rollouts, real) if is_real])
+        return [rollout for rollout, is_real in zip(rollouts, real) if is_real]
 
 
 def _means(name: str, rollouts: list[Rollout]) -> dict[str, float]:

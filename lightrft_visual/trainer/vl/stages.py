@@ -1,4 +1,4 @@
-"""From scored rollouts to experience: forward passes by role, KL, and what a batch of samples carries into training."""
+"""From rollouts to experience: rewards, forward passes by role, KL, and what a batch carries into training."""
 
 from __future__ import annotations
 
@@ -11,16 +11,51 @@ import torch
 from ...algorithms.kl import compute_approx_kl
 from ...batches.experience import Experience, ExperienceVL
 from ...batches.model_inputs import ModelInputs
+from ...batches.rollouts import Rollout
 from ...batches.samples import Samples, SamplesVL
 from ...batches.sampling import ScoringRule
+from ...rewards.engine import RewardComputationEngine
 
 T = torch.Tensor
+
+
+@dataclass
+class MadeExperience:
+    """What the stages make of a batch of prompts on this rank.
+
+    experiences: padded micro-batches on the host, with advantages. rollouts: the responses they were made of, scored,
+    in the same order. metrics: plain numbers of the stages, of this rank.
+    """
+
+    experiences: list[Experience | ExperienceVL]
+    rollouts: list[Rollout]
+    metrics: dict[str, float]
+
+
+@dataclass
+class RewardStage:
+    """Scores rollouts; each takes its reward, validity and components with it. chunk: samples of a remote request."""
+
+    rewards: RewardComputationEngine
+    chunk: int
+    device: torch.device | str = "cpu"
+
+    def run(self, rollouts: list[Rollout]) -> dict[str, float]:
+        """The reward engine's metrics of this rank. Raises as `RewardComputationEngine.compute_rewards`."""
+        output = self.rewards.score_rollouts(rollouts, self.chunk, self.device)
+        scores, valid = output.score.tolist(), output.valid.tolist()
+        components = {name: values.tolist() for name, values in output.components.items()}
+        for index, rollout in enumerate(rollouts):
+            rollout.reward, rollout.valid = scores[index], valid[index]
+            rollout.components = {name: values[index] for name, values in components.items()}
+        return output.metrics
 
 
 @dataclass
 class ForwardStage:
     """Scores micro-batches with each model in turn, so that each is on the accelerator once a step.
 
+    Micro-batches lie on the host; one at a time goes to `device`, and what comes out goes back to the host.
     actor(inputs, rule) returns log_probs and entropy; reference(inputs, rule) the reference's log_probs (None: no KL);
     critic(inputs) values (None without one). All (B, A).
     """
@@ -34,18 +69,18 @@ class ForwardStage:
     @torch.no_grad()
     def run(self, samples: Sequence[Samples], rule: ScoringRule) -> list[Experience | ExperienceVL]:
         """One experience per micro-batch, on the host."""
-        inputs = [ModelInputs.of(each).to(self.device) for each in samples]
-        outputs = [self.actor(each, rule) for each in inputs]
+        inputs = [ModelInputs.of(each) for each in samples]
         experiences = [to_experience(each) for each in samples]
-        for experience, output in zip(experiences, outputs):
+        for experience, each in zip(experiences, inputs):
+            output = self.actor(each.to(self.device), rule)
             experience.action_log_probs = output.log_probs.cpu()
             experience.action_entropy = output.entropy.cpu()
         if self.reference is not None:
             for experience, each in zip(experiences, inputs):
-                experience.base_action_log_probs = self.reference(each, rule).cpu()
+                experience.base_action_log_probs = self.reference(each.to(self.device), rule).cpu()
         if self.critic is not None:
             for experience, each in zip(experiences, inputs):
-                experience.values = self.critic(each).cpu()
+                experience.values = self.critic(each.to(self.device)).cpu()
         for experience in experiences:
             add_kl(experience, self.kl_estimator)
         return experiences
@@ -85,11 +120,11 @@ def to_experience(samples: Samples) -> Experience | ExperienceVL:
 
 
 def add_kl(experience: Experience | ExperienceVL, estimator: str) -> None:
-    """Fill `kl` (B, A) and info['kl'] (B), the sum over a response; zero without a reference model."""
+    """Fill `kl` (B, A) and info['kl'] (B), the mean over a response's tokens; zero without a reference model."""
     mask = experience.action_mask
     if experience.base_action_log_probs is None:
         experience.kl = torch.zeros_like(experience.action_log_probs)
     else:
         kl = compute_approx_kl(experience.action_log_probs, experience.base_action_log_probs, estimator)
         experience.kl = kl.masked_fill(~mask, 0.0)
-    experience.info["kl"] = experience.kl.sum(dim=1)
+    experience.info["kl"] = experience.kl.sum(dim=1) / mask.sum(dim=1).clamp(min=1)

@@ -4,50 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from ...batches.prompts import PromptBatch
+from ...batches.rollouts import Rollout
 from ...checkpoint.export import export_hf, export_lora
 from ...config.vl import ADVANTAGE_ESTIMATORS, RunConfig, one_of
-from ...data.prompts import PromptDataset, PromptSampler, render_prompt
-from ...models.loading import Checkpoint
-from ...models.weight_copies import WeightAverage
-from ...observe.rollouts import gather_records, records_from_samples
+from ...data.prompts import PromptSampler
+from ...observe.metrics import MetricsAccumulator
+from ...observe.rollouts import Record, gather_records, records_from_rollouts
 from ...replay.buffer import NaiveReplayBuffer
-from ...rollout.parity import ParityGate, log_prob_difference
+from ...rollout.parity import log_prob_difference
 from ...rollout.weight_sync import gathered_state_dict, named_weights
 from ...strategy import collectives
-from ...strategy.deepspeed import DeepspeedStrategy, TrainEngine
+from ...strategy.deepspeed import TrainEngine
 from ...strategy.seeding import derive_seed
-from ..fast_exp_maker import FastExperienceMaker
-from ..loop import LoopSettings, PolicyTrainer
-from .evaluation import Evaluation
-from .updates import PolicyUpdate, ValueUpdate, plan_batch
-
-
-@dataclass
-class VLParts:
-    """Everything a vision-language run is made of; `build.build_vl` puts it together from a configuration."""
-
-    config: RunConfig
-    strategy: DeepspeedStrategy
-    checkpoint: Checkpoint
-    actor: TrainEngine
-    critic: TrainEngine | None
-    maker: FastExperienceMaker
-    dataset: PromptDataset
-    sampler: PromptSampler
-    evaluation: Evaluation | None
-    loop: LoopSettings
-    recorder: Any
-    console: Any
-    timer: Any
-    gate: ParityGate | None = None
-    ema: WeightAverage | None = None
+from ..loop import Evaluated, PolicyTrainer, StepData
+from .build import build_parts
+from .metrics import add_rollout_metrics, kl_per_token
+from .parts import VLParts, prompt_batch
+from .updates import PolicyUpdate, TrainBatch, ValueUpdate, plan_batch
 
 
 class VLTrainer(PolicyTrainer):
@@ -59,8 +38,7 @@ class VLTrainer(PolicyTrainer):
     estimators: tuple[str, ...] = ADVANTAGE_ESTIMATORS
 
     def __init__(self, parts: VLParts):
-        estimator = parts.config.algorithm.advantage_estimator
-        one_of(f"advantage_estimator of {type(self).__name__}", estimator, self.estimators)
+        self._check_estimator(parts.config)
         super().__init__(parts.loop, parts.recorder, parts.console, parts.timer)
         self.parts, self.config = parts, parts.config
         train, algorithm = parts.config.train, parts.config.algorithm
@@ -68,19 +46,21 @@ class VLTrainer(PolicyTrainer):
         self.buffer = NaiveReplayBuffer(
             train.micro_train_batch_size, packing_samples=train.packing_samples, seed=train.seed
         )
-        rule = parts.maker.settings.sampling.scoring
-        self.policy_update = PolicyUpdate(parts.actor, algorithm, rule, self.metrics)
-        self.value_update = ValueUpdate(parts.critic, algorithm, self.metrics) if parts.critic else None
+        self.policy_update = PolicyUpdate(parts.actor, algorithm, parts.maker.settings.sampling.scoring)
+        self.value_update = ValueUpdate(parts.critic, algorithm) if parts.critic else None
         self.rounds = 0  # batches of prompts taken so far; numbers the prompts of the run
         self.probe: PromptBatch | None = None
         self.parity = 0.0
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> VLTrainer:
-        """The trainer of a run; see `build.build_trainer`."""
-        from .build import build_trainer
+    def from_config(cls, config: RunConfig) -> Self:
+        """The trainer of a run. Raises as `build.build_parts`, and ConfigError for an estimator of another class."""
+        cls._check_estimator(config)
+        return cls(build_parts(config))
 
-        return build_trainer(config, cls)
+    @classmethod
+    def _check_estimator(cls, config: RunConfig) -> None:
+        one_of(f"advantage_estimator of {cls.__name__}", config.algorithm.advantage_estimator, cls.estimators)
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -90,6 +70,7 @@ class VLTrainer(PolicyTrainer):
         self.maker.rewards.close()
 
     def start(self) -> None:
+        """The engine gets the weights that training starts or goes on from, and a first look through the gate."""
         self._load_engine_weights()
         self.maker.policy_version = self.step
         self.probe = self._probe_of(self._prompts(self._peek(), torch.arange(-len(self._peek()), 0)))
@@ -98,52 +79,68 @@ class VLTrainer(PolicyTrainer):
         if self.step > 0:
             self.parity = reported  # a resumed run: the next row shows the gate after the sync that it continues from
 
-    def collect(self) -> None:
+    def collect(self) -> StepData:
+        """Experience of this rank's next prompts, checked against what the engine sampled."""
         # What was asked before (gate, evaluation) differs after a resume; a prefix found in a cache is worked out in
         # another order than a fresh one, which shows in the last bits.
         self.maker.engine.reset_caches()
         batch = self._next_prompts()
-        experiences = self.maker.make_experiences(batch, more=self._next_prompts)
-        with self.timer.phase("sync"):
-            self.maker.engine.sleep()
+        made = self.maker.make(batch, more=self._next_prompts)
         self.probe = self._probe_of(batch)
-        self._check_rollouts(experiences)
-        self._record_rollouts(experiences)
-        for experience in experiences:
-            self.buffer.append(experience)
+        data = StepData(made.experiences, records=self._records(made.rollouts))
+        self._check_rollouts(made.experiences, data.metrics)
+        add_rollout_metrics(data.metrics, made.experiences)
+        for name, value in made.metrics.items():
+            data.metrics.add(name, value)
+        data.metrics.add("policy_version", self.maker.policy_version)
+        data.metrics.add("epoch", self.parts.sampler.epoch)
+        return data
 
-    def learn(self) -> None:
+    def learn(self, data: StepData) -> None:
+        """One KL controller update, then `max_epochs` passes over the step's samples."""
         config = self.config
         budget = config.train.max_tokens_per_batch or None
+        self._steer_kl(data)
+        while data.batches:
+            self.buffer.append(data.batches.pop(0))
         update_number = 0
         for epoch in range(config.train.max_epochs):
             seed = derive_seed(config.train.seed, "replay", self.step, epoch)
             steps = self.buffer.plan(seed, step_size=config.train.train_batch_size, token_budget=budget)
             for micro_batches in steps:
                 batch = plan_batch(self.buffer, micro_batches, config.algorithm, config.rollout.generate_max_len)
-                self._update(batch, first=update_number == 0)
+                self._update(batch, data.metrics, first=update_number == 0)
                 update_number += 1
         self.buffer.clear()
 
-    def _update(self, batch, first: bool) -> None:
+    def _steer_kl(self, data: StepData) -> None:
+        """The controller sees the mean KL per token and the number of samples, over all ranks."""
+        controller = self.maker.kl_controller
+        mean, samples = kl_per_token(data.batches)
+        controller.update(mean, samples)
+        data.metrics.add("kl_coef", controller.value)
+
+    def _update(self, batch: TrainBatch, metrics: MetricsAccumulator, first: bool) -> None:
         if self.value_update is not None:
-            self.count_step(self.value_update.step(self.buffer, batch), "critic_")
+            self.count_step(self.value_update.step(self.buffer, batch, metrics), metrics, "critic_")
         if self.step >= self.config.train.freezing_actor_steps:
             kl_coef = self.maker.kl_controller.value
-            result = self.policy_update.step(self.buffer, batch, kl_coef, first)
-            self.count_step(result)
+            result = self.policy_update.step(self.buffer, batch, kl_coef, metrics, first)
+            self.count_step(result, metrics)
             if result.applied and self.parts.ema is not None:
                 self.parts.ema.step()
 
     def sync(self) -> None:
+        """The engine gets the trained weights; the gate asks whether they are the same."""
         self.maker.engine.wake()
         self._load_engine_weights()
         self.maker.policy_version = self.step
         self._check_parity()
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> Evaluated:
+        """See `Evaluation.run`; with the EMA weights where `eval_ema` asks for them."""
         if self.parts.evaluation is None:
-            return {}
+            return Evaluated({}, [])
         with self._evaluated_weights():
             return self.parts.evaluation.run(self.step)
 
@@ -192,7 +189,7 @@ class VLTrainer(PolicyTrainer):
         if self.parts.gate is not None and self.probe is not None:
             self.parity = self.parts.gate.check(self.probe, self.config.rollout.temperature)
 
-    def _check_rollouts(self, experiences: list) -> None:
+    def _check_rollouts(self, experiences: list, metrics: MetricsAccumulator) -> None:
         """What the engine sampled against the trainer's own scores, over the whole rollout of all ranks."""
         gate = self.parts.gate
         largest = held = 0.0
@@ -204,58 +201,21 @@ class VLTrainer(PolicyTrainer):
         largest, held = collectives.all_reduce_max(torch.tensor([largest, held])).tolist()
         if gate is not None:
             gate.check_rollouts(held)
-        self.metrics.add_max("rollout_logp_diff_max", largest)
-        self.metrics.add_max("parity", self.parity)
+        metrics.add_max("rollout_logp_diff_max", largest)
+        metrics.add_max("parity", self.parity)
 
-    # -- figures and records -------------------------------------------------------------------------------------
-
-    def _record_rollouts(self, experiences: list) -> None:
-        metrics = self.metrics
-        for each in experiences:
-            valid = each.valid.bool()
-            metrics.add_moments("reward", each.info["reward"][valid])
-            metrics.add_mean("reward_invalid_share", (~valid).float())
-            metrics.add_mean("response_length", each.info["response_length"])
-            metrics.add_mean("truncated_share", each.info["truncated"])
-            metrics.add_total("tokens", each.info["total_length"].sum())
-            metrics.add_mean("kl", each.kl, each.action_mask)
-            metrics.add_mean("entropy", each.action_entropy, each.action_mask)
-            metrics.add_mean("advantage_abs", each.advantages.abs(), each.action_mask)
-            for name in ("comparable", "shaped_reward", "advantage_clip_frac", "overlong_penalty", "reward_clipped"):
-                if name in each.info:
-                    metrics.add_mean(name, each.info[name])
-            for name, values in each.info["reward_metrics"].items():
-                metrics.add_mean(f"reward/{name}", values, ~values.isnan())
-        self._record_groups(experiences)
-        for name, value in self.maker.stage_metrics.items():
-            metrics.add(name, value)
-        kl = torch.cat([each.info["kl"] for each in experiences])
-        totals = collectives.all_reduce_sum(torch.stack([kl.sum(), torch.tensor(float(len(kl)))]))
-        self.maker.kl_controller.update((totals[0] / totals[1]).item(), int(totals[1]))
-        metrics.add("kl_coef", self.maker.kl_controller.value)
-        metrics.add("policy_version", self.maker.policy_version)
-        metrics.add("epoch", self.parts.sampler.epoch)
-
-    def _record_groups(self, experiences: list) -> None:
-        """Share of groups whose valid rewards are all equal: they teach nothing."""
-        rewards = torch.cat([each.info["reward"] for each in experiences])
-        groups = torch.cat([each.group_id for each in experiences])
-        valid = torch.cat([each.valid.bool() for each in experiences])
-        for group in groups.unique():
-            own = rewards[(groups == group) & valid]
-            self.metrics.add("zero_std_ratio", float(len(own) < 2 or bool(own.max() == own.min())))
-
-    def step_records(self) -> list[dict[str, Any]]:
-        records = [record for each in self.maker.last_samples for record in records_from_samples(each)]
-        count = self.config.output.num_trajectories_to_save
-        return gather_records(records, count, self.config.train.seed, self.step)
-
-    def eval_records(self) -> list[dict[str, Any]]:
-        return self.parts.evaluation.records if self.parts.evaluation is not None else []
+    def _records(self, rollouts: list[Rollout]) -> list[Record]:
+        """Of the step in progress, to be kept and shown; none where nobody asks for them. A collective."""
+        output = self.config.output
+        if not output.save_trajectories:
+            return []
+        records = records_from_rollouts(rollouts)
+        return gather_records(records, output.num_trajectories_to_save, self.config.train.seed, self.step + 1)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
+        """Where the prompts, the KL controller, the reward statistics and the averages stand."""
         return {
             "sampler": self.parts.sampler.state_dict(),
             "rounds": self.rounds,
@@ -267,6 +227,7 @@ class VLTrainer(PolicyTrainer):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`'s; an `init_kl_coef` that the resuming command changed counts from here on."""
         self.parts.sampler.load_state_dict(state["sampler"])
         self.rounds = int(state["rounds"])
         self.parity = float(state["parity"])
@@ -280,10 +241,12 @@ class VLTrainer(PolicyTrainer):
             self.parts.ema.resume(state["ema"])
 
     def save_engines(self, folder: Path) -> None:
+        """Actor and critic with their optimizers; every rank writes its part."""
         for name, engine in self._engines():
             engine.save(str(folder), name)
 
     def load_engines(self, folder: Path) -> None:
+        """The inverse of `save_engines`."""
         for name, engine in self._engines():
             engine.load(str(folder), name)
 
@@ -310,20 +273,6 @@ class VLTrainer(PolicyTrainer):
             export_lora(model, folder / "lora", state)
 
 
-def prompt_batch(rows: list, checkpoint: Checkpoint, data, ids: torch.Tensor) -> PromptBatch:
-    """Rendered prompts of data rows."""
-    renderer = checkpoint.processor or checkpoint.tokenizer
-    return PromptBatch.of(
-        [render_prompt(row, renderer, data) for row in rows],
-        [row.images for row in rows],
-        [row.videos for row in rows],
-        [row.reference for row in rows],
-        [row.label for row in rows],
-        [row.metadata for row in rows],
-        ids,
-    )
-
-
 class GRPOTrainer(VLTrainer):
     """GRPO (arXiv 2402.03300) and its relatives without a critic: Dr. GRPO, REINFORCE, REINFORCE++-baseline, CPGD."""
 
@@ -340,3 +289,11 @@ class PPOTrainer(VLTrainer):
     """PPO (arXiv 1707.06347): advantages from a critic that is trained beside the actor, values clipped."""
 
     estimators = ("gae",)
+
+
+TRAINERS: dict[str, type[VLTrainer]] = {"gae": PPOTrainer, "rloo": RLOOTrainer}
+
+
+def build_trainer(config: RunConfig) -> VLTrainer:
+    """The trainer that `advantage_estimator` asks for."""
+    return TRAINERS.get(config.algorithm.advantage_estimator, GRPOTrainer).from_config(config)

@@ -75,9 +75,15 @@ class PolicyUpdate:
     actor: TrainEngine
     config: AlgorithmConfig
     rule: ScoringRule
-    metrics: MetricsAccumulator
 
-    def step(self, buffer: NaiveReplayBuffer, batch: TrainBatch, kl_coef: float, first: bool) -> StepResult:
+    def step(
+        self,
+        buffer: NaiveReplayBuffer,
+        batch: TrainBatch,
+        kl_coef: float,
+        metrics: MetricsAccumulator,
+        first: bool,
+    ) -> StepResult:
         """Losses of all micro-batches, then one guarded step. first: the first update of this rollout."""
         last = len(batch.micro_batches) - 1
         for place, micro_batch in enumerate(batch.micro_batches):
@@ -88,7 +94,7 @@ class PolicyUpdate:
                 self._loss_inputs(experience, output, batch, place), self.config, batch.denominators, kl_coef
             )
             self.actor.accumulate(losses.loss, place == last)
-            self._record(losses, place == last, first)
+            _record(metrics, losses, place == last, first)
         return self.actor.step()
 
     def _loss_inputs(self, experience, output, batch: TrainBatch, place: int) -> LossInputs:
@@ -105,16 +111,6 @@ class PolicyUpdate:
             policy_mask=policy_mask,
         )
 
-    def _record(self, losses: LossOutputs, last: bool, first: bool) -> None:
-        """Shares add up to the train batch's figure; the mean over updates of the step is reported."""
-        updates = 1.0 if last and collectives.is_rank_0() else 0.0
-        for name, share in losses.metrics.items():
-            self.metrics.add(name, share, updates)
-        for name, value in losses.maxima.items():
-            self.metrics.add_max(name, value)
-        if first:
-            self.metrics.add_max("ratio_max_dev_first", losses.maxima["ratio_max_dev"])
-
 
 @dataclass
 class ValueUpdate:
@@ -122,9 +118,9 @@ class ValueUpdate:
 
     critic: TrainEngine
     config: AlgorithmConfig
-    metrics: MetricsAccumulator
 
-    def step(self, buffer: NaiveReplayBuffer, batch: TrainBatch) -> StepResult:
+    def step(self, buffer: NaiveReplayBuffer, batch: TrainBatch, metrics: MetricsAccumulator) -> StepResult:
+        """Losses of all micro-batches, then one guarded step."""
         last = len(batch.micro_batches) - 1
         for place, micro_batch in enumerate(batch.micro_batches):
             experience = buffer.load(micro_batch)
@@ -138,10 +134,19 @@ class ValueUpdate:
                 batch.denominators,
             )
             self.critic.accumulate(losses.loss, place == last)
-            updates = 1.0 if place == last and collectives.is_rank_0() else 0.0
-            for name, share in losses.metrics.items():
-                self.metrics.add(name, share, updates)
+            _record(metrics, losses, place == last)
         return self.critic.step()
+
+
+def _record(metrics: MetricsAccumulator, losses: LossOutputs, last: bool, first: bool = False) -> None:
+    """Shares add up to the train batch's value; the mean over updates of the step is reported."""
+    updates = 1.0 if last and collectives.is_rank_0() else 0.0
+    for name, share in losses.metrics.items():
+        metrics.add(name, share, updates)
+    for name, value in losses.maxima.items():
+        metrics.add_max(name, value)
+    if first:
+        metrics.add_max("ratio_max_dev_first", losses.maxima["ratio_max_dev"])
 
 
 def per_action(experience, name: str) -> T | None:

@@ -57,7 +57,7 @@ def gradients(checkpoint, micro_batch: int, packed: bool, prompts: PromptBatch) 
     (micro_batches,) = buffer.plan(0)
     batch = plan_batch(buffer, micro_batches, config, max_tokens=6)
     assert len(micro_batches) == -(-len(prompts) // micro_batch)
-    PolicyUpdate(PlainEngine(actor), config, ScoringRule(temperature=0.7), metrics).step(buffer, batch, 0.0, True)
+    PolicyUpdate(PlainEngine(actor), config, ScoringRule(temperature=0.7)).step(buffer, batch, 0.0, metrics, True)
     found = {name: p.grad for name, p in actor.named_parameters() if p.grad is not None}
     return metrics.reduce()["loss"], found
 

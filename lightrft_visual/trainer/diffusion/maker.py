@@ -1,0 +1,147 @@
+"""From rows of prompts to diffusion experience: sampling, decoding, rewards, group advantages."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...algorithms.diffusion.advantages import gathered_group_advantages
+from ...algorithms.diffusion.rows import experience_of
+from ...batches.experience import ExperienceDiffusion
+from ...batches.prompts import PromptBatch
+from ...config.diffusion import DiffusionAlgorithmConfig
+from ...errors import ConfigError
+from ...models.weight_copies import WeightCopy
+from ...rewards.batch import RewardOutput
+from ...rewards.engine import RewardComputationEngine
+from ...strategy.phase_timer import PhaseTimer
+from .stages import DiffusionRows, DiffusionSampling, Sampled
+
+T = torch.Tensor
+
+
+@dataclass
+class DiffusersEngine:
+    """The `diffusers` engine: draws with the policy under training.
+
+    old: rollouts are drawn with these weights where the algorithm keeps an old policy.
+    """
+
+    sampling: DiffusionSampling
+    n_samples_per_prompt: int
+    old: WeightCopy | None = None
+
+    def rows(self, batch: PromptBatch) -> DiffusionRows:
+        """Every prompt of the batch `n_samples_per_prompt` times, prompt-major; its first image is the first frame."""
+        n = self.n_samples_per_prompt
+        columns = (batch.prompts, [images[0] if images else None for images in batch.images], batch.labels)
+        columns += (batch.references, batch.metadata)
+        repeated = [[cell for cell in column for _ in range(n)] for column in columns]
+        ids = batch.ids.repeat_interleave(n)
+        return DiffusionRows(*repeated, group_ids=ids, sample_ids=ids * n + torch.arange(n).repeat(len(batch)))
+
+    def experience_maker(
+        self, rewards: RewardComputationEngine, algorithm: DiffusionAlgorithmConfig, timer: PhaseTimer | None = None
+    ) -> DiffusionExperienceMaker:
+        """What makes experience with this engine; `FastExperienceMaker` asks for it."""
+        return DiffusionExperienceMaker(self, rewards, algorithm, timer)
+
+    def generate(self, rows: DiffusionRows, step: int) -> list[Sampled]:
+        """Rollouts by micro-batch, in the order of the rows."""
+        with self.old.swapped() if self.old is not None else nullcontext():
+            return self.sampling.draw(rows, step)
+
+
+@dataclass
+class DrawnExperience:
+    """What the maker makes of a step's rows on this rank.
+
+    experiences: micro-batches with rewards and advantages, in the order of the rows. media (B, 3, …) in 0..1 on the
+    host. metrics: numbers of the whole batch, the same on every rank.
+    """
+
+    experiences: list[ExperienceDiffusion]
+    media: T
+    metrics: dict[str, float]
+
+
+@dataclass
+class DiffusionExperienceMaker:
+    """Sequences the stages for models that draw: sampling and decoding, rewards, advantages within prompts."""
+
+    engine: DiffusersEngine
+    rewards: RewardComputationEngine
+    algorithm: DiffusionAlgorithmConfig
+    timer: PhaseTimer | None = None
+
+    def make(self, rows: DiffusionRows, step: int) -> DrawnExperience:
+        """Experience of one step's rows; `step` is the policy's version, by which noise is drawn. A collective."""
+        with self._phase("generate"):
+            drawn = self.engine.generate(rows, step)
+        media = torch.cat([each.media for each in drawn]).cpu()
+        with self._phase("reward"):
+            scored = score_rows(self.rewards, rows, media)
+        experiences, start = [], 0
+        for each in drawn:
+            part = slice(start, start + len(each.media))
+            experiences.append(scored_experience(each, rows.select(part), rewards_at(scored, part), step))
+            start = part.stop
+        return DrawnExperience(experiences, media, scored.metrics | self._advantages(experiences))
+
+    def experiences_of(self, batch: PromptBatch, step: int, **generate_kwargs: Any) -> list[ExperienceDiffusion]:
+        """`make` for prompts with ids. Raises ConfigError for generation arguments: the sampler has its settings."""
+        if generate_kwargs:
+            raise ConfigError(f"the diffusers engine takes no generation arguments: {', '.join(generate_kwargs)}")
+        return self.make(self.engine.rows(batch), step).experiences
+
+    def draw(self, batch: PromptBatch, step: int) -> list[Sampled]:
+        """Unscored pictures or videos of prompts with ids, in micro-batches."""
+        return self.engine.generate(self.engine.rows(batch), step)
+
+    def _advantages(self, experiences: list[ExperienceDiffusion]) -> dict[str, float]:
+        advantages, metrics = gathered_group_advantages(
+            torch.cat([each.info["reward"] for each in experiences]),
+            torch.cat([each.group_id for each in experiences]),
+            torch.cat([each.valid for each in experiences]),
+            global_std=self.algorithm.global_std,
+            clip=self.algorithm.adv_clip_max,
+        )
+        for each, part in zip(experiences, advantages.split([len(each.latents) for each in experiences])):
+            each.advantages = part
+        return metrics
+
+    def _phase(self, name: str):
+        return self.timer.phase(name) if self.timer is not None else nullcontext()
+
+
+def score_rows(rewards: RewardComputationEngine, rows: DiffusionRows, media: T) -> RewardOutput:
+    """Rewards of media (B, 3, H, W) or (B, 3, T, H, W) for their rows."""
+    kind = "videos" if media.dim() == 5 else "images"
+    return rewards.score_media(
+        rows.prompts,
+        **{kind: list(media)},
+        labels=rows.labels,
+        references=rows.references,
+        metadata=rows.metadata,
+        ids=rows.sample_ids.tolist(),
+        group_ids=rows.group_ids.tolist(),
+    )
+
+
+def rewards_at(output: RewardOutput, part: slice) -> RewardOutput:
+    """The rewards of some samples, on the host."""
+    components = {name: values[part].cpu() for name, values in output.components.items()}
+    return RewardOutput(output.score[part].cpu(), components, output.valid[part].cpu())
+
+
+def scored_experience(drawn: Sampled, rows: DiffusionRows, scored: RewardOutput, step: int) -> ExperienceDiffusion:
+    """The experience of one micro-batch; advantages are still to come."""
+    experience = experience_of(
+        drawn.result, drawn.conditions, group_id=rows.group_ids, sample_id=rows.sample_ids, policy_version=step
+    )
+    experience.valid = scored.valid
+    experience.info |= {"reward": scored.score, "reward_metrics": scored.components}
+    return experience

@@ -1,0 +1,37 @@
+"""What a diffusion run is made of: `build` puts it together, the trainer works with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...algorithms.diffusion import DiffusionAlgorithm, Loss
+from ...config.diffusion import DiffusionRunConfig
+from ...data.drawing_prompts import DrawPrompts
+from ...models.diffusion.policy import DiffusionPolicy
+from ...models.weight_copies import WeightAverage, WeightCopy
+from ...strategy.deepspeed import TrainEngine
+from ..loop import LoopSettings
+from .evaluation import DiffusionEvaluation
+from .maker import DiffusionExperienceMaker
+
+
+@dataclass
+class DiffusionParts:
+    """Everything a diffusion run is made of; `build` puts it together from a configuration."""
+
+    config: DiffusionRunConfig
+    policy: DiffusionPolicy
+    engine: TrainEngine
+    algorithm: DiffusionAlgorithm
+    loss: Loss
+    maker: DiffusionExperienceMaker
+    prompts: DrawPrompts
+    evaluation: DiffusionEvaluation | None
+    loop: LoopSettings
+    recorder: Any
+    console: Any
+    timer: Any
+    old: WeightCopy | None = None
+    ema: WeightAverage | None = None
+    differentiable: Any = None

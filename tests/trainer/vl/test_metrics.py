@@ -1,0 +1,44 @@
+"""What a step's experience says in numbers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightrft_visual.algorithms.kl import get_kl_controller
+from lightrft_visual.config.vl import AlgorithmConfig
+from lightrft_visual.trainer.loop import StepData
+from lightrft_visual.trainer.vl.metrics import kl_per_token
+from lightrft_visual.trainer.vl.stages import add_kl
+from lightrft_visual.trainer.vl.trainer import VLTrainer
+
+
+def experience(lengths: list[int], kl: float) -> SimpleNamespace:
+    """As much of an experience as the KL needs; every token is `kl` likelier than under the reference."""
+    width = max(lengths)
+    mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+    made = SimpleNamespace(
+        action_mask=mask, action_log_probs=torch.full(mask.shape, kl), base_action_log_probs=torch.zeros(mask.shape),
+        info={},
+    )  # fmt: skip
+    add_kl(made, "k1")
+    return made
+
+
+def test_the_kl_of_a_step_is_a_mean_over_tokens():
+    batches = [experience([10, 30], 0.1), experience([60], 0.3)]
+    mean, samples = kl_per_token(batches)
+    assert samples == 3 and mean == pytest.approx((40 * 0.1 + 60 * 0.3) / 100)
+    assert batches[0].info["kl"].tolist() == pytest.approx([0.1, 0.1])
+
+
+@pytest.mark.parametrize(("target", "factor"), [(0.1, 1.0), (0.2, 1 - 0.2 * 3 / 100), (0.01, 1 + 0.2 * 3 / 100)])
+def test_learning_steers_the_coefficient_towards_a_kl_per_token(target, factor):
+    config = AlgorithmConfig(init_kl_coef=0.5, kl_target=target, kl_horizon=100)
+    trainer = SimpleNamespace(maker=SimpleNamespace(kl_controller=get_kl_controller(config)))
+    data = StepData([experience([10, 30], 0.1), experience([60], 0.1)])
+    VLTrainer._steer_kl(trainer, data)
+    assert trainer.maker.kl_controller.value == pytest.approx(0.5 * factor)
+    assert data.metrics.reduce() == {"kl_coef": pytest.approx(0.5 * factor)}
