@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,10 +111,7 @@ def freeze(transformer: PreTrainedModel, prefixes: str) -> int:
     A prefix matches at the start of a name or after a dot: `visual` finds `model.visual.…`. Raises ConfigError for one
     that matches nothing.
     """
-    if not prefixes or prefixes.lower() == "false":
-        return 0
-    wanted = ["visual", "vision_tower", "vision_model"] if prefixes.lower() == "true" else prefixes.split(",")
-    frozen: dict[str, int] = dict.fromkeys((prefix.strip() for prefix in wanted), 0)
+    frozen: dict[str, int] = dict.fromkeys(_prefixes(prefixes), 0)
     for name, parameter in transformer.named_parameters():
         for prefix in frozen:
             if f".{name}".find(f".{prefix}.") >= 0:
@@ -127,16 +125,27 @@ def freeze(transformer: PreTrainedModel, prefixes: str) -> int:
     return sum(frozen.values())
 
 
+def _prefixes(freeze_prefix: str) -> list[str]:
+    """The module prefixes that `freeze_prefix` names."""
+    if not freeze_prefix or freeze_prefix.lower() == "false":
+        return []
+    if freeze_prefix.lower() == "true":
+        return ["visual", "vision_tower", "vision_model"]
+    return [prefix.strip() for prefix in freeze_prefix.split(",")]
+
+
 def add_lora(transformer: PreTrainedModel, model: ModelConfig):
-    """The peft model with LoRA adapters, or the model itself when lora_rank is 0."""
+    """The peft model with LoRA adapters, none below `freeze_prefix`, or the model itself when lora_rank is 0."""
     if model.lora_rank == 0:
         return transformer
-    targets = model.target_modules
+    targets, frozen = model.target_modules, _prefixes(model.freeze_prefix)
+    below = "|".join(map(re.escape, frozen))
     lora = LoraConfig(
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
         lora_dropout=model.lora_dropout,
         target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
+        exclude_modules=rf"(.*\.)?({below})(\..*)?" if frozen else None,
         task_type="CAUSAL_LM",
     )
     try:

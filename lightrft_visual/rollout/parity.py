@@ -16,15 +16,18 @@ import torch
 from ..batches.model_inputs import ModelInputs
 from ..batches.prompts import PromptBatch
 from ..batches.rollouts import Rollout, collate
-from ..batches.sampling import SamplingSettings
+from ..batches.samples import Samples
+from ..batches.sampling import SamplingSettings, ScoringRule
 from ..errors import RolloutError
 from ..strategy import collectives
 from .engine import RolloutEngine
 from .stage import RolloutStage
 
 T = torch.Tensor
+Score = Callable[[ModelInputs, ScoringRule], T]
 
 PROBE_TOKENS = 8
+REFERENCE_TOLERANCE = 1e-3  # mean over tokens; the same weights in the same precision give 0
 
 
 @dataclass
@@ -38,7 +41,7 @@ class ParityGate:
 
     stage: RolloutStage
     engine: RolloutEngine
-    score: Callable[[ModelInputs, object], T]
+    score: Score
     reload: Callable[[], None]
     pad_id: int
     vision: bool
@@ -68,17 +71,41 @@ class ParityGate:
                 f"(tolerance {self.tolerance:.3g}): what was sampled is not what would be trained"
             )
 
+    def check_reference(self, reference: Score, batch: PromptBatch, temperature: float = 1.0) -> None:
+        """Before the first step the reference is the policy; raises RolloutError where they score tokens differently.
+
+        reference(inputs, rule) gives its (B, A) log-probs. A collective.
+        """
+        rollouts, settings = self._probe(batch, temperature)
+        own = 0.0
+        if rollouts:
+            ours, samples = self._scores(self.score, rollouts, settings)
+            own = mean_log_prob_difference(ours, self._scores(reference, rollouts, settings)[0], samples.action_mask)
+        difference = collectives.all_reduce_max(torch.tensor([own])).item()
+        if difference > REFERENCE_TOLERANCE:
+            raise RolloutError(
+                f"the reference model is not the starting policy: their log-probs differ by {difference:.3g} in the "
+                f"mean (tolerance {REFERENCE_TOLERANCE:g}) before the first step. Likely cause: another checkpoint, "
+                "or weights or buffers of another precision"
+            )
+
     def _largest(self, batch: PromptBatch, temperature: float) -> float:
+        rollouts, settings = self._probe(batch, temperature)
+        own = 0.0
+        if rollouts:
+            ours, samples = self._scores(self.score, rollouts, settings)
+            own = self.figure(ours, samples.rollout_log_probs, samples.action_mask)
+        difference = torch.nan_to_num(torch.tensor([own]), nan=math.inf, posinf=math.inf)
+        return collectives.all_reduce_max(difference).item()
+
+    def _probe(self, batch: PromptBatch, temperature: float) -> tuple[list[Rollout], SamplingSettings]:
         settings = SamplingSettings(n=1, temperature=temperature, max_new_tokens=PROBE_TOKENS)
-        rollouts = self.stage.generate(batch, settings, purpose="parity")
-        difference = torch.tensor([self._difference(rollouts, settings) if rollouts else 0.0])
-        return collectives.all_reduce_max(torch.nan_to_num(difference, nan=math.inf, posinf=math.inf)).item()
+        return self.stage.generate(batch, settings, purpose="parity"), settings
 
     @torch.no_grad()
-    def _difference(self, rollouts: list[Rollout], settings: SamplingSettings) -> float:
+    def _scores(self, score: Score, rollouts: list[Rollout], settings: SamplingSettings) -> tuple[T, Samples]:
         samples = collate(rollouts, self.pad_id, self.vision)
-        scored = self.score(ModelInputs.of(samples).to(self.device), settings.scoring).cpu()
-        return self.figure(scored, samples.rollout_log_probs, samples.action_mask)
+        return score(ModelInputs.of(samples).to(self.device), settings.scoring).cpu(), samples
 
     def _diagnose(self, batch: PromptBatch, temperature: float) -> str:
         """Undo one possible cause after the other, until the difference is gone."""

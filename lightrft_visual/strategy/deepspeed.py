@@ -113,10 +113,16 @@ class DeepspeedStrategy:
         return TrainEngine(engine, self.config.zero_stage, settings.max_norm)
 
     def prepare_inference(self, module: nn.Module) -> nn.Module:
-        """Place a frozen module (reference, reward model): sharded under ZeRO-3, whole on the device otherwise."""
+        """Place a frozen module (reference, reward model): sharded under ZeRO-3, whole on the device otherwise.
+
+        Weights take this run's precision and buffers keep theirs, as in a module that is trained: rotary frequencies in
+        bfloat16 would turn positions far into a text by whole radians.
+        """
         module.eval().requires_grad_(False)
         if self.config.zero_stage != 3:
-            return module.to(self.device, self.dtype)
+            for parameter in module.parameters():
+                parameter.data = parameter.data.to(self.device, self.dtype)
+            return module.to(self.device)
         engine, *_ = deepspeed.initialize(model=module, config=self._inference_config(), dist_init_required=False)
         return engine
 

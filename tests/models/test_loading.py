@@ -141,3 +141,17 @@ def test_adapters_are_added_where_they_are_asked_for(root):
     assert trained and all("lora_" in name and ("q_proj" in name or "v_proj" in name) for name in trained)
     with pytest.raises(ConfigError, match=r"LoRA cannot be added \(target_modules no_such\)"):
         add_lora(load(path, True), ModelConfig(lora_rank=4, target_modules="no_such"))
+
+
+@pytest.mark.parametrize(
+    "prefixes, frozen", [("true", ["visual"]), ("visual.merger, language_model.layers.0", ["merger", "layers.0"])]
+)
+def test_no_adapter_lies_below_a_frozen_prefix(root, prefixes, frozen):
+    settings = ModelConfig(lora_rank=4, freeze_prefix=prefixes)
+    model = load(checkpoint_of(root, "qwen2_5_vl").path, True)
+    freeze(model, settings.freeze_prefix)
+    peft = add_lora(model, settings)
+    trained = [name for name, parameter in peft.named_parameters() if parameter.requires_grad]
+    assert trained and not any(f".{part}." in name for name in trained for part in frozen)
+    assert any("language_model.layers.1" in name for name in trained)
+    assert any(".visual.blocks" in name for name in trained) == (prefixes != "true")

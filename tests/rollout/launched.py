@@ -1,4 +1,4 @@
-"""Starts a script of this folder on two gloo ranks and waits for both."""
+"""Starts a script on gloo ranks, of this folder if no other is named, and waits for all of them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,32 @@ from waiting import output_of
 HERE = Path(__file__).parent
 
 
-def run_ranks(script: str, *arguments: str, timeout: float = 260) -> None:
+def run_ranks(script: str, *arguments: str, timeout: float = 260, ranks: int = 2, folder: Path = HERE) -> None:
     """Fails with the end of both outputs when a rank does not end well; no rank outlives the call."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    paths = [HERE, HERE.parent / "models", HERE.parents[1]]
+    paths = [folder, HERE, HERE.parent / "models", HERE.parents[1]]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
+    environment |= {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    processes = [
         subprocess.Popen(
-            [sys.executable, str(HERE / script), *arguments],
+            [sys.executable, str(folder / script), *arguments],
             env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
     try:
-        outputs = [output_of(process, timeout)[0] for process in ranks]
+        outputs = [output_of(process, timeout)[0] for process in processes]
     finally:
-        for process in ranks:
+        for process in processes:
             process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(text[-3000:] for text in outputs)
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(text[-3000:] for text in outputs)

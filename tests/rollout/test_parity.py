@@ -88,6 +88,14 @@ def test_the_figure_of_a_rollout_is_held_against_the_same_tolerance(rig):
             gate.check_rollouts(difference)
 
 
+def test_a_reference_that_is_not_the_starting_policy_is_found_before_the_first_step(rig):
+    gate = rig.gate()
+    gate.check_reference(rig.score, mixed_prompts())
+    gate.check_reference(rig.score, mixed_prompts().select([]))
+    with pytest.raises(RolloutError, match=r"not the starting policy.* differ by 0\.01 in the mean"):
+        gate.check_reference(lambda inputs, rule: rig.score(inputs, rule) - 0.01, mixed_prompts())
+
+
 def test_differences_under_a_mask():
     ours, theirs = torch.tensor([[-1.0, -2.0, 9.0]]), torch.tensor([[-1.5, -2.1, 0.0]])
     mask = torch.tensor([[True, True, False]])

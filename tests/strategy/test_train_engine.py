@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from launched import run_ranks
 from tiny_models import checkpoint_of, inputs_of, mixed_prompts, rollouts_of
 
 from lightrft_visual.batches.sampling import ScoringRule
@@ -110,3 +113,11 @@ def test_what_backward_recomputes_has_the_dropout_of_the_forward_though_scoring_
         engine.accumulate(loss, last=True)
         gradients.append([p.grad.clone() for p in engine.module.parameters() if p.grad is not None])
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
+
+
+def test_the_reference_is_the_starting_policy_in_bfloat16_at_every_zero_stage(checkpoint, tmp_path):
+    out = tmp_path / "differences.json"
+    run_ranks("reference_ranks.py", checkpoint.path, str(out), ranks=1, folder=Path(__file__).parent)
+    differences = json.loads(out.read_text())
+    assert differences.keys() == {"0", "1", "2", "3"}
+    assert max(differences.values()) <= 1e-3, differences

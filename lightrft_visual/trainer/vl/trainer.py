@@ -76,6 +76,9 @@ class VLTrainer(PolicyTrainer):
         self.probe = self._probe_of(self._prompts(self._peek(), torch.arange(-len(self._peek()), 0)))
         reported = self.parity
         self._check_parity()
+        reference = self.maker.forward_stage.reference
+        if self.step == 0 and self.parts.gate is not None and reference is not None:
+            self.parts.gate.check_reference(reference, self.probe, self.config.rollout.temperature)
         if self.step > 0:
             self.parity = reported  # a resumed run: the next row shows the gate after the sync that it continues from
 
