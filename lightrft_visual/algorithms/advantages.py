@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from ..config import registry
 from ..config.vl import AlgorithmConfig
-from ..errors import RewardError
+from ..errors import ConfigError, RewardError
 from ..strategy.collectives import all_reduce_sum
 from .reward_shaping import RunningMoments, compute_reward, overlong_penalty
 
@@ -115,14 +116,18 @@ class GroupStatistics:
 class AdvantageCalculator:
     """Base: reward shaping for all, advantages as discounted sums of the token rewards.
 
-    A subclass says how the rewards of a group are compared (`group_rewards`), or replaces `compute`.
+    A subclass says how the rewards of a group are compared (`group_rewards`), or replaces `compute`. It is known by the
+    name under which config/registry.py, or a plugin, registers it.
     """
-
-    grouped = False  # whether rewards are compared within a prompt's group
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
         self.running = RunningMoments()
+
+    @property
+    def grouped(self) -> bool:
+        """Whether rewards are compared within a prompt's group."""
+        return type(self).group_rewards is not AdvantageCalculator.group_rewards
 
     def preprocess_rewards(
         self, rewards: T | Sequence[T], experiences: list, max_new_tokens: int
@@ -200,9 +205,11 @@ class AdvantageCalculator:
         return torch.where(counted, returns, 0.0), returns, {"return": rewards.sum(dim=1)}
 
     def state_dict(self) -> dict[str, Any]:
+        """The running moments of the rewards."""
         return {"running": self.running.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
         self.running.load_state_dict(state["running"])
 
 
@@ -231,9 +238,8 @@ class ReinforceCalculator(AdvantageCalculator):
 class RLOOCalculator(AdvantageCalculator):
     """RLOO (arXiv 2402.14740): reward minus the mean of the other samples of the prompt."""
 
-    grouped = True
-
     def group_rewards(self, statistics: GroupStatistics) -> T:
+        """(N): reward minus the mean of the others."""
         # r - (sum - r) / (n - 1) = (r - mean) * n / (n - 1)
         return statistics.centered() * statistics.count / (statistics.count - 1).clamp(min=1)
 
@@ -241,19 +247,18 @@ class RLOOCalculator(AdvantageCalculator):
 class GroupMeanCalculator(AdvantageCalculator):
     """Reward minus the group's mean: Dr. GRPO (arXiv 2503.20783), and REINFORCE++-baseline before its whitening."""
 
-    grouped = True
-
     def group_rewards(self, statistics: GroupStatistics) -> T:
+        """(N): reward minus the mean."""
         return statistics.centered()
 
 
 class GroupNormCalculator(AdvantageCalculator):
     """GRPO (arXiv 2402.03300): reward minus the group's mean, over its standard deviation (n - 1) + 1e-6."""
 
-    grouped = True
     correction = 1
 
     def group_rewards(self, statistics: GroupStatistics) -> T:
+        """(N): reward minus the mean, over the standard deviation."""
         return statistics.centered() / (statistics.std(self.correction) + STD_EPS)
 
 
@@ -263,23 +268,16 @@ class CPGDCalculator(GroupNormCalculator):
     correction = 0
 
 
-ADVANTAGE_CALCULATORS: dict[str, type[AdvantageCalculator]] = {
-    "gae": GAECalculator,
-    "rloo": RLOOCalculator,
-    "reinforce": ReinforceCalculator,
-    "reinforce_baseline": GroupMeanCalculator,
-    "group_norm": GroupNormCalculator,
-    "grpo": GroupNormCalculator,
-    "dr_grpo": GroupMeanCalculator,
-    "cpgd": CPGDCalculator,
-}
-
-
 def get_advantage_calculator(name: str, config: AlgorithmConfig) -> AdvantageCalculator:
-    """The calculator of `advantage_estimator`; ValueError that lists the names for an unknown one."""
-    if name not in ADVANTAGE_CALCULATORS:
-        raise ValueError(f"unknown advantage estimator {name!r}; known: {', '.join(ADVANTAGE_CALCULATORS)}")
-    return ADVANTAGE_CALCULATORS[name](config)
+    """The calculator of `advantage_estimator`; ConfigError that lists the names for an unknown one."""
+    entry = registry.advantage_estimators[name]
+    calculator = entry.load()(config)
+    if calculator.grouped != entry.grouped:
+        raise ConfigError(
+            f"advantage estimator {name!r} is registered with grouped={entry.grouped}, but {type(calculator).__name__} "
+            f"{'has' if calculator.grouped else 'lacks'} group_rewards, which compares the samples of a prompt"
+        )
+    return calculator
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..config import registry
 from ..strategy.collectives import all_reduce_sum
 
 T = torch.Tensor
@@ -67,18 +68,10 @@ def seq_mean_token_sum_norm(values: T, mask: T, denominators: LossDenominators) 
     return masked_sum(values, mask) / (denominators.sequences * denominators.max_tokens)
 
 
-AGGREGATIONS = {
-    "token-mean": token_mean,
-    "seq-mean-token-sum": seq_mean_token_sum,
-    "seq-mean-token-mean": seq_mean_token_mean,
-    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
-}
-
-
 def aggregate(values: T, mask: T, mode: str, denominators: LossDenominators) -> T:
     """One micro-batch's additive share of the aggregated values (B, A) under mask (B, A) bool; a scalar.
 
-    `mode` is a key of AGGREGATIONS. Summed over the micro-batches and ranks that `denominators` counted, the results
+    `mode` is a name of the registry. Summed over the micro-batches and ranks that `denominators` counted, the results
     are the aggregate of the whole train batch.
     """
-    return AGGREGATIONS[mode](values, mask, denominators)
+    return registry.aggregations.load(mode)(values, mask, denominators)

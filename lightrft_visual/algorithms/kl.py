@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..config import registry
 from ..config.vl import AlgorithmConfig
 
 T = torch.Tensor
@@ -29,15 +30,12 @@ def k3(log_probs: T, ref_log_probs: T) -> T:
     return torch.expm1(log_ratio) - log_ratio
 
 
-KL_FORMS = {"k1": k1, "k2": k2, "k3": k3}
-
-
 def compute_approx_kl(log_probs: T, ref_log_probs: T, kind: str = "k1") -> T:
     """Estimate of KL(policy || reference) at each sampled token, (B, A) float32.
 
-    `kind` is a key of KL_FORMS (http://joschu.net/blog/kl-approx.html). log_probs may carry gradients.
+    `kind` is a name of the registry (http://joschu.net/blog/kl-approx.html). log_probs may carry gradients.
     """
-    return KL_FORMS[kind](log_probs.float(), ref_log_probs.float())
+    return registry.kl_estimators.load(kind)(log_probs.float(), ref_log_probs.float())
 
 
 class FixedKLController:
@@ -50,9 +48,11 @@ class FixedKLController:
         """The coefficient does not depend on what was measured."""
 
     def state_dict(self) -> dict[str, float]:
+        """The coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a `state_dict`."""
         self.value = state["value"]
 
 

@@ -1,8 +1,8 @@
-"""Losses of the vision-language trainers: pure functions of (B, A) tensors, in one dict by name.
+"""Losses of the vision-language trainers: pure functions of (B, A) tensors, by name in config/registry.py.
 
 A policy loss maps `LossInputs` to values per token (`TokenLoss`); `policy_loss` masks, weights for rollout mismatch,
 aggregates with denominators of the whole train batch, and adds the KL and entropy terms. A new algorithm is one
-function and one entry of POLICY_LOSSES. Formulas with their sources: docs/algorithms.md.
+function and one entry of the registry. Formulas with their sources: docs/algorithms.md.
 
 All returned losses and `metrics` are additive shares: their sum over micro-batches and ranks is the figure of the train
 batch. `maxima` combine by the maximum.
@@ -11,18 +11,18 @@ batch. `maxima` combine by the maximum.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from ..config import registry
 from ..config.vl import AlgorithmConfig
 from ..strategy.collectives import all_gather_object
 from .aggregation import LossDenominators, aggregate, global_denominators, token_mean
 from .kl import compute_approx_kl
 
 __all__ = [
-    "POLICY_LOSSES",
     "LossDenominators",
     "LossInputs",
     "LossOutputs",
@@ -140,15 +140,6 @@ def cpgd_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     return TokenLoss(values, bounded < gain)
 
 
-POLICY_LOSSES: dict[str, Callable[[LossInputs, AlgorithmConfig], TokenLoss]] = {
-    "ppo": ppo_loss,
-    "gspo": gspo_loss,
-    "gmpo": gmpo_loss,
-    "cispo": cispo_loss,
-    "cpgd": cpgd_loss,
-}
-
-
 def _clip_high(config: AlgorithmConfig) -> float:
     return config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
 
@@ -208,9 +199,9 @@ def policy_loss(
     inputs = _without_masked(inputs)
     mask, mode = inputs.action_mask, config.loss_agg_mode
     outputs = _policy_metrics(inputs, denominators)
-    token_loss = POLICY_LOSSES[config.policy_loss](inputs, config)
+    token_loss = registry.policy_losses.load(config.policy_loss)(inputs, config)
     values = token_loss.values
-    if config.tis_mode != "off":
+    if config.corrects_rollouts:
         weight, cut = importance_weights(inputs, config)
         values = values * weight
         outputs.metrics["tis_weight"] = token_mean(weight, mask, denominators)
@@ -232,6 +223,16 @@ def policy_loss(
     return outputs
 
 
+def token_log_weights(log_weights: T) -> T:
+    """TIS mode 'token': each token's own, (B, A)."""
+    return log_weights
+
+
+def sequence_log_weights(log_weights: T) -> T:
+    """TIS mode 'sequence': the product over the sequence, at each of its tokens, (B, A)."""
+    return log_weights.sum(dim=1, keepdim=True).expand_as(log_weights)
+
+
 def importance_weights(inputs: LossInputs, config: AlgorithmConfig) -> tuple[T, T]:
     """Weights for the rollout/trainer mismatch: old policy by the trainer over old policy by the engine.
 
@@ -242,8 +243,7 @@ def importance_weights(inputs: LossInputs, config: AlgorithmConfig) -> tuple[T, 
     log_weight = torch.where(
         inputs.action_mask, inputs.old_log_probs - inputs.rollout_log_probs, torch.zeros_like(inputs.old_log_probs)
     ).detach()
-    if config.tis_mode == "sequence":
-        log_weight = log_weight.sum(dim=1, keepdim=True).expand_as(log_weight)
+    log_weight = registry.tis_modes.load(config.tis_mode)(log_weight)
     weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     cut = weight > config.tis_cap
     if config.tis_mask:
@@ -253,7 +253,7 @@ def importance_weights(inputs: LossInputs, config: AlgorithmConfig) -> tuple[T, 
 
 def _require_tensors(inputs: LossInputs, config: AlgorithmConfig) -> None:
     needs = (
-        (config.tis_mode != "off", inputs.rollout_log_probs, f"tis_mode {config.tis_mode} needs rollout_log_probs"),
+        (config.corrects_rollouts, inputs.rollout_log_probs, f"tis_mode {config.tis_mode} needs rollout_log_probs"),
         (config.use_kl_loss, inputs.ref_log_probs, "use_kl_loss needs ref_log_probs"),
         (config.entropy_coef != 0, inputs.entropy, "entropy_coef needs entropy"),
     )

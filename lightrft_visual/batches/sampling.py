@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..errors import ConfigError
 from .rollouts import PromptFeatures
 
 
@@ -38,6 +37,10 @@ class ScoringRule:
     eos_banned_tokens: int = 0
 
 
+# Settings of the rollout section that have other names than the fields of SamplingSettings.
+CONFIG_NAMES = {"n": "n_samples_per_prompt", "max_new_tokens": "generate_max_len"}
+
+
 @dataclass(frozen=True)
 class SamplingSettings:
     """How responses are drawn. Lengths in tokens; `first_token_temperature` turns FIRE sampling on."""
@@ -51,6 +54,15 @@ class SamplingSettings:
     skip_special_tokens: bool = True
     first_token_temperature: float | None = None
 
+    @classmethod
+    def from_config(cls, rollout: Any) -> SamplingSettings:
+        """Those of a run's rollout section: every field from the setting of its name, or of `CONFIG_NAMES`."""
+        own = {item.name: CONFIG_NAMES.get(item.name, item.name) for item in fields(cls)}
+        values = {name: vars(rollout)[setting] for name, setting in own.items() if setting in vars(rollout)}
+        if not rollout.use_fire:
+            values["first_token_temperature"] = None
+        return cls(**values)
+
     @property
     def full_distribution(self) -> bool:
         """Whether every token but the banned ones can be drawn: only then are sampled log-probs a softmax."""
@@ -63,19 +75,13 @@ class SamplingSettings:
 
     @property
     def scoring(self) -> ScoringRule:
+        """What the trainer must score these samples with."""
         return ScoringRule(self.temperature, self.first_token_temperature, self.eos_banned_tokens)
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is taken each time."""
         return self.temperature == 0.0
-
-    @classmethod
-    def from_kwargs(cls, defaults: SamplingSettings, **kwargs: Any) -> SamplingSettings:
-        """Defaults with `generate_kwargs` over them; an unknown name is a ConfigError."""
-        unknown = sorted(set(kwargs) - set(cls.__dataclass_fields__))
-        if unknown:
-            raise ConfigError(f"unknown generation argument(s): {', '.join(unknown)}")
-        return replace(defaults, **kwargs)
 
 
 @dataclass

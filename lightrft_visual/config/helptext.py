@@ -40,6 +40,8 @@ def help_text(names: Names) -> str:
 
 
 def _heading(section: str, hints: dict[str, type]) -> str:
+    if not section:
+        return "\nthe run itself:"
     summary = (inspect.getdoc(hints[section]) or "").partition("\n")[0] if section in hints else ""
     return f"\n{section}: {summary}"
 

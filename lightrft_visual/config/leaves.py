@@ -9,17 +9,18 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, reduce
 from io import StringIO
+from operator import or_
 from textwrap import dedent
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError, nearest
+from .constraints import Constraint, constraints_of
 from .roots import ROOTS
 from .spellings import ALIASES, DIFFERENT
 
@@ -41,27 +42,42 @@ class Setting:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One field of the tree: its dotted path, resolved type, default, and the comment beside it in the source."""
+    """One field of the tree: its dotted path, resolved type, default, comment beside it in the source, constraints."""
 
     path: str
     hint: Any
     default: Any
-    help: str
+    comment: str
+    constraints: tuple[Constraint, ...] = ()
+
+    @property
+    def choices(self) -> tuple:
+        """The values that its constraints list, as they are now: plugins may add some."""
+        return tuple(name for constraint in self.constraints for name in constraint.names())
+
+    @property
+    def help(self) -> str:
+        """Its choices and its comment."""
+        return "; ".join(filter(None, (" | ".join(map(str, self.choices)), self.comment)))
 
     @property
     def name(self) -> str:
+        """Its own name, without the section."""
         return self.path.rpartition(".")[2]
 
     @property
     def section(self) -> str:
+        """The path of its section; empty for a setting of the run itself."""
         return self.path.rpartition(".")[0]
 
     @property
     def optional(self) -> bool:
+        """Whether it may be unset."""
         return self.hint is Any or NoneType in get_args(self.hint)
 
     @property
     def type_name(self) -> str:
+        """Its type as it is written."""
         return inspect.formatannotation(self.hint)
 
     @property
@@ -76,44 +92,36 @@ class Leaf:
 
 def walk(schema: type, prefix: str = "") -> Iterator[Leaf]:
     """The leaves of a schema in the order in which they are written."""
-    hints, comments = get_type_hints(schema), field_comments(schema)
+    hints, comments, constraints = get_type_hints(schema), field_comments(schema), constraints_of(schema)
     for item in fields(schema):
-        hint, path = hints[item.name], prefix + item.name
+        hint, path = _spelled(hints[item.name]), prefix + item.name
         if is_dataclass(hint):
             yield from walk(hint, path + ".")
             continue
         default = item.default if item.default_factory is MISSING else item.default_factory()
-        yield Leaf(path, hint, default, comments.get(item.name, ""))
+        yield Leaf(path, hint, default, comments.get(item.name, ""), constraints[item.name])
+
+
+def _spelled(hint: Any) -> Any:
+    """`Optional[float]`, as annotations in a union resolve to, as `float | None`."""
+    return reduce(or_, get_args(hint)) if get_origin(hint) is Union else hint
 
 
 def field_comments(schema: type) -> dict[str, str]:
-    """The comment beside each field of a dataclass; where a one_of check names the choices, those instead or too."""
+    """The comment beside each field of a dataclass, those of the dataclasses that it extends included."""
+    inherited = [field_comments(base) for base in schema.__bases__ if is_dataclass(base)]
     source = dedent(inspect.getsource(schema))
     notes = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(StringIO(source).readline)
         if token.type == tokenize.COMMENT and not token.string.startswith("# fmt:")
     }
-    body = ast.parse(source).body[0].body
-    comments = {
+    own = {
         node.target.id: " ".join(notes[line] for line in range(node.lineno, node.end_lineno + 1) if line in notes)
-        for node in body
+        for node in ast.parse(source).body[0].body
         if isinstance(node, ast.AnnAssign)
     }
-    for name, choices in _choices(schema, body):
-        if " | " not in comments.get(name, ""):
-            comments[name] = "; ".join(filter(None, (" | ".join(map(str, choices)), comments.get(name))))
-    return comments
-
-
-def _choices(schema: type, body: list[ast.stmt]) -> Iterator[tuple[str, tuple]]:
-    """(field, allowed values) of every ``one_of("field", self.field, allowed)`` in the class body."""
-    constants = vars(sys.modules[schema.__module__])
-    for node in (inner for statement in body for inner in ast.walk(statement)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "one_of":
-            name, _, allowed = node.args
-            values = constants[allowed.id] if isinstance(allowed, ast.Name) else ast.literal_eval(allowed)
-            yield ast.literal_eval(name), tuple(values)
+    return {name: comment for comments in (*inherited, own) for name, comment in comments.items()}
 
 
 class Names:
@@ -212,4 +220,5 @@ def other_run(schema: type, name: str) -> str | None:
 
 @cache
 def names_of(schema: type) -> Names:
+    """The names of a schema, made once."""
     return Names(schema)

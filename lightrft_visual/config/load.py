@@ -24,16 +24,18 @@ from ..errors import ConfigError
 from .command_line import NULL_WORDS, parse_command_line
 from .helptext import help_text
 from .leaves import Leaf, Names, Setting, names_of
+from .plugins import load_plugins, plugins_in
 from .recipes import LayerReader
+from .roots import Preset
+from .shared import EMBEDDED
 from .spellings import COMMA_LISTS, PATHS, SWITCHES
-from .vl import EMBEDDED, RunConfig
+from .vl import RunConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED, SOURCE = PACKAGE / "configs", PACKAGE.parent / "examples" / "configs"  # setup.py puts one at the other
 CONFIG_DIRS = (INSTALLED if INSTALLED.is_dir() else SOURCE,)
 USERINFO = re.compile(r"://[^/\s@,]+@")
 QUERY_SECRET = re.compile(r"([?&](?:api_?key|key|\w*token|secret|password)=)[^&\s,]+", re.IGNORECASE)
-PRESET_VALUE = re.compile(r"\$\{([\w.]+)\}")
 TILDES = re.compile(r"(?:^|(?<=[,=])|(?<=, ))~[^/,]*(?=/|,|$)")
 SCRIPT = "the script's default"
 
@@ -52,20 +54,21 @@ def parse_run(
     argv: Sequence[str] | None = None,
     *,
     config_dirs: Sequence[Path] = CONFIG_DIRS,
-    preset: str | None = "embedded_vl",
+    preset: Preset | None = "embedded_vl",
     defaults: Mapping[str, Any] | None = None,
 ) -> ParsedRun:
     """Read a run's configuration from ``argv`` (default: the process's own).
 
     ``config_dirs`` are searched for recipes and layers, after the working directory. ``preset`` names the recipe that
-    lies below everything else when the embedded model is trained; ``${section.leaf}`` in it stands for the value that
-    was chosen. ``defaults`` are settings of the script itself, such as the algorithm it is named after, below all
-    but the schema. ``--help`` prints and exits with 0.
+    lies below everything else when the embedded model is trained, or is a function of the chosen settings that names
+    it. Plugins are imported before anything is checked. ``defaults`` are settings of the script itself, such as the
+    algorithm it is named after, below all but the schema. ``--help`` prints and exits with 0.
     Raises ConfigError naming the setting and where it was written.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     names = names_of(schema)
     if {"-h", "--help"} & set(arguments):
+        load_plugins(plugins_in(arguments))
         _print_once(help_text(names))
         raise SystemExit(0)
     line = parse_command_line(arguments, names)
@@ -73,17 +76,17 @@ def parse_run(
     chosen = [setting for name in line.configs for setting in reader.read(name)] + line.settings
     own = [Setting(name, value, SCRIPT) for name, value in (defaults or {}).items()]
     tree, sources = merge(names, own + chosen)
+    load_plugins(OmegaConf.select(tree, "plugins"))
     if preset is not None and OmegaConf.select(tree, "model.pretrain") == EMBEDDED:
         tree, sources = merge(names, own + _preset(reader, preset, tree, sources) + chosen)
     reader.check_swaps(line.swaps)
     return ParsedRun(build(tree, sources), line.dry_run, sources)
 
 
-def _preset(reader: LayerReader, preset: str, tree: DictConfig, sources: Mapping[str, str]) -> list[Setting]:
+def _preset(reader: LayerReader, preset: Preset, tree: DictConfig, sources: Mapping[str, str]) -> list[Setting]:
     """Settings of the preset's recipe; for a value without a recipe the schema's own complaint comes first."""
-    name = PRESET_VALUE.sub(lambda found: str(OmegaConf.select(tree, found[1])), preset)
     try:
-        return reader.read(name)
+        return reader.read(preset if isinstance(preset, str) else preset(tree))
     except ConfigError:
         build(tree, sources)
         raise

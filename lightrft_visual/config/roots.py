@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from omegaconf import DictConfig
+
+from . import registry
 from .diffusion import DiffusionRunConfig
 from .vl import RunConfig
 
-DIFFUSION_PRESET = "embedded/${algorithm.diffusion_algorithm}"  # one file an algorithm
+Preset = str | Callable[[DictConfig], str]  # the recipe of the embedded model, or how it follows from the settings
+
+
+def _of_algorithm(tree: DictConfig) -> str:
+    return registry.diffusion_algorithms[tree.algorithm.diffusion_algorithm].embedded
+
+
+DIFFUSION_PRESET: Preset = _of_algorithm
 
 
 @dataclass(frozen=True)
@@ -16,7 +27,7 @@ class Root:
 
     kind: str
     schema: type
-    preset: str
+    preset: Preset
 
 
 ROOTS = (

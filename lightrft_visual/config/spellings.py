@@ -61,13 +61,14 @@ BARE_VALUES: dict[str, str] = {"freeze_prefix": "true"}
 # Text settings that hold a comma-separated list: several words, a JSON list and a YAML list mean the same.
 COMMA_LISTS = (
     "prompt_data", "prompt_data_probs", "eval_data", "target_modules", "trainable_models", "freeze_prefix",
-    "remote_rm_url", "reward_pretrain",
+    "remote_rm_url", "reward_pretrain", "plugins",
 )  # fmt: skip
 
 # Settings that name files or folders, in which a leading ~ is the home folder; the others of COMMA_LISTS name modules.
 PATHS = (
     "pretrain", "critic_pretrain", "prompt_data", "eval_data", "image_root", "reward_fn", "reward_pretrain",
     "remote_rm_url", "reward_recipe", "differentiable_reward", "output_dir", "save_path", "ckpt_path", "resume_from",
+    "plugins",
 )  # fmt: skip
 
 # What to say where one of these is given a value that is neither yes nor no, as it takes elsewhere. It may be a key, so

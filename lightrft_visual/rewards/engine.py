@@ -12,7 +12,7 @@ import torch
 
 from ..batches.rollouts import Rollout
 from ..batches.samples import Samples
-from ..config.vl import RewardConfig
+from ..config.shared import RewardConfig
 from ..errors import ConfigError, RewardError
 from ..strategy.collectives import all_gather_object, all_reduce_sum
 from .batch import Call, RewardBatch, RewardOutput, batch_from_media, batch_from_rollouts, batch_from_samples

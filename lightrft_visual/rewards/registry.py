@@ -1,70 +1,33 @@
-"""Scorers by name: built-in ones, imported on first use, and those a user registers."""
+"""Scorers by name, from config/registry.py: built-in ones, imported on first use, and those a user registers."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any
 
+from ..config import registry
 from ..errors import ConfigError, did_you_mean
 
-# name -> module in .functions and attribute; one scorer a file.
-BUILTIN = {
-    "exact": ("exact", "Exact"),
-    "numeric": ("numeric", "Numeric"),
-    "choice": ("choice", "Choice"),
-    "format": ("format", "Format"),
-    "math": ("math", "Math"),
-    "ocr": ("ocr", "OCR"),
-    "clip_score": ("clip_score", "CLIPScore"),
-    "pick_score": ("pick_score", "PickScore"),
-    "aesthetic": ("aesthetic", "Aesthetic"),
-    "hpsv2": ("hpsv2", "HPSv2"),
-    "image_reward": ("image_reward", "ImageReward"),
-    "jpeg_compressibility": ("jpeg", "Compressibility"),
-    "jpeg_incompressibility": ("jpeg", "Incompressibility"),
-    "pixel": ("pixel", "Pixel"),
-    "face_similarity": ("face_similarity", "FaceSimilarity"),
-    "shape_match": ("shape_match", "ShapeMatch"),
-    "picture_quality": ("shape_match", "PictureQuality"),
-    "vlm_judge": ("vlm_judge", "VLMJudge"),
-    "multi": ("multi", "MultiScorer"),
-}
-_registered: dict[str, Callable[..., Any]] = {}
 
-
-def register_scorer(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_scorer(name: str, about: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: make a function or class known to recipes as `name`.
 
     A class is built with the recipe's keyword settings and its instances are called; a function is called itself, its
     settings bound by keyword. Raises ConfigError when the name is taken by something else.
     """
-
-    def register(target: Callable[..., Any]) -> Callable[..., Any]:
-        known = _registered.get(name)
-        same = known is not None and (known.__module__, known.__qualname__) == (target.__module__, target.__qualname__)
-        if name in BUILTIN or (known is not None and not same):
-            raise ConfigError(f"a scorer named {name!r} is registered already")
-        _registered[name] = target
-        return target
-
-    return register
+    return registry.scorers.register(name, about)
 
 
 def scorer_names() -> list[str]:
-    return sorted({*BUILTIN, *_registered})
+    """All names, sorted."""
+    return sorted(registry.scorers.names())
 
 
 def find_scorer(name: str) -> Callable[..., Any]:
     """The class or function behind a name. Raises ConfigError with the nearest name when there is none."""
-    if name in _registered:
-        return _registered[name]
-    if name not in BUILTIN:
-        raise ConfigError(f"there is no scorer named {name!r}{did_you_mean(name, scorer_names())}")
-    module, attribute = BUILTIN[name]
-    return vars(import_module(f".functions.{module}", __package__))[attribute]
+    return registry.scorers.load(name)
 
 
 def check_scorer(name: str, settings: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from ..config.vl import RewardConfig
+from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean
 from .batch import Source
 from .local.callables import CallableSource, LoadedFunction, callable_name, load_reward_fn

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from ..config.vl import RewardConfig
+from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean
 from .local.callables import Signature, callable_name, check_inputs, load_reward_fn
 from .recipe import Recipe, RecipeEntry, compose_recipe, load_recipe

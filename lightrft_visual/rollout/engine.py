@@ -8,6 +8,10 @@ from typing import Protocol
 import torch
 
 from ..batches.sampling import Completion, GenerationRequest, SamplingSettings
+from ..config import registry
+from ..config.vl import RunConfig
+from ..models.loading import Checkpoint
+from ..strategy.deepspeed import TrainEngine
 
 
 class RolloutEngine(Protocol):
@@ -29,3 +33,8 @@ class RolloutEngine(Protocol):
     def wake(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+def build_engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> RolloutEngine:
+    """The engine that `rollout.engine_type` names in the registry. Raises ConfigError, RolloutError."""
+    return registry.engines.load(config.rollout.engine_type)(config, checkpoint, actor)

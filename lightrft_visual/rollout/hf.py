@@ -19,6 +19,8 @@ from ..batches.prompts import PromptBatch
 from ..batches.rollouts import PromptFeatures
 from ..batches.sampling import Completion, GenerationRequest, SamplingSettings
 from ..batches.vision import VisionTensors
+from ..config.vl import RunConfig
+from ..models.loading import Checkpoint
 from ..models.vlm.actor import Actor
 from ..strategy import collectives
 from ..strategy.deepspeed import TrainEngine
@@ -62,8 +64,15 @@ class TransformersEngine:
         self.data = MultimodalDataProcessor(tokenizer, processor, sys.maxsize)
         self.in_step = isinstance(actor, TrainEngine) and actor.zero_stage == 3 and collectives.world_size() > 1
 
+    @classmethod
+    def from_config(cls, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> TransformersEngine:
+        """The engine of a run."""
+        size = config.rollout.micro_rollout_batch_size
+        return cls(actor, checkpoint.tokenizer, checkpoint.processor, size)
+
     @property
     def actor(self) -> Actor:
+        """The model that is sampled from."""
         return self.source.module if isinstance(self.source, TrainEngine) else self.source
 
     @torch.no_grad()

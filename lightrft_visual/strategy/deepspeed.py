@@ -21,7 +21,7 @@ import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 from transformers import get_scheduler
 
-from ..config.vl import DistributedConfig
+from ..config.shared import DistributedConfig
 from ..errors import CheckpointError, ConfigError, NonFiniteError
 from . import collectives, watchdog
 from .host import unlink_buffers

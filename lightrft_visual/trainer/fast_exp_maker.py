@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,10 +35,6 @@ __all__ = ["FastExperienceMaker", "MakerSettings", "MultimodalDataProcessor", "R
 
 T = torch.Tensor
 MorePrompts = Callable[[], PromptBatch]
-_SAMPLING_KEYS = (
-    "temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "skip_special_tokens",
-    "first_token_temperature",
-)  # fmt: skip
 
 
 @dataclass
@@ -222,12 +218,13 @@ class FastExperienceMaker:
 
     def _split_kwargs(self, generate_kwargs: dict[str, Any]) -> tuple[SamplingSettings, dict[str, Any]]:
         """Sampling settings, and a new dict for the estimator; the caller's dict is only read."""
-        sampling = {name: value for name, value in generate_kwargs.items() if name in _SAMPLING_KEYS}
+        known = {item.name for item in fields(self.settings.sampling)} - {"n"}
+        sampling = {name: value for name, value in generate_kwargs.items() if name in known}
         estimator = {name: value for name, value in generate_kwargs.items() if name in ("gamma", "lambd")}
         unknown = sorted(set(generate_kwargs) - set(sampling) - set(estimator))
         if unknown:
             raise ConfigError(f"unknown generation argument(s): {', '.join(unknown)}")
-        return SamplingSettings.from_kwargs(self.settings.sampling, **sampling), estimator
+        return replace(self.settings.sampling, **sampling), estimator
 
     def _next_ids(self, count: int) -> T:
         """(count) numbers that no other prompt has, on any rank or in an earlier call. A collective."""

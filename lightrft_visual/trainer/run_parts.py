@@ -55,7 +55,7 @@ def paths_read(config: AnyConfig) -> list[Path]:
     texts = [
         value
         for section, settings in asdict(config).items()
-        if section != "output"
+        if section != "output" and isinstance(settings, dict)
         for value in settings.values()
         if isinstance(value, str)
     ]

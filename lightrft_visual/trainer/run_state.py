@@ -11,7 +11,7 @@ import torch
 
 from ..checkpoint.manager import CheckpointManager, on_rank_0, resolve_resume
 from ..checkpoint.state import load_state, rng_state, save_state, set_rng_state
-from ..config.vl import OutputConfig
+from ..config.shared import OutputConfig
 from ..errors import CheckpointError, ConfigError
 from ..strategy import collectives
 

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from lightrft_visual.batches.samples import Samples
-from lightrft_visual.config.vl import RewardConfig
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.rewards import RewardComputationEngine
 
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft_visual.algorithms.advantages import (
-    ADVANTAGE_CALCULATORS,
     assign_advantages,
     finish_advantages,
     get_advantage_calculator,
@@ -18,10 +17,12 @@ from lightrft_visual.algorithms.advantages import (
     get_cumulative_returns,
 )
 from lightrft_visual.batches.experience import Experience
-from lightrft_visual.config.vl import ADVANTAGE_ESTIMATORS, AlgorithmConfig
+from lightrft_visual.config import registry
+from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.errors import RewardError
 
-GROUPED = [name for name, calculator in ADVANTAGE_CALCULATORS.items() if calculator.grouped]
+ESTIMATORS = registry.advantage_estimators.names()
+GROUPED = [name for name in ESTIMATORS if registry.advantage_estimators[name].grouped]
 KWARGS = {"gamma": 1.0, "lambd": 0.95, "max_new_tokens": 10}
 
 
@@ -235,7 +236,7 @@ class TestCompute:
         )
         assert batch.advantages[:, 0].tolist() == pytest.approx([1.0, -1.0], abs=1e-5)
 
-    @pytest.mark.parametrize("name", sorted(set(ADVANTAGE_ESTIMATORS) - {"gae"}))
+    @pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"gae"}))
     def test_experience_without_info(self, name):
         batch = experience([1, 1])
         batch.info = None
@@ -243,8 +244,12 @@ class TestCompute:
         advantages, returns, _ = calculator.compute(batch, torch.tensor([1.0, 0.0]), 1.0, {})
         assert advantages.shape == returns.shape == batch.action_mask.shape
 
-    def test_names(self):
-        assert set(ADVANTAGE_CALCULATORS) == set(ADVANTAGE_ESTIMATORS)
+    @pytest.mark.parametrize("name", ESTIMATORS)
+    def test_the_registry_says_what_the_code_does(self, name):
+        calculator = get_advantage_calculator(name, AlgorithmConfig())
+        assert calculator.grouped == registry.advantage_estimators[name].grouped
+
+    def test_an_unknown_name_is_told_the_known_ones(self):
         with pytest.raises(ValueError, match="group_norm"):
             get_advantage_calculator("grop", AlgorithmConfig())
 
@@ -287,7 +292,7 @@ class TestFinish:
 @settings(deadline=None, max_examples=80)
 @given(data=st.data())
 def test_finite_for_any_mix_of_masks_groups_and_validity(data):
-    name = data.draw(st.sampled_from(ADVANTAGE_ESTIMATORS))
+    name = data.draw(st.sampled_from(ESTIMATORS))
     batches, rewards = [], []
     for _ in range(data.draw(st.integers(1, 3))):
         size = data.draw(st.integers(1, 4))

@@ -6,26 +6,22 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from lightrft_visual.config.vl import (
-    ADVANTAGE_ESTIMATORS,
-    KL_ESTIMATORS,
-    LOSS_AGG_MODES,
-    POLICY_LOSSES,
-    TIS_MODES,
-    AlgorithmConfig,
-    RunConfig,
-)
+from lightrft_visual.config import registry
+from lightrft_visual.config.leaves import names_of
+from lightrft_visual.config.vl import AlgorithmConfig, RunConfig
+
+KINDS = ("advantage_estimators", "policy_losses", "aggregations", "kl_estimators", "tis_modes")
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text()
 
 
 def test_every_choice_is_documented():
-    for name in (*ADVANTAGE_ESTIMATORS, *POLICY_LOSSES, *LOSS_AGG_MODES, *KL_ESTIMATORS, *TIS_MODES):
+    for name in (name for kind in KINDS for name in vars(registry)[kind].names()):
         assert f"`{name}`" in TEXT
 
 
 def test_flags_exist_and_none_is_left_out():
-    leaves = {leaf.name for section in fields(RunConfig) for leaf in fields(getattr(RunConfig(), section.name))}
+    leaves = {leaf.name for leaf in names_of(RunConfig).leaves.values()}
     named = set(re.findall(r"--([a-z_]+)(?![a-z_.])", TEXT))
     assert named <= leaves
     own = {leaf.name for leaf in fields(AlgorithmConfig)}

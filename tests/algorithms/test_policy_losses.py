@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft_visual.algorithms.policy_losses import (
-    POLICY_LOSSES,
     LossDenominators,
     LossInputs,
     aggregate,
@@ -20,8 +19,8 @@ from lightrft_visual.algorithms.policy_losses import (
     policy_loss,
     value_loss,
 )
-from lightrft_visual.config.vl import LOSS_AGG_MODES, AlgorithmConfig
-from lightrft_visual.config.vl import POLICY_LOSSES as POLICY_LOSS_NAMES
+from lightrft_visual.config import registry
+from lightrft_visual.config.vl import AlgorithmConfig
 
 ONE = LossDenominators(tokens=1, sequences=1, max_tokens=1)
 
@@ -195,12 +194,12 @@ class TestAggregation:
         mask = torch.zeros(2, 3, dtype=torch.bool)
         denominators = global_denominators([mask], max_tokens=8)
         assert denominators == LossDenominators(1, 1, 8)
-        for mode in LOSS_AGG_MODES:
+        for mode in registry.aggregations.names():
             assert aggregate(self.values, mask, mode, denominators).item() == 0
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("name", POLICY_LOSS_NAMES)
+@pytest.mark.parametrize("mode", registry.aggregations.names())
+@pytest.mark.parametrize("name", registry.policy_losses.names())
 def test_micro_batches_do_not_change_loss_metrics_or_gradients(name, mode):
     inputs = random_inputs()
     config = AlgorithmConfig(
@@ -233,7 +232,7 @@ class TestWholeLoss:
         inputs.log_probs = inputs.old_log_probs.clone().requires_grad_()
         inputs.policy_mask = None
         gradients = []
-        for name in POLICY_LOSSES:
+        for name in registry.policy_losses.names():
             # One advantage for each sequence, as group estimators give.
             same = replace(inputs, advantages=inputs.advantages[:, :1].expand(-1, 6))
             config = AlgorithmConfig(policy_loss=name, loss_agg_mode="seq-mean-token-mean")
@@ -293,13 +292,10 @@ class TestWholeLoss:
         with pytest.raises(ValueError, match=missing):
             policy_loss(one_token(1.0, 1.0), AlgorithmConfig(**config), ONE)
 
-    def test_the_dict_matches_the_configuration(self):
-        assert tuple(POLICY_LOSSES) == POLICY_LOSS_NAMES
-
     @settings(deadline=None, max_examples=60)
     @given(
-        name=st.sampled_from(POLICY_LOSS_NAMES),
-        mode=st.sampled_from(LOSS_AGG_MODES),
+        name=st.sampled_from(registry.policy_losses.names()),
+        mode=st.sampled_from(registry.aggregations.names()),
         tis=st.sampled_from(["off", "token", "sequence"]),
         junk=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]),
         scale=st.sampled_from([0.0, 0.5, 50.0]),

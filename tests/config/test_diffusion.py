@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lightrft_visual.algorithms.diffusion import DIFFUSION_ALGORITHMS, FlowGRPO
+from lightrft_visual.algorithms.diffusion import FlowGRPO
+from lightrft_visual.config import registry
 from lightrft_visual.config.diffusion import (
-    DIFFUSION_ALGORITHM_NAMES,
     DiffusionAlgorithmConfig,
     DiffusionRunConfig,
     evaluation_sampling,
@@ -74,9 +74,8 @@ def test_refusals(arguments: list[str], message: str) -> None:
 
 
 def test_every_algorithm_is_built_from_its_name() -> None:
-    assert tuple(DIFFUSION_ALGORITHMS) == DIFFUSION_ALGORITHM_NAMES
-    for name, algorithm in DIFFUSION_ALGORITHMS.items():
-        assert algorithm.build(load("--diffusion_algorithm", name)) is not None
+    for name in registry.diffusion_algorithms.names():
+        assert registry.diffusion_algorithms.load(name)(load("--diffusion_algorithm", name)) is not None
 
 
 def test_the_published_figures() -> None:
@@ -85,7 +84,7 @@ def test_the_published_figures() -> None:
     assert (config.sampling.guidance_scale, config.sampling.noise_level) == (4.5, 0.7)
     assert (config.sampling.n_samples_per_prompt, config.model.lora_rank, config.model.lora_alpha) == (24, 32, 64)
     assert (config.train.learning_rate, config.train.ema_beta, config.train.ema_interval) == (3e-4, 0.9, 8)
-    loss = DIFFUSION_ALGORITHMS["flow_grpo"].build(config)
+    loss = registry.diffusion_algorithms.load("flow_grpo")(config)
     assert loss == FlowGRPO(guidance_scale=4.5, clip_range=1e-4, beta=0.04, kl_form="published")
 
 
@@ -100,7 +99,10 @@ def test_num_steps_follows_a_given_schedule(more: list[str]) -> None:
     assert config.sampling.num_steps == rollout_sampling(config).num_steps == 3
     assert load("--sigmas", "1,0.5,0.2,0").sampling.num_steps == 4
     late = ["--diffusion_algorithm", "reward_fl", "--mid_timestep", "1", "--final_timestep", "2"]
-    assert DIFFUSION_ALGORITHMS["reward_fl"].build(load("--timesteps", "900,300,10", *late)).num_inference_steps == 3
+    assert (
+        registry.diffusion_algorithms.load("reward_fl")(load("--timesteps", "900,300,10", *late)).num_inference_steps
+        == 3
+    )
 
 
 OWN = ("--pretrain", "model", "--prompt_data", "rows.csv")
@@ -124,7 +126,7 @@ def test_reward_fl_has_defaults_of_its_own(tmp_path: Path) -> None:
     assert (direct.sampling.num_steps, direct.train.learning_rate, direct.train.warmup_steps) == (8, 2.5e-6, 10)
 
 
-@pytest.mark.parametrize("name", DIFFUSION_ALGORITHM_NAMES)
+@pytest.mark.parametrize("name", registry.diffusion_algorithms.names())
 def test_the_resolved_configuration_loads_to_the_same_one(name: str, tmp_path: Path) -> None:
     config = load(*OWN, "--diffusion_algorithm", name)
     assert load("--config", str(write_resolved(config, tmp_path / "resolved.yaml"))) == config
@@ -146,6 +148,6 @@ def test_settings_of_the_sampler() -> None:
     config = load("--trajectory", "cps", "--flow_shift", "3")
     assert rollout_sampling(config).trajectory == "cps" and rollout_sampling(config).num_steps == 8
     assert evaluation_sampling(config).trajectory == "ode" and evaluation_sampling(config).num_steps == 16
-    assert DIFFUSION_ALGORITHMS["flow_grpo"].build(config).rule == "cps"
+    assert registry.diffusion_algorithms.load("flow_grpo")(config).rule == "cps"
     guided = load("--guidance_scale", "4", "--cfg_in_training", "false")
-    assert DIFFUSION_ALGORITHMS["flow_grpo"].build(guided).guidance_scale == 1.0
+    assert registry.diffusion_algorithms.load("flow_grpo")(guided).guidance_scale == 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightrft_visual.config.vl import RewardConfig
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.remote.ray_pool import RaySource

@@ -7,7 +7,7 @@ import torch
 from reward_rollouts import make_samples
 from reward_servers import FaultyServer
 
-from lightrft_visual.config.vl import RewardConfig
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer, recipe_from_components, registry
 from lightrft_visual.rewards.batch import Call, batch_from_samples

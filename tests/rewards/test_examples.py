@@ -11,9 +11,9 @@ import yaml
 from reward_rollouts import make_samples
 from waiting import finished
 
-from lightrft_visual.config.vl import RewardConfig
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.rewards import RewardComputationEngine, load_recipe, load_reward_fn, parse_recipe
-from lightrft_visual.rewards.registry import BUILTIN
+from lightrft_visual.rewards.registry import scorer_names
 from lightrft_visual.rewards.remote.wire import decode_reply, decode_request
 from lightrft_visual.rewards.settings import check_reward_config
 
@@ -100,7 +100,7 @@ def test_python_of_the_docs(tmp_path):
 
 
 def test_every_scorer_is_documented():
-    for name in BUILTIN:
+    for name in scorer_names():
         assert f"`{name}`" in DOCS, name
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import parse_run
-from lightrft_visual.config.vl import RewardConfig
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards.recipe import ANY_LABEL, compose_recipe, load_recipe, parse_recipe, recipe_from_components
 from lightrft_visual.rewards.settings import engine_arguments

@@ -1,11 +1,11 @@
 import pytest
 
+from lightrft_visual.config import registry
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.rewards import registry
-from lightrft_visual.rewards.registry import BUILTIN, build_scorer, check_scorer, find_scorer, register_scorer
+from lightrft_visual.rewards.registry import build_scorer, check_scorer, find_scorer, register_scorer, scorer_names
 
 
-@pytest.mark.parametrize("name", sorted(BUILTIN))
+@pytest.mark.parametrize("name", scorer_names())
 def test_every_builtin_is_found(name):
     assert callable(find_scorer(name))
 
@@ -20,7 +20,7 @@ def test_unknown_name_and_setting_give_the_nearest():
 
 
 def test_register_function_and_class(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry.scorers, "_entries", dict(registry.scorers._entries))
 
     @register_scorer("length")
     def length(completions, scale=1.0):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from strict_group import DEVICE, two_strict_ranks
 
 from lightrft_visual.algorithms import advantages, aggregation, dynamic_sampling, reward_shaping
-from lightrft_visual.config.vl import RewardConfig
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.rewards.engine import RewardComputationEngine
 from lightrft_visual.rollout import parity
 from lightrft_visual.rollout.hf import TransformersEngine

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightrft_visual.config.vl import OutputConfig
+from lightrft_visual.config.shared import OutputConfig
 from lightrft_visual.errors import CheckpointError, ConfigError
 from lightrft_visual.trainer.run_state import RunState, best_metric, check_output, final_folder
 

@@ -1,9 +1,10 @@
-"""Diffusion algorithms by name: each a loss on tensors and the rule by which its rollouts are sampled."""
+"""Diffusion algorithms: from a run's configuration to the loss; config/registry.py has their names and needs.
+
+A loss has a method `loss(LossContext, DenoisingRows, total)` that answers with a LossOutcome; where the algorithm
+trains on the reward's gradient it is called as `RewardFL.loss` is.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from ...config.diffusion import DiffusionRunConfig
 from .ddpo import DDPO, DPOK
@@ -12,18 +13,7 @@ from .nft import DiffusionNFT
 from .reward_fl import RewardFL
 
 Loss = FlowGRPO | DiffusionNFT | RewardFL
-
-
-@dataclass(frozen=True)
-class DiffusionAlgorithm:
-    """build: the loss from a run's configuration. prediction: what the model must predict (flow or epsilon; None for
-    both). trains_on: 'steps' of an SDE, 'data' (finished samples), or 'reward' (its gradient; no replay). old_policy:
-    rollouts come from a decayed copy of the weights."""
-
-    build: Callable[[DiffusionRunConfig], Loss]
-    prediction: str | None = "flow"
-    trains_on: str = "steps"
-    old_policy: bool = False
+RULES = {"sde": "flow_grpo", "cps": "cps"}  # trajectory -> step rule of Flow-GRPO
 
 
 def training_guidance(config: DiffusionRunConfig) -> float:
@@ -31,24 +21,42 @@ def training_guidance(config: DiffusionRunConfig) -> float:
     return config.sampling.guidance_scale if config.algorithm.cfg_in_training else 1.0
 
 
-def _clipped(kind: type[FlowGRPO], rule: str | None = None) -> Callable[[DiffusionRunConfig], FlowGRPO]:
-    def build(config: DiffusionRunConfig) -> FlowGRPO:
-        sampling, algorithm = config.sampling, config.algorithm
-        return kind(
-            rule=rule or {"sde": "flow_grpo", "cps": "cps"}[config.trajectory],
-            noise_level=sampling.noise_level,
-            log_prob=sampling.log_prob,
-            guidance_scale=training_guidance(config),
-            clip_range=algorithm.clip_range,
-            beta=algorithm.beta,
-            kl_form=algorithm.kl_form,
-            guard=algorithm.grpo_guard,
-        )
-
-    return build
+def flow_grpo(config: DiffusionRunConfig) -> FlowGRPO:
+    """Flow-GRPO's loss, by the SDE or by coefficients-preserving sampling."""
+    return _clipped(config, FlowGRPO, RULES[config.trajectory])
 
 
-def _nft(config: DiffusionRunConfig) -> DiffusionNFT:
+def dance_grpo(config: DiffusionRunConfig) -> FlowGRPO:
+    """DanceGRPO's loss: Flow-GRPO's on steps of constant eta."""
+    return _clipped(config, FlowGRPO, "dance")
+
+
+def ddpo(config: DiffusionRunConfig) -> DDPO:
+    """DDPO's loss, on DDIM steps."""
+    return _clipped(config, DDPO, "ddim")
+
+
+def dpok(config: DiffusionRunConfig) -> DPOK:
+    """DPOK's loss, on DDIM steps."""
+    return _clipped(config, DPOK, "ddim")
+
+
+def _clipped(config: DiffusionRunConfig, kind: type[FlowGRPO], rule: str) -> FlowGRPO:
+    sampling, algorithm = config.sampling, config.algorithm
+    return kind(
+        rule=rule,
+        noise_level=sampling.noise_level,
+        log_prob=sampling.log_prob,
+        guidance_scale=training_guidance(config),
+        clip_range=algorithm.clip_range,
+        beta=algorithm.beta,
+        kl_form=algorithm.kl_form,
+        guard=algorithm.grpo_guard,
+    )
+
+
+def diffusion_nft(config: DiffusionRunConfig) -> DiffusionNFT:
+    """DiffusionNFT's loss."""
     algorithm = config.algorithm
     return DiffusionNFT(
         beta=algorithm.nft_beta,
@@ -59,7 +67,7 @@ def _nft(config: DiffusionRunConfig) -> DiffusionNFT:
     )
 
 
-def reward_fl_settings(config: DiffusionRunConfig) -> RewardFL:
+def reward_fl(config: DiffusionRunConfig) -> RewardFL:
     """Reward FL's loss, which also knows the steps that carry gradient."""
     algorithm = config.algorithm
     return RewardFL(
@@ -74,13 +82,3 @@ def reward_fl_settings(config: DiffusionRunConfig) -> RewardFL:
         score_std=algorithm.score_std,
         kl_beta=algorithm.beta,
     )
-
-
-DIFFUSION_ALGORITHMS: dict[str, DiffusionAlgorithm] = {
-    "flow_grpo": DiffusionAlgorithm(_clipped(FlowGRPO)),
-    "dance_grpo": DiffusionAlgorithm(_clipped(FlowGRPO, "dance")),
-    "diffusion_nft": DiffusionAlgorithm(_nft, trains_on="data", old_policy=True),
-    "ddpo": DiffusionAlgorithm(_clipped(DDPO, "ddim"), prediction="epsilon"),
-    "dpok": DiffusionAlgorithm(_clipped(DPOK, "ddim"), prediction="epsilon"),
-    "reward_fl": DiffusionAlgorithm(reward_fl_settings, trains_on="reward"),
-}

@@ -21,10 +21,11 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from torch import nn
 
+from ...config import registry
 from ...errors import ConfigError
 from ...strategy import collectives
 from ..weight_copies import WeightCopy, gathered
-from .families import FAMILIES, FAMILY_OF_NAME, DiffusionFamily
+from .families.base import DiffusionFamily
 from .prompt_cache import PromptCache
 
 T = torch.Tensor
@@ -77,7 +78,7 @@ class DiffusionPolicy(nn.Module):
         """
         pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype)
         adapter = family_of(pipeline, text_length or saved_text_length(path))
-        if family != "auto" and FAMILY_OF_NAME[family] is not type(adapter):
+        if family != "auto" and registry.diffusion_families.load(family) is not type(adapter):
             raise ConfigError(f"family is {family}, but {path} holds a {type(pipeline).__name__}")
         return cls(adapter, lora, trainable)
 
@@ -258,9 +259,11 @@ def family_of(pipeline: DiffusionPipeline, text_length: int | None = None) -> Di
 
 
 def family_class(pipeline_name: str) -> type[DiffusionFamily]:
-    if pipeline_name not in FAMILIES:
-        raise ConfigError(f"no diffusion family reads {pipeline_name}; known pipelines: {', '.join(FAMILIES)}")
-    return FAMILIES[pipeline_name]
+    """The family that reads a class of pipelines; ConfigError names the known classes when there is none."""
+    by_pipeline = {family.pipeline: family for family in registry.diffusion_families}
+    if pipeline_name not in by_pipeline:
+        raise ConfigError(f"no diffusion family reads {pipeline_name}; known pipelines: {', '.join(by_pipeline)}")
+    return by_pipeline[pipeline_name].load()
 
 
 def takes_first_frame(path: str, family: str = "auto") -> bool:
@@ -269,7 +272,7 @@ def takes_first_frame(path: str, family: str = "auto") -> bool:
     Raises ConfigError where there is no diffusers pipeline, or one that no family reads.
     """
     if family != "auto":
-        return FAMILY_OF_NAME[family].takes_first_frame
+        return registry.diffusion_families.load(family).takes_first_frame
     try:
         index = DiffusionPipeline.load_config(path)
     except OSError as error:

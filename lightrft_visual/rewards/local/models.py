@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoPro
 
 from ...batches.model_inputs import ModelInputs
 from ...batches.vision import VisionTensors
-from ...config.vl import RewardConfig
+from ...config.shared import RewardConfig
 from ...errors import ConfigError, RewardError
 from ...models.reward_model import HEAD_FILE, VLRewardModel
 from ...strategy.offload import on_device

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import anyio
 import httpx
 
-from ...config.vl import RewardConfig
+from ...config.shared import RewardConfig
 from ...errors import ConfigError, RewardError
 from ..background import BackgroundLoop
 from ..batch import Call, PendingSource, RewardBatch, Scores

@@ -12,7 +12,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ...batches.sampling import Completion, GenerationRequest, SamplingSettings
+from ...config.vl import RunConfig
 from ...errors import RolloutError
+from ...models.loading import Checkpoint
+from ...models.vlm.modality import banned_token_ids
+from ...strategy import collectives
+from ...strategy.deepspeed import TrainEngine
 from ...strategy.host import free_port
 from .rules import FIRST_TOKEN_SCALE
 from .tensor_parallel import RequestSharing
@@ -36,6 +41,29 @@ class VLLMSettings:
     trust_remote_code: bool = False
     vision: bool = True
     processor_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: RunConfig, checkpoint: Checkpoint) -> VLLMSettings:
+        """Those of a run; rows of all ranks of an engine are in flight at once."""
+        rollout, data = config.rollout, config.data
+        samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt // collectives.world_size()
+        pixels = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
+        return cls(
+            model=checkpoint.path,
+            max_model_len=rollout.prompt_max_len + rollout.generate_max_len,
+            dtype="bfloat16" if config.model.bf16 else "float32",
+            tensor_parallel_size=rollout.engine_tp_size,
+            memory_utilization=rollout.engine_mem_util,
+            enable_sleep=rollout.enable_engine_sleep,
+            max_images=rollout.limit_mm_image_per_prompt,
+            max_videos=rollout.limit_mm_video_per_prompt,
+            max_num_seqs=max(1, min(256, samples * rollout.engine_tp_size)),
+            seed=config.train.seed,
+            banned_ids=banned_token_ids(checkpoint.config, checkpoint.tokenizer),
+            trust_remote_code=config.model.trust_remote_code,
+            vision=checkpoint.vision,
+            processor_kwargs={name: value for name, value in pixels.items() if value is not None},
+        )
 
 
 def _prepare_environment() -> None:
@@ -70,6 +98,11 @@ class VLLMEngine:
         self.failure: str | None = None
         self.llm = self._build()
         self.tokenizer = self.llm.get_tokenizer()
+
+    @classmethod
+    def from_config(cls, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> VLLMEngine:
+        """The engine of a run; the actor's weights come by `update_weights`."""
+        return cls(VLLMSettings.from_config(config, checkpoint))
 
     def _build(self):
         # Imported late: vLLM detects its platform and reads the environment above at import.

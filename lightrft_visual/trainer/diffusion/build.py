@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from ...algorithms.diffusion import DIFFUSION_ALGORITHMS, reward_fl_settings
+from ...algorithms.diffusion import reward_fl
 from ...algorithms.diffusion.reward_fl import DifferentiableScore
+from ...config import registry
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout_noise, rollout_sampling
-from ...config.vl import EMBEDDED, RewardConfig
+from ...config.shared import EMBEDDED, RewardConfig
 from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts
 from ...embedded.captions import embedded_prompts
 from ...embedded.resolve import resolve_pipeline
@@ -60,7 +61,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
         columns={FIRST_FRAME}.union(*(row.metadata for row in prompts.rows)),
     )
     recorder = open_recorder(config, resumed=resume_folder is not None)
-    algorithm = DIFFUSION_ALGORITHMS[config.algorithm.diffusion_algorithm]
+    algorithm = config.algorithm.entry
     total_steps, timer = _total_steps(config, len(prompts)), PhaseTimer(synchronize)
     policy, engine = _policy(config, strategy, algorithm, total_steps)
     old = WeightCopy(policy.trainable_parameters(), torch.float32) if algorithm.old_policy else None
@@ -75,7 +76,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
         policy=policy,
         engine=engine,
         algorithm=algorithm,
-        loss=algorithm.build(config),
+        loss=algorithm.load()(config),
         maker=DiffusionExperienceMaker(drawing, rewards, config.algorithm, timer),
         prompts=prompts,
         evaluation=None if eval_prompts is None else DiffusionEvaluation(evaluated, eval_prompts, rewards, held_out),
@@ -92,7 +93,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
 
 def _differentiable(config: DiffusionRunConfig):
     """Reward FL's reward as a function of (media, rows); None for the other algorithms."""
-    if config.algorithm.diffusion_algorithm != "reward_fl":
+    if config.algorithm.entry.trains_on != "reward":
         return None
     name = config.algorithm.differentiable_reward
     function = load_differentiable(name, config.algorithm.differentiable_kwargs)
@@ -132,7 +133,7 @@ def with_reward(config: DiffusionRunConfig) -> DiffusionRunConfig:
     if config.data.prompt_data == EMBEDDED:
         config = copy.deepcopy(config)
         config.reward.reward_recipe = EMBEDDED_REWARD
-    elif DIFFUSION_ALGORITHMS[config.algorithm.diffusion_algorithm].trains_on != "reward" or config.data.eval_data:
+    elif config.algorithm.entry.trains_on != "reward" or config.data.eval_data:
         raise ConfigError(
             "no reward is given; name one by --reward_fn path.py:name, --remote_rm_url URL, "
             "reward.components.NAME=WEIGHT or --reward_recipe"
@@ -181,9 +182,9 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
         family=model.family,
     )
     if algorithm.prediction is not None and policy.prediction != algorithm.prediction:
-        wanted = "a DDIM model, such as family sd15" if algorithm.prediction == "epsilon" else "such as family sd3"
+        fitting = [each.name for each in registry.diffusion_families if each.prediction == algorithm.prediction]
         raise ConfigError(
-            f"{config.algorithm.diffusion_algorithm} needs a model that predicts {algorithm.prediction} ({wanted}); "
+            f"{algorithm.name} needs a model that predicts {algorithm.prediction} (family {', '.join(fitting)}); "
             f"{model.pretrain} predicts {policy.prediction}"
         )
     if algorithm.trains_on == "reward":
@@ -191,7 +192,7 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
     if model.gradient_checkpointing:
         policy.enable_gradient_checkpointing(model.use_gradient_checkpointing_offload)
     policy.family.pipeline.to(strategy.device)
-    if config.algorithm.beta > 0 or config.algorithm.diffusion_algorithm == "diffusion_nft":
+    if config.algorithm.beta > 0 or algorithm.reference:
         policy.keep_reference()
     total = config.sampling.rollout_batch_size * config.sampling.n_samples_per_prompt
     updates = total_steps * train.max_epochs * (total // train.train_batch_size)
@@ -204,7 +205,7 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
 
 def _serving_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set[str]:
     """Reward FL: the networks that serve at least one step with gradient."""
-    s, settings = config.sampling, reward_fl_settings(config)
+    s, settings = config.sampling, reward_fl(config)
     shape = policy.latent_shape(s.height, s.width, s.num_frames)
     timesteps, _ = DiffusionSampler(rollout_sampling(config)).schedule(policy, shape)
     return policy.family.serving(timesteps[settings.gradient_steps()])

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...algorithms.diffusion import DiffusionAlgorithm, Loss
+from ...algorithms.diffusion import Loss
 from ...config.diffusion import DiffusionRunConfig
+from ...config.registry import DiffusionAlgorithm
 from ...data.drawing_prompts import DrawPrompts
 from ...models.diffusion.policy import DiffusionPolicy
 from ...models.weight_copies import WeightAverage, WeightCopy

@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from ...algorithms.diffusion import DiffusionAlgorithm, Loss
+from ...algorithms.diffusion import Loss
 from ...algorithms.diffusion.context import LossContext, LossOutcome
 from ...algorithms.diffusion.reward_fl import DifferentiableScore
 from ...algorithms.diffusion.rows import grouped_steps, noisy_steps, rows_at, shuffled_steps, trainable_steps
 from ...batches.experience import ExperienceDiffusion
+from ...config.registry import DiffusionAlgorithm
 from ...observe.metrics import MetricsAccumulator
 from ...rollout.diffusion_sampler import sample_generators
 from ...strategy import collectives

@@ -11,7 +11,8 @@ import torch
 
 from ...algorithms.kl import get_kl_controller
 from ...batches.sampling import SamplingSettings
-from ...config.vl import EMBEDDED, RunConfig, mixing_probabilities
+from ...config.shared import EMBEDDED
+from ...config.vl import RunConfig, mixing_probabilities
 from ...data.prompts import PromptDataset, PromptSampler
 from ...embedded.resolve import resolve_checkpoint
 from ...errors import ConfigError
@@ -23,7 +24,7 @@ from ...models.weight_copies import WeightAverage
 from ...observe.console import RunConsole
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config
-from ...rollout.engine import RolloutEngine
+from ...rollout.engine import build_engine
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate, log_prob_difference, mean_log_prob_difference
 from ...rollout.weight_sync import named_weights
@@ -113,7 +114,7 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     if config.train.packing_samples:
         require_packing(checkpoint.config)
     heads, size = checkpoint.config.get_text_config().num_attention_heads, config.rollout.engine_tp_size
-    if config.rollout.engine_type == "vllm" and heads % size:
+    if heads % size:
         raise ConfigError(f"engine_tp_size {size} does not divide the model's {heads} attention heads")
     return config, checkpoint
 
@@ -187,7 +188,7 @@ def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoi
         new_actor(add_lora(transformer, model)), _optimizer(config, config.train.actor_learning_rate, total_steps)
     )
     critic = None
-    if config.algorithm.advantage_estimator == "gae":
+    if config.algorithm.estimator.critic:
         backbone = load_transformer(model.critic_pretrain or checkpoint.path, model, strategy.dtype)
         freeze(backbone, model.freeze_prefix)
         critic = strategy.prepare(Critic(backbone), _optimizer(config, config.train.critic_learning_rate, total_steps))
@@ -210,57 +211,12 @@ def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Check
     return lambda inputs, rule: frozen(inputs, rule, with_entropy=False).log_probs
 
 
-def _sampling(config: RunConfig) -> SamplingSettings:
-    rollout = config.rollout
-    return SamplingSettings(
-        n=rollout.n_samples_per_prompt,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_new_tokens=rollout.generate_max_len,
-        min_new_tokens=rollout.min_new_tokens,
-        first_token_temperature=rollout.first_token_temperature if rollout.use_fire else None,
-    )
-
-
-def build_engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> RolloutEngine:
-    """The engine that `engine_type` names."""
-    rollout = config.rollout
-    banned = banned_token_ids(checkpoint.config, checkpoint.tokenizer)
-    if rollout.engine_type == "hf":
-        from ...rollout.hf import TransformersEngine
-
-        return TransformersEngine(actor, checkpoint.tokenizer, checkpoint.processor, rollout.micro_rollout_batch_size)
-    from ...rollout.vllm.engine import VLLMEngine, VLLMSettings
-
-    pixels = {"min_pixels": config.data.min_pixels, "max_pixels": config.data.max_pixels}
-    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt // collectives.world_size()
-    samples *= rollout.engine_tp_size  # the ranks of one engine submit the prompts of all of them
-    settings = VLLMSettings(
-        model=checkpoint.path,
-        max_model_len=rollout.prompt_max_len + rollout.generate_max_len,
-        dtype="bfloat16" if config.model.bf16 else "float32",
-        tensor_parallel_size=rollout.engine_tp_size,
-        memory_utilization=rollout.engine_mem_util,
-        enable_sleep=rollout.enable_engine_sleep,
-        max_images=rollout.limit_mm_image_per_prompt,
-        max_videos=rollout.limit_mm_video_per_prompt,
-        max_num_seqs=max(1, min(256, samples)),
-        seed=config.train.seed,
-        banned_ids=banned,
-        trust_remote_code=config.model.trust_remote_code,
-        vision=checkpoint.vision,
-        processor_kwargs={name: value for name, value in pixels.items() if value is not None},
-    )
-    return VLLMEngine(settings)
-
-
 def _maker(config, strategy, checkpoint, models, engine, rewards, timer) -> FastExperienceMaker:
     actor, critic, reference = models
     rollout, data = config.rollout, config.data
     settings = MakerSettings(
         engine=engine,
-        sampling=_sampling(config),
+        sampling=SamplingSettings.from_config(config.rollout),
         algorithm=config.algorithm,
         micro_batch_size=rollout.micro_rollout_batch_size,
         dynamic_sampling_tries=rollout.dynamic_sampling_max_tries if rollout.dynamic_sampling else 1,
@@ -286,7 +242,11 @@ def _evaluation(config, maker, eval_set, checkpoint) -> Evaluation | None:
     if eval_set is None:
         return None
     prompts = prompt_batch(list(eval_set), checkpoint, config.data, torch.arange(len(eval_set)))
-    sampling = replace(_sampling(config), n=config.output.eval_samples_per_prompt, first_token_temperature=None)
+    sampling = replace(
+        SamplingSettings.from_config(config.rollout),
+        n=config.output.eval_samples_per_prompt,
+        first_token_temperature=None,
+    )
     greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1)
     return Evaluation(maker, prompts, sampling, greedy, config.output.num_trajectories_to_save, config.train.seed)
 

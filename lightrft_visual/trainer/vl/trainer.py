@@ -12,8 +12,10 @@ import torch
 from ...batches.prompts import PromptBatch
 from ...batches.rollouts import Rollout
 from ...checkpoint.export import export_hf, export_lora
-from ...config.vl import ADVANTAGE_ESTIMATORS, RunConfig, one_of
+from ...config import registry
+from ...config.vl import RunConfig
 from ...data.prompts import PromptSampler
+from ...errors import ConfigError
 from ...observe.metrics import MetricsAccumulator
 from ...observe.rollouts import Record, gather_records, records_from_rollouts
 from ...replay.buffer import NaiveReplayBuffer
@@ -32,13 +34,11 @@ from .updates import PolicyUpdate, TrainBatch, ValueUpdate, plan_batch
 class VLTrainer(PolicyTrainer):
     """Trains an actor, and a critic where there is one, on rollouts of prompts with images.
 
-    estimators: values of `advantage_estimator` that a subclass stands for; ConfigError for another one.
+    Raises ConfigError for an advantage estimator that another trainer runs, as the registry says.
     """
 
-    estimators: tuple[str, ...] = ADVANTAGE_ESTIMATORS
-
     def __init__(self, parts: VLParts):
-        self._check_estimator(parts.config)
+        check_trainer(type(self), parts.config.algorithm.advantage_estimator)
         super().__init__(parts.loop, parts.recorder, parts.console, parts.timer)
         self.parts, self.config = parts, parts.config
         train, algorithm = parts.config.train, parts.config.algorithm
@@ -55,12 +55,8 @@ class VLTrainer(PolicyTrainer):
     @classmethod
     def from_config(cls, config: RunConfig) -> Self:
         """The trainer of a run. Raises as `build.build_parts`, and ConfigError for an estimator of another class."""
-        cls._check_estimator(config)
+        check_trainer(cls, config.algorithm.advantage_estimator)
         return cls(build_parts(config))
-
-    @classmethod
-    def _check_estimator(cls, config: RunConfig) -> None:
-        one_of(f"advantage_estimator of {cls.__name__}", config.algorithm.advantage_estimator, cls.estimators)
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -276,27 +272,29 @@ class VLTrainer(PolicyTrainer):
             export_lora(model, folder / "lora", state)
 
 
+def check_trainer(kind: type[VLTrainer], estimator: str) -> None:
+    """Raise ConfigError for a trainer class of some estimators that does not run this one."""
+    runs = {entry.name: entry.trainer_class() for entry in registry.advantage_estimators}
+    wanted = runs[registry.advantage_estimators[estimator].name]
+    if not issubclass(kind, wanted) and any(issubclass(kind, each) for each in runs.values()):
+        own = ", ".join(name for name, trainer in runs.items() if issubclass(kind, trainer))
+        raise ConfigError(
+            f"advantage_estimator is {estimator!r}, which {wanted.__name__} runs; {kind.__name__} runs: {own}"
+        )
+
+
 class GRPOTrainer(VLTrainer):
     """GRPO (arXiv 2402.03300) and its relatives without a critic: Dr. GRPO, REINFORCE, REINFORCE++-baseline, CPGD."""
-
-    estimators = ("group_norm", "grpo", "dr_grpo", "reinforce", "reinforce_baseline", "cpgd")
 
 
 class RLOOTrainer(VLTrainer):
     """RLOO (arXiv 2402.14740): REINFORCE with a leave-one-out baseline among each prompt's samples."""
 
-    estimators = ("rloo",)
-
 
 class PPOTrainer(VLTrainer):
     """PPO (arXiv 1707.06347): advantages from a critic that is trained beside the actor, values clipped."""
 
-    estimators = ("gae",)
-
-
-TRAINERS: dict[str, type[VLTrainer]] = {"gae": PPOTrainer, "rloo": RLOOTrainer}
-
 
 def build_trainer(config: RunConfig) -> VLTrainer:
     """The trainer that `advantage_estimator` asks for."""
-    return TRAINERS.get(config.algorithm.advantage_estimator, GRPOTrainer).from_config(config)
+    return config.algorithm.estimator.trainer_class().from_config(config)

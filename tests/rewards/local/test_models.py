@@ -3,7 +3,7 @@ import torch
 from PIL import Image
 from reward_rollouts import make_samples
 
-from lightrft_visual.config.vl import RewardConfig
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.local.models import by_length

@@ -8,7 +8,7 @@ from PIL import Image
 from reward_rollouts import make_samples
 from reward_servers import FaultyServer, Handler
 
-from lightrft_visual.config.vl import RewardConfig
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards import RewardComputationEngine, recipe_from_components
 from lightrft_visual.rewards.remote.judge import EngineJudge, Judging

@@ -9,7 +9,7 @@ from PIL import Image
 from reward_rollouts import make_samples
 from waiting import finished
 
-from lightrft_visual.config.vl import RewardConfig
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine, build_scorer
 from lightrft_visual.rewards.batch import Call, batch_from_media, batch_from_samples
@@ -98,7 +98,7 @@ def test_generated_flag_survives(cluster):
 def test_the_http_client_is_whole_before_its_first_request():
     code = (
         "import sys\n"
-        "from lightrft_visual.config.vl import RewardConfig\n"
+        "from lightrft_visual.config.shared import RewardConfig\n"
         "from lightrft_visual.rewards.remote.client import RemoteClient\n"
         "before = 'anyio._backends._asyncio' in sys.modules\n"
         "RemoteClient.from_config(RewardConfig()).close()\n"

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from reward_rollouts import make_samples
 
-from lightrft_visual.config.vl import RewardConfig
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer
 from lightrft_visual.rewards.batch import Scores

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrft_visual.config.diffusion import (
-    DIFFUSION_ALGORITHM_NAMES,
-    FAMILY_NAMES,
-    DiffusionAlgorithmConfig,
-    DiffusionRunConfig,
-)
+from lightrft_visual.config import registry
+from lightrft_visual.config.diffusion import DiffusionAlgorithmConfig, DiffusionRunConfig
+from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.roots import DIFFUSION_PRESET
 from lightrft_visual.rewards.differentiable import DIFFERENTIABLE_REWARDS, check_scores, load_differentiable
@@ -25,12 +22,17 @@ TEXT = "".join(PAGES.values())
 
 
 def test_every_choice_is_documented() -> None:
-    for name in (*DIFFUSION_ALGORITHM_NAMES, *FAMILY_NAMES, *DIFFERENTIABLE_REWARDS):
+    for name in (
+        *registry.diffusion_algorithms.names(),
+        *registry.diffusion_families.names(),
+        "auto",
+        *DIFFERENTIABLE_REWARDS,
+    ):
         assert re.search(rf"[`_ ]{name}`", TEXT), name
 
 
 def test_flags_exist_and_none_of_the_algorithms_is_left_out() -> None:
-    leaves = {leaf.name for section in fields(DiffusionRunConfig) for leaf in fields(section.default_factory)}
+    leaves = {leaf.name for leaf in names_of(DiffusionRunConfig).leaves.values()}
     named = set(re.findall(r"--(?:no_)?([a-z_0-9]+)", TEXT)) - {"config", "help"}
     assert named <= leaves, named - leaves
     assert {leaf.name for leaf in fields(DiffusionAlgorithmConfig)} <= named

@@ -1,0 +1,342 @@
+"""Every choice by name, with what it needs: what configurations are checked against, trainers built from, and help and
+documentation written from. `python -m lightrft_visual.config.registry` prints docs/choices.md.
+
+A file of your own adds to it and is named by `--plugins my_file.py`::
+
+    from lightrft_visual.algorithms.advantages import AdvantageCalculator
+    from lightrft_visual.config import registry
+
+    @registry.advantage_estimators.register("sign", about="the sign of the reward minus the group's mean", grouped=True)
+    class Sign(AdvantageCalculator):
+        def group_rewards(self, statistics):
+            return statistics.centered().sign()
+
+Entries of the package name their code as 'module:attribute', which is imported on first use: nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .choice import Choice, Registry, load_target
+
+ALGORITHMS, MODELS, TRAINER = (f"lightrft_visual.{room}" for room in ("algorithms", "models", "trainer"))
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator(Choice):
+    """target: a subclass of `algorithms.advantages.AdvantageCalculator`.
+
+    grouped: compares samples of one prompt, so there must be several; critic: needs values; trainer: 'module:class' of
+    the trainer that runs it, default GRPOTrainer, with a critic PPOTrainer.
+    """
+
+    grouped: bool = False
+    critic: bool = False
+    trainer: str | None = None
+
+    def trainer_class(self) -> type:
+        """The trainer that runs it."""
+        return load_target(self.trainer or f"{TRAINER}.vl.trainer:{'PPOTrainer' if self.critic else 'GRPOTrainer'}")
+
+
+@dataclass(frozen=True)
+class PolicyLoss(Choice):
+    """target: a function of (LossInputs, AlgorithmConfig) to a TokenLoss, see `algorithms.policy_losses`."""
+
+
+@dataclass(frozen=True)
+class Aggregation(Choice):
+    """target: a function of (values (B, A), mask (B, A), LossDenominators) to a scalar share."""
+
+
+@dataclass(frozen=True)
+class KLEstimator(Choice):
+    """target: a function of (log_probs, ref_log_probs) to the estimate at each token.
+
+    as_loss: whether its gradient is that of a KL, so that `use_kl_loss` may use it.
+    """
+
+    as_loss: bool = True
+
+
+@dataclass(frozen=True)
+class TISMode(Choice):
+    """target: a function of (log weights (B, A), 0 where masked) to the log weights of truncated importance sampling.
+
+    corrects: whether it changes the loss; such a mode needs the engine's log-probs.
+    """
+
+    corrects: bool = True
+
+
+@dataclass(frozen=True)
+class DiffusionAlgorithm(Choice):
+    """target: a function of DiffusionRunConfig to the loss, see `algorithms.diffusion`.
+
+    trajectories: by which rollouts may be sampled, the usual one first. prediction: what the model must predict, 'flow'
+    or 'epsilon'; None takes both. trains_on: 'steps' of an SDE, 'data' (finished samples), or 'reward' (its gradient;
+    no replay). grouped: compares samples of one prompt. reference: always keeps a reference; else only with beta.
+    old_policy: rollouts come from a decayed copy of the weights. clipped_advantages: scales by adv_clip_max. guard:
+    takes grpo_guard. num_steps, learning_rate, warmup_steps: where neither recipe nor flag says. embedded: the recipe
+    of the embedded model.
+    """
+
+    trajectories: tuple[str, ...] = ("sde",)
+    prediction: str | None = "flow"
+    trains_on: str = "steps"
+    grouped: bool = True
+    reference: bool = False
+    old_policy: bool = False
+    clipped_advantages: bool = False
+    guard: bool = False
+    num_steps: int = 10
+    learning_rate: float = 3e-4
+    warmup_steps: int = 0
+    embedded: str = "embedded/flow_grpo"
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether rollouts have steps that were drawn."""
+        return self.trajectories != ("ode",)
+
+
+@dataclass(frozen=True)
+class Engine(Choice):
+    """target: a function of (RunConfig, Checkpoint, the actor's TrainEngine) to a `rollout.engine.RolloutEngine`.
+
+    tensor_parallel: whether engine_tp_size may be above 1.
+    """
+
+    tensor_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class DiffusionFamily(Choice):
+    """target: a subclass of `models.diffusion.families.base.DiffusionFamily`.
+
+    pipeline: the class of diffusers' pipelines that it reads. prediction: 'flow' or 'epsilon'.
+    """
+
+    pipeline: str = ""
+    prediction: str = "flow"
+
+
+@dataclass(frozen=True)
+class Scorer(Choice):
+    """target: a class, which is built with the recipe's settings, or a function; see docs/rewards.md."""
+
+
+advantage_estimators = Registry("advantage estimator", AdvantageEstimator)
+policy_losses = Registry("policy loss", PolicyLoss)
+aggregations = Registry("aggregation", Aggregation)
+kl_estimators = Registry("KL estimator", KLEstimator)
+tis_modes = Registry("TIS mode", TISMode)
+diffusion_algorithms = Registry("diffusion algorithm", DiffusionAlgorithm)
+engines = Registry("rollout engine", Engine)
+diffusion_families = Registry("diffusion family", DiffusionFamily)
+scorers = Registry("scorer", Scorer)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Vision-language runs
+# ---------------------------------------------------------------------------------------------------------------------
+
+_advantages = f"{ALGORITHMS}.advantages"
+for _entry in (
+    AdvantageEstimator("gae", f"{_advantages}:GAECalculator", "PPO: generalised advantage estimation", critic=True),
+    AdvantageEstimator(
+        "rloo", f"{_advantages}:RLOOCalculator", "reward minus the mean of the prompt's other samples", grouped=True,
+        trainer=f"{TRAINER}.vl.trainer:RLOOTrainer",
+    ),
+    AdvantageEstimator("reinforce", f"{_advantages}:ReinforceCalculator", "the reward itself, no baseline"),
+    AdvantageEstimator(
+        "reinforce_baseline", f"{_advantages}:GroupMeanCalculator", "REINFORCE++-baseline: minus the group's mean",
+        grouped=True,
+    ),
+    AdvantageEstimator(
+        "group_norm", f"{_advantages}:GroupNormCalculator", "GRPO: minus the group's mean, over its std (n - 1)",
+        aliases=("grpo",), grouped=True,
+    ),
+    AdvantageEstimator(
+        "dr_grpo", f"{_advantages}:GroupMeanCalculator", "Dr. GRPO: minus the group's mean", grouped=True
+    ),
+    AdvantageEstimator(
+        "cpgd", f"{_advantages}:CPGDCalculator", "CPGD: minus the group's mean, over its std (n)", grouped=True
+    ),
+):  # fmt: skip
+    advantage_estimators.add(_entry)
+
+_losses = f"{ALGORITHMS}.policy_losses"
+for _entry in (
+    PolicyLoss("ppo", f"{_losses}:ppo_loss", "clipped ratio of each token; clip-higher, dual clip"),
+    PolicyLoss("gspo", f"{_losses}:gspo_loss", "clipped ratio of the sequence"),
+    PolicyLoss("gmpo", f"{_losses}:gmpo_loss", "geometric mean of clipped token ratios"),
+    PolicyLoss("cispo", f"{_losses}:cispo_loss", "clipped importance weight on the log-prob; no token is dropped"),
+    PolicyLoss("cpgd", f"{_losses}:cpgd_loss", "policy gradient on clipped log ratios, with a drift term"),
+):
+    policy_losses.add(_entry)
+
+_aggregation = f"{ALGORITHMS}.aggregation"
+for _entry in (
+    Aggregation("token-mean", f"{_aggregation}:token_mean", "every token counts alike (DAPO)"),
+    Aggregation("seq-mean-token-sum", f"{_aggregation}:seq_mean_token_sum", "sum over a response, mean of responses"),
+    Aggregation("seq-mean-token-mean", f"{_aggregation}:seq_mean_token_mean", "every response counts alike (GRPO)"),
+    Aggregation(
+        "seq-mean-token-sum-norm", f"{_aggregation}:seq_mean_token_sum_norm", "sum over a constant length (Dr. GRPO)"
+    ),
+):
+    aggregations.add(_entry)
+
+for _entry in (
+    KLEstimator("k1", f"{ALGORITHMS}.kl:k1", "log ratio: unbiased; as a loss its gradient averages 0", as_loss=False),
+    KLEstimator("k2", f"{ALGORITHMS}.kl:k2", "half its square: as a loss on-policy its gradient is the KL's"),
+    KLEstimator("k3", f"{ALGORITHMS}.kl:k3", "ratio - 1 - log ratio: unbiased and never negative"),
+):
+    kl_estimators.add(_entry)
+
+for _entry in (
+    TISMode("off", None, "no correction", corrects=False),
+    TISMode("token", f"{_losses}:token_log_weights", "one weight a token"),
+    TISMode("sequence", f"{_losses}:sequence_log_weights", "the product over the sequence"),
+):
+    tis_modes.add(_entry)
+
+for _entry in (
+    Engine(
+        "vllm", "lightrft_visual.rollout.vllm.engine:VLLMEngine.from_config", "vLLM in this process",
+        tensor_parallel=True,
+    ),
+    Engine(
+        "hf", "lightrft_visual.rollout.hf:TransformersEngine.from_config", "the trainer's own model: where vLLM is not"
+    ),
+):  # fmt: skip
+    engines.add(_entry)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Diffusion runs
+# ---------------------------------------------------------------------------------------------------------------------
+
+_diffusion = f"{ALGORITHMS}.diffusion"
+for _entry in (
+    DiffusionAlgorithm(
+        "flow_grpo", f"{_diffusion}:flow_grpo", "clipped ratios of SDE steps", trajectories=("sde", "cps"), guard=True
+    ),
+    DiffusionAlgorithm(
+        "dance_grpo", f"{_diffusion}:dance_grpo", "as Flow-GRPO, another sampling rule", trajectories=("sde_reflow",),
+        guard=True, embedded="embedded/dance_grpo",
+    ),
+    DiffusionAlgorithm(
+        "diffusion_nft", f"{_diffusion}:diffusion_nft", "policy improvement on the forward process",
+        trajectories=("ode",), trains_on="data", reference=True, old_policy=True, clipped_advantages=True,
+        embedded="embedded/diffusion_nft",
+    ),
+    DiffusionAlgorithm(
+        "ddpo", f"{_diffusion}:ddpo", "clipped ratios of DDIM steps", prediction="epsilon", embedded="embedded/ddpo"
+    ),
+    DiffusionAlgorithm(
+        "dpok", f"{_diffusion}:dpok", "policy gradient of DDIM steps with a KL", prediction="epsilon",
+        embedded="embedded/dpok",
+    ),
+    DiffusionAlgorithm(
+        "reward_fl", f"{_diffusion}:reward_fl", "the gradient of a differentiable reward", trajectories=("ode",),
+        trains_on="reward", grouped=False, num_steps=8, learning_rate=2.5e-6, warmup_steps=10,
+        embedded="embedded/reward_fl",
+    ),
+):  # fmt: skip
+    diffusion_algorithms.add(_entry)
+
+_families = f"{MODELS}.diffusion.families"
+for _entry in (
+    DiffusionFamily("sd3", f"{_families}.sd3:StableDiffusion3", "SD3, SD3.5", pipeline="StableDiffusion3Pipeline"),
+    DiffusionFamily("flux", f"{_families}.flux:Flux", "FLUX; guidance is an embedding", pipeline="FluxPipeline"),
+    DiffusionFamily("wan", f"{_families}.wan:Wan", "Wan text-to-video", pipeline="WanPipeline"),
+    DiffusionFamily(
+        "wan_i2v", f"{_families}.wan:WanImageToVideo", "Wan image-to-video", pipeline="WanImageToVideoPipeline"
+    ),
+    DiffusionFamily("qwen_image", f"{_families}.qwen_image:QwenImage", "Qwen-Image", pipeline="QwenImagePipeline"),
+    DiffusionFamily(
+        "cosmos_predict2", f"{_families}.cosmos:CosmosPredict2", "Cosmos-Predict2",
+        pipeline="Cosmos2TextToImagePipeline",
+    ),
+    DiffusionFamily(
+        "sd15", f"{_families}.sd15:StableDiffusion15", "Stable Diffusion 1.5", pipeline="StableDiffusionPipeline",
+        prediction="epsilon",
+    ),
+):  # fmt: skip
+    diffusion_families.add(_entry)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scorers, of both kinds of run
+# ---------------------------------------------------------------------------------------------------------------------
+
+for _name, _target, _about in (
+    ("exact", "exact:Exact", "the final answer equals the reference"),
+    ("numeric", "numeric:Numeric", "numbers within a tolerance"),
+    ("choice", "choice:Choice", "the letter of a multiple choice"),
+    ("format", "format:Format", "the form of a response"),
+    ("math", "math:Math", "mathematical answers, by math-verify"),
+    ("ocr", "ocr:OCR", "the text that an image shows"),
+    ("clip_score", "clip_score:CLIPScore", "CLIP similarity of image and prompt"),
+    ("pick_score", "pick_score:PickScore", "PickScore, human preference"),
+    ("aesthetic", "aesthetic:Aesthetic", "LAION's aesthetic predictor"),
+    ("hpsv2", "hpsv2:HPSv2", "Human Preference Score v2"),
+    ("image_reward", "image_reward:ImageReward", "ImageReward, human preference"),
+    ("jpeg_compressibility", "jpeg:Compressibility", "small JPEG files"),
+    ("jpeg_incompressibility", "jpeg:Incompressibility", "large JPEG files"),
+    ("pixel", "pixel:Pixel", "simple rules over pixels"),
+    ("face_similarity", "face_similarity:FaceSimilarity", "the face of a reference image"),
+    ("shape_match", "shape_match:ShapeMatch", "the embedded captions: colour, shape, coverage, background"),
+    ("picture_quality", "shape_match:PictureQuality", "how well any clean drawing explains the image"),
+    ("vlm_judge", "vlm_judge:VLMJudge", "a vision-language model behind an OpenAI-compatible server"),
+    ("multi", "multi:MultiScorer", "a weighted sum of others"),
+):
+    scorers.add(Scorer(_name, f"lightrft_visual.rewards.functions.{_target}", _about))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+# ---------------------------------------------------------------------------------------------------------------------
+
+# What selects an entry -> its registry, in the order of docs/choices.md.
+ALL: dict[str, Registry] = {
+    "--advantage_estimator": advantage_estimators,
+    "--policy_loss": policy_losses,
+    "--loss_agg_mode": aggregations,
+    "--kl_estimator": kl_estimators,
+    "--tis_mode": tis_modes,
+    "--engine_type": engines,
+    "--diffusion_algorithm": diffusion_algorithms,
+    "--family": diffusion_families,
+    "reward.components.NAME=WEIGHT": scorers,
+}
+
+
+def table(registry: Registry) -> str:
+    """The entries of a registry as a markdown table: names, what differs from the usual, one line."""
+    lines = ["| name | what it is | needs |", "|---|---|---|"]
+    for entry in registry:
+        names = ", ".join(f"`{name}`" for name in (entry.name, *entry.aliases))
+        needs = ", ".join(f"{fact} {_shown(value)}".strip() for fact, value in entry.needs().items())
+        lines.append(f"| {names} | {entry.about} | {needs} |")
+    return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "" if value else "no"
+    return " or ".join(value) if isinstance(value, tuple) else str(value).rpartition(":")[2]
+
+
+def page() -> str:
+    """docs/choices.md."""
+    head = "# Choices\n\nWritten by `python -m lightrft_visual.config.registry`; a test compares. "
+    head += "How to add one of your own: [architecture](architecture.md#to-add).\n"
+    parts = [f"\n## {r.kind[0].upper()}{r.kind[1:]}: `{setting}`\n\n{table(r)}\n" for setting, r in ALL.items()]
+    return head + "".join(parts)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

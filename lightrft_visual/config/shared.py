@@ -1,0 +1,109 @@
+"""What the configurations of both kinds of run share: rewards, processes, outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from .constraints import (
+    Constraint,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Share,
+    one_of,
+    require,
+)
+
+EMBEDDED = "embedded"
+
+
+def _two_betas(betas: Sequence[float]) -> bool:
+    return len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+
+
+AdamBetas = Annotated[list[float], Constraint(_two_betas, "it takes two numbers in [0, 1)")]
+WeightDecay = Annotated[float, Constraint(lambda value: value >= 0, "weight decay must not be negative")]
+MaxNorm = Annotated[float, Constraint(lambda value: value >= 0, "it must be positive, or 0 for no clipping")]
+BadRows = Annotated[str, one_of("error", "skip")]
+
+
+@dataclass
+class RewardConfig(Section):
+    """How rollouts are scored; see docs/rewards.md."""
+
+    reward_fn: str | None = None  # path.py:function
+    reward_pretrain: str | None = None  # local reward model folders, comma-separated, each optionally name=folder
+    remote_rm_url: str | None = None  # URLs, comma-separated, or path.py with reward_func
+    components: dict[str, float] = field(default_factory=dict)  # {name: weight}, laid over reward_recipe
+    kwargs: dict[str, Any] = field(default_factory=dict)  # {component: {setting: value}}
+    reward_recipe: str | None = None  # YAML or JSON file, or inline YAML: {label: [[type, key, weight], ...]}
+    reward_wire: Annotated[str, one_of("lightrft", "openrlhf")] = "lightrft"  # JSON form of remote_rm_url
+    reward_timeout: PositiveFloat = 60.0  # deadline of one remote call, seconds, retries included
+    reward_retries: NonNegativeInt = 3  # on connection errors, 429 and 5xx only
+    reward_concurrency: PositiveInt = 32  # remote requests in flight at once
+    reward_max_invalid: Annotated[float, Share] = 0.5  # share of invalid scores in one step above which the run stops
+    reward_token_env: str | None = None  # environment variable that holds the bearer token of remote rewards
+    reward_image_format: Annotated[str, one_of("png", "jpeg")] = "png"  # png is lossless
+    reward_fn_timeout: PositiveFloat | None = None  # run user callables in a subprocess with this limit, seconds
+    reward_transport: Annotated[str, one_of("inprocess", "ray")] = "inprocess"  # where local scorers run
+    reward_ray_actors: PositiveInt = 1  # processes per scorer with reward_transport ray
+    reward_cpu_offload: bool = True  # keep local reward models off the accelerator between uses
+
+    def check(self) -> None:
+        """kwargs without anything that they are settings of."""
+        require(
+            not self.kwargs or bool(self.components) or self.reward_recipe is not None,
+            "reward.kwargs are settings of reward.components or of the reward_recipe; name one",
+        )
+
+
+@dataclass
+class DistributedConfig(Section):
+    """DeepSpeed ZeRO and process groups."""
+
+    zero_stage: Annotated[int, one_of(0, 1, 2, 3)] = 2
+    adam_offload: bool = False
+    zpg: PositiveInt = 1  # ZeRO++ hierarchical partition size
+    overlap_comm: bool = False
+    grad_accum_dtype: Annotated[str | None, one_of("fp32", "bf16")] = None
+    sp_size: int = 1
+    local_rank: int = -1
+    collective_timeout: PositiveFloat = 600.0  # seconds after which a dead or stalled rank ends all ranks
+
+    def check(self) -> None:
+        """What is not built, and what belongs to one ZeRO stage."""
+        require(self.sp_size == 1, "sp_size above 1 (sequence parallelism) is not built yet; leave it at 1")
+        require(self.zpg == 1 or self.zero_stage == 3, "zpg belongs to ZeRO stage 3: add --zero_stage 3")
+
+
+@dataclass
+class OutputConfig(Section):
+    """What a run writes, how often, and where it resumes from. Steps are rollout steps."""
+
+    output_dir: str = "outputs/run"
+    save_path: str | None = None  # the final model; default: <output_dir>/checkpoint-final
+    ckpt_path: str | None = None  # default: <output_dir>
+    save_steps: int = -1
+    eval_steps: int = -1  # evaluation always runs before the first step and at the end
+    logging_steps: PositiveInt = 1
+    max_ckpt_num: PositiveInt = 3
+    load_checkpoint: bool = False  # same as resume_from=auto
+    resume_from: str | None = None  # a checkpoint folder, or auto
+    best_metric: str | None = None  # column of eval_metrics.csv by which the best checkpoint is kept
+    eval_samples_per_prompt: PositiveInt = 4
+    eval_ema: bool | None = None  # evaluate and export the EMA weights; default: with enable_ema
+    use_wandb: bool = False
+    use_tensorboard: bool = False
+    save_trajectories: bool = True
+    num_trajectories_to_save: NonNegativeInt = 8
+    report: bool = True
+    run_name: str | None = None
+
+    def follow_ema(self, enable_ema: bool) -> None:
+        """What `eval_ema` means where it was not set; ConfigError where there is no average to evaluate."""
+        if self.eval_ema is None:
+            self.eval_ema = enable_ema
+        require(enable_ema or not self.eval_ema, "eval_ema evaluates the EMA weights: add --enable_ema")
