@@ -83,6 +83,7 @@ class DiffusionModelConfig(Section):
     trainable_models: str | None = None  # comma-separated denoisers (transformer, transformer_2); default: all
     max_sequence_length: PositiveInt | None = None  # tokens of the T5 or LLM encoder; default: the family's own
     gradient_checkpointing: bool = False
+    vae_tiling: bool = False  # decode large pictures in overlapping tiles: less memory, blended at the seams
     use_gradient_checkpointing_offload: bool = False  # keep checkpointed activations in host memory
 
     def check(self) -> None:

@@ -42,6 +42,7 @@ def run(entry: dict) -> None:
     trainer.buffer.append = recorded
     trainer.fit()
     facts = {"advantages": advantages, "optimizer_elements": optimizer_elements(trainer), "swaps": swaps(trainer)}
+    facts["fp32"] = frozen_in_fp32(trainer)
     trainer.close()
     (folder / f"facts_rank{collectives.rank()}.json").write_text(json.dumps(facts))
 
@@ -51,6 +52,25 @@ def optimizer_elements(trainer) -> int:
     optimizer = trainer.engine.engine.optimizer
     state = getattr(optimizer, "optimizer", optimizer).state  # ZeRO-0 wraps nothing
     return sum(value.numel() for group in state.values() for value in group.values() if torch.is_tensor(value))
+
+
+def frozen_in_fp32(trainer) -> list[str]:
+    """Names of frozen weights that are fp32 and equal, bit for bit, to the ones that the pipeline's folder holds."""
+    from diffusers import DiffusionPipeline
+
+    from lightrft_visual.models.weight_copies import gathered
+
+    stored = DiffusionPipeline.from_pretrained(trainer.config.model.pretrain).components
+    found = []
+    for name, denoiser in trainer.parts.policy.denoisers.items():
+        loaded = dict(stored[name].named_parameters())
+        frozen = [(key, weight) for key, weight in denoiser.named_parameters() if not weight.requires_grad]
+        with gathered([weight for _, weight in frozen]):
+            for key, weight in frozen:
+                whole = loaded[key.replace(".base_layer", "")]
+                if weight.dtype == torch.float32 and torch.equal(weight.cpu(), whole):
+                    found.append(f"{name}.{key}")
+    return found
 
 
 @torch.no_grad()

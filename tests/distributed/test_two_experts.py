@@ -43,6 +43,7 @@ def one(tmp_path_factory, cache_root, given) -> Path:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, cache_root, given) -> Path:
     runs = {f"flow_{stage}": [*given, "--zero_stage", str(stage)] for stage in STAGES}
+    runs |= {f"bf16_{stage}": [*given, "--bf16", "true", "--zero_stage", str(stage)] for stage in (2, 3)}
     return run_plan(runs, tmp_path_factory.mktemp("two"), cache_root, 2, timeout=240, driver=DRIVER)
 
 
@@ -53,3 +54,13 @@ def test_two_ranks_train_both_experts_like_one(one, two, stage):
     for mine, other in zip(ours, theirs):
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3) and mine["grad_norm"] > 0
         assert all(abs(mine[name] - other[name]) < 1e-5 for name in ("loss", "reward_mean", "reward_std"))
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_what_diffusers_keeps_in_fp32_stays_so_in_a_bf16_run(two, stage):
+    for rank in (0, 1):
+        kept = json.loads((two / f"bf16_{stage}" / f"facts_rank{rank}.json").read_text())["fp32"]
+        parts = {part for name in kept for part in ("time_embedder", "scale_shift_table", "norm2") if part in name}
+        assert parts == {"time_embedder", "scale_shift_table", "norm2"}
+        assert not any(part in name for name in kept for part in ("attn1.to_q", "ffn", "proj_out"))
+    assert all(0 < row["grad_norm"] < 1e3 for row in rows(two / f"bf16_{stage}"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from ...config import registry
 from ...errors import ConfigError
 from ...strategy import collectives
 from ..weight_copies import WeightCopy, gathered
+from .decoding import checkpoint_decoder, in_parts
 from .families.base import DiffusionFamily
 from .prompt_cache import PromptCache
 
@@ -92,8 +93,7 @@ class DiffusionPolicy(nn.Module):
 
     def forward(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float = 1.0) -> T:
         """Velocity (B, …), fp32; see `velocity`. The engine's hooks run through this method."""
-        kept = torch.autograd.graph.save_on_cpu() if self.offload_activations else nullcontext()
-        with kept:
+        with self._kept_activations():
             return self.family.velocity(latents, timesteps, conditions, guidance_scale)
 
     def velocity(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float = 1.0) -> T:
@@ -128,7 +128,8 @@ class DiffusionPolicy(nn.Module):
 
     def decode(self, latents: T) -> T:
         """Media in about 0..1 (not clamped): (B, 3, H, W) or (B, 3, T, H, W). Differentiable in the latents."""
-        return self.family.decode(latents)
+        with self._kept_activations():
+            return in_parts(self.family.decode, latents)
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """Latent shape of one sample for a size in pixels."""
@@ -188,10 +189,15 @@ class DiffusionPolicy(nn.Module):
                 self.denoisers[name].enable_adapters()
 
     def enable_gradient_checkpointing(self, offload: bool = False) -> None:
-        """Recompute blocks in backward; offload keeps what is saved between them in host memory."""
+        """Recompute blocks of the trained networks and of the VAE's decoder in backward; offload keeps what is saved
+        between them in host memory."""
         self.offload_activations = offload
+        checkpoint_decoder(self.family.pipeline.vae)
         for name in self.trainable:
             self.denoisers[name].enable_gradient_checkpointing()
+
+    def _kept_activations(self) -> AbstractContextManager[Any]:
+        return torch.autograd.graph.save_on_cpu() if self.offload_activations else nullcontext()
 
     def save_lora(self, folder: str | Path) -> None:
         """Write `pytorch_lora_weights.safetensors` for the stock pipeline's `load_lora_weights`.

@@ -18,6 +18,7 @@ from ...embedded.resolve import resolve_pipeline
 from ...embedded.warmup import cache_root
 from ...errors import ConfigError
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, takes_first_frame
+from ...models.diffusion.precision import fp32_kept
 from ...models.weight_copies import WeightAverage, WeightCopy
 from ...observe.console import RunConsole
 from ...rewards.differentiable import check_scores, load_differentiable
@@ -189,6 +190,8 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
         )
     if algorithm.trains_on == "reward":
         policy.train_only(_serving_experts(config, policy))
+    if model.vae_tiling:
+        policy.family.pipeline.vae.enable_tiling()
     if model.gradient_checkpointing:
         policy.enable_gradient_checkpointing(model.use_gradient_checkpointing_offload)
     policy.family.pipeline.to(strategy.device)
@@ -200,7 +203,8 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
         train.learning_rate, updates, tuple(train.adam_betas), train.l2, train.max_norm,
         SCHEDULERS[train.lr_scheduler_type], train.warmup_steps / max(1, updates),
     )  # fmt: skip
-    return policy, strategy.prepare(policy, settings)
+    with fp32_kept(policy.denoisers.values()):
+        return policy, strategy.prepare(policy, settings)
 
 
 def _serving_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set[str]:
