@@ -34,7 +34,8 @@ BadRows = Annotated[str, one_of("error", "skip")]
 class RewardConfig(Section):
     """How rollouts are scored; see docs/rewards.md."""
 
-    reward_fn: str | None = None  # path.py:function
+    reward_fn: str | None = None  # path.py:function, or several, comma-separated
+    reward_form: str = "auto"  # auto | native | a system of docs/coming_from.md: how functions by path are called
     reward_pretrain: str | None = None  # local reward model folders, comma-separated, each optionally name=folder
     remote_rm_url: str | None = None  # URLs, comma-separated, or path.py with reward_func
     components: dict[str, float] = field(default_factory=dict)  # {name: weight}, laid over reward_recipe

@@ -20,7 +20,7 @@ _EXPORTS = {
     "register_scorer": "registry",
     "build_scorer": "registry",
     "scorer_names": "registry",
-    "load_reward_fn": "local.callables",
+    "load_reward_fn": "local.usercode",
 }
 
 __all__ = [*_EXPORTS]

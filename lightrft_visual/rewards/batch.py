@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -23,18 +23,14 @@ from .imaging import EncodedImages, to_pil, video_frames
 
 T = torch.Tensor
 VIDEO_FRAMES = 8  # frames of a video that picture scorers and judges look at
-__all__ = [
-    "Call",
-    "Failed",
-    "PendingSource",
-    "RewardBatch",
-    "RewardOutput",
-    "Scores",
-    "ScoringFailed",
-    "batch_from_media",
-    "batch_from_rollouts",
-    "batch_from_samples",
-]
+LONGEST_NAME = 100
+__all__ = ["Call", "Failed", "RewardBatch", "RewardOutput", "Scores", "ScoringFailed", "batch_from_samples"]
+
+
+def metric_name(name: Any) -> str:
+    """A name that any file and terminal takes: no line breaks, no characters without an encoding, not too long."""
+    text = str(name).encode(errors="backslashreplace").decode()
+    return "".join(c if c.isprintable() else "_" for c in text)[:LONGEST_NAME]
 
 
 @dataclass(repr=False)
@@ -59,6 +55,7 @@ class RewardBatch:
     sequence_tokens: list[T] = field(default_factory=list)
     completion_tokens: list[T] = field(default_factory=list)
     generated: bool = False
+    step: int = 0  # updates of the policy that made them
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -72,6 +69,11 @@ class RewardBatch:
         return [prompt + response for prompt, response in zip(self.prompts, self.responses)]
 
     @property
+    def labels_or_references(self) -> list[Any]:
+        """References where the data has any, else labels (OpenRLHF's `labels` are reference answers)."""
+        return self.references if any(reference is not None for reference in self.references) else self.labels
+
+    @property
     def columns(self) -> set[str]:
         """Names of the other data columns that at least one sample has."""
         return {name for row in self.metadata for name in row}
@@ -83,19 +85,15 @@ class RewardBatch:
 
     def select(self, indices: Sequence[int]) -> RewardBatch:
         """The samples at these places, in this order; pictures are shared, not copied."""
-        chosen: dict[str, Any] = {"generated": self.generated}
-        for entry in fields(self):
-            values = getattr(self, entry.name)
-            if isinstance(values, list):
-                chosen[entry.name] = [values[i] for i in indices] if values else []
-        return RewardBatch(**chosen)
+        lists = {name: values for name, values in vars(self).items() if isinstance(values, list)}
+        return replace(self, **{name: [values[i] for i in indices] if values else [] for name, values in lists.items()})
 
     @classmethod
     def join(cls, batches: Sequence[RewardBatch]) -> RewardBatch:
         """All samples of several batches, in order; all of one kind (generated or not)."""
-        lists = [entry.name for entry in fields(cls) if entry.name != "generated"]
+        lists = [name for name, values in vars(batches[0]).items() if isinstance(values, list)]
         merged = {name: [value for batch in batches for value in getattr(batch, name)] for name in lists}
-        return cls(**merged, generated=batches[0].generated)
+        return replace(batches[0], **merged)
 
     def chunks(self, size: int) -> list[RewardBatch]:
         """Consecutive parts of at most `size` samples."""
@@ -107,6 +105,7 @@ def batch_from_samples(outputs: Sequence[Samples], vlm_mode: bool = True) -> Rew
     batch = RewardBatch([], [], [], [], [], [], [], [], [])
     for samples in outputs:
         size = len(samples)
+        batch.step = max(batch.step, samples.policy_version)
         batch.prompts += samples.prompts
         batch.responses += samples.responses
         batch.labels += samples.labels
@@ -138,6 +137,7 @@ def batch_from_rollouts(rollouts: Sequence[Rollout]) -> RewardBatch:
         group_ids=[prompt.group_id for prompt in prompts],
         sequence_tokens=[torch.tensor(rollout.prompt.token_ids + rollout.token_ids) for rollout in rollouts],
         completion_tokens=[torch.tensor(rollout.token_ids, dtype=torch.long) for rollout in rollouts],
+        step=max((rollout.policy_version for rollout in rollouts), default=0),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from ..batches.rollouts import Rollout
 from ..batches.samples import Samples
@@ -17,13 +18,14 @@ from ..errors import ConfigError, RewardError
 from ..strategy.collectives import all_gather_object, all_reduce_sum
 from .batch import Call, RewardBatch, RewardOutput, batch_from_media, batch_from_rollouts, batch_from_samples
 from .combine import NAN, Column, Job, named_components, run_jobs, scatter, weighted_sum
-from .local.callables import CallableSource, Signature, aggregates, callable_name
-from .recipe import ANY_LABEL, Recipe, parse_recipe
+from .local.callables import Signature, aggregates
+from .local.usercode import callable_name
+from .recipe import Recipe, parse_recipe
 from .scorers import Catalogue
+from .settings import DEFAULT_RECIPE, engine_arguments
 
 T = torch.Tensor
 log = logging.getLogger(__name__)
-DEFAULT_RECIPE = {ANY_LABEL: [("rule", "exact", 1.0)]}
 
 
 class RewardComputationEngine:
@@ -56,9 +58,8 @@ class RewardComputationEngine:
     ) -> None:
         self.config = config or RewardConfig()
         self.strategy = strategy
-        self._label_map = reward_fn_label_map
         self.recipe = None if reward_recipe is None else parse_recipe(reward_recipe)
-        self._catalogue = Catalogue(self.config, tokenizer, packing_samples)
+        self._catalogue = Catalogue(self.config, tokenizer, packing_samples, model_device())
         custom = custom_reward_func if isinstance(custom_reward_func, (list, tuple)) else [custom_reward_func]
         functions = [function for function in custom if function is not None]
         given = {"label_map": reward_fn_label_map}
@@ -82,23 +83,22 @@ class RewardComputationEngine:
         packing_samples: bool = False,
         labels: Iterable[str | None] = (),
         columns: Collection[str] | None = None,
+        references: bool | None = None,
     ) -> RewardComputationEngine:
-        """The engine that a configuration describes; `labels` and `columns`: those of the data, which recipe and
-        functions are checked against."""
-        from .settings import engine_arguments
-
-        arguments = engine_arguments(config, labels, columns)
+        """The engine that a configuration describes. labels, columns: those of the data, which recipe and functions
+        are checked against; references: whether any row has one."""
+        arguments = engine_arguments(config, labels, columns, references)
         return cls(**arguments, tokenizer=tokenizer, strategy=strategy, packing_samples=packing_samples, config=config)
 
-    def _aggregator(self, reward_fn: Any, given: Mapping[str, Any]) -> Callable[..., Any] | None:
-        """`reward_fn` where it aggregates by hand; else it becomes one source more."""
+    def _aggregator(self, reward_fn: Any, given: Mapping[str, Any]) -> Any:
+        """The source of `reward_fn` where it aggregates by hand; else it becomes one source more."""
         if reward_fn is None:
             return None
         if not callable(reward_fn):
             raise ConfigError(f"reward_fn is a {type(reward_fn).__name__}, not a callable")
         others = list(self._sources) if self.recipe is None else []
         if aggregates(reward_fn, beside=bool(others)):
-            return reward_fn
+            return self._catalogue.aggregator(reward_fn, given)
         if others and Signature(reward_fn, callable_name(reward_fn)).takes_all:
             log.warning(
                 "reward_fn %s is summed with: %s; to aggregate these by hand, name model_reward_list in its signature",
@@ -125,10 +125,12 @@ class RewardComputationEngine:
             self.recipe.check_labels(labels)
 
     def compute_rewards(
-        self, outputs: Sequence[Samples], vlm_mode: bool = True, device: torch.device | str = "cpu"
+        self, outputs: Sequence[Samples], vlm_mode: bool = True, device: torch.device | str | None = None
     ) -> RewardOutput:
-        """Fill `rewards (B)`, `reward_valid (B)` and `reward_metrics {name: (B)}` of every micro-batch, on `device`.
+        """Fill `rewards (B)`, `reward_valid (B)` and `reward_metrics {name: (B)}` of every micro-batch.
 
+        device: of local models and of what is filled in; None runs the models on the accelerator and fills in on the
+        CPU.
         Each scorer runs once over all micro-batches, on just the samples that need it. Returns the rewards of all
         samples in order. Every rank must call it alike: the share of invalid rewards is taken over all ranks.
         Raises RewardError for a broken local callable, and when more than `reward_max_invalid` of the scores are
@@ -164,23 +166,26 @@ class RewardComputationEngine:
         videos: Sequence[Any] | None = None,
         *,
         chunk: int = 8,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         **columns: Any,
     ) -> RewardOutput:
         """Score generated media: one picture (PIL or (C, H, W) tensor in 0..1) or one video ((C, T, H, W)) a prompt.
 
         columns: labels, references, metadata, ids, group_ids, each with one entry per prompt. chunk: samples a remote
-        request. With `recipe_from_components` the weighted sum is also a component named `avg`.
+        request. device: as in `compute_rewards`. With `recipe_from_components` the weighted sum is also a component
+        named `avg`.
         """
         return self.score(batch_from_media(prompts, images, videos, **columns), chunk, device)
 
-    def score(self, batch: RewardBatch, chunk: int, device: torch.device | str = "cpu") -> RewardOutput:
-        """Score any batch; `chunk`: samples a remote request. Raises as `compute_rewards`."""
+    def score(self, batch: RewardBatch, chunk: int, device: torch.device | str | None = None) -> RewardOutput:
+        """Score any batch; `chunk`: samples a remote request. device, and what it raises: as `compute_rewards`."""
         started = time.perf_counter()
         jobs = self._plan(batch)
-        columns, reasons = run_jobs(jobs, batch, Call(chunk, device))
+        call = Call(chunk, model_device() if device is None else device)
+        device = "cpu" if device is None else device
+        columns, reasons = run_jobs(jobs, batch, call)
         if self._aggregate is not None:
-            score, valid, named = self._aggregate_by_hand(batch, columns)
+            score, valid, named = self._aggregate_by_hand(batch, columns, call, reasons)
         else:
             score, valid = weighted_sum(columns, len(batch), self._unweighted(batch))
             named = named_components(columns)
@@ -218,8 +223,12 @@ class RewardComputationEngine:
             return torch.zeros(len(batch), dtype=torch.bool)
         return torch.tensor([all(e.weight == 0 for e in self.recipe.for_label(label)) for label in batch.labels]).bool()
 
-    def _aggregate_by_hand(self, batch: RewardBatch, columns: Sequence[Column]) -> tuple[T, T, dict[str, T]]:
-        """`reward_fn(model_reward_list=...)` over the samples on which nothing failed; it never sees a failed score."""
+    def _aggregate_by_hand(
+        self, batch: RewardBatch, columns: Sequence[Column], call: Call, reasons: dict[str, Counter[str]]
+    ) -> tuple[T, T, dict[str, T]]:
+        """`reward_fn(model_reward_list=...)` over the samples on which nothing failed; it never sees a failed score.
+
+        Why it gave none is added to `reasons`."""
         failed = torch.zeros(len(batch), dtype=torch.bool)
         for column in columns:
             failed |= column.failed
@@ -228,8 +237,9 @@ class RewardComputationEngine:
         if not kept:
             return torch.full((len(batch),), NAN, dtype=torch.float64), ~failed, named
         rewards = [column.values[kept].float() for column in columns]
-        given = {"model_reward_list": rewards, "label_map": self._label_map}
-        scores = CallableSource(self._aggregate, given=given).score(batch.select(kept))
+        self._aggregate.given["model_reward_list"] = rewards
+        scores = self._aggregate.score(batch.select(kept), call)
+        reasons[self._aggregate.name] = scores.reasons
         named |= {name: scatter(values, kept, len(batch)) for name, values in scores.extras.items()}
         total = scatter(scores.values, kept, len(batch))
         return total, ~total.isnan(), named
@@ -263,6 +273,11 @@ class RewardComputationEngine:
     def close(self) -> None:
         """Release connections, worker processes and models. The engine cannot score afterwards."""
         self._catalogue.close()
+
+
+def model_device() -> str:
+    """Where this process's local reward models run."""
+    return get_accelerator().current_device_name()
 
 
 def component_metrics(column: Column) -> dict[str, float]:

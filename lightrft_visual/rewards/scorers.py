@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean
 from .batch import Source
-from .local.callables import CallableSource, LoadedFunction, callable_name, load_reward_fn
+from .local.callables import CallableSource
+from .local.usercode import LoadedFunction, callable_name, load_reward_fn
 from .recipe import RecipeEntry
 from .registry import build_scorer, check_scorer, find_scorer, scorer_names
 
@@ -46,8 +47,10 @@ def named_entries(value: str | Sequence[str] | None) -> dict[str, str]:
 class Catalogue:
     """Builds sources from a configuration and closes them again."""
 
-    def __init__(self, config: RewardConfig, tokenizer: Any, packing_samples: bool) -> None:
-        self.config, self.tokenizer, self.packing_samples = config, tokenizer, packing_samples
+    def __init__(
+        self, config: RewardConfig, tokenizer: Any = None, packing_samples: bool = False, device: Any = "cpu"
+    ) -> None:
+        self.config, self.tokenizer, self.packing_samples, self.device = config, tokenizer, packing_samples, device
         self._closing: list[Callable[[], None]] = []
         self._client: Any = None
         self._models: list[str] = []
@@ -69,8 +72,8 @@ class Catalogue:
         return sources
 
     def add_function(self, sources: dict[str, Source], function: Any, given: Mapping[str, Any]) -> None:
-        source = self._callable(function, given)
-        self._add(sources, source.name, source)
+        """One source more, under the function's name."""
+        self._add(sources, callable_name(function), self._callable(function, given))
 
     def canonical(self, entry: RecipeEntry, sources: Mapping[str, Source]) -> RecipeEntry:
         """The entry with its key spelled in the one way that stands for its source, so that a model named both by name
@@ -97,6 +100,7 @@ class Catalogue:
         return self._built[entry.scorer]
 
     def close(self) -> None:
+        """End what was started: processes, connections, actors."""
         for close in reversed(self._closing):
             close()
         self._closing.clear()
@@ -160,34 +164,43 @@ class Catalogue:
 
     def _remote(self, name: str, entry: str) -> Source:
         if entry.endswith(".py"):
-            return self._user_function(f"{entry}:reward_func", Path(entry).stem)
+            return self._user_function(load_reward_fn(f"{entry}:reward_func"), Path(entry).stem, {})
         from .remote.client import RemoteClient, RemoteReward
 
         if self._client is None:
-            self._client = RemoteClient.from_config(self.config)
+            self._client = RemoteClient(self.config)
             self._closing.append(self._client.close)
         return RemoteReward(entry, self._client)
 
     def _callable(self, function: Any, given: Mapping[str, Any]) -> Source:
-        if self.config.reward_transport == "ray" and isinstance(function, LoadedFunction):
-            return self._ray_actors(callable_name(function), function.spec, given)
-        if self.config.reward_fn_timeout is None:
-            return CallableSource(function, given=given)
-        if not isinstance(function, LoadedFunction):
+        if isinstance(function, LoadedFunction):
+            if self.config.reward_transport == "ray":
+                return self._ray_actors(callable_name(function), function.spec, given)
+            return self._user_function(function, callable_name(function), given)
+        if self.config.reward_fn_timeout is not None:
             raise ConfigError(
                 f"reward_fn_timeout runs {callable_name(function)} in a process of its own: give it as path.py:function"
             )
-        return self._user_function(function.spec, callable_name(function), given)
+        return self._source(function, callable_name(function), given)
 
-    def _user_function(self, spec: str, name: str, given: Mapping[str, Any] | None = None) -> Source:
+    def aggregator(self, function: Any, given: Mapping[str, Any]) -> Source:
+        """The function that makes the reward of the scores; never on Ray, where the scores are not."""
+        if isinstance(function, LoadedFunction):
+            return self._user_function(function, callable_name(function), given)
+        return self._callable(function, given)
+
+    def _user_function(self, function: LoadedFunction, name: str, given: Mapping[str, Any]) -> Source:
         """A function by path: in this process, or with a time limit in one of its own."""
         if self.config.reward_fn_timeout is None:
-            return CallableSource(load_reward_fn(spec), name, given)
+            return self._source(function, name, given)
         from .local.sandbox import SandboxedCallable
 
-        function = SandboxedCallable(spec, self.config.reward_fn_timeout)
-        self._closing.append(function.close)
-        return CallableSource(function, name, given)
+        moved = SandboxedCallable(function, self.config.reward_fn_timeout)
+        self._closing.append(moved.close)
+        return self._source(moved, name, given)
+
+    def _source(self, function: Any, name: str, given: Mapping[str, Any]) -> Source:
+        return CallableSource(function, name, given, self.config.reward_form, self.device)
 
     def _remote_by_url(self, entry: RecipeEntry) -> Source:
         return self._remote(entry.name, entry.key)
@@ -195,7 +208,7 @@ class Catalogue:
     def _func(self, entry: RecipeEntry) -> Source:
         if self._transport(entry) == "ray":
             return self._ray(entry)
-        return self._user_function(entry.key, entry.name, entry.kwargs)
+        return self._user_function(load_reward_fn(entry.key), entry.name, entry.kwargs)
 
     def _scorer(self, entry: RecipeEntry) -> Source:
         check_scorer(entry.key, entry.kwargs)
@@ -221,6 +234,6 @@ class Catalogue:
         if self.config.reward_fn_timeout is not None and ".py:" in key:
             raise ConfigError("reward_fn_timeout is for functions in this process; calls of Ray have reward_timeout")
         limits = {"actors": self.config.reward_ray_actors, "timeout": self.config.reward_timeout}
-        source = RaySource(name, key, kwargs, **limits)
+        source = RaySource(name, key, kwargs, form=self.config.reward_form, **limits)
         self._closing.append(source.close)
         return source

@@ -3,36 +3,86 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ..config.shared import RewardConfig
-from ..errors import ConfigError, did_you_mean
-from .local.callables import Signature, callable_name, check_inputs, load_reward_fn
-from .recipe import Recipe, RecipeEntry, compose_recipe, load_recipe
-from .registry import check_scorer
+from ..errors import ConfigError
+from .batch import Source
+from .local import forms
+from .local.callables import Signature, check_inputs
+from .local.usercode import LoadedFunction, callable_name, load_reward_fn
+from .recipe import ANY_LABEL, Recipe, RecipeEntry, compose_recipe, load_recipe, parse_recipe
+from .registry import check_scorer, find_scorer
 from .remote.client import check_url
-from .scorers import named_entries
+from .scorers import Catalogue, split_list
+
+DEFAULT_RECIPE = {ANY_LABEL: [("rule", "exact", 1.0)]}
+
+
+class Checking(Catalogue):
+    """A catalogue that builds nothing: every source is its name, after the checks that need no model or connection."""
+
+    def __init__(self, config: RewardConfig, columns: Collection[str] | None) -> None:
+        super().__init__(config)
+        self._columns = columns
+
+    def _model(self, name: str, model: Any) -> Any:
+        return name
+
+    def _remote(self, name: str, entry: str) -> Any:
+        if entry.endswith(".py"):
+            return super()._remote(name, entry)
+        for url in entry.split("|"):
+            check_url(url.strip())
+        return entry
+
+    def _callable(self, function: LoadedFunction, given: Mapping[str, Any]) -> Any:
+        return self._user_function(function, callable_name(function), {})
+
+    def _user_function(self, function: LoadedFunction, name: str, given: Mapping[str, Any]) -> Any:
+        check_inputs(function, name, given, self._columns, self.config.reward_form)
+        return name
+
+    def _scorer(self, entry: RecipeEntry) -> Any:
+        check_scorer(entry.key, entry.kwargs)
+        return entry.key
+
+    def _func(self, entry: RecipeEntry) -> Any:
+        return self._user_function(load_reward_fn(entry.key), entry.name, entry.kwargs)
 
 
 def engine_arguments(
-    config: RewardConfig, labels: Iterable[str | None] = (), columns: Collection[str] | None = None
+    config: RewardConfig,
+    labels: Iterable[str | None] = (),
+    columns: Collection[str] | None = None,
+    references: bool | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments of RewardComputationEngine. Raises ConfigError as `check_reward_config` does, and with the
-    columns of the data for a function that asks for one that is not there.
+    labels and columns of the data, and whether any row has a reference, for a reward that these do not fit.
     """
-    function = load_reward_fn(config.reward_fn) if config.reward_fn else None
+    if config.reward_token_env and not os.environ.get(config.reward_token_env):
+        raise ConfigError(f"reward_token_env names {config.reward_token_env}, which is not set")
+    functions = [load_reward_fn(spec) for spec in split_list(config.reward_fn)]
     recipe = load_recipe(config.reward_recipe) if config.reward_recipe else None
     recipe = compose_recipe(recipe, config.components, config.kwargs)
-    check_parts(config, function, recipe)
-    _check_functions(config, function, recipe, columns)
+    by_hand = [f for f in functions if "model_reward_list" in Signature(f, callable_name(f)).names]
+    if by_hand and (recipe is not None or len(by_hand) > 1):
+        other = "another one" if recipe is None else "reward_recipe"
+        raise ConfigError(f"reward_fn with model_reward_list aggregates by hand; it excludes {other}")
+    forms.check(config.reward_form)
+    names = _check_parts(config, functions, recipe, columns)
     if recipe is not None:
         recipe.check_labels(labels)
+    if references is False:
+        _check_references(config, functions, recipe)
+    last = by_hand or (functions if len(functions) == 1 else [])
     return {
         "reward_model": config.reward_pretrain,
         "remote_rm_url": config.remote_rm_url,
-        "reward_fn": function,
+        "custom_reward_func": [function for function in functions if function not in last],
+        "reward_fn": last[0] if last else None,
+        "reward_fn_label_map": {name: place for place, name in enumerate(names)} if by_hand and names else None,
         "reward_recipe": recipe,
     }
 
@@ -43,60 +93,32 @@ def check_reward_config(config: RewardConfig, labels: Iterable[str | None] = ())
     engine_arguments(config, labels)
 
 
-def check_parts(config: RewardConfig, function: Any, recipe: Recipe | None) -> None:
-    if config.reward_token_env and not os.environ.get(config.reward_token_env):
-        raise ConfigError(f"reward_token_env names {config.reward_token_env}, which is not set")
-    if function is not None and recipe is not None:
-        if "model_reward_list" in Signature(function, callable_name(function)).names:
-            raise ConfigError("reward_fn with model_reward_list aggregates by hand; it excludes reward_recipe")
-    remotes = named_entries(config.remote_rm_url)
-    for entry in remotes.values():
-        check_remote(entry)
-    models = named_entries(config.reward_pretrain)
-    functions = [] if function is None else [callable_name(function)]
-    keys = [entry.key for entry in recipe.components()] if recipe else functions
-    if any(name not in keys for name in functions):
-        raise ConfigError(f"the reward recipe does not use reward_fn; name it there as [func, {functions[0]}, weight]")
-    for entry in recipe.components() if recipe else ():
-        _check_entry(entry, list(models), list(remotes), functions)
+def _check_parts(
+    config: RewardConfig, functions: list[LoadedFunction], recipe: Recipe | None, columns: Collection[str] | None
+) -> list[str]:
+    """Names of all that is given, but for functions that aggregate, in the order of `model_reward_list`."""
+    catalogue = Checking(config, columns)
+    sources: dict[str, Source] = catalogue.given_sources(config.reward_pretrain, config.remote_rm_url, functions, {})
+    entries = recipe.map(lambda entry: catalogue.canonical(entry, sources)).components() if recipe else []
+    for entry in entries:
+        catalogue.resolve(entry, sources)
+    for function in functions if recipe else ():
+        if callable_name(function) not in {entry.key for entry in entries}:
+            known = callable_name(function)
+            raise ConfigError(f"the reward recipe does not use reward_fn; name it there as [func, {known}, weight]")
+    by_hand = [f for f in functions if "model_reward_list" in Signature(f, callable_name(f)).names]
+    return [name for name in sources if name not in map(callable_name, by_hand)]
 
 
-def _check_functions(
-    config: RewardConfig, function: Any, recipe: Recipe | None, columns: Collection[str] | None
-) -> None:
-    if function is not None:
-        check_inputs(function, callable_name(function), {}, columns)
-    for entry in named_entries(config.remote_rm_url).values():
-        if entry.endswith(".py"):
-            check_inputs(load_reward_fn(f"{entry}:reward_func"), Path(entry).name, {}, columns)
-    for entry in recipe.components() if recipe else ():
-        if entry.type == "func" and ".py:" in entry.key:
-            check_inputs(load_reward_fn(entry.key), entry.key, entry.kwargs, columns)
-
-
-def check_remote(entry: str) -> None:
-    if entry.endswith(".py"):
-        load_reward_fn(f"{entry}:reward_func")
-    else:
-        for url in entry.split("|"):
-            check_url(url.strip())
-
-
-def _check_entry(entry: RecipeEntry, models: list[str], remotes: list[str], functions: list[str]) -> None:
-    if entry.type == "func" and ".py:" in entry.key:
-        if not Path(entry.key.rpartition(":")[0]).expanduser().is_file():
-            raise ConfigError(f"the reward recipe names {entry.key}, which does not exist")
-        load_reward_fn(entry.key)
-    elif entry.type in ("rule", "func"):
-        if entry.type == "func" and entry.key in functions:
-            return
-        check_scorer(entry.key, entry.kwargs)
-    elif entry.type == "remote" and "://" in entry.key:
-        check_remote(entry.key)
-    else:
-        known = models if entry.type == "model" else remotes
-        aliases = [*known, *(f"{entry.type}{n}" for n in known if n.isdigit()), *map(str, range(len(known)))]
-        if len(models) == 1:
-            aliases.append("model")
-        if entry.key not in aliases:
-            raise ConfigError(f"the reward recipe names the {entry.type} {entry.key!r}{did_you_mean(entry.key, known)}")
+def _check_references(config: RewardConfig, functions: list[LoadedFunction], recipe: Recipe | None) -> None:
+    """For data in which no row has a reference: nothing may be compared with one."""
+    if recipe is None and (functions or config.reward_pretrain or config.remote_rm_url):
+        return
+    for entry in (recipe or parse_recipe(DEFAULT_RECIPE)).components():
+        if entry.type == "rule" and getattr(find_scorer(entry.key), "needs_reference", False):
+            chosen = "is the reward when none is named, and" if recipe is None else "is in the reward and"
+            raise ConfigError(
+                f"the scorer {entry.key} {chosen} compares with the reference, but no row of the data has one: it is "
+                "read from the column 'reference' (or answer, ground_truth, solution); --reference_key names another "
+                "column, --reward_fn path.py:function another reward"
+            )

@@ -45,7 +45,7 @@ def test_a_setting_that_the_function_does_not_take(rewards_file):
 def test_a_file_that_ends_the_process_on_import(tmp_path):
     path = tmp_path / "ends.py"
     path.write_text("import sys\nsys.exit(3)\n")
-    with pytest.raises(ConfigError, match="ends.py fails on import: SystemExit: 3"):
+    with pytest.raises(ConfigError, match="ends.py fails on import: called sys.exit.3."):
         check_reward_config(RewardConfig(reward_fn=f"{path}:score"))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ...errors import ConfigError, RewardError, did_you_mean
 from ..functions.shape_match import shape_match
-from ..local.callables import load_reward_fn
+from ..local.usercode import load_reward_fn
 from .face import face_similarity
 
 T = torch.Tensor

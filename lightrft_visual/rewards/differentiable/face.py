@@ -19,7 +19,7 @@ from ...errors import ConfigError
 from ..functions.face_similarity import REFERENCE_COLUMNS, FaceDetector
 from ..functions.pictures import load_tensors
 from ..imaging import to_pil
-from ..local.callables import load_reward_fn
+from ..local.usercode import load_reward_fn
 
 T = torch.Tensor
 NAME = "differentiable_reward face_similarity"

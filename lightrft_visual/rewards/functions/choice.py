@@ -16,6 +16,8 @@ class Choice:
     last letter in brackets, and a leading "B." or "B:". An article "A" inside a sentence is not an answer.
     """
 
+    needs_reference = True
+
     def __init__(self, letters: str = "ABCDEFGHIJ") -> None:
         if not letters.isalpha():
             raise ConfigError(f"choice: letters is {letters!r}; give the option letters, such as ABCD")

@@ -13,6 +13,8 @@ class Exact:
     normalised: case, repeated spaces and punctuation at the ends do not count; set it false to compare as is.
     """
 
+    needs_reference = True
+
     def __init__(self, normalised: bool = True) -> None:
         self._form = normalise if normalised else str.strip
 

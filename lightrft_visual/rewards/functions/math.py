@@ -18,6 +18,8 @@ class Math:
     answer that takes longer is failed, not wrong. None without a reference that parses.
     """
 
+    needs_reference = True
+
     def __init__(self, seconds: float = 5.0) -> None:
         if seconds <= 0:
             raise ConfigError("math: seconds must be positive")

@@ -24,11 +24,11 @@ class MultiScorer:
     name = "multi"
 
     def __init__(self, components: Mapping[str, float], kwargs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        from ...config.vl import RewardConfig
+        from ...config.shared import RewardConfig
         from ..scorers import Catalogue
 
         recipe = recipe_from_components(components, kwargs)
-        self._catalogue = Catalogue(RewardConfig(), None, False)
+        self._catalogue = Catalogue(RewardConfig())
         entries = [entry for entry in recipe.entries[ANY_LABEL] if entry.weight != 0]
         if not entries:
             raise ConfigError("multi: every component has weight 0")

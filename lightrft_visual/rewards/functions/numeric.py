@@ -30,6 +30,8 @@ class Numeric:
     tolerance: relative; absolute: absolute, both as in math.isclose. None without a number in the reference.
     """
 
+    needs_reference = True
+
     def __init__(self, tolerance: float = 1e-6, absolute: float = 1e-9) -> None:
         self.tolerance, self.absolute = tolerance, absolute
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+from ...config.shared import RewardConfig
 from ..batch import Call, PendingSource, RewardBatch, Scores
-from ..remote.client import HttpSettings, RemoteClient, token_from_env
+from ..remote.client import RemoteClient
 from ..remote.judge import SCORE_PATTERN, HTTPJudge, Judging
 
 
@@ -29,12 +30,14 @@ class VLMJudge(PendingSource):
         token_env: str | None = None,
     ) -> None:
         judging = Judging(question, pattern, low, high, max_tokens)
-        settings = HttpSettings(timeout=timeout, concurrency=concurrency, token=token_from_env(token_env))
-        self._client = RemoteClient(settings)
+        config = RewardConfig(reward_timeout=timeout, reward_concurrency=concurrency, reward_token_env=token_env)
+        self._client = RemoteClient(config)
         self._judge = HTTPJudge(url, model, self._client, judging)
 
     def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
+        """Ask about every sample at once."""
         return self._judge.submit(batch, call)
 
     def close(self) -> None:
+        """Close the connections."""
         self._client.close()

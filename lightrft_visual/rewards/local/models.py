@@ -21,7 +21,8 @@ from ...errors import ConfigError, RewardError
 from ...models.reward_model import HEAD_FILE, VLRewardModel
 from ...strategy.offload import on_device
 from ..batch import Call, RewardBatch, Scores, Source
-from .callables import MAX_SCORE, as_list, callable_name
+from .results import MAX_SCORE, as_list
+from .usercode import callable_name, describe_error, masked
 
 T = torch.Tensor
 BATCH_SIZE = 8
@@ -200,7 +201,7 @@ class EngineModel:
         try:
             output = self.model(None, None, **arguments)
         except Exception as error:
-            raise RewardError(f"reward model {self.name} raised {type(error).__name__}") from error
+            raise RewardError(f"reward model {self.name} {masked(describe_error(error))}") from error
         entries = self._entries(output)
         if len(entries) != len(batch):
             what = callable_name(self.model)

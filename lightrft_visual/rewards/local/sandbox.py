@@ -1,36 +1,33 @@
 """A callable in a process of its own, with a time limit that nothing it does can outlast.
 
-Arguments go to the child by pickle over a pipe; answers come back as JSON only. A call that runs over its limit, or a
-child that dies, costs that call: the child is killed and the next call gets a fresh one. This bounds time. It is no
-jail: the function runs with the user's own rights.
+Arguments go to the child by pickle over a socket pair of theirs; answers come back as JSON only. A call that runs over
+its limit, or a child that ends, costs that call: the child is killed and the next call gets a fresh one. This bounds
+time. It is no jail: the function runs with the user's own rights.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import inspect
-import io
 import json
 import os
 import pickle
-import select
 import signal
-import struct
+import socket
 import subprocess
 import sys
-import time
-import traceback
+import threading
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ...errors import ConfigError, RewardError
 from ..failures import Failed, ScoringFailed
+from .usercode import Elsewhere, LoadedFunction, describe_error, invoke, load_reward_fn, masked
 
 START_SECONDS = 120.0  # importing the function's module does not count against a call
 ORPHAN_SECONDS = 5.0  # a child whose parent died ends itself this long after its limit (default action of SIGALRM)
-_HEADER = struct.Struct(">Q")
 
 
 class CallTimeout(Exception):
@@ -45,98 +42,94 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def call(self, arguments: Mapping[str, Any], seconds: float) -> Any:
-        """The function's result as JSON values. Raises CallTimeout after `seconds`, and RewardError with the type and
-        place of what the function raised, without its message, which may quote its arguments."""
-        self._ensure_started()
-        deadline = time.monotonic() + seconds
-        try:
-            _send(self._process.stdin, pickle.dumps((seconds, dict(arguments))), deadline)
-            answer = json.loads(self._receive(deadline))
-        except (TimeoutError, EOFError, OSError) as error:
-            self.close()
-            late = isinstance(error, TimeoutError)
-            raise CallTimeout(f"no result within {seconds:g} s" if late else "its process died") from None
+        """The function's result as JSON values. Raises CallTimeout after `seconds`, and RewardError with the message
+        and lines of what the function raised."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        answer = self._ask(pickle.dumps((seconds, dict(arguments))), seconds)
         if "error" in answer:
-            raise RewardError(f"reward function {self.spec} raised {answer['error']}")
+            raise RewardError(f"reward function {self.spec.rpartition(':')[2]} {masked(answer['error'])}")
         return answer["result"]
 
-    def _ensure_started(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            return
+    def _start(self) -> None:
         self.close()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "lightrft_visual.rewards.local.sandbox", self.spec],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            bufsize=0,
-        )
-        os.set_blocking(self._process.stdin.fileno(), False)
+        self._socket, theirs = socket.socketpair()
+        command = [sys.executable, "-u", "-m", __name__, self.spec, str(theirs.fileno())]
+        with theirs:  # what the function prints goes to stderr
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=2, env=environment, pass_fds=[theirs.fileno()]
+            )
+        self._pipe = Connection(os.dup(self._socket.fileno()))
         try:
-            ready = json.loads(self._receive(time.monotonic() + START_SECONDS))
-        except (TimeoutError, EOFError):
-            self.close()
-            raise RewardError(f"the process of reward function {self.spec} did not start") from None
+            ready = self._ask(None, START_SECONDS)
+        except CallTimeout as late:
+            raise RewardError(f"the process of reward function {self.spec} did not start: {late}") from None
         if "error" in ready:
             self.close()
-            raise ConfigError(f"reward function {self.spec} cannot be loaded: {ready['error']}")
+            raise ConfigError(f"reward function {self.spec} cannot be loaded: {masked(ready['error'])}")
 
-    def _receive(self, deadline: float) -> bytes:
-        (length,) = _HEADER.unpack(_read_exactly(self._process.stdout, _HEADER.size, deadline))
-        return _read_exactly(self._process.stdout, length, deadline)
+    def _ask(self, request: bytes | None, seconds: float) -> dict[str, Any]:
+        """The answer, to the start of the process or to a request. Raises CallTimeout."""
+        late = threading.Event()
+        timer = threading.Timer(seconds, self._give_up, [late])
+        timer.daemon = True
+        timer.start()
+        try:
+            if request is not None:
+                self._pipe.send_bytes(request)
+            return json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            why = f"no result within {seconds:g} s" if late.is_set() else f"its process died{self._exit_code()}"
+            late.set()
+            raise CallTimeout(why) from None
+        finally:
+            timer.cancel()
+            timer.join()
+            if late.is_set():
+                self.close()
+
+    def _exit_code(self) -> str:
+        try:
+            return f" (exit code {self._process.wait(timeout=1)})"
+        except subprocess.TimeoutExpired:
+            return ""
+
+    def _give_up(self, late: threading.Event) -> None:
+        late.set()
+        self._process.kill()
+        self._socket.shutdown(socket.SHUT_RDWR)  # a grandchild may hold the other end
 
     def close(self) -> None:
         """End the child at once."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._process.stdin.close()
-            self._process.stdout.close()
+            self._pipe.close()
+            self._socket.close()
             self._process = None
 
 
-def _send(pipe: BinaryIO, payload: bytes, deadline: float) -> None:
-    data = memoryview(_HEADER.pack(len(payload)) + payload)
-    while data:
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([], [pipe], [], left)[1]:
-            raise TimeoutError
-        data = data[os.write(pipe.fileno(), data[:65536]) :]
+class SandboxedCallable(Elsewhere):
+    """A user function, loaded by path, that runs in a Worker; a call over the limit makes its samples invalid."""
 
-
-def _read_exactly(pipe: BinaryIO, count: int, deadline: float) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([pipe], [], [], left)[0]:
-            raise TimeoutError
-        part = os.read(pipe.fileno(), count - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
-
-
-class SandboxedCallable:
-    """A user function by `path.py:name` that runs in a Worker; a call over the limit makes its samples invalid."""
-
-    def __init__(self, spec: str, seconds: float) -> None:
-        from .callables import load_reward_fn
-
-        self.__signature__ = inspect.signature(load_reward_fn(spec))  # also finds a bad path now, not at the first call
-        self.__name__ = spec.rpartition(":")[2]
-        self.seconds = seconds
-        path, _, name = spec.rpartition(":")
+    def __init__(self, loaded: LoadedFunction, seconds: float) -> None:
+        self.__signature__ = inspect.signature(loaded)
+        if not set(self.__signature__.parameters) - {"device"}:
+            raise ConfigError(f"reward_fn_timeout cannot run {loaded.spec}, which makes its scorer at the start")
+        self.function, self.seconds = loaded.function, seconds
+        path, _, name = loaded.spec.rpartition(":")
         self._worker = Worker(f"{Path(path).expanduser().resolve()}:{name}")
 
-    def __call__(self, **arguments: Any) -> Any:
+    def invoke(self, arguments: Mapping[str, Any]) -> Any:
+        """One call, or one for each of ROWS, in the process. Raises ScoringFailed when there is no answer."""
         try:
             return from_json(self._worker.call(arguments, self.seconds))
         except CallTimeout as late:
             raise ScoringFailed(str(late)) from None
 
     def close(self) -> None:
+        """End the process."""
         self._worker.close()
 
 
@@ -146,18 +139,18 @@ def from_json(value: Any) -> Any:
         return [from_json(entry) for entry in value]
     if not isinstance(value, dict):
         return value
-    if value.get("pair") is True:
-        return from_json(value["scores"]), value["metrics"]
+    if list(value) == ["tuple"]:
+        return tuple(from_json(entry) for entry in value["tuple"])
     return Failed(value["failed"]) if list(value) == ["failed"] else {k: from_json(v) for k, v in value.items()}
 
 
 def to_json(value: Any) -> Any:
-    """JSON values of a result: tensors and arrays become lists, (scores, metrics) a marked object."""
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-        return {"pair": True, "scores": to_json(value[0]), "metrics": to_json(value[1])}
+    """JSON values of a result: tensors and arrays become lists, tuples and Failed marked objects."""
     if isinstance(value, Mapping):
         return {str(key): to_json(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, tuple):
+        return {"tuple": [to_json(entry) for entry in value]}
+    if isinstance(value, list):
         return [to_json(entry) for entry in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -170,60 +163,39 @@ def to_json(value: Any) -> Any:
 
 def _load(spec: str) -> Callable[..., Any]:
     path, _, name = spec.rpartition(":")
-    if path.endswith(".py"):
-        from .callables import load_reward_fn
-
-        return load_reward_fn(spec).function
-    from importlib import import_module
-
-    return vars(import_module(path))[name]
-
-
-def _describe(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}{place}"
+    function = load_reward_fn(spec).function if path.endswith(".py") else vars(import_module(path))[name]
+    if "model_reward_list" in inspect.signature(function).parameters:
+        import_module("torch")  # its tensors; the import must not count against the first call
+    return function
 
 
 def _answer(function: Callable[..., Any], payload: bytes) -> dict[str, Any]:
     try:
         seconds, arguments = pickle.loads(payload)  # from the parent process, over its own pipe
         signal.setitimer(signal.ITIMER_REAL, seconds + ORPHAN_SECONDS)
-        result = function(**arguments)
-        if inspect.isawaitable(result):
-            result = asyncio.run(_wait(result))
-        return {"result": to_json(result)}
-    except Exception as error:
-        return {"error": _describe(error)}
+        return {"result": to_json(invoke(function, arguments))}
+    except BaseException as error:
+        return {"error": describe_error(error)}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-async def _wait(awaitable: Any) -> Any:
-    return await awaitable
-
-
-def _serve(spec: str) -> None:
-    """The child: load, say so, answer until the pipe closes. What the function prints goes to stderr."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    requests = os.fdopen(os.dup(0), "rb")
-
-    def write(answer: dict[str, Any]) -> None:
-        data = json.dumps(answer).encode()
-        answers.write(_HEADER.pack(len(data)) + data)
-        answers.flush()
-
+def _serve(spec: str, pipe: Connection) -> None:
+    """The child: load, say so, answer until the parent closes its end."""
     try:
         function = _load(spec)
     except Exception as error:
-        write({"error": f"{type(error).__name__}: {error}"})
+        told = str(error) if isinstance(error, ConfigError) else describe_error(error)
+        pipe.send_bytes(json.dumps({"error": told}).encode())
         return
-    write({})
-    while len(header := requests.read(_HEADER.size)) == _HEADER.size:
-        write(_answer(function, requests.read(_HEADER.unpack(header)[0])))
+    answer: dict[str, Any] = {}
+    while True:
+        pipe.send_bytes(json.dumps(answer).encode())
+        try:
+            answer = _answer(function, pipe.recv_bytes())
+        except EOFError:
+            return
 
 
 if __name__ == "__main__":
-    with contextlib.redirect_stdout(io.TextIOWrapper(os.fdopen(os.dup(2), "wb"), line_buffering=True)):
-        _serve(sys.argv[1])
+    _serve(sys.argv[1], Connection(int(sys.argv[2])))

@@ -24,13 +24,17 @@ import httpx
 
 from ...config.shared import RewardConfig
 from ...errors import ConfigError, RewardError
-from ..background import BackgroundLoop
 from ..batch import Call, PendingSource, RewardBatch, Scores
+from ..local.background import BackgroundLoop
+from ..local.usercode import masked
 from .wire import BadReply, decode_reply, encode_request
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 FIRST_WAIT = 0.25  # seconds before the first retry
-_SECRET = re.compile(r"(?i)(token|key|secret|passw)[^=&]*=")
+LONGEST_SAID = 2000
+# Names of query fields, and values anywhere in a URL, that let whoever reads them in.
+_SECRET_FIELD = re.compile(r"(?i)(^|[&;])[^=&;]*(token|key|secret|passw|sig|auth|credential|sas|jwt|session)[^=&;]*=")
+_SECRET_VALUE = re.compile(r"(hf|sk|ghp|gho|github_pat|glpat|xox[abp])[_-][A-Za-z0-9_-]{6,}|eyJ[\w-]{8,}\.[\w.-]+")
 GATEWAY_ALONE = (502, 504)  # a gateway says that the server behind it does not answer
 SHUN_SECONDS = 30.0  # a replica that failed is tried last for this long
 
@@ -44,7 +48,8 @@ def check_url(url: str) -> None:
         usable = False
     if not usable:
         raise ConfigError(f"reward URL {server_name(url)!r}: write it as http://host:port/path")
-    if parts.username or parts.password or _SECRET.search(parts.query):
+    said_openly = parts.username or parts.password or _SECRET_FIELD.search(f"{parts.query}&{parts.fragment}")
+    if said_openly or _SECRET_VALUE.search(url):
         raise ConfigError(
             f"reward URL {server_name(url)!r} holds a password or key, which would end up in files: "
             "put it into an environment variable and name that in reward_token_env"
@@ -52,10 +57,11 @@ def check_url(url: str) -> None:
 
 
 def server_name(url: str) -> str:
-    """The URL without user, password and query, for messages."""
-    scheme, _, rest = url.split("?")[0].split("#")[0].rpartition("://")
+    """The URL without user, password, query and tokens, for messages."""
+    scheme, _, rest = re.split(r"[?#;]", url)[0].rpartition("://")
     host, slash, path = rest.partition("/")
-    return (scheme + "://" if scheme else "") + host.rpartition("@")[2] + slash + path
+    shown = (scheme + "://" if scheme else "") + host.rpartition("@")[2] + slash + path
+    return _SECRET_VALUE.sub("***", shown)
 
 
 class RequestFailed(Exception):
@@ -67,19 +73,6 @@ class RequestFailed(Exception):
     ) -> None:
         super().__init__(reason)
         self.retry, self.move, self.wait, self.answered = retry, move, wait, answered
-
-
-@dataclass
-class HttpSettings:
-    """timeout: deadline of one request, retries and failover included, seconds. retries: on connection errors, 429 and
-    5xx only. concurrency: requests in flight at once. token: sent as a bearer token."""
-
-    timeout: float = 60.0
-    retries: int = 3
-    concurrency: int = 32
-    token: str | None = None
-    wire: str = "lightrft"
-    image_format: str = "png"
 
 
 @dataclass
@@ -116,29 +109,17 @@ class Exchange:
 class RemoteClient:
     """One httpx client and event loop for all remote rewards of an engine."""
 
-    def __init__(self, settings: HttpSettings) -> None:
-        self.settings = settings
+    def __init__(self, config: RewardConfig) -> None:
+        """Raises ConfigError when `reward_token_env` names a variable that is not set."""
+        self.config = config
+        self._token = token_from_env(config.reward_token_env)
         self.loop = BackgroundLoop("reward-http")
         self._failed_at: dict[str, float] = {}
         self.loop.run(self._open())
 
-    @classmethod
-    def from_config(cls, config: RewardConfig) -> RemoteClient:
-        """Raises ConfigError when `reward_token_env` names a variable that is not set."""
-        return cls(
-            HttpSettings(
-                timeout=config.reward_timeout,
-                retries=config.reward_retries,
-                concurrency=config.reward_concurrency,
-                token=token_from_env(config.reward_token_env),
-                wire=config.reward_wire,
-                image_format=config.reward_image_format,
-            )
-        )
-
     async def _open(self) -> None:
-        limit = self.settings.concurrency
-        headers = {"Authorization": f"Bearer {self.settings.token}"} if self.settings.token else {}
+        limit = self.config.reward_concurrency
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         self._slots = asyncio.Semaphore(limit)
         self._http = httpx.AsyncClient(
             headers=headers,
@@ -150,6 +131,7 @@ class RemoteClient:
             await anyio.sleep(0)
 
     def close(self) -> None:
+        """Close the connections and end the loop."""
         self.loop.run(self._http.aclose())
         self.loop.close()
 
@@ -167,15 +149,19 @@ class RemoteClient:
             except RequestFailed as failure:
                 wait = max(self._wait(attempt), failure.wait)
                 attempt += 1
-                if not failure.retry or attempt > self.settings.retries or time.monotonic() + wait >= exchange.deadline:
+                if (
+                    not failure.retry
+                    or attempt > self.config.reward_retries
+                    or time.monotonic() + wait >= exchange.deadline
+                ):
                     if not failure.answered:
                         exchange.phase.gave_up = str(failure)
                     raise
             await asyncio.sleep(wait)
 
     def _wait(self, attempt: int) -> float:
-        last = max(FIRST_WAIT, self.settings.timeout / 6)
-        steps = max(1, self.settings.retries - 1)
+        last = max(FIRST_WAIT, self.config.reward_timeout / 6)
+        steps = max(1, self.config.reward_retries - 1)
         return FIRST_WAIT * (last / FIRST_WAIT) ** (attempt / steps)
 
     async def _round(self, exchange: Exchange) -> Any:
@@ -184,7 +170,7 @@ class RemoteClient:
         failures: list[RequestFailed] = []
         for position, url in enumerate(order):
             async with self._slots:
-                exchange.start(self.settings.timeout)
+                exchange.start(self.config.reward_timeout)
                 left = max(0.0, exchange.deadline - time.monotonic()) / (len(order) - position)
                 try:
                     result = await self._attempt(url, exchange, left)
@@ -211,16 +197,20 @@ class RemoteClient:
             async with asyncio.timeout(seconds):
                 status, headers, data = await self._post(url, exchange.content)
         except TimeoutError:
-            reason = f"{name}: no reply within {self.settings.timeout:g} s"
+            reason = f"{name}: no reply within {self.config.reward_timeout:g} s"
             raise RequestFailed(reason, retry=False, answered=False) from None
         except httpx.TransportError as error:
             reason = f"{name}: connection failed ({type(error).__name__})"
             raise RequestFailed(reason, retry=True, answered=False) from None
+        except httpx.RequestError as error:  # such as a body that is not of its Content-Encoding
+            raise RequestFailed(f"{name}: the reply cannot be read ({type(error).__name__})", retry=False) from None
+        told = f"{name}: HTTP {status}"
         if status == 429 or status >= 500:
             answered = status not in GATEWAY_ALONE
-            raise RequestFailed(f"{name}: HTTP {status}", retry=True, wait=_retry_after(headers), answered=answered)
+            told += _said_by_our_server(data)
+            raise RequestFailed(told, retry=True, wait=_retry_after(headers), answered=answered)
         if status != 200:
-            raise RequestFailed(f"{name}: HTTP {status}", retry=False, move=False)
+            raise RequestFailed(told, retry=False, move=False)
         return self._read(name, data, exchange)
 
     @staticmethod
@@ -233,6 +223,9 @@ class RemoteClient:
             raise RequestFailed(f"{name}: {problem}", retry=False) from None
         except (ValueError, RecursionError):
             raise RequestFailed(f"{name}: the reply is not JSON", retry=False) from None
+        except Exception as error:  # whatever a server says, it costs its own request only
+            reason = f"{name}: the reply cannot be used ({type(error).__name__})"
+            raise RequestFailed(reason, retry=False) from None
 
     async def _post(self, url: str, content: bytes) -> tuple[int, httpx.Headers, bytes | None]:
         headers = {"Content-Type": "application/json"}
@@ -256,7 +249,18 @@ def token_from_env(variable: str | None) -> str | None:
 
 def _retry_after(headers: httpx.Headers) -> float:
     value = headers.get("retry-after", "")
-    return float(value) if value.isdigit() else 0.0
+    return float(value) if value.isascii() and value.isdigit() else 0.0
+
+
+def _said_by_our_server(data: bytes | None) -> str:
+    """What the user's function did, where the answer is that of our server and says so; else nothing: a stranger's
+    answer is not repeated."""
+    try:
+        told = json.loads(data or b"")
+    except (ValueError, RecursionError):
+        return ""
+    said = told.get("user_error") if isinstance(told, dict) else None
+    return f": {masked(said[:LONGEST_SAID])}" if isinstance(said, str) else ""
 
 
 class RemoteReward(PendingSource):
@@ -267,7 +271,7 @@ class RemoteReward(PendingSource):
         for url in self.replicas or [entry]:
             check_url(url)
         self.name = server_name(self.replicas[0])
-        self._client, self._wire = client, wire or client.settings.wire
+        self._client, self._wire = client, wire or client.config.reward_wire
 
     def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
         """Send all chunks at once; the future never fails for what a server does."""
@@ -289,7 +293,7 @@ class RemoteReward(PendingSource):
         return scores
 
     def _body(self, batch: RewardBatch, call: Call) -> bytes:
-        encode = partial(call.encoded.encode, image_format=self._client.settings.image_format)
+        encode = partial(call.encoded.encode, image_format=self._client.config.reward_image_format)
         try:
             return json.dumps(encode_request(batch, self._wire, encode)).encode()
         except RewardError:

@@ -12,14 +12,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError
-from ..batch import Call, PendingSource, RewardBatch, Scores
+from ..batch import Call, PendingSource, RewardBatch, Scores, batch_from_media
 from .client import Exchange, Phase, RemoteClient, RequestFailed, check_url, server_name
 from .wire import BadReply
 
@@ -130,7 +130,7 @@ class HTTPJudge(PendingSource):
             return str(failure)
 
     def _body(self, batch: RewardBatch, index: int, call: Call) -> bytes:
-        kind = self.client.settings.image_format
+        kind = self.client.config.reward_image_format
         encode = partial(call.encoded.encode, image_format=kind)
 
         def part(image: Any) -> dict[str, Any]:
@@ -183,16 +183,7 @@ class EngineJudge:
     def __call__(self, sequences: Any, attention_mask: Any, **inputs: Any) -> Mapping[str, torch.Tensor]:
         """LightRFT's form: {"score": (n) float32}, NaN where the text has no score."""
         queries = inputs["prompt_and_outputs"]
-        size = len(queries)
-        batch = RewardBatch(
-            prompts=[""] * size,
-            responses=list(queries),
-            labels=inputs.get("labels") or [None] * size,
-            references=inputs.get("references") or [None] * size,
-            metadata=[{} for _ in range(size)],
-            images=[list(row or []) for row in inputs.get("raw_images") or [[]] * size],
-            videos=[[] for _ in range(size)],
-            ids=list(range(size)),
-            group_ids=list(range(size)),
-        )
+        batch = batch_from_media([""] * len(queries), labels=inputs.get("labels"), references=inputs.get("references"))
+        images = [list(row or []) for row in inputs.get("raw_images") or [[]] * len(queries)]
+        batch = replace(batch, responses=list(queries), images=images, generated=False)
         return {"score": self.score(batch).values.float()}

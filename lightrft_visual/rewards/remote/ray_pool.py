@@ -14,7 +14,9 @@ from typing import Any
 
 from ...errors import ConfigError, RewardError
 from ..batch import Call, PendingSource, RewardBatch, Scores, Source
-from ..local.callables import CallableSource, load_reward_fn
+from ..local.callables import CallableSource
+from ..local.forms import AUTO
+from ..local.usercode import describe_error, load_reward_fn, masked
 from ..registry import check_scorer, find_scorer, instantiate
 
 START_SECONDS = 180.0
@@ -33,10 +35,10 @@ def connect() -> Any:
     return ray
 
 
-def build_source(name: str, target: Callable[..., Any] | str, settings: Mapping[str, Any]) -> Source:
-    """A scorer from its class or function, or from `path.py:name`."""
+def build_source(name: str, target: Callable[..., Any] | str, settings: Mapping[str, Any], form: str) -> Source:
+    """A scorer from its class or function, or from `path.py:name`, called as `form` says."""
     if isinstance(target, str):
-        return CallableSource(load_reward_fn(target), name, settings)
+        return CallableSource(load_reward_fn(target), name, settings, form)
     scorer = instantiate(target, settings)
     return scorer if isinstance(scorer, Source) else CallableSource(scorer, name)
 
@@ -44,8 +46,8 @@ def build_source(name: str, target: Callable[..., Any] | str, settings: Mapping[
 class _Actor:
     """Runs in a Ray worker."""
 
-    def __init__(self, name: str, target: Callable[..., Any] | str, settings: Mapping[str, Any]) -> None:
-        self._source = build_source(name, target, settings)
+    def __init__(self, *arguments: Any) -> None:
+        self._source = build_source(*arguments)
 
     def ready(self) -> bool:
         return True
@@ -71,6 +73,7 @@ class RaySource(PendingSource):
         actors: int = 1,
         timeout: float = 60.0,
         device: str = "cpu",
+        form: str = AUTO,
         actor_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.name, self.timeout, self.device = name, timeout, device
@@ -83,7 +86,7 @@ class RaySource(PendingSource):
         self._ray = connect()
         options = {"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}}
         factory = self._ray.remote(_Actor).options(**options, **(actor_options or {}))
-        self._start = lambda: factory.remote(name, target, dict(settings or {}))
+        self._start = lambda: factory.remote(name, target, dict(settings or {}), form)
         self._actors = [self._start() for _ in range(actors)]
         self._wait_until_ready(self._actors)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"ray-{name}")
@@ -115,7 +118,7 @@ class RaySource(PendingSource):
         except errors.RayTaskError as error:
             if isinstance(error.cause, RewardError):
                 raise error.cause from None
-            raise RewardError(f"reward {self.name} on Ray raised {type(error.cause).__name__}") from None
+            raise RewardError(f"reward {self.name} on Ray {masked(describe_error(error.cause))}") from None
         except errors.RayError as error:
             self._replace(place)
             return Scores.all_failed(len(part), f"{self.name} on Ray: {type(error).__name__}")

@@ -1,7 +1,7 @@
 """A reward server: any scorer or callable behind POST /reward, with batching, /health and /metrics.
 
 JSON only, either wire of `wire.py`. Limits on body, samples and pictures hold before anything is decoded; answers and
-logs never repeat what was sent.
+logs never repeat what was sent, but for what the scorer itself says when it fails.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ...errors import ConfigError, DataError, RewardError
 from ..batch import Call, RewardBatch, Scores, Source
 from ..imaging import MAX_PIXELS
 from ..local.callables import CallableSource
+from ..local.usercode import describe_error, masked
 from .wire import decode_request, encode_reply
 
 log = logging.getLogger(__name__)
@@ -195,18 +196,14 @@ def create_app(scorer: Callable[..., Any] | Source, settings: ServerSettings | N
             return JSONResponse({"error": str(refusal)}, refusal.status)
         except Exception as error:
             counts.errors += 1
-            log.error("scorer %s failed: %s", source.name, _told(error))
-            return JSONResponse({"error": f"scorer {source.name} failed: {_told(error)}"}, 500)
+            told = str(error) if isinstance(error, RewardError) else f"it {masked(describe_error(error))}"
+            log.error("scorer %s failed: %s", source.name, told)
+            return JSONResponse({"error": f"scorer {source.name} failed: {told}", "user_error": told}, 500)
         counts.samples += len(batch)
         counts.failed_samples += int(scores.failed.sum())
         return JSONResponse(encode_reply(scores))
 
     return app
-
-
-def _told(error: Exception) -> str:
-    """Our own errors hold no payload; of others only the type is safe to repeat."""
-    return str(error) if isinstance(error, RewardError) else type(error).__name__
 
 
 def _authorised(request: Request, settings: ServerSettings) -> bool:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from ...errors import DataError
-from ..batch import RewardBatch, Scores
+from ..batch import RewardBatch, Scores, metric_name
 from ..imaging import MAX_PIXELS, decode_image, video_frames
-from ..local.callables import MAX_SCORE, SCORE_KEYS, labels_or_references
+from ..local.results import MAX_SCORE, SCORE_KEYS
 
+MAX_EXTRAS = 200  # further numbers by name that one reply may bring
 Encode = Callable[[Any], str | None]
 
 
@@ -27,7 +28,7 @@ class BadReply(Exception):
 def encode_request(batch: RewardBatch, wire: str, encode: Encode) -> dict[str, Any]:
     """The body of one request. Optional fields are left out when no sample has them."""
     if wire == "openrlhf":
-        return {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(labels_or_references(batch))}
+        return {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(batch.labels_or_references)}
     body: dict[str, Any] = {"queries": batch.queries, "prompts": batch.prompts, "ids": batch.ids}
     for name, values in (("labels", batch.labels), ("references", batch.references)):
         if any(value is not None for value in values):
@@ -68,6 +69,7 @@ def decode_reply(reply: Any, size: int) -> Scores:
     values = torch.full((size,), float("nan"), dtype=torch.float64)
     failed, reasons = torch.zeros(size, dtype=torch.bool), Counter()
     told = reply.get("failed") if isinstance(reply.get("failed"), list) else []
+    told = {place for place in told if isinstance(place, int)}
     for index, entry in enumerate(reply[key]):
         problem = "the server could not score it" if index in told else _problem(entry)
         if problem is not None:
@@ -83,9 +85,9 @@ def _problem(entry: Any) -> str | None:
         return None
     if not isinstance(entry, (bool, int, float)):
         return f"a score is a JSON {'string' if isinstance(entry, str) else type(entry).__name__}"
-    if not math.isfinite(entry):
+    if isinstance(entry, float) and not math.isfinite(entry):
         return "a score is not finite"
-    return f"a score is beyond ±{MAX_SCORE:.0e}" if abs(entry) > MAX_SCORE else None
+    return f"a score is beyond ±{MAX_SCORE:.0e}" if abs(entry) > MAX_SCORE else None  # of an integer of any length
 
 
 def _extras(reply: Mapping[str, Any], size: int) -> dict[str, torch.Tensor]:
@@ -93,10 +95,10 @@ def _extras(reply: Mapping[str, Any], size: int) -> dict[str, torch.Tensor]:
     extras: dict[str, torch.Tensor] = {}
     for group in ("components", "extra_logs"):
         named = reply.get(group)
-        for name, entries in named.items() if isinstance(named, Mapping) else ():
+        for name, entries in list(named.items())[:MAX_EXTRAS] if isinstance(named, Mapping) else ():
             if isinstance(entries, list) and len(entries) == size:
                 usable = [float(e) if e is not None and _problem(e) is None else float("nan") for e in entries]
-                extras[str(name)] = torch.tensor(usable, dtype=torch.float64)
+                extras[metric_name(name)] = torch.tensor(usable, dtype=torch.float64)
     return extras
 
 

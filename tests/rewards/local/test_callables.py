@@ -10,7 +10,9 @@ from lightrft_visual.data.rows import parse_row
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import Failed, batch_from_media, batch_from_samples
-from lightrft_visual.rewards.local.callables import CallableSource, callable_name, load_reward_fn, parse_result
+from lightrft_visual.rewards.local.callables import CallableSource
+from lightrft_visual.rewards.local.results import parse_result
+from lightrft_visual.rewards.local.usercode import callable_name, load_reward_fn
 from lightrft_visual.rewards.remote.server import ServerThread, create_app
 
 BATCH = batch_from_samples(

@@ -1,3 +1,4 @@
+import re
 import time
 
 import pytest
@@ -8,7 +9,7 @@ from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
 
 SOURCE = """
-import time
+import os
 import torch
 from lightrft_visual.rewards.failures import Failed
 
@@ -18,10 +19,15 @@ async def score(completions, level, images):
         while True:
             pass
     if completions[0] == "die":
-        import os
         os._exit(3)
     if completions[0] == "raise":
-        raise ValueError("SECRET")
+        raise ValueError("what went wrong")
+    if completions[0].startswith("exit"):
+        raise SystemExit(int(completions[0][-1]))
+    if completions[0].startswith("die "):
+        os._exit(int(completions[0][-1]))
+    if completions[0] == "interrupt":
+        raise KeyboardInterrupt
     entries = [float(len(c) + (l or 0) + len(i)) for c, l, i in zip(completions, level, images)]
     return torch.tensor(entries), {"half": torch.tensor(entries) / 2}
 
@@ -63,10 +69,31 @@ def test_a_lost_call_is_invalid_and_the_next_one_works(engine, first, words, cap
     assert rewards(engine, "a").valid.all()
 
 
-def test_an_exception_names_function_and_line_without_its_words(engine):
-    with pytest.raises(RewardError, match=r"mine.py:score raised ValueError at mine.py:15") as caught:
+def test_an_exception_shows_the_users_own_lines(engine, path):
+    with pytest.raises(RewardError) as caught:
         rewards(engine, "raise")
-    assert "SECRET" not in str(caught.value)
+    assert str(caught.value).splitlines() == [
+        "reward function score raised ValueError: what went wrong",
+        f'  File "{path}", line 14, in score',
+        '    raise ValueError("what went wrong")',
+    ]
+
+
+@pytest.mark.parametrize(("code", "told"), [("0", "called sys.exit(0)"), ("3", "called sys.exit(3)")])
+def test_leaving_the_process_is_an_error(engine, code, told):
+    with pytest.raises(RewardError, match=re.escape(f"reward function score {told}")):
+        rewards(engine, f"exit {code}")
+
+
+def test_ctrl_c_of_the_function_itself_is_an_error(engine):
+    with pytest.raises(RewardError, match="score raised KeyboardInterrupt"):
+        rewards(engine, "interrupt")
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_os_exit_costs_its_call_only(engine, code, caplog):
+    assert not rewards(engine, f"die {code}").valid.any() and f"died (exit code {code})" in caplog.text
+    assert rewards(engine, "a").valid.all()
 
 
 def test_failed_and_none_cross(path):

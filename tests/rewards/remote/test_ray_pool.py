@@ -101,7 +101,7 @@ def test_the_http_client_is_whole_before_its_first_request():
         "from lightrft_visual.config.shared import RewardConfig\n"
         "from lightrft_visual.rewards.remote.client import RemoteClient\n"
         "before = 'anyio._backends._asyncio' in sys.modules\n"
-        "RemoteClient.from_config(RewardConfig()).close()\n"
+        "RemoteClient(RewardConfig()).close()\n"
         "print(before, 'anyio._backends._asyncio' in sys.modules)\n"
     )
     assert finished([sys.executable, "-c", code], 60).stdout.split() == ["False", "True"]

@@ -15,14 +15,14 @@ from PIL import Image
 from reward_rollouts import make_samples
 
 from lightrft_visual.config.shared import RewardConfig
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer
 from lightrft_visual.rewards.batch import Scores
 from lightrft_visual.rewards.imaging import encode_image
 from lightrft_visual.rewards.remote.server import ServerSettings, ServerThread, bind, create_app
 from lightrft_visual.rewards.remote.wire import encode_reply
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def lengths(completions):
@@ -130,14 +130,26 @@ def test_token():
     assert post(app, body, headers={"authorization": "Bearer s3cret"}).json() == {"rewards": [1.0]}
 
 
-def test_a_scorer_that_raises_is_a_500_without_its_words():
+def test_a_scorer_that_raises_is_a_500_with_its_line(caplog):
     def broken(completions):
-        raise ValueError("SECRET")
+        raise ValueError("what went wrong")
 
     reply = post(create_app(broken), {"queries": ["a"]})
-    assert (
-        reply.status_code == 500 and "broken raised ValueError" in reply.json()["error"] and "SECRET" not in reply.text
-    )
+    told = reply.json()["user_error"]
+    assert reply.status_code == 500 and told.startswith("reward function broken raised ValueError: what went wrong")
+    assert f'File "{__file__}"' in told and 'raise ValueError("what went wrong")' in told and told in caplog.text
+
+
+def test_a_run_shows_the_line_of_a_function_behind_our_server():
+    def broken(completions):
+        return completions[99]
+
+    config = RewardConfig(reward_timeout=5, reward_retries=0)
+    with ServerThread(create_app(broken)) as url:
+        engine = RewardComputationEngine(None, url, config=config)
+        with pytest.raises(RewardError, match=r"HTTP 500: .*IndexError.*\n.*test_server.py.*\n.*completions\[99\]"):
+            engine.compute_rewards([make_samples(["a"])])
+        engine.close()
 
 
 def test_requests_are_merged_and_answers_go_back_to_theirs():

@@ -1,0 +1,288 @@
+"""Code that a user wrote: loading and calling it, saying where it fails and where it hangs, ending it on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import inspect
+import logging
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Number
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ...errors import ConfigError, RewardError, did_you_mean
+from ..failures import ScoringFailed
+from .background import shared_loop
+
+log = logging.getLogger(__name__)
+SLOW_SECONDS = 30.0  # after this long, then after twice as long each time, a line says what is still running
+TERM_SECONDS = 10.0  # a function gets this long to return after SIGTERM, so that its step can end with a checkpoint
+LONGEST_MESSAGE = 1000
+ROWS = "*samples"  # instead of arguments: a list of them, one for each sample
+LOG_EXTRA, LOG_METRIC = "*log_extra", "*log_metric"
+_LIBRARIES = (f"{Path(__file__).parents[2]}/", f"{sysconfig.get_path('stdlib')}/", "<frozen ", "<string>")
+
+
+class Interrupted(BaseException):
+    """SIGTERM, raised inside a user's function that runs on."""
+
+
+class LoadedFunction:
+    """A callable that remembers the `path.py:name` it came from, so that a process of its own can load it again."""
+
+    def __init__(self, function: Callable[..., Any], spec: str) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.spec = function, spec
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class Elsewhere:
+    """A function that runs in another process; `invoke` takes the arguments of a call, or ROWS of them."""
+
+    def invoke(self, arguments: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self.invoke(arguments)
+
+
+def load_reward_fn(spec: str) -> LoadedFunction:
+    """The callable of `path.py:name`. Raises ConfigError for a missing file, a failing import, or a missing name."""
+    path_text, _, name = spec.rpartition(":")
+    if not path_text or not name.isidentifier():
+        raise ConfigError(f"reward function {spec!r}: write it as path.py:function")
+    namespace = vars(load_module(path_text))
+    if not callable(namespace.get(name)):
+        functions = [k for k, v in namespace.items() if inspect.isroutine(v) and not k.startswith("_")]
+        raise ConfigError(f"{path_text} has no function {name!r}{did_you_mean(name, functions)}")
+    return LoadedFunction(namespace[name], spec)
+
+
+def load_module(path_text: str) -> Any:
+    """Import a Python file by path, under a name of its own, so that two `rewards.py` do not hide each other.
+
+    Modules beside the file can be imported, as when Python runs the file itself. Raises ConfigError that shows the
+    user's own line for whatever the file raises.
+    """
+    path = Path(path_text).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"reward file {path_text} does not exist")
+    if path.suffix != ".py":
+        raise ConfigError(f"reward file {path_text} is not a Python file (.py)")
+    module_name = f"_lightrft_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    specification = importlib.util.spec_from_file_location(module_name, path)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[module_name] = module  # dataclasses and pickling look the module up by name
+    try:
+        with _beside(path.parent):
+            specification.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        told = masked(describe_error(error)).removeprefix("raised ")
+        raise ConfigError(f"reward file {path_text} fails on import: {told}") from error
+    return module
+
+
+_homes: set[str] = set()  # folders of reward files loaded so far
+
+
+@contextlib.contextmanager
+def _beside(folder: Path) -> Iterator[None]:
+    """The folder first on the module path, and last afterwards, for imports inside functions."""
+    home = str(folder)
+    for name, module in list(sys.modules.items()):  # another reward file's helpers.py is not this one's
+        file = getattr(module, "__file__", None)
+        own = folder / f"{name}.py"
+        if file and str(Path(file).parent) in _homes - {home} and own.is_file() and Path(file) != own:
+            del sys.modules[name]
+    _homes.add(home)
+    sys.path.insert(0, home)
+    try:
+        yield
+    finally:
+        sys.path.remove(home)
+        if home not in sys.path:
+            sys.path.append(home)
+
+
+def callable_name(function: Callable[..., Any]) -> str:
+    """A short name for messages and metrics: the function's own, or its class's."""
+    while isinstance(function, (functools.partial, LoadedFunction)):
+        function = function.func if isinstance(function, functools.partial) else function.function
+    return function.__name__ if inspect.isroutine(function) or inspect.isclass(function) else type(function).__name__
+
+
+def describe_error(error: BaseException) -> str:
+    """What a user's code raised, with its message and the lines of the user's own files, for the middle of a message:
+    "raised KeyError: 'x'" and then lines as in a traceback. What it was raised from follows. Ours are left out."""
+    if isinstance(error, SystemExit):
+        told = f"called sys.exit({'' if error.code is None else error.code!r})"
+    else:
+        try:
+            message = " ".join(str(error).split("\n"))[:LONGEST_MESSAGE]
+        except Exception as second:
+            message = f"(its message cannot be had: {type(second).__name__})"
+        told = f"raised {type(error).__name__}" + (f": {message}" if message else "")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(_LIBRARIES) and "site-packages" not in f.filename]
+    told += "".join(f"\n{line.rstrip()}" for line in traceback.format_list(own or frames[-1:]))
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    seen = isinstance(cause, RewardError | None) or cause is error
+    return told if seen else f"{told}\n  after it {describe_error(cause)}"
+
+
+def masked(text: str) -> str:
+    """The text without tokens and keys, and without characters that no file or terminal takes."""
+    from ...observe.environment import mask_text
+
+    return mask_text(text).encode(errors="backslashreplace").decode()
+
+
+def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Any:
+    """Call, and await when the result asks for it.
+
+    Whatever it raises, sys.exit included, is chained to a RewardError with its name and the user's own lines.
+    """
+    what = f"reward function {name}"
+    try:
+        with watched(what):
+            return invoke(function, arguments)
+    except (RewardError, ScoringFailed):
+        raise
+    except Interrupted as error:
+        raise RewardError(f"the run was ended by SIGTERM while {what} ran: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"{what} {masked(describe_error(error))}") from error
+
+
+def invoke(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """What a call of the function returns; with ROWS, the list of what it returns for each sample's arguments.
+
+    Awaitables are awaited. What it said by TRL's `log_extra` and `log_metric` is added to its metrics.
+    """
+    if isinstance(function, Elsewhere):
+        return function.invoke(arguments)
+    said = Said()
+    rows = arguments.get(ROWS, [arguments])
+    rows = [{k: said.by.get(v, v) if isinstance(v, str) else v for k, v in row.items()} for row in rows]
+    results = [function(**row) for row in rows]
+    if any(map(inspect.isawaitable, results)):
+        results = awaited(results)
+    return said.added_to(results if ROWS in arguments else results[0])
+
+
+class Said:
+    """What one call says by TRL's `log_extra(column, values)` and `log_metric(name, value)`; the arguments LOG_EXTRA
+    and LOG_METRIC stand for these two, so that they can be sent to another process."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Any] = {}
+        self.by = {LOG_EXTRA: self.extra, LOG_METRIC: self.metric}
+
+    def metric(self, name: str, value: Any) -> None:
+        self.metrics[str(name)] = float(value)
+
+    def extra(self, column: str, values: Any) -> None:
+        if all(value is None or isinstance(value, Number) for value in values):
+            self.metrics[str(column)] = list(values)
+        else:
+            log.warning("log_extra: column %r holds more than numbers; only numbers are kept", str(column)[:80])
+
+    def added_to(self, result: Any) -> Any:
+        """The result with these metrics."""
+        if not self.metrics:
+            return result
+        if isinstance(result, Mapping):
+            return {**result, "extra_logs": {**(result.get("extra_logs") or {}), **self.metrics}}
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+            return result[0], {**result[1], **self.metrics}
+        return result, self.metrics
+
+
+def awaited(results: list[Any]) -> list[Any]:
+    """The results, where they are awaitable all awaited at once on the shared loop; what one raises is raised here."""
+
+    async def outcome(result: Any) -> tuple[Any, BaseException | None]:
+        try:
+            return await result if inspect.isawaitable(result) else result, None
+        except BaseException as error:  # a SystemExit would end the loop's thread, and the caller would wait for ever
+            return None, error
+
+    async def together() -> list[tuple[Any, BaseException | None]]:
+        return await asyncio.gather(*map(outcome, results))
+
+    outcomes = shared_loop().run(together())
+    for error in (error for _, error in outcomes if error is not None):
+        raise error
+    return [result for result, _ in outcomes]
+
+
+@contextlib.contextmanager
+def watched(what: str) -> Iterator[None]:
+    """While it lasts, a line now and then says for how long `what` has been running and where it is, and SIGTERM ends
+    it when it does not return within TERM_SECONDS. Signals are handled in the main thread only."""
+    done, owner, started = threading.Event(), threading.get_ident(), time.monotonic()
+
+    def tell() -> None:
+        wait = SLOW_SECONDS
+        while not done.wait(wait):
+            seconds = time.monotonic() - started
+            log.warning("%s has been running for %.3g s%s", what, seconds, _place(sys._current_frames().get(owner)))
+            wait *= 2
+
+    threading.Thread(target=tell, name="slow-reward", daemon=True).start()
+    try:
+        with _ended_by_sigterm(done):
+            yield
+    finally:
+        done.set()
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line of the user's own files, ', at FILE, line N'; empty when there is none."""
+    stack = traceback.extract_stack(frame) if frame is not None else []
+    own = [f for f in stack if not f.filename.startswith(_LIBRARIES) and "site-packages" not in f.filename]
+    return f", at {own[-1].filename}, line {own[-1].lineno}" if own else ""
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm(done: threading.Event) -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    main = threading.main_thread()
+    if threading.current_thread() is not main or not callable(before):
+        yield
+        return
+    asked_at: list[float] = []
+
+    def remind() -> None:
+        while not done.wait(TERM_SECONDS):
+            signal.pthread_kill(main.ident, signal.SIGTERM)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        before(number, frame)
+        if asked_at and time.monotonic() - asked_at[0] > 0.9 * TERM_SECONDS:
+            where = _place(frame)
+            raise Interrupted(f"it did not return within {time.monotonic() - asked_at[0]:.3g} s{where}")
+        if not asked_at:
+            asked_at.append(time.monotonic())
+            threading.Thread(target=remind, daemon=True).start()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        done.set()
+        signal.signal(signal.SIGTERM, before)
