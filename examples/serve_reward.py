@@ -19,10 +19,10 @@ from typing import Any
 import yaml
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.rewards.local.usercode import load_reward_fn
 from lightrft_visual.rewards.registry import build_scorer
 from lightrft_visual.rewards.remote.client import token_from_env
 from lightrft_visual.rewards.remote.server import ServerSettings, create_app, serve
+from lightrft_visual.usercode.loading import load_reward_fn
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ import torch
 from ..batches.rollouts import Rollout
 from ..batches.samples import Samples, SamplesVL
 from ..errors import RewardError
-from .failures import Failed, ScoringFailed
+from ..usercode.failures import Failed, ScoringFailed
 from .imaging import EncodedImages, to_pil, video_frames
 
 T = torch.Tensor

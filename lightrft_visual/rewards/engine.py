@@ -16,10 +16,10 @@ from ..batches.samples import Samples
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, RewardError
 from ..strategy.collectives import all_gather_object, all_reduce_sum
+from ..usercode.loading import callable_name
 from .batch import Call, RewardBatch, RewardOutput, batch_from_media, batch_from_rollouts, batch_from_samples
 from .combine import NAN, Column, Job, named_components, run_jobs, scatter, weighted_sum
 from .local.callables import Signature, aggregates
-from .local.usercode import callable_name
 from .recipe import Recipe, parse_recipe
 from .scorers import Catalogue
 from .settings import DEFAULT_RECIPE, engine_arguments

@@ -10,9 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean
+from ..usercode.loading import LoadedFunction, callable_name, load_reward_fn
 from .batch import Source
 from .local.callables import CallableSource
-from .local.usercode import LoadedFunction, callable_name, load_reward_fn
 from .recipe import RecipeEntry
 from .registry import build_scorer, check_scorer, find_scorer, scorer_names
 
@@ -193,7 +193,7 @@ class Catalogue:
         """A function by path: in this process, or with a time limit in one of its own."""
         if self.config.reward_fn_timeout is None:
             return self._source(function, name, given)
-        from .local.sandbox import SandboxedCallable
+        from ..usercode.sandbox import SandboxedCallable
 
         moved = SandboxedCallable(function, self.config.reward_fn_timeout)
         self._closing.append(moved.close)

@@ -8,10 +8,10 @@ from typing import Any
 
 from ..config.shared import RewardConfig
 from ..errors import ConfigError
+from ..usercode.loading import LoadedFunction, callable_name, load_reward_fn
 from .batch import Source
 from .local import forms
 from .local.callables import Signature, check_inputs
-from .local.usercode import LoadedFunction, callable_name, load_reward_fn
 from .recipe import ANY_LABEL, Recipe, RecipeEntry, compose_recipe, load_recipe, parse_recipe
 from .registry import check_scorer, find_scorer
 from .remote.client import check_url

@@ -7,9 +7,10 @@ import torch
 from reward_rollouts import make_samples
 from reward_servers import FaultyServer
 
+from lightrft_visual.config import registry
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
-from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer, recipe_from_components, registry
+from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer, recipe_from_components
 from lightrft_visual.rewards.batch import Call, batch_from_samples
 
 
@@ -205,7 +206,8 @@ class Counted:
 
 @pytest.fixture
 def counted(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", {"counted": Counted})
+    monkeypatch.setattr(registry.scorers, "_entries", dict(registry.scorers._entries))
+    registry.scorers.register("counted")(Counted)
     monkeypatch.setattr(Counted, "built", 0)
     monkeypatch.setattr(Counted, "seen", [])
     return Counted

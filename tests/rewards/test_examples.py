@@ -11,6 +11,7 @@ import yaml
 from reward_rollouts import make_samples
 from waiting import finished
 
+from lightrft_visual.config import registry
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.rewards import RewardComputationEngine, load_recipe, load_reward_fn, parse_recipe
 from lightrft_visual.rewards.registry import scorer_names
@@ -94,7 +95,8 @@ def test_yaml_of_the_docs():
         assert load_recipe(yaml.safe_dump(recipe)).components()
 
 
-def test_python_of_the_docs(tmp_path):
+def test_python_of_the_docs(monkeypatch):
+    monkeypatch.setattr(registry.scorers, "_entries", dict(registry.scorers._entries))
     for block in blocks("python"):
         exec(compile(block, "docs/rewards.md", "exec"), {"__name__": "docs"})
 

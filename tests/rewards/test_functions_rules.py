@@ -1,13 +1,13 @@
 import pytest
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.rewards.failures import Failed
 from lightrft_visual.rewards.functions.answers import final_answer, last_boxed
 from lightrft_visual.rewards.functions.choice import Choice
 from lightrft_visual.rewards.functions.exact import Exact
 from lightrft_visual.rewards.functions.format import Format
 from lightrft_visual.rewards.functions.math import Math
 from lightrft_visual.rewards.functions.numeric import Numeric, last_number
+from lightrft_visual.usercode.failures import Failed
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError, RewardError, did_you_mean
+from ...usercode.loading import load_reward_fn
 from ..functions.shape_match import shape_match
-from ..local.usercode import load_reward_fn
 from .face import face_similarity
 
 T = torch.Tensor

@@ -16,10 +16,10 @@ from PIL import Image
 from torch import nn
 
 from ...errors import ConfigError
+from ...usercode.loading import load_reward_fn
 from ..functions.face_similarity import REFERENCE_COLUMNS, FaceDetector
 from ..functions.pictures import load_tensors
 from ..imaging import to_pil
-from ..local.usercode import load_reward_fn
 
 T = torch.Tensor
 NAME = "differentiable_reward face_similarity"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import ConfigError, RewardError
-from ..failures import Failed
-from ..local.sandbox import CallTimeout, Worker
+from ...usercode.failures import Failed
+from ...usercode.sandbox import CallTimeout, Worker
 
 _WORKER = "lightrft_visual.rewards.functions.math_worker:verify_answer"
 

@@ -16,11 +16,12 @@ import torch
 from PIL import Image
 
 from ...errors import ConfigError, RewardError, did_you_mean
+from ...usercode.calls import call
+from ...usercode.loading import LoadedFunction, callable_name
 from ..batch import Call, RewardBatch, Scores, ScoringFailed
 from . import forms
 from .forms import AUTO, Form
 from .results import parse_result
-from .usercode import LoadedFunction, call, callable_name
 
 log = logging.getLogger(__name__)
 

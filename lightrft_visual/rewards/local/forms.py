@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from ...errors import ConfigError, RewardError, did_you_mean
+from ...usercode.calls import LOG_EXTRA, LOG_METRIC, ROWS
 from ..batch import RewardBatch
 from .results import SCORE_KEYS
-from .usercode import LOG_EXTRA, LOG_METRIC, ROWS
 
 AUTO = "auto"
 Inputs = Mapping[str, Callable[[RewardBatch], Any]]

@@ -20,9 +20,10 @@ from ...config.shared import RewardConfig
 from ...errors import ConfigError, RewardError
 from ...models.reward_model import HEAD_FILE, VLRewardModel
 from ...strategy.offload import on_device
+from ...usercode.calls import describe_error, masked
+from ...usercode.loading import callable_name
 from ..batch import Call, RewardBatch, Scores, Source
 from .results import MAX_SCORE, as_list
-from .usercode import callable_name, describe_error, masked
 
 T = torch.Tensor
 BATCH_SIZE = 8

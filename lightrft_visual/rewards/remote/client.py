@@ -24,9 +24,9 @@ import httpx
 
 from ...config.shared import RewardConfig
 from ...errors import ConfigError, RewardError
+from ...usercode.background import BackgroundLoop
+from ...usercode.calls import masked
 from ..batch import Call, PendingSource, RewardBatch, Scores
-from ..local.background import BackgroundLoop
-from ..local.usercode import masked
 from .wire import BadReply, decode_reply, encode_request
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024

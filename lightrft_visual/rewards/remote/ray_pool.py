@@ -13,10 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ...errors import ConfigError, RewardError
+from ...usercode.calls import describe_error, masked
+from ...usercode.loading import load_reward_fn
 from ..batch import Call, PendingSource, RewardBatch, Scores, Source
 from ..local.callables import CallableSource
 from ..local.forms import AUTO
-from ..local.usercode import describe_error, load_reward_fn, masked
 from ..registry import check_scorer, find_scorer, instantiate
 
 START_SECONDS = 180.0

@@ -24,10 +24,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from ...errors import ConfigError, DataError, RewardError
+from ...usercode.calls import describe_error, masked
 from ..batch import Call, RewardBatch, Scores, Source
 from ..imaging import MAX_PIXELS
 from ..local.callables import CallableSource
-from ..local.usercode import describe_error, masked
 from .wire import decode_request, encode_reply
 
 log = logging.getLogger(__name__)

@@ -1,12 +1,9 @@
-"""Code that a user wrote: loading and calling it, saying where it fails and where it hangs, ending it on SIGTERM."""
+"""Calling what a user wrote: saying where it fails and where it hangs, and letting SIGTERM end it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import hashlib
-import importlib.util
 import inspect
 import logging
 import signal
@@ -21,9 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ...errors import ConfigError, RewardError, did_you_mean
-from ..failures import ScoringFailed
+from ..errors import RewardError
 from .background import shared_loop
+from .failures import ScoringFailed
 
 log = logging.getLogger(__name__)
 SLOW_SECONDS = 30.0  # after this long, then after twice as long each time, a line says what is still running
@@ -31,22 +28,11 @@ TERM_SECONDS = 10.0  # a function gets this long to return after SIGTERM, so tha
 LONGEST_MESSAGE = 1000
 ROWS = "*samples"  # instead of arguments: a list of them, one for each sample
 LOG_EXTRA, LOG_METRIC = "*log_extra", "*log_metric"
-_LIBRARIES = (f"{Path(__file__).parents[2]}/", f"{sysconfig.get_path('stdlib')}/", "<frozen ", "<string>")
+_LIBRARIES = (f"{Path(__file__).parents[1]}/", f"{sysconfig.get_path('stdlib')}/", "<frozen ", "<string>")
 
 
 class Interrupted(BaseException):
     """SIGTERM, raised inside a user's function that runs on."""
-
-
-class LoadedFunction:
-    """A callable that remembers the `path.py:name` it came from, so that a process of its own can load it again."""
-
-    def __init__(self, function: Callable[..., Any], spec: str) -> None:
-        functools.update_wrapper(self, function)
-        self.function, self.spec = function, spec
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
 
 
 class Elsewhere:
@@ -57,72 +43,6 @@ class Elsewhere:
 
     def __call__(self, **arguments: Any) -> Any:
         return self.invoke(arguments)
-
-
-def load_reward_fn(spec: str) -> LoadedFunction:
-    """The callable of `path.py:name`. Raises ConfigError for a missing file, a failing import, or a missing name."""
-    path_text, _, name = spec.rpartition(":")
-    if not path_text or not name.isidentifier():
-        raise ConfigError(f"reward function {spec!r}: write it as path.py:function")
-    namespace = vars(load_module(path_text))
-    if not callable(namespace.get(name)):
-        functions = [k for k, v in namespace.items() if inspect.isroutine(v) and not k.startswith("_")]
-        raise ConfigError(f"{path_text} has no function {name!r}{did_you_mean(name, functions)}")
-    return LoadedFunction(namespace[name], spec)
-
-
-def load_module(path_text: str) -> Any:
-    """Import a Python file by path, under a name of its own, so that two `rewards.py` do not hide each other.
-
-    Modules beside the file can be imported, as when Python runs the file itself. Raises ConfigError that shows the
-    user's own line for whatever the file raises.
-    """
-    path = Path(path_text).expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f"reward file {path_text} does not exist")
-    if path.suffix != ".py":
-        raise ConfigError(f"reward file {path_text} is not a Python file (.py)")
-    module_name = f"_lightrft_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    specification = importlib.util.spec_from_file_location(module_name, path)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[module_name] = module  # dataclasses and pickling look the module up by name
-    try:
-        with _beside(path.parent):
-            specification.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[module_name]
-        told = masked(describe_error(error)).removeprefix("raised ")
-        raise ConfigError(f"reward file {path_text} fails on import: {told}") from error
-    return module
-
-
-_homes: set[str] = set()  # folders of reward files loaded so far
-
-
-@contextlib.contextmanager
-def _beside(folder: Path) -> Iterator[None]:
-    """The folder first on the module path, and last afterwards, for imports inside functions."""
-    home = str(folder)
-    for name, module in list(sys.modules.items()):  # another reward file's helpers.py is not this one's
-        file = getattr(module, "__file__", None)
-        own = folder / f"{name}.py"
-        if file and str(Path(file).parent) in _homes - {home} and own.is_file() and Path(file) != own:
-            del sys.modules[name]
-    _homes.add(home)
-    sys.path.insert(0, home)
-    try:
-        yield
-    finally:
-        sys.path.remove(home)
-        if home not in sys.path:
-            sys.path.append(home)
-
-
-def callable_name(function: Callable[..., Any]) -> str:
-    """A short name for messages and metrics: the function's own, or its class's."""
-    while isinstance(function, (functools.partial, LoadedFunction)):
-        function = function.func if isinstance(function, functools.partial) else function.function
-    return function.__name__ if inspect.isroutine(function) or inspect.isclass(function) else type(function).__name__
 
 
 def describe_error(error: BaseException) -> str:
@@ -146,7 +66,7 @@ def describe_error(error: BaseException) -> str:
 
 def masked(text: str) -> str:
     """The text without tokens and keys, and without characters that no file or terminal takes."""
-    from ...observe.environment import mask_text
+    from ..observe.environment import mask_text
 
     return mask_text(text).encode(errors="backslashreplace").decode()
 

@@ -22,9 +22,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, RewardError
-from ..failures import Failed, ScoringFailed
-from .usercode import Elsewhere, LoadedFunction, describe_error, invoke, load_reward_fn, masked
+from ..errors import ConfigError, RewardError
+from .calls import Elsewhere, describe_error, invoke, masked
+from .failures import Failed, ScoringFailed
+from .loading import LoadedFunction, load_reward_fn
 
 START_SECONDS = 120.0  # importing the function's module does not count against a call
 ORPHAN_SECONDS = 5.0  # a child whose parent died ends itself this long after its limit (default action of SIGALRM)
