@@ -49,7 +49,8 @@ fi
 echo "setup: installing for $device into .venv (several GB; minutes on a first run)"
 override=()
 [ "$device" = cpu ] && override=(--override scripts/requirements/cpu-override.txt)
-$uv pip install -q --python .venv/bin/python -r requirements.txt -r "scripts/requirements/$device.txt" "${override[@]}"
+# Bytecode is compiled once here: each rank of each run imports thousands of files.
+UV_COMPILE_BYTECODE=1 $uv pip install -q --python .venv/bin/python -r requirements.txt -r "scripts/requirements/$device.txt" "${override[@]}"
 $uv pip install -q --python .venv/bin/python --no-deps --no-build-isolation -e .
 if [ "$device" = cpu ]; then # compiled once here instead of inside the first run
   PATH="$PWD/.venv/bin:$PATH" .venv/bin/python -c \
