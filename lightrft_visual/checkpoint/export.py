@@ -87,6 +87,7 @@ def note_dtype(path: Path, weights: StateDict) -> None:
 
 
 def to_cpu(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A detached copy on the host, floating-point values in `dtype` (None keeps theirs)."""
     return tensor.detach().to(device="cpu", dtype=dtype if tensor.is_floating_point() else None)
 
 

@@ -69,6 +69,7 @@ def together(stage: str, action: Callable[[], R]) -> R:
 
 
 def in_words(error: Exception) -> str:
+    """An error as one sentence: our own as it is, others with the name of their class."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
@@ -331,6 +332,10 @@ def resolve_resume(resume_from: str, root: str | Path) -> Path:
 
 
 def resolve_here(resume_from: str, root: Path) -> Path:
+    """The checkpoint that `resume_from` names: a checkpoint, a run's folder, or auto for the newest below `root`.
+
+    Raises CheckpointError where there is none that a run can be resumed from.
+    """
     if not resume_from.strip():
         raise CheckpointError("resume_from is empty; name a checkpoint or a run's folder, or write auto")
     folder = root if resume_from == "auto" else Path(resume_from)
@@ -363,6 +368,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def readable_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of a checkpoint, None where it is missing or damaged."""
     try:
         return read_manifest(path)
     except CheckpointError:
@@ -370,6 +376,7 @@ def readable_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def installed_version(package: str) -> str | None:
+    """The version of an installed package, None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

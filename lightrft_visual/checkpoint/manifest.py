@@ -26,6 +26,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, as hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK):
@@ -112,6 +113,7 @@ def check_files(folder: Path, content: Mapping[str, Any], hashes: bool) -> None:
 
 
 def hash_or_error(path: Path) -> str:
+    """`file_sha256`, with an error of the file system as CheckpointError."""
     try:
         return file_sha256(path)
     except OSError as error:
