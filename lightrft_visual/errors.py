@@ -23,7 +23,11 @@ class ConfigError(LightRFTVisualError, ValueError):
 
 
 class DataError(LightRFTVisualError, ValueError):
-    """A data set, row, image or video that cannot be used."""
+    """A data set, row, image or video that cannot be used. cause: a short name that bad rows are counted by."""
+
+    def __init__(self, message: str = "", cause: str | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class RolloutError(LightRFTVisualError, RuntimeError):

@@ -33,6 +33,7 @@ from .shared import (
     EMBEDDED,
     AdamBetas,
     BadRows,
+    BadShare,
     DistributedConfig,
     MaxNorm,
     OutputConfig,
@@ -140,7 +141,8 @@ class DiffusionDataConfig(Section):
     label_key: str = "label"
     reference_key: str = "reference"
     image_root: str | None = None
-    on_bad_row: BadRows = "error"  # skipped rows are counted and reported
+    on_bad_row: BadRows = "error"  # skipped rows are counted by cause and listed in bad_rows.jsonl
+    max_bad_share: BadShare = 0.05  # a larger share of skipped rows ends the run
 
 
 @dataclass

@@ -28,6 +28,7 @@ AdamBetas = Annotated[list[float], Constraint(_two_betas, "it takes two numbers 
 WeightDecay = Annotated[float, Constraint(lambda value: value >= 0, "weight decay must not be negative")]
 MaxNorm = Annotated[float, Constraint(lambda value: value >= 0, "it must be positive, or 0 for no clipping")]
 BadRows = Annotated[str, one_of("error", "skip")]
+BadShare = Annotated[float, Share]
 
 
 @dataclass

@@ -53,6 +53,8 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     # VRL
     "trainer.output_dir": "output_dir",
     "trainer.resume_from": "resume_from",
+    "data.manifest": "prompt_data",
+    "data.eval_manifest": "eval_data",
 }
 
 # Settings that may stand alone on the command line without being a bool, and the value they then take.

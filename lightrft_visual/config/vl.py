@@ -31,6 +31,7 @@ from .shared import (
     EMBEDDED,
     AdamBetas,
     BadRows,
+    BadShare,
     DistributedConfig,
     MaxNorm,
     OutputConfig,
@@ -86,6 +87,10 @@ class ModelConfig(Section):
         require(self.lora_rank == 0 or self.lora_alpha > 0, f"lora_alpha is {self.lora_alpha}; it must be positive")
 
 
+# How the rows of prompt_data are written; docs/coming_from.md says which system writes which.
+DATA_FORMATS = ("auto", "plain", "verl", "conversations", "messages", "question", "input_label")
+
+
 @dataclass
 class DataConfig(Section):
     """Where prompts come from: jsonl, json, parquet, a Hugging Face data set folder; several, comma-separated."""
@@ -98,15 +103,17 @@ class DataConfig(Section):
     max_samples: PositiveInt = 100_000_000
     max_eval_samples: NonNegativeInt = 500
     input_key: str = "prompt"
-    images_key: str = "images"
-    videos_key: str = "videos"
+    images_key: str = "images"  # empty: no images are read
+    videos_key: str = "videos"  # empty: no videos are read
     reference_key: str = "reference"
     label_key: str = "label"
     apply_chat_template: bool = True
     system_prompt: str | None = None
     image_root: str | None = None  # folder that relative image paths start from; default: the data file's folder
-    on_bad_row: BadRows = "error"  # skipped rows are counted and reported
+    data_format: Annotated[str, one_of(*DATA_FORMATS)] = "auto"  # of the rows, see docs/coming_from.md
+    on_bad_row: BadRows = "error"  # skipped rows are counted by cause and listed in bad_rows.jsonl
     on_long_prompt: BadRows = "error"
+    max_bad_share: BadShare = 0.05  # a larger share of skipped rows ends the run
     allow_remote_media: bool = False  # fetch http(s) images named in rows; private addresses stay refused
     max_image_pixels: PositiveInt = 50_000_000  # refused before decoding
     min_pixels: PositiveInt | None = None  # passed to the image processor: images are resized into [min, max] pixels

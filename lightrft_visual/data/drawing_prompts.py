@@ -11,8 +11,9 @@ from typing import Any
 
 from ..config.diffusion import DiffusionDataConfig
 from ..errors import DataError
-from .media import image_size, load_image, resolve_source
-from .prompts import PromptDataset, PromptRow
+from .bounds import check_values
+from .media import image_size, resolve_source
+from .prompts import PromptDataset, PromptRow, RowChecks
 from .sources import RowSource
 
 FIRST_FRAME = "input_image"  # where rewards find the first frame in a row's metadata: its path, where it has one
@@ -29,7 +30,8 @@ class DrawPrompts(PromptDataset):
     def __init__(self, spec: str, split: str, limit: int, config: DiffusionDataConfig, first_frames: bool):
         """spec, split, limit: as of PromptDataset. first_frames: whether the model starts from one."""
         self.first_frames = first_frames
-        super().__init__(spec, config, split=split, max_rows=limit)
+        # Pixels are read at the start: what a step draws with is chosen by row, so no row can be left out later.
+        super().__init__(spec, config, split=split, max_rows=limit, checks=RowChecks(decode=first_frames))
 
     @cached_property
     def rows(self) -> list[PromptRow]:
@@ -39,12 +41,16 @@ class DrawPrompts(PromptDataset):
     def __getitem__(self, index: int) -> PromptRow:
         """The row with its first frame decoded."""
         row = self.rows[index]
-        return replace(row, images=[load_image(image) for image in row.images])
+        return self._decoded(row)
 
     def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
         root = self.config.image_root or source.folder
         parsed = _parse(source[row], source.name(row), root, self.config, self.first_frames)
         return replace(parsed, index=index)
+
+    @property
+    def _reading(self) -> dict[str, Any]:
+        return {}
 
     def _header(self, image: Any) -> tuple[int, int]:
         return image_size(image)
@@ -52,15 +58,18 @@ class DrawPrompts(PromptDataset):
 
 def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, first_frames: bool) -> PromptRow:
     if not isinstance(raw, Mapping):
-        raise DataError(f"{name}: a row must be a mapping of columns, not {type(raw).__name__}")
+        raise DataError(f"{name}: a row must be a mapping of columns, not {type(raw).__name__}", "row form")
+    check_values(raw)
     _check_columns(raw, name, config)
     prompt = raw.get(config.input_key)
     if not isinstance(prompt, str) or not prompt.strip():
-        raise DataError(f"{name}: no text in column {config.input_key!r}; the row has: {', '.join(map(str, raw))}")
+        columns = ", ".join(map(str, raw))
+        raise DataError(f"{name}: no text in column {config.input_key!r}; the row has: {columns}", "prompt form")
     images = []
     if first_frames:
         if raw.get(config.image_key) in (None, ""):
-            raise DataError(f"{name}: an image-to-video model needs a first frame in column {config.image_key!r}")
+            text = f"{name}: an image-to-video model needs a first frame in column {config.image_key!r}"
+            raise DataError(text, "media missing")
         images = [resolve_source(raw[config.image_key], root)]
     # Rewards are given prompt, label and reference anyway; a column that a flag names stays under its own name too.
     defaults = {config.image_key} | {getattr(DiffusionDataConfig, flag) for flag in ROLES}
@@ -84,4 +93,5 @@ def _check_columns(raw: Mapping[str, Any], name: str, config: DiffusionDataConfi
     for flag in ROLES[1:]:
         key = getattr(config, flag)
         if key not in raw and key != getattr(DiffusionDataConfig, flag):
-            raise DataError(f"{name}: no column {key!r} ({flag}); the row has: {', '.join(map(str, raw))}")
+            columns = ", ".join(map(str, raw))
+            raise DataError(f"{name}: no column {key!r} ({flag}); the row has: {columns}", "column missing")

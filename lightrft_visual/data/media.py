@@ -1,8 +1,8 @@
 """Images and videos of data rows, decoded with care: what a row names is checked before it is decoded.
 
 A source of an image is a PIL image, bytes, a path, a file:// URL, an http(s) URL (only with allow_remote), a data: URL,
-a base64 string, or a mapping as Hugging Face and chat messages write them: {"bytes", "path"} or {"url"}. Every failure
-is a DataError that names the source, never its bytes.
+a base64 string, or a mapping as Hugging Face, chat messages and verl write them: {"bytes", "path"}, {"url"} or
+{"image"}. Every failure is a DataError that names the source, never its bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import binascii
 import io
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,13 +24,23 @@ import torch
 from PIL import Image, ImageOps
 
 from ..errors import DataError
-from .safe_fetch import fetch_bytes
+from .safe_fetch import fetch_bytes, shown_url
 
 # No vector formats: Pillow hands those (EPS, WMF) to external programs. JPEG includes MPO.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MAX_IMAGE_PIXELS = 50_000_000
+MAX_ASPECT_RATIO = 200  # as Qwen's image processors have it
 MAX_FILE_BYTES = 512 * 2**20
 FETCH_TIMEOUT = 30.0  # seconds
+_SIZE_SETTINGS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+_SUFFIXES = {
+    "image": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+    "video": (".mp4", ".webm", ".mkv", ".mov", ".avi"),
+}
+_MEDIA_NAME = {
+    "image": re.compile("image|img|picture|photo|pic(s|$)|frame", re.IGNORECASE),
+    "video": re.compile("video|clip|movie", re.IGNORECASE),
+}
 _ORIENTATION = 0x0112  # EXIF tag
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\x00", b"MM\x00*", b"P5", b"P6")
 
@@ -37,7 +48,7 @@ _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\x00", b"MM
 def describe_source(source: Any) -> str:
     """A short name for messages: a path, a URL without its query, or a type and size; never the content."""
     if isinstance(source, Mapping):
-        inner = next((source[key] for key in ("path", "url", "bytes") if source.get(key)), None)
+        inner = next((source[key] for key in ("path", "url", "image", "bytes") if source.get(key)), None)
         return describe_source(inner)
     if isinstance(source, (bytes, bytearray)):
         return f"<{len(source)} bytes>"
@@ -47,8 +58,7 @@ def describe_source(source: Any) -> str:
         return f"<{type(source).__name__}>"
     text = os.fspath(source)
     if text.startswith(("http://", "https://")):
-        parts = urlsplit(text)
-        return f"{parts.scheme}://{parts.hostname}{parts.path}"
+        return shown_url(text)
     if text.startswith("data:") or _is_base64_image(text):
         return f"<base64 of {len(text)} characters>"
     return text if len(text) <= 300 else text[:300] + "..."
@@ -101,7 +111,7 @@ def _as_data_error(message: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{message}: {error}") from error
+        raise DataError(f"{message}: {error}", "image damaged") from error
 
 
 def _open_image(source: Any, name: str, root: Any, allow_remote: bool, max_pixels: int) -> Image.Image:
@@ -113,32 +123,47 @@ def _open_image(source: Any, name: str, root: Any, allow_remote: bool, max_pixel
         try:
             image = Image.open(io.BytesIO(content) if isinstance(content, bytes) else content, formats=IMAGE_FORMATS)
         except Image.UnidentifiedImageError:
-            raise DataError(f"{name} is not an image of a known format ({', '.join(IMAGE_FORMATS)})") from None
+            known = ", ".join(IMAGE_FORMATS)
+            raise DataError(f"{name} is not an image of a known format ({known})", "not an image") from None
     _check_header(image, name, max_pixels)
     return image
 
 
 def _check_header(image: Image.Image, name: str, max_pixels: int) -> None:
     if image.width < 1 or image.height < 1:
-        raise DataError(f"image {name} is empty: {image.width}x{image.height} pixels")
+        raise DataError(f"image {name} is empty: {image.width}x{image.height} pixels", "image damaged")
     if image.width * image.height > max_pixels:
         raise DataError(
             f"image {name} has {image.width}x{image.height} pixels, above max_image_pixels = {max_pixels}; "
-            "raise the limit or shrink the image"
+            "raise the limit or shrink the image",
+            "image too large",
         )
+    check_aspect_ratio(image.size, f"image {name}")
     # MPO holds previews after the picture itself; elsewhere further frames are an animation or pages.
-    if image.format in ("GIF", "WEBP", "PNG", "TIFF") and image.n_frames > 1:
-        raise DataError(f"image {name} has {image.n_frames} frames: give it as a video, or save the frame you mean")
+    if image.format in ("GIF", "WEBP", "PNG", "TIFF") and image.is_animated:
+        advice = "give it as a video, or save the frame you mean"
+        raise DataError(f"image {name} has more than one frame: {advice}", "image animated")
+
+
+def check_aspect_ratio(size: tuple[int, int], name: str) -> None:
+    """Raise DataError for a side more than MAX_ASPECT_RATIO times the other. size: (width, height)."""
+    if max(size) > MAX_ASPECT_RATIO * min(size):
+        raise DataError(
+            f"{name} has {size[0]}x{size[1]} pixels: one side is more than {MAX_ASPECT_RATIO} times the other",
+            "image aspect ratio",
+        )
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode.startswith("I"):
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
-            raise DataError(f"image {name} has grey levels outside 0..65535; scale it to 8 or 16 bits")
+            raise DataError(f"image {name} has grey levels outside 0..65535; scale it to 8 or 16 bits", "image levels")
         image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
     elif image.mode == "F":
-        raise DataError(f"image {name} holds floating-point pixels of unknown range; scale it to 8 bits")
+        raise DataError(
+            f"image {name} holds floating-point pixels of unknown range; scale it to 8 bits", "image levels"
+        )
     if image.has_transparency_data:
         upper = image.convert("RGBA")
         white = Image.new("RGBA", upper.size, (255, 255, 255, 255))
@@ -149,40 +174,83 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
 def read_source(source: Any, *, root: str | os.PathLike | None = None, allow_remote: bool = False) -> bytes | Path:
     """The encoded bytes of a source, or the path of the regular file that holds them. Raises DataError."""
     if isinstance(source, Mapping):
-        inner = next((source[key] for key in ("bytes", "path", "url") if source.get(key)), None)
-        if inner is None:
-            raise DataError(f"no bytes, path or url in a mapping with keys {sorted(map(str, source))}")
-        return read_source(inner, root=root, allow_remote=allow_remote)
+        return read_source(_inner_source(source), root=root, allow_remote=allow_remote)
     if isinstance(source, (bytes, bytearray, memoryview)):
         if len(source) == 0:
-            raise DataError("empty bytes")
+            raise DataError("empty bytes", "media missing")
         return bytes(source)
     if isinstance(source, os.PathLike):
         return _regular_file(Path(source), root)
     if not isinstance(source, str):
         raise DataError(f"a {type(source).__name__} is no path, URL, bytes, base64 or PIL image")
     if is_remote(source):
-        return fetch_bytes(source, allow_remote=allow_remote, max_bytes=MAX_FILE_BYTES, timeout=FETCH_TIMEOUT)
+        try:
+            return fetch_bytes(source, allow_remote=allow_remote, max_bytes=MAX_FILE_BYTES, timeout=FETCH_TIMEOUT)
+        except DataError as error:
+            raise DataError(str(error), "not fetched") from error
     if source.startswith("data:"):
         return _decode_base64(source.partition("base64,")[2])
     if _is_base64_image(source):
         return _decode_base64(source)
     if source.startswith("file://"):
-        source = unquote(urlsplit(source).path)
+        source = _path_of(source)
     return _regular_file(Path(source), root)
+
+
+def _inner_source(source: Mapping[str, Any]) -> Any:
+    inner = next((source[key] for key in ("bytes", "path", "url", "image") if source.get(key)), None)
+    if inner is None or isinstance(inner, Mapping):
+        keys = sorted(map(str, source))
+        raise DataError(f"no bytes, path, url or image in a mapping with keys {keys}", "media missing")
+    settings = sorted(key for key in source if source[key] is not None and key in _SIZE_SETTINGS)
+    if settings:
+        raise DataError(f"an image with setting(s) {', '.join(settings)} of its own; sizes are set by --max_pixels")
+    return inner
 
 
 def is_remote(source: Any) -> bool:
     """Whether reading this source would open a network connection."""
     if isinstance(source, Mapping) and not source.get("bytes"):
-        return is_remote(source.get("path") or source.get("url"))
+        return is_remote(source.get("path") or source.get("url") or source.get("image"))
     return isinstance(source, str) and source.startswith(("http://", "https://"))
+
+
+def looks_like_media(name: str, value: Any, kind: str) -> bool:
+    """Whether a column that nobody named holds images or videos (kind): by its type, or by its name and content."""
+    if isinstance(value, (list, tuple)):
+        value = value[0] if value else None
+    if isinstance(value, Image.Image):
+        return kind == "image"
+    if isinstance(value, Mapping):
+        content, path = value.get("bytes"), value.get("path")
+        if set(value) == {"bytes", "path"} and (content or path):
+            return _is_encoded(content, kind) if content else _has_suffix(path, kind)
+        return False
+    if isinstance(value, bytes):
+        return _is_encoded(value, kind)
+    if not isinstance(value, str):
+        return False
+    if value.startswith("data:") or _is_base64_image(value):
+        return value.startswith(f"data:{kind}/") or (kind == "image" and _is_base64_image(value))
+    return bool(_MEDIA_NAME[kind].search(name)) and _has_suffix(value, kind)
+
+
+def _is_encoded(content: Any, kind: str) -> bool:
+    if not isinstance(content, bytes):
+        return False
+    is_image = content.startswith(_MAGIC) and content[8:12] != b"AVI "
+    return is_image if kind == "image" else content[4:8] == b"ftyp" or content.startswith(b"\x1aE\xdf\xa3")
+
+
+def _has_suffix(path: Any, kind: str) -> bool:
+    return isinstance(path, str) and path.split("?")[0].lower().endswith(_SUFFIXES[kind])
 
 
 def resolve_source(source: Any, root: str | os.PathLike | None) -> Any:
     """The same source with relative paths joined to root, so that it can be read from anywhere."""
-    if isinstance(source, Mapping) and source.get("path") and not source.get("bytes"):
-        return {**source, "path": resolve_source(source["path"], root)}
+    if isinstance(source, Mapping) and not source.get("bytes"):
+        local = {key: resolve_source(source[key], root) for key in ("path", "image") if source.get(key)}
+        return {**source, **local}
     is_text_path = isinstance(source, str) and not (
         source.startswith(("http://", "https://", "data:", "file://")) or _is_base64_image(source)
     )
@@ -191,19 +259,29 @@ def resolve_source(source: Any, root: str | os.PathLike | None) -> Any:
     return source
 
 
+def _path_of(url: str) -> str:
+    try:
+        return unquote(urlsplit(url).path)
+    except ValueError as error:
+        raise DataError(f"{describe_source(url)} is not a valid file URL: {error}", "file missing") from None
+
+
 def _regular_file(path: Path, root: str | os.PathLike | None) -> Path:
     path = Path(root) / path if root is not None else path
     try:
         info = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         shown = describe_source(path)
-        raise DataError(f"file not found: {shown} ({getattr(error, 'strerror', None) or error})") from None
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"file not found: {shown} ({reason})", "file missing") from None
     if not stat.S_ISREG(info.st_mode):  # a pipe or device would block or never end
-        raise DataError(f"not a regular file: {path}")
+        raise DataError(f"not a regular file: {path}", "file missing")
     if info.st_size == 0:
-        raise DataError(f"file is empty: {path}")
+        raise DataError(f"file is empty: {path}", "file empty")
     if info.st_size > MAX_FILE_BYTES:
-        raise DataError(f"file of {info.st_size} bytes is above the limit of {MAX_FILE_BYTES}: {path}")
+        raise DataError(
+            f"file of {info.st_size} bytes is above the limit of {MAX_FILE_BYTES}: {path}", "file too large"
+        )
     return path
 
 
@@ -222,9 +300,9 @@ def _decode_base64(text: str) -> bytes:
     try:
         content = base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise DataError(f"<base64 of {len(text)} characters> is not valid base64: {error}") from None
+        raise DataError(f"<base64 of {len(text)} characters> is not valid base64: {error}", "not base64") from None
     if not content:
-        raise DataError("a data URL without base64 content")
+        raise DataError("a data URL without base64 content", "not base64")
     return content
 
 

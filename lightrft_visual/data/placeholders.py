@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from ..errors import DataError
 from .video import Video
 
+_VISION_NAME = re.compile("vision|image|img|video", re.IGNORECASE)
 ModelInput = ProcessorMixin | PreTrainedTokenizerBase
 
 
@@ -40,6 +42,17 @@ def check_placeholders(prompt: str, images: int, videos: int, model_input: Model
                 f"{where}: the rendered prompt holds {found} {kind} placeholder(s) {tokens[kind]}, "
                 f"but {wanted} {kind}(s) came with it"
             )
+
+
+def vision_tokens(model_input: ModelInput) -> tuple[str, ...]:
+    """The special tokens that a model has for images and videos, as text; none for a text-only model's tokenizer.
+
+    Typed into a prompt they would be read as an image that is not there.
+    """
+    if not isinstance(model_input, ProcessorMixin):
+        return ()
+    special = [token for token in model_input.tokenizer.get_added_vocab() if _VISION_NAME.search(token)]
+    return (*placeholder_tokens(model_input).values(), *special)
 
 
 def image_token_counts(processor: ProcessorMixin, sizes: Sequence[tuple[int, int]]) -> list[int]:

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -13,64 +14,104 @@ from transformers import ProcessorMixin
 
 from ..config.vl import DataConfig, RolloutConfig
 from ..errors import ConfigError, DataError
-from .media import image_size, is_remote
-from .placeholders import ModelInput, check_placeholders, image_token_counts, video_arguments
+from ..strategy import collectives
+from .bad_rows import LONG_PROMPT, BadRow, BadRows
+from .media import image_size, is_remote, load_image
+from .placeholders import ModelInput, check_placeholders, image_token_counts, video_arguments, vision_tokens
 from .rows import PromptRow, parse_row
 from .sampler import PromptSampler
 from .sources import RowSource, open_source
-from .video import check_video, load_video
+from .video import check_video, is_remote_video, load_video
 
-__all__ = ["PromptDataset", "PromptRow", "PromptSampler", "render_prompt"]
+__all__ = ["PromptDataset", "PromptRow", "PromptSampler", "RowChecks", "render_prompt"]
 
 logger = logging.getLogger(__name__)
 Size = tuple[int, int]  # width, height
-_CHUNK = 2048  # rows checked at a time
+_CHUNK = 2048  # rows that a rank checks at a time
 _THREADS = 8  # header reads wait for storage, not for the processor
 
 
+@dataclass(frozen=True)
+class RowChecks:
+    """What the rows of a data set are checked against, beside their own form.
+
+    limits: of images and videos a prompt, which the rollout engine would refuse only in the middle of the run.
+    model_input, prompt_max_len: the model's processor or tokenizer, and the tokens that a prompt may have, images
+    expanded; None: lengths are not looked at. decode: all pixels are read too, not only headers.
+    """
+
+    limits: RolloutConfig | None = None
+    model_input: ModelInput | None = None
+    prompt_max_len: int | None = None
+    decode: bool = False
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A sound row, without its media. tokens: of its videos and images beyond their placeholders; text: rendered."""
+
+    label: str | None
+    columns: frozenset[str]
+    form: str | None
+    text: str | None = None
+    tokens: int = 0
+
+
 class PromptDataset:
-    """Rows of comma-separated data files and folders, in normal form; all are checked on construction.
+    """Rows of comma-separated data files and folders, in normal form; each is read and checked once on construction.
 
     Checked are: the file, the columns, the form of the prompt, that media match their placeholders, that local media
-    exist and that each image's header is sound. A bad row is a DataError that names file, row and path, or with
-    on_bad_row=skip is left out and counted in `skipped`. Pixels are decoded when a row is used, not here.
+    exist and that each image's header is sound; with a model input also the length. A bad row is a DataError that
+    names file, row and path, or with on_bad_row=skip (on_long_prompt=skip for long ones) it is left out and counted in
+    `bad`. No prompt is ever cut. Image tokens are counted from the sizes in the headers; videos are decoded for that.
+    What is remote is not fetched here. The ranks share the work: construction is a collective.
 
-    sizes: rows of each data set, for PromptSampler. skipped: rows left out, by reason.
+    sizes: rows of each data set, for PromptSampler. bad: rows left out. labels, columns: of any row; columns are those
+    of the metadata.
     """
 
     def __init__(
-        self, spec: str, config: DataConfig, *, split: str, max_rows: int, limits: RolloutConfig | None = None
+        self, spec: str, config: DataConfig, *, split: str, max_rows: int, checks: RowChecks | None = None
     ) -> None:
         """spec: comma-separated paths. split: of data set folders. max_rows: good rows taken of each data set.
 
-        limits: of images and videos a prompt, which the rollout engine would refuse only in the middle of the run.
+        Raises DataError for a bad row by the policy, for a larger share of bad rows than max_bad_share, and for a data
+        set without a usable row.
         """
         paths = [part.strip() for part in spec.split(",") if part.strip()]
         if not paths:
             raise DataError("no data set named")
         if max_rows < 1:
             raise ConfigError(f"{spec}: max_rows is {max_rows}; leave the data set out instead")
-        self.config, self.limits = config, limits
-        self.skipped: Counter[str] = Counter()
+        self.config, self.checks = config, checks or RowChecks()
+        self.bad = BadRows(spec, config.max_bad_share)
+        self.labels: set[str | None] = set()
+        self.columns: set[str] = set()
+        model_input = self.checks.model_input
+        self._reserved = vision_tokens(model_input) if model_input is not None else ()
         self._sources: list[RowSource] = [open_source(path, split) for path in paths]
         self._rows: list[tuple[int, int]] = []  # source, row in it
-        self._image_sizes: list[list[Size | None]] = []
         for number, path in enumerate(paths):
             self._admit(number, path, max_rows)
-        self._report_skipped("bad row")
+        self.bad.check()
+        self.bad.report()
 
     @classmethod
-    def for_training(cls, config: DataConfig, limits: RolloutConfig | None = None) -> PromptDataset:
-        return cls(config.prompt_data, config, split=config.prompt_split, max_rows=config.max_samples, limits=limits)
+    def for_training(cls, config: DataConfig, checks: RowChecks | None = None) -> PromptDataset:
+        """The rows of prompt_data."""
+        return cls(config.prompt_data, config, split=config.prompt_split, max_rows=config.max_samples, checks=checks)
 
     @classmethod
-    def for_evaluation(cls, config: DataConfig, limits: RolloutConfig | None = None) -> PromptDataset:
+    def for_evaluation(cls, config: DataConfig, checks: RowChecks | None = None) -> PromptDataset:
+        """The rows of eval_data, pixels read too: an evaluation is the same every time and has no other rows."""
         if config.eval_data is None:
             raise ConfigError("no eval_data named")
-        return cls(config.eval_data, config, split=config.eval_split, max_rows=config.max_eval_samples, limits=limits)
+        checks = replace(checks or RowChecks(), decode=True)
+        return cls(config.eval_data, config, split=config.eval_split, max_rows=config.max_eval_samples, checks=checks)
 
     @property
     def sizes(self) -> list[int]:
+        """Rows of each data set."""
         counts = Counter(source for source, _ in self._rows)
         return [counts[number] for number in range(len(self._sources))]
 
@@ -84,107 +125,180 @@ class PromptDataset:
     def __iter__(self) -> Iterator[PromptRow]:
         return (self[index] for index in range(len(self)))
 
-    def check_lengths(self, model_input: ModelInput, prompt_max_len: int) -> None:
-        """Refuse prompts of more than prompt_max_len tokens, images expanded: an error or, by on_long_prompt, skipped.
+    def load(self, index: int) -> PromptRow:
+        """The row with its images and videos decoded. Raises DataError naming the row for what cannot be used."""
+        row = self[index]
+        try:
+            loaded = self._decoded(row)
+            if self.checks.prompt_max_len is not None and _is_remote_row(row):  # not known at the start
+                self._check_length(self._found(loaded, [image.size for image in loaded.images]))
+            return loaded
+        except DataError as error:
+            raise DataError(f"{row.source}: {error}", error.cause) from error
 
-        Nothing is ever cut. Image tokens are counted from the sizes in the headers; rows with videos are decoded.
-        Remote images are not fetched here, so such rows are checked when they are used. Raises DataError.
-        """
-        kept = []
-        for start in range(0, len(self), _CHUNK):
-            rows = [self[index] for index in range(start, min(start + _CHUNK, len(self)))]
-            for row, length in zip(rows, self._lengths(rows, model_input)):
-                if length <= prompt_max_len:
-                    kept.append(row.index)
-                    continue
-                message = f"{row.source}: the prompt has {length} tokens, above prompt_max_len = {prompt_max_len}"
-                self._refuse(message, "long prompt", self.config.on_long_prompt, "on_long_prompt")
-        self._rows = [self._rows[index] for index in kept]
-        self._image_sizes = [self._image_sizes[index] for index in kept]
-        if 0 in self.sizes:
-            raise DataError(f"a data set has no row of at most prompt_max_len = {prompt_max_len} tokens")
-        self._report_skipped("long prompt")
+    def name(self, index: int) -> str:
+        """The row for messages: "file:row"."""
+        source, row = self._rows[index]
+        return self._sources[source].name(row)
+
+    def policy(self, bad: BadRow) -> str:
+        """What to do with a bad row: "error" or "skip"."""
+        return self.config.on_long_prompt if bad.cause == LONG_PROMPT else self.config.on_bad_row
 
     def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
         root = self.config.image_root or source.folder
         return parse_row(source[row], self.config, source=source.name(row), root=root, index=index)
 
+    @property
+    def _reading(self) -> dict[str, Any]:
+        return {"allow_remote": self.config.allow_remote_media, "max_pixels": self.config.max_image_pixels}
+
+    def _decoded(self, row: PromptRow) -> PromptRow:
+        images = [load_image(image, **self._reading) for image in row.images]
+        return replace(row, images=images, videos=[load_video(video, **self._reading) for video in row.videos])
+
+    # -- checks at the start -------------------------------------------------------------------------------------
+
     def _admit(self, number: int, path: str, max_rows: int) -> None:
         """Check rows in order until max_rows are good."""
-        source, admitted = self._sources[number], 0
-        for row, result in self._inspect_all(source, min(_CHUNK, max_rows)):
-            if admitted == max_rows:
-                break
-            if isinstance(result, DataError):
-                self._refuse(str(result), "bad row", self.config.on_bad_row, "on_bad_row", cause=result)
-                continue
-            self._rows.append((number, row))
-            self._image_sizes.append(result)
-            admitted += 1
+        source, admitted, start, forms = self._sources[number], 0, 0, set()
+        while admitted < max_rows and start < len(source):
+            rows = range(start, min(len(source), start + self._round_length(max_rows - admitted)))
+            for row, found in zip(rows, self._inspect_shared(source, rows)):
+                self.bad.inspected += 1
+                if isinstance(found, BadRow):
+                    if self.policy(found) == "error":
+                        raise found.as_error()
+                    self.bad.add(found)
+                    continue
+                self._rows.append((number, row))
+                self.labels.add(found.label)
+                self.columns |= found.columns
+                forms.add(found.form)
+                admitted += 1
+                if admitted == max_rows:
+                    break
+            start = rows.stop
         if admitted == 0:
-            raise DataError(f"{path}: no usable row among {len(source)}")
+            causes = f": {self.bad.summary()}" if len(self.bad) else ""
+            raise DataError(f"{path}: no usable row among {len(source)}{causes}")
+        self._say_forms(path, forms - {None})
 
-    def _inspect_all(self, source: RowSource, chunk: int) -> Iterator[tuple[int, list[Size | None] | DataError]]:
+    def _say_forms(self, path: str, forms: set[str]) -> None:
+        if forms and collectives.is_rank_0():
+            logger.info("%s: rows read as %s; --data_format plain turns this off", path, "; ".join(sorted(forms)))
+
+    @staticmethod
+    def _round_length(wanted: int) -> int:
+        """Rows that all ranks look at together before they tell each other."""
+        world = collectives.world_size()
+        return world * min(_CHUNK, max(1, -(-wanted // world)))
+
+    def _inspect_shared(self, source: RowSource, rows: range) -> list[_Found | BadRow]:
+        """What is found in `rows`, each rank looking at its own stretch."""
+        share = -(-len(rows) // collectives.world_size())
+        mine = rows[collectives.rank() * share : (collectives.rank() + 1) * share]
         with ThreadPoolExecutor(_THREADS) as pool:
-            for start in range(0, len(source), chunk):
-                rows = range(start, min(start + chunk, len(source)))
-                yield from zip(rows, pool.map(lambda row: self._inspect(source, row), rows))
+            found = list(pool.map(lambda row: self._inspect(source, row), mine))
+        return [
+            each for part in collectives.all_gather_object(self._within_length(source, mine, found)) for each in part
+        ]
 
-    def _inspect(self, source: RowSource, row: int) -> list[Size | None] | DataError:
-        """Sizes of the row's images, None for remote ones; or what is wrong with the row."""
+    def _inspect(self, source: RowSource, row: int) -> _Found | BadRow:
         name = source.name(row)
         try:
-            parsed, config = self._parse(source, row, row), self.config
+            parsed = self._parse(source, row, row)
             self._check_counts(parsed)
+            if self.checks.decode and not _is_remote_row(parsed):
+                self._decoded(parsed)
             for video in parsed.videos:
-                check_video(video, allow_remote=config.allow_remote_media)
-            return [self._header(image) for image in parsed.images]
+                check_video(video, **self._reading)
+            sizes = [self._header(image) for image in parsed.images]
+            return self._found(parsed, sizes)
         except DataError as error:
-            return error if name in str(error) else DataError(f"{name}: {error}")
+            return BadRow.of(error, name)
 
     def _check_counts(self, row: PromptRow) -> None:
-        for kind, items in (("image", row.images), ("video", row.videos)) if self.limits is not None else ():
+        limits = self.checks.limits
+        for kind, items in (("image", row.images), ("video", row.videos)) if limits is not None else ():
             flag = f"limit_mm_{kind}_per_prompt"
-            if len(items) > getattr(self.limits, flag):
-                raise DataError(f"{len(items)} {kind}s, above {flag} = {getattr(self.limits, flag)}")
+            if len(items) > getattr(limits, flag):
+                text = f"{len(items)} {kind}s, above {flag} = {getattr(limits, flag)}"
+                raise DataError(text, f"too many {kind}s")
 
     def _header(self, image: Any) -> Size | None:
         if is_remote(image) and self.config.allow_remote_media:
             return None
         return image_size(image, max_pixels=self.config.max_image_pixels)
 
-    def _refuse(self, message: str, reason: str, policy: str, flag: str, cause: Exception | None = None) -> None:
-        if policy == "error":
-            raise DataError(f"{message} (--{flag} skip leaves such rows out)") from cause
-        if self.skipped[reason] < 5:
-            logger.warning("skipped: %s", message)
-        self.skipped[reason] += 1
+    # -- lengths -------------------------------------------------------------------------------------------------
 
-    def _report_skipped(self, reason: str) -> None:
-        if self.skipped[reason]:
-            logger.warning("%d row(s) skipped as %s, %d left", self.skipped[reason], reason, len(self))
+    def _found(self, row: PromptRow, sizes: Sequence[Size | None]) -> _Found:
+        """The row as text for the tokenizer, checked against the model. sizes: of its images, None where unknown."""
+        columns, model_input = frozenset(row.metadata), self.checks.model_input
+        if model_input is None:
+            return _Found(row.label, columns, row.form)
+        self._check_text(row)
+        text = render_prompt(row, model_input, self.config)
+        check_placeholders(text, len(row.images), len(row.videos), model_input, row.source)
+        known = [size for size in sizes if size is not None]
+        tokens = sum(count - 1 for count in image_token_counts(model_input, known)) if known else 0
+        tokens += self._video_tokens(row, model_input) if row.videos else 0
+        return _Found(row.label, columns, row.form, text, tokens)
 
-    def _lengths(self, rows: Sequence[PromptRow], model_input: ModelInput) -> Iterator[int]:
-        prompts = [render_prompt(row, model_input, self.config) for row in rows]
+    def _check_text(self, row: PromptRow) -> None:
+        """No text of the row may hold a token that the model reads as an image or video."""
+        if isinstance(row.prompt, str):  # whole prompts, which bring the placeholders themselves
+            return
+        texts = [part["text"] for message in row.prompt for part in message["content"] if part["type"] == "text"]
+        typed = next((token for token in self._reserved for text in texts if token in text), None)
+        if typed is not None:
+            text = f"the text holds {typed}, which the model would read as an image or video that is not there"
+            raise DataError(text, "vision token in the text")
+
+    def _within_length(
+        self, source: RowSource, rows: Sequence[int], found: list[_Found | BadRow]
+    ) -> list[_Found | BadRow]:
+        """The same, with prompts above prompt_max_len as bad rows, and without texts."""
+        if self.checks.model_input is None:
+            return found
+        sound = [place for place, each in enumerate(found) if isinstance(each, _Found)]
+        for place, length in zip(sound, self._lengths([found[place] for place in sound])):
+            found[place] = replace(found[place], text=None)
+            if length > self.checks.prompt_max_len:
+                name = source.name(rows[place])
+                found[place] = BadRow(name, LONG_PROMPT, f"{name}: {self._too_long(length)}")
+        return found
+
+    def _lengths(self, found: Sequence[_Found]) -> list[int]:
+        """Tokens of prompts, media expanded."""
+        if not found:
+            return []
+        model_input = self.checks.model_input
         tokenizer = model_input.tokenizer if isinstance(model_input, ProcessorMixin) else model_input
-        ids = tokenizer(prompts)["input_ids"]
-        for row, prompt, row_ids in zip(rows, prompts, ids):
-            check_placeholders(prompt, len(row.images), len(row.videos), model_input, row.source)
-            sizes = [size for size in self._image_sizes[row.index] if size is not None]
-            extra = sum(count - 1 for count in image_token_counts(model_input, sizes)) if sizes else 0
-            yield len(row_ids) + extra + (self._video_tokens(row, model_input) if row.videos else 0)
+        ids = tokenizer([each.text for each in found])["input_ids"]
+        return [len(own) + each.tokens for own, each in zip(ids, found)]
+
+    def _check_length(self, found: _Found) -> None:
+        (length,) = self._lengths([found])
+        if length > self.checks.prompt_max_len:
+            raise DataError(self._too_long(length), LONG_PROMPT)
+
+    def _too_long(self, length: int) -> str:
+        return f"the prompt has {length} tokens, above prompt_max_len = {self.checks.prompt_max_len}"
 
     def _video_tokens(self, row: PromptRow, processor: ProcessorMixin) -> int:
         """Tokens that the videos of a row add to their placeholders; decodes them."""
-        config = self.config
-        options = {"allow_remote": config.allow_remote_media, "max_pixels": config.max_image_pixels}
-        try:
-            videos = [load_video(video, **options) for video in row.videos]
-        except DataError as error:
-            raise DataError(f"{row.source}: {error}") from error
+        if any(map(is_remote_video, row.videos)):
+            return 0
+        videos = [load_video(video, **self._reading) for video in row.videos]
         text = processor.video_token * len(videos)
         expanded = processor(text=[text], **video_arguments(videos))["input_ids"][0]
         return len(expanded) - len(processor.tokenizer(text)["input_ids"])
+
+
+def _is_remote_row(row: PromptRow) -> bool:
+    return any(map(is_remote, row.images)) or any(map(is_remote_video, row.videos))
 
 
 def render_prompt(row: PromptRow, model_input: ModelInput, config: DataConfig) -> str:
@@ -206,11 +320,12 @@ def render_prompt(row: PromptRow, model_input: ModelInput, config: DataConfig) -
     try:
         return model_input.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except (TemplateError, ValueError, TypeError) as error:
-        raise DataError(f"{row.source}: the chat template refuses the prompt: {error}") from error
+        text = f"{row.source}: the chat template refuses the prompt: {error}"
+        raise DataError(text, "chat template") from error
 
 
 def _flat(message: dict[str, Any], source: str) -> dict[str, Any]:
     """Text-only templates take one string a message."""
     if any(part["type"] != "text" for part in message["content"]):
-        raise DataError(f"{source}: the row has images or videos, the model has no processor for them")
+        raise DataError(f"{source}: the row has images or videos, the model has no processor for them", "media")
     return {**message, "content": "".join(part["text"] for part in message["content"])}

@@ -1,8 +1,8 @@
 """One data row in normal form: chat messages with content parts, media in the order of their placeholders.
 
 Accepted prompts: a string, in which <image> and <video> mark places; or chat messages whose content is such a string or
-a list of parts in OpenAI's and Hugging Face's spelling. A row's `images` fill the parts that bring no source of their
-own; without any placeholder they go before the text of the first user message.
+a list of parts in OpenAI's and Hugging Face's spelling; also such messages as JSON text. A row's `images` fill the
+parts that bring no source of their own; without any placeholder they go before the text of the first user message.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from PIL import Image
 
 from ..config.vl import DataConfig
 from ..errors import DataError
+from .bounds import check_values
+from .forms import MediaCell, find_media, messages_in, read_form
 from .media import resolve_source
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -37,7 +39,7 @@ class PromptRow:
     {"type": "video"}; or the raw string when no chat template is applied. images, videos: sources for
     media.load_image and video.load_video, in the order of the placeholders. metadata: the columns with no other role,
     and the prompt, label and reference columns under names of the user's own; no media.
-    source: "file:row" for messages. index: place in the data set.
+    source: "file:row" for messages. index: place in the data set. form: in what other system's form it was written.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -48,6 +50,7 @@ class PromptRow:
     metadata: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     index: int = 0
+    form: str | None = None
 
 
 def parse_row(
@@ -60,50 +63,69 @@ def parse_row(
     """
     try:
         if not isinstance(raw, Mapping):
-            raise DataError(f"a row must be a mapping of columns, not {type(raw).__name__}")
-        _check_columns(raw, config)
-        images = as_source_list(raw.get(config.images_key), "image")
-        videos = as_source_list(raw.get(config.videos_key), "video")
-        if config.apply_chat_template:
-            prompt, images, videos = place_media(_as_messages(raw[config.input_key]), images, videos)
-        else:
-            prompt = _raw_prompt(raw[config.input_key])
-        reference, used = _find_reference(raw, config)
+            raise DataError(f"a row must be a mapping of columns, not {type(raw).__name__}", "row form")
+        check_values(raw)
+        reading = read_form(raw, config)
+        columns = reading.columns
+        _check_columns(columns, config)
+        prompt: Any = columns[config.input_key]
+        messages = _as_messages(prompt) if config.apply_chat_template else None
+        cells = {kind: _media_cell(columns, config, kind, messages) for kind in MEDIA}
+        images, videos = (as_source_list(cells[kind].cell, kind) for kind in MEDIA)
+        if messages is not None:
+            prompt, images, videos = place_media(messages, images, videos)
+        elif not isinstance(prompt, str):
+            kind = type(prompt).__name__
+            raise DataError(f"with apply_chat_template false the prompt must be a string, not {kind}", "prompt form")
+        reference, used = _find_reference(columns, config)
+        label = _label(columns.get(config.label_key))
+        read = {used, *(column for found in cells.values() for column in found.holders)}
         return PromptRow(
             prompt=prompt,
             images=[resolve_source(image, root) for image in images],
             videos=[_resolve_video(video, root) for video in videos],
-            label=_label(raw.get(config.label_key)),
-            reference=reference,
-            metadata=_columns(raw, config, used),
+            label=reading.label if label is None else label,
+            reference=reading.reference if reference is None else reference,
+            metadata=_metadata(columns, config, read),
             source=source,
             index=index,
+            form=_form(reading.form, cells),
         )
     except DataError as error:
-        raise DataError(f"{source}: {error}") from error
+        raise DataError(f"{source}: {error}", error.cause) from error
 
 
 def _check_columns(raw: Mapping[str, Any], config: DataConfig) -> None:
     columns = ", ".join(map(str, raw))
-    if raw.get(config.input_key) is None:
-        raise DataError(f"no column {config.input_key!r} (input_key); the row has: {columns}")
+    if config.input_key in raw and raw[config.input_key] is None:
+        raise DataError(f"column {config.input_key!r} (input_key) is empty", "prompt form")
+    if config.input_key not in raw:
+        raise DataError(f"no column {config.input_key!r} (input_key); the row has: {columns}", "column missing")
     wanted = {"images_key": config.images_key, "videos_key": config.videos_key, "label_key": config.label_key}
     for flag, key in wanted.items():
-        if key != DataConfig.__dataclass_fields__[flag].default and key not in raw:
-            raise DataError(f"no column {key!r} ({flag}); the row has: {columns}")
-    # A forgotten picture would train a blind model without any other sign.
-    for flag, key, lookalike in (
-        ("images_key", config.images_key, "image"),
-        ("videos_key", config.videos_key, "video"),
-    ):
-        if key not in raw and raw.get(lookalike):
-            raise DataError(f"column {lookalike!r} is not read: set --{flag} {lookalike}, or rename the column")
+        if key not in ("", getattr(DataConfig, flag)) and key not in raw:
+            raise DataError(f"no column {key!r} ({flag}); the row has: {columns}", "column missing")
 
 
-def _columns(raw: Mapping[str, Any], config: DataConfig, used: str | None) -> dict[str, Any]:
+def _media_cell(
+    columns: Mapping[str, Any], config: DataConfig, kind: str, messages: list[Mapping[str, Any]] | None
+) -> MediaCell:
+    contents = [message["content"] for message in messages or ()]
+    placed = any(part == kind and own is not None for content in contents for part, own in _parts(content))
+    return find_media(columns, config, kind, placed)
+
+
+def _form(name: str | None, cells: Mapping[str, MediaCell]) -> str | None:
+    """What to say about how the row was read; None for a row in this project's own form."""
+    said = [name] if name else []
+    said += [f"{kind}s from column {cell.taken!r}" for kind, cell in cells.items() if cell.taken is not None]
+    return ", ".join(said) or None
+
+
+def _metadata(raw: Mapping[str, Any], config: DataConfig, read: set[str | None]) -> dict[str, Any]:
     """The row's metadata. A column that was chosen as prompt, label or reference is in it, since reward functions ask
     for it by that name; the default names they get anyway."""
-    roles = {config.input_key, config.images_key, config.videos_key, config.label_key, config.reference_key, used}
+    roles = {config.input_key, config.images_key, config.videos_key, config.label_key, config.reference_key, *read}
     named = {config.input_key, config.label_key, config.reference_key}
     named -= {DataConfig.input_key, DataConfig.label_key, DataConfig.reference_key}
     columns = {key: value for key, value in raw.items() if key not in roles or key in named}
@@ -137,28 +159,26 @@ def as_source_list(cell: Any, kind: str) -> list[Any]:
         items = [cell]
     for place, item in enumerate(items):
         if item is None or (isinstance(item, (str, bytes)) and not item):
-            raise DataError(f"{kind} {place} of {len(items)} is empty")
+            raise DataError(f"{kind} {place} of {len(items)} is empty", "media missing")
     return items
 
 
-def _raw_prompt(prompt: Any) -> str:
-    if not isinstance(prompt, str):
-        raise DataError(f"with apply_chat_template false the prompt must be a string, not {type(prompt).__name__}")
-    return prompt
-
-
 def _as_messages(prompt: Any) -> list[Mapping[str, Any]]:
+    prompt = messages_in(prompt)
     if isinstance(prompt, str):
         if not prompt.strip():
-            raise DataError("the prompt is empty")
+            raise DataError("the prompt is empty", "prompt form")
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)) or not prompt:
-        raise DataError(f"the prompt must be a string or a list of chat messages, not {type(prompt).__name__}")
+        raise DataError(
+            f"the prompt must be a string or a list of chat messages, not {type(prompt).__name__}", "prompt form"
+        )
     for place, message in enumerate(prompt):
         if not isinstance(message, Mapping) or message.get("role") not in ROLES or message.get("content") is None:
-            raise DataError(f"message {place} needs a role of {', '.join(ROLES)} and a content")
+            raise DataError(f"message {place} needs a role of {', '.join(ROLES)} and a content", "prompt form")
     if prompt[-1]["role"] == "assistant":
-        raise DataError("the last message is the assistant's: the prompt must end where the model's answer begins")
+        text = "the last message is the assistant's: the prompt must end where the model's answer begins"
+        raise DataError(text, "prompt form")
     return list(prompt)
 
 
@@ -172,7 +192,8 @@ def _parts(content: Any) -> Iterator[tuple[str, Any]]:
                 yield "text", piece
         return
     if not isinstance(content, Sequence):
-        raise DataError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
+        kind = type(content).__name__
+        raise DataError(f"a message's content must be a string or a list of parts, not {kind}", "prompt form")
     for part in content:
         if isinstance(part, str):
             yield from _parts(part)
@@ -183,7 +204,8 @@ def _parts(content: Any) -> Iterator[tuple[str, Any]]:
         elif kind in ("image", "image_url", "video", "video_url"):
             yield kind.removesuffix("_url"), _own_source(part, kind.removesuffix("_url"))
         else:
-            raise DataError(f"unknown content part {kind!r}; known: text, image, image_url, video, video_url")
+            known = "text, image, image_url, video, video_url"
+            raise DataError(f"unknown content part {kind!r}; known: {known}", "prompt form")
 
 
 def _own_source(part: Mapping[str, Any], kind: str) -> Any:
@@ -196,7 +218,8 @@ def _own_source(part: Mapping[str, Any], kind: str) -> Any:
             continue
         options = {name: part[name] for name in part if name not in ("type", key, "detail") and part[name]}
         if options and kind == "image":
-            raise DataError(f"image part with unknown key(s) {', '.join(options)}; sizes are set by --max_pixels")
+            text = f"image part with unknown key(s) {', '.join(map(str, options))}; sizes are set by --max_pixels"
+            raise DataError(text, "prompt form")
         return {"video": value, **options} if options else value
     return None
 
@@ -217,7 +240,8 @@ def place_media(
         open_places = sum(part == kind and own is None for _, parts in parsed for part, own in parts)
         if open_places != len(listed[kind]):
             given = len(listed[kind])
-            raise DataError(f"the prompt has {open_places} {kind} placeholder(s), the row has {given} {kind}(s)")
+            text = f"the prompt has {open_places} {kind} placeholder(s), the row has {given} {kind}(s)"
+            raise DataError(text, "placeholders")
         supply = iter(listed[kind])
         for _, parts in parsed:
             ordered[kind] += [next(supply) if own is None else own for part, own in parts if part == kind]
@@ -231,7 +255,7 @@ def _put_before_text(parsed: list[tuple[str, list]], kind: str, count: int) -> N
             start = next((place for place, (part, _) in enumerate(parts) if part == "text"), len(parts))
             parts[start:start] = [(kind, None)] * count
             return
-    raise DataError(f"no user message to put the {kind}s into")
+    raise DataError(f"no user message to put the {kind}s into", "prompt form")
 
 
 def _normal_part(kind: str, value: Any) -> dict[str, Any]:
@@ -246,7 +270,8 @@ def _find_reference(raw: Mapping[str, Any], config: DataConfig) -> tuple[Any, st
     if key != DataConfig.reference_key:
         value = _walk(raw, key)
         if value is _MISSING:
-            raise DataError(f"no column {key!r} (reference_key); the row has: {', '.join(map(str, raw))}")
+            columns = ", ".join(map(str, raw))
+            raise DataError(f"no column {key!r} (reference_key); the row has: {columns}", "column missing")
         return value, None
     for path in _REFERENCE_PATHS:
         value = _walk(raw, path)
@@ -269,7 +294,7 @@ def _label(value: Any) -> str | None:
         return value
     if isinstance(value, (bool, int)):
         return str(value)
-    raise DataError(f"a label is a short name, not {type(value).__name__}")
+    raise DataError(f"a label is a short name, not {type(value).__name__}", "label form")
 
 
 def _resolve_video(source: Any, root: Any) -> Any:

@@ -28,23 +28,23 @@ def fetch_bytes(url: str, *, allow_remote: bool, max_bytes: int, timeout: float)
     Raises DataError that names the URL without its query, for everything that is refused or fails.
     """
     if not allow_remote:
-        raise DataError(f"{_shown(url)} is remote, and fetching is off: set allow_remote_media to allow it")
+        raise DataError(f"{shown_url(url)} is remote, and fetching is off: set allow_remote_media to allow it")
     deadline = time.monotonic() + timeout
     for _ in range(MAX_REDIRECTS + 1):
         parts = _checked_parts(url)
         try:
             status, location, body = _get(parts, max_bytes, deadline)
         except (OSError, http.client.HTTPException) as error:
-            raise DataError(f"{_shown(url)} cannot be fetched: {type(error).__name__}") from None
+            raise DataError(f"{shown_url(url)} cannot be fetched: {type(error).__name__}") from None
         if location is None:
             if status != 200:
-                raise DataError(f"{_shown(url)} cannot be fetched: HTTP {status}")
+                raise DataError(f"{shown_url(url)} cannot be fetched: HTTP {status}")
             return body
         url = urljoin(url, location)
-    raise DataError(f"{_shown(url)} cannot be fetched: more than {MAX_REDIRECTS} redirects")
+    raise DataError(f"{shown_url(url)} cannot be fetched: more than {MAX_REDIRECTS} redirects")
 
 
-def _shown(url: str) -> str:
+def shown_url(url: str) -> str:
     """The URL without user, password and query, cut to a length fit for a message."""
     scheme, mark, rest = url.split("?")[0].split("#")[0].partition("://")
     host, slash, path = rest.partition("/")
@@ -58,7 +58,7 @@ def _checked_parts(url: str) -> SplitResult:
     except ValueError:
         usable = False
     if not usable:
-        raise DataError(f"{_shown(url)} is refused: only http and https URLs are fetched")
+        raise DataError(f"{shown_url(url)} is refused: only http and https URLs are fetched")
     return parts
 
 

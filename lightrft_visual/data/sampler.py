@@ -58,8 +58,12 @@ class PromptSampler:
 
     def next_batch(self) -> list[int]:
         """The next batch_size indices, for all ranks together."""
-        batch = [self._at(place) for place in range(self.consumed, self.consumed + self.batch_size)]
-        self.consumed += self.batch_size
+        return self.take(self.batch_size)
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` indices of the stream."""
+        batch = [self._at(place) for place in range(self.consumed, self.consumed + count)]
+        self.consumed += count
         self._forget_before(self.consumed // self.epoch_length)
         return batch
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
-from collections.abc import Callable, Mapping
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol
-
-import pyarrow
-import pyarrow.parquet
+from typing import Any, BinaryIO, Protocol
 
 from ..errors import DataError
+from .arrow import FolderSource, ParquetSource
+from .bounds import MAX_ROW_BYTES, check_whole_file
 
 
 class RowSource(Protocol):
@@ -24,7 +27,8 @@ class RowSource(Protocol):
 
     def __getitem__(self, row: int) -> Mapping[str, Any]: ...
 
-    def name(self, row: int) -> str: ...
+    def name(self, row: int) -> str:
+        """The row for messages: "file:line" or "file:row n"."""
 
 
 class JsonlSource:
@@ -32,28 +36,49 @@ class JsonlSource:
 
     def __init__(self, path: Path) -> None:
         self.path, self.folder = path, path.parent
-        self._places: list[tuple[int, int]] = []  # line number, byte offset
-        offset = 0
+        self._lines, self._offsets = array("q"), array("q")
         with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, (offset, line) in enumerate(_bounded_lines(file), start=1):
                 if line.strip():
-                    self._places.append((number, offset))
-                offset += len(line)
+                    self._lines.append(number)
+                    self._offsets.append(offset)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._lines)
 
     def name(self, row: int) -> str:
-        return f"{self.path}:{self._places[row][0]}"
+        """ "file:line", lines counted from 1."""
+        return f"{self.path}:{self._lines[row]}"
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
         with open(self.path, "rb") as file:
-            file.seek(self._places[row][1])
-            line = file.readline()
-        try:
-            return json.loads(line)
-        except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
-            raise DataError(f"{self.name(row)}: not valid JSON: {error}") from None
+            file.seek(self._offsets[row])
+            line = file.readline(MAX_ROW_BYTES + 1)
+        if len(line) > MAX_ROW_BYTES:
+            raise DataError(f"{self.name(row)}: the line is longer than {MAX_ROW_BYTES} bytes", "row too large")
+        return parse_json(line, self.name(row))
+
+
+def _bounded_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """(byte offset, line) of each line, of an overlong one only the first part: no line can fill the memory."""
+    offset = 0
+    while line := file.readline(MAX_ROW_BYTES):
+        yield offset, line
+        offset += len(line)
+        while not line.endswith(b"\n") and (line := file.readline(MAX_ROW_BYTES)):
+            offset += len(line)
+
+
+def parse_json(text: bytes | str, name: str, advice: str = "") -> Any:
+    """The value of a JSON text from outside. Raises DataError that starts with `name`."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise DataError(f"{name}: JSON nested too deep", "nested too deep") from None
+    except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
+        if "integer string conversion" in str(error):
+            raise DataError(f"{name}: an integer of more than 4300 digits", "number too long") from None
+        raise DataError(f"{name}: not valid JSON: {error}{advice}", "not JSON") from None
 
 
 class JsonSource:
@@ -61,10 +86,8 @@ class JsonSource:
 
     def __init__(self, path: Path) -> None:
         self.path, self.folder = path, path.parent
-        try:
-            rows = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise DataError(f"{path}: not valid JSON: {error} (one object a line is .jsonl)") from None
+        check_whole_file(path, "write it as .jsonl, one object a line, which is read row by row")
+        rows = parse_json(path.read_bytes(), str(path), " (one object a line is .jsonl)")
         if not isinstance(rows, list):
             raise DataError(f"{path}: expected a list of rows, found {type(rows).__name__}")
         self._rows = rows
@@ -73,6 +96,7 @@ class JsonSource:
         return len(self._rows)
 
     def name(self, row: int) -> str:
+        """ "file:row n", rows counted from 0."""
         return f"{self.path}:row {row}"
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
@@ -80,63 +104,64 @@ class JsonSource:
 
 
 class CsvSource(JsonSource):
-    """A CSV file with a header, such as a metadata.csv; all values are text."""
+    """A CSV file with a header, such as a metadata.csv; all values are text, an empty cell is None."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.folder = path, path.parent
+        limit = csv.field_size_limit(MAX_ROW_BYTES)  # a cell may hold an image as base64
         try:
-            with open(path, newline="", encoding="utf-8") as file:
-                self._rows = list(csv.DictReader(file, strict=True))
-        except (csv.Error, UnicodeDecodeError) as error:
+            self._header, self._rows = _read_csv(_read_text(path))
+        except csv.Error as error:
             raise DataError(f"{path}: not valid CSV: {error}") from None
+        finally:
+            csv.field_size_limit(limit)
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
-        values = self._rows[row]
-        extra = values.get(None)  # where DictReader puts the fields that no column of the header names
+        cells = self._rows[row]
+        if isinstance(cells, csv.Error):
+            raise DataError(f"{self.name(row)}: not valid CSV: {cells}", "not CSV")
+        extra = cells[len(self._header) :]
         if extra:
-            raise DataError(f"{self.name(row)}: {len(extra)} more field(s) than the header: {extra}")
-        return values
+            raise DataError(f"{self.name(row)}: {len(extra)} more field(s) than the header: {extra}", "not CSV")
+        return dict(zip_longest(self._header, (cell or None for cell in cells)))
+
+
+def _read_text(path: Path) -> str:
+    """The text of a file, without a byte order mark; bytes that are not UTF-8 are found when their row is checked."""
+    check_whole_file(path, "write it as .jsonl, which is read row by row")
+    return path.read_bytes().decode("utf-8-sig", errors="surrogateescape")
+
+
+def _read_csv(text: str) -> tuple[list[str], list[list[str] | csv.Error]]:
+    """Column names and rows; for a row that cannot be read the error. csv.Error for a header that cannot be used."""
+    first = next(csv.reader(io.StringIO(text, newline=""), strict=True), [])
+    # Who writes `prompt, reference` writes its cells with a space as well.
+    spaced = any(name.startswith(" ") for name in first[1:])
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=spaced)
+    header = [name.strip() or f"unnamed_{place}" for place, name in enumerate(next(reader, []))]
+    repeated = [name for name, count in Counter(header).items() if count > 1]
+    if repeated:
+        raise csv.Error(f"the header names column(s) {', '.join(repeated)} more than once")
+    rows: list[list[str] | csv.Error] = []
+    while True:
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            rows.append(error)
+            continue
+        if cells is None:
+            return header, rows
+        if cells:
+            rows.append(cells)
 
 
 class TextSource(JsonSource):
-    """A text file with one prompt a line; blank lines skip."""
+    """A text file with one prompt a line; blank lines skip. Other signs that can end a line are part of the prompt."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.folder = path, path.parent
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}: not UTF-8 text: {error}") from None
+        lines = _read_text(path).split("\n")
         self._rows = [{"prompt": line.strip()} for line in lines if line.strip()]
-
-
-class ArrowSource:
-    """Rows of an Arrow table or Hugging Face data set in their stored form: images stay {"bytes", "path"}."""
-
-    def __init__(self, path: Path, table: Any, folder: Path) -> None:
-        self.path, self.folder, self._table = path, folder, table
-
-    @classmethod
-    def from_parquet(cls, path: Path) -> ArrowSource:
-        try:
-            return cls(path, pyarrow.parquet.read_table(path, memory_map=True), path.parent)
-        except pyarrow.ArrowInvalid as error:
-            raise DataError(f"{path}: not a parquet file: {error}") from None
-
-    @classmethod
-    def from_folder(cls, path: Path, split: str) -> ArrowSource:
-        return cls(path, _load_folder(path, split).with_format("arrow"), path)
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def name(self, row: int) -> str:
-        return f"{self.path}:row {row}"
-
-    def __getitem__(self, row: int) -> Mapping[str, Any]:
-        if isinstance(self._table, pyarrow.Table):
-            return self._table.slice(row, 1).to_pylist()[0]
-        return self._table[row : row + 1].to_pylist()[0]
 
 
 READERS: dict[str, Callable[[Path], RowSource]] = {
@@ -144,7 +169,7 @@ READERS: dict[str, Callable[[Path], RowSource]] = {
     ".json": JsonSource,
     ".csv": CsvSource,
     ".txt": TextSource,
-    ".parquet": ArrowSource.from_parquet,
+    ".parquet": ParquetSource,
 }
 
 
@@ -157,10 +182,15 @@ def open_source(path: str | Path, split: str) -> RowSource:
     if not path.exists():
         raise DataError(f"data set not found: {path}{_hub_advice(str(path))}")
     if path.is_dir():
-        return ArrowSource.from_folder(path, split)
+        return FolderSource(path, split)
     if path.suffix not in READERS:
         raise DataError(f"{path}: unknown kind of data file; known: {', '.join(READERS)}, or a data set folder")
-    return READERS[path.suffix](path)
+    if not path.is_file():
+        raise DataError(f"not a regular file: {path}")
+    try:
+        return READERS[path.suffix](path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def _hub_advice(name: str) -> str:
@@ -172,19 +202,3 @@ def _hub_advice(name: str) -> str:
         "; data sets are not fetched from the hub. If that is a hub name, save it as a folder first, and name the "
         f"folder: python -c \"import datasets; datasets.load_dataset('{name}').save_to_disk('{folder}')\""
     )
-
-
-def _load_folder(path: Path, split: str) -> Any:
-    """A folder of save_to_disk, or one of data files that `datasets` understands."""
-    import datasets  # slow to import, and needed for folders alone
-
-    saved = any((path / name).exists() for name in ("dataset_dict.json", "state.json"))
-    try:
-        found = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
-    except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
-        raise DataError(f"{path}: not a data set folder: {error}") from error
-    if isinstance(found, datasets.Dataset):
-        return found
-    if split not in found:
-        raise DataError(f"{path}: no split {split!r}; it has: {', '.join(found)}")
-    return found[split]

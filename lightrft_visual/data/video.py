@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +21,26 @@ from qwen_vl_utils import smart_resize
 from qwen_vl_utils.vision_process import smart_nframes
 
 from ..errors import DataError
-from .media import describe_source, is_remote, load_image, read_source
+from .media import check_aspect_ratio, describe_source, image_size, is_remote, load_image, read_source
 
 MAX_FRAMES = 768
 MAX_FRAME_PIXELS = 768 * 28 * 28
+MAX_VIDEO_PIXELS = 128_000 * 28 * 28  # of all kept frames together: 300 MB
 MAX_DECODED_FRAMES = 200_000  # about two hours at 25 frames a second
-_OPTIONS = (
-    "fps", "nframes", "min_frames", "max_frames", "max_pixels", "resized_height", "resized_width", "sample_fps",
-)  # fmt: skip
+MAX_DECODED_PIXELS = 400_000_000_000  # about two hours of 1920x1080
+MAX_LISTED_PIXELS = 4_000_000_000  # of all frames of a list before they shrink: each is an image file of its own
+_MIN_SIDE = 28
+# What each option may be: (whole number, smallest, largest). Checked before a frame is decoded.
+_OPTIONS: dict[str, tuple[bool, float, float]] = {
+    "fps": (False, 1e-3, 1000.0),
+    "nframes": (True, 2, MAX_FRAMES),
+    "min_frames": (True, 2, MAX_FRAMES),
+    "max_frames": (True, 2, MAX_FRAMES),
+    "max_pixels": (True, _MIN_SIDE**2, 50_000_000),
+    "resized_height": (True, _MIN_SIDE, 8192),
+    "resized_width": (True, _MIN_SIDE, 8192),
+    "sample_fps": (False, 1e-3, 1000.0),
+}
 # Playlists and concatenations name further files and URLs; everything else is refused by not being listed.
 _CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpeg", "mpegts", "gif", "flv", "ogg", "asf", "h264", "hevc")
 
@@ -58,28 +70,37 @@ def load_video(
     try:
         if isinstance(source, (np.ndarray, torch.Tensor)):
             return _from_array(source, options, name)
-        if isinstance(source, Sequence) and not isinstance(source, (str, bytes, bytearray)):
-            frames = [load_image(f, root=root, allow_remote=allow_remote, max_pixels=max_pixels) for f in source]
-            return _from_frames(frames, options, name)
+        if _is_frame_list(source):
+            return _from_list(source, options, root=root, allow_remote=allow_remote, max_pixels=max_pixels)
         content = read_source(source, root=root, allow_remote=allow_remote)
         return _decode(content, options, name, max_pixels)
     except ValueError as error:  # also DataError of a frame, which gains the video's name
-        raise DataError(f"video {name}: {error}") from error
+        raise DataError(f"video {name}: {error}", getattr(error, "cause", None) or "video damaged") from error
 
 
-def check_video(source: Any, *, root: str | os.PathLike | None = None, allow_remote: bool = False) -> None:
-    """The cheap part of load_video, for validation at start: files exist, frame lists are not empty."""
-    source, _ = _split_options(source)
+def check_video(
+    source: Any, *, root: str | os.PathLike | None = None, allow_remote: bool = False, max_pixels: int = 50_000_000
+) -> None:
+    """The cheap part of load_video, for validation at start: options, files, and the headers of listed frames."""
+    source, options = _split_options(source)
     if isinstance(source, (Video, np.ndarray, torch.Tensor)):
         return
-    if isinstance(source, Sequence) and not isinstance(source, (str, bytes, bytearray)):
-        if not source:
-            raise DataError("a video without frames")
-        for frame in source:
-            if not isinstance(frame, Image.Image) and not (allow_remote and is_remote(frame)):
-                read_source(frame, root=root, allow_remote=allow_remote)
+    if _is_frame_list(source):
+        known = [frame for frame in source if not (allow_remote and is_remote(frame))]
+        sizes = [image_size(f, root=root, allow_remote=allow_remote, max_pixels=max_pixels) for f in known]
+        _check_frames(len(source), sizes, options)
     elif not (allow_remote and is_remote(source)):
         read_source(source, root=root, allow_remote=allow_remote)
+
+
+def is_remote_video(source: Any) -> bool:
+    """Whether reading this source would open a network connection."""
+    source, _ = _split_options(source)
+    return any(map(is_remote, source)) if _is_frame_list(source) else is_remote(source)
+
+
+def _is_frame_list(source: Any) -> bool:
+    return isinstance(source, Sequence) and not isinstance(source, (str, bytes, bytearray, Video))
 
 
 def _describe_video(source: Any) -> str:
@@ -91,30 +112,71 @@ def _describe_video(source: Any) -> str:
 def _split_options(source: Any) -> tuple[Any, dict[str, Any]]:
     if isinstance(source, Mapping) and "video" in source:
         options = {key: value for key, value in source.items() if key not in ("video", "type") and value is not None}
-        unknown = sorted(set(options) - set(_OPTIONS))
+        unknown = sorted(map(str, set(options) - set(_OPTIONS)))
         if unknown:
-            raise DataError(f"unknown video option(s) {', '.join(unknown)}; known: {', '.join(_OPTIONS)}")
-        return source["video"], options
+            known = ", ".join(_OPTIONS)
+            raise DataError(f"unknown video option(s) {', '.join(unknown)}; known: {known}", "video options")
+        _check_combination(options)
+        return source["video"], {key: _option(key, value) for key, value in options.items()}
     return source, {}
+
+
+def _check_combination(options: Mapping[str, Any]) -> None:
+    if "fps" in options and "nframes" in options:
+        raise DataError("video options fps and nframes exclude each other", "video options")
+    if ("resized_height" in options) != ("resized_width" in options):
+        raise DataError("video options resized_height and resized_width need each other", "video options")
+
+
+def _option(key: str, value: Any) -> float:
+    """An option of a row as a number within its bounds. Whole numbers may come as 4.0, as JSON and Arrow write them."""
+    whole, smallest, largest = _OPTIONS[key]
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and smallest <= value <= largest
+    if not fits or (whole and value != int(value)):
+        kind = "a whole number" if whole else "a number"
+        shown = ascii(value)[:40]
+        raise DataError(f"video option {key} is {shown}; it must be {kind} from {smallest:g} to {largest:g}",
+                        "video options")  # fmt: skip
+    return int(value) if whole else float(value)
+
+
+def _check_frames(count: int, sizes: list[tuple[int, int]], options: Mapping[str, float]) -> None:
+    """Bounds of a list of frames. sizes: (width, height) of those whose headers are at hand. Raises DataError."""
+    if count == 0:
+        raise DataError("a video without frames", "video options")
+    if count > MAX_FRAMES:
+        raise DataError(f"{count} frames are above the limit of {MAX_FRAMES}", "video too large")
+    if len(set(sizes)) > 1:
+        raise DataError("its frames differ in size", "video options")
+    if sum(width * height for width, height in sizes) > MAX_LISTED_PIXELS:
+        width, height = sizes[0]
+        raise DataError(f"{count} frames of {width}x{height} pixels are too many; shrink them", "video too large")
+    _frame_limit(count, options)
 
 
 def _from_array(array: np.ndarray | torch.Tensor, options: dict[str, Any], name: str) -> Video:
     frames = np.asarray(array)
-    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or frames.shape[0] < 1:
-        raise DataError(f"expected a uint8 array [T, H, W, 3], got {frames.dtype} {frames.shape}")
-    return _from_frames([Image.fromarray(frame) for frame in frames], options, name)
+    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or frames.size == 0:
+        raise DataError(f"expected a uint8 array [T, H, W, 3], got {frames.dtype} {frames.shape}", "video options")
+    return _from_list([Image.fromarray(frame) for frame in frames[: MAX_FRAMES + 1]], options)
 
 
-def _from_frames(frames: list[Image.Image], options: dict[str, Any], name: str) -> Video:
-    if not frames:
-        raise DataError("a video without frames")
-    if len({frame.size for frame in frames}) > 1:
-        raise DataError("its frames differ in size")
-    if len(frames) > MAX_FRAMES:
-        raise DataError(f"{len(frames)} frames are above the limit of {MAX_FRAMES}")
-    fps = float(options.get("sample_fps", 2.0))
-    pixels = np.stack([np.asarray(_bound_frame(frame, options)) for frame in frames])
-    return Video(pixels, _metadata(list(range(len(frames))), len(frames), fps, "frames"))
+def _from_list(source: Sequence[Any], options: dict[str, Any], **reading: Any) -> Video:
+    """Frames from images. They are decoded and shrunk one by one, after all headers were looked at."""
+    if len(source) <= MAX_FRAMES:
+        # What lies elsewhere is fetched once, for its header and its pixels.
+        source = [_fetched(frame, reading) for frame in source]
+    sizes = [image_size(frame, **reading) for frame in source[:MAX_FRAMES]]
+    _check_frames(len(source), sizes, options)
+    limit, fps = _frame_limit(len(source), options), options.get("sample_fps", 2.0)
+    frames = [np.asarray(_bound_frame(load_image(frame, **reading), options, limit)) for frame in source]
+    return Video(np.stack(frames), _metadata(list(range(len(frames))), len(frames), fps, "frames"))
+
+
+def _fetched(frame: Any, reading: Mapping[str, Any]) -> Any:
+    if not is_remote(frame):
+        return frame
+    return read_source(frame, root=reading.get("root"), allow_remote=reading.get("allow_remote", False))
 
 
 def _metadata(indices: list[int], total: int, fps: float, backend: str) -> dict[str, Any]:
@@ -128,9 +190,23 @@ def _metadata(indices: list[int], total: int, fps: float, backend: str) -> dict[
     }
 
 
-def _bound_frame(frame: Image.Image, options: dict[str, Any]) -> Image.Image:
-    """Shrink a frame above the limit; the final size is the model's video processor's choice."""
-    limit = int(options.get("max_pixels", MAX_FRAME_PIXELS))
+def _frame_limit(count: int, options: Mapping[str, float]) -> int:
+    """Pixels that each of `count` kept frames may have. Raises DataError for a chosen size that is too much."""
+    limit = min(int(options.get("max_pixels", MAX_FRAME_PIXELS)), MAX_VIDEO_PIXELS // count)
+    if "resized_height" in options and "resized_width" in options:
+        height, width = int(options["resized_height"]), int(options["resized_width"])
+        check_aspect_ratio((width, height), "resized_height, resized_width: a frame")
+        if width * height * count > MAX_VIDEO_PIXELS:
+            raise DataError(
+                f"{count} frames of resized_height {height} and resized_width {width} have more than "
+                f"{MAX_VIDEO_PIXELS} pixels together",
+                "video too large",
+            )
+    return limit
+
+
+def _bound_frame(frame: Image.Image, options: Mapping[str, float], limit: int) -> Image.Image:
+    """Shrink a frame of more than `limit` pixels; the final size is the model's video processor's choice."""
     if "resized_height" in options and "resized_width" in options:
         height, width = int(options["resized_height"]), int(options["resized_width"])
     elif frame.width * frame.height > limit:
@@ -158,18 +234,31 @@ def _decode_container(container: Any, options: dict[str, Any], name: str, max_pi
     if not container.streams.video:
         raise DataError("the file holds no video stream")
     stream = container.streams.video[0]
-    if stream.width * stream.height > max_pixels:
-        raise DataError(f"frames of {stream.width}x{stream.height} pixels are above max_image_pixels = {max_pixels}")
+    size, shown = stream.width * stream.height, f"{stream.width}x{stream.height}"
+    if size < 1:
+        raise DataError("its frames have no size")
+    if size > max_pixels:
+        raise DataError(f"frames of {shown} pixels are above max_image_pixels = {max_pixels}", "video too large")
+    check_aspect_ratio((stream.width, stream.height), "a frame")
     total, fps = _count_frames(container, stream), float(stream.average_rate or 0)
     if fps <= 0:
         raise DataError("its frame rate is unknown")
     if total > MAX_DECODED_FRAMES:
-        raise DataError(f"{total} frames are above the limit of {MAX_DECODED_FRAMES}")
+        raise DataError(f"{total} frames are above the limit of {MAX_DECODED_FRAMES}", "video too large")
+    if total * size > MAX_DECODED_PIXELS:
+        raise DataError(f"{total} frames of {shown} pixels are too much to decode", "video too large")
     sampling = {key: options[key] for key in ("fps", "nframes", "min_frames", "max_frames") if key in options}
     sampling.setdefault("max_frames", min(MAX_FRAMES, total))
     count = smart_nframes(sampling, total_frames=total, video_fps=fps)
     indices = torch.linspace(0, total - 1, count).round().long().tolist()
-    frames = _pick_frames(container, stream, indices, options)
+    limit = _frame_limit(count, options)
+
+    def kept(frame: Any) -> np.ndarray:
+        if frame.width * frame.height > max_pixels:  # whatever the header says
+            raise DataError(f"a frame of {frame.width}x{frame.height} pixels, unlike its header", "video too large")
+        return np.asarray(_bound_frame(frame.to_image(), options, limit))
+
+    frames = _pick_frames(container, stream, indices, kept)
     return Video(np.stack(frames), _metadata(indices, total, fps, "pyav"))
 
 
@@ -182,12 +271,14 @@ def _count_frames(container: Any, stream: Any) -> int:
     return packets
 
 
-def _pick_frames(container: Any, stream: Any, indices: list[int], options: dict[str, Any]) -> list[np.ndarray]:
+def _pick_frames(
+    container: Any, stream: Any, indices: list[int], kept: Callable[[Any], np.ndarray]
+) -> list[np.ndarray]:
     """Decode in order, keeping the frames at `indices` (ascending, possibly repeated)."""
     frames: list[np.ndarray] = []
     for place, frame in enumerate(container.decode(stream)):
         while len(frames) < len(indices) and indices[len(frames)] == place:
-            frames.append(np.asarray(_bound_frame(frame.to_image(), options)))
+            frames.append(kept(frame))
         if len(frames) == len(indices):
             return frames
     raise DataError(f"it ends before frame {indices[len(frames)]}, which its header promises")

@@ -11,6 +11,8 @@ from lightrft_visual.config.diffusion import DiffusionDataConfig
 from lightrft_visual.data.drawing_prompts import DrawPrompts
 from lightrft_visual.errors import ConfigError, DataError
 
+SKIP = DiffusionDataConfig(on_bad_row="skip", max_bad_share=0.9)
+
 
 def prompts(tmp_path, *rows, **settings) -> list:
     path = tmp_path / "prompts.jsonl"
@@ -47,10 +49,10 @@ def test_bad_rows_are_refused_with_the_way_out_or_skipped_and_counted(tmp_path):
         prompts(tmp_path, *rows)
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps(rows))
-    kept = DrawPrompts(str(path), "train", 100, DiffusionDataConfig(on_bad_row="skip"), False)
-    assert [row.prompt for row in kept] == ["a cat", "a dog"] and kept.skipped["bad row"] == 4
+    kept = DrawPrompts(str(path), "train", 100, SKIP, False)
+    assert [row.prompt for row in kept] == ["a cat", "a dog"] and kept.bad.causes == {"row form": 2, "prompt form": 2}
     assert [row.source for row in kept.rows] == [f"{path}:row 0", f"{path}:row 5"]
-    assert len(DrawPrompts(str(path), "train", 1, DiffusionDataConfig(on_bad_row="skip"), False)) == 1
+    assert len(DrawPrompts(str(path), "train", 1, SKIP, False)) == 1
 
 
 def test_broken_first_frames_are_skipped_and_good_ones_decoded(tmp_path):
@@ -58,11 +60,35 @@ def test_broken_first_frames_are_skipped_and_good_ones_decoded(tmp_path):
     (tmp_path / "broken.png").write_bytes(b"no picture")
     path = tmp_path / "metadata.csv"
     path.write_text("prompt,input_image\na,good.png\nb,broken.png\nc,missing.png\nd,\n")
-    kept = DrawPrompts(str(path), "train", 100, DiffusionDataConfig(on_bad_row="skip"), True)
-    assert kept.skipped["bad row"] == 3 and kept[0].images[0].size == (8, 6)
+    kept = DrawPrompts(str(path), "train", 100, SKIP, True)
+    assert kept.bad.causes == {"not an image": 1, "file missing": 1, "media missing": 1}
+    assert kept[0].images[0].size == (8, 6)
     assert kept.rows[0].metadata == {"input_image": str(tmp_path / "good.png")}
     with pytest.raises(DataError, match=r"metadata.csv:row 1: .*broken.png"):
         DrawPrompts(str(path), "train", 100, DiffusionDataConfig(), True)
+
+
+def test_first_frames_that_only_decoding_shows_to_be_broken_are_found_at_the_start(tmp_path):
+    Image.effect_noise((64, 64), 9).save(tmp_path / "whole.jpg")
+    (tmp_path / "cut.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:-500])
+    path = tmp_path / "metadata.csv"
+    path.write_text("prompt,input_image\na,whole.jpg\nb,cut.jpg\n")
+    with pytest.raises(DataError, match=r"metadata.csv:row 1: .*cut.jpg is damaged"):
+        DrawPrompts(str(path), "train", 100, DiffusionDataConfig(), True)
+    kept = DrawPrompts(str(path), "train", 100, SKIP, True)
+    assert [row.prompt for row in kept] == ["a"] and kept.bad.causes == {"image damaged": 1}
+
+
+def test_too_large_a_share_of_bad_rows_ends_the_run(tmp_path):
+    with pytest.raises(DataError, match=r"1 of 3 rows left out \(33.3%\): 1 x text not Unicode; .*bad_share"):
+        prompts(tmp_path, {"prompt": "a"}, {"prompt": "\ud800"}, {"prompt": "b"}, on_bad_row="skip")
+
+
+def test_labels_and_columns_of_all_rows_are_known(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a", "label": "x"}\n{"prompt": "b", "text": "B"}\n')
+    read = DrawPrompts(str(path), "train", 100, DiffusionDataConfig(), False)
+    assert read.labels == {"x", None} and read.columns == {"text"}
 
 
 def test_a_file_without_a_good_row_and_an_unknown_policy(tmp_path):

@@ -104,10 +104,13 @@ def png_header(width, height):
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image of a known format"),
         (encode(Image.new("RGB", (64, 64)))[:60], "damaged"),
         (encode(Image.effect_noise((64, 64), 9), "JPEG")[:-500], "damaged"),
-        (encode(Image.new("L", (4, 4)), "GIF", save_all=True, append_images=[Image.new("L", (4, 4), 9)]), "2 frames"),
+        (
+            encode(Image.new("L", (4, 4)), "GIF", save_all=True, append_images=[Image.new("L", (4, 4), 9)]),
+            "more than one frame",
+        ),
         (encode(Image.new("F", (4, 4)), "TIFF"), "floating-point"),
         (png_header(0, 5), "empty|damaged|known format"),
-        ({"other": 1}, "no bytes, path or url"),
+        ({"other": 1}, "no bytes, path, url or image"),
         (12, "a int is no path"),
         ("http://example.com/x.png", "allow_remote"),
         ("a\0b.png", "file not found"),
@@ -186,3 +189,20 @@ def test_media_to_video_array_clamps_and_rounds():
 def test_media_to_video_array_refuses_anything_else(media):
     with pytest.raises(ValueError):
         media_to_video_array(media)
+
+
+@pytest.mark.parametrize("size", [(1, 201), (402, 2)])
+def test_an_aspect_ratio_that_no_image_processor_takes_is_found_in_the_header(size):
+    for read in (load_image, image_size):
+        with pytest.raises(DataError, match=f"{size[0]}x{size[1]} pixels: one side is more than 200 times"):
+            read(encode(Image.new("RGB", size), "PNG"))
+    assert image_size(encode(Image.new("RGB", (200, 1)), "PNG")) == (200, 1)
+
+
+def test_verls_mapping_is_a_source(tmp_path):
+    Image.new("RGB", (5, 4)).save(tmp_path / "a.png")
+    assert resolve_source({"image": "a.png"}, tmp_path) == {"image": str(tmp_path / "a.png")}
+    for source in ({"image": "a.png"}, {"image": (tmp_path / "a.png").read_bytes()}):
+        assert load_image(source, root=tmp_path).size == (5, 4)
+    with pytest.raises(DataError, match="max_pixels of its own; sizes are set by --max_pixels"):
+        load_image({"image": "a.png", "max_pixels": 784}, root=tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from functools import reduce
 
 import datasets
 import pyarrow
@@ -12,8 +13,12 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+import lightrft_visual.data.prompts as prompts_module
 from lightrft_visual.config.vl import DataConfig, RolloutConfig, mixing_probabilities
-from lightrft_visual.data.prompts import PromptDataset, PromptRow, render_prompt
+from lightrft_visual.data.bad_rows import BadRow, cause_of, list_bad_rows
+from lightrft_visual.data.media import image_size
+from lightrft_visual.data.prompts import PromptDataset, PromptRow, RowChecks, render_prompt
+from lightrft_visual.data.rows import parse_row
 from lightrft_visual.embedded.questions import build_embedded_task, vocabulary_texts
 from lightrft_visual.embedded.tiny_vlm import build_processor, build_tokenizer
 from lightrft_visual.errors import ConfigError, DataError
@@ -51,8 +56,19 @@ def write_jsonl(path, rows):
     return str(path)
 
 
-def open_rows(spec, split="train", max_rows=10**6, **settings):
-    return PromptDataset(str(spec), DataConfig(**settings), split=split, max_rows=max_rows)
+def open_rows(spec, split="train", max_rows=10**6, checks=None, **settings):
+    """A share of bad rows that fits files of a few rows; the limit has tests of its own."""
+    settings.setdefault("max_bad_share", 0.9)
+    return PromptDataset(str(spec), DataConfig(**settings), split=split, max_rows=max_rows, checks=checks)
+
+
+def lengths(dataset, processor):
+    """Tokens of each row as the check at the start counts them."""
+    sizes = [[image_size(image) for image in row.images] for row in dataset]
+    checked = PromptDataset(
+        dataset.bad.name, dataset.config, split="train", max_rows=10**6, checks=RowChecks(None, processor, 10**6)
+    )
+    return checked._lengths([checked._found(row, own) for row, own in zip(dataset, sizes)])
 
 
 def content(dataset):
@@ -112,32 +128,47 @@ def test_max_rows_counts_good_rows_of_each_file(folder, jsonl):
     rows = [{"prompt": ""}, *ROWS, {"nothing": 1}]
     mixed = write_jsonl(folder / "mixed.jsonl", rows)
     dataset = open_rows(f"{mixed},{jsonl}", max_rows=2, on_bad_row="skip")
-    assert dataset.sizes == [2, 2] and dataset.skipped == {"bad row": 1}
+    assert dataset.sizes == [2, 2] and dataset.bad.causes == {"prompt form": 1}
 
 
 def bad_rows(folder):
     (folder / "broken.png").write_bytes(b"not a picture")
+    Image.new("RGB", (1, 300)).save(folder / "thin.png")
     return {
-        "missing image": ({"prompt": "q", "images": ["gone.png"]}, f"file not found: {folder / 'gone.png'}"),
-        "broken image": ({"prompt": "q", "images": ["broken.png"]}, f"{folder / 'broken.png'} is not an image"),
-        "missing column": ({"question": "q"}, "no column 'prompt'"),
-        "counts": ({"prompt": "<image>", "images": []}, "1 image placeholder"),
-        "remote": ({"prompt": "q", "images": ["http://host/a.png"]}, "allow_remote"),
-        "video": ({"prompt": "q", "videos": ["gone.mp4"]}, "gone.mp4"),
+        "file missing": ({"prompt": "q", "images": ["gone.png"]}, f"file not found: {folder / 'gone.png'}"),
+        "not an image": ({"prompt": "q", "images": ["broken.png"]}, f"{folder / 'broken.png'} is not an image"),
+        "column missing": ({"text": "q"}, "no column 'prompt'"),
+        "placeholders": ({"prompt": "<image>", "images": []}, "1 image placeholder"),
+        "not fetched": ({"prompt": "q", "images": ["http://host/a.png"]}, "allow_remote"),
+        "video options": ({"prompt": "q", "videos": [{"video": ["a.png"] * 2, "sample_fps": 0}]}, "sample_fps is 0"),
+        "video too large": (
+            {"prompt": "q", "videos": [{"video": ["a.png"] * 99, "resized_height": 8000, "resized_width": 8000}]},
+            "pixels together",
+        ),
+        "image aspect ratio": ({"prompt": "q", "images": ["thin.png"]}, "one side is more than 200 times the other"),
+        "text not Unicode": ({"prompt": "q \ud800"}, "not valid Unicode"),
+        "nested too deep": ({"prompt": "q", "extra": reduce(lambda inner, _: [inner], range(99), 1)}, "nested deeper"),
+        "number too long": ({"prompt": "q", "reference": 10**4000}, "more than 300 digits"),
     }
 
 
-@pytest.mark.parametrize("case", ["missing image", "broken image", "missing column", "counts", "remote", "video"])
-def test_a_bad_row_stops_the_start_naming_file_row_and_path_or_is_counted(folder, case, caplog):
-    bad, message = bad_rows(folder)[case]
+CAUSES = [
+    "file missing", "not an image", "column missing", "placeholders", "not fetched", "video options", "video too large",
+    "image aspect ratio", "text not Unicode", "nested too deep", "number too long",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_bad_row_stops_the_start_naming_file_row_and_path_or_is_counted(folder, cause, caplog):
+    bad, message = bad_rows(folder)[cause]
     path = write_jsonl(folder / "rows.jsonl", [ROWS[0], bad, ROWS[2]])
     with pytest.raises(DataError) as caught:
         open_rows(path)
     assert str(caught.value).startswith(f"{path}:3: ") and message in str(caught.value)
     with caplog.at_level(logging.WARNING):
         dataset = open_rows(path, on_bad_row="skip")
-    assert [row.reference for row in dataset] == ["red", "3"] and dataset.skipped == {"bad row": 1}
-    assert message in caplog.text and "1 row(s) skipped as bad row, 2 left" in caplog.text
+    assert [row.reference for row in dataset] == ["red", "3"] and dataset.bad.causes == {cause: 1}
+    assert message in caplog.text and f"1 of 3 rows left out (33.3%): 1 x {cause}" in caplog.text
 
 
 def test_malformed_json_names_its_line(folder):
@@ -146,6 +177,19 @@ def test_malformed_json_names_its_line(folder):
     with pytest.raises(DataError, match=r"rows.jsonl:2: not valid JSON"):
         open_rows(path)
     assert len(open_rows(path, on_bad_row="skip")) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [("[" * 10**5, "nested too deep"), ('{"prompt": ' + "9" * 5000 + "}", "number too long"), ("\xff", "not JSON")],
+)
+def test_lines_that_the_json_reader_refuses_are_bad_rows(folder, line, cause):
+    path = folder / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "q"}\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(DataError, match=r"rows.jsonl:2: "):
+        open_rows(path)
+    dataset = open_rows(path, on_bad_row="skip")
+    assert len(dataset) == 1 and dataset.bad.causes == {cause: 1}
 
 
 def test_limits_on_pixels_apply_at_start(jsonl):
@@ -209,28 +253,28 @@ def test_without_chat_template(jsonl):
     assert render_prompt(PromptRow("as it stands <image>"), bare, raw) == "as it stands <image>"
 
 
-def test_lengths_count_expanded_images_without_decoding(folder, jsonl, tokenizer, processor):
+def test_lengths_count_expanded_images_without_decoding(folder, jsonl, tokenizer, processor, monkeypatch):
     dataset = open_rows(jsonl)
     prompts = [render_prompt(row, processor, dataset.config) for row in dataset]
     exact = MultimodalDataProcessor(tokenizer, processor, 10**6).process_multimodal_batch(
         prompts, [row.images for row in dataset]
     )
-    assert list(dataset._lengths(list(dataset), processor)) == [len(ids) for ids in exact.all_prompt_token_ids]
+    monkeypatch.setattr(prompts_module, "load_image", None)
+    assert lengths(dataset, processor) == [len(ids) for ids in exact.all_prompt_token_ids]
 
 
 def test_long_prompts_are_refused_or_skipped_never_cut(folder, jsonl, processor, caplog):
-    lengths = list(open_rows(jsonl)._lengths(list(open_rows(jsonl)), processor))
-    assert max(lengths) == lengths[1]
-    open_rows(jsonl).check_lengths(processor, lengths[1])
-    with pytest.raises(DataError, match=rf"rows.jsonl:3: the prompt has {lengths[1]} tokens, above prompt_max_len"):
-        open_rows(jsonl).check_lengths(processor, lengths[1] - 1)
-    dataset = open_rows(jsonl, on_long_prompt="skip")
-    dataset.check_lengths(processor, lengths[1] - 1)
-    assert [row.reference for row in dataset] == ["red", "3"] and dataset.skipped == {"long prompt": 1}
+    counts = lengths(open_rows(jsonl), processor)
+    assert max(counts) == counts[1]
+    assert len(open_rows(jsonl, checks=RowChecks(None, processor, counts[1]))) == 3
+    short = RowChecks(None, processor, counts[1] - 1)
+    with pytest.raises(DataError, match=rf"jsonl:3: the prompt has {counts[1]} tokens, .*--on_long_prompt skip"):
+        open_rows(jsonl, checks=short, on_bad_row="skip")
+    dataset = open_rows(jsonl, checks=short, on_long_prompt="skip")
+    assert [row.reference for row in dataset] == ["red", "3"] and dataset.bad.causes == {"long prompt": 1}
     assert [row.index for row in dataset] == [0, 1]
-    dataset.check_lengths(processor, lengths[1] - 1)
-    with pytest.raises(DataError, match="no row of at most prompt_max_len = 1"):
-        dataset.check_lengths(processor, 1)
+    with pytest.raises(DataError, match="no usable row among 3: .*3 x long prompt"):
+        open_rows(jsonl, checks=RowChecks(None, processor, 1), on_long_prompt="skip")
 
 
 def test_videos_are_counted_too(folder, processor, tokenizer):
@@ -239,13 +283,64 @@ def test_videos_are_counted_too(folder, processor, tokenizer):
     prompt = render_prompt(dataset[0], processor, dataset.config)
     data = MultimodalDataProcessor(tokenizer, processor, 10**6)
     exact = data.process_multimodal_batch([prompt], all_videos=[dataset[0].videos]).all_prompt_token_ids[0]
-    assert list(dataset._lengths([dataset[0]], processor)) == [len(exact)]
+    assert lengths(dataset, processor) == [len(exact)]
 
 
-def test_a_placeholder_token_typed_into_the_text_is_found_at_start(folder, processor):
-    path = write_jsonl(folder / "rows.jsonl", [{"prompt": "what is <|image_pad|>?"}])
-    with pytest.raises(DataError, match="rows.jsonl:1: .* 1 image placeholder.* but 0 image"):
-        open_rows(path).check_lengths(processor, 100)
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
+def test_a_vision_token_typed_into_the_text_is_found_at_start(folder, processor, token):
+    path = write_jsonl(folder / "rows.jsonl", [ROWS[0], {"prompt": f"what is {token}?"}])
+    checks = RowChecks(None, processor, 100)
+    with pytest.raises(DataError, match="rows.jsonl:3: the text holds <.* which the model would read as an image"):
+        open_rows(path, checks=checks)
+    dataset = open_rows(path, checks=checks, on_bad_row="skip")
+    assert len(dataset) == 1 and dataset.bad.causes == {"vision token in the text": 1}
+
+
+def test_rows_are_parsed_once_at_the_start(jsonl, processor, monkeypatch):
+    parsed = []
+    monkeypatch.setattr(prompts_module, "parse_row", lambda *a, **k: parsed.append(k["source"]) or parse_row(*a, **k))
+    dataset = open_rows(jsonl, checks=RowChecks(None, processor, 1000))
+    assert sorted(parsed) == [f"{jsonl}:{line}" for line in (1, 3, 5)]
+    assert dataset.labels == {"colour", "n", "text"} and dataset.columns == {"level"}
+
+
+def test_a_larger_share_of_bad_rows_ends_the_start_with_the_causes(folder):
+    rows = [{"prompt": "q"}] * 18 + [{"prompt": ""}, {"prompt": "q", "images": ["gone.png"]}]
+    path = write_jsonl(folder / "rows.jsonl", rows)
+    with pytest.raises(DataError) as caught:
+        open_rows(path, on_bad_row="skip", max_bad_share=0.05)
+    for part in ("2 of 20 rows left out (10.0%): 1 x prompt form, 1 x file missing", "max_bad_share = 0.05", ":37: "):
+        assert part in str(caught.value)
+    assert len(open_rows(path, on_bad_row="skip", max_bad_share=0.1)) == 18
+
+
+def test_bad_rows_are_listed_once_also_by_a_resumed_run(folder, tmp_path):
+    path = write_jsonl(folder / "rows.jsonl", [{"prompt": "q"}, {"prompt": ""}])
+    found = tmp_path / "bad_rows.jsonl"
+    for resumed in (False, True, False):
+        dataset = open_rows(path, on_bad_row="skip")
+        list_bad_rows(tmp_path, resumed, dataset.bad)
+        dataset.bad.add(BadRow("other:1", "image damaged", "other:1: damaged", "step 3"))
+        lines = [json.loads(line) for line in found.read_text().splitlines()]
+        assert [(row["source"], row["cause"], row["found"]) for row in lines] == [
+            (f"{path}:3", "prompt form", "start"),
+            ("other:1", "image damaged", "step 3"),
+        ]
+        assert lines[0]["message"].startswith(f"{path}:3: ")
+
+
+def test_a_truncated_image_inside_a_parquet_file_is_named_by_file_and_row(folder):
+    buffer = io.BytesIO()
+    Image.effect_noise((64, 64), 9).save(buffer, "JPEG")
+    image = {"bytes": buffer.getvalue()[:-500], "path": None}
+    path = folder / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "q", "images": [image]}]), path)
+    dataset = open_rows(path)
+    with pytest.raises(DataError, match=r"rows.parquet:row 0: image <\d+ bytes> is damaged") as caught:
+        dataset.load(0)
+    assert cause_of(caught.value) == "image damaged"
+    with pytest.raises(DataError, match=r"rows.parquet:row 0: image .* is damaged.*--on_bad_row skip"):
+        PromptDataset.for_evaluation(DataConfig(eval_data=str(path)))
 
 
 def test_mixing_probabilities_are_numbers():
@@ -258,10 +353,10 @@ def test_mixing_probabilities_are_numbers():
 def test_the_embedded_task_loads_for_training_and_evaluation(tmp_path, processor):
     task = build_embedded_task(tmp_path, n_train=40, n_eval=20)
     config = DataConfig(prompt_data=str(task.train), eval_data=str(task.test), max_eval_samples=10)
-    train, evaluation = PromptDataset.for_training(config), PromptDataset.for_evaluation(config)
+    checks = RowChecks(None, processor, 64)
+    train, evaluation = PromptDataset.for_training(config, checks), PromptDataset.for_evaluation(config, checks)
     assert (len(train), len(evaluation)) == (40, 10)
-    train.check_lengths(processor, 64)
-    assert not train.skipped
+    assert not train.bad
     with pytest.raises(ConfigError, match="no eval_data"):
         PromptDataset.for_evaluation(DataConfig())
 
@@ -284,7 +379,7 @@ def test_a_csv_row_with_more_fields_than_the_header_is_a_bad_row(folder):
     with pytest.raises(DataError, match=r"metadata.csv:row 1: 1 more field\(s\) than the header: \['3'\]"):
         open_rows(path)
     dataset = open_rows(path, on_bad_row="skip")
-    assert [row.reference for row in dataset] == ["1", "2"] and dataset.skipped == {"bad row": 1}
+    assert [row.reference for row in dataset] == ["1", "2"] and dataset.bad.causes == {"not CSV": 1}
 
 
 @pytest.mark.parametrize(
@@ -300,10 +395,10 @@ def test_a_name_on_the_hub_is_answered_by_how_to_save_it(folder, name, is_hub_na
 @pytest.mark.parametrize("policy", ["error", "skip"])
 def test_more_images_than_the_engine_takes_are_found_before_it_starts(folder, policy):
     path = write_jsonl(folder / "many.jsonl", ROWS)
-    config, limits = DataConfig(on_bad_row=policy), RolloutConfig(limit_mm_image_per_prompt=1)
+    checks = RowChecks(RolloutConfig(limit_mm_image_per_prompt=1))
     if policy == "error":
         with pytest.raises(DataError, match=r"many.jsonl:3.*2 images, above limit_mm_image_per_prompt = 1"):
-            PromptDataset(path, config, split="train", max_rows=10, limits=limits)
+            open_rows(path, checks=checks)
         return
-    dataset = PromptDataset(path, config, split="train", max_rows=10, limits=limits)
-    assert len(dataset) == 2 and dataset.skipped["bad row"] == 1
+    dataset = open_rows(path, checks=checks, on_bad_row=policy)
+    assert len(dataset) == 2 and dataset.bad.causes == {"too many images": 1}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from functools import reduce
+
 import pytest
 
 from lightrft_visual.config.vl import DataConfig
+from lightrft_visual.data.bad_rows import cause_of
 from lightrft_visual.data.rows import parse_row
 from lightrft_visual.errors import DataError
 
@@ -127,7 +131,7 @@ def test_without_chat_template_the_string_is_kept():
     [
         ({"text": "hi", "images": []}, "no column 'prompt' .input_key.*text, images"),
         ([1], "mapping"),
-        ({"prompt": None}, "no column 'prompt'"),
+        ({"prompt": None}, "column 'prompt' .input_key. is empty"),
         ({"prompt": "  "}, "prompt is empty"),
         ({"prompt": 3}, "string or a list of chat messages"),
         ({"prompt": []}, "string or a list of chat messages"),
@@ -135,7 +139,10 @@ def test_without_chat_template_the_string_is_kept():
         ({"prompt": "<image> and <image>", "images": ["a"]}, "2 image placeholder.* row has 1 image"),
         ({"prompt": "<video>"}, "1 video placeholder.* row has 0 video"),
         ({"prompt": "hi", "images": ["a", None]}, "image 1 of 2 is empty"),
-        ({"prompt": "hi", "image": "a"}, "column 'image' is not read: set --images_key image"),
+        (
+            {"prompt": "hi", "image": "a", "image_path": "b"},
+            "column 'image' and 'image_path' holds images that are not",
+        ),
         ({"prompt": "hi", "label": {"a": 1}}, "label is a short name"),
         ({"prompt": [{"role": "robot", "content": "x"}]}, "message 0 needs a role"),
         ({"prompt": [{"role": "user"}]}, "message 0 needs a role"),
@@ -160,3 +167,73 @@ def test_a_column_named_by_the_user_must_exist(key):
 def test_raw_strings_cannot_be_chat_messages():
     with pytest.raises(DataError, match="apply_chat_template false the prompt must be a string"):
         parse({"prompt": [{"role": "user", "content": "q"}]}, apply_chat_template=False)
+
+
+PLAIN = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}, text("which?")]}
+
+
+def test_chat_messages_held_as_json_text_keep_their_images():
+    row = parse({"prompt": json.dumps([PLAIN])})
+    assert row.prompt == [{"role": "user", "content": [IMAGE, text("which?")]}] and row.images == ["/data/a.png"]
+    row = parse({"prompt": " [1, 2] is a list", "images": '["a.png", "b.png"]'})
+    assert row.prompt[0]["content"][2] == text(" [1, 2] is a list") and row.images == ["/data/a.png", "/data/b.png"]
+
+
+def test_messages_written_as_a_python_list_are_refused_and_not_trained_on_as_text():
+    with pytest.raises(DataError, match="looks like a list of chat messages, but is not valid JSON"):
+        parse({"prompt": str([PLAIN])})
+
+
+@pytest.mark.parametrize("column", ["image", "image_path", "image_url", "img"])
+def test_the_usual_image_columns_are_read(column):
+    row = parse({"prompt": "hi", column: "a.png"})
+    assert row.images == ["/data/a.png"] and row.metadata == {}
+    row = parse({"prompt": "hi", column: {"bytes": b"1", "path": None}, "images": []})
+    assert row.images == [{"bytes": b"1", "path": None}]
+    with pytest.raises(DataError, match=f"column {column!r} holds images that are not read: set --images_key {column}"):
+        parse({"prompt": "hi", column: "a.png"}, data_format="plain")
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("photo_of_it", "a.JPG"),
+        ("anything", {"bytes": b"\x89PNG", "path": None}),
+        ("anything", [b"\xff\xd8\xff"]),
+        ("anything", "data:image/png;base64,AAAA"),
+        ("the_images", ["https://host/a.webp?width=3"]),
+    ],
+)
+def test_images_under_a_name_that_nothing_reads_are_refused_with_the_way_on(column, value):
+    with pytest.raises(DataError, match=f"column {column!r} holds images that are not read: set --images_key {column}"):
+        parse({"prompt": "hi", column: value})
+    assert parse({"prompt": "hi", column: value}, images_key=column).images
+    assert parse({"prompt": "hi", column: value}, images_key="").images == []
+
+
+@pytest.mark.parametrize(
+    "value", [3, "COCO_1", None, "", [], {"width": 3}, b"1", "a picture.", {"bytes": 1, "path": 2}]
+)
+def test_other_columns_with_such_names_are_metadata(value):
+    assert parse({"prompt": "hi", "image_id": value}).metadata == {"image_id": value}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message", "cause"),
+    [
+        ({"prompt": "hi", "reference": "\ud800"}, r"column 'reference' holds text that is not valid Unicode: '.ud800'",
+         "text not Unicode"),
+        ({"prompt": "hi", "extra": [{"a": {"b\udfff": 1}}]}, "column 'extra' holds text that is not valid Unicode",
+         "text not Unicode"),
+        ({"prompt": "hi", "\ud800": 1}, "holds text that is not valid", "text not Unicode"),
+        ({"prompt": "hi", "reference": 10**310}, "column 'reference' holds an integer of more than 300 digits",
+         "number too long"),
+        ({"prompt": "hi", "extra": reduce(lambda inner, _: [inner], range(40), 1)}, "'extra' is nested deeper than 32",
+         "nested too deep"),
+    ],
+)  # fmt: skip
+def test_values_that_no_later_stage_could_write_are_bad_rows(raw, message, cause):
+    with pytest.raises(DataError, match=message) as caught:
+        parse(raw)
+    assert cause_of(caught.value) == cause
+    str(caught.value).encode("utf-8")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import lightrft_visual.data.video as video_module
 from lightrft_visual.data.video import check_video, load_video
 from lightrft_visual.errors import DataError
 
@@ -103,8 +104,55 @@ def test_playlists_are_refused_because_they_name_other_files(clip, tmp_path):
 
 def test_check_looks_at_files_without_decoding(clip, tmp_path):
     check_video(clip)
-    check_video([str(clip)])
+    Image.new("RGB", (8, 8)).save(tmp_path / "frame.png")
+    check_video([str(tmp_path / "frame.png")] * 2)
     check_video("http://example.com/a.mp4", allow_remote=True)
-    for missing in (tmp_path / "none.mp4", [str(tmp_path / "none.png")], []):
+    for missing in (tmp_path / "none.mp4", [str(tmp_path / "none.png")], [], [str(clip)]):
         with pytest.raises(DataError):
             check_video(missing)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fps": "two"}, "fps is 'two'; it must be a number from 0.001 to 1000"),
+        ({"fps": float("nan")}, "fps is nan"),
+        ({"sample_fps": 0}, "sample_fps is 0"),
+        ({"nframes": 10**400}, "nframes is 1000"),
+        ({"nframes": 2.5}, "nframes is 2.5; it must be a whole number"),
+        ({"max_frames": -1}, "max_frames is -1"),
+        ({"min_frames": True}, "min_frames is True"),
+        ({"max_pixels": []}, r"max_pixels is \[\]"),
+        ({"resized_height": 100000, "resized_width": 28}, "resized_height is 100000"),
+        ({"resized_height": 8192, "resized_width": 28}, "more than 200 times"),
+        ({"resized_height": 8192, "resized_width": 8192}, "more than 100352000 pixels together"),
+        ({"resized_height": 56}, "need each other"),
+        ({"fps": 1, "nframes": 4}, "exclude each other"),
+    ],
+)
+@pytest.mark.parametrize("check", [check_video, load_video])
+def test_options_are_bounded_before_a_frame_is_decoded(tmp_path, monkeypatch, options, message, check):
+    monkeypatch.setattr(video_module, "load_image", None)
+    Image.new("RGB", (8, 8)).save(tmp_path / "frame.png")
+    with pytest.raises(DataError, match=message):
+        check({"video": [str(tmp_path / "frame.png")] * 4, **options})
+
+
+def test_lists_of_frames_are_bounded_by_their_headers(tmp_path, monkeypatch):
+    monkeypatch.setattr(video_module, "load_image", None)
+    Image.new("RGB", (8, 8)).save(tmp_path / "frame.png")
+    Image.new("RGB", (7000, 7000)).save(tmp_path / "large.png")
+    for frames, message in (
+        ([str(tmp_path / "frame.png")] * 769, "769 frames are above the limit of 768"),
+        ([str(tmp_path / "large.png")] * 100, "100 frames of 7000x7000 pixels are too many"),
+        ([str(tmp_path / "frame.png"), str(tmp_path / "large.png")], "differ in size"),
+    ):
+        for check in (check_video, load_video):
+            with pytest.raises(DataError, match=message):
+                check(frames)
+
+
+def test_many_large_frames_shrink_to_the_bound_of_all_together(monkeypatch):
+    monkeypatch.setattr(video_module, "MAX_VIDEO_PIXELS", 10 * 56 * 56)
+    frames = load_video([Image.new("RGB", (112, 112))] * 10).frames
+    assert frames.shape == (10, 56, 56, 3)

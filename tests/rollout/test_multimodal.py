@@ -145,7 +145,7 @@ def test_only_models_that_place_frames_in_time_get_seconds(tokenizer):
         ([turn(IMAGE)], [picture(0), None], None, "all_images has 2 entries for 1 prompts"),
         ([turn(IMAGE)], [picture(0)], [1, 1], "images_num has 2 entries"),
         ([turn("x"), turn(IMAGE)], [None, "/no/such.png"], None, "prompt 1: file not found: /no/such.png"),
-        ([turn("x"), turn(IMAGE)], [None, picture(0, 1000, 2)], None, "prompt 1: the processor refuses"),
+        ([turn("x"), turn(IMAGE)], [None, picture(0, 1000, 2)], None, "prompt 1: image .*1000x2 pixels: one side"),
         ([turn("x"), turn("where? " * 600)], None, None, "prompt 1 has .* above prompt_max_len = 512"),
         ([turn(IMAGE)], [[None]], None, "prompt 0: image 0 of 1 is empty"),
     ],
@@ -153,6 +153,21 @@ def test_only_models_that_place_frames_in_time_get_seconds(tokenizer):
 def test_what_does_not_fit_is_an_error_that_names_the_prompt(data, prompts, images, counts, message):
     with pytest.raises(DataError, match=message):
         data.process_multimodal_batch(prompts, images, images_num=counts)
+
+
+def test_an_image_that_the_processor_refuses_is_named_by_its_prompt(tokenizer, monkeypatch):
+    processor = build_processor("qwen2_5_vl", tokenizer)
+    call = type(processor).__call__
+
+    def refusing(self, **arguments):
+        if any(image.width == 84 for image in arguments.get("images", [])):
+            raise ValueError("no such width")
+        return call(self, **arguments)
+
+    monkeypatch.setattr(type(processor), "__call__", refusing)
+    data = MultimodalDataProcessor(tokenizer, processor, 512)
+    with pytest.raises(DataError, match="prompt 1: the processor refuses it .*84x56.*no such width"):
+        data.process_multimodal_batch([turn(IMAGE)] * 3, [picture(0), picture(1, 84), picture(2)])
 
 
 def test_the_length_limit_counts_expanded_images(tokenizer):

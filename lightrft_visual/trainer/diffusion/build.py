@@ -12,6 +12,7 @@ from ...algorithms.diffusion.reward_fl import DifferentiableScore
 from ...config import registry
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout_noise, rollout_sampling
 from ...config.shared import EMBEDDED, RewardConfig
+from ...data.bad_rows import list_bad_rows
 from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts
 from ...embedded.captions import embedded_prompts
 from ...embedded.resolve import resolve_pipeline
@@ -58,10 +59,12 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     rewards = RewardComputationEngine.from_config(
         config.reward,
         strategy=strategy,
-        labels={row.label for row in prompts.rows},
-        columns={FIRST_FRAME}.union(*(row.metadata for row in prompts.rows)),
+        labels=prompts.labels,
+        columns={FIRST_FRAME, *prompts.columns},
     )
     recorder = open_recorder(config, resumed=resume_folder is not None)
+    sets = [each for each in (prompts, eval_prompts) if each is not None]
+    list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
     algorithm = config.algorithm.entry
     total_steps, timer = _total_steps(config, len(prompts)), PhaseTimer(synchronize)
     policy, engine = _policy(config, strategy, algorithm, total_steps)

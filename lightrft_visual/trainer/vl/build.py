@@ -13,7 +13,8 @@ from ...algorithms.kl import get_kl_controller
 from ...batches.sampling import SamplingSettings
 from ...config.shared import EMBEDDED
 from ...config.vl import RunConfig, mixing_probabilities
-from ...data.prompts import PromptDataset, PromptSampler
+from ...data.bad_rows import list_bad_rows
+from ...data.prompts import PromptDataset, PromptSampler, RowChecks
 from ...embedded.resolve import resolve_checkpoint
 from ...errors import ConfigError
 from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint
@@ -54,19 +55,20 @@ def build_parts(config: RunConfig) -> VLParts:
     _check_ranks(config)
     resume_folder = check_output(config.output)
     config, checkpoint = _open(config)
-    dataset = _dataset(config, checkpoint)
-    eval_set = _eval_dataset(config, checkpoint)
+    dataset, eval_set = _datasets(config, checkpoint)
+    sets = [each for each in (dataset, eval_set) if each is not None]
     timer = PhaseTimer(synchronize)
-    labels, columns = _labels_and_columns(dataset, eval_set)
     rewards = RewardComputationEngine.from_config(
         config.reward,
         tokenizer=checkpoint.tokenizer,
         strategy=strategy,
         packing_samples=config.train.packing_samples,
-        labels=labels,
-        columns=columns,
+        labels=set().union(*(each.labels for each in sets)),
+        # A column of some rows counts: a function is given None for the others.
+        columns=set().union(*(each.columns for each in sets)),
     )
     recorder = open_recorder(config, resumed=resume_folder is not None)
+    list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
     total_steps, sampler = _schedule(config, dataset)
     actor, critic, reference = _models(config, strategy, checkpoint, total_steps)
     engine = build_engine(config, checkpoint, actor)
@@ -132,27 +134,14 @@ def _resolve_embedded(config: RunConfig) -> None:
         config.model.critic_pretrain = resolve_checkpoint(config.model, config.model.critic_pretrain)
 
 
-def _dataset(config: RunConfig, checkpoint: Checkpoint) -> PromptDataset:
-    dataset = PromptDataset.for_training(config.data, config.rollout)
-    dataset.check_lengths(checkpoint.processor or checkpoint.tokenizer, config.rollout.prompt_max_len)
-    return dataset
-
-
-def _eval_dataset(config: RunConfig, checkpoint: Checkpoint) -> PromptDataset | None:
+def _datasets(config: RunConfig, checkpoint: Checkpoint) -> tuple[PromptDataset, PromptDataset | None]:
+    """Rows of training and of evaluation, if there are any."""
+    rollout, renderer = config.rollout, checkpoint.processor or checkpoint.tokenizer
+    checks = RowChecks(limits=rollout, model_input=renderer, prompt_max_len=rollout.prompt_max_len)
+    dataset = PromptDataset.for_training(config.data, checks)
     if config.data.eval_data is None or config.data.max_eval_samples == 0:
-        return None
-    dataset = PromptDataset.for_evaluation(config.data, config.rollout)
-    dataset.check_lengths(checkpoint.processor or checkpoint.tokenizer, config.rollout.prompt_max_len)
-    return dataset
-
-
-def _labels_and_columns(*datasets: PromptDataset | None) -> tuple[set[str | None], set[str]]:
-    """What any row has. A column of some rows counts: a function is given None for the others."""
-    labels, columns = set(), set()
-    for row in (row for dataset in datasets if dataset is not None for row in dataset):
-        labels.add(row.label)
-        columns.update(row.metadata)
-    return labels, columns
+        return dataset, None
+    return dataset, PromptDataset.for_evaluation(config.data, checks)
 
 
 def _schedule(config: RunConfig, dataset: PromptDataset) -> tuple[int, PromptSampler]:

@@ -14,7 +14,8 @@ from ...batches.rollouts import Rollout
 from ...checkpoint.export import export_hf, export_lora
 from ...config import registry
 from ...config.vl import RunConfig
-from ...data.prompts import PromptSampler
+from ...data.prompts import PromptRow
+from ...data.supply import PromptSupply
 from ...errors import ConfigError
 from ...observe.metrics import MetricsAccumulator
 from ...observe.rollouts import Record, gather_records, records_from_rollouts
@@ -48,6 +49,7 @@ class VLTrainer(PolicyTrainer):
         )
         self.policy_update = PolicyUpdate(parts.actor, algorithm, parts.maker.settings.sampling.scoring)
         self.value_update = ValueUpdate(parts.critic, algorithm) if parts.critic else None
+        self.supply = PromptSupply(parts.dataset, parts.sampler)
         self.rounds = 0  # batches of prompts taken so far; numbers the prompts of the run
         self.probe: PromptBatch | None = None
         self.parity = 0.0
@@ -69,7 +71,9 @@ class VLTrainer(PolicyTrainer):
         """The engine gets the weights that training starts or goes on from, and a first look through the gate."""
         self._load_engine_weights()
         self.maker.policy_version = self.step
-        self.probe = self._probe_of(self._prompts(self._peek(), torch.arange(-len(self._peek()), 0)))
+        # A few rows for the first parity check; the sampler's order stays as it is.
+        rows = self.supply.first_rows(max(1, self.config.rollout.parity_samples), self.step)
+        self.probe = self._probe_of(self._prompts(rows, torch.arange(-len(rows), 0)))
         reported = self.parity
         self._check_parity()
         reference = self.maker.forward_stage.reference
@@ -93,6 +97,7 @@ class VLTrainer(PolicyTrainer):
             data.metrics.add(name, value)
         data.metrics.add("policy_version", self.maker.policy_version)
         data.metrics.add("epoch", self.parts.sampler.epoch)
+        data.metrics.add("bad_rows", len(self.parts.dataset.bad))
         return data
 
     def learn(self, data: StepData) -> None:
@@ -162,18 +167,13 @@ class VLTrainer(PolicyTrainer):
 
     def _next_prompts(self) -> PromptBatch:
         """This rank's prompts of the next global batch, numbered over the whole run."""
-        order = self.parts.sampler.next_batch()
-        numbers = torch.arange(len(order)) + self.rounds * len(order)
+        rows, count = self.supply.next_rows(self.step + 1), self.parts.sampler.batch_size
+        numbers = torch.arange(count) + self.rounds * count
         self.rounds += 1
-        mine = slice(collectives.rank(), None, collectives.world_size())
-        return self._prompts(PromptSampler.shard(order, collectives.rank(), collectives.world_size()), numbers[mine])
+        return self._prompts(rows, numbers[collectives.rank() :: collectives.world_size()])
 
-    def _peek(self) -> list[int]:
-        """A few data set rows for the first parity check; the sampler's order stays as it is."""
-        return list(range(min(len(self.parts.dataset), max(1, self.config.rollout.parity_samples))))
-
-    def _prompts(self, indices: list[int], ids: torch.Tensor) -> PromptBatch:
-        return prompt_batch([self.parts.dataset[i] for i in indices], self.parts.checkpoint, self.config.data, ids)
+    def _prompts(self, rows: list[PromptRow], ids: torch.Tensor) -> PromptBatch:
+        return prompt_batch(rows, self.parts.checkpoint, self.config.data, ids)
 
     def _probe_of(self, batch: PromptBatch) -> PromptBatch | None:
         count = min(self.config.rollout.parity_samples, len(batch))

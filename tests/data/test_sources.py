@@ -1,0 +1,135 @@
+"""Reading files row by row: what a byte order mark, an empty cell, a damaged page or an endless line do."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import lightrft_visual.data.arrow as arrow
+import lightrft_visual.data.bounds as bounds
+import lightrft_visual.data.sources as sources
+from lightrft_visual.data.sources import open_source
+from lightrft_visual.errors import DataError
+
+
+def rows_of(path):
+    source = open_source(path, "train")
+    return [source[row] for row in range(len(source))]
+
+
+def written(folder, name, content):
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path):
+    for name, content in (("a.csv", "prompt,b\nq,1\n"), ("a.txt", "q\n"), ("a.jsonl", '{"prompt": "q"}\n')):
+        assert rows_of(written(tmp_path, name, b"\xef\xbb\xbf" + content.encode()))[0]["prompt"] == "q"
+
+
+def test_an_empty_csv_cell_is_nothing(tmp_path):
+    path = written(tmp_path, "a.csv", 'prompt,reference,extra\nq,,\nr\ns,"",1\n')
+    nothing = {"reference": None, "extra": None}
+    assert rows_of(path) == [{"prompt": "q", **nothing}, {"prompt": "r", **nothing},
+                             {"prompt": "s", "reference": None, "extra": "1"}]  # fmt: skip
+
+
+def test_spaces_after_commas_belong_to_no_name_and_no_cell(tmp_path):
+    path = written(tmp_path, "a.csv", 'prompt, reference , extra\nq, 3, "a, b"\n')
+    assert rows_of(path) == [{"prompt": "q", "reference": "3", "extra": "a, b"}]
+    path = written(tmp_path, "b.csv", "prompt,reference\nq, 3\n")
+    assert rows_of(path) == [{"prompt": "q", "reference": " 3"}]
+
+
+def test_a_column_without_a_name_and_one_named_twice(tmp_path):
+    path = written(tmp_path, "a.csv", ",prompt\n0,q\n")  # as pandas writes its index
+    assert rows_of(path) == [{"unnamed_0": "0", "prompt": "q"}]
+    with pytest.raises(DataError, match=r"a.csv: .*column\(s\) prompt more than once"):
+        open_source(written(tmp_path, "a.csv", "prompt,prompt\nq,r\n"), "train")
+
+
+def test_one_csv_row_that_cannot_be_read_leaves_the_others(tmp_path):
+    source = open_source(written(tmp_path, "a.csv", 'prompt,b\nq,1\n"x"y,2\nr,3\n'), "train")
+    assert (source[0]["prompt"], source[2]["prompt"]) == ("q", "r")
+    with pytest.raises(DataError, match="a.csv:row 1: not valid CSV"):
+        source[1]
+
+
+def test_a_cell_may_be_as_long_as_an_image(tmp_path):
+    assert len(rows_of(written(tmp_path, "a.csv", "prompt\n" + "x" * 200_000 + "\n"))[0]["prompt"]) == 200_000
+
+
+def test_a_text_file_is_split_at_newlines_alone(tmp_path):
+    path = written(tmp_path, "a.txt", "one\u2028two\x0bthree\x85\r\n\n  four \n")
+    assert [row["prompt"] for row in rows_of(path)] == ["one\u2028two\x0bthree", "four"]
+
+
+def test_bytes_that_are_not_utf_8_stay_with_their_row(tmp_path):
+    for name, head in (("a.csv", b"prompt\n"), ("a.txt", b"")):
+        rows = rows_of(written(tmp_path, name, head + b"good\n\xff\xfe\n"))
+        assert rows[0] == {"prompt": "good"}
+        with pytest.raises(DataError, match="column 'prompt' holds text that is not valid Unicode"):
+            bounds.check_values(rows[1])
+
+
+def test_a_line_without_end_is_a_bad_row_and_not_all_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 64)
+    lines = ['{"prompt": "q"}', json.dumps({"prompt": "x" * 300}), "", '{"prompt": "r"}']
+    source = open_source(written(tmp_path, "a.jsonl", "\n".join(lines)), "train")
+    assert [source.name(row)[-2:] for row in range(3)] == [":1", ":2", ":4"]
+    assert (source[0]["prompt"], source[2]["prompt"]) == ("q", "r")
+    with pytest.raises(DataError, match="a.jsonl:2: the line is longer than 64 bytes"):
+        source[1]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.txt"])
+def test_files_that_are_read_whole_are_bounded(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(bounds, "MAX_WHOLE_FILE_BYTES", 5)
+    with pytest.raises(DataError, match=rf"{name}: 6 bytes are above the limit of 5; write it as .jsonl"):
+        open_source(written(tmp_path, name, "abcdef"), "train")
+
+
+def parquet(folder, count=60, group=10):
+    path = folder / "rows.parquet"
+    rows = [
+        {"prompt": f"question {row}", "image": {"bytes": bytes([row]) * 5000, "path": None}} for row in range(count)
+    ]
+    options = {"row_group_size": group, "compression": "NONE", "use_dictionary": False}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, **options)
+    return path
+
+
+def test_a_row_group_is_decoded_when_it_is_needed_and_forgotten_for_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow, "CACHE_BYTES", 120_000)  # two groups of six
+    source, decoded = open_source(parquet(tmp_path), "train"), []
+    read = source._file.read_row_group
+
+    class File:
+        def read_row_group(self, number, **options):
+            decoded.append(number)
+            return read(number, **options)
+
+    monkeypatch.setattr(source, "_file", File())
+    assert len(source) == 60 and decoded == []
+    assert source[7]["prompt"] == "question 7" and source[59]["prompt"] == "question 59" and decoded == [0, 5]
+    assert [source[row]["prompt"] for row in (55, 3)] == ["question 55", "question 3"] and decoded == [0, 5]
+    assert source[30]["image"]["bytes"][:1] == bytes([30]) and decoded == [0, 5, 3]
+    assert source[0]["prompt"] == "question 0" and decoded == [0, 5, 3]
+    assert source[50]["prompt"] == "question 50" and decoded == [0, 5, 3, 5]
+
+
+def test_a_damaged_page_makes_the_rows_of_its_group_bad(tmp_path):
+    path = parquet(tmp_path)
+    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(2).column(1)
+    with open(path, "r+b") as file:
+        file.seek(column.data_page_offset)
+        file.write(b"\xff" * 40)
+    source = open_source(path, "train")
+    assert source[19]["prompt"] == "question 19" and source[30]["prompt"] == "question 30"
+    for row in (20, 29):
+        with pytest.raises(DataError, match=rf"rows.parquet:row {row}: row group 2 cannot be read"):
+            source[row]

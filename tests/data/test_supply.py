@@ -1,0 +1,128 @@
+"""Rows that turn out bad during a run: replaced, counted and bounded, the same on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from PIL import Image
+
+import lightrft_visual.data.supply as supply_module
+from lightrft_visual.config.vl import DataConfig
+from lightrft_visual.data.prompts import PromptDataset
+from lightrft_visual.data.sampler import PromptSampler
+from lightrft_visual.data.supply import PromptSupply
+from lightrft_visual.errors import DataError
+
+BAD = (1, 4, 5)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Twelve rows, of which three have an image that only decoding shows to be damaged."""
+    Image.effect_noise((64, 64), 9).save(tmp_path / "good.jpg")
+    (tmp_path / "cut.jpg").write_bytes((tmp_path / "good.jpg").read_bytes()[:-500])
+    rows = [{"prompt": f"row {row}", "images": ["cut.jpg" if row in BAD else "good.jpg"]} for row in range(12)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def supply(path, batch_size=4, **settings):
+    settings = {"on_bad_row": "skip", "max_bad_share": 0.5} | settings
+    dataset = PromptDataset(str(path), DataConfig(**settings), split="train", max_rows=100)
+    return PromptSupply(dataset, PromptSampler([len(dataset)], batch_size, seed=3))
+
+
+def indices(rows):
+    return [row.index for row in rows]
+
+
+def test_a_bad_row_gives_its_place_to_the_next_of_the_order(path):
+    stream = PromptSampler([12], 1, seed=3).take(24)
+    rows = supply(path)
+    batches = [indices(rows.next_rows(step)) for step in (1, 2)]
+    # Places keep their good row; the bad ones are filled from behind the batch.
+    wanted, order = [], list(stream)
+    for _ in range(2):
+        batch, order = order[:4], order[4:]
+        while any(index in BAD for index in batch):
+            place = next(place for place, index in enumerate(batch) if index in BAD)
+            batch[place] = order.pop(0)
+        wanted.append(batch)
+    assert [sorted(batch) for batch in batches] == [sorted(batch) for batch in wanted]
+    assert all(row.images[0].size == (64, 64) for row in rows.next_rows(3))
+
+
+def test_bad_rows_are_counted_once_with_the_step_that_met_them(path):
+    rows = supply(path)
+    for step in range(1, 9):
+        assert len(rows.next_rows(step)) == 4
+    bad = rows.dataset.bad
+    assert bad.causes == {"image damaged": 3} and {row.found for row in bad.rows.values()} <= {
+        "step 1",
+        "step 2",
+        "step 3",
+    }
+    assert all(f"rows.jsonl:{index + 1}: image " in bad.rows[f"{path}:{index + 1}"].message for index in BAD)
+
+
+def test_a_resumed_run_gets_the_same_rows(path):
+    one = supply(path)
+    one.next_rows(1)
+    two = supply(path)
+    two.sampler.load_state_dict(one.sampler.state_dict())
+    assert [indices(one.next_rows(step)) for step in (2, 3, 4)] == [indices(two.next_rows(step)) for step in (2, 3, 4)]
+
+
+def test_with_error_the_run_ends_and_names_the_row(path):
+    rows = supply(path, on_bad_row="error")
+    with pytest.raises(DataError, match=r"rows.jsonl:\d+: image .*cut.jpg is damaged.*--on_bad_row skip"):
+        for step in range(3):
+            rows.next_rows(step)
+
+
+def test_too_many_bad_rows_end_the_run(path):
+    rows = supply(path, max_bad_share=0.2)
+    with pytest.raises(DataError, match=r"3 of 12 rows left out \(25.0%\): 3 x image damaged; .*max_bad_share = 0.2"):
+        for step in range(9):
+            rows.next_rows(step)
+
+
+def test_a_run_without_a_usable_row_ends(path):
+    rows = supply(path, max_bad_share=1.0)
+    (path.parent / "good.jpg").unlink()
+    with pytest.raises(DataError, match="no usable row is left"):
+        rows.next_rows(1)
+
+
+def test_the_first_usable_rows_leave_the_order_alone(path):
+    rows = supply(path)
+    assert indices(rows.first_rows(4, 0)) == [0, 2, 3, 6] and rows.sampler.consumed == 0
+    assert len(rows.first_rows(99, 0)) == 9
+
+
+def test_two_ranks_take_turns_in_the_batch_that_one_rank_gets(path, monkeypatch):
+    """Both ranks of a world of two are played one after the other, until each knows what the other reports."""
+    alone = indices(supply(path).next_rows(1))
+    reports: dict[int, list] = {0: [], 1: []}
+    while True:
+        batches, before = [], [len(reports[rank]) for rank in (0, 1)]
+        for rank in (0, 1):
+            rows, heard = supply(path), []
+
+            def gather(mine, rank=rank, heard=heard):
+                turn = len(heard)
+                heard.append(mine)
+                other = reports[1 - rank][turn] if turn < len(reports[1 - rank]) else []
+                return [mine, other] if rank == 0 else [other, mine]
+
+            monkeypatch.setattr(supply_module.collectives, "rank", lambda rank=rank: rank)
+            monkeypatch.setattr(supply_module.collectives, "world_size", lambda: 2)
+            monkeypatch.setattr(supply_module.collectives, "all_gather_object", gather)
+            rows_of_rank = rows.next_rows(1)
+            reports[rank] = heard
+            batches.append(indices(rows_of_rank))
+        if [len(reports[rank]) for rank in (0, 1)] == before:
+            break
+    assert [index for pair in zip(*batches) for index in pair] == alone
