@@ -27,7 +27,11 @@ setup(
     python_requires=">=3.11,<3.14",
     packages=[*find_packages(include=["lightrft_visual", "lightrft_visual.*"]), "lightrft_visual.configs"],
     package_dir={"lightrft_visual.configs": "examples/configs"},  # the recipes, which a wheel has no examples/ for
-    package_data={"lightrft_visual": ["py.typed"], "lightrft_visual.configs": ["**/*.yaml"]},
+    package_data={
+        "lightrft_visual": ["py.typed"],
+        "lightrft_visual.report": ["templates/*"],
+        "lightrft_visual.configs": ["**/*.yaml"],
+    },
     install_requires=[r for r in requirements if package_name(r) not in development],
     extras_require={
         "dev": [r for r in requirements if package_name(r) in development],

@@ -1,12 +1,13 @@
-"""The report's curves: which figures stand in which panel, for one run and for several."""
+"""The report's curves: which metrics stand in which panel, for one run and for several."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from .charts import PALETTE, Series, area_chart, legend, line_chart, number
+from .charts import PALETTE, Chart, Series, area_chart, line_chart, number
 from .data import RunData
-from .markup import Markup, join, tag
 
 EVAL_FIRST = ("eval_reward", "eval_reward_greedy")
 SECTIONS: dict[str, tuple[str, ...]] = {
@@ -22,10 +23,22 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "trained_prompt_num", "reward_invalid_share", "time_step",
     ),
 }  # fmt: skip
-# Bookkeeping of the reward engine: shown with the other figures, not beside the rewards themselves.
+# Bookkeeping of the reward engine: shown with the other metrics, not beside the rewards themselves.
 REWARD_COUNTS = ("/failures", "/not_applicable", "/invalid_share", "/time")
 ALWAYS = ("loss", "kl", "time_step")  # shown even when they never change
+MAX_REWARDS = 12
 MAX_OTHER = 80
+KINDS_A_PANEL = 8
+
+
+@dataclass
+class Panel:
+    """A chart with its title, the last value where there is one line, and a legend where there are several."""
+
+    title: str
+    chart: Chart
+    note: str
+    legend: list[tuple[str, str]]  # (name, colour)
 
 
 def is_reward(name: str) -> bool:
@@ -33,32 +46,29 @@ def is_reward(name: str) -> bool:
     return name == "reward_mean" or (name.startswith(("reward/", "mean_reward_")) and not name.endswith(REWARD_COUNTS))
 
 
-def panel(title: str, chart: Markup | None, note: str = "", series: Sequence[Series] = ()) -> Markup | None:
-    """One card: title, last value, legend where there is more than one line, chart."""
+def panel(title: str, series: Sequence[Series], limit: int, stacked: bool = False) -> Panel | None:
+    """The panel of a chart's series; None where they have no finite point. limit: points drawn per line."""
+    chart = area_chart(series) if stacked else line_chart(series, limit)
     if chart is None:
         return None
-    header = tag("header", tag("b", title), tag("span", note))
-    return tag("div", header, legend(series) if len(series) > 1 else None, chart, class_="card panel")
+    alone = len(series) == 1
+    note = number(series[0].points[-1][1]) if alone and not stacked else ""
+    return Panel(title, chart, note, [] if alone else [(item.name, item.color) for item in series])
 
 
-def last_value(points: Sequence[tuple[float, float]]) -> str:
-    return number(points[-1][1]) if points else ""
-
-
-def metric_panel(name: str, runs: Sequence[RunData], limit: int, kind: str = "metrics") -> Markup | None:
-    """One figure of every run that has it."""
-    sources = [(run, (run.metrics if kind == "metrics" else run.evaluation).get(name)) for run in runs]
+def metric_panel(name: str, runs: Sequence[RunData], limit: int, kind: str = "metrics") -> Panel | None:
+    """One metric of every run that has it. kind: "metrics" of training steps or "evaluation"."""
+    sources = [(run, getattr(run, kind).get(name)) for run in runs]
     dots = kind == "evaluation"
     series = [
         Series(run.name if len(runs) > 1 else name, points, PALETTE[index % len(PALETTE)], not dots, dots)
         for index, (run, points) in enumerate(sources)
         if points
     ]
-    note = last_value(series[0].points) if len(series) == 1 else ""
-    return panel(name, line_chart(series, name, limit), note, series)
+    return panel(name, series, limit)
 
 
-def reward_panel(run: RunData, limit: int) -> Markup | None:
+def reward_panel(run: RunData, limit: int) -> Panel | None:
     """Training reward and evaluation reward on the same axes."""
     series = []
     if "reward_mean" in run.metrics:
@@ -67,62 +77,57 @@ def reward_panel(run: RunData, limit: int) -> Markup | None:
         if name in run.evaluation:
             label = "evaluation, greedy" if name.endswith("greedy") else "evaluation"
             series.append(Series(label, run.evaluation[name], PALETTE[color], dots=True))
-    return panel("reward", line_chart(series, "reward", limit), "", series)
+    return panel("reward", series, limit)
 
 
-def kinds_panels(run: RunData, limit: int) -> list[Markup | None]:
-    """Evaluation figures apart from the two totals, greedy ones in panels of their own, eight lines a panel."""
+def kinds_panels(run: RunData, limit: int) -> list[Panel | None]:
+    """Evaluation metrics apart from the two totals, greedy ones in panels of their own, eight lines a panel."""
     names = [name for name in run.evaluation if name not in EVAL_FIRST]
     greedy = [name for name in names if name.startswith("eval_reward_greedy_")]
     sampled = [name for name in names if name not in greedy]
     panels = []
     for title, group in (("evaluation, by kind", sampled), ("evaluation, greedy, by kind", greedy)):
-        for start in range(0, len(group), 8):
+        for start in range(0, len(group), KINDS_A_PANEL):
             series = [
                 Series(kind_name(name), run.evaluation[name], PALETTE[index % len(PALETTE)], dots=True)
-                for index, name in enumerate(group[start : start + 8])
+                for index, name in enumerate(group[start : start + KINDS_A_PANEL])
             ]
-            panels.append(panel(title, line_chart(series, title, limit), "", series))
+            panels.append(panel(title, series, limit))
     return panels
 
 
 def kind_name(name: str) -> str:
+    """A column's name without the prefix that all evaluation columns share."""
     for prefix in ("eval_reward_greedy_", "eval_reward_", "eval_"):
         if name.startswith(prefix):
             return name.removeprefix(prefix)
     return name
 
 
-def time_panel(run: RunData) -> Markup | None:
+def time_panel(run: RunData) -> Panel | None:
     """Seconds of each phase stacked."""
     names = [name for name in run.metrics if name.startswith("time_") and name != "time_step"]
     names = [name for name in names if any(value > 0 for _, value in run.metrics[name])]
     series = [Series(name[5:], run.metrics[name], PALETTE[index % len(PALETTE)]) for index, name in enumerate(names)]
-    return panel("seconds a step, by phase", area_chart(series, "seconds a step by phase"), "", series)
+    return panel("seconds a step, by phase", series, 0, stacked=True)
 
 
 def columns_of(runs: Sequence[RunData], kind: str = "metrics") -> list[str]:
     """Names that any run has, in order of appearance."""
-    tables = [run.metrics if kind == "metrics" else run.evaluation for run in runs]
-    return list(dict.fromkeys(name for table in tables for name in table))
-
-
-def grid(panels: Sequence[Markup | None]) -> Markup | None:
-    shown = [item for item in panels if item is not None]
-    return tag("div", shown, class_="grid") if shown else None
-
-
-def section(title: str, panels: Sequence[Markup | None]) -> Markup | None:
-    content = grid(panels)
-    return join([tag("h3", title), content]) if content else None
+    return list(dict.fromkeys(name for run in runs for name in getattr(run, kind)))
 
 
 def reward_names(runs: Sequence[RunData]) -> list[str]:
     """Reward columns shown in the reward section."""
-    return [name for name in columns_of(runs) if is_reward(name)][:12]
+    return [name for name in columns_of(runs) if is_reward(name)][:MAX_REWARDS]
 
 
-def reward_section(runs: Sequence[RunData], limit: int) -> Markup | None:
+def present(panels: Sequence[Panel | None]) -> list[Panel]:
+    """The panels that have a chart."""
+    return [each for each in panels if each is not None]
+
+
+def reward_section(runs: Sequence[RunData], limit: int) -> list[Panel]:
     """Did it learn: training and evaluation reward, and their parts."""
     names = reward_names(runs)
     if len(runs) == 1:
@@ -130,37 +135,29 @@ def reward_section(runs: Sequence[RunData], limit: int) -> Markup | None:
         names = [name for name in names if name != "reward_mean"]
     else:
         panels = [metric_panel(name, runs, limit, "evaluation") for name in columns_of(runs, "evaluation")]
-    content = grid([*panels, *(metric_panel(name, runs, limit) for name in names)])
-    return tag("section", tag("h2", "Reward"), content, id="reward") if content else None
+    return present([*panels, *(metric_panel(name, runs, limit) for name in names)])
 
 
-def curves(runs: Sequence[RunData], limit: int) -> Markup | None:
-    """All other panels, grouped; rare columns are folded away."""
+def training_section(runs: Sequence[RunData], limit: int) -> dict[str, Any] | None:
+    """All other panels, grouped; rare columns are folded away, and those that never change listed in one line."""
     names = columns_of(runs)
     steady = {name: value for name in names if (value := constant(name, runs)) is not None and name not in ALWAYS}
-    used, parts = {*reward_names(runs), *steady}, []
+    used, groups = {*reward_names(runs), *steady}, []
     for title, wanted in SECTIONS.items():
-        present = [name for name in wanted if name in names and name not in steady]
-        used.update(present)
-        parts.append(section(title, [metric_panel(name, runs, limit) for name in present]))
+        chosen = [name for name in wanted if name in names and name not in steady]
+        used.update(chosen)
+        groups.append((title, present([metric_panel(name, runs, limit) for name in chosen])))
     others = [name for name in names if name not in used and not (len(runs) == 1 and name.startswith("time_"))]
-    parts.append(folded(others, runs, limit))
-    if steady:
-        values = ", ".join(f"{name} {number(value)}" for name, value in steady.items())
-        parts.append(tag("p", f"The same at every step: {values}.", class_="small soft"))
-    return tag("section", tag("h2", "Training"), parts, id="curves") if any(parts) else None
+    found = {
+        "groups": [(title, panels) for title, panels in groups if panels],
+        "others": present([metric_panel(name, runs, limit) for name in others[:MAX_OTHER]]),
+        "left_out": others[MAX_OTHER:],
+        "steady": steady,
+    }
+    return found if any(found.values()) else None
 
 
 def constant(name: str, runs: Sequence[RunData]) -> float | None:
-    """The value of a figure that never changes over at least three steps; None for every other."""
+    """The value of a metric that never changes over at least three steps; None for every other."""
     values = [value for run in runs for _, value in run.metrics.get(name, [])]
     return values[0] if len(values) >= 3 and len(set(values)) == 1 else None
-
-
-def folded(names: list[str], runs: Sequence[RunData], limit: int) -> Markup | None:
-    content = grid([metric_panel(name, runs, limit) for name in names[:MAX_OTHER]])
-    if content is None:
-        return None
-    left_out = names[MAX_OTHER:]
-    note = tag("p", f"In metrics.csv only: {', '.join(left_out)}", class_="small soft") if left_out else None
-    return tag("details", tag("summary", "More figures ", tag("span", f"({len(names)})")), content, note)

@@ -19,8 +19,7 @@ from ..observe.contact_sheet import SHEET
 from ..observe.environment import mask_config
 from ..observe.images import data_uri
 from ..observe.recorder import SHEET_FOLDER, STEP_FILE, read_object
-from ..observe.rollouts import Record
-from ..observe.sinks import parse_step, read_jsonl
+from ..observe.sinks import parse_step
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ EVAL_FILE = re.compile(r"eval_step_(\d+)\.jsonl$")
 
 @dataclass
 class RunData:
-    """A run's figures by column as (step, value), its environment, configuration and pictures."""
+    """A run's metrics by column as (step, value), its environment, configuration, rollout files and contact sheets."""
 
     folder: Path
     name: str
@@ -45,11 +44,13 @@ class RunData:
 
     @property
     def last_step(self) -> int | None:
+        """The last step that any metric has."""
         steps = [points[-1][0] for points in (*self.metrics.values(), *self.evaluation.values()) if points]
         return int(max(steps)) if steps else None
 
     @property
     def is_empty(self) -> bool:
+        """Whether the folder holds nothing to show yet."""
         return not (self.metrics or self.evaluation or self.eval_rollouts or self.train_rollouts or self.sheets)
 
 
@@ -70,6 +71,7 @@ def read_columns(path: Path) -> dict[str, Points]:
 
 
 def to_float(text: str) -> float | None:
+    """The number a cell holds, or None."""
     try:
         return float(text)
     except ValueError:
@@ -127,27 +129,21 @@ def flat_config(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def spread(items: list, count: int) -> list:
+def evenly_spaced(items: list, count: int) -> list:
     """At most `count` items, evenly spaced, the first and the last among them."""
     if len(items) <= count:
         return list(items)
-    places = sorted({round(index * (len(items) - 1) / (count - 1)) for index in range(count)})
-    return [items[place] for place in places]
+    return [items[index] for index in sorted({round(i * (len(items) - 1) / (count - 1)) for i in range(count)})]
 
 
-def load_records(path: Path) -> list[Record]:
-    return read_jsonl(path)
-
-
-class Pictures:
-    """Thumbnails as data URIs, within a budget of bytes for the whole report."""
+class Thumbnails:
+    """Small images as data URIs, within a budget of bytes for the whole report."""
 
     def __init__(self, budget: int):
         self.left = budget
-        self.refused = 0
 
     def uri(self, folder: Path, name: str, side: int, quality: int = 72) -> tuple[str, tuple[int, int]] | None:
-        """(data URI, original size) of a picture inside `folder`; None when missing, damaged, outside or too much."""
+        """(data URI, original size) of an image inside `folder`; None when missing, damaged, outside or too much."""
         path = (folder / name).resolve()
         if not path.is_relative_to(folder.resolve()) or not path.is_file():
             return None
@@ -161,7 +157,6 @@ class Pictures:
             logger.warning("%s is left out of the report: %s", path, error)
             return None
         if len(uri) > self.left:
-            self.refused += 1
             return None
         self.left -= len(uri)
         return uri, size
@@ -176,9 +171,11 @@ class PhaseTimes:
 
     @property
     def total(self) -> float:
+        """Seconds of all steps."""
         return sum(self.steps)
 
     def share(self, name: str) -> float:
+        """Share of all steps' time that a phase took."""
         return sum(self.phases[name]) / self.total
 
     @property
@@ -213,4 +210,5 @@ def phase_times(metrics: dict[str, Points]) -> PhaseTimes | None:
 
 
 def finite_or_zero(value: float | None) -> float:
+    """The value, 0 where it is missing, NaN or infinite."""
     return value if value is not None and math.isfinite(value) else 0.0

@@ -46,6 +46,12 @@ def test_it_holds_every_recipe_and_layer(unpacked: Path) -> None:
     assert [path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"] == ["lightrft_visual"]
 
 
+def test_it_holds_the_templates_of_the_report(unpacked: Path) -> None:
+    folder = Path("lightrft_visual") / "report" / "templates"
+    names = sorted(file.name for file in (ROOT / folder).iterdir())
+    assert "page.html.j2" in names and sorted(file.name for file in (unpacked / folder).iterdir()) == names
+
+
 def test_recipes_are_found_where_they_are_installed(unpacked: Path) -> None:
     found = subprocess.run(
         [sys.executable, "-c", CODE],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import http.server
 import json
 import shutil
@@ -36,9 +37,9 @@ def browse(page: Path, folder: Path, *more: str) -> subprocess.CompletedProcess:
 
 def screenshot(page: Path, folder: Path, height: int) -> np.ndarray:
     target = folder / "shot.png"
-    done = browse(page, folder, f"--window-size=1240,{height}", f"--screenshot={target}")
+    done = browse(page, folder, f"--window-size=1240,{height}", "--virtual-time-budget=8000", f"--screenshot={target}")
     assert target.exists(), done.stderr[-2000:]
-    assert "Content Security Policy" not in done.stderr, done.stderr[-2000:]
+    assert "Content Security Policy" not in done.stderr and "Uncaught" not in done.stderr, done.stderr[-2000:]
     with Image.open(target) as image:
         return np.asarray(image.convert("RGB")).astype(int)
 
@@ -98,20 +99,37 @@ def test_nothing_is_fetched_and_no_foreign_script_runs(tmp_path):
         server.server_close()
 
 
-def test_the_script_reads_values_back_from_the_lines(tmp_path):
-    """The tooltip's arithmetic, on a page that moves the pointer itself."""
+PROBE = """<script>
+const within = (root, selector) => [...root.querySelectorAll('*')].flatMap(element => [
+  ...(element.matches(selector) ? [element] : []),
+  ...(element.shadowRoot ? within(element.shadowRoot, selector) : [])]);
+const point = () => {
+  const tips = within(document, '.tip');
+  if (tips.length) return document.title = JSON.stringify(tips[0].innerText.split('\\n'));
+  for (const events of within(document, '.bk-events').slice(0, 1)) {
+    const box = events.getBoundingClientRect(), at = { clientX: box.right - 16, clientY: box.top + 60 };
+    const mouse = { ...at, bubbles: true, composed: true, isPrimary: true, pointerId: 1, pointerType: 'mouse' };
+    for (const type of ['pointerenter', 'pointermove'])
+      events.dispatchEvent(new PointerEvent(type, mouse));
+  }
+  setTimeout(point, 50);
+};
+point();
+</script>"""
+
+
+@pytest.mark.parametrize("name", ["evaluation", "<img src=x>@x{safe}"])
+def test_values_are_shown_under_the_pointer(tmp_path, name):
+    """On a page that moves the pointer itself to the last step."""
     make_run(tmp_path / "run", steps=20)
     text = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
-    probe = (
-        "<script>const svg = document.querySelector('svg.chart'), box = svg.getBoundingClientRect();"
-        "svg.dispatchEvent(new MouseEvent('mousemove', {clientX: box.right - 1, clientY: box.top + 9}));"
-        "document.title = JSON.stringify(document.getElementById('tip').innerText.split('\\n'));</script>"
-    )
-    opened = text.replace('http-equiv="Content-Security-Policy"', 'name="off"').replace("</body>", probe + "</body>")
+    opened = text.replace('http-equiv="Content-Security-Policy"', 'name="off"').replace("</body>", PROBE + "</body>")
+    opened = opened.replace('"name": "evaluation"', '"name": ' + json.dumps(name).replace("<", "\\u003c"))
     (tmp_path / "probe.html").write_text(opened)
-    dom = browse(tmp_path / "probe.html", tmp_path, "--dump-dom").stdout
-    shown = json.loads(dom.split("<title>")[1].split("</title>")[0])
+    dom = browse(tmp_path / "probe.html", tmp_path, "--dump-dom", "--virtual-time-budget=10000").stdout
+    shown = json.loads(html.unescape(dom.split("<title>")[1].split("</title>")[0]))
     assert shown[0] == "step 20"
-    values = {line.rsplit(" ", 1)[0].strip(): float(line.rsplit(" ", 1)[1]) for line in shown[1:]}
-    assert values["evaluation"] == pytest.approx(1.0, abs=0.01)
-    assert values["evaluation, greedy"] == pytest.approx(1.0, abs=0.01)
+    values = dict(line.rsplit(" ", 1) for line in shown[1:])
+    assert list(values) == ["training", name, "evaluation, greedy"]
+    assert float(values[name]) == pytest.approx(1.0, abs=0.01)
+    assert float(values["evaluation, greedy"]) == pytest.approx(1.0, abs=0.01)

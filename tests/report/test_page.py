@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 from html.parser import HTMLParser
 
 import pytest
 from observe_runs import make_run, scene
 from PIL import Image
+from waiting import finished
 
 from lightrft_visual.errors import DataError
 from lightrft_visual.observe.recorder import RunRecorder
+from lightrft_visual.report.__main__ import main
 from lightrft_visual.report.data import load_run, phase_times
-from lightrft_visual.report.markup import Markup, render, tag
-from lightrft_visual.report.page import MAX_BYTES, duration, main, write_report
-from lightrft_visual.report.rollouts import prompt_markup
+from lightrft_visual.report.examples import turns
+from lightrft_visual.report.page import MAX_BYTES, printable, script, write_report
+from lightrft_visual.report.sections import duration
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -66,8 +69,11 @@ def test_the_page_is_complete_in_itself(run_folder, tmp_path):
     assert all(link.startswith(("data:image/", "#")) for link in page.links)
     assert not page.handlers and page.names.count("script") == 1
     text = path.read_text()
-    assert "default-src &#x27;none&#x27;" in text and "@import" not in text and "url(" not in text
-    assert path.stat().st_size < 1_000_000
+    code, digest = script()
+    own = text.replace(code, "")
+    assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{digest}'" in own
+    assert "@import" not in own and "url(" not in own and "http" not in own.replace("http-equiv", "")
+    assert len(own) < 1_000_000 and len(code) < 1_500_000
 
 
 def test_every_part_is_there(run_folder, tmp_path):
@@ -76,7 +82,7 @@ def test_every_part_is_there(run_folder, tmp_path):
         assert f"<h2>{title}</h2>" in text
     for part in ("Best", "Worst", "At random", "Evaluation at step 30", "Evaluation at step 0", "Contact sheet at 30"):
         assert part in text
-    assert text.count("<svg") >= 5 and text.count("data:image/") >= 9
+    assert text.count("data-chart=") >= 5 and text.count('src="data:image/') >= 9
     assert "How many? (1)" in text and "exact 1" in text and "torch" in text
     assert "topsecretvalue" not in text
 
@@ -85,8 +91,8 @@ def test_text_cannot_inject_markup(tmp_path):
     run = RunRecorder(tmp_path / "run")
     plain = RunRecorder(tmp_path / "plain")
     fields = ("prompt", "response", "reference")
-    for recorder, texts in ((run, HOSTILE), (plain, ["x"] * len(HOSTILE))):
-        recorder.log_step(1, {texts[0]: 1.0})
+    for recorder, texts in ((run, HOSTILE), (plain, [f"x{index}" for index in range(len(HOSTILE))])):
+        recorder.log_step(1, dict.fromkeys(texts[:5], 1.0))
         recorder.log_eval(1, {texts[1]: 1.0})
         records = [
             {**dict.fromkeys(fields, text), "reward": 1.0, "components": {text: 1.0}, "images": texts[6:]}
@@ -117,10 +123,10 @@ def test_partial_and_damaged_runs(tmp_path):
     (empty / "eval_epoch_000001").mkdir()
     (empty / "eval_epoch_000001" / "contact_sheet.png").write_bytes(b"no picture")
     text = write_report([empty], tmp_path / "e.html").read_text()
-    assert "loss" in text and "no valid reward" in text and "picture not shown" in text
+    assert "loss" in text and "no valid reward" in text and "image not shown" in text
 
 
-def test_pictures_outside_the_run_are_not_read(tmp_path):
+def test_images_outside_the_run_are_not_read(tmp_path):
     scene(1).save(tmp_path / "outside.png")
     rollouts = tmp_path / "run" / "rollouts"
     rollouts.mkdir(parents=True)
@@ -128,7 +134,7 @@ def test_pictures_outside_the_run_are_not_read(tmp_path):
     record = {"prompt": "p", "reward": 1.0, "images": names}
     (rollouts / "eval_step_000001.jsonl").write_text(json.dumps(record))
     text = write_report([tmp_path / "run"], tmp_path / "r.html").read_text()
-    assert "data:image/" not in text.split("</style>")[1] and text.count("picture not shown") == 2
+    assert 'src="data:image/' not in text and text.count("image not shown") == 2
 
 
 def test_comparison_of_runs(run_folder, tmp_path):
@@ -183,16 +189,16 @@ def test_phase_times_by_hand():
 
 
 def test_prompt_turns_and_special_tokens():
-    text = prompt_markup("<|im_start|>user\n<|vision_start|><|image_pad|><|image_pad|><|vision_end|>Hi<|im_end|>\n")
-    assert text.count('class="special"') == 1 and "image ×2" in text and 'class="role">user' in text
-    assert "<b>" not in prompt_markup("<b>plain</b>")
-
-
-def test_markup_escapes_by_default():
-    assert tag("p", "<b>", Markup("<i>"), 3, None, ["&"], class_='"', hidden=True, lang=None) == (
-        '<p class="&quot;" hidden>&lt;b&gt;<i>3&amp;</p>'
+    prompt = (
+        "<|im_start|>system\n<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|image_pad|>Hi<|im_end|>\n"
     )
-    assert render("a\ud800\x00b") == "a��b"
+    assert turns(prompt) == [("user", [("", False), ("image ×2", True), ("Hi", False)])]
+    assert turns("<b>plain</b>") == [("", [("<b>plain</b>", False)])]
+    assert turns(5) == [("", [("5", False)])]
+
+
+def test_what_html_and_utf8_cannot_carry_is_replaced():
+    assert printable("a\ud800\x00b\n") == "a��b\n" and printable(None) == "" and printable(3) == 3
 
 
 def test_command_line(run_folder, tmp_path, capsys):
@@ -209,10 +215,18 @@ def test_last_step_of_a_run(run_folder):
     assert re.match(r"first", load_run(run_folder).name)
 
 
-def test_figures_that_never_change_take_no_panel(tmp_path):
+def test_metrics_that_never_change_take_no_panel(tmp_path):
     run = RunRecorder(tmp_path / "run")
     for step in range(1, 5):
         run.log_step(step, {"loss": 1.0, "clip_frac": 0.0, "entropy": step, "odd": 2.5})
     text = write_report([run.folder], tmp_path / "r.html").read_text()
     assert "The same at every step: clip_frac 0, odd 2.5." in text
     assert "<b>loss</b>" in text and "<b>entropy</b>" in text and "<b>clip_frac</b>" not in text
+
+
+@pytest.mark.parametrize("module", ["lightrft_visual.report", "lightrft_visual.observe.report"])
+def test_both_names_of_the_command(run_folder, tmp_path, module):
+    target = tmp_path / "out.html"
+    command = [sys.executable, "-m", module, str(run_folder), "-o", str(target), "--title", "mine"]
+    assert finished(command, 120).returncode == 0
+    assert "<h1>mine</h1>" in target.read_text()
