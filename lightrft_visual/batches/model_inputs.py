@@ -1,4 +1,4 @@
-"""What a backbone forward reads, taken from rollouts or from experience, padded or packed."""
+"""What a backbone forward reads, taken from experience, padded or packed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 
 from .experience import Experience, ExperienceVL
 from .ragged import unpack_actions
-from .samples import Samples, SamplesVL
 from .vision import VisionTensors
 
 T = torch.Tensor
@@ -31,13 +30,12 @@ class ModelInputs:
     sample_ids: T | None = None
 
     @classmethod
-    def of(cls, batch: Samples | Experience) -> ModelInputs:
-        """Inputs of a micro-batch of rollouts or experience; no copies."""
-        names = batch.sample_ids if isinstance(batch, Samples) else batch.sample_id
-        media = {"sample_ids": names}
-        if isinstance(batch, (SamplesVL, ExperienceVL)):
+    def of(cls, batch: Experience | ExperienceVL) -> ModelInputs:
+        """Inputs of a micro-batch; no copies."""
+        media = {"sample_ids": batch.sample_id}
+        if isinstance(batch, ExperienceVL):
             media["vision"] = batch.vision
-        if isinstance(batch, Samples) or not batch.is_packed:
+        if not batch.is_packed:
             return cls(batch.sequences, batch.attention_mask, batch.action_mask, **media)
         mask = unpack_actions(batch.action_mask, batch.num_actions).bool()
         return cls(batch.sequences, batch.attention_mask, mask, batch.packed_seq_lens, batch.num_actions, **media)

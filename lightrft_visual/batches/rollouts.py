@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .experience import Experience, ExperienceVL
 from .samples import Samples, SamplesVL, pad_rollouts
 from .vision import VisionTensors
 
@@ -15,7 +16,13 @@ T = torch.Tensor
 
 @dataclass
 class PromptFeatures:
-    """What all rollouts of one prompt share, by reference: expanded ids, media, and what the model reads of them."""
+    """One prompt, as engines are asked to continue it; all its rollouts share it by reference.
+
+    text: with one placeholder per image or video, never already expanded ones; token_ids: the expanded ids that the
+    trainer will use: an engine's must equal them. images, videos: decoded media; vision: what the model reads of them,
+    which an engine that preprocesses by itself leaves aside. seed: fixes the sampling of all its responses, whatever
+    else is in the batch.
+    """
 
     text: str
     token_ids: list[int]
@@ -26,6 +33,7 @@ class PromptFeatures:
     images: list = field(default_factory=list)
     videos: list = field(default_factory=list)
     vision: VisionTensors = field(default_factory=VisionTensors)
+    seed: int = 0
 
 
 @dataclass
@@ -44,34 +52,54 @@ class Rollout:
     components: dict[str, float] = field(default_factory=dict)
 
 
-def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Samples | SamplesVL:
-    """A padded micro-batch of B rollouts, in order; SamplesVL for vision models, also without any image."""
+def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | ExperienceVL:
+    """A padded micro-batch of B rollouts, in order; ExperienceVL for vision models, also without any image.
+
+    Log-probs, values and advantages of the trainer are still to come. info: response_length, total_length, truncated
+    (B) float32 and, where the rollouts are scored, reward (B) and reward_metrics {name: (B)}, NaN where a component did
+    not apply. Vision tensors are referred to, not copied; the images themselves stay behind.
+    """
     sequences, attention_mask, action_mask = pad_rollouts(
         [rollout.prompt.token_ids for rollout in rollouts], [rollout.token_ids for rollout in rollouts], pad_id
     )
-    fields: dict[str, Any] = {
+    info: dict[str, Any] = {
+        "response_length": action_mask.sum(dim=1).float(),
+        "total_length": attention_mask.sum(dim=1).float(),
+        "truncated": torch.tensor([float(rollout.truncated) for rollout in rollouts]),
+    }
+    shared: dict[str, Any] = dict.fromkeys(
+        ("action_log_probs", "base_action_log_probs", "values", "returns", "advantages")
+    ) | {
         "sequences": sequences,
         "attention_mask": attention_mask,
         "action_mask": action_mask,
-        "group_ids": torch.tensor([rollout.prompt.group_id for rollout in rollouts]),
-        "sample_ids": torch.tensor([rollout.sample_id for rollout in rollouts]),
-        "truncated": torch.tensor([rollout.truncated for rollout in rollouts]),
-        "prompts": [rollout.prompt.text for rollout in rollouts],
-        "responses": [rollout.text for rollout in rollouts],
-        "labels": [rollout.prompt.label for rollout in rollouts],
-        "references": [rollout.prompt.reference for rollout in rollouts],
-        "metadata": [rollout.prompt.metadata for rollout in rollouts],
+        "info": info | _rewards(rollouts),
         "rollout_log_probs": _pad_log_probs(rollouts, action_mask),
-        "policy_version": rollouts[0].policy_version,
+        "group_id": torch.tensor([rollout.prompt.group_id for rollout in rollouts]),
+        "sample_id": torch.tensor([rollout.sample_id for rollout in rollouts]),
+        "policy_version": torch.tensor([rollout.policy_version for rollout in rollouts]),
+        "valid": torch.tensor([rollout.valid for rollout in rollouts]),
     }
-    if rollouts[0].reward is not None:
-        fields["rewards"] = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
-        fields["reward_valid"] = torch.tensor([rollout.valid for rollout in rollouts])
-        names = dict.fromkeys(name for rollout in rollouts for name in rollout.components)
-        fields["reward_metrics"] = {
+    if not vision:
+        return Experience(**shared)
+    return ExperienceVL(
+        **shared,
+        vision=VisionTensors.gather(rollout.prompt.vision for rollout in rollouts),
+        image_counts=torch.tensor([len(rollout.prompt.images) for rollout in rollouts]),
+        video_counts=torch.tensor([len(rollout.prompt.videos) for rollout in rollouts]),
+    )
+
+
+def _rewards(rollouts: list[Rollout]) -> dict[str, Any]:
+    if rollouts[0].reward is None:
+        return {}
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.components)
+    return {
+        "reward": torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
+        "reward_metrics": {
             name: torch.tensor([rollout.components.get(name, float("nan")) for rollout in rollouts]) for name in names
-        }
-    return SamplesVL(**fields, **_vision_fields(rollouts)) if vision else Samples(**fields)
+        },
+    }
 
 
 def _pad_log_probs(rollouts: list[Rollout], action_mask: T) -> T | None:
@@ -83,12 +111,31 @@ def _pad_log_probs(rollouts: list[Rollout], action_mask: T) -> T | None:
     return padded
 
 
-def _vision_fields(rollouts: list[Rollout]) -> dict[str, Any]:
-    prompts = [rollout.prompt for rollout in rollouts]
-    return {
-        "vision": VisionTensors.gather(prompt.vision for prompt in prompts),
-        "image_counts": torch.tensor([len(prompt.images) for prompt in prompts]),
-        "video_counts": torch.tensor([len(prompt.videos) for prompt in prompts]),
-        "raw_images": [prompt.images for prompt in prompts],
-        "raw_videos": [prompt.videos for prompt in prompts],
+def samples_of(rollouts: list[Rollout], pad_id: int, vision: bool) -> Samples | SamplesVL:
+    """The same micro-batch with its texts and images, for those who score samples by themselves."""
+    batch, prompts = collate(rollouts, pad_id, vision), [rollout.prompt for rollout in rollouts]
+    fields: dict[str, Any] = {
+        "sequences": batch.sequences,
+        "attention_mask": batch.attention_mask,
+        "action_mask": batch.action_mask,
+        "group_ids": batch.group_id,
+        "sample_ids": batch.sample_id,
+        "truncated": batch.info["truncated"].bool(),
+        "prompts": [prompt.text for prompt in prompts],
+        "responses": [rollout.text for rollout in rollouts],
+        "labels": [prompt.label for prompt in prompts],
+        "references": [prompt.reference for prompt in prompts],
+        "metadata": [prompt.metadata for prompt in prompts],
+        "rollout_log_probs": batch.rollout_log_probs,
+        "policy_version": rollouts[0].policy_version,
     }
+    if not isinstance(batch, ExperienceVL):
+        return Samples(**fields)
+    return SamplesVL(
+        **fields,
+        vision=batch.vision,
+        image_counts=batch.image_counts,
+        video_counts=batch.video_counts,
+        raw_images=[prompt.images for prompt in prompts],
+        raw_videos=[prompt.videos for prompt in prompts],
+    )

@@ -1,4 +1,4 @@
-"""Rollouts between generation and experience: one `Samples` holds one micro-batch of B samples, padded to S and A.
+"""Rollouts for those who score them by themselves: one `Samples` holds one micro-batch of B samples, padded to S and A.
 
 The last A columns of `sequences` are the actions (response tokens): prompts are left-padded, responses right-padded.
 `SamplesVL` adds what the vision tower reads; a text-only sample in it has zero images.

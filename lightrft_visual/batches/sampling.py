@@ -1,28 +1,9 @@
-"""What a rollout engine is asked for and answers, and how its samples are scored."""
+"""How responses are drawn and scored, and what a rollout engine answers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
-
-from .rollouts import PromptFeatures
-
-
-@dataclass
-class GenerationRequest:
-    """One prompt. `prompt` holds one placeholder per image or video, never already expanded ones.
-
-    `prompt_token_ids` are the expanded ids the trainer will use: the engine's must equal them.
-    `seed` fixes the sampling of all n responses, whatever else is in the batch. `features`: the prompt as the trainer
-    will see it, where it is already preprocessed; an engine that preprocesses by itself leaves it aside.
-    """
-
-    prompt: str
-    prompt_token_ids: list[int]
-    seed: int
-    images: list = field(default_factory=list)
-    videos: list = field(default_factory=list)
-    features: PromptFeatures | None = None
 
 
 @dataclass(frozen=True)

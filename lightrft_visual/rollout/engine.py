@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from ..batches.sampling import Completion, GenerationRequest, SamplingSettings
+from ..batches.rollouts import PromptFeatures
+from ..batches.sampling import Completion, SamplingSettings
 from ..config import registry
 from ..config.vl import RunConfig
 from ..models.loading import Checkpoint
@@ -22,7 +23,7 @@ class RolloutEngine(Protocol):
 
     shares_weights: bool
 
-    def generate(self, requests: Sequence[GenerationRequest], settings: SamplingSettings) -> list[list[Completion]]: ...
+    def generate(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> list[list[Completion]]: ...
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 

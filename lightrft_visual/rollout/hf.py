@@ -6,18 +6,16 @@ Slower than vLLM, but nothing can be out of step: the weights that are sampled f
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from ..batches.model_inputs import ModelInputs
-from ..batches.prompts import PromptBatch
 from ..batches.rollouts import PromptFeatures
-from ..batches.sampling import Completion, GenerationRequest, SamplingSettings
+from ..batches.sampling import Completion, SamplingSettings
 from ..batches.vision import VisionTensors
 from ..config.vl import RunConfig
 from ..models.loading import Checkpoint
@@ -25,16 +23,14 @@ from ..models.vlm.actor import Actor
 from ..strategy import collectives
 from ..strategy.deepspeed import TrainEngine
 from ..strategy.seeding import derive_seed
-from .multimodal import MultimodalDataProcessor
 
 T = torch.Tensor
 
 
 @dataclass
 class _Row:
-    """One response in the making: its request, which of the n it is, and what has been drawn."""
+    """One response in the making: its prompt, and which of the n it is."""
 
-    request: GenerationRequest
     prompt: PromptFeatures
     copy: int
 
@@ -42,12 +38,11 @@ class _Row:
 class TransformersEngine:
     """The rollout engine over an `Actor`, plain or prepared for training.
 
-    tokenizer: decodes responses. processor: the model's, None for text-only models; read where a request brings no
-    features. micro_batch_size: responses that are decoded together.
+    tokenizer: decodes responses. micro_batch_size: responses that are decoded together.
 
-    A response depends on its request and its place among the n alone: each has a random stream of its own. Under ZeRO-3
+    A response depends on its prompt and its place among the n alone: each has a random stream of its own. Under ZeRO-3
     every rank of the process group must call `generate`, and all run the same number of forward passes, a rank that is
-    done or has no request on a dummy token, because each pass gathers the weights from all ranks.
+    done or has no prompt on a dummy token, because each pass gathers the weights from all ranks.
     """
 
     shares_weights = True
@@ -56,19 +51,17 @@ class TransformersEngine:
         self,
         actor: Actor | TrainEngine,
         tokenizer: PreTrainedTokenizerBase,
-        processor: ProcessorMixin | None,
         micro_batch_size: int = 8,
     ):
         self.source = actor
         self.tokenizer, self.micro_batch_size = tokenizer, micro_batch_size
-        self.data = MultimodalDataProcessor(tokenizer, processor, sys.maxsize)
         self.in_step = isinstance(actor, TrainEngine) and actor.zero_stage == 3 and collectives.world_size() > 1
 
     @classmethod
     def from_config(cls, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> TransformersEngine:
         """The engine of a run."""
         size = config.rollout.micro_rollout_batch_size
-        return cls(actor, checkpoint.tokenizer, checkpoint.processor, size)
+        return cls(actor, checkpoint.tokenizer, size)
 
     @property
     def actor(self) -> Actor:
@@ -76,14 +69,9 @@ class TransformersEngine:
         return self.source.module if isinstance(self.source, TrainEngine) else self.source
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[GenerationRequest], settings: SamplingSettings) -> list[list[Completion]]:
-        """n completions per request, in order. log_probs are None where top_p or top_k leave no softmax."""
-        rows = []
-        for request in requests:
-            prompt = request.features
-            if prompt is None:
-                (prompt,) = self.data.features(PromptBatch.of([request.prompt], [request.images], [request.videos]))
-            rows += [_Row(request, prompt, copy) for copy in range(settings.n)]
+    def generate(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> list[list[Completion]]:
+        """n completions per prompt, in order. log_probs are None where top_p or top_k leave no softmax."""
+        rows = [_Row(prompt, copy) for prompt in prompts for copy in range(settings.n)]
         size = self.micro_batch_size
         rounds = self._most(math.ceil(len(rows) / size))
         completions: list[Completion] = []
@@ -189,7 +177,7 @@ def uniform_noise(rows: Sequence[_Row], steps: int) -> T:
     """(rows, steps) float64 in [0, 1): each row's own stream, made on the host so that devices agree."""
     streams = []
     for row in rows:
-        generator = torch.Generator().manual_seed(derive_seed(row.request.seed, row.copy))
+        generator = torch.Generator().manual_seed(derive_seed(row.prompt.seed, row.copy))
         streams.append(torch.rand(steps, dtype=torch.float64, generator=generator))
     return torch.stack(streams) if streams else torch.zeros(1, steps, dtype=torch.float64)
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..batches.experience import Experience
 from ..batches.model_inputs import ModelInputs
 from ..batches.prompts import PromptBatch
 from ..batches.rollouts import Rollout, collate
-from ..batches.samples import Samples
 from ..batches.sampling import SamplingSettings, ScoringRule
 from ..errors import RolloutError
 from ..strategy import collectives
@@ -103,7 +103,7 @@ class ParityGate:
         return self.stage.generate(batch, settings, purpose="parity"), settings
 
     @torch.no_grad()
-    def _scores(self, score: Score, rollouts: list[Rollout], settings: SamplingSettings) -> tuple[T, Samples]:
+    def _scores(self, score: Score, rollouts: list[Rollout], settings: SamplingSettings) -> tuple[T, Experience]:
         samples = collate(rollouts, self.pad_id, self.vision)
         return score(ModelInputs.of(samples).to(self.device), settings.scoring).cpu(), samples
 

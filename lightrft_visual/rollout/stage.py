@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..batches.prompts import PromptBatch
 from ..batches.rollouts import PromptFeatures, Rollout
-from ..batches.sampling import Completion, GenerationRequest, SamplingSettings
+from ..batches.sampling import Completion, SamplingSettings
 from ..errors import RolloutError
 from ..strategy.seeding import derive_seed
 from .engine import RolloutEngine
@@ -26,8 +26,9 @@ class RolloutStage:
         trainer's (then images would land on other tokens).
         """
         prompts = self.data_processor.features(batch)
-        requests = [self._request(prompt, purpose) for prompt in prompts]
-        completions = self.engine.generate(requests, settings)
+        for prompt in prompts:
+            prompt.seed = derive_seed(self.run_seed, purpose, prompt.group_id)
+        completions = self.engine.generate(prompts, settings)
         rollouts = []
         for prompt, responses in zip(prompts, completions, strict=True):
             for place, response in enumerate(responses):
@@ -44,10 +45,6 @@ class RolloutStage:
                     )
                 )
         return rollouts
-
-    def _request(self, prompt: PromptFeatures, purpose: str) -> GenerationRequest:
-        seed = derive_seed(self.run_seed, purpose, prompt.group_id)
-        return GenerationRequest(prompt.text, prompt.token_ids, seed, prompt.images, prompt.videos, prompt)
 
 
 def check_prompt_ids(prompt: PromptFeatures, response: Completion) -> None:

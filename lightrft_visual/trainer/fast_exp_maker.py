@@ -13,7 +13,7 @@ from ..algorithms.advantages import assign_advantages, get_advantage_calculator,
 from ..algorithms.dynamic_sampling import DynamicSampling
 from ..batches.experience import Experience, ExperienceDiffusion, ExperienceVL
 from ..batches.prompts import PromptBatch
-from ..batches.rollouts import Rollout, collate
+from ..batches.rollouts import Rollout, collate, samples_of
 from ..batches.samples import Samples, SamplesVL
 from ..batches.sampling import SamplingSettings
 from ..config.diffusion import DiffusionAlgorithmConfig
@@ -102,7 +102,7 @@ class FastExperienceMaker:
             self.drawing = drawing_maker(self.rewards, settings.diffusion, settings.timer)
             return
         data_processor = settings.data_processor or MultimodalDataProcessor(tokenizer, processor, prompt_max_len)
-        self.engine = settings.engine or _transformers_engine(actor, tokenizer, processor, settings.micro_batch_size)
+        self.engine = settings.engine or _transformers_engine(actor, tokenizer, settings.micro_batch_size)
         self.rollout_stage = RolloutStage(self.engine, data_processor, settings.run_seed)
         self.reward_stage = RewardStage(self.rewards, settings.micro_batch_size)
         self.forward_stage = ForwardStage(
@@ -140,11 +140,11 @@ class FastExperienceMaker:
         """As `make_experience_list`, for a batch with ids and metadata. `more` brings prompts for dynamic sampling."""
         sampling, estimator_kwargs = self._split_kwargs(generate_kwargs)
         rollouts, metrics = self._scored_rollouts(batch, sampling, more)
-        samples = self._micro_batches(rollouts)
+        experiences = [collate(part, self.tokenizer.pad_token_id, self.vision) for part in self._parts(rollouts)]
         with self._phase("forward"):
-            experiences = self.forward_stage.run(samples, sampling.scoring)
+            self.forward_stage.run(experiences, sampling.scoring)
         estimator_kwargs["max_new_tokens"] = sampling.max_new_tokens
-        rewards = [each.rewards for each in samples]
+        rewards = [each.info["reward"] for each in experiences]
         experiences = assign_advantages(
             self.calculator, experiences, rewards, self.kl_controller.value, estimator_kwargs
         )
@@ -165,7 +165,8 @@ class FastExperienceMaker:
         if self.drawing is not None:
             return self.drawing.draw(batch, self.policy_version)
         sampling, _ = self._split_kwargs(generate_kwargs)
-        return self._micro_batches(self.generate(batch, sampling))
+        rollouts = self.generate(batch, sampling)
+        return [samples_of(part, self.tokenizer.pad_token_id, self.vision) for part in self._parts(rollouts)]
 
     def generate(self, batch: PromptBatch, sampling: SamplingSettings, purpose: str = "rollout") -> list[Rollout]:
         """Unscored rollouts, prompt-major."""
@@ -212,9 +213,10 @@ class FastExperienceMaker:
         with self._phase("sync"):
             self.engine.sleep()
 
-    def _micro_batches(self, rollouts: list[Rollout]) -> list[Samples | SamplesVL]:
-        size, pad = self.settings.micro_batch_size, self.tokenizer.pad_token_id
-        return [collate(rollouts[i : i + size], pad, self.vision) for i in range(0, len(rollouts), size)]
+    def _parts(self, rollouts: list[Rollout]) -> list[list[Rollout]]:
+        """Those of each micro-batch."""
+        size = self.settings.micro_batch_size
+        return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
 
     def _split_kwargs(self, generate_kwargs: dict[str, Any]) -> tuple[SamplingSettings, dict[str, Any]]:
         """Sampling settings, and a new dict for the estimator; the caller's dict is only read."""
@@ -237,7 +239,7 @@ class FastExperienceMaker:
         return self.settings.timer.phase(name) if self.settings.timer is not None else nullcontext()
 
 
-def _transformers_engine(actor, tokenizer, processor, micro_batch_size: int) -> RolloutEngine:
+def _transformers_engine(actor, tokenizer, micro_batch_size: int) -> RolloutEngine:
     from ..rollout.hf import TransformersEngine
 
-    return TransformersEngine(actor, tokenizer, processor, micro_batch_size)
+    return TransformersEngine(actor, tokenizer, micro_batch_size)

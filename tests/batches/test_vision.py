@@ -17,7 +17,6 @@ from lightrft_visual.batches.vision import VisionTensors
 from lightrft_visual.errors import DataError
 from lightrft_visual.replay.buffer import NaiveReplayBuffer
 from lightrft_visual.replay.items import BufferItemVL, make_experience_batch
-from lightrft_visual.trainer.vl.stages import to_experience
 
 PATCHES, DIM, G = 256, 384, 16
 
@@ -34,7 +33,7 @@ def experience_of(prompts: list[PromptFeatures], count: int) -> ExperienceVL:
     rollouts = [
         Rollout(each, [4, 5], [0.0, 0.0], "", False, sample_id=n, reward=1.0) for each in prompts for n in range(count)
     ]
-    experience = to_experience(collate(rollouts, 0, vision=True))
+    experience = collate(rollouts, 0, vision=True)
     experience.action_log_probs = torch.zeros(len(rollouts), 2)
     return experience
 

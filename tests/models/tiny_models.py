@@ -22,7 +22,6 @@ from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.models.vlm.modality import banned_token_ids
 from lightrft_visual.replay.items import make_experience_batch, strip_padding
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
-from lightrft_visual.trainer.vl.stages import to_experience
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -112,9 +111,8 @@ def rollouts_of(checkpoint: Checkpoint, batch: PromptBatch, seed: int = 0) -> li
 
 def inputs_of(checkpoint: Checkpoint, rollouts: list[Rollout], packed: bool = False) -> ModelInputs:
     """Model inputs of the rollouts, by the way through experience and replay items where packed."""
-    samples = collate(rollouts, checkpoint.tokenizer.pad_token_id, checkpoint.vision)
+    experience = collate(rollouts, checkpoint.tokenizer.pad_token_id, checkpoint.vision)
     if not packed:
-        return ModelInputs.of(samples)
-    experience = to_experience(samples)
-    experience.action_log_probs = torch.zeros(samples.action_mask.shape)
+        return ModelInputs.of(experience)
+    experience.action_log_probs = torch.zeros(experience.action_mask.shape)
     return ModelInputs.of(make_experience_batch(strip_padding(experience), packing_samples=True))

@@ -31,7 +31,7 @@ def main(folder: str, out: str) -> None:
     checkpoint = open_checkpoint(folder, ModelConfig(), DataConfig())
     actor = actor_of(checkpoint)
     train = strategy.prepare(actor, OptimizerSettings(1e-2, total_steps=4))
-    engine = TransformersEngine(train, checkpoint.tokenizer, checkpoint.processor, micro_batch_size=3)
+    engine = TransformersEngine(train, checkpoint.tokenizer, micro_batch_size=3)
     rig = Rig(checkpoint, actor, engine)
     # Rank 0: text, images and a video in three micro-batches. Rank 1: text alone, then nothing at all.
     batches = [mixed_prompts().select([[0, 2, 4, 5], [0]][rank]), mixed_prompts().select([[1, 0], []][rank])]

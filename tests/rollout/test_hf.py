@@ -19,7 +19,7 @@ from tiny_models import (
 )  # fmt: skip
 
 from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.sampling import GenerationRequest, SamplingSettings
+from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.errors import RolloutError
 from lightrft_visual.models.loading import Checkpoint
 from lightrft_visual.rollout.hf import TransformersEngine, draw, truncated
@@ -29,7 +29,7 @@ PLAIN = SamplingSettings(n=3, max_new_tokens=6)
 
 def rig_of(checkpoint: Checkpoint, micro_batch_size: int = 8, **kwargs) -> Rig:
     actor = actor_of(checkpoint, **kwargs)
-    engine = TransformersEngine(actor, checkpoint.tokenizer, checkpoint.processor, micro_batch_size)
+    engine = TransformersEngine(actor, checkpoint.tokenizer, micro_batch_size)
     return Rig(checkpoint, actor, engine)
 
 
@@ -138,16 +138,7 @@ def test_truncated_sampling_has_no_log_probs_and_the_gate_works_all_the_same(rig
     assert rig.gate().check(mixed_prompts()) <= 1e-5
 
 
-def test_prompts_without_features_are_preprocessed_by_the_engine(rig):
-    batch = mixed_prompts()
-    features = rig.stage.data_processor.features(batch)
-    bare = [GenerationRequest(p.text, p.token_ids, 7, p.images, p.videos) for p in features]
-    full = [GenerationRequest(p.text, p.token_ids, 7, p.images, p.videos, p) for p in features]
-    ours, theirs = rig.engine.generate(bare, PLAIN), rig.engine.generate(full, PLAIN)
-    assert [[c.token_ids for c in one] for one in ours] == [[c.token_ids for c in one] for one in theirs]
-    assert [one[0].prompt_token_ids for one in ours] == [p.token_ids for p in features]
-    wrong = [GenerationRequest(p.text, p.token_ids[:-1], 7, p.images, p.videos) for p in features]
-    assert rig.engine.generate(wrong[:1], PLAIN)[0][0].prompt_token_ids == features[0].token_ids
+def test_a_rank_without_prompts_generates_nothing(rig):
     assert rig.engine.generate([], PLAIN) == []
 
 

@@ -38,7 +38,7 @@ class Wrong:
 def rig(tmp_path_factory):
     checkpoint = checkpoint_of(tmp_path_factory.mktemp("checkpoints"), "qwen2_5_vl")
     actor = actor_of(checkpoint)
-    return Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, checkpoint.processor))
+    return Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer))
 
 
 def gate_of(rig, **wrong):

@@ -18,7 +18,7 @@ def test_ranks_with_different_prompts_sample_as_one_rank_does(tmp_path):
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert max(first["figures"] + second["figures"]) <= 1e-5
     actor = actor_of(checkpoint)
-    rig = Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, checkpoint.processor))
+    rig = Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer))
     alone = rig.token_ids(mixed_prompts(), SamplingSettings(n=2, max_new_tokens=6))
     assert first["tokens"][0] == [alone[2 * i + copy] for i in (0, 2, 4, 5) for copy in range(2)]
     assert first["tokens"][1] == [alone[2 * i + copy] for i in (1, 0) for copy in range(2)]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ...batches.sampling import Completion, GenerationRequest, SamplingSettings
+from ...batches.rollouts import PromptFeatures
+from ...batches.sampling import Completion, SamplingSettings
 from ...config.vl import RunConfig
 from ...errors import RolloutError
 from ...models.loading import Checkpoint
@@ -20,7 +21,7 @@ from ...strategy import collectives
 from ...strategy.deepspeed import TrainEngine
 from ...strategy.host import free_port
 from .rules import FIRST_TOKEN_SCALE
-from .tensor_parallel import RequestSharing
+from .tensor_parallel import PromptSharing
 
 
 @dataclass
@@ -91,7 +92,7 @@ class VLLMEngine:
     shares_weights = False
 
     def __init__(self, settings: VLLMSettings):
-        self.sharing = RequestSharing(settings.tensor_parallel_size)
+        self.sharing = PromptSharing(settings.tensor_parallel_size)
         _prepare_environment()
         self.settings = settings
         self.asleep = False
@@ -144,12 +145,12 @@ class VLLMEngine:
         except Exception as error:
             raise RolloutError(f"vLLM could not load {s.model}: {type(error).__name__}: {error}") from error
 
-    def generate(self, requests: Sequence[GenerationRequest], settings: SamplingSettings) -> list[list[Completion]]:
-        """n completions per request, in order. With FIRE the first token is drawn at its own temperature."""
-        requests, own = self.sharing.share(requests)
-        prompts = [self._prompt(request) for request in requests]
-        params = [self._params(settings, request.seed) for request in requests]
-        outputs = self._run(prompts, params) if prompts else []
+    def generate(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> list[list[Completion]]:
+        """n completions per prompt, in order. With FIRE the first token is drawn at its own temperature."""
+        prompts, own = self.sharing.share(prompts)
+        entries = [self._entry(prompt) for prompt in prompts]
+        params = [self._params(settings, prompt.seed) for prompt in prompts]
+        outputs = self._run(entries, params) if entries else []
         return [self._completions(output, settings) for output in outputs[own]]
 
     def _run(self, prompts: list[dict[str, Any]], params: list) -> list:
@@ -162,9 +163,9 @@ class VLLMEngine:
             self.failure = f"{type(error).__name__}: {error}"
             raise RolloutError(f"vLLM failed while generating: {self.failure}") from error
 
-    def _prompt(self, request: GenerationRequest) -> dict[str, Any]:
-        entry: dict[str, Any] = {"prompt": request.prompt}
-        media = {name: items for name, items in (("image", request.images), ("video", request.videos)) if items}
+    def _entry(self, prompt: PromptFeatures) -> dict[str, Any]:
+        entry: dict[str, Any] = {"prompt": prompt.text}
+        media = {name: items for name, items in (("image", prompt.images), ("video", prompt.videos)) if items}
         if media:
             entry["multi_modal_data"] = media
         return entry

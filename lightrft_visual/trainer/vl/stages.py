@@ -12,7 +12,6 @@ from ...algorithms.kl import compute_approx_kl
 from ...batches.experience import Experience, ExperienceVL
 from ...batches.model_inputs import ModelInputs
 from ...batches.rollouts import Rollout
-from ...batches.samples import Samples, SamplesVL
 from ...batches.sampling import ScoringRule
 from ...rewards.engine import RewardComputationEngine
 
@@ -67,56 +66,21 @@ class ForwardStage:
     kl_estimator: str = "k1"
 
     @torch.no_grad()
-    def run(self, samples: Sequence[Samples], rule: ScoringRule) -> list[Experience | ExperienceVL]:
-        """One experience per micro-batch, on the host."""
-        inputs = [ModelInputs.of(each) for each in samples]
-        experiences = [to_experience(each) for each in samples]
-        for experience, each in zip(experiences, inputs):
+    def run(self, batches: Sequence[Experience | ExperienceVL], rule: ScoringRule) -> None:
+        """Fill action_log_probs, action_entropy, base_action_log_probs, values and kl of padded micro-batches."""
+        inputs = [ModelInputs.of(each) for each in batches]
+        for experience, each in zip(batches, inputs):
             output = self.actor(each.to(self.device), rule)
             experience.action_log_probs = output.log_probs.cpu()
             experience.action_entropy = output.entropy.cpu()
         if self.reference is not None:
-            for experience, each in zip(experiences, inputs):
+            for experience, each in zip(batches, inputs):
                 experience.base_action_log_probs = self.reference(each.to(self.device), rule).cpu()
         if self.critic is not None:
-            for experience, each in zip(experiences, inputs):
+            for experience, each in zip(batches, inputs):
                 experience.values = self.critic(each.to(self.device)).cpu()
-        for experience in experiences:
+        for experience in batches:
             add_kl(experience, self.kl_estimator)
-        return experiences
-
-
-def to_experience(samples: Samples) -> Experience | ExperienceVL:
-    """The experience of a scored micro-batch; log-probs, values, KL and advantages are still to come."""
-    info: dict[str, Any] = {
-        "reward": samples.rewards,
-        "response_length": samples.response_length.float(),
-        "total_length": samples.total_length.float(),
-        "truncated": samples.truncated.float(),
-        "reward_metrics": dict(samples.reward_metrics),
-    }
-    shared = {
-        "sequences": samples.sequences,
-        "action_log_probs": None,
-        "base_action_log_probs": None,
-        "values": None,
-        "returns": None,
-        "advantages": None,
-        "attention_mask": samples.attention_mask,
-        "action_mask": samples.action_mask,
-        "info": info,
-        "rollout_log_probs": samples.rollout_log_probs,
-        "group_id": samples.group_ids,
-        "sample_id": samples.sample_ids,
-        "policy_version": torch.full_like(samples.group_ids, samples.policy_version),
-        "valid": samples.reward_valid,
-    }
-    if not isinstance(samples, SamplesVL):
-        return Experience(**shared)
-    # raw_images stay behind: the reward has seen them, and training reads patches.
-    return ExperienceVL(
-        **shared, vision=samples.vision, image_counts=samples.image_counts, video_counts=samples.video_counts
-    )
 
 
 def add_kl(experience: Experience | ExperienceVL, estimator: str) -> None:

@@ -175,7 +175,7 @@ def llava_prompts():
 
 def test_another_model_generates_and_scores_in_padded_form(llava):
     actor = actor_of(llava)
-    rig = Rig(llava, actor, TransformersEngine(actor, llava.tokenizer, llava.processor))
+    rig = Rig(llava, actor, TransformersEngine(actor, llava.tokenizer))
     settings = SamplingSettings(n=3, max_new_tokens=6)
     assert rig.difference(llava_prompts(), settings) <= 1e-5
     assert llava.config.image_token_id in actor.banned_ids.tolist()

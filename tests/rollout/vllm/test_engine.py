@@ -189,7 +189,7 @@ def test_banned_tokens_are_never_sampled(rig):
 def test_greedy_agrees_with_the_transformers_engine(rig):
     greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=6)
     ours = rig.token_ids(mixed_prompts(), greedy)
-    other = Rig(rig.checkpoint, rig.actor, TransformersEngine(rig.actor, rig.checkpoint.tokenizer, None))
+    other = Rig(rig.checkpoint, rig.actor, TransformersEngine(rig.actor, rig.checkpoint.tokenizer))
     other.stage.data_processor = rig.stage.data_processor
     assert ours == other.token_ids(mixed_prompts(), greedy)
 

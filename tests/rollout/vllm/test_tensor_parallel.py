@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from launched import run_ranks
 from tiny_models import checkpoint_of
 
 from lightrft_visual.batches.rollouts import PromptFeatures
-from lightrft_visual.batches.sampling import GenerationRequest
-from lightrft_visual.rollout.vllm.tensor_parallel import RequestSharing
+from lightrft_visual.batches.vision import VisionTensors
+from lightrft_visual.rollout.vllm.tensor_parallel import PromptSharing
 from lightrft_visual.strategy.host import SHARED_MEMORY
 
 
@@ -29,10 +30,12 @@ def left_behind(folder: Path) -> Iterator[None]:
             name.unlink(missing_ok=True)
 
 
-def test_without_groups_requests_stay_as_they_are():
-    request = GenerationRequest("a", [1], 2, images=["x"], features=PromptFeatures("a", [1], 0))
-    shared, own = RequestSharing(1).share([request])
-    assert own == slice(0, 1) and shared == [GenerationRequest("a", [1], 2, images=["x"])]
+def test_engines_are_sent_what_they_read_of_a_prompt():
+    vision = VisionTensors.of(pixel_values=torch.zeros(4, 2))
+    prompt = PromptFeatures("a", [1], 0, reference="b", metadata={"c": "d"}, images=["x"], vision=vision, seed=2)
+    shared, own = PromptSharing(1).share([prompt])
+    assert own == slice(0, 1) and shared == [PromptFeatures("a", [1], 0, images=["x"], seed=2)]
+    assert prompt.vision is vision and prompt.reference == "b"
 
 
 def test_two_ranks_are_one_engine(tmp_path):

@@ -14,7 +14,6 @@ from lightrft_visual.batches.sampling import ScoringRule
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.replay.buffer import NaiveReplayBuffer
-from lightrft_visual.trainer.vl.stages import to_experience
 from lightrft_visual.trainer.vl.updates import PolicyUpdate, plan_batch
 
 
@@ -43,10 +42,9 @@ def gradients(checkpoint, micro_batch: int, packed: bool, prompts: PromptBatch) 
     """(loss, {name: gradient}) of one step on eight samples with made-up advantages."""
     actor = actor_of(checkpoint)
     buffer = NaiveReplayBuffer(micro_batch, packing_samples=packed)
-    samples = collate(rollouts_of(checkpoint, prompts), checkpoint.tokenizer.pad_token_id, checkpoint.vision)
-    experience = to_experience(samples)
+    experience = collate(rollouts_of(checkpoint, prompts), checkpoint.tokenizer.pad_token_id, checkpoint.vision)
     make = torch.Generator().manual_seed(3)
-    shape = samples.action_mask.shape
+    shape = experience.action_mask.shape
     experience.action_log_probs = -2 + torch.randn(shape, generator=make)
     experience.advantages = torch.randn(shape, generator=make)
     experience.valid = torch.ones(len(prompts), dtype=torch.bool)
