@@ -91,13 +91,14 @@ class PolicyUpdate:
             inputs = ModelInputs.of(experience)
             output = self.actor(inputs, self.rule, with_entropy=self.config.entropy_coef != 0)
             losses = policy_loss(
-                self._loss_inputs(experience, output, batch, place), self.config, batch.denominators, kl_coef
+                self.loss_inputs(experience, output, batch, place), self.config, batch.denominators, kl_coef
             )
             self.actor.accumulate(losses.loss, place == last)
             _record(metrics, losses, place == last, first)
         return self.actor.step()
 
-    def _loss_inputs(self, experience, output, batch: TrainBatch, place: int) -> LossInputs:
+    def loss_inputs(self, experience, output, batch: TrainBatch, place: int) -> LossInputs:
+        """What the loss reads of micro-batch number `place` and the actor's output for it, all (B, A)."""
         device = output.log_probs.device
         policy_mask = batch.policy_masks[place].to(device) if batch.policy_masks is not None else None
         return LossInputs(
