@@ -1,0 +1,127 @@
+"""Whole runs on the simulated accelerator: a tensor on the wrong device, or a collective over host memory, ends them.
+
+Vision-language runs generate by the trainer's own model, diffusion runs by diffusers: vLLM knows no such device.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_pipeline import given_flags
+from transformers import BertConfig, BertForSequenceClassification
+from whole_runs import ROOT, rows, run_plan
+
+DRIVER = ROOT / "tests" / "simulated" / "run_plan.py"
+SMALL = (
+    "--engine_type hf --rollout_batch_size 4 --n_samples_per_prompt 4 --micro_rollout_batch_size 8 "
+    "--generate_max_len 8 --train_batch_size 16 --micro_train_batch_size 4 --max_eval_samples 4 --report false "
+    "--max_steps 2"
+)
+DRAW = (
+    "--height 32 --width 32 --num_steps 3 --eval_num_steps 3 --guidance_scale 2 --max_sequence_length 5 "
+    "--rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 2 --train_batch_size 4 "
+    "--micro_train_batch_size 2 --max_eval_samples 2 --lora_rank 4 --learning_rate 1e-2 --report false --max_steps 2"
+)
+PPO = "--advantage_estimator gae --init_kl_coef 0.05 --enable_ema true --reward_running_norm true"
+SAVED = "--save_steps 1 --max_steps"
+SEEING = {
+    "grpo_0": "--zero_stage 0 --init_kl_coef 0.05",
+    "grpo_1": "--zero_stage 1 --packing_samples true",
+    "grpo_2": "--zero_stage 2 --gradient_checkpointing true --reward_running_norm true",
+    "grpo_3": "--zero_stage 3 --init_kl_coef 0.05",
+    "offload": "--zero_stage 2 --adam_offload true",
+    "ppo": f"--zero_stage 2 {PPO} {SAVED} 1",
+    "ppo_resumed": f"copy:ppo --zero_stage 2 {PPO} {SAVED} 2 --resume_from auto",
+    "ppo_3": f"--zero_stage 3 {PPO}",
+    "rloo_lora": "--advantage_estimator rloo --lora_rank 4 --init_kl_coef 0.05 --dynamic_sampling true",
+    "lora_3": "--lora_rank 4 --zero_stage 3 --enable_ema true --freeze_prefix true",
+    "models": "--zero_stage 2 --reward_pretrain {classifier}",
+    "bf16": "--bf16 true --parity_samples 0",
+}
+DRAWING = {
+    "flow_grpo": f"--beta 0.1 --enable_ema true --ema_interval 1 --eval_ema true {SAVED} 1",
+    "flow_grpo_resumed": "copy:flow_grpo --beta 0.1 --enable_ema true --ema_interval 1 --eval_ema true "
+    f"{SAVED} 2 --resume_from auto",
+    "flow_grpo_3": "--zero_stage 3 --beta 0.1 --lora_rank 0 --learning_rate 1e-3",
+    "nft": "--diffusion_algorithm diffusion_nft --guidance_scale 1",
+    "reward_fl": "--diffusion_algorithm reward_fl --mid_timestep 1 --final_timestep 2 --warmup_steps 0 "
+    "--gradient_checkpointing true --use_gradient_checkpointing_offload true",
+}
+RUNS = {1: (*SEEING, *DRAWING), 2: ("grpo_2", "grpo_3", "ppo_3", "rloo_lora", "flow_grpo", "flow_grpo_3", "nft")}
+COMPARED = ("grpo_0", "grpo_3", "ppo", "rloo_lora", "flow_grpo", "nft", "reward_fl")
+METRICS = ("loss", "policy_loss", "grad_norm", "reward", "reward_mean", "kl", "entropy", "value_loss")
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory, cache_root) -> dict[str, str]:
+    """A drawing pipeline with its prompts and reward, and a text classifier as a reward model."""
+    from transformers import AutoTokenizer
+
+    from lightrft_visual.config.vl import ModelConfig
+    from lightrft_visual.embedded.resolve import resolve_checkpoint
+
+    folder = tmp_path_factory.mktemp("given")
+    tokenizer = AutoTokenizer.from_pretrained(resolve_checkpoint(ModelConfig(), "embedded"))
+    settings = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        num_labels=1, pad_token_id=tokenizer.pad_token_id, max_position_embeddings=512,
+    )  # fmt: skip
+    BertForSequenceClassification(settings).save_pretrained(folder / "classifier")
+    tokenizer.save_pretrained(folder / "classifier")
+    return {"drawing": " ".join(given_flags(folder)), "classifier": str(folder / "classifier")}
+
+
+def launched(folder: Path, cache: Path, device: str, names: tuple[str, ...], ranks: int, given: dict[str, str]) -> Path:
+    runs = {}
+    for name in names:
+        flags = SEEING.get(name) or DRAWING[name]
+        words = flags.format(**given).split()
+        copies = [word for word in words if word.startswith("copy:")]
+        rest = [word for word in words if word not in copies]
+        if name in SEEING:
+            runs[name] = [*copies, *SMALL.split(), *rest]
+        else:
+            runs[name] = [*copies, "diffusion", *DRAW.split(), *given["drawing"].split(), *rest]
+    driver = folder / "driver.py"
+    driver.write_text(
+        f"import runpy, sys\nsys.argv = [sys.argv[0], {device!r}, *sys.argv[1:]]\n"
+        f"sys.path.insert(0, {str(DRIVER.parent)!r})\nrunpy.run_path({str(DRIVER)!r}, run_name='__main__')\n"
+    )
+    return run_plan(runs, folder, cache, ranks, driver=driver)
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory, cache_root, given) -> dict[int, Path]:
+    return {
+        ranks: launched(tmp_path_factory.mktemp(f"sim_{ranks}"), cache_root, "sim", RUNS[ranks], ranks, given)
+        for ranks in (1, 2)
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, cache_root, given) -> Path:
+    return launched(tmp_path_factory.mktemp("cpu"), cache_root, "cpu", COMPARED, 1, given)
+
+
+def compare(left: Path, right: Path, tolerance: float) -> None:
+    mine, theirs = rows(left), rows(right)
+    assert len(mine) == len(theirs) > 0
+    for one, other in zip(mine, theirs):
+        shared = [name for name in METRICS if name in one and name in other]
+        assert len(shared) >= 2
+        for name in shared:
+            assert one[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), name
+
+
+@pytest.mark.parametrize("ranks,name", [(ranks, name) for ranks in RUNS for name in RUNS[ranks]])
+def test_the_run_makes_its_steps(simulated, ranks, name):
+    folder = simulated[ranks] / name
+    steps = rows(folder)
+    assert len(steps) == (1 if name in ("ppo", "flow_grpo") else 2)  # these two are resumed by another run
+    assert rows(folder, "eval_metrics.csv") and (folder / "checkpoint-final").is_dir()
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_the_metrics_are_the_cpu_s(simulated, plain, name):
+    compare(simulated[1] / name, plain / name, 1e-4)
