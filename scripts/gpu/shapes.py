@@ -129,7 +129,7 @@ def stable_diffusion_3(folder: Path, size: str) -> Path:
 
 
 def wan(folder: Path, size: str) -> Path:
-    """A Wan text-to-video pipeline: the shape of 2.1 1.3B and its autoencoder, or with size tiny a few thousand weights."""
+    """A Wan text-to-video pipeline: the shape of 2.1 1.3B, or with size tiny a few thousand weights."""
     from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
 
