@@ -37,8 +37,9 @@ def invalid_rewards() -> None:
 
 
 def parity_probe() -> None:
-    gate = SimpleNamespace(stage=SimpleNamespace(generate=lambda *args, **kwargs: []))
-    assert parity.ParityGate._largest(gate, None, 1.0) == 0
+    stage = SimpleNamespace(generate=lambda *args, **kwargs: [])
+    gate = parity.ParityGate(stage, None, None, None, pad_id=0, vision=False, device=torch.device("cpu"), tolerance=1.0)
+    assert gate._largest(None, 1.0) == 0
 
 
 def waiting_generation() -> None:
