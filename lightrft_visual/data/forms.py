@@ -94,7 +94,7 @@ def _conversations(raw: Mapping[str, Any]) -> _Content | None:
     messages = []
     for place, turn in enumerate(turns):
         speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-        if speaker not in _SPEAKERS:
+        if not isinstance(speaker, str) or speaker not in _SPEAKERS:
             known = ", ".join(_SPEAKERS)
             raise DataError(f"turn {place} of conversations is from {speaker!r}; known: {known}", "prompt form")
         messages.append({"role": _SPEAKERS[speaker], "content": text})
@@ -115,7 +115,8 @@ def _without_answer(messages: Sequence[Mapping[str, Any]], consumed: tuple[str, 
         return _Content(messages, consumed=consumed)
     answer = messages[-1].get("content")
     if isinstance(answer, Sequence) and not isinstance(answer, str):
-        answer = "".join(part["text"] for part in answer if isinstance(part, Mapping) and part.get("text"))
+        texts = (part.get("text") for part in answer if isinstance(part, Mapping))
+        answer = "".join(text for text in texts if isinstance(text, str))
     return _Content(messages[:-1], answer, consumed=consumed)
 
 

@@ -57,6 +57,7 @@ def describe_source(source: Any) -> str:
     if not isinstance(source, (str, os.PathLike)):
         return f"<{type(source).__name__}>"
     text = os.fspath(source)
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(text, str) else repr(text)
     if text.startswith(("http://", "https://")):
         return shown_url(text)
     if text.startswith("data:") or _is_base64_image(text):

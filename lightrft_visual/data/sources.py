@@ -139,6 +139,8 @@ def _read_csv(text: str) -> tuple[list[str], list[list[str] | csv.Error]]:
     spaced = any(name.startswith(" ") for name in first[1:])
     reader = csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=spaced)
     header = [name.strip() or f"unnamed_{place}" for place, name in enumerate(next(reader, []))]
+    if not "".join(header).isprintable():  # a lone surrogate stands for a byte that is not UTF-8
+        raise csv.Error(f"the header is not UTF-8 text: {ascii(header)[:200]}")
     repeated = [name for name, count in Counter(header).items() if count > 1]
     if repeated:
         raise csv.Error(f"the header names column(s) {', '.join(repeated)} more than once")

@@ -234,6 +234,8 @@ def _decode_container(container: Any, options: dict[str, Any], name: str, max_pi
     if not container.streams.video:
         raise DataError("the file holds no video stream")
     stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise DataError("its codec is not known")
     size, shown = stream.width * stream.height, f"{stream.width}x{stream.height}"
     if size < 1:
         raise DataError("its frames have no size")

@@ -199,6 +199,12 @@ def test_an_aspect_ratio_that_no_image_processor_takes_is_found_in_the_header(si
     assert image_size(encode(Image.new("RGB", (200, 1)), "PNG")) == (200, 1)
 
 
+def test_a_name_that_is_not_unicode_can_be_printed():
+    with pytest.raises(DataError, match=r"file not found: \\udc80.png") as caught:
+        load_image("\udc80.png")
+    str(caught.value).encode("utf-8")
+
+
 def test_verls_mapping_is_a_source(tmp_path):
     Image.new("RGB", (5, 4)).save(tmp_path / "a.png")
     assert resolve_source({"image": "a.png"}, tmp_path) == {"image": str(tmp_path / "a.png")}

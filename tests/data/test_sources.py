@@ -52,6 +52,12 @@ def test_a_column_without_a_name_and_one_named_twice(tmp_path):
         open_source(written(tmp_path, "a.csv", "prompt,prompt\nq,r\n"), "train")
 
 
+def test_a_csv_header_that_is_not_utf_8_is_shown_escaped(tmp_path):
+    with pytest.raises(DataError, match=r"a.csv: .*the header is not UTF-8 text: \['pr.udcff'") as caught:
+        open_source(written(tmp_path, "a.csv", b"pr\xff,b\nq,1\n"), "train")
+    str(caught.value).encode("utf-8")
+
+
 def test_one_csv_row_that_cannot_be_read_leaves_the_others(tmp_path):
     source = open_source(written(tmp_path, "a.csv", 'prompt,b\nq,1\n"x"y,2\nr,3\n'), "train")
     assert (source[0]["prompt"], source[2]["prompt"]) == ("q", "r")
