@@ -218,7 +218,7 @@ def reward_fl(folder: Path, size: str) -> Rows:
     """Reward FL on the shape of Wan 2.1 1.3B, gradient through the decoder."""
     real = size == "real"
     model = shapes.wan(folder / "models" / f"wan_{size}", size)
-    (folder / "bright.py").write_text("def bright(media, rows):\n    return media.flatten(1).mean(1)\n")
+    (folder / "bright.py").write_text("def bright(media, prompts, metadata):\n    return media.flatten(1).mean(1)\n")
     pixels, frames = ("--height 256 --width 448", 17) if real else ("--height 32 --width 32", 5)
     flags = (
         f"{DRAWING} --pretrain {model} --prompt_data {shapes.prompts(folder, 4)} {pixels} --num_frames {frames} "
