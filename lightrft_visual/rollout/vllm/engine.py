@@ -24,8 +24,9 @@ class VLLMEngine:
     """Generation by vLLM's `LLM` in this process.
 
     With tensor_parallel_size above 1, neighbouring ranks are one engine: all of them call each method together, and
-    each gets the completions of its own requests. Raises ConfigError when the ranks do not divide into such groups,
-    RolloutError when the engine cannot be built or returns fewer completions than asked for.
+    each gets the completions of its own requests. Raises ConfigError when the ranks do not divide into such groups
+    or vLLM refuses the settings, RolloutError when the engine cannot be built or returns fewer completions than asked
+    for.
     """
 
     shares_weights = False
