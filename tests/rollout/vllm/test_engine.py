@@ -256,5 +256,5 @@ def test_tensor_parallel_groups_need_as_many_ranks(root):
 
 
 def test_a_missing_model_is_named(tmp_path):
-    with environment_restored(), pytest.raises(ConfigError, match=f"refuses this engine: .*{tmp_path}"):
+    with environment_restored(), pytest.raises(ConfigError, match=f"(?s)refuses this engine: .*{tmp_path}"):
         VLLMEngine(VLLMSettings(model=str(tmp_path), max_model_len=64))
