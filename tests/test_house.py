@@ -10,8 +10,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "lightrft_visual"
 # From the ground floor up: a file imports from its own room and from rooms before it in this list.
 FLOORS = (
-    "errors", "batches", "config", "strategy", "checkpoint", "observe", "usercode", "data", "models", "embedded",
-    "rollout", "rewards", "algorithms", "replay", "report", "trainer", "launch",
+    "errors", "masking", "usercode", "batches", "config", "strategy", "checkpoint", "observe", "data", "models",
+    "embedded", "rollout", "rewards", "algorithms", "replay", "report", "trainer", "launch",
 )  # fmt: skip
 LARGEST_SHARE = 0.20
 

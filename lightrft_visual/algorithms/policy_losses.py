@@ -63,10 +63,14 @@ class LossInputs:
 
 @dataclass
 class TokenLoss:
-    """A policy loss before aggregation: values (B, A), to be minimised, and clipped (B, A) bool, decided unclamped."""
+    """A policy loss before aggregation: values (B, A), to be minimised, and clipped (B, A) bool, decided unclamped.
+
+    metrics: numbers of the loss's own, (B, A) each, reported as means over tokens under their names.
+    """
 
     values: T
     clipped: T
+    metrics: dict[str, T] = field(default_factory=dict)
 
 
 @dataclass
@@ -211,6 +215,8 @@ def policy_loss(
     outputs.loss = aggregate(values, mask, mode, denominators)
     outputs.metrics["policy_loss"] = outputs.loss.detach()
     outputs.metrics["clip_frac"] = token_mean(token_loss.clipped.float(), mask, denominators)
+    for name, numbers in token_loss.metrics.items():
+        outputs.metrics[name] = token_mean(numbers.detach().float(), mask, denominators)
     if config.use_kl_loss:
         kl_loss = aggregate(
             compute_approx_kl(inputs.log_probs, inputs.ref_log_probs, config.kl_estimator), mask, mode, denominators

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.util
 import re
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 from ..errors import ConfigError
 
-PREFIX = "_lightrft_plugin_"  # of the modules made from files, so that two `mine.py` do not hide each other
 NAMED = re.compile(r"(?:^|\s)(?:--)?plugins[= ](\S+)")
+_files: dict[Path, ModuleType] = {}  # those loaded in this process
 
 
 def load_plugins(plugins: str | None) -> list[ModuleType]:
-    """Import each of the comma-separated `path.py` or module names, once per process. Raises ConfigError.
+    """Import each of the comma-separated `path.py` or module names, once per process.
 
-    Modules are looked for in the working directory as well, and beside a file those that it imports.
+    Modules are looked for in the working directory as well, and beside a file those that it imports. Raises ConfigError
+    for one that is not there, or with the user's own line for whatever it raises.
     """
     return [_load(name) for name in (part.strip() for part in (plugins or "").split(",")) if name]
 
@@ -32,33 +30,17 @@ def plugins_in(arguments: Sequence[str]) -> str:
 
 
 def _load(name: str) -> ModuleType:
-    path = Path(name).expanduser().resolve()
-    is_file = path.suffix == ".py"
-    if is_file and not path.is_file():
-        raise ConfigError(f"plugins: there is no file {name}")
-    folder = str(path.parent if is_file else Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)
+    from ..usercode.calls import describe_error  # loads torch, as nearly every plugin does
+    from ..usercode.loading import load_module
+
+    if name.endswith(".py"):
+        path = Path(name).expanduser().resolve()
+        if path not in _files:
+            _files[path] = load_module(name, "plugin")
+        return _files[path]
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     try:
-        return _import_file(path) if is_file else importlib.import_module(name)
-    except ConfigError:
-        raise
+        return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"plugins: {name} fails on import: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-        ) from error
-
-
-def _import_file(path: Path) -> ModuleType:
-    name = f"{PREFIX}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    specification = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(specification)
-    try:
-        specification.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+        raise ConfigError(f"plugin {name} fails on import: {describe_error(error).removeprefix('raised ')}") from error

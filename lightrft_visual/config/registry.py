@@ -16,7 +16,7 @@ Entries of the package name their code as 'module:attribute', which is imported 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .choice import Choice, Registry, load_target
 
@@ -105,17 +105,10 @@ class DiffusionAlgorithm(Choice):
 class Engine(Choice):
     """target: a function of (RunConfig, Checkpoint, the actor's TrainEngine) to a `rollout.engine.RolloutEngine`.
 
-    tensor_parallel: whether engine_tp_size may be above 1. check: 'module:function' of
-    (RunConfig, Checkpoint) that refuses settings before any model is loaded.
+    tensor_parallel: whether engine_tp_size may be above 1.
     """
 
     tensor_parallel: bool = False
-    check: str | None = field(default=None, repr=False)
-
-    def check_settings(self, *arguments: object) -> None:
-        """What `check` says; nothing where there is none."""
-        if self.check is not None:
-            load_target(self.check)(*arguments)
 
 
 @dataclass(frozen=True)
@@ -127,6 +120,15 @@ class DiffusionFamily(Choice):
 
     pipeline: str = ""
     prediction: str = "flow"
+
+
+@dataclass(frozen=True)
+class RolloutMetric(Choice):
+    """A mean over the samples or tokens of a vision-language step's rollouts; its name is the column in metrics.csv.
+
+    target: a function of an Experience to values (B) or (B, A), or to (values, mask) where only some count, or to None
+    where this run has no such number. Those of the package are in trainer/vl/metrics.py.
+    """
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ tis_modes = Registry("TIS mode", TISMode)
 diffusion_algorithms = Registry("diffusion algorithm", DiffusionAlgorithm)
 engines = Registry("rollout engine", Engine)
 diffusion_families = Registry("diffusion family", DiffusionFamily)
+rollout_metrics = Registry("rollout metric", RolloutMetric)
 scorers = Registry("scorer", Scorer)
 
 
@@ -212,7 +215,7 @@ for _entry in (
 for _entry in (
     Engine(
         "vllm", "lightrft_visual.rollout.vllm.engine:VLLMEngine.from_config", "vLLM in this process",
-        tensor_parallel=True, check="lightrft_visual.rollout.vllm.arguments:check_engine",
+        tensor_parallel=True,
     ),
     Engine(
         "hf", "lightrft_visual.rollout.hf:TransformersEngine.from_config", "the trainer's own model: where vLLM is not"

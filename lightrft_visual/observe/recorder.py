@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..masking import mask_config
 from ..strategy.collectives import rank, world_size
 from . import environment
 from .images import save_picture, save_video
@@ -68,7 +69,7 @@ class RunRecorder:
             shared.append(TensorBoardSink(self.folder / "tensorboard"))
         if self.options.use_wandb:
             name = self.options.run_name or self.folder.name
-            masked = environment.mask_config(config or {})
+            masked = mask_config(config or {})
             shared.append(WandbSink(self.folder, name, masked))
         self._sinks += shared
         self._eval_sinks += shared

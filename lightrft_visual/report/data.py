@@ -15,8 +15,8 @@ import yaml
 from PIL import Image
 
 from ..errors import DataError
+from ..masking import mask_config
 from ..observe.contact_sheet import SHEET
-from ..observe.environment import mask_config
 from ..observe.images import data_uri
 from ..observe.recorder import SHEET_FOLDER, STEP_FILE, read_object
 from ..observe.sinks import parse_step

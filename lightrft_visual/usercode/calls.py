@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from ..errors import RewardError
+from ..masking import mask_text
 from .background import shared_loop
 from .failures import ScoringFailed
 
@@ -66,8 +67,6 @@ def describe_error(error: BaseException) -> str:
 
 def masked(text: str) -> str:
     """The text without tokens and keys, and without characters that no file or terminal takes."""
-    from ..observe.environment import mask_text
-
     return mask_text(text).encode(errors="backslashreplace").decode()
 
 

@@ -39,17 +39,17 @@ def load_reward_fn(spec: str) -> LoadedFunction:
     return LoadedFunction(namespace[name], spec)
 
 
-def load_module(path_text: str) -> Any:
+def load_module(path_text: str, what: str = "reward file") -> Any:
     """Import a Python file by path, under a name of its own, so that two `rewards.py` do not hide each other.
 
     Modules beside the file can be imported, as when Python runs the file itself. Raises ConfigError that shows the
-    user's own line for whatever the file raises.
+    user's own line for whatever the file raises; `what` names the file there.
     """
     path = Path(path_text).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"reward file {path_text} does not exist")
+        raise ConfigError(f"{what} {path_text} does not exist")
     if path.suffix != ".py":
-        raise ConfigError(f"reward file {path_text} is not a Python file (.py)")
+        raise ConfigError(f"{what} {path_text} is not a Python file (.py)")
     module_name = f"_lightrft_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     specification = importlib.util.spec_from_file_location(module_name, path)
     module = importlib.util.module_from_spec(specification)
@@ -60,7 +60,7 @@ def load_module(path_text: str) -> Any:
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         told = masked(describe_error(error)).removeprefix("raised ")
-        raise ConfigError(f"reward file {path_text} fails on import: {told}") from error
+        raise ConfigError(f"{what} {path_text} fails on import: {told}") from error
     return module
 
 

@@ -22,14 +22,14 @@ def share_engines() -> None:
     from lightrft_visual.rollout.vllm import engine
 
     built = {}
-    build = engine.VLLMEngine
 
-    def shared(settings):
+    def shared(config, checkpoint, actor):
+        settings = engine.VLLMSettings.from_config(config, checkpoint)
         if repr(settings) not in built:
-            built[repr(settings)] = build(settings)
+            built[repr(settings)] = engine.VLLMEngine(settings)
         return built[repr(settings)]
 
-    engine.VLLMEngine = shared
+    engine.VLLMEngine.from_config = shared
 
 
 def run(entry: dict) -> None:

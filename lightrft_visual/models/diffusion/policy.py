@@ -78,10 +78,7 @@ class DiffusionPolicy(nn.Module):
         Raises ConfigError when no family here reads the pipeline's class, or when it is not the one named.
         """
         pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype)
-        adapter = family_of(pipeline, text_length or saved_text_length(path))
-        if family != "auto" and registry.diffusion_families.load(family) is not type(adapter):
-            raise ConfigError(f"family is {family}, but {path} holds a {type(pipeline).__name__}")
-        return cls(adapter, lora, trainable)
+        return cls(family_of(pipeline, text_length or saved_text_length(path), family), lora, trainable)
 
     @property
     def prediction(self) -> str:
@@ -259,17 +256,25 @@ def save_text_length(folder: str | Path, text_length: int) -> None:
     Path(folder, PIPELINE_SETTINGS).write_text(json.dumps({"text_length": text_length}))
 
 
-def family_of(pipeline: DiffusionPipeline, text_length: int | None = None) -> DiffusionFamily:
-    """The adapter for a loaded pipeline; ConfigError names the known classes when there is none."""
-    return family_class(type(pipeline).__name__)(pipeline, text_length)
+def family_of(pipeline: DiffusionPipeline, text_length: int | None = None, family: str = "auto") -> DiffusionFamily:
+    """The adapter for a loaded pipeline: the family named, or the first that reads the pipeline's class.
+
+    Raises ConfigError where none does, or the one named does not.
+    """
+    name = type(pipeline).__name__
+    if family != "auto" and registry.diffusion_families[family].pipeline != name:
+        raise ConfigError(f"family is {family}, but the model is a {name}")
+    kind = family_class(name) if family == "auto" else registry.diffusion_families.load(family)
+    return kind(pipeline, text_length)
 
 
 def family_class(pipeline_name: str) -> type[DiffusionFamily]:
     """The family that reads a class of pipelines; ConfigError names the known classes when there is none."""
-    by_pipeline = {family.pipeline: family for family in registry.diffusion_families}
-    if pipeline_name not in by_pipeline:
-        raise ConfigError(f"no diffusion family reads {pipeline_name}; known pipelines: {', '.join(by_pipeline)}")
-    return by_pipeline[pipeline_name].load()
+    for family in registry.diffusion_families:
+        if family.pipeline == pipeline_name:
+            return family.load()
+    known = ", ".join(family.pipeline for family in registry.diffusion_families)
+    raise ConfigError(f"no diffusion family reads {pipeline_name}; known pipelines: {known}")
 
 
 def takes_first_frame(path: str, family: str = "auto") -> bool:

@@ -7,27 +7,36 @@ from collections.abc import Sequence
 import torch
 
 from ...batches.experience import Experience
+from ...config import registry
 from ...observe.metrics import MetricsAccumulator
 from ...strategy import collectives
 
-_NOTED = ("comparable", "shaped_reward", "advantage_clip_frac", "overlong_penalty", "reward_clipped")
+# name -> what it is, and its values of one micro-batch; a plugin's stand beside them in the registry.
+for _name, _about, _read in (
+    ("reward_invalid_share", "share of samples without a usable reward", lambda e: (~e.valid.bool()).float()),
+    ("response_length", "tokens of a response", lambda e: e.info["response_length"]),
+    ("truncated_share", "share of responses cut at generate_max_len", lambda e: e.info["truncated"]),
+    ("kl", "KL to the reference, per token", lambda e: (e.kl, e.action_mask)),
+    ("entropy", "of the token distribution, nats", lambda e: (e.action_entropy, e.action_mask)),
+    ("advantage_abs", "size of the advantages", lambda e: (e.advantages.abs(), e.action_mask)),
+    ("comparable", "share of samples in groups of two valid ones or more", lambda e: e.info.get("comparable")),
+    ("shaped_reward", "reward after penalty, norm and clip", lambda e: e.info.get("shaped_reward")),
+    ("advantage_clip_frac", "share of advantages beyond advantage_clip", lambda e: e.info.get("advantage_clip_frac")),
+    ("overlong_penalty", "for length", lambda e: e.info.get("overlong_penalty")),
+    ("reward_clipped", "share of rewards beyond reward_clip", lambda e: e.info.get("reward_clipped")),
+):
+    registry.rollout_metrics.register(_name, _about)(_read)
 
 
 def add_rollout_metrics(metrics: MetricsAccumulator, experiences: Sequence[Experience]) -> None:
-    """Rewards, lengths, KL, entropy and advantages of this rank's micro-batches (B, A)."""
+    """Rewards, tokens, and every rollout metric of the registry, of this rank's micro-batches (B, A)."""
     for each in experiences:
-        valid = each.valid.bool()
-        metrics.add_moments("reward", each.info["reward"][valid])
-        metrics.add_mean("reward_invalid_share", (~valid).float())
-        metrics.add_mean("response_length", each.info["response_length"])
-        metrics.add_mean("truncated_share", each.info["truncated"])
+        metrics.add_moments("reward", each.info["reward"][each.valid.bool()])
         metrics.add_total("tokens", each.info["total_length"].sum())
-        metrics.add_mean("kl", each.kl, each.action_mask)
-        metrics.add_mean("entropy", each.action_entropy, each.action_mask)
-        metrics.add_mean("advantage_abs", each.advantages.abs(), each.action_mask)
-        for name in _NOTED:
-            if name in each.info:
-                metrics.add_mean(name, each.info[name])
+        for entry in registry.rollout_metrics:
+            values = entry.load()(each)
+            if values is not None:
+                metrics.add_mean(entry.name, *(values if isinstance(values, tuple) else (values,)))
         for name, values in each.info["reward_metrics"].items():
             metrics.add_mean(f"reward/{name}", values, ~values.isnan())
     _add_groups(metrics, experiences)

@@ -1,0 +1,92 @@
+"""Plugins are imported before anything is checked, and what they register is a choice like any other."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightrft_visual.config import registry
+from lightrft_visual.config.load import parse_run
+from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.errors import ConfigError
+
+PLUGIN = """
+from lightrft_visual.config import registry
+import mine_helper
+
+registry.policy_losses.register("{name}", about="mine")(lambda inputs, config: None)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_entries(monkeypatch):
+    for value in vars(registry).values():
+        if isinstance(value, registry.Registry):
+            monkeypatch.setattr(value, "_entries", dict(value._entries))
+
+
+@pytest.fixture
+def plugin(tmp_path) -> Path:
+    (tmp_path / "mine_helper.py").write_text("")
+    file = tmp_path / "mine.py"
+    file.write_text(PLUGIN.format(name="mine_loss"))
+    return file
+
+
+def config(*argv: str) -> RunConfig:
+    return parse_run(RunConfig, list(argv), preset=None).config
+
+
+def test_from_the_command_line_and_from_a_recipe(plugin, tmp_path):
+    assert config("--plugins", str(plugin), "--policy_loss", "mine_loss").algorithm.policy_loss == "mine_loss"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"plugins: {plugin}\npolicy_loss: mine_loss\n")
+    assert config("--config", str(recipe)).plugins == str(plugin)
+
+
+def test_several_and_a_module_of_the_working_directory(plugin, tmp_path, monkeypatch):
+    (tmp_path / "mine_too.py").write_text(PLUGIN.format(name="mine_second").replace("import mine_helper", ""))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert config("--plugins", str(plugin), "mine_too", "--policy_loss=mine_second")
+
+
+def test_help_lists_what_it_adds(plugin, capsys):
+    with pytest.raises(SystemExit):
+        parse_run(RunConfig, ["--plugins", str(plugin), "--help"])
+    assert "cpgd | mine_loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "plugin .*mine.py does not exist"),
+        ("1 / 0", r"mine.py fails on import.*ZeroDivisionError"),
+        (PLUGIN.format(name="ppo").replace("import mine_helper", ""), "policy loss 'ppo' is registered already"),
+        (
+            "from lightrft_visual.config import registry\nregistry.engines.register('x', tensor_paralel=True)",
+            "no fact 'tensor_paralel'; did you mean 'tensor_parallel'",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(tmp_path, text, message):
+    file = tmp_path / "mine.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        config("--plugins", str(file))
+
+
+def test_an_unknown_choice_is_told_of_plugins():
+    with pytest.raises(ConfigError, match="policy_loss is 'mine_loss'; it must be one of: ppo, .*--plugins names"):
+        config("--policy_loss", "mine_loss")
+
+
+def test_an_estimator_is_held_to_what_it_was_registered_with():
+    from lightrft_visual.algorithms.advantages import AdvantageCalculator, get_advantage_calculator
+
+    registry.advantage_estimators.register("mine_alone", "mine", grouped=True)(AdvantageCalculator)
+    with pytest.raises(ConfigError, match="grouped=True, but AdvantageCalculator lacks group_rewards"):
+        get_advantage_calculator("mine_alone", RunConfig().algorithm)

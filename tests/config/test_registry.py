@@ -1,0 +1,65 @@
+"""The registry: what it says is so, its page is written from it, and it loads nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightrft_visual.config import registry
+from lightrft_visual.config.choice import Choice, Registry
+from lightrft_visual.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+REGISTRIES = {name: value for name, value in vars(registry).items() if isinstance(value, Registry)}
+ENTRIES = [pytest.param(kind, entry, id=f"{name}-{entry.name}") for name, kind in REGISTRIES.items() for entry in kind]
+
+
+@pytest.mark.parametrize(("kind", "entry"), ENTRIES)
+def test_every_entry_loads_and_says_what_it_is(kind, entry):
+    assert entry.about
+    if entry.target is not None:
+        assert callable(entry.load())
+    for name in (entry.name, *entry.aliases):
+        assert kind[name] is entry
+
+
+@pytest.mark.parametrize("entry", registry.diffusion_families, ids=lambda entry: entry.name)
+def test_families_predict_what_the_registry_says(entry):
+    assert entry.load().prediction == entry.prediction
+
+
+def test_the_page_is_the_one_that_the_registry_writes():
+    written = (ROOT / "docs" / "choices.md").read_text()
+    assert written == registry.page(), "write it anew: python -m lightrft_visual.config.registry > docs/choices.md"
+
+
+def test_unknown_names_are_told_the_nearest():
+    with pytest.raises(ConfigError, match="no advantage estimator named 'rlo'; did you mean 'rloo'"):
+        registry.advantage_estimators["rlo"]
+
+
+def test_a_name_or_alias_is_taken_once():
+    kind = Registry("thing", Choice)
+    kind.add(Choice("one", len, "it", aliases=("uno",)))
+    assert kind.add(Choice("one", len, "it", aliases=("uno",))) is kind["uno"]  # the same again, as by a second import
+    for name in ("one", "uno"):
+        with pytest.raises(ConfigError, match=f"thing '{name}' is registered already"):
+            kind.add(Choice(name, max, "another"))
+
+
+def test_configurations_of_both_kinds_are_read_without_torch():
+    code = (
+        "import sys\n"
+        "from lightrft_visual.config.load import parse_run, resolved_yaml\n"
+        "from lightrft_visual.config.roots import ROOTS\n"
+        "for root in ROOTS:\n"
+        "    for argv in ([], ['--pretrain', 'folder', '--prompt_data', 'rows.jsonl']):\n"
+        "        resolved_yaml(parse_run(root.schema, argv, preset=root.preset).config)\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'diffusers', 'deepspeed', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]

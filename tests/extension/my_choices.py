@@ -1,0 +1,98 @@
+"""One choice of every kind, as a user would add it: this file alone, named by --plugins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lightrft_visual.algorithms.advantages import AdvantageCalculator
+from lightrft_visual.algorithms.diffusion.context import LossContext, LossOutcome
+from lightrft_visual.algorithms.diffusion.nft import forward_noise
+from lightrft_visual.algorithms.diffusion.rows import DenoisingRows
+from lightrft_visual.algorithms.policy_losses import TokenLoss
+from lightrft_visual.config import registry
+from lightrft_visual.models.diffusion.families.sd3 import StableDiffusion3
+from lightrft_visual.rollout.hf import TransformersEngine
+
+
+@registry.advantage_estimators.register("my_sign", about="the sign of the advantage", grouped=True)
+class Sign(AdvantageCalculator):
+    def group_rewards(self, statistics):
+        return statistics.centered().sign()
+
+
+@registry.policy_losses.register("my_loss")
+def my_loss(inputs, config):
+    """The plain policy gradient."""
+    ratio = (inputs.log_probs - inputs.old_log_probs).exp()
+    clipped = torch.zeros_like(inputs.action_mask)
+    return TokenLoss(-ratio * inputs.advantages, clipped, {"my_loss_seen": torch.full_like(ratio, 0.25)})
+
+
+@registry.aggregations.register("my-half", about="half of token-mean")
+def my_half(values, mask, denominators):
+    return torch.where(mask, values, 0.0).sum() / denominators.tokens / 2
+
+
+@registry.kl_estimators.register("my_abs", about="the size of the log ratio")
+def my_abs(log_probs, ref_log_probs):
+    return (log_probs - ref_log_probs).abs()
+
+
+@registry.tis_modes.register("my_root", about="square roots of the weights")
+def my_root(log_weights):
+    return log_weights / 2
+
+
+class TwoTokens(TransformersEngine):
+    def generate(self, prompts, settings):
+        completions = super().generate(prompts, settings)
+        for each in (one for group in completions for one in group):
+            each.token_ids, each.log_probs = each.token_ids[:2], each.log_probs[:2]
+            each.truncated = True
+        return completions
+
+
+@registry.engines.register("my_engine", about="transformers, with two tokens a response")
+def my_engine(config, checkpoint, actor):
+    return TwoTokens.from_config(config, checkpoint, actor)
+
+
+@registry.scorers.register("my_letters", about="letters of a response")
+def my_letters(completions, per_letter=1.0):
+    return [per_letter * len(text) for text in completions]
+
+
+@registry.rollout_metrics.register("my_reward_square", about="squares of the rewards")
+def my_reward_square(experience):
+    return experience.info["reward"].square(), experience.valid.bool()
+
+
+@dataclass(frozen=True)
+class Imitation:
+    """Flow matching on the samples that are better than their group."""
+
+    guidance_scale: float
+
+    def loss(self, context: LossContext, rows: DenoisingRows, denominator: float) -> LossOutcome:
+        noise = forward_noise(context.seed, rows)
+        time = rows.sigma.view(-1, *[1] * (rows.data.dim() - 1))
+        mixed = (1 - time) * rows.data + time * noise
+        velocity = context.velocity(mixed, rows.timesteps, rows.conditions, self.guidance_scale)
+        weight = rows.advantages.clamp(min=0) * rows.valid
+        error = (velocity - (noise - rows.data)).square().flatten(1).mean(dim=1)
+        return LossOutcome((weight * error).sum() / denominator, {"my_weight": float(weight.mean())})
+
+
+@registry.diffusion_algorithms.register("my_imitation", trajectories=("ode",), trains_on="data", num_steps=3)
+def my_imitation(config):
+    """Imitates its own better samples."""
+    return Imitation(config.sampling.guidance_scale)
+
+
+@registry.diffusion_families.register("my_sd3", pipeline="StableDiffusion3Pipeline")
+class QueriesOnly(StableDiffusion3):
+    """SD3, of which only the queries are adapted."""
+
+    lora_targets = ("attn.to_q",)

@@ -1,0 +1,107 @@
+"""A choice of every kind is added by one file outside of the package, and runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lightrft_visual.algorithms.advantages import get_advantage_calculator
+from lightrft_visual.batches.sampling import SamplingSettings
+from lightrft_visual.config import registry
+from lightrft_visual.config.vl import AlgorithmConfig, RolloutConfig
+from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker
+
+DRIVER = Path(__file__).with_name("dummy_runs.py")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, cache_root) -> Path:
+    folder = tmp_path_factory.mktemp("extension")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(DRIVER), str(folder)], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def facts(made: Path, run: str) -> dict:
+    return json.loads((made / "facts.json").read_text())[run]
+
+
+def test_a_vision_language_run_is_made_of_them(made):
+    found = rows(made / "vl" / "metrics.csv")
+    assert len(found) == 2
+    assert facts(made, "vl") == {"trainer": "GRPOTrainer", "engine": "TwoTokens"}  # estimator without a critic, engine
+    for row in found:
+        assert float(row["my_loss_seen"]) == 0.25  # the loss, and a metric of the loss
+        assert float(row["response_length"]) == 2  # the engine
+        assert float(row["reward/my_letters"]) == pytest.approx(float(row["reward_mean"]))  # the scorer
+        mean, std = float(row["reward_mean"]), float(row["reward_std"])
+        assert float(row["my_reward_square"]) == pytest.approx(mean**2 + std**2, rel=1e-4)  # a metric
+        assert float(row["advantage_abs"]) in {0.0, *(n / 8 for n in range(9))}  # the estimator: 0 or ±1 each
+        assert "tis_weight" in row and "kl_loss" in row and float(row["grad_norm"]) >= 0
+    assert any(float(row["grad_norm"]) > 0 for row in found)
+
+
+def test_a_diffusion_run_is_made_of_them(made):
+    found = rows(made / "diffusion" / "metrics.csv")
+    known = facts(made, "diffusion")
+    assert len(found) == 2 and all(float(row["my_weight"]) > 0 and float(row["grad_norm"]) > 0 for row in found)
+    assert (known["family"], known["loss"]) == ("QueriesOnly", "Imitation")
+    assert known["adapted"] and all(name.endswith("attn.to_q") for name in known["adapted"])
+
+
+def test_the_plugin_stands_in_the_resolved_configuration(made):
+    assert "my_choices.py" in (made / "vl" / "config.resolved.yaml").read_text()
+
+
+@dataclass(frozen=True)
+class MySampling(SamplingSettings):
+    min_p: float = 0.0
+
+
+@dataclass
+class MyRollout(RolloutConfig):
+    min_p: float = 0.1
+
+
+def test_a_sampling_parameter_is_a_field_and_a_setting():
+    """From the setting into what the engine is asked for, and into the arguments of make_experience_list."""
+    settings = MySampling.from_config(MyRollout(temperature=0.5, n_samples_per_prompt=3))
+    assert (settings.min_p, settings.temperature, settings.n) == (0.1, 0.5, 3)
+    maker = SimpleNamespace(settings=SimpleNamespace(sampling=replace(settings, top_k=5)))
+    changed, _ = FastExperienceMaker._split_kwargs(maker, {"min_p": 0.2, "gamma": 1.0})
+    assert (changed.min_p, changed.top_k) == (0.2, 5)
+
+
+KINDS = [name for name, value in vars(registry).items() if isinstance(value, registry.Registry)]
+PAGE = (ROOT / "docs" / "architecture.md").read_text().partition("## To add")[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_choice_has_a_dummy_and_is_documented(kind):
+    assert f"@registry.{kind}.register(" in DRIVER.with_name("my_choices.py").read_text()
+    assert f"`{kind}`" in PAGE
+
+
+def test_the_example_of_the_page_works(monkeypatch):
+    kind = registry.advantage_estimators
+    monkeypatch.setattr(kind, "_entries", dict(kind._entries))
+    exec(compile(re.search(r"```python\n(.*?)```", PAGE, re.S)[1], "docs/architecture.md", "exec"), {})
+    assert get_advantage_calculator("sign", AlgorithmConfig(advantage_estimator="sign")).grouped
