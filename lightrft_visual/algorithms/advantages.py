@@ -18,7 +18,7 @@ import torch
 from ..config import registry
 from ..config.vl import AlgorithmConfig
 from ..errors import ConfigError, RewardError
-from ..strategy.collectives import all_reduce_sum
+from ..observe.metrics import Moments
 from .reward_shaping import RunningMoments, compute_reward, overlong_penalty
 
 T = torch.Tensor
@@ -71,16 +71,17 @@ def get_cumulative_returns(rewards: T, action_mask: T, gamma: float) -> T:
 
 
 class GroupStatistics:
-    """Count, mean and spread of the valid rewards of each group, each looked up per sample (N)."""
+    """Count, mean and spread of each group's valid rewards, each looked up per sample (N), in the rewards' dtype."""
 
     def __init__(self, rewards: T, group_ids: T, valid: T) -> None:
         _, index = torch.unique(group_ids, return_inverse=True)
         groups = int(index.max()) + 1 if index.numel() else 0
         self._index, self._groups = index, groups
-        self.rewards = torch.where(valid, rewards.float(), 0.0)
+        self.rewards = torch.where(valid, rewards, 0.0)
         self.valid = valid
-        self.count = self._sum(valid.float())[index]
-        self.mean = (self._sum(self.rewards) / self._sum(valid.float()).clamp(min=1))[index]
+        counts = self._sum(valid.to(rewards.dtype))
+        self.count = counts[index]
+        self.mean = (self._sum(self.rewards) / counts.clamp(min=1))[index]
         # Group members that stand alone, or beside invalid ones only, have nothing to be compared with.
         self.comparable = valid & (self.count >= 2)
 
@@ -332,11 +333,9 @@ def finish_advantages(experiences: list, config: AlgorithmConfig) -> list:
 def _whiten(experiences: list) -> None:
     masks = [experience.action_mask.bool() & _counted(experience).unsqueeze(1) for experience in experiences]
     kept = torch.cat([experience.advantages[mask] for experience, mask in zip(experiences, masks)])
-    count, total = all_reduce_sum(torch.stack([kept.new_tensor(float(kept.numel())), kept.sum()])).tolist()
-    mean = total / max(count, 1.0)
-    variance = all_reduce_sum((kept - mean).square().sum()).item() / max(count - 1.0, 1.0)
+    moments = Moments.over_ranks(kept)
     for experience, mask in zip(experiences, masks):
-        white = (experience.advantages - mean) / (variance**0.5 + STD_EPS)
+        white = (experience.advantages - moments.mean) / (moments.sample_variance**0.5 + STD_EPS)
         experience.advantages = torch.where(mask, white, 0.0)
 
 

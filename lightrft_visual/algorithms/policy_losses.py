@@ -28,6 +28,7 @@ __all__ = [
     "LossOutputs",
     "TokenLoss",
     "aggregate",
+    "clipped_surrogate",
     "global_denominators",
     "high_entropy_masks",
     "policy_loss",
@@ -90,7 +91,7 @@ class LossOutputs:
 def ppo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """PPO clip (arXiv 1707.06347), with clip-higher (DAPO, 2503.14476) and dual clip (1912.09729)."""
     ratio = _log_ratio(inputs).exp()
-    return _clipped_surrogate(ratio, inputs.advantages, config)
+    return _clipped(ratio, inputs.advantages, config)
 
 
 def gspo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
@@ -100,7 +101,7 @@ def gspo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """
     sequence_log_ratio = _row_mean(_log_ratio(inputs), inputs.action_mask)
     log_ratio = inputs.log_probs - inputs.log_probs.detach() + sequence_log_ratio.detach().unsqueeze(1)
-    return _clipped_surrogate(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), inputs.advantages, config)
+    return _clipped(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), inputs.advantages, config)
 
 
 def gmpo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
@@ -164,17 +165,21 @@ def _row_mean(values: T, mask: T) -> T:
     return torch.where(mask, values, torch.zeros_like(values)).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
-def _clipped_surrogate(ratio: T, advantages: T, config: AlgorithmConfig) -> TokenLoss:
-    """-min(ratio * A, clip(ratio) * A), for A < 0 at most dual_clip * |A|."""
+def clipped_surrogate(ratio: T, advantages: T, low: float, high: float, dual_clip: float | None = None) -> TokenLoss:
+    """-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A), for A < 0 at most dual_clip * |A|; tensors of one shape."""
     gain = ratio * advantages
-    bounded = ratio.clamp(1 - config.eps_clip, 1 + _clip_high(config)) * advantages
+    bounded = ratio.clamp(1 - low, 1 + high) * advantages
     objective = torch.minimum(gain, bounded)
     clipped = bounded < gain
-    if config.dual_clip is not None:
-        floor = config.dual_clip * advantages
+    if dual_clip is not None:
+        floor = dual_clip * advantages
         clipped = clipped | ((advantages < 0) & (objective < floor))
         objective = torch.where(advantages < 0, torch.maximum(objective, floor), objective)
     return TokenLoss(-objective, clipped)
+
+
+def _clipped(ratio: T, advantages: T, config: AlgorithmConfig) -> TokenLoss:
+    return clipped_surrogate(ratio, advantages, config.eps_clip, _clip_high(config), config.dual_clip)
 
 
 def _policy_drift(inputs: LossInputs, cap: float) -> T:

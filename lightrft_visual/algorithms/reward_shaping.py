@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from ..strategy.collectives import all_reduce_sum
+from ..observe.metrics import Moments
 
 T = torch.Tensor
 
@@ -22,44 +23,31 @@ def overlong_penalty(lengths: T, max_new_tokens: int, buffer_len: int, factor: f
 
 
 class RunningMoments:
-    """Running mean and variance of a stream of rewards over all ranks (parallel update of Chan et al.)."""
+    """Mean and standard deviation of a stream of rewards over all ranks. seen: all that was taken in so far."""
 
     def __init__(self) -> None:
-        self.count = 0.0
-        self.mean = 0.0
-        self.squares = 0.0  # sum of squared distances from the mean
+        self.seen = Moments()
 
     @property
     def std(self) -> float:
         """Standard deviation with n - 1; 1 while it is not defined or zero, so that dividing changes nothing."""
-        if self.count < 2 or self.squares <= 0:
-            return 1.0
-        return math.sqrt(self.squares / (self.count - 1))
+        return math.sqrt(self.seen.sample_variance) or 1.0
 
     def update(self, values: T) -> None:
         """Take in this rank's values (n), n >= 0. A collective: every rank must call it."""
-        values = values.float()
-        totals = all_reduce_sum(torch.stack([values.new_tensor(float(values.numel())), values.sum()]))
-        count, total = totals.tolist()
-        if count == 0:
-            return
-        mean = total / count
-        squares = all_reduce_sum((values - mean).square().sum()).item()
-        delta = mean - self.mean
-        merged = self.count + count
-        self.squares += squares + delta * delta * self.count * count / merged
-        self.mean += delta * count / merged
-        self.count = merged
+        self.seen = self.seen.merge(Moments.over_ranks(values))
 
     def normalize(self, values: T, minus_mean: bool) -> T:
         """values / std, with `minus_mean` (values - mean) / std."""
-        return (values - (self.mean if minus_mean else 0.0)) / self.std
+        return (values - (self.seen.mean if minus_mean else 0.0)) / self.std
 
     def state_dict(self) -> dict[str, float]:
-        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+        """Count, mean and sum of squared deviations."""
+        return asdict(self.seen)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count, self.mean, self.squares = (float(state[key]) for key in ("count", "mean", "squares"))
+        """Go on from `state_dict`'s."""
+        self.seen = Moments(**{name: float(value) for name, value in state.items()})
 
 
 def compute_reward(

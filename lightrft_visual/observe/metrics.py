@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..strategy.collectives import all_gather_object
+from ..strategy.collectives import all_gather_object, all_reduce_sum
 
 Number = float | int | torch.Tensor
 
@@ -43,6 +43,19 @@ class Moments:
         values = values.detach().double()
         mean = values.mean()
         return cls(float(values.numel()), mean.item(), (values - mean).square().sum().item())
+
+    @classmethod
+    def over_ranks(cls, values: torch.Tensor) -> Moments:
+        """Moments of all ranks' elements, the same on every rank. A collective, also for a rank without any."""
+        values = values.detach().double()
+        count, total = all_reduce_sum(torch.stack([values.new_tensor(values.numel()), values.sum()])).tolist()
+        mean = total / max(count, 1.0)
+        return cls(count, mean, all_reduce_sum((values - mean).square().sum()).item())
+
+    @property
+    def sample_variance(self) -> float:
+        """Variance with n - 1; 0 for fewer than two elements."""
+        return self.squares / (self.count - 1) if self.count > 1 else 0.0
 
     @property
     def std(self) -> float:

@@ -22,9 +22,9 @@ class TestRunningMoments:
         for batch in batches:
             running.update(torch.tensor(batch))
         seen = torch.tensor([value for batch in batches for value in batch], dtype=torch.float64)
-        assert running.count == len(seen)
+        assert running.seen.count == len(seen)
         if len(seen) >= 2 and seen.std() > 1e-2:
-            assert running.mean == pytest.approx(seen.mean().item(), abs=1e-3)
+            assert running.seen.mean == pytest.approx(seen.mean().item(), abs=1e-3)
             assert running.std == pytest.approx(seen.std().item(), rel=1e-3, abs=1e-3)
 
     def test_normalize_with_and_without_the_mean(self):

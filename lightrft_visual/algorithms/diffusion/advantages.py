@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ...observe.metrics import Moments
 from ...strategy.collectives import all_gather_object, rank
+from ..advantages import GroupStatistics
 
 T = torch.Tensor
 
@@ -12,24 +14,16 @@ T = torch.Tensor
 def group_advantages(
     rewards: T, group_id: T, valid: T, *, global_std: bool = False, clip: float = 5.0, eps: float = 1e-4
 ) -> T:
-    """(N) advantages (r - mean of its group) / (std + eps), clamped to ±clip; 0 where invalid.
+    """(N) advantages (r - mean of its group) / (std + eps), clamped to ±clip; 0 where invalid or without another
+    valid sample of the group.
 
     rewards (N) float, group_id (N) long, valid (N) bool: invalid rewards enter no statistic. std is the population
     standard deviation of the group, or of all valid rewards with global_std (Flow-GRPO's published code). Computed in
     fp64 and returned as fp32. clip 0 turns the clamp off.
     """
-    _, group = torch.unique(group_id, return_inverse=True)
-    values, weight = rewards.double().masked_fill(~valid, 0.0), valid.double()
-    count = torch.zeros(int(group.max()) + 1, dtype=torch.float64, device=rewards.device).index_add(0, group, weight)
-    count = count.clamp_min(1)
-    mean = torch.zeros_like(count).index_add(0, group, values) / count
-    centred = (values - mean[group]) * weight
-    if global_std:
-        overall = values.sum() / weight.sum().clamp_min(1)
-        spread = (((values - overall) * weight).square().sum() / weight.sum().clamp_min(1)).sqrt()
-    else:
-        spread = (torch.zeros_like(count).index_add(0, group, centred.square()) / count).sqrt()[group]
-    advantages = centred / (spread + eps)
+    groups = GroupStatistics(rewards.double(), group_id, valid)
+    spread = Moments.of(rewards[valid]).std if global_std else groups.std(correction=0)
+    advantages = groups.centered() / (spread + eps)
     return (advantages.clamp(-clip, clip) if clip else advantages).float()
 
 

@@ -12,11 +12,11 @@ import torch
 
 from ...errors import ConfigError
 from ...rollout.diffusion_steps import Step, sde_step
+from ..policy_losses import clipped_surrogate
 from .context import LossContext, LossOutcome, weighted_mean
 from .rows import DenoisingRows
 
 T = torch.Tensor
-KL_FORMS = ("full", "published")
 
 
 def log_ratio(log_probs: T, rollout_log_probs: T) -> T:
@@ -38,23 +38,15 @@ def guarded_log_ratio(log_ratios: T, mean: T, rollout_mean: T, std: T, reduction
     return (log_ratios + gap / (2 * scale.square())) * scale
 
 
-def clipped_surrogate(log_ratios: T, advantages: T, clip_range: float) -> T:
-    """(M) max(-A r, -A clip(r, 1 ± clip_range)) with r = exp(log ratio)."""
-    ratio = log_ratios.exp()
-    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
-
-
 def gaussian_kl(mean: T, reference_mean: T, std: T, dt: T, form: str = "full") -> T:
     """(M) KL between two steps of equal spread, averaged over latent dimensions.
 
     'full': (mu - mu_ref)² / (2 s²) with s² = std_t² |dt|, the closed form; 'published': s² = std_t², without |dt|, as
     in the authors' code, which makes it |dt| times the closed form. std (M, 1, …) is s; dt (M).
     """
-    if form not in KL_FORMS:
-        raise ConfigError(f"kl_form is {form!r}; it must be one of: {', '.join(KL_FORMS)}")
     distance = (mean - reference_mean).square() / (2 * std.square())
     closed = distance.mean(dim=tuple(range(1, distance.dim())))
-    return closed if form == "full" else closed * dt.abs()
+    return {"full": closed, "published": closed * dt.abs()}[form]
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,7 @@ class FlowGRPO:
         step = self.replay(context.velocity, rows)
         raw = log_ratio(step.log_prob, rows.log_probs)
         ratios = self.guarded(raw, step, rows) if self.guard else raw
-        losses = clipped_surrogate(ratios, rows.advantages, self.clip_range)
+        losses = clipped_surrogate(ratios.exp(), rows.advantages, self.clip_range, self.clip_range).values
         if self.guard:
             losses = losses / (rows.sigma - rows.sigma_next)
         metrics = ratio_metrics(raw.detach(), ratios.detach(), rows.valid, self.clip_range)

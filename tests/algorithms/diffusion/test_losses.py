@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lightrft_visual.algorithms.diffusion.advantages import gathered_group_advantages, group_advantages, group_metrics
-from lightrft_visual.algorithms.diffusion.flow_grpo import clipped_surrogate, gaussian_kl, guarded_log_ratio
+from lightrft_visual.algorithms.diffusion.flow_grpo import gaussian_kl, guarded_log_ratio
 from lightrft_visual.algorithms.diffusion.nft import nft_loss, old_policy_decay, optimality
+from lightrft_visual.algorithms.policy_losses import clipped_surrogate
 from lightrft_visual.rollout.diffusion_steps import sde_step
 
 
@@ -55,7 +56,7 @@ def test_metrics_of_groups():
 
 def test_surrogate_clips_each_sign_on_its_own_side():
     log_ratios = torch.tensor([0.1, 0.1, -0.1, -0.1]).log1p()
-    losses = clipped_surrogate(log_ratios, torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.01)
+    losses = clipped_surrogate(log_ratios.exp(), torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.01, 0.01).values
     assert losses.tolist() == pytest.approx([-1.01, 1.1, -0.9, 0.99])
 
 
