@@ -4,48 +4,85 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import torch
+from typing import NamedTuple
 
 from ..batches.rollouts import Rollout
 from ..strategy import collectives
 
 
+class GroupRef(NamedTuple):
+    """A group that some rank holds. Sorted, groups that differ come first, then those of earlier prompts."""
+
+    is_equal: bool  # all its rewards
+    round: int
+    group_id: int
+    rank: int
+
+
 @dataclass
 class DynamicSampling:
-    """Collects groups until `wanted` of them, on each rank, have rewards that differ.
+    """Collects groups until all ranks together have as many as they want whose rewards differ.
 
-    tries: rounds of sampling at most, the first included. After the last round the batch is filled up with groups of
-    equal rewards (they carry no gradient), so that its size stays; how many is counted in `filled`.
+    The ranks share what they find: a rank without luck is given groups of another one. Which groups make up the batch
+    does not depend on the number of ranks.
+
+    wanted: groups of this rank. tries: rounds of sampling at most, the first included. After the last round the batch
+    is filled up with groups of equal rewards (they carry no gradient), so that its size stays; how many, over all
+    ranks, is counted in `filled`.
     """
 
     wanted: int
     tries: int
-    kept: list[list[Rollout]] = field(default_factory=list)
-    spare: list[list[Rollout]] = field(default_factory=list)
+    found: dict[GroupRef, list[Rollout]] = field(default_factory=dict)  # on this rank
     rounds: int = 0
     filled: int = 0
 
     def collect(self, sample_round: Callable[[int], list[Rollout]]) -> list[Rollout]:
         """Rollouts of `wanted` groups. sample_round(k) samples and scores round k; every rank calls it alike."""
         while True:
-            for group in by_group(sample_round(self.rounds)):
-                (self.kept if is_informative(group) else self.spare).append(group)
+            for number, group in by_group(sample_round(self.rounds)).items():
+                self.found[GroupRef(not is_informative(group), self.rounds, number, collectives.rank())] = group
             self.rounds += 1
-            missing = torch.tensor([max(0, self.wanted - len(self.kept))])
-            if self.rounds >= self.tries or collectives.all_reduce_max(missing).item() == 0:
+            shares, refs = zip(*collectives.all_gather_object((self.wanted, list(self.found))))
+            best = sorted(ref for each in refs for ref in each)[: sum(shares)]
+            self.filled = sum(ref.is_equal for ref in best)
+            if self.rounds >= self.tries or (not self.filled and len(best) == sum(shares)):
                 break
-        self.filled = max(0, self.wanted - len(self.kept))
-        groups = (self.kept + self.spare)[: self.wanted]
-        return [rollout for group in groups for rollout in group]
+        return [rollout for group in self._exchange(best, list(shares)) for rollout in group]
+
+    def _exchange(self, best: list[GroupRef], shares: list[int]) -> list[list[Rollout]]:
+        """This rank's groups, once those that other ranks lack have changed place. A collective."""
+        rank = collectives.rank()
+        targets = balanced(best, shares)
+        leaving = [
+            (target, ref, self.found[ref]) for ref, target in targets.items() if ref.rank == rank and target != rank
+        ]
+        arriving = [parcel for sent in collectives.all_gather_object(leaving) for parcel in sent if parcel[0] == rank]
+        groups = {ref: self.found[ref] for ref, target in targets.items() if ref.rank == target == rank}
+        groups |= {ref: group for _, ref, group in arriving}
+        return [groups[ref] for ref in sorted(groups)]
 
 
-def by_group(rollouts: list[Rollout]) -> list[list[Rollout]]:
+def balanced(refs: list[GroupRef], shares: list[int]) -> dict[GroupRef, int]:
+    """The rank that each group goes to: its own as long as that has room, else the first that has."""
+    room, targets = list(shares), {}
+    for ref in refs:
+        if room[ref.rank]:
+            room[ref.rank] -= 1
+            targets[ref] = ref.rank
+    for ref in refs:
+        if ref not in targets:
+            targets[ref] = next(rank for rank, left in enumerate(room) if left)
+            room[targets[ref]] -= 1
+    return targets
+
+
+def by_group(rollouts: list[Rollout]) -> dict[int, list[Rollout]]:
     """Rollouts of each prompt together, by group id, in order of first appearance."""
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.prompt.group_id, []).append(rollout)
-    return list(groups.values())
+    return groups
 
 
 def is_informative(group: list[Rollout]) -> bool:

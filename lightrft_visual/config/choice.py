@@ -34,8 +34,8 @@ class Choice:
         return load_target(self.target) if isinstance(self.target, str) else self.target
 
     def needs(self) -> dict[str, Any]:
-        """The facts that are not at their defaults, by name; the common fields left out."""
-        common = {item.name for item in fields(Choice)}
+        """The facts that are not at their defaults, by name; common fields and code (not in `repr`) left out."""
+        common = {item.name for item in fields(Choice)} | {item.name for item in fields(self) if not item.repr}
         facts = {item.name: (getattr(self, item.name), item.default) for item in fields(self)}
         return {name: value for name, (value, usual) in facts.items() if name not in common and value != usual}
 

@@ -16,7 +16,7 @@ Entries of the package name their code as 'module:attribute', which is imported 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .choice import Choice, Registry, load_target
 
@@ -105,10 +105,17 @@ class DiffusionAlgorithm(Choice):
 class Engine(Choice):
     """target: a function of (RunConfig, Checkpoint, the actor's TrainEngine) to a `rollout.engine.RolloutEngine`.
 
-    tensor_parallel: whether engine_tp_size may be above 1.
+    tensor_parallel: whether engine_tp_size may be above 1. check: 'module:function' of
+    (RunConfig, Checkpoint) that refuses settings before any model is loaded.
     """
 
     tensor_parallel: bool = False
+    check: str | None = field(default=None, repr=False)
+
+    def check_settings(self, *arguments: object) -> None:
+        """What `check` says; nothing where there is none."""
+        if self.check is not None:
+            load_target(self.check)(*arguments)
 
 
 @dataclass(frozen=True)
@@ -215,7 +222,7 @@ for _entry in (
 for _entry in (
     Engine(
         "vllm", "lightrft_visual.rollout.vllm.engine:VLLMEngine.from_config", "vLLM in this process",
-        tensor_parallel=True,
+        tensor_parallel=True, check="lightrft_visual.rollout.vllm.arguments:check_engine",
     ),
     Engine(
         "hf", "lightrft_visual.rollout.hf:TransformersEngine.from_config", "the trainer's own model: where vLLM is not"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from ..errors import ConfigError
 from . import registry
@@ -134,6 +134,12 @@ class RolloutConfig(Section):
     engine_tp_size: PositiveInt = 1
     engine_mem_util: Annotated[float, within("(0, 1)")] = 0.5
     enable_engine_sleep: bool = True  # free the engine's memory while training; CUDA only
+    engine_enforce_eager: bool = False  # vLLM without CUDA graphs: slower, less memory; always so on CPU
+    engine_max_num_seqs: PositiveInt | None = None  # sequences in flight; default: all samples of a step, at most 256
+    engine_max_num_batched_tokens: PositiveInt | None = None  # of one forward; default: 8192 or one whole sequence
+    engine_kv_cache_dtype: str = "auto"  # vLLM's names, such as fp8
+    engine_quantization: str | None = None  # vLLM's names, such as fp8: weights are quantised as they are loaded
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # other engine arguments by vLLM's names
     limit_mm_image_per_prompt: PositiveInt = 10
     limit_mm_video_per_prompt: NonNegativeInt = 1
     rollout_batch_size: PositiveInt = 128  # prompts a step, over all ranks

@@ -39,3 +39,8 @@ class RolloutEngine(Protocol):
 def build_engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> RolloutEngine:
     """The engine that `rollout.engine_type` names in the registry. Raises ConfigError, RolloutError."""
     return registry.engines.load(config.rollout.engine_type)(config, checkpoint, actor)
+
+
+def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """ConfigError for settings that the engine would refuse, before any model is loaded."""
+    registry.engines[config.rollout.engine_type].check_settings(config, checkpoint)

@@ -24,6 +24,7 @@ from transformers import get_scheduler
 from ..config.shared import DistributedConfig
 from ..errors import CheckpointError, ConfigError, NonFiniteError
 from . import collectives, watchdog
+from .extension_builds import watch_locks
 from .host import unlink_buffers
 from .safe_loading import use_safe_loading
 from .seeding import seed_everything
@@ -82,8 +83,8 @@ class DeepspeedStrategy:
         accelerator = get_accelerator()
         if accelerator.device_name() != "cpu":
             accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-        else:
-            collectives.share_cores()
+        collectives.share_cores()  # images are prepared on the host, whatever the accelerator is
+        watch_locks()
         deepspeed.init_distributed(
             dist_backend=accelerator.communication_backend_name() if accelerator.device_name() != "cpu" else "gloo",
             timeout=timedelta(seconds=self.config.collective_timeout),

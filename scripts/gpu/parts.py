@@ -29,6 +29,12 @@ def score(responses):
 def bright(images):
     return [sum(image.resize((1, 1)).convert("RGB").getpixel((0, 0))) / 765 for image in images]
 """
+PIXEL_REWARD = """
+import torch
+
+def bright(media, prompts, metadata):
+    return media.flatten(1).mean(1), torch.ones(len(media), dtype=torch.bool, device=media.device)
+"""
 SEEING = (
     "--n_samples_per_prompt 8 --micro_rollout_batch_size 8 --micro_train_batch_size 4 --gradient_checkpointing true "
     "--max_eval_samples 0 --report false --save_trajectories false --actor_learning_rate 1e-6"
@@ -218,7 +224,7 @@ def reward_fl(folder: Path, size: str) -> Rows:
     """Reward FL on the shape of Wan 2.1 1.3B, gradient through the decoder."""
     real = size == "real"
     model = shapes.wan(folder / "models" / f"wan_{size}", size)
-    (folder / "bright.py").write_text("def bright(media, rows):\n    return media.flatten(1).mean(1)\n")
+    (folder / "bright.py").write_text(PIXEL_REWARD)
     pixels, frames = ("--height 256 --width 448", 17) if real else ("--height 32 --width 32", 5)
     flags = (
         f"{DRAWING} --pretrain {model} --prompt_data {shapes.prompts(folder, 4)} {pixels} --num_frames {frames} "

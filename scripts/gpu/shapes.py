@@ -34,26 +34,35 @@ WAN_1_3B = {
 TEXTS = ["How many red circles are there?", "Describe the picture.", "0 1 2 3 4 5 6 7 8 9"]
 
 
+def qwen_3b(tokenizer):
+    """The configuration of Qwen2.5-VL-3B with the special tokens of a small tokenizer."""
+    from transformers import Qwen2_5_VLConfig
+
+    from lightrft_visual.embedded.tiny_vlm import tiny_config
+
+    small = tiny_config("qwen2_5_vl", tokenizer, tie_embeddings=True).to_dict()
+    ids = {name: value for name, value in small.items() if name.endswith("_token_id")}
+    ends = {name: small["text_config"][name] for name in ("bos_token_id", "eos_token_id")}
+    return Qwen2_5_VLConfig(
+        text_config=QWEN_3B_TEXT | ends, vision_config=QWEN_3B_VISION, tie_word_embeddings=True, **ids
+    )
+
+
 def vision_language(folder: Path, size: str) -> Path:
     """A Qwen2.5-VL checkpoint: the 3B shape, or with size tiny that of the embedded model."""
-    from lightrft_visual.embedded.tiny_vlm import build_processor, build_tiny_checkpoint, build_tokenizer, tiny_config
+    from lightrft_visual.embedded.tiny_vlm import build_processor, build_tiny_checkpoint, build_tokenizer
 
     if (folder / "config.json").is_file():
         return folder
     if size == "tiny":
         return build_tiny_checkpoint(folder, "qwen2_5_vl", texts=TEXTS)
-    from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+    from transformers import AutoModelForImageTextToText
 
     tokenizer = build_tokenizer(TEXTS)
-    small = tiny_config("qwen2_5_vl", tokenizer, tie_embeddings=True).to_dict()
-    ids = {name: value for name, value in small.items() if name.endswith("_token_id")}
-    ends = {name: small["text_config"][name] for name in ("bos_token_id", "eos_token_id")}
-    config = Qwen2_5_VLConfig(
-        text_config=QWEN_3B_TEXT | ends, vision_config=QWEN_3B_VISION, tie_word_embeddings=True, **ids
-    )
+    config = qwen_3b(tokenizer)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
-    model.generation_config.eos_token_id = [ends["eos_token_id"]]
+    model.generation_config.eos_token_id = [config.get_text_config().eos_token_id]
     model.save_pretrained(folder)
     build_processor("qwen2_5_vl", tokenizer, max_pixels=1280 * 28 * 28).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

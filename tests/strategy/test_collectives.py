@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from strict_group import DEVICE, two_strict_ranks
 
-from lightrft_visual.algorithms import advantages, aggregation, dynamic_sampling, reward_shaping
+from lightrft_visual.algorithms import advantages, aggregation, reward_shaping
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.rewards.engine import RewardComputationEngine
 from lightrft_visual.rollout import parity
@@ -63,7 +63,6 @@ SITES = {
     "denominators": lambda: aggregation.global_denominators([torch.ones(2, 3)], 8),
     "whitening": whiten,
     "running reward": lambda: reward_shaping.RunningMoments().update(torch.ones(3)),
-    "dynamic sampling": lambda: dynamic_sampling.DynamicSampling(wanted=0, tries=2).collect(lambda number: []),
     "invalid rewards": invalid_rewards,
     "parity": parity_probe,
     "generation in step": waiting_generation,

@@ -7,9 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from lightrft_visual.config.vl import DistributedConfig
+from lightrft_visual.strategy import deepspeed as deepspeed_strategy
 from lightrft_visual.strategy.host import bound_spinning
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -40,3 +44,23 @@ def test_what_the_user_set_stays(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     bound_spinning()
     assert "GOMP_SPINCOUNT" not in os.environ
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_ranks_share_the_hosts_cores_whatever_the_accelerator_is(monkeypatch, kind):
+    chosen = []
+    accelerator = SimpleNamespace(
+        device_name=lambda: kind, set_device=lambda index: None, communication_backend_name=lambda: "nccl"
+    )
+    monkeypatch.setattr(deepspeed_strategy, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(deepspeed_strategy.deepspeed, "init_distributed", lambda **arguments: None)
+    for name in ("unlink_buffers", "seed_everything"):
+        monkeypatch.setattr(deepspeed_strategy, name, lambda *arguments: None)
+    monkeypatch.setattr(deepspeed_strategy.watchdog, "start", lambda limit: None)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    deepspeed_strategy.DeepspeedStrategy(DistributedConfig()).setup_distributed()
+    assert chosen == [2]

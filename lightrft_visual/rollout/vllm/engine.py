@@ -3,9 +3,7 @@ TRL's colocated mode. Tested with vLLM 0.26 to 0.32."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -16,84 +14,26 @@ from ...batches.sampling import Completion, SamplingSettings
 from ...config.vl import RunConfig
 from ...errors import RolloutError
 from ...models.loading import Checkpoint
-from ...models.vlm.modality import banned_token_ids
-from ...strategy import collectives
 from ...strategy.deepspeed import TrainEngine
-from ...strategy.host import free_port
-from .rules import FIRST_TOKEN_SCALE
+from .arguments import VLLMSettings, engine_arguments, prepare_environment, runs_on_second_runner
+from .rules import FIRST_TOKEN_SCALE, sampling_rules
 from .tensor_parallel import PromptSharing
-
-
-@dataclass
-class VLLMSettings:
-    """What the engine is built from. `banned_ids` are never sampled; `max_model_len` counts prompt and response."""
-
-    model: str
-    max_model_len: int
-    dtype: str = "float32"
-    tensor_parallel_size: int = 1
-    memory_utilization: float = 0.5
-    enable_sleep: bool = False
-    max_images: int = 10
-    max_videos: int = 1
-    max_num_seqs: int = 256
-    seed: int = 0
-    banned_ids: list[int] = field(default_factory=list)
-    trust_remote_code: bool = False
-    vision: bool = True
-    processor_kwargs: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_config(cls, config: RunConfig, checkpoint: Checkpoint) -> VLLMSettings:
-        """Those of a run; rows of all ranks of an engine are in flight at once."""
-        rollout, data = config.rollout, config.data
-        samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt // collectives.world_size()
-        pixels = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
-        return cls(
-            model=checkpoint.path,
-            max_model_len=rollout.prompt_max_len + rollout.generate_max_len,
-            dtype="bfloat16" if config.model.bf16 else "float32",
-            tensor_parallel_size=rollout.engine_tp_size,
-            memory_utilization=rollout.engine_mem_util,
-            enable_sleep=rollout.enable_engine_sleep,
-            max_images=rollout.limit_mm_image_per_prompt,
-            max_videos=rollout.limit_mm_video_per_prompt,
-            max_num_seqs=max(1, min(256, samples * rollout.engine_tp_size)),
-            seed=config.train.seed,
-            banned_ids=banned_token_ids(checkpoint.config, checkpoint.tokenizer),
-            trust_remote_code=config.model.trust_remote_code,
-            vision=checkpoint.vision,
-            processor_kwargs={name: value for name, value in pixels.items() if value is not None},
-        )
-
-
-def _prepare_environment() -> None:
-    """vLLM reads these at import and start; an explicit setting of the user's stays."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if get_accelerator().device_name() == "cpu":
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
-        os.environ.setdefault(name, value)
-    if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(free_port())
 
 
 class VLLMEngine:
     """Generation by vLLM's `LLM` in this process.
 
     With tensor_parallel_size above 1, neighbouring ranks are one engine: all of them call each method together, and
-    each gets the completions of its own requests. Raises ConfigError when the ranks do not divide into such groups,
-    RolloutError when the engine cannot be built or returns fewer completions than asked for.
+    each gets the completions of its own requests. Raises ConfigError when the ranks do not divide into such groups
+    or vLLM refuses the settings, RolloutError when the engine cannot be built or returns fewer completions than asked
+    for.
     """
 
     shares_weights = False
 
     def __init__(self, settings: VLLMSettings):
         self.sharing = PromptSharing(settings.tensor_parallel_size)
-        _prepare_environment()
+        prepare_environment()
         self.settings = settings
         self.asleep = False
         self.failure: str | None = None
@@ -106,42 +46,19 @@ class VLLMEngine:
         return cls(VLLMSettings.from_config(config, checkpoint))
 
     def _build(self):
-        # Imported late: vLLM detects its platform and reads the environment above at import.
-        from vllm import LLM, EngineArgs
+        # Imported late: vLLM detects its platform and reads the environment at import.
+        from vllm import LLM
 
-        from .rules import sampling_rules
         from .shared_memory import use_private_name
 
         s = self.settings
         on_cpu = get_accelerator().device_name() == "cpu"
         if on_cpu and s.tensor_parallel_size > 1:
             use_private_name()
-        extra: dict[str, Any] = {}
-        if s.vision:
-            extra["limit_mm_per_prompt"] = {"image": s.max_images, "video": s.max_videos}
-            extra["mm_processor_kwargs"] = s.processor_kwargs or None
-            if "mm_device_do_normalize" in {each.name for each in fields(EngineArgs)}:
-                # On, vLLM takes the image processor's mean and deviation for videos too, which may have others.
-                extra["mm_device_do_normalize"] = False
+        arguments = engine_arguments(s, on_cpu)
+        rules = sampling_rules(s.banned_ids, runs_on_second_runner(arguments))
         try:
-            return LLM(
-                model=s.model,
-                dtype=s.dtype,
-                max_model_len=s.max_model_len,
-                tensor_parallel_size=s.tensor_parallel_size,
-                distributed_executor_backend="external_launcher",
-                gpu_memory_utilization=s.memory_utilization,
-                enable_sleep_mode=s.enable_sleep and not on_cpu,
-                enforce_eager=on_cpu,
-                max_num_seqs=s.max_num_seqs,
-                max_num_batched_tokens=max(8192, s.max_model_len),
-                logprobs_mode="processed_logprobs",
-                logits_processors=[sampling_rules(s.banned_ids)],
-                seed=s.seed,
-                trust_remote_code=s.trust_remote_code,
-                disable_log_stats=True,
-                **extra,
-            )
+            return LLM(**arguments, logits_processors=[rules])
         except Exception as error:
             raise RolloutError(f"vLLM could not load {s.model}: {type(error).__name__}: {error}") from error
 

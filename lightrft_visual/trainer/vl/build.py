@@ -25,7 +25,7 @@ from ...models.weight_copies import WeightAverage
 from ...observe.console import RunConsole
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config
-from ...rollout.engine import build_engine
+from ...rollout.engine import build_engine, check_engine
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate, log_prob_difference, mean_log_prob_difference
 from ...rollout.weight_sync import named_weights
@@ -118,6 +118,7 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     heads, size = checkpoint.config.get_text_config().num_attention_heads, config.rollout.engine_tp_size
     if heads % size:
         raise ConfigError(f"engine_tp_size {size} does not divide the model's {heads} attention heads")
+    check_engine(config, checkpoint)
     return config, checkpoint
 
 

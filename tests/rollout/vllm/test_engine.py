@@ -186,6 +186,16 @@ def test_banned_tokens_are_never_sampled(rig):
 
 
 @only_default
+def test_more_prompt_tokens_than_one_forward_takes_are_generated_for(rig):
+    words = "what colour is the circle and how many are there " * 12
+    batch = PromptBatch.of([turn(f"{IMAGE}{i} {words}") for i in range(64)], [[picture(i)] for i in range(64)])
+    rollouts = rig.stage.generate(batch, SamplingSettings(n=2, max_new_tokens=4))
+    assert sum(len(rollout.prompt.token_ids) for rollout in rollouts) > 2 * 8192
+    assert len(rollouts) == 128 and all(rollout.token_ids for rollout in rollouts)
+    assert rig.difference(batch.select([0, 40, 63]), PLAIN) <= 1e-5
+
+
+@only_default
 def test_greedy_agrees_with_the_transformers_engine(rig):
     greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=6)
     ours = rig.token_ids(mixed_prompts(), greedy)
@@ -246,5 +256,5 @@ def test_tensor_parallel_groups_need_as_many_ranks(root):
 
 
 def test_a_missing_model_is_named(tmp_path):
-    with environment_restored(), pytest.raises(RolloutError, match=str(tmp_path)):
+    with environment_restored(), pytest.raises(ConfigError, match=f"(?s)refuses this engine: .*{tmp_path}"):
         VLLMEngine(VLLMSettings(model=str(tmp_path), max_model_len=64))

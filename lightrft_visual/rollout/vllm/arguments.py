@@ -1,0 +1,166 @@
+"""From a run's settings to vLLM's engine arguments, checked by vLLM itself before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+
+from ...config.vl import RunConfig
+from ...errors import ConfigError, did_you_mean
+from ...models.loading import Checkpoint
+from ...models.vlm.modality import banned_token_ids
+from ...strategy import collectives
+from ...strategy.host import free_port
+
+# Arguments of vLLM that a setting of the run decides.
+DECIDED_BY = {
+    "model": "pretrain", "dtype": "bf16", "max_model_len": "prompt_max_len and generate_max_len", "seed": "seed",
+    "tensor_parallel_size": "engine_tp_size", "gpu_memory_utilization": "engine_mem_util",
+    "enable_sleep_mode": "enable_engine_sleep", "limit_mm_per_prompt": "limit_mm_image_per_prompt",
+    "mm_processor_kwargs": "min_pixels and max_pixels", "trust_remote_code": "trust_remote_code",
+    "enforce_eager": "engine_enforce_eager", "max_num_seqs": "engine_max_num_seqs",
+    "max_num_batched_tokens": "engine_max_num_batched_tokens", "kv_cache_dtype": "engine_kv_cache_dtype",
+    "quantization": "engine_quantization",
+}  # fmt: skip
+MOST_SEQUENCES, FEWEST_BATCHED_TOKENS = 256, 8192
+
+
+@dataclass
+class VLLMSettings:
+    """What the engine is built from. `banned_ids` are never sampled; `max_model_len` counts prompt and response.
+
+    max_num_batched_tokens: tokens of one forward at most, default 8192 or one whole sequence; extra: other engine
+    arguments by vLLM's names.
+    """
+
+    model: str
+    max_model_len: int
+    dtype: str = "float32"
+    tensor_parallel_size: int = 1
+    memory_utilization: float = 0.5
+    enable_sleep: bool = False
+    max_images: int = 10
+    max_videos: int = 1
+    max_num_seqs: int = MOST_SEQUENCES
+    max_num_batched_tokens: int | None = None
+    enforce_eager: bool = False
+    kv_cache_dtype: str = "auto"
+    quantization: str | None = None
+    seed: int = 0
+    banned_ids: list[int] = field(default_factory=list)
+    trust_remote_code: bool = False
+    vision: bool = True
+    processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: RunConfig, checkpoint: Checkpoint) -> VLLMSettings:
+        """Those of a run; samples of all ranks of an engine are in flight at once."""
+        rollout, data = config.rollout, config.data
+        samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt // collectives.world_size()
+        pixels = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
+        return cls(
+            model=checkpoint.path,
+            max_model_len=rollout.prompt_max_len + rollout.generate_max_len,
+            dtype="bfloat16" if config.model.bf16 else "float32",
+            tensor_parallel_size=rollout.engine_tp_size,
+            memory_utilization=rollout.engine_mem_util,
+            enable_sleep=rollout.enable_engine_sleep,
+            max_images=rollout.limit_mm_image_per_prompt,
+            max_videos=rollout.limit_mm_video_per_prompt,
+            max_num_seqs=rollout.engine_max_num_seqs or max(1, min(MOST_SEQUENCES, samples * rollout.engine_tp_size)),
+            max_num_batched_tokens=rollout.engine_max_num_batched_tokens,
+            enforce_eager=rollout.engine_enforce_eager,
+            kv_cache_dtype=rollout.engine_kv_cache_dtype,
+            quantization=rollout.engine_quantization,
+            seed=config.train.seed,
+            banned_ids=banned_token_ids(checkpoint.config, checkpoint.tokenizer),
+            trust_remote_code=config.model.trust_remote_code,
+            vision=checkpoint.vision,
+            processor_kwargs={name: value for name, value in pixels.items() if value is not None},
+            extra=dict(rollout.engine_kwargs),
+        )
+
+
+def prepare_environment() -> None:
+    """vLLM reads these at import and start; an explicit setting of the user's stays."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if get_accelerator().device_name() == "cpu":
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+        os.environ.setdefault(name, value)
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(free_port())
+
+
+def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
+    """Arguments of vLLM's `EngineArgs`; the sampling rules are still to come.
+
+    Raises ConfigError for an `extra` that vLLM does not know, or that another setting decides.
+    """
+    # Imported late: vLLM detects its platform and reads the environment at import.
+    from vllm import EngineArgs
+
+    s, known = settings, {each.name for each in fields(EngineArgs)}
+    arguments: dict[str, Any] = {
+        "model": s.model,
+        "dtype": s.dtype,
+        "max_model_len": s.max_model_len,
+        "tensor_parallel_size": s.tensor_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "gpu_memory_utilization": s.memory_utilization,
+        "enable_sleep_mode": s.enable_sleep and not on_cpu,
+        "enforce_eager": s.enforce_eager or on_cpu,
+        "max_num_seqs": s.max_num_seqs,
+        "max_num_batched_tokens": s.max_num_batched_tokens or max(FEWEST_BATCHED_TOKENS, s.max_model_len),
+        "kv_cache_dtype": s.kv_cache_dtype,
+        "quantization": s.quantization,
+        "logprobs_mode": "processed_logprobs",
+        "seed": s.seed,
+        "trust_remote_code": s.trust_remote_code,
+        "disable_log_stats": True,
+    }
+    if on_cpu:
+        # A prompt that is split over two steps makes vLLM rewind its request's generator, which has no offset on CPU.
+        arguments["enable_chunked_prefill"] = False
+    if s.vision:
+        arguments["limit_mm_per_prompt"] = {"image": s.max_images, "video": s.max_videos}
+        arguments["mm_processor_kwargs"] = s.processor_kwargs or None
+        if "mm_device_do_normalize" in known:
+            # On, vLLM takes the image processor's mean and deviation for videos too, which may have others.
+            arguments["mm_device_do_normalize"] = False
+    _check_extra(s.extra, known, {*arguments, "logits_processors"})
+    return arguments | s.extra
+
+
+def _check_extra(extra: dict[str, Any], known: set[str], own: set[str]) -> None:
+    for name in extra:
+        if name not in known:
+            raise ConfigError(f"engine_kwargs: vLLM has no engine argument {name!r}{did_you_mean(name, known)}")
+        if name in own:
+            by = f"use {DECIDED_BY[name]}" if name in DECIDED_BY else "leave it out"
+            raise ConfigError(f"engine_kwargs: {name} is set by the run itself; {by}")
+
+
+def runs_on_second_runner(arguments: dict[str, Any]) -> bool:
+    """Whether vLLM will use its second model runner. Runs all of vLLM's own checks: ConfigError with what they say."""
+    from vllm import EngineArgs
+
+    try:
+        config = EngineArgs(**arguments).create_engine_config()
+    except (ValueError, TypeError, NotImplementedError) as error:  # pydantic's ValidationError is a ValueError
+        raise ConfigError(f"vLLM refuses this engine: {error}") from error
+    return bool(getattr(config, "use_v2_model_runner", False))  # vLLM 0.26 has no such property
+
+
+def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """ConfigError for engine settings that vLLM would refuse, before any model is loaded."""
+    prepare_environment()
+    on_cpu = get_accelerator().device_name() == "cpu"
+    runs_on_second_runner(engine_arguments(VLLMSettings.from_config(config, checkpoint), on_cpu))

@@ -1,0 +1,75 @@
+"""Builds of C++ extensions by several processes: a lock that its owner left behind is taken away, with a line.
+
+DeepSpeed compiles parts of itself at their first use, under a lock file of torch's builder. A process that is killed
+while it compiles leaves the file, and every later start would wait for it for ever and say nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from pathlib import Path
+
+from torch.utils import cpp_extension
+from torch.utils.file_baton import FileBaton
+
+from ..errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+OTHER_HOSTS = 600.0  # seconds that a lock may be the work of a process on another host that shares the folder
+
+
+def watch_locks() -> None:
+    """Let torch's builder look for the owners of locks, in this process."""
+    cpp_extension.FileBaton = OwnedBaton
+
+
+class OwnedBaton(FileBaton):
+    """torch's lock file, which counts only while the process that made it lives and holds it open."""
+
+    def try_acquire(self) -> bool:
+        """Whether the lock is this process's own now; a lock without an owner is removed first."""
+        with open(f"{self.lock_file_path}.check", "w") as checked:
+            fcntl.flock(checked, fcntl.LOCK_EX)  # of several ranks that find a stale lock one removes it
+            if super().try_acquire():
+                return True
+            if owner(self.lock_file_path) is not None:
+                return False
+            logger.warning("removing %s: the process that built there is gone", self.lock_file_path)
+            Path(self.lock_file_path).unlink(missing_ok=True)
+            return bool(super().try_acquire())
+
+    def wait(self) -> None:
+        """Until the owner is done. Raises ConfigError where it ends without having finished."""
+        logger.warning("waiting for %s, which builds under %s", owner(self.lock_file_path), self.lock_file_path)
+        while os.path.exists(self.lock_file_path):
+            time.sleep(self.wait_seconds)
+            if owner(self.lock_file_path) is None and os.path.exists(self.lock_file_path):
+                raise ConfigError(f"the process that built under {self.lock_file_path} ended before it was done")
+
+
+def owner(lock: str) -> str | None:
+    """Who holds the lock file open, for a message; None for a file that nobody of this host has open.
+
+    A lock of another user, or a young one where the run has ranks on other hosts, counts as owned.
+    """
+    try:
+        wanted = os.stat(lock)
+    except FileNotFoundError:
+        return None
+    if wanted.st_uid != os.getuid():
+        return f"a process of user {wanted.st_uid}"
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            held = os.stat(descriptor)
+        except OSError:  # closed since, or another user's
+            continue
+        if (held.st_dev, held.st_ino) == (wanted.st_dev, wanted.st_ino):
+            return f"process {descriptor.parts[2]}"
+    ranks, here = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if ranks > here and time.time() - wanted.st_mtime < OTHER_HOSTS:
+        return "a process of another host"
+    return None

@@ -1,0 +1,39 @@
+"""Dynamic sampling over ranks: luck is shared, and the batch does not depend on how many ranks there are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from dynamic_sampling_ranks import collected
+from launched import run_ranks
+
+from lightrft_visual.algorithms.dynamic_sampling import GroupRef, balanced
+
+
+def test_a_round_is_repeated_only_while_groups_that_differ_are_missing():
+    sampling, ids = collected(ranks=1, rank=0, differing={1, 2, 4, 5, 6}, wanted=4, tries=5)
+    assert sampling.rounds == 2 and sampling.filled == 0 and ids == [1, 2, 4, 5]
+
+
+def test_after_the_last_round_equal_groups_fill_the_batch_and_are_counted():
+    sampling, ids = collected(ranks=1, rank=0, differing={6}, wanted=4, tries=2)
+    assert sampling.rounds == 2 and sampling.filled == 3 and ids == [6, 0, 1, 2]
+
+
+@pytest.mark.parametrize(("differing", "rounds"), [([0, 2, 4, 6, 8, 10, 12, 14], 2), ([0, 1, 2, 3], 4)])
+def test_two_ranks_share_what_they_find(tmp_path, differing, rounds):
+    """Even prompts are rank 0's: with the first list rank 1 never finds a group by itself."""
+    run_ranks("dynamic_sampling_ranks.py", str(tmp_path), json.dumps(differing), folder=Path(__file__).parent)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    whole, ids = collected(ranks=1, rank=0, differing=set(differing), wanted=8, tries=4)
+    assert {each["rounds"] for each in ranks} == {whole.rounds} == {rounds}
+    assert {each["filled"] for each in ranks} == {whole.filled}
+    assert [len(each["ids"]) for each in ranks] == [4, 4]
+    assert sorted(ranks[0]["ids"] + ranks[1]["ids"]) == sorted(ids)
+
+
+def test_groups_stay_where_they_are_as_long_as_there_is_room():
+    refs = [GroupRef(False, 0, number, rank) for number, rank in enumerate((0, 0, 0, 1))]
+    assert list(balanced(refs, [2, 2]).items()) == [(refs[0], 0), (refs[1], 0), (refs[3], 1), (refs[2], 1)]

@@ -1,0 +1,87 @@
+"""Engine arguments: what vLLM itself would refuse, on this machine and on CUDA, before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from engine_rig import environment_restored
+from launched import run_ranks
+from tiny_models import checkpoint_of
+
+from lightrft_visual.config.vl import RolloutConfig, RunConfig
+from lightrft_visual.embedded.tiny_vlm import VISION_FAMILIES
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rollout.vllm.arguments import VLLMSettings, check_engine, engine_arguments, prepare_environment
+
+KINDS = (*VISION_FAMILIES, "qwen2")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(autouse=True)
+def vllm_environment():
+    with environment_restored():
+        prepare_environment()
+        yield
+
+
+def run_with(**rollout) -> RunConfig:
+    return RunConfig(rollout=RolloutConfig(prompt_max_len=64, generate_max_len=64, **rollout))
+
+
+def test_settings_reach_vllm(root):
+    config = run_with(
+        engine_max_num_seqs=300,
+        engine_max_num_batched_tokens=4096,
+        engine_enforce_eager=True,
+        engine_kv_cache_dtype="fp8",
+        engine_quantization="fp8",
+        engine_kwargs={"block_size": 32},
+    )
+    settings = VLLMSettings.from_config(config, checkpoint_of(root, "qwen2"))
+    arguments = engine_arguments(settings, on_cpu=False)
+    wanted = {"max_num_seqs": 300, "max_num_batched_tokens": 4096, "enforce_eager": True, "kv_cache_dtype": "fp8"}
+    wanted |= {"quantization": "fp8", "block_size": 32, "max_model_len": 128}
+    assert {name: arguments[name] for name in wanted} == wanted
+    assert "enable_chunked_prefill" not in arguments
+    usual = engine_arguments(VLLMSettings.from_config(run_with(), checkpoint_of(root, "qwen2")), on_cpu=False)
+    assert (usual["max_num_seqs"], usual["max_num_batched_tokens"], usual["enforce_eager"]) == (256, 8192, False)
+
+
+@pytest.mark.parametrize(
+    "rollout, message",
+    [
+        ({"engine_kwargs": {"block_sise": 32}}, "no engine argument 'block_sise'; did you mean 'block_size'"),
+        ({"engine_kwargs": {"max_num_seqs": 4}}, "set by the run itself; use engine_max_num_seqs"),
+        ({"engine_kwargs": {"logprobs_mode": "raw_logits"}}, "set by the run itself; leave it out"),
+        ({"engine_kv_cache_dtype": "fp9"}, "vLLM refuses this engine: .*fp8"),
+        ({"engine_quantization": "no_such"}, "vLLM refuses this engine: .*no_such"),
+        ({"engine_max_num_batched_tokens": 16}, r"vLLM refuses this engine: .*max_num_batched_tokens \(16\)"),
+    ],
+)
+def test_what_vllm_would_refuse_is_said_before_a_model_is_loaded(root, rollout, message):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        check_engine(run_with(**rollout), checkpoint_of(root, "qwen2"))
+
+
+def test_the_usual_engine_of_each_family_is_accepted_here(root):
+    for kind in KINDS:
+        check_engine(run_with(), checkpoint_of(root, kind))
+
+
+def test_every_family_and_option_is_accepted_on_cuda_by_both_runners(root, tmp_path):
+    out = tmp_path / "said.json"
+    folders = [checkpoint_of(root, kind).path for kind in KINDS]
+    run_ranks("claimed_cuda.py", str(out), *folders, ranks=1, folder=Path(__file__).parent)
+    for case, said in json.loads(out.read_text()).items():
+        if case.endswith("refused"):
+            assert all(text.startswith("vLLM refuses this engine") for text in said.values()), case
+            continue
+        assert said["first"] == said["second"] == "ok", (case, said)
+        assert "subclass" in said["first, the other's rules"], case
+        assert "not a subclass of vllm.v1.worker.gpu.sample" in said["second, the other's rules"], case

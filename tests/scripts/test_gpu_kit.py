@@ -1,0 +1,56 @@
+"""The kit for the first visit to a GPU: its shapes are the published ones, a part that fails is told, not lost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+KIT = Path(__file__).parents[2] / "scripts" / "gpu"
+sys.path.insert(0, str(KIT))
+
+import check  # noqa: E402
+import parts  # noqa: E402
+import shapes  # noqa: E402
+
+
+def parameters(build) -> float:
+    with torch.device("meta"):
+        model = build()
+    return sum(parameter.numel() for parameter in model.parameters()) / 1e9
+
+
+def test_the_language_model_has_three_billion_parameters_and_its_tower():
+    from transformers import AutoModelForImageTextToText
+
+    from lightrft_visual.embedded.tiny_vlm import build_tokenizer
+
+    config = shapes.qwen_3b(build_tokenizer(shapes.TEXTS))
+    assert parameters(lambda: AutoModelForImageTextToText.from_config(config)) == pytest.approx(3.75, abs=0.02)
+
+
+def test_the_drawing_models_are_of_the_published_size():
+    from diffusers import SD3Transformer2DModel, WanTransformer3DModel
+
+    assert parameters(lambda: SD3Transformer2DModel(**shapes.SD35_MEDIUM)) == pytest.approx(2.5, abs=0.3)
+    assert parameters(lambda: WanTransformer3DModel(**shapes.WAN_1_3B)) == pytest.approx(1.4, abs=0.1)
+
+
+def test_a_part_that_is_cut_off_keeps_its_rows_and_the_others_follow(tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    rows = """'[["a", "1"]]'"""
+    script = (
+        f"import sys, pathlib, time\npathlib.Path(sys.argv[2], 'slow.rows.json').write_text({rows})\ntime.sleep(60)\n"
+    )
+    (tmp_path / "parts.py").write_text(script)
+    monkeypatch.setitem(parts.LIMITS, "slow", 5)
+    result = check.run_part("slow", tmp_path, "tiny")
+    assert result["rows"] == [["a", "1"]] and "cut off after 5 s" in result["error"]
+    (tmp_path / "parts.py").write_text("raise SystemExit(3)\n")
+    assert "exit code 3" in check.run_part("slow", tmp_path, "tiny")["error"]
+    assert json.loads((tmp_path / "slow.json").read_text())["part"] == "slow"
+    lines = check.table([result], {"device": "some card", "torch": "2"}).splitlines()
+    assert lines[0] == "Device: some card. torch 2." and "| slow | a | 1 |" in lines
