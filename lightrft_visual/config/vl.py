@@ -80,7 +80,7 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     embedded_tie_embeddings: bool = False  # the embedded model with tied input and output embeddings
     # qwen2 reads text only
-    embedded_family: Annotated[str, one_of("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2")] = "qwen2_5_vl"
+    embedded_family: Annotated[str, one_of("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qwen2")] = "qwen2_5_vl"
 
     def check(self) -> None:
         """LoRA's scale."""

@@ -15,6 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    GotOcr2ImageProcessor,
+    InternVLConfig,
+    InternVLProcessor,
+    InternVLVideoProcessor,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLProcessor,
@@ -31,7 +35,8 @@ from transformers import (
 
 from ..strategy.seeding import seed_everything
 
-VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+QWEN_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VISION_FAMILIES = (*QWEN_FAMILIES, "internvl")
 FAMILIES = (*VISION_FAMILIES, "qwen2")
 
 SPECIAL_TOKENS = (
@@ -40,18 +45,40 @@ SPECIAL_TOKENS = (
     "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
 
-CHAT_TEMPLATE = (
+_QWEN_MEDIA = {
+    "image": "<|vision_start|><|image_pad|><|vision_end|>",
+    "video": "<|vision_start|><|video_pad|><|vision_end|>",
+}
+_INTERNVL_MEDIA = {"image": "<IMG_CONTEXT>\n", "video": "<video>\n"}
+_INTERNVL_TOKENS = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+INTERNVL_TILE, INTERNVL_PATCH = 56, 14  # pixels; a tile takes (56 / 14 / 2) ** 2 = 4 tokens
+
+_CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] in ('image', 'image_url') %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% if part['type'] in ('image', 'image_url') %}IMAGE_PLACEHOLDER"
+    "{% elif part['type'] == 'video' %}VIDEO_PLACEHOLDER"
     "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def build_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> Qwen2Tokenizer:
+def chat_template(family: str) -> str:
+    """ChatML with the placeholders of a family."""
+    media = _INTERNVL_MEDIA if family == "internvl" else _QWEN_MEDIA
+    return _CHAT_TEMPLATE.replace("IMAGE_PLACEHOLDER", media["image"]).replace("VIDEO_PLACEHOLDER", media["video"])
+
+
+CHAT_TEMPLATE = chat_template("qwen2_5_vl")
+
+
+def build_tokenizer(texts: Iterable[str], vocab_size: int = 512, family: str = "qwen2_5_vl") -> Qwen2Tokenizer:
     """A byte-level BPE tokenizer of the Qwen2 class trained on `texts`; every string round-trips."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -66,14 +93,23 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> Qwen2Tokeniz
         merges=merges,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=list(SPECIAL_TOKENS),
+        **(
+            {"extra_special_tokens": _INTERNVL_TOKENS}
+            if family == "internvl"
+            else {"additional_special_tokens": list(SPECIAL_TOKENS)}
+        ),
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    if family == "internvl":  # one of the two arguments only
+        tokenizer.add_tokens(list(SPECIAL_TOKENS), special_tokens=True)
+    tokenizer.chat_template = chat_template(family)
     return tokenizer
 
 
 def build_processor(family: str, tokenizer: Qwen2Tokenizer, max_pixels: int = 448 * 448):
-    """The family's own processor around `tokenizer`; images are resized to multiples of the merged patch."""
+    """The family's own processor around `tokenizer`; images are resized to multiples of the merged patch, or cut into
+    tiles."""
+    if family == "internvl":
+        return _internvl_processor(tokenizer)
     patch_size = 16 if family == "qwen3_vl" else 14
     unit = (2 * patch_size) ** 2
     size = {"shortest_edge": unit, "longest_edge": max_pixels}
@@ -91,6 +127,17 @@ def build_processor(family: str, tokenizer: Qwen2Tokenizer, max_pixels: int = 44
         tokenizer=tokenizer,
         video_processor=video_processor,
         chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _internvl_processor(tokenizer: Qwen2Tokenizer) -> InternVLProcessor:
+    size = {"height": INTERNVL_TILE, "width": INTERNVL_TILE}
+    return InternVLProcessor(
+        image_processor=GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=4),
+        tokenizer=tokenizer,
+        video_processor=InternVLVideoProcessor(size=size),
+        image_seq_length=(INTERNVL_TILE // INTERNVL_PATCH // 2) ** 2,
+        chat_template=chat_template("internvl"),
     )
 
 
@@ -115,6 +162,22 @@ def tiny_config(family: str, tokenizer: Qwen2Tokenizer, *, tie_embeddings: bool,
     ends = {"bos_token_id": token_id("<|endoftext|>"), "eos_token_id": token_id("<|im_end|>")}
     if family == "qwen2":
         return Qwen2Config(**text, **ends, tie_word_embeddings=tie_embeddings)
+    if family == "internvl":
+        vision = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": [INTERNVL_TILE, INTERNVL_TILE],
+            "patch_size": [INTERNVL_PATCH, INTERNVL_PATCH],
+        }
+        return InternVLConfig(
+            vision_config=vision,
+            text_config=text | ends | {"model_type": "qwen2"},
+            image_token_id=token_id("<IMG_CONTEXT>"),
+            image_seq_length=(INTERNVL_TILE // INTERNVL_PATCH // 2) ** 2,
+            tie_word_embeddings=tie_embeddings,
+        )
     mrope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     shared = {
         "image_token_id": token_id("<|image_pad|>"),
@@ -179,7 +242,7 @@ def build_tiny_checkpoint(
 ) -> Path:
     """Write an untrained tiny checkpoint (config, weights, tokenizer, processor, chat template) into `folder`."""
     seed_everything(seed)
-    tokenizer = build_tokenizer(texts)
+    tokenizer = build_tokenizer(texts, family=family)
     config = tiny_config(family, tokenizer, tie_embeddings=tie_embeddings, hidden=hidden, layers=layers)
     build_tiny_model(config).save_pretrained(folder)
     if family in VISION_FAMILIES:

@@ -26,6 +26,7 @@ from ..batches.sampling import ScoringRule
 from ..batches.vision import VisionTensors
 from ..data.media import load_image
 from ..models.vlm.actor import Actor
+from ..models.vlm.families import family_of_processor
 from .questions import EmbeddedTask, SupervisedPair, build_embedded_task, supervised_pairs, vocabulary_texts
 from .tiny_vlm import VISION_FAMILIES, build_tiny_checkpoint
 
@@ -143,6 +144,7 @@ class PairEncoder:
 
     def __init__(self, tokenizer, processor):
         self.tokenizer, self.processor = tokenizer, processor
+        self.family = family_of_processor(processor)
         self.known: dict[tuple, tuple[list[int], VisionTensors]] = {}
 
     def batch(self, pairs: list[SupervisedPair]) -> ModelInputs:
@@ -162,13 +164,11 @@ class PairEncoder:
             self.known[key] = self.tokenizer.encode(new[key], add_special_tokens=False), VisionTensors()
         if not shown:
             return
-        images = [[load_image(path) for path in paths] for _, paths in shown]
-        out = self.processor(text=list(shown.values()), images=images, padding=True, return_tensors="pt")
-        grids = out["image_grid_thw"].split([len(paths) for _, paths in shown])
-        pixels = out["pixel_values"].split([int(grid.prod(dim=1).sum()) for grid in grids])
-        masks = out["attention_mask"].bool()
-        for key, ids, mask, values, grid in zip(shown, out["input_ids"], masks, pixels, grids):
-            self.known[key] = ids[mask].tolist(), VisionTensors.of(pixel_values=values.clone(), image_grid_thw=grid)
+        for part in [list(shown)] if self.family.together else [[key] for key in shown]:
+            images = [[load_image(path) for path in paths] for _, paths in part]
+            out = self.processor(text=[shown[key] for key in part], images=[image for row in images for image in row])
+            vision = self.family.read(out, [len(row) for row in images], [0] * len(part))
+            self.known |= {key: (list(ids), own) for key, ids, own in zip(part, out["input_ids"], vision)}
 
     def _text(self, pair: SupervisedPair) -> str:
         messages = [{"role": "user", "content": content_parts(pair.prompt, len(pair.images))}]

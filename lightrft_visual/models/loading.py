@@ -23,7 +23,7 @@ from transformers import (
 
 from ..config.vl import DataConfig, ModelConfig
 from ..errors import ConfigError
-from .vlm.modality import ActorModality, get_modality
+from .vlm.families import VLMFamily, family_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,14 @@ class Checkpoint:
     processor: Any
 
     @property
+    def family(self) -> VLMFamily:
+        """The adapter of the model's family."""
+        return family_of(self.config)
+
+    @property
     def vision(self) -> bool:
-        return get_modality(self.config) is ActorModality.VISION_LANGUAGE
+        """Whether the model reads images."""
+        return self.family.vision
 
     @property
     def eos_ids(self) -> list[int]:
@@ -61,11 +67,12 @@ def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoi
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-        processor = None
-        if get_modality(config) is ActorModality.VISION_LANGUAGE:
-            pixels = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
-            pixels = {name: value for name, value in pixels.items() if value is not None}
+        processor, family = None, family_of(config)
+        if family.vision:
+            pixels = family.processor_arguments(data.min_pixels, data.max_pixels)
             processor = AutoProcessor.from_pretrained(path, trust_remote_code=model.trust_remote_code, **pixels)
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"model {path} cannot be loaded: {error}") from error
     if tokenizer.pad_token_id is None:
@@ -91,8 +98,7 @@ def load_transformer(path: str, model: ModelConfig, dtype: torch.dtype) -> PreTr
         arguments["attn_implementation"] = model.attn_implementation
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-        vision = get_modality(config) is ActorModality.VISION_LANGUAGE
-        auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+        auto = AutoModelForImageTextToText if family_of(config).vision else AutoModelForCausalLM
         transformer, report = auto.from_pretrained(path, output_loading_info=True, **arguments)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model {path} cannot be loaded: {error}") from error
@@ -111,7 +117,7 @@ def freeze(transformer: PreTrainedModel, prefixes: str) -> int:
     A prefix matches at the start of a name or after a dot: `visual` finds `model.visual.…`. Raises ConfigError for one
     that matches nothing.
     """
-    frozen: dict[str, int] = dict.fromkeys(_prefixes(prefixes), 0)
+    frozen: dict[str, int] = dict.fromkeys(_prefixes(prefixes, transformer), 0)
     for name, parameter in transformer.named_parameters():
         for prefix in frozen:
             if f".{name}".find(f".{prefix}.") >= 0:
@@ -125,12 +131,15 @@ def freeze(transformer: PreTrainedModel, prefixes: str) -> int:
     return sum(frozen.values())
 
 
-def _prefixes(freeze_prefix: str) -> list[str]:
+def _prefixes(freeze_prefix: str, transformer: PreTrainedModel) -> list[str]:
     """The module prefixes that `freeze_prefix` names."""
     if not freeze_prefix or freeze_prefix.lower() == "false":
         return []
     if freeze_prefix.lower() == "true":
-        return ["visual", "vision_tower", "vision_model"]
+        towers = family_of(transformer.config).towers
+        if not towers:
+            raise ConfigError(f"freeze_prefix true: model type {transformer.config.model_type} has no vision tower")
+        return list(towers)
     return [prefix.strip() for prefix in freeze_prefix.split(",")]
 
 
@@ -138,7 +147,7 @@ def add_lora(transformer: PreTrainedModel, model: ModelConfig):
     """The peft model with LoRA adapters, none below `freeze_prefix`, or the model itself when lora_rank is 0."""
     if model.lora_rank == 0:
         return transformer
-    targets, frozen = model.target_modules, _prefixes(model.freeze_prefix)
+    targets, frozen = model.target_modules, _prefixes(model.freeze_prefix, transformer)
     below = "|".join(map(re.escape, frozen))
     lora = LoraConfig(
         r=model.lora_rank,

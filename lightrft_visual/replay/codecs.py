@@ -263,12 +263,12 @@ class Counts(Sample):
 
     @staticmethod
     def _told(value: T | None, item: Any, place: str, spec: FieldSpec) -> int:
-        """Media of one sample. A model without grids may take several rows of pixels a medium: then its word counts."""
-        counted = item.vision.count(spec.media)
+        """Media of one sample. Without grids only the sample can say: a medium may take several rows of pixels."""
+        counted, names = item.vision.count(spec.media), item.vision.names
         if value is None:
             return counted
         grids = f"{spec.media}_grid_thw"
-        if (grids in item.vision.names or not counted) and int(value) != counted:
+        if (grids in names or not names) and int(value) != counted:
             raise DataError(f"{place} is {int(value)}, but its {grids}s hold {counted}")
         return int(value)
 

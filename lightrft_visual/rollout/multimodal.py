@@ -14,10 +14,10 @@ from ..batches.prompts import PromptBatch
 from ..batches.rollouts import PromptFeatures
 from ..batches.vision import VisionTensors
 from ..data.media import MAX_IMAGE_PIXELS, describe_source, load_image
-from ..data.placeholders import check_placeholders, video_arguments
 from ..data.rows import as_source_list
 from ..data.video import Video, load_video
 from ..errors import ConfigError, DataError
+from ..models.vlm.families import family_of_processor
 
 T = torch.Tensor
 _COLUMNS = {
@@ -27,8 +27,7 @@ _COLUMNS = {
     "all_videos_grid_thw": "video_grid_thw",
     "all_videos_second_per_grid_ts": "second_per_grid_ts",
 }
-_FEATURES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
-_CARRIED = {*_FEATURES, "input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
+_CARRIED = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
 
 
 class MultimodalDataProcessor:
@@ -50,6 +49,7 @@ class MultimodalDataProcessor:
         max_image_pixels: int = MAX_IMAGE_PIXELS,
     ) -> None:
         self.tokenizer, self.processor, self.prompt_max_len = tokenizer, processor, prompt_max_len
+        self.family = family_of_processor(processor)
         self._reading = {"root": image_root, "allow_remote": allow_remote, "max_pixels": max_image_pixels}
 
     def process_multimodal_batch(
@@ -123,9 +123,8 @@ class MultimodalDataProcessor:
     ) -> tuple[list[list[int]], list[VisionTensors]]:
         """Expanded token ids and vision tensors of each prompt, checked."""
         for index, prompt in enumerate(prompts):
-            check_placeholders(
-                prompt, len(images[index]), len(videos[index]), self.processor or self.tokenizer, f"prompt {index}"
-            )
+            counts = len(images[index]), len(videos[index])
+            self.family.check_prompt(prompt, *counts, self.processor or self.tokenizer, f"prompt {index}")
         token_ids, vision = self._encode(prompts, images, videos)
         self._check_lengths(token_ids)
         return token_ids, vision
@@ -157,28 +156,19 @@ class MultimodalDataProcessor:
             return [], []
         if self.processor is None:
             return list(self.tokenizer(prompts)["input_ids"]), [VisionTensors() for _ in prompts]
-        # Patches in one long tensor split by their grids; other layouts only keep their prompt when made one by one.
-        together = "image_grid_thw" in self.processor.model_input_names
         whole = range(len(prompts))
         token_ids: list[list[int]] = []
         vision: list[VisionTensors] = []
-        for part in [whole] if together else [range(index, index + 1) for index in whole]:
+        for part in [whole] if self.family.together else [range(index, index + 1) for index in whole]:
             output = self._call(prompts, images, videos, part)
             token_ids += map(list, output["input_ids"])
-            counts = {"image": [len(images[i]) for i in part], "video": [len(videos[i]) for i in part]}
-            tensors = {name: _tensor(output[name]) for name in _FEATURES if output.get(name) is not None}
-            own = VisionTensors.of(**tensors).shared_out(len(part), counts)
-            vision += [VisionTensors([each]) for each in own]
+            vision += self.family.read(output, [len(images[i]) for i in part], [len(videos[i]) for i in part])
         return token_ids, vision
 
     def _call(self, prompts: list[str], images: list[list], videos: list[list], part: range) -> Mapping[str, Any]:
-        arguments: dict[str, Any] = {"text": [prompts[i] for i in part]}
-        if any(images[i] for i in part):
-            arguments["images"] = [image for i in part for image in images[i]]
-        if any(videos[i] for i in part):
-            arguments |= video_arguments([video for i in part for video in videos[i]])
+        media = [item for i in part for item in images[i]], [item for i in part for item in videos[i]]
         try:
-            output = self.processor(**arguments)
+            output = self.processor(text=[prompts[i] for i in part], **self.family.media_arguments(*media))
         except Exception as error:  # processors raise every kind of exception; which prompt is it?
             if len(part) == 1:
                 sizes = [describe_source(image) for image in images[part[0]]]
@@ -186,7 +176,7 @@ class MultimodalDataProcessor:
             for index in part:
                 self._call(prompts, images, videos, range(index, index + 1))
             raise
-        unknown = sorted(set(output) - _CARRIED)
+        unknown = sorted(set(output) - _CARRIED - {*self.family.tensors})
         if unknown:
             raise ConfigError(f"{type(self.processor).__name__} makes model inputs not supported: {', '.join(unknown)}")
         return output
@@ -221,10 +211,3 @@ def _attributes(columns: dict[str, list[Any]]) -> EasyDict:
 
 def _repeat(column: list[Any], times: int) -> list[Any]:
     return [value for value in column for _ in range(times)]
-
-
-def _tensor(values: Any) -> T:
-    """Some image processors give a list of images of one size, others one array or tensor; times come as a list."""
-    if isinstance(values, list) and values and not isinstance(values[0], (int, float)):
-        return torch.stack([torch.as_tensor(value) for value in values])
-    return torch.as_tensor(values)

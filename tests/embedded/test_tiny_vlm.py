@@ -18,7 +18,7 @@ from lightrft_visual.embedded.tiny_vlm import (
     build_tokenizer,
     tiny_config,
 )
-from lightrft_visual.models.vlm.modality import ActorModality, get_modality
+from lightrft_visual.models.vlm.families import family_of
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +62,7 @@ def test_checkpoints_load_through_the_auto_classes(root, family):
     checkpoint = checkpoint_of(root, family)
     model = load(checkpoint.path, checkpoint.vision)
     assert sum(p.numel() for p in model.parameters()) < 1_500_000
-    assert get_modality(model.config) is (
-        ActorModality.VISION_LANGUAGE if family in VISION_FAMILIES else ActorModality.LANGUAGE_ONLY
-    )
+    assert family_of(model.config).vision is checkpoint.vision is (family in VISION_FAMILIES)
     assert AutoTokenizer.from_pretrained(checkpoint.path).get_vocab() == checkpoint.tokenizer.get_vocab()
     if family in VISION_FAMILIES:
         assert type(AutoProcessor.from_pretrained(checkpoint.path)) is type(checkpoint.processor)

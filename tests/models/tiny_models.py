@@ -19,7 +19,6 @@ from lightrft_visual.embedded.questions import vocabulary_texts
 from lightrft_visual.embedded.tiny_vlm import VISION_FAMILIES, build_tiny_checkpoint
 from lightrft_visual.models.loading import Checkpoint, open_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.models.vlm.modality import banned_token_ids
 from lightrft_visual.replay.items import make_experience_batch, strip_padding
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
@@ -67,7 +66,7 @@ def perturb(model: torch.nn.Module, seed: int, scale: float) -> None:
 def actor_of(checkpoint: Checkpoint, banned: list[int] | None = None, wrap=lambda model: model) -> Actor:
     model = wrap(load(checkpoint.path, checkpoint.vision))
     if banned is None:
-        banned = banned_token_ids(checkpoint.config, checkpoint.tokenizer)
+        banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
     return Actor(model, banned, checkpoint.eos_ids)
 
 
@@ -92,8 +91,14 @@ def mixed_prompts(videos: bool = True) -> PromptBatch:
     return PromptBatch.of([row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows])
 
 
-def prompts_for(checkpoint: Checkpoint) -> PromptBatch:
-    return mixed_prompts() if checkpoint.vision else text_prompts()
+def prompts_for(checkpoint: Checkpoint, videos: bool = True) -> PromptBatch:
+    """Prompts with every kind of media that the family takes, with its own placeholders."""
+    if not checkpoint.vision:
+        return text_prompts()
+    batch = mixed_prompts(videos and "video" in checkpoint.family.kinds)
+    if checkpoint.config.model_type == "internvl":
+        batch.prompts = [text.replace(IMAGE, "<IMG_CONTEXT>\n") for text in batch.prompts]
+    return batch
 
 
 def features_of(checkpoint: Checkpoint, batch: PromptBatch) -> list[PromptFeatures]:

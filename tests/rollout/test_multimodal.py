@@ -12,7 +12,7 @@ from PIL import Image
 
 from lightrft_visual.data.video import Video, load_video
 from lightrft_visual.embedded.questions import vocabulary_texts
-from lightrft_visual.embedded.tiny_vlm import VISION_FAMILIES, build_processor, build_tokenizer
+from lightrft_visual.embedded.tiny_vlm import QWEN_FAMILIES, build_processor, build_tokenizer
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
@@ -30,7 +30,7 @@ def tokenizer():
     return build_tokenizer(vocabulary_texts())
 
 
-@pytest.fixture(scope="module", params=VISION_FAMILIES)
+@pytest.fixture(scope="module", params=QWEN_FAMILIES)
 def data(request, tokenizer):
     return MultimodalDataProcessor(tokenizer, build_processor(request.param, tokenizer), 512)
 

@@ -11,6 +11,8 @@ from collections import OrderedDict
 
 import torch
 
+from ...errors import DataError
+
 T = torch.Tensor
 
 
@@ -63,6 +65,32 @@ class MRopePositions:
         )
         positions = in_a_row(positions[:, 0], types)
         return positions[:, :-1], int(positions[0, -1])
+
+
+class GridCursor:
+    """Hands each sample the grids of its own placeholders, in order, and counts that none is missing or left."""
+
+    def __init__(self, grids: T | None, merge_area: int, kind: str):
+        self.grids = None if grids is None else grids.cpu()
+        self.tokens = [] if grids is None else (self.grids.prod(dim=1) // merge_area).tolist()
+        self.kind, self.next = kind, 0
+
+    def take(self, types: T, value: int, name: str) -> T | None:
+        """(n, 3) grids whose tokens fill this sample's placeholders exactly. Raises DataError, with the sample's name,
+        where they do not."""
+        wanted = int((types == value).sum())
+        start, found = self.next, 0
+        while found < wanted and self.next < len(self.tokens):
+            found += self.tokens[self.next]
+            self.next += 1
+        if found != wanted:
+            raise DataError(f"{name} has {wanted} {self.kind} tokens, its {self.kind}s have {found} features")
+        return self.grids[start : self.next] if wanted else None
+
+    def finish(self) -> None:
+        """Raise DataError when some are left."""
+        if self.next != len(self.tokens):
+            raise DataError(f"{len(self.tokens) - self.next} {self.kind}(s) of the batch have no placeholder tokens")
 
 
 def in_a_row(positions: T, types: T) -> T:

@@ -25,6 +25,13 @@ def share_repeated_media(vision_tower: nn.Module) -> None:
     vision_tower.register_forward_hook(sharing.after)
 
 
+def share_repeated_rows(vision_tower: nn.Module) -> None:
+    """The same for a tower that takes `pixel_values` (pictures, C, H, W) alone and answers with one row a picture."""
+    sharing = _SharingRows()
+    vision_tower.register_forward_pre_hook(sharing.before, with_kwargs=True)
+    vision_tower.register_forward_hook(sharing.after)
+
+
 def first_occurrences(pixels: T, grids: T) -> list[int]:
     """For each medium the index of the first equal one, itself where there is none before it.
 
@@ -82,6 +89,22 @@ class _Sharing:
             elif isinstance(value, (list, tuple)):
                 output[name] = type(value)(plan.repeated(each) for each in value)
         return output
+
+
+class _SharingRows(_Sharing):
+    """The hooks of a tower whose input is one row a picture."""
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        self.plan = None
+        pixels = kwargs.get("pixel_values")
+        if pixels is None or args or len(pixels) < 2:
+            return None
+        first = first_occurrences(pixels, torch.ones(len(pixels), 3, dtype=torch.long))
+        kept = sorted(set(first))
+        if len(kept) == len(first):
+            return None
+        self.plan = _Plan([1] * len(first), first, kept)
+        return args, kwargs | {"pixel_values": pixels[torch.tensor(kept, device=pixels.device)]}
 
 
 class _Plan:

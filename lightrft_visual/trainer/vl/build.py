@@ -20,7 +20,6 @@ from ...errors import ConfigError
 from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint
 from ...models.vlm.actor import Actor
 from ...models.vlm.critic import Critic
-from ...models.vlm.modality import banned_token_ids, require_packing
 from ...models.weight_copies import WeightAverage
 from ...observe.console import RunConsole
 from ...rewards.engine import RewardComputationEngine
@@ -114,7 +113,7 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     _resolve_embedded(config)  # other ranks find it in the cache
     checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
     if config.train.packing_samples:
-        require_packing(checkpoint.config)
+        checkpoint.family.require_packing()
     heads, size = checkpoint.config.get_text_config().num_attention_heads, config.rollout.engine_tp_size
     if heads % size:
         raise ConfigError(f"engine_tp_size {size} does not divide the model's {heads} attention heads")
@@ -172,7 +171,7 @@ def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoi
     model = config.model
     transformer = load_transformer(checkpoint.path, model, strategy.dtype)
     freeze(transformer, model.freeze_prefix)
-    banned = banned_token_ids(checkpoint.config, checkpoint.tokenizer)
+    banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
     new_actor = partial(Actor, banned_ids=banned, eos_ids=checkpoint.eos_ids)
     actor = strategy.prepare(
         new_actor(add_lora(transformer, model)), _optimizer(config, config.train.actor_learning_rate, total_steps)
@@ -201,6 +200,53 @@ def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Check
     return lambda inputs, rule: frozen(inputs, rule, with_entropy=False).log_probs
 
 
+<<<<<<< HEAD
+=======
+def _sampling(config: RunConfig) -> SamplingSettings:
+    rollout = config.rollout
+    return SamplingSettings(
+        n=rollout.n_samples_per_prompt,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=rollout.generate_max_len,
+        min_new_tokens=rollout.min_new_tokens,
+        first_token_temperature=rollout.first_token_temperature if rollout.use_fire else None,
+    )
+
+
+def build_engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> RolloutEngine:
+    """The engine that `engine_type` names."""
+    rollout = config.rollout
+    banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
+    if rollout.engine_type == "hf":
+        from ...rollout.hf import TransformersEngine
+
+        return TransformersEngine(actor, checkpoint.tokenizer, checkpoint.processor, rollout.micro_rollout_batch_size)
+    from ...rollout.vllm.engine import VLLMEngine, VLLMSettings
+
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt // collectives.world_size()
+    samples *= rollout.engine_tp_size  # the ranks of one engine submit the prompts of all of them
+    settings = VLLMSettings(
+        model=checkpoint.path,
+        max_model_len=rollout.prompt_max_len + rollout.generate_max_len,
+        dtype="bfloat16" if config.model.bf16 else "float32",
+        tensor_parallel_size=rollout.engine_tp_size,
+        memory_utilization=rollout.engine_mem_util,
+        enable_sleep=rollout.enable_engine_sleep,
+        max_images=rollout.limit_mm_image_per_prompt,
+        max_videos=rollout.limit_mm_video_per_prompt,
+        max_num_seqs=max(1, min(256, samples)),
+        seed=config.train.seed,
+        banned_ids=banned,
+        trust_remote_code=config.model.trust_remote_code,
+        vision=checkpoint.vision,
+        processor_kwargs=checkpoint.family.processor_arguments(config.data.min_pixels, config.data.max_pixels),
+    )
+    return VLLMEngine(settings)
+
+
+>>>>>>> d949db9 (One adapter a family of vision-language models; InternVL beside Qwen)
 def _maker(config, strategy, checkpoint, models, engine, rewards, timer) -> FastExperienceMaker:
     actor, critic, reference = models
     rollout, data = config.rollout, config.data

@@ -81,7 +81,7 @@ def test_packed_equals_padded(root, kind, wrap):
 def test_packed_equals_padded_with_and_without_images(root, family, chosen):
     checkpoint = checkpoint_of(root, family)
     actor = actor_of(checkpoint)
-    rollouts = rollouts_of(checkpoint, mixed_prompts(videos=False).select(chosen))
+    rollouts = rollouts_of(checkpoint, prompts_for(checkpoint, videos=False).select(chosen))
     padded, packed = (inputs_of(checkpoint, rollouts, packed) for packed in (False, True))
     assert_same(loss_and_gradients(actor, [padded]), loss_and_gradients(actor, [packed]), 1e-5)
 
@@ -103,13 +103,12 @@ def test_the_size_of_micro_batches_does_not_matter(root, kind, packed):
 def test_log_probs_are_those_of_transformers_own_forward(root, kind):
     checkpoint = checkpoint_of(root, kind)
     actor = actor_of(checkpoint, banned=[])
-    batch = mixed_prompts(videos=False) if checkpoint.vision else text_prompts()
-    rollouts = rollouts_of(checkpoint, batch)
+    rollouts = rollouts_of(checkpoint, prompts_for(checkpoint, videos=False))
     ours = actor(inputs_of(checkpoint, rollouts), PLAIN)
     for row, rollout in enumerate(rollouts):
         ids = torch.tensor([rollout.prompt.token_ids + rollout.token_ids])
         media = {}
-        if checkpoint.vision:
+        if checkpoint.vision and checkpoint.config.model_type != "internvl":
             media["mm_token_type_ids"] = token_types(ids, checkpoint.config.image_token_id, None)
         media |= rollout.prompt.vision.joined()
         logits = actor.model(input_ids=ids, attention_mask=torch.ones_like(ids), **media).logits[0]
@@ -150,7 +149,8 @@ def test_a_batch_without_images_runs_the_vision_tower_and_gets_nothing_from_it(r
     rollouts = rollouts_of(checkpoint, text_prompts())
     inputs = inputs_of(checkpoint, rollouts)
     loss, gradients = loss_and_gradients(actor, [inputs])
-    vision = [name for name, _ in actor.named_parameters() if ".visual." in name]
+    (tower,) = checkpoint.family.towers
+    vision = [name for name, _ in actor.named_parameters() if f".{tower}." in name]
     touched = [name for name in vision if name in gradients]
     assert len(touched) >= 0.8 * len(vision) and not any(gradients[name].any() for name in touched)
     with torch.no_grad():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_models import checkpoint_of, features_of, mixed_prompts
 from transformers import AutoModel
 
-from lightrft_visual.embedded.tiny_vlm import VISION_FAMILIES
+from lightrft_visual.embedded.tiny_vlm import QWEN_FAMILIES
 from lightrft_visual.models.vlm.positions import (
     MRopePositions,
     count_runs,
@@ -116,7 +116,7 @@ def test_known_patterns_are_not_worked_out_again_and_differ_by_grid_and_time(roo
     ),
     tail=st.integers(0, 3),
 )
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", QWEN_FAMILIES)
 def test_images_and_single_frames_are_where_transformers_puts_them(root, family, blocks, tail):
     base = base_of_cached(root, family)
     types, images, videos = [], [], []
@@ -146,7 +146,7 @@ def test_blocks_in_a_row():
     assert in_a_row(torch.tensor([[0, 1, 9, 2]] * 3), types)[0].tolist() == [0, 1, 9, 10]
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", QWEN_FAMILIES)
 def test_whole_prompts_with_images_equal_transformers(root, family):
     checkpoint, base = checkpoint_of(root, family), base_of_cached(root, family)
     for prompt in features_of(checkpoint, mixed_prompts(videos=False)):

@@ -25,7 +25,6 @@ from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.embedded.tiny_vlm import build_processor
 from lightrft_visual.errors import ConfigError, RolloutError
-from lightrft_visual.models.vlm.modality import banned_token_ids
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
 
@@ -45,7 +44,7 @@ def settings_for(checkpoint, banned):
 def loaded(root, kind, banned=None):
     checkpoint = checkpoint_of(root, kind)
     if banned is None:
-        banned = banned_token_ids(checkpoint.config, checkpoint.tokenizer)
+        banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
     with environment_restored():
         engine = VLLMEngine(settings_for(checkpoint, banned))
         yield Rig(checkpoint, actor_of(checkpoint, banned), engine)

@@ -1,0 +1,199 @@
+"""What differs between families of vision-language models, in one object; here as most of them have it.
+
+A new family is one file with a subclass and one line in `families/__init__.py`. Everything above it (data, rollout,
+buffer, trainer) stays as it is: it carries the family's tensors under their own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from ....batches.model_inputs import ModelInputs
+from ....batches.vision import VisionTensors
+from ....data import placeholders
+from ....data.video import Video
+from ....errors import ConfigError, DataError
+from ..positions import packed_text_positions, text_positions, token_types
+
+T = torch.Tensor
+
+_VISION_TOKEN_FIELDS = (
+    "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "image_token_index",
+    "video_token_index", "boi_token_index", "eoi_token_index",
+)  # fmt: skip
+
+
+class VLMFamily:
+    """The adapter of one family. Class methods serve the processor's side, before any weights are loaded.
+
+    model_types: of transformers configurations. processors: class names of its processors. vision: false for text-only
+    models. kinds: of media that prompts may hold. packed: model types whose packed rows are shown by tests to equal
+    single ones. towers: module prefixes of the vision tower. vision_tokens: texts of tokens that are never sampled.
+    tensors: what the forward reads of the processor's output. together: those tensors' grids say whose rows they are,
+    so that many prompts go into one call of the processor. media: the kinds that each run the tower by themselves, with
+    their tensor.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ()
+    processors: ClassVar[tuple[str, ...]] = ()
+    vision: ClassVar[bool] = True
+    kinds: ClassVar[tuple[str, ...]] = ("image", "video")
+    packed: ClassVar[tuple[str, ...]] = ()
+    towers: ClassVar[tuple[str, ...]] = ("visual", "vision_tower", "vision_model")
+    vision_tokens: ClassVar[tuple[str, ...]] = ()
+    tensors: ClassVar[tuple[str, ...]] = ("pixel_values",)
+    together: ClassVar[bool] = False
+    media: ClassVar[dict[str, str]] = {"image": "pixel_values"}
+
+    def __init__(self, config: PretrainedConfig):
+        self.config = config
+        values = config.to_dict()
+        self.image_token_id: int | None = values.get("image_token_id", values.get("image_token_index"))
+        self.video_token_id: int | None = values.get("video_token_id", values.get("video_token_index"))
+        self.tokens_per_row: int | None = values.get("image_seq_length")
+
+    # --- the processor's side --------------------------------------------------------------------------------------
+
+    @classmethod
+    def check_prompt(cls, prompt: str, images: int, videos: int, model_input: Any, where: str) -> None:
+        """Raise DataError, starting with `where`, unless the rendered prompt holds one placeholder a medium."""
+        for kind, count in (("image", images), ("video", videos)):
+            if count and kind not in cls.kinds:
+                raise DataError(f"{where}: {count} {kind}(s), but the model takes no {kind}s")
+        placeholders.check_placeholders(prompt, images, videos, model_input, where)
+
+    @classmethod
+    def media_arguments(cls, images: Sequence[Any], videos: Sequence[Video]) -> dict[str, Any]:
+        """Keyword arguments with which the processor takes the media of its prompts, in order."""
+        arguments: dict[str, Any] = {"images": list(images)} if images else {}
+        return arguments | (placeholders.video_arguments(videos) if videos else {})
+
+    @classmethod
+    def processor_arguments(cls, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
+        """Arguments of the processor, the trainer's and the engine's alike, that bound the pixels of an image.
+
+        Raises ConfigError where the family's images have a size of their own.
+        """
+        if min_pixels is not None or max_pixels is not None:
+            raise ConfigError("min_pixels and max_pixels: the images of this model family have a size of their own")
+        return {}
+
+    @classmethod
+    def read(cls, output: Mapping[str, Any], images: Sequence[int], videos: Sequence[int]) -> list[VisionTensors]:
+        """The vision tensors of each prompt of one processor call; images, videos: how many each prompt has."""
+        found = {name: as_tensor(output[name]) for name in cls.tensors if output.get(name) is not None}
+        shares = VisionTensors.of(**found).shared_out(len(images), {"image": images, "video": videos})
+        return [VisionTensors([share]) for share in shares]
+
+    # --- sampling --------------------------------------------------------------------------------------------------
+
+    def banned_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Token ids that are never sampled and are masked out of the trainer's softmax alike, sorted.
+
+        Vision tokens (a sampled placeholder has no features and kills the next forward) and the padding rows of the
+        embedding matrix, which no text decodes to.
+        """
+        values, vocabulary = self.config.to_dict(), tokenizer.get_vocab()
+        banned = {values[name] for name in _VISION_TOKEN_FIELDS if isinstance(values.get(name), int)}
+        banned |= {vocabulary[text] for text in self.vision_tokens if text in vocabulary}
+        return sorted(banned | set(range(len(tokenizer), self.config.get_text_config().vocab_size)))
+
+    # --- the forward -----------------------------------------------------------------------------------------------
+
+    def attach(self, base: nn.Module) -> None:
+        """Called once with the base model whose forward the adapter serves; hooks of the vision tower go here."""
+
+    def require_packing(self) -> None:
+        """Raise ConfigError unless packed and single forwards are known to agree for this architecture."""
+        if self.config.model_type not in self.packed:
+            raise ConfigError(
+                f"packing_samples is not proven for model type {self.config.model_type!r}; "
+                "train it padded, without --packing_samples"
+            )
+
+    def token_types(self, ids: T) -> T:
+        """int32 of ids' shape: 1 at image placeholders, 2 at video placeholders, 0 elsewhere."""
+        return token_types(ids, self.image_token_id, self.video_token_id)
+
+    def positions(self, inputs: ModelInputs, types: T) -> T:
+        """position_ids (rows, S), or (4, rows, S) with M-RoPE; text's own positions come first.
+
+        Raises DataError, naming the sample, when media and placeholders do not match.
+        """
+        self.check_features(inputs, types)
+        return one_dimensional_positions(inputs)
+
+    def check_features(self, inputs: ModelInputs, types: T) -> None:
+        """For families that give each row of pixel values the same number of tokens.
+
+        Raises DataError, naming the sample, where placeholders and features are not equally many.
+        """
+        if self.tokens_per_row is None or not self.vision:
+            return
+        wanted = [int((own == 1).sum()) for own in samples_of(inputs, types)]
+        rows = [len(sample.get("pixel_values", ())) for sample in inputs.vision.samples]
+        features = [self.tokens_per_row * count for count in rows]
+        if len(features) != len(wanted):  # they came joined: only the sums can be compared
+            wanted, features = [sum(wanted)], [sum(features)]
+        for index, (have, get) in enumerate(zip(wanted, features)):
+            if have != get:
+                raise DataError(f"{name_of(inputs, index)} has {have} image tokens, its images have {get} features")
+
+    def arguments(self, inputs: ModelInputs, types: T) -> dict[str, Any]:
+        """Keyword arguments of the base model's forward beside ids, mask, positions and cache."""
+        return inputs.vision.joined()
+
+    def blank(self, kind: str) -> tuple[VisionTensors, int]:
+        """The smallest image or video of the model, which stands for a medium that a micro-batch lacks, and its tokens.
+
+        Raises ConfigError where the configuration does not say how many tokens an image takes.
+        """
+        if self.tokens_per_row is None:
+            raise ConfigError(
+                f"model type {self.config.model_type!r} cannot run on a batch without images: how many tokens an image "
+                "takes is not in its configuration"
+            )
+        vision = self.config.vision_config
+        size = vision.image_size
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        return VisionTensors.of(pixel_values=torch.zeros(1, vision.num_channels, height, width)), self.tokens_per_row
+
+
+def as_tensor(values: Any) -> T:
+    """Some image processors give a list of images of one size, others one array or tensor; times come as a list."""
+    if isinstance(values, list) and values and not isinstance(values[0], (int, float)):
+        return torch.stack([torch.as_tensor(value) for value in values])
+    return torch.as_tensor(values)
+
+
+def one_dimensional_positions(inputs: ModelInputs) -> T:
+    """(rows, S): 0, 1, 2, … over the real tokens of each sample."""
+    if inputs.packed_seq_lens is not None:
+        return packed_text_positions(inputs.packed_seq_lens, inputs.sequences.device)
+    return text_positions(inputs.attention_mask)
+
+
+def spans_of(inputs: ModelInputs) -> list[tuple[int, Any]]:
+    """(row, index of its real tokens) of each sample."""
+    if inputs.packed_seq_lens is not None:
+        ends = torch.tensor(inputs.packed_seq_lens).cumsum(0).tolist()
+        return [(0, slice(end - length, end)) for end, length in zip(ends, inputs.packed_seq_lens)]
+    mask = inputs.attention_mask.bool().cpu()
+    return [(row, mask[row]) for row in range(len(mask))]
+
+
+def samples_of(inputs: ModelInputs, types: T) -> Iterator[T]:
+    """Token types (L) of the real tokens of each sample, on the host."""
+    host = types.cpu()
+    for row, where in spans_of(inputs):
+        yield host[row][where]
+
+
+def name_of(inputs: ModelInputs, index: int) -> str:
+    """How errors call one sample: by its id where it has one."""
+    return f"sample {index} of the batch" if inputs.sample_ids is None else f"sample {inputs.sample_ids[index]}"

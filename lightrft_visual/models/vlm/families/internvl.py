@@ -1,0 +1,27 @@
+"""InternVL (transformers' own port): images as one or more square tiles of a fixed number of tokens each.
+
+A placeholder `<IMG_CONTEXT>` becomes `<img>`, the tiles' tokens and `</img>`. Images only: vLLM gives frames of videos
+another token than the processor, so prompts with videos would not be scored as they were sampled.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..vision_cache import share_repeated_rows
+from .base import VLMFamily
+
+
+class InternVL(VLMFamily):
+    """Ordinary positions over a language model of another family."""
+
+    model_types = ("internvl",)
+    processors = ("InternVLProcessor",)
+    packed = ("internvl",)
+    towers = ("vision_tower",)
+    kinds = ("image",)
+    vision_tokens = ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
+
+    def attach(self, base: nn.Module) -> None:
+        """The tower runs once for each different tile."""
+        share_repeated_rows(base.vision_tower)

@@ -1,0 +1,76 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos of any size as patches with grids, M-RoPE positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from ....batches.model_inputs import ModelInputs
+from ....batches.vision import VisionTensors
+from ..positions import GridCursor, MRopePositions
+from ..vision_cache import share_repeated_media
+from .base import T, VLMFamily, name_of, one_dimensional_positions, spans_of
+
+
+class QwenVL(VLMFamily):
+    """pixel_values (patches, width) and image_grid_thw (images, 3); videos alike, under names of their own."""
+
+    model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+    processors = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
+    packed = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+    towers = ("visual",)
+    vision_tokens = ("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+    tensors = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+    together = True
+    media = {"image": "pixel_values", "video": "pixel_values_videos"}
+
+    def __init__(self, config: PretrainedConfig):
+        super().__init__(config)
+        self.merge = config.vision_config.spatial_merge_size
+        self.mrope: MRopePositions | None = None
+
+    @classmethod
+    def processor_arguments(cls, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
+        """The bounds that are set; images are resized between them."""
+        bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        return {name: value for name, value in bounds.items() if value is not None}
+
+    def attach(self, base: nn.Module) -> None:
+        """Positions by the model's own rule; the tower runs once for each different image or video."""
+        self.mrope = MRopePositions(base)
+        if hasattr(base, "visual"):
+            share_repeated_media(base.visual)
+
+    def positions(self, inputs: ModelInputs, types: T) -> T:
+        """(4, rows, S): text positions, then M-RoPE's three, worked out on the host, where patterns are compared."""
+        found = torch.zeros(3, *types.shape, dtype=torch.long)
+        host, vision = types.cpu(), inputs.vision.joined()
+        images, videos = (
+            GridCursor(vision.get(f"{kind}_grid_thw"), self.merge**2, kind) for kind in ("image", "video")
+        )
+        seconds = vision["second_per_grid_ts"].cpu() if "second_per_grid_ts" in vision else None
+        for sample, (row, where) in enumerate(spans_of(inputs)):
+            own, first = host[row][where], videos.next
+            name = name_of(inputs, sample)
+            grids = images.take(own, 1, name), videos.take(own, 2, name)
+            timing = None if seconds is None else seconds[first : videos.next]
+            found[:, row, where] = self.mrope(own, *grids, timing)
+        images.finish()
+        videos.finish()
+        return torch.cat([one_dimensional_positions(inputs).unsqueeze(0), found.to(types.device)])
+
+    def arguments(self, inputs: ModelInputs, types: T) -> dict[str, Any]:
+        """Patches and grids, and which tokens are whose; seconds are in the positions already."""
+        arguments = inputs.vision.joined() | {"mm_token_type_ids": types}
+        arguments.pop("second_per_grid_ts", None)
+        return arguments
+
+    def blank(self, kind: str) -> tuple[VisionTensors, int]:
+        """One merged patch, one token."""
+        vision, merge = self.config.vision_config, self.merge
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        pixels, grid = torch.zeros(merge * merge, width), torch.tensor([[1, merge, merge]])
+        return VisionTensors.of(**{self.media[kind]: pixels, f"{kind}_grid_thw": grid}), 1
