@@ -119,6 +119,17 @@ class Engine(Choice):
 
 
 @dataclass(frozen=True)
+class VLMFamily(Choice):
+    """target: a subclass of `models.vlm.families.base.VLMFamily`, found by what a checkpoint says.
+
+    model_types: of transformers configurations. processors: class names of its transformers processors.
+    """
+
+    model_types: tuple[str, ...] = ()
+    processors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class DiffusionFamily(Choice):
     """target: a subclass of `models.diffusion.families.base.DiffusionFamily`.
 
@@ -150,6 +161,7 @@ kl_estimators = Registry("KL estimator", KLEstimator)
 tis_modes = Registry("TIS mode", TISMode)
 diffusion_algorithms = Registry("diffusion algorithm", DiffusionAlgorithm)
 engines = Registry("rollout engine", Engine)
+vlm_families = Registry("vision-language family", VLMFamily)
 diffusion_families = Registry("diffusion family", DiffusionFamily)
 rollout_metrics = Registry("rollout metric", RolloutMetric)
 scorers = Registry("scorer", Scorer)
@@ -264,6 +276,28 @@ for _entry in (
 ):  # fmt: skip
     diffusion_algorithms.add(_entry)
 
+_families = f"{MODELS}.vlm.families"
+for _entry in (
+    VLMFamily(
+        "qwen_vl", f"{_families}.qwen:QwenVL", "Qwen2-VL, Qwen2.5-VL, Qwen3-VL",
+        model_types=("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+        processors=("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"),
+    ),
+    VLMFamily(
+        "internvl", f"{_families}.internvl:InternVL", "InternVL in transformers' own form; images only",
+        model_types=("internvl",), processors=("InternVLProcessor",),
+    ),
+    VLMFamily(
+        "llava", f"{_families}.llava:Llava", "LLaVA 1.5; padded, images only",
+        model_types=("llava",), processors=("LlavaProcessor",),
+    ),
+    VLMFamily(
+        "text", f"{_families}.text:TextOnly", "causal language models without vision; packing for Qwen",
+        model_types=("qwen2", "qwen3"),
+    ),
+):  # fmt: skip
+    vlm_families.add(_entry)
+
 _families = f"{MODELS}.diffusion.families"
 for _entry in (
     DiffusionFamily("sd3", f"{_families}.sd3:StableDiffusion3", "SD3, SD3.5", pipeline="StableDiffusion3Pipeline"),
@@ -326,6 +360,7 @@ ALL: dict[str, Registry] = {
     "--tis_mode": tis_modes,
     "--engine_type": engines,
     "--diffusion_algorithm": diffusion_algorithms,
+    "the checkpoint's model type": vlm_families,
     "--family": diffusion_families,
     "reward.components.NAME=WEIGHT": scorers,
 }

@@ -11,7 +11,6 @@ from deepspeed.accelerator import get_accelerator
 from ...config.vl import RunConfig
 from ...errors import ConfigError, did_you_mean
 from ...models.loading import Checkpoint
-from ...models.vlm.modality import banned_token_ids
 from ...strategy import collectives
 from ...strategy.host import free_port
 
@@ -61,7 +60,6 @@ class VLLMSettings:
         """Those of a run; samples of all ranks of an engine are in flight at once."""
         rollout, data = config.rollout, config.data
         samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt // collectives.world_size()
-        pixels = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
         return cls(
             model=checkpoint.path,
             max_model_len=rollout.prompt_max_len + rollout.generate_max_len,
@@ -77,10 +75,10 @@ class VLLMSettings:
             kv_cache_dtype=rollout.engine_kv_cache_dtype,
             quantization=rollout.engine_quantization,
             seed=config.train.seed,
-            banned_ids=banned_token_ids(checkpoint.config, checkpoint.tokenizer),
+            banned_ids=checkpoint.family.banned_ids(checkpoint.tokenizer),
             trust_remote_code=config.model.trust_remote_code,
             vision=checkpoint.vision,
-            processor_kwargs={name: value for name, value in pixels.items() if value is not None},
+            processor_kwargs=checkpoint.family.processor_arguments(data.min_pixels, data.max_pixels),
             extra=dict(rollout.engine_kwargs),
         )
 

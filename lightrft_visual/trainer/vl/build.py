@@ -200,53 +200,6 @@ def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Check
     return lambda inputs, rule: frozen(inputs, rule, with_entropy=False).log_probs
 
 
-<<<<<<< HEAD
-=======
-def _sampling(config: RunConfig) -> SamplingSettings:
-    rollout = config.rollout
-    return SamplingSettings(
-        n=rollout.n_samples_per_prompt,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_new_tokens=rollout.generate_max_len,
-        min_new_tokens=rollout.min_new_tokens,
-        first_token_temperature=rollout.first_token_temperature if rollout.use_fire else None,
-    )
-
-
-def build_engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> RolloutEngine:
-    """The engine that `engine_type` names."""
-    rollout = config.rollout
-    banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
-    if rollout.engine_type == "hf":
-        from ...rollout.hf import TransformersEngine
-
-        return TransformersEngine(actor, checkpoint.tokenizer, checkpoint.processor, rollout.micro_rollout_batch_size)
-    from ...rollout.vllm.engine import VLLMEngine, VLLMSettings
-
-    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt // collectives.world_size()
-    samples *= rollout.engine_tp_size  # the ranks of one engine submit the prompts of all of them
-    settings = VLLMSettings(
-        model=checkpoint.path,
-        max_model_len=rollout.prompt_max_len + rollout.generate_max_len,
-        dtype="bfloat16" if config.model.bf16 else "float32",
-        tensor_parallel_size=rollout.engine_tp_size,
-        memory_utilization=rollout.engine_mem_util,
-        enable_sleep=rollout.enable_engine_sleep,
-        max_images=rollout.limit_mm_image_per_prompt,
-        max_videos=rollout.limit_mm_video_per_prompt,
-        max_num_seqs=max(1, min(256, samples)),
-        seed=config.train.seed,
-        banned_ids=banned,
-        trust_remote_code=config.model.trust_remote_code,
-        vision=checkpoint.vision,
-        processor_kwargs=checkpoint.family.processor_arguments(config.data.min_pixels, config.data.max_pixels),
-    )
-    return VLLMEngine(settings)
-
-
->>>>>>> d949db9 (One adapter a family of vision-language models; InternVL beside Qwen)
 def _maker(config, strategy, checkpoint, models, engine, rewards, timer) -> FastExperienceMaker:
     actor, critic, reference = models
     rollout, data = config.rollout, config.data

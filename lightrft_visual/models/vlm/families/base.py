@@ -1,6 +1,6 @@
 """What differs between families of vision-language models, in one object; here as most of them have it.
 
-A new family is one file with a subclass and one line in `families/__init__.py`. Everything above it (data, rollout,
+A new family is one file with a subclass and one entry in `config/registry.py`. Everything above it (data, rollout,
 buffer, trainer) stays as it is: it carries the family's tensors under their own names.
 """
 
@@ -31,16 +31,13 @@ _VISION_TOKEN_FIELDS = (
 class VLMFamily:
     """The adapter of one family. Class methods serve the processor's side, before any weights are loaded.
 
-    model_types: of transformers configurations. processors: class names of its processors. vision: false for text-only
-    models. kinds: of media that prompts may hold. packed: model types whose packed rows are shown by tests to equal
-    single ones. towers: module prefixes of the vision tower. vision_tokens: texts of tokens that are never sampled.
-    tensors: what the forward reads of the processor's output. together: those tensors' grids say whose rows they are,
-    so that many prompts go into one call of the processor. media: the kinds that each run the tower by themselves, with
-    their tensor.
+    vision: false for text-only models. kinds: of media that prompts may hold. packed: model types whose packed rows
+    are shown by tests to equal single ones. towers: module prefixes of the vision tower. vision_tokens: texts of tokens
+    that are never sampled. tensors: what the forward reads of the processor's output. together: those tensors' grids
+    say whose rows they are, so that many prompts go into one call of the processor. media: the kinds that each run the
+    tower by themselves, with their tensor.
     """
 
-    model_types: ClassVar[tuple[str, ...]] = ()
-    processors: ClassVar[tuple[str, ...]] = ()
     vision: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, ...]] = ("image", "video")
     packed: ClassVar[tuple[str, ...]] = ()

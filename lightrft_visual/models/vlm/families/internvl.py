@@ -15,8 +15,6 @@ from .base import VLMFamily
 class InternVL(VLMFamily):
     """Ordinary positions over a language model of another family."""
 
-    model_types = ("internvl",)
-    processors = ("InternVLProcessor",)
     packed = ("internvl",)
     towers = ("vision_tower",)
     kinds = ("image",)

@@ -8,6 +8,4 @@ from .base import VLMFamily
 class Llava(VLMFamily):
     """As `VLMFamily` has it. Packing is not shown."""
 
-    model_types = ("llava",)
-    processors = ("LlavaProcessor",)
     kinds = ("image",)

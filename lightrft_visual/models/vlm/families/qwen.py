@@ -18,8 +18,6 @@ from .base import T, VLMFamily, name_of, one_dimensional_positions, spans_of
 class QwenVL(VLMFamily):
     """pixel_values (patches, width) and image_grid_thw (images, 3); videos alike, under names of their own."""
 
-    model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-    processors = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
     packed = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
     towers = ("visual",)
     vision_tokens = ("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")

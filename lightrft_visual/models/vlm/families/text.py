@@ -8,7 +8,6 @@ from .base import VLMFamily
 class TextOnly(VLMFamily):
     """Any model of `AutoModelForCausalLM`; packing is shown for the listed ones."""
 
-    model_types = ("qwen2", "qwen3")
     packed = ("qwen2", "qwen3")
     vision = False
     kinds = ()

@@ -1,0 +1,110 @@
+"""Families: found by model type or processor, one added from outside, and one whose images take several rows each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import actor_of, checkpoint_of, inputs_of, mixed_prompts, prompts_for, rollouts_of, text_prompts
+
+from lightrft_visual.batches.prompts import PromptBatch
+from lightrft_visual.batches.sampling import ScoringRule
+from lightrft_visual.config.registry import vlm_families
+from lightrft_visual.config.vl import DataConfig, ModelConfig
+from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.models.loading import open_checkpoint
+from lightrft_visual.models.vlm.families import VLMFamily, family_of, family_of_processor
+from lightrft_visual.models.vlm.families.internvl import InternVL
+from lightrft_visual.models.vlm.families.qwen import QwenVL
+from lightrft_visual.models.vlm.families.text import TextOnly
+from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
+
+INTERNVL_IMAGE = "<IMG_CONTEXT>"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.mark.parametrize("kind,family", [("qwen3_vl", QwenVL), ("internvl", InternVL), ("qwen2", TextOnly)])
+def test_a_checkpoint_and_its_processor_find_their_family(root, kind, family):
+    checkpoint = checkpoint_of(root, kind)
+    assert type(checkpoint.family) is family and family_of_processor(checkpoint.processor) is family
+
+
+def test_a_family_from_outside_is_one_class_and_one_entry():
+    config = SimpleNamespace(model_type="blindfold", to_dict=lambda: {"vision_config": {}})
+    assert type(family_of(config)) is VLMFamily
+
+    @vlm_families.register("blindfold", "sees nothing", model_types=("blindfold",), processors=("Blind",))
+    class Blindfold(VLMFamily):
+        kinds = ()
+
+    try:
+        assert type(family_of(config)) is Blindfold
+        assert family_of_processor(type("Blind", (), {})()) is Blindfold
+        with pytest.raises(DataError, match=r"row 7: 1 image\(s\), but the model takes no images"):
+            family_of(config).check_prompt("?", 1, 0, None, "row 7")
+    finally:
+        vlm_families.remove("blindfold")
+
+
+def test_tiles_stay_with_their_sample_and_wide_images_take_several(root):
+    checkpoint = checkpoint_of(root, "internvl")
+    rollouts = rollouts_of(checkpoint, prompts_for(checkpoint))
+    rows = [len(rollout.prompt.vision.samples[0].get("pixel_values", ())) for rollout in rollouts]
+    images = [len(rollout.prompt.images) for rollout in rollouts]
+    assert images == [0, 1, 2, 3] and rows[0] == 0 and rows[3] > 3
+    tokens = [sum(token == checkpoint.config.image_token_id for token in r.prompt.token_ids) for r in rollouts]
+    assert tokens == [4 * count for count in rows]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_tiles_and_tokens_that_do_not_match_name_the_sample(root, packed):
+    checkpoint = checkpoint_of(root, "internvl")
+    inputs = inputs_of(checkpoint, rollouts_of(checkpoint, prompts_for(checkpoint)), packed)
+    broken = inputs.sequences.clone()
+    row, column = (broken == checkpoint.config.image_token_id).nonzero()[0]
+    broken[row, column] = 5
+    with pytest.raises(DataError, match="sample 101 has 3 image tokens, its images have 4 features"):
+        actor_of(checkpoint)(replace(inputs, sequences=broken), ScoringRule())
+
+
+@torch.no_grad()
+def test_equal_tiles_are_computed_once(root):
+    checkpoint = checkpoint_of(root, "internvl")
+    actor, seen = actor_of(checkpoint), []
+    tower = actor.backbone.base.vision_tower
+    rollouts = rollouts_of(checkpoint, prompts_for(checkpoint))
+    inputs = inputs_of(checkpoint, [rollouts[1]] * 4 + [rollouts[3]] * 2)
+    tower.embeddings.register_forward_pre_hook(lambda module, args, kwargs: seen.append(len(args[0])), with_kwargs=True)
+    together = actor(inputs, ScoringRule()).log_probs
+    distinct = sum(len(rollouts[i].prompt.vision.get("pixel_values")) for i in (1, 3))
+    assert seen == [distinct]
+    for row, rollout in ((0, rollouts[1]), (3, rollouts[1]), (5, rollouts[3])):
+        alone = actor(inputs_of(checkpoint, [rollout]), ScoringRule()).log_probs[0]
+        torch.testing.assert_close(together[row, : len(alone)], alone, atol=1e-5, rtol=0)
+
+
+def test_what_a_family_cannot_do_is_refused_early(root):
+    checkpoint = checkpoint_of(root, "internvl")
+    with pytest.raises(ConfigError, match="min_pixels and max_pixels: the images of this model family"):
+        open_checkpoint(checkpoint.path, ModelConfig(), DataConfig(max_pixels=4096))
+    batch = mixed_prompts()
+    clip = PromptBatch.of(["<video>\nwhat?"], None, [batch.videos[4]])
+    data = MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 512)
+    with pytest.raises(DataError, match=r"prompt 0: 1 video\(s\), but the model takes no videos"):
+        data.features(clip)
+    with pytest.raises(DataError, match="holds 0 image placeholder"):
+        data.features(PromptBatch.of(["what?"], [batch.images[1]]))
+    assert data.features(text_prompts())[0].vision.names == []
+
+
+def test_tokens_of_pictures_are_never_sampled(root):
+    checkpoint = checkpoint_of(root, "internvl")
+    banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
+    names = checkpoint.tokenizer.convert_ids_to_tokens([token for token in banned if token < len(checkpoint.tokenizer)])
+    assert set(names) == {"<img>", "</img>", INTERNVL_IMAGE, "<video>"}
