@@ -40,7 +40,9 @@ import torch
 from PIL import Image
 
 from lightrft_visual.checkpoint.state import load_state, save_state
+from lightrft_visual.config.diffusion import DiffusionDataConfig
 from lightrft_visual.config.vl import DATA_FORMATS, DataConfig
+from lightrft_visual.data.drawing_prompts import DrawPrompts
 from lightrft_visual.data.media import image_size, load_image
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.data.rows import parse_row
@@ -272,6 +274,19 @@ class Fuzzer:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows if _is_json(row)), encoding="utf-8")
         self._read(path, config)
 
+    def drawing(self, kind: str, rng: random.Random) -> None:
+        """Rows of a diffusion run, with and without first frames."""
+        names = ("prompt", "input_image", "reference", "label", "extra")
+        rows = [{"prompt": "q", "input_image": "a.png"} for _ in range(3)]
+        for row in rows:
+            row.update({rng.choice(names): strange(rng) for _ in range(rng.choice((1, 2)))})
+        path = self.folder / "drawing.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows if _is_json(row)), encoding="utf-8")
+        config = DiffusionDataConfig(on_bad_row="skip", max_bad_share=1.0)
+        prompts = DrawPrompts(str(path), "train", 100, config, rng.random() < 0.7)
+        for index in range(len(prompts)):
+            prompts[index]
+
     def state(self, kind: str, rng: random.Random) -> None:
         """A state file of a checkpoint."""
         path = self.folder / "state.safetensors"
@@ -303,6 +318,7 @@ CASES: dict[str, Callable[[Fuzzer, str, random.Random], None]] = {
     "mp4": Fuzzer.video,
     **dict.fromkeys(TABLES, Fuzzer.table),
     "values": Fuzzer.values,
+    "drawing": Fuzzer.drawing,
     "safetensors": Fuzzer.state,
 }
 KINDS = tuple(CASES)

@@ -6,13 +6,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from ..config.diffusion import DiffusionDataConfig
 from ..errors import DataError
 from .bounds import check_values
-from .media import image_size, resolve_source
+from .media import image_size, is_path, resolve_source
 from .prompts import PromptDataset, PromptRow, RowChecks
 from .sources import RowSource
 
@@ -75,8 +74,8 @@ def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, first_fr
     defaults = {config.image_key} | {getattr(DiffusionDataConfig, flag) for flag in ROLES}
     roles = {config.image_key} | {getattr(config, flag) for flag in ROLES}
     metadata = {key: value for key, value in raw.items() if key not in roles & defaults}
-    if images and isinstance(images[0], str | os.PathLike) and Path(images[0]).is_file():
-        metadata[FIRST_FRAME] = str(images[0])
+    if images and is_path(images[0]):
+        metadata[FIRST_FRAME] = os.fspath(images[0])
     label = raw.get(config.label_key)
     return PromptRow(
         prompt=prompt,

@@ -252,12 +252,14 @@ def resolve_source(source: Any, root: str | os.PathLike | None) -> Any:
     if isinstance(source, Mapping) and not source.get("bytes"):
         local = {key: resolve_source(source[key], root) for key in ("path", "image") if source.get(key)}
         return {**source, **local}
-    is_text_path = isinstance(source, str) and not (
-        source.startswith(("http://", "https://", "data:", "file://")) or _is_base64_image(source)
-    )
-    if root is not None and (is_text_path or isinstance(source, os.PathLike)):
-        return os.path.join(root, source)
-    return source
+    return os.path.join(root, source) if root is not None and is_path(source) else source
+
+
+def is_path(source: Any) -> bool:
+    """Whether a source is written as a path, whatever is there."""
+    if isinstance(source, str):
+        return not (source.startswith(("http://", "https://", "data:", "file://")) or _is_base64_image(source))
+    return isinstance(source, os.PathLike)
 
 
 def _path_of(url: str) -> str:

@@ -79,6 +79,7 @@ class PromptSampler:
         return list(batch[rank::world_size])
 
     def state_dict(self) -> dict[str, Any]:
+        """The place in the stream, and what the stream follows from."""
         return {"consumed": self.consumed, "seed": self.seed, "sizes": self.sizes, "quotas": self.quotas,
                 "shuffle": self.shuffle}  # fmt: skip
 

@@ -71,6 +71,17 @@ FLAG_RUNS = {
     }.items()
 }
 
+# 56 good rows and the bad ones: the steps see all of them.
+HOSTILE_ROWS, HOSTILE_STEPS = 56, 8
+_RUN = small(
+    "--prompt_data {hostile} --on_bad_row skip --on_long_prompt skip --max_bad_share 0.5 --save_steps 4 --max_steps"
+)
+HOSTILE = {"hostile": [*_RUN, str(HOSTILE_STEPS)]}
+HOSTILE_RESUMED = {
+    "hostile_half": [*_RUN, str(HOSTILE_STEPS // 2)],
+    "hostile_resumed": ["copy:hostile_half", *_RUN, str(HOSTILE_STEPS), "--resume_from", "auto"],
+}
+
 ONE_RANK = {
     "base": small("--max_steps 5 --zero_stage 0 --max_eval_samples 8"),
     "twice": small("--max_steps 5 --zero_stage 0 --max_eval_samples 8"),
@@ -79,6 +90,7 @@ ONE_RANK = {
     "budget": small("--max_steps 5 --packing_samples true --max_tokens_per_batch 300"),
     **FLAG_RUNS,
     **RESUME_RUNS,
+    **HOSTILE,
 }
 TWO_RANKS = {
     **{f"stage_{stage}": small(f"--max_steps 5 --zero_stage {stage} --max_eval_samples 8") for stage in STAGES},
@@ -87,6 +99,8 @@ TWO_RANKS = {
         f"--rollout_batch_size {MIXED_BATCH} --train_batch_size {MIXED_BATCH * 4}"
     ),
     **RESUME_RUNS,
+    **HOSTILE,
+    **HOSTILE_RESUMED,
 }
 
 
