@@ -191,7 +191,8 @@ def sleep(folder: Path, size: str) -> Rows:
 
 def resume(folder: Path, size: str) -> Rows:
     """Two steps, a checkpoint, two more; against four at once. Tiny shapes in fp32."""
-    flags = "--engine_mem_util 0.2 --save_steps 2"
+    # A schedule that does not depend on the number of steps: the first half then is the same run.
+    flags = "--engine_mem_util 0.2 --save_steps 2 --lr_scheduler constant_with_warmup --lr_warmup_ratio 0"
     whole = _seeing(folder, "tiny", "resume_whole", flags, steps=4)
     _seeing(folder, "tiny", "resume_parts", flags, steps=2)
     rest = _seeing(folder, "tiny", "resume_parts", f"{flags} --resume_from auto", steps=4)
