@@ -16,7 +16,8 @@ from ...errors import RolloutError
 from ...models.loading import Checkpoint
 from ...strategy.deepspeed import TrainEngine
 from .arguments import VLLMSettings, engine_arguments, prepare_environment, runs_on_second_runner
-from .rules import FIRST_TOKEN_SCALE, sampling_rules
+from .first_token import FIRST_TOKEN_SCALE
+from .rules import sampling_rules
 from .tensor_parallel import PromptSharing
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from .rules import check_scale, first_token_scale
+from .first_token import check_scale, first_token_scale
 
 
 def rules_class(banned_ids: list[int]) -> type[LogitsProcessor]:

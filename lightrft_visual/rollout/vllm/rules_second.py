@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
-from .rules import check_scale, first_token_scale
+from .first_token import check_scale, first_token_scale
 
 
 def rules_class(banned_ids: list[int]) -> type[LogitsProcessor]:
