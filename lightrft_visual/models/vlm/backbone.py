@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 from ...batches.model_inputs import ModelInputs
 from ...batches.vision import VisionTensors
 from ...strategy import collectives
+from ..attention import Segments, attend_by_segments
 from .families import family_of
 
 T = torch.Tensor
@@ -29,6 +30,7 @@ class Backbone:
         self.base: nn.Module = model.base_model
         self.family = family_of(self.config)
         self.family.attach(self.base)
+        self.by_segments = self.config.model_type in self.family.packed and attend_by_segments(self.base)
 
     def hidden_states(self, inputs: ModelInputs) -> T:
         """(rows * S, H): last hidden states. Raises DataError when images and placeholders do not match."""
@@ -81,10 +83,22 @@ class Backbone:
             **cache,
             **self.family.arguments(inputs, types),
         }
+        segments = self._segments(inputs, blank)
+        if segments is not None:
+            arguments |= {"attention_mask": segments.mask, "segments": segments}
         hidden = self.base(**arguments).last_hidden_state
+        if segments is not None:
+            segments.check_used()
         if blank and "past_key_values" in cache:
             cache["past_key_values"].crop(-blank)
         return hidden[:, :length]
+
+    def _segments(self, inputs: ModelInputs, blank: int) -> Segments | None:
+        """The samples of a packed row, the last one with the blank tokens behind it; None for a padded batch."""
+        if inputs.packed_seq_lens is None or not self.by_segments:
+            return None
+        *before, last = inputs.packed_seq_lens
+        return Segments([*before, last + blank], inputs.sequences.device)
 
     def _missing_media(self, inputs: ModelInputs) -> list[str]:
         """Kinds of media that this batch lacks and a blank one must stand for, so that all ranks run the same modules.
