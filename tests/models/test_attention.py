@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import actor_of, checkpoint_of, inputs_of, mixed_prompts, rollouts_of, text_prompts
+from tiny_models import actor_of, checkpoint_of, inputs_of, prompts_for, rollouts_of, text_prompts
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,10 +101,10 @@ class Shapes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3_vl", "qwen2_5_vl", "qwen2_vl"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_vl", "qwen2_5_vl", "qwen2_vl", "internvl"])
 def test_no_mask_of_a_whole_packed_row_is_made(root, kind):
     checkpoint = checkpoint_of(root, kind)
-    prompts = text_prompts() if kind == "qwen2" else mixed_prompts(videos=False)
+    prompts = prompts_for(checkpoint)
     inputs = inputs_of(checkpoint, rollouts_of(checkpoint, prompts), packed=True)
     total = inputs.sequences.shape[1]
     masks = {(size, size) for size in range(total, total + 5)}  # with the tokens of a blank image, if any
