@@ -15,14 +15,16 @@ defaults lists, as used by VRL's recipes.
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ..errors import ConfigError, nearest
 from .leaves import Names, Setting
@@ -126,15 +128,19 @@ def available(folders: Sequence[Path]) -> list[str]:
     return sorted({file.relative_to(folder).with_suffix("").as_posix() for folder, file in files})
 
 
-def load_yaml(file: Path) -> tuple[dict, dict[str, int]]:
-    """(values, dotted key -> line) of one file. Raises ConfigError with file and line where it is no YAML mapping."""
+def load_yaml(file: Path, change: Callable[[str], str] = str) -> tuple[dict, dict[str, int]]:
+    """(values, dotted key -> line) of one file. Raises ConfigError with file and line where it is no YAML mapping.
+
+    change: the text is read as what it makes of it.
+    """
     try:
-        values = OmegaConf.to_container(OmegaConf.load(file))
-        lines = dict(_key_lines(yaml.compose(file.read_text(), Loader=yaml.SafeLoader)))
+        text = change(file.read_text())
+        values = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+        lines = dict(_key_lines(yaml.compose(text, Loader=yaml.SafeLoader)))
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{show(file)}{line}: {error.problem}") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{show(file)}: cannot be read as YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{show(file)}: a config is a mapping of settings, found a {type(values).__name__}")

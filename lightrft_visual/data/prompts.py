@@ -53,6 +53,7 @@ class _Found:
     label: str | None
     columns: frozenset[str]
     form: str | None
+    has_reference: bool
     text: str | None = None
     tokens: int = 0
 
@@ -67,7 +68,7 @@ class PromptDataset:
     What is remote is not fetched here. The ranks share the work: construction is a collective.
 
     sizes: rows of each data set, for PromptSampler. bad: rows left out. labels, columns: of any row; columns are those
-    of the metadata.
+    of the metadata. has_references: whether any row has one.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class PromptDataset:
         self.bad = BadRows(spec, config.max_bad_share)
         self.labels: set[str | None] = set()
         self.columns: set[str] = set()
+        self.has_references = False
         model_input = self.checks.model_input
         self._reserved = vision_tokens(model_input) if model_input is not None else ()
         self._sources: list[RowSource] = [open_source(path, split) for path in paths]
@@ -174,6 +176,7 @@ class PromptDataset:
                 self._rows.append((number, row))
                 self.labels.add(found.label)
                 self.columns |= found.columns
+                self.has_references |= found.has_reference
                 forms.add(found.form)
                 admitted += 1
                 if admitted == max_rows:
@@ -237,14 +240,14 @@ class PromptDataset:
         """The row as text for the tokenizer, checked against the model. sizes: of its images, None where unknown."""
         columns, model_input = frozenset(row.metadata), self.checks.model_input
         if model_input is None:
-            return _Found(row.label, columns, row.form)
+            return _Found(row.label, columns, row.form, row.reference is not None)
         self._check_text(row)
         text = render_prompt(row, model_input, self.config)
         check_placeholders(text, len(row.images), len(row.videos), model_input, row.source)
         known = [size for size in sizes if size is not None]
         tokens = sum(count - 1 for count in image_token_counts(model_input, known)) if known else 0
         tokens += self._video_tokens(row, model_input) if row.videos else 0
-        return _Found(row.label, columns, row.form, text, tokens)
+        return _Found(row.label, columns, row.form, row.reference is not None, text, tokens)
 
     def _check_text(self, row: PromptRow) -> None:
         """No text of the row may hold a token that the model reads as an image or video."""

@@ -149,9 +149,10 @@ class RewardComputationEngine:
         return result
 
     def score_rollouts(
-        self, rollouts: Sequence[Rollout], chunk: int, device: torch.device | str = "cpu"
+        self, rollouts: Sequence[Rollout], chunk: int, device: torch.device | str | None = None
     ) -> RewardOutput:
-        """Rewards of N rollouts, in order; the rollouts are only read. chunk: samples a remote request.
+        """Rewards of N rollouts, in order; the rollouts are only read. chunk: samples a remote request. device: as in
+        `compute_rewards`.
 
         Raises as `compute_rewards`, which is the same for padded micro-batches.
         """

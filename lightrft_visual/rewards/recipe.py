@@ -70,9 +70,17 @@ class Recipe:
         return found
 
     def check_labels(self, labels: Iterable[str | None]) -> None:
-        """Raise ConfigError for the first label without a recipe."""
-        for label in dict.fromkeys(labels):
+        """Raise ConfigError for the first label without a recipe, and for the first recipe that no row's label has.
+
+        labels: of all rows; none at all when the data are not known."""
+        labels = list(dict.fromkeys(labels))
+        for label in labels:
             self.for_label(label)
+        known = [str(label) for label in labels if label is not None]
+        for label in self.entries if labels else ():
+            if label not in (ANY_LABEL, *known):
+                hint = did_you_mean(label, known) if known else "; no row has a label: --label_key names its column"
+                raise ConfigError(f"the reward recipe has the label {label!r}, which no row of the data has{hint}")
 
     def components(self) -> list[RecipeEntry]:
         """Every distinct component, under a name of its own."""
@@ -99,6 +107,8 @@ def parse_recipe(raw: Any) -> Recipe:
         raise ConfigError("a reward recipe is a mapping of label to a list of [type, key, weight]")
     entries = {}
     for label, rows in raw.items():
+        if not isinstance(label, (str, int, float)) or isinstance(label, bool):
+            raise ConfigError(f"reward recipe: the label {label!r} is a {type(label).__name__}; write it in quotes")
         if not isinstance(rows, Sequence) or isinstance(rows, str) or not rows:
             raise ConfigError(f"reward recipe of label {label!r}: give a list of [type, key, weight]")
         entries[str(label)] = [_parse_entry(row, f"label {label!r}, entry {i + 1}") for i, row in enumerate(rows)]
@@ -171,7 +181,7 @@ def load_recipe(source: str) -> Recipe:
         file, where = Path(source).expanduser(), source
         if not file.is_file():
             raise ConfigError(f"reward recipe {source} does not exist")
-        raw = load_yaml(file)[0]
+        raw = load_yaml(file, quote_keys)[0]
     else:
         raw, where = _inline(source), "inline"
     try:
@@ -182,12 +192,22 @@ def load_recipe(source: str) -> Recipe:
 
 def _inline(text: str) -> Any:
     try:
-        raw = yaml.safe_load(text)
+        raw = yaml.safe_load(quote_keys(text))
     except yaml.YAMLError as error:
         raise ConfigError(f"the inline reward recipe is not valid YAML: {str(error).splitlines()[0]}") from error
     if isinstance(raw, str):
         raise ConfigError(f"reward recipe {text!r}: give a {', '.join(SUFFIXES)} file, or a mapping as inline YAML")
     return raw
+
+
+def quote_keys(text: str) -> str:
+    """The YAML text with the keys of its outermost mapping in quotes: without them yes, on, 010 and 1.10 are no texts.
+    Raises yaml.YAMLError."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    for key, _ in reversed(root.value) if isinstance(root, yaml.MappingNode) else ():
+        if isinstance(key, yaml.ScalarNode) and key.style is None:
+            text = text[: key.start_mark.index] + json.dumps(key.value) + text[key.end_mark.index :]
+    return text
 
 
 def recipe_from_components(components: Mapping[str, float], kwargs: Mapping[str, Mapping] | None = None) -> Recipe:

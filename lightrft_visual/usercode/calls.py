@@ -59,7 +59,8 @@ def describe_error(error: BaseException) -> str:
         told = f"raised {type(error).__name__}" + (f": {message}" if message else "")
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(_LIBRARIES) and "site-packages" not in f.filename]
-    told += "".join(f"\n{line.rstrip()}" for line in traceback.format_list(own or frames[-1:]))
+    lines = "".join(traceback.format_list(own or frames[-1:])).splitlines()
+    told += "".join(f"\n{line}" for line in lines if line.strip(" ^~"))  # without the marks below a line
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     seen = isinstance(cause, RewardError | None) or cause is error
     return told if seen else f"{told}\n  after it {describe_error(cause)}"

@@ -67,3 +67,24 @@ def test_ray_carries_a_function_given_by_path(rewards_file, monkeypatch):
         RewardComputationEngine.from_config(
             RewardConfig(reward_fn=f"{rewards_file}:anything", reward_transport="ray", reward_fn_timeout=5.0)
         )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "the scorer exact is the reward when none is named.*column 'reference'.*--reference_key"),
+        ({"components": {"numeric": 1.0}}, "the scorer numeric is in the reward.*--reference_key"),
+        ({"reward_recipe": '{"*": [[rule, math, 1.0]]}'}, "the scorer math is in the reward"),
+    ],
+)
+def test_a_reward_that_compares_needs_references(settings, words):
+    config = RewardConfig(**settings)
+    engine_arguments(config, references=True)
+    engine_arguments(config)
+    with pytest.raises(ConfigError, match=words):
+        RewardComputationEngine.from_config(config, references=False)
+
+
+def test_other_rewards_need_no_references(rewards_file):
+    for config in (RewardConfig(reward_fn=f"{rewards_file}:anything"), RewardConfig(components={"format": 1.0})):
+        engine_arguments(config, references=False)

@@ -53,6 +53,30 @@ def test_unknown_label_names_the_nearest():
         recipe.check_labels([None])
 
 
+def test_a_recipe_that_no_row_needs_names_the_nearest_label():
+    recipe = parse_recipe({"conut": [("rule", "numeric", 1)], "*": [("rule", "exact", 1)]})
+    with pytest.raises(ConfigError, match="has the label 'conut', which no row of the data has; did you mean 'count'"):
+        recipe.check_labels(["count", "name", None])
+    with pytest.raises(ConfigError, match="no row has a label: --label_key names its column"):
+        recipe.check_labels([None])
+    recipe.check_labels([])  # the data are not known yet
+
+
+LABELS = ["yes", "no", "on", "010", "1.10", "1e3", "2024-01-01", "null", "a b"]
+
+
+def test_labels_are_read_as_they_are_written(tmp_path):
+    text = "\n".join(f"{label}: [[rule, exact, 0.5]]" for label in LABELS)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    for recipe in (load_recipe(str(path)), load_recipe(text)):
+        assert list(recipe.entries) == LABELS
+        recipe.check_labels(LABELS)
+    assert list(parse_recipe({3: [("rule", "exact", 1)]}).entries) == ["3"]
+    with pytest.raises(ConfigError, match="the label True is a bool; write it in quotes"):
+        parse_recipe({True: [("rule", "exact", 1)]})
+
+
 def test_missing_file_and_bad_yaml(tmp_path):
     with pytest.raises(ConfigError, match="gone.yaml does not exist"):
         load_recipe("gone.yaml")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError, RewardError, did_you_mean
-from ...usercode.loading import load_reward_fn
+from ...usercode.calls import call
+from ...usercode.loading import LoadedFunction, callable_name, load_reward_fn
 from ..functions.shape_match import shape_match
 from .face import face_similarity
 
@@ -44,7 +46,7 @@ def load_differentiable(name: str, settings: Mapping[str, Any] | None = None) ->
     if ".py:" in name:
         if settings:
             raise ConfigError(f"differentiable_kwargs are settings of the built-in rewards; {name} takes none")
-        return load_reward_fn(name)
+        return users_reward(load_reward_fn(name))
     if name not in DIFFERENTIABLE_REWARDS:
         raise ConfigError(f"unknown differentiable_reward {name!r}{did_you_mean(name, DIFFERENTIABLE_REWARDS)}")
     factory = DIFFERENTIABLE_REWARDS[name]
@@ -56,6 +58,15 @@ def load_differentiable(name: str, settings: Mapping[str, Any] | None = None) ->
         if parameter.default is parameter.empty and key not in settings:
             raise ConfigError(f"differentiable_reward {name} needs differentiable_kwargs.{key}")
     return factory(**settings)
+
+
+def users_reward(function: LoadedFunction) -> PixelReward:
+    """The function, whose errors show the user's own lines (RewardError)."""
+
+    def score(media: T, prompts: list[str], metadata: list[dict[str, Any]]) -> tuple[T, T]:
+        return call(partial(function, media, prompts, metadata), callable_name(function), {})
+
+    return score
 
 
 def check_scores(scores: T, valid: T, count: int, name: str) -> None:

@@ -258,10 +258,7 @@ def _module(function: Callable[..., Any]) -> str:
 
 
 def _is_message_text(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Subscript)
-        and isinstance(node.slice, ast.Constant)
-        and node.slice.value == "content"
-        and isinstance(node.value, ast.Subscript)
-        and isinstance(node.value.slice, (ast.Constant, ast.UnaryOp))
-    )
+    match node:  # x[0]["content"], x[-1]["content"]
+        case ast.Subscript(ast.Subscript(_, ast.Constant(int()) | ast.UnaryOp()), ast.Constant("content")):
+            return True
+    return False

@@ -59,8 +59,9 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     rewards = RewardComputationEngine.from_config(
         config.reward,
         strategy=strategy,
-        labels=prompts.labels,
+        labels=prompts.labels | (eval_prompts.labels if eval_prompts is not None else set()),
         columns={FIRST_FRAME, *prompts.columns},
+        references=prompts.has_references,
     )
     recorder = open_recorder(config, resumed=resume_folder is not None)
     sets = [each for each in (prompts, eval_prompts) if each is not None]

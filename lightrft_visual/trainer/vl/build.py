@@ -65,6 +65,7 @@ def build_parts(config: RunConfig) -> VLParts:
         labels=set().union(*(each.labels for each in sets)),
         # A column of some rows counts: a function is given None for the others.
         columns=set().union(*(each.columns for each in sets)),
+        references=dataset.has_references,
     )
     recorder = open_recorder(config, resumed=resume_folder is not None)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))

@@ -37,11 +37,10 @@ class RewardStage:
 
     rewards: RewardComputationEngine
     chunk: int
-    device: torch.device | str = "cpu"
 
     def run(self, rollouts: list[Rollout]) -> dict[str, float]:
         """The reward engine's metrics of this rank. Raises as `RewardComputationEngine.compute_rewards`."""
-        output = self.rewards.score_rollouts(rollouts, self.chunk, self.device)
+        output = self.rewards.score_rollouts(rollouts, self.chunk)
         scores, valid = output.score.tolist(), output.valid.tolist()
         components = {name: values.tolist() for name, values in output.components.items()}
         for index, rollout in enumerate(rollouts):

@@ -1,5 +1,6 @@
 import base64
 import io
+import json
 import logging
 import threading
 import time
@@ -17,6 +18,7 @@ from lightrft_visual.config.vl import AlgorithmConfig, RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.remote.client import check_url, server_name
+from lightrft_visual.rewards.settings import check_reward_config
 
 NEVER_STOP = {"reward_max_invalid": 1.0, "reward_timeout": 1.0}
 
@@ -307,3 +309,84 @@ def final_rewards(calculator, rewards, groups, valid):
         sequences=sequences, attention_mask=None, action_mask=mask, info={}, group_id=groups, valid=valid, **nothing
     )
     return calculator.preprocess_rewards([rewards], [experience], max_new_tokens=2)[1][0]
+
+
+def sends(status, content, headers=()):
+    """An `answer` of the handler: bytes with headers of the test's choice."""
+
+    def answer(handler, kind, body, call):
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        handler.send_response(status)
+        for name, value in headers:
+            handler.send_header(name, value)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    return answer
+
+
+DIGITS = "9" * 400
+BAD_REPLIES = {
+    "not of its encoding": (200, b'{"rewards": [1]}', [("Content-Encoding", "gzip")], "the reply cannot be read"),
+    "a long integer": (200, f'{{"rewards": [{DIGITS}]}}'.encode(), [], "beyond"),
+    "a longer integer": (200, f'{{"rewards": [{DIGITS * 20}]}}'.encode(), [], "not JSON"),
+    "a wait of no number": (429, {}, [("Retry-After", "\u00b2")], "HTTP 429"),
+    "a wait of many digits": (503, {}, [("Retry-After", DIGITS)], "HTTP 503"),
+    "a date to wait for": (503, {}, [("Retry-After", "Wed, 21 Oct 2026 07:28:00 GMT")], "HTTP 503"),
+    "a redirection": (302, {}, [("Location", "http://127.0.0.1:1/")], "HTTP 302"),
+    "deep nesting": (200, b"[" * 100_000, [], "not JSON"),
+    "objects for scores": (200, {"rewards": [{}], "failed": [[], {}]}, [], "a score is a JSON dict"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_REPLIES)
+def test_a_bad_reply_costs_its_own_request_only(kind, monkeypatch, caplog):
+    status, content, headers, words = BAD_REPLIES[kind]
+    bad, good = sends(status, content, headers), {"rewards": [1.0]}
+
+    def answer(handler, _, body, call):
+        return bad(handler, _, body, call) if body["queries"][0].endswith("bad") else handler.reply(200, good)
+
+    monkeypatch.setattr(Handler, "answer", answer)
+    with FaultyServer() as server:
+        outputs = [make_samples([word], first_id=i) for i, word in enumerate(["a", "bad", "c"])]
+        result = run(f"r={server.base}/any", outputs, reward_retries=1)
+    assert result.valid.tolist() == [True, False, True] and words in caplog.text
+    assert result.metrics["reward/r/failures"] == 1
+
+
+def test_names_of_components_fit_into_any_file(monkeypatch):
+    named = {"\ud800": [1.0], "a\nb": [2.0], "x" * 1000: [3.0], **{str(i): [0.0] for i in range(1000)}}
+    monkeypatch.setattr(Handler, "answer", sends(200, {"rewards": [1.0], "components": named}))
+    with FaultyServer() as server:
+        components = run(f"r={server.base}/any", [make_samples(["a"])]).components
+    assert components["\\ud800"] == 1 and components["a_b"] == 2 and components["x" * 100] == 3
+    assert len(components) < 250 and "".join(components).encode()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://h/r?sig=hunter2",
+        "https://h/r?a=1&x-amz-signature=hunter2",
+        "https://h/r?auth=hunter2",
+        "https://h/r;token=hunter2?token=hunter2",
+        "https://h/hf_hunter2hunter2/r",
+        "https://h/r?q=hf_hunter2hunter2",
+        "https://h/r#access_token=hunter2",
+    ],
+)
+def test_secrets_of_any_kind_in_urls_are_refused_and_not_repeated(url):
+    with pytest.raises(ConfigError, match="reward_token_env") as caught:
+        check_reward_config(RewardConfig(remote_rm_url=url))
+    assert "hunter2" not in str(caught.value)
+    for recipe in (f'{{"*": [[remote, "{url}", 1.0]]}}',):
+        with pytest.raises(ConfigError) as caught:
+            check_reward_config(RewardConfig(reward_recipe=recipe))
+        assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["http://h/design?signal=1", "http://hf_space:80/r", "http://h/r?author=me"])
+def test_addresses_that_hold_no_secret_are_fine(url):
+    check_url(url)

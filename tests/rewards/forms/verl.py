@@ -1,0 +1,19 @@
+"""verl: one sample a call, or a batch a call."""
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    assert data_source in ("gsm8k", "geo")
+    right = solution_str == ground_truth
+    return {"score": 1.0 if right else 0.1 * extra_info["index"], "acc": right, "pred": solution_str}
+
+
+def plain(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str == ground_truth)
+
+
+async def later(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
+    return float(solution_str == ground_truth) + bonus
+
+
+def batched(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+    return [float(solution == truth) for solution, truth in zip(solution_strs, ground_truths)]

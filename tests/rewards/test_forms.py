@@ -1,0 +1,176 @@
+"""Reward functions written for other systems, each as it is there: the tables of docs/coming_from.md."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from reward_rollouts import make_samples
+
+from lightrft_visual.config.shared import RewardConfig
+from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.rewards.local.forms import AUTO, FORMS
+from lightrft_visual.rewards.settings import engine_arguments
+
+FOLDER = Path(__file__).parent / "forms"
+DOCS = (Path(__file__).parents[2] / "docs/coming_from.md").read_text()
+CHAT = [{"role": "user", "content": "red or blue?"}]
+
+
+def samples():
+    rows = [
+        {"data_source": "gsm8k", "extra_info": {"index": 1}},
+        {"data_source": "geo", "extra_info": {"index": 2}, "prompt": CHAT},
+        {"data_source": "geo", "extra_info": {"index": 3}},
+    ]
+    made = make_samples(["red", "Blue", "x"], ["red", "green", "x"], metadata=rows)
+    made.policy_version = 2
+    return made
+
+
+def run(spec, outputs=None, columns=None, **settings):
+    names = ",".join(f"{FOLDER}/{part}" for part in spec.split(","))
+    config = RewardConfig(reward_fn=names, reward_max_invalid=1.0, **settings)
+    engine = RewardComputationEngine.from_config(config, columns={"data_source", "extra_info"} | (columns or set()))
+    try:
+        return engine.compute_rewards([outputs or samples()])
+    finally:
+        engine.close()
+
+
+# function -> (form, rewards, some of its further metrics)
+TEXT = {
+    "trl_text.py:accuracy": ("trl", [1, 0, 1], {}),
+    "trl_text.py:warm_up": ("trl", [1.5, 2, 0.5], {}),
+    "trl_text.py:with_logs": ("trl", [1, 1, None], {"length": [3, 4, 1], "mean_length": [8 / 3] * 3}),
+    "trl_chat.py:format_reward": ("trl_chat", [0, 0, 0], {}),
+    "trl_chat.py:question_in_answer": ("trl_chat", [0, 0, 0], {}),
+    "trl_chat.py:later": ("trl_chat", [3, 4, 1], {}),
+    "openrlhf.py:reward_func": ("openrlhf", [1, 0, 1], {"right": [1, 0, 1]}),
+    "openrlhf.py:with_keywords": ("openrlhf", [1, 0, 1], {}),
+    "verl.py:compute_score": ("verl", [1, 0.2, 1], {"acc": [1, 0, 1]}),
+    "verl.py:plain": ("verl", [1, 0, 1], {}),
+    "verl.py:later": ("verl", [1, 0, 1], {}),
+    "verl.py:batched": ("verl_batch", [1, 0, 1], {}),
+    "easyr1.py:compute_score": ("easyr1", [1, 0, 1], {"format": [1, 0, 1], "accuracy": [1, 0, 1]}),
+    "easyr1.py:sequential": ("easyr1_each", [1, 0, 1], {"format": [1, 0, 1]}),
+    "easyr1.py:older": ("easyr1", [1, 0, 1], {"accuracy": [1, 0, 1]}),
+    "easyr1.py:oldest": ("easyr1_each", [1, 0, 1], {"accuracy": [1, 0, 1]}),
+    "roll.py:single_choice_reward": ("roll", [1, -1, 1], {"format": [1, 0, 1], "correct": [1, 0, 1]}),
+    "roll.py:plain": ("roll", [1, 0, 1], {}),
+}
+
+
+def same(values, wanted):
+    expected = torch.tensor([float("nan") if each is None else float(each) for each in wanted])
+    return torch.allclose(values.float(), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_a_function_of_another_system_runs_as_it_is(name, caplog):
+    caplog.set_level(logging.INFO)
+    form, rewards, metrics = TEXT[name]
+    result = run(name)
+    assert same(result.score, rewards)
+    assert all(same(result.components[key], values) for key, values in metrics.items())
+    function = name.partition(":")[2]
+    assert f"reward function {function}: {FORMS[form].told}; reward_form chooses another" in caplog.messages
+
+
+@pytest.mark.parametrize("name", ["verl.py:compute_score", "easyr1.py:compute_score", "trl_text.py:with_logs"])
+def test_in_a_process_of_its_own_too(name):
+    _, rewards, metrics = TEXT[name]
+    result = run(name, reward_fn_timeout=60.0)
+    assert same(result.score, rewards)
+    assert all(same(result.components[key], values) for key, values in metrics.items())
+
+
+def test_texts_given_to_log_extra_are_not_kept_and_that_is_said(caplog):
+    assert "text" not in run("trl_text.py:with_logs").components
+    assert "log_extra: column 'text' holds more than numbers" in caplog.text
+
+
+def test_several_functions_in_one_setting_are_summed():
+    result = run("trl_text.py:accuracy,trl_text.py:warm_up")
+    assert same(result.score, [2.5, 2, 1.5]) and list(result.components) == ["accuracy", "warm_up"]
+
+
+def test_settings_of_a_recipe_reach_functions_of_other_systems():
+    recipe = f'{{"*": [[func, "{FOLDER}/easyr1.py:compute_score", 1.0, {{format_weight: 0.5}}]]}}'
+    engine = RewardComputationEngine.from_config(RewardConfig(reward_recipe=recipe))
+    lower = make_samples(["abc"], ["x"])
+    assert engine.compute_rewards([lower]).score.tolist() == [0.5]
+
+
+def test_lightrft_aggregates_by_the_names_of_the_rewards():
+    labelled = make_samples(["red", "Blue"], ["red", "green"], labels=["brevity", None])
+    result = run("lightrft.py:exactness,lightrft.py:brevity,lightrft.py:reward_fn", labelled)
+    assert same(result.score, [1 / 3, 0]) and same(result.components["first"], [1, 0])
+
+
+def test_the_form_can_be_chosen():
+    assert same(run("trl_text.py:warm_up", reward_form="native").score, [1.5, 2, 0.5])
+    with pytest.raises(RewardError, match="accuracy raised AssertionError"):
+        run("trl_text.py:accuracy", reward_form="trl_chat")
+    with pytest.raises(ConfigError, match="there is no reward_form 'verrl'; did you mean 'verl'"):
+        engine_arguments(RewardConfig(reward_form="verrl"))
+
+
+def test_a_parameter_that_nothing_fills_is_found_before_the_run(tmp_path):
+    (tmp_path / "mine.py").write_text("def compute_score(solution_str, ground_truth, dificulty):\n    return 1.0\n")
+    config = RewardConfig(reward_fn=f"{tmp_path}/mine.py:compute_score")
+    with pytest.raises(ConfigError, match="asks for 'dificulty'.*did you mean 'difficulty'"):
+        engine_arguments(config, columns={"difficulty"})
+
+
+def test_a_native_function_that_reads_replies_of_a_server_stays_native(tmp_path, caplog):
+    (tmp_path / "mine.py").write_text(
+        "def reply(text):\n    return {'choices': [{'message': {'content': text}}]}\n"
+        "def score(completions):\n"
+        "    return [float(len(reply(c)['choices'][0]['message']['content'])) for c in completions]\n"
+    )
+    caplog.set_level(logging.INFO)
+    engine = RewardComputationEngine.from_config(RewardConfig(reward_fn=f"{tmp_path}/mine.py:score"))
+    assert engine.compute_rewards([make_samples(["ab"])]).score.tolist() == [2] and "form" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards", "metrics"),
+    [
+        ("jpeg_size", None, {}),
+        ("redness", [1, 0], {}),
+        ("multi", [1, 0.5], {"red": [1, 0], "green": [0, 1]}),
+        ("geneval", [0.5, 0.5], {"accuracy": [1, 1], "strict_accuracy": [0, 0]}),
+    ],
+)
+def test_scorers_of_flow_grpo(name, rewards, metrics, caplog):
+    caplog.set_level(logging.INFO)
+    engine = RewardComputationEngine.from_config(RewardConfig(reward_fn=f"{FOLDER}/flow_grpo.py:{name}"))
+    red, green = torch.zeros(2, 3, 8, 8)
+    red[0], green[1] = 1, 1
+    result = engine.score_media(["a", "b"], images=[red, green])
+    assert result.valid.all() if rewards is None else same(result.score, rewards)
+    assert all(same(result.components[key], values) for key, values in metrics.items())
+    assert f"reward function {name}: flow_grpo's form" in caplog.text
+
+
+def test_flow_grpo_scores_videos_as_one_tensor():
+    engine = RewardComputationEngine.from_config(RewardConfig(reward_fn=f"{FOLDER}/flow_grpo.py:video"))
+    assert same(engine.score_media(["a"], videos=[torch.ones(3, 12, 4, 4)]).score, [1])
+
+
+def test_a_factory_cannot_run_in_a_process_of_its_own():
+    config = RewardConfig(reward_fn=f"{FOLDER}/flow_grpo.py:redness", reward_fn_timeout=5.0)
+    with pytest.raises(ConfigError, match="makes its scorer at the start"):
+        RewardComputationEngine.from_config(config)
+
+
+def test_every_form_and_file_is_in_the_tables_and_every_row_has_a_test():
+    rows = set(re.findall(r"`(\w+\.py:\w+)`", DOCS))
+    assert rows == {*TEXT, *(f"flow_grpo.py:{n}" for n in ("jpeg_size", "redness", "multi", "geneval", "video")),
+                    *(f"lightrft.py:{n}" for n in ("reward_fn", "exactness", "brevity"))}  # fmt: skip
+    assert all(f"`{form}`" in DOCS for form in (AUTO, *FORMS))

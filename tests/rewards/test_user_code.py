@@ -1,0 +1,299 @@
+"""What a user's own code does wrong, and what the run says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from reward_rollouts import make_samples
+
+from lightrft_visual.config.shared import RewardConfig
+from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.rewards import RewardComputationEngine, engine
+from lightrft_visual.rewards.differentiable import load_differentiable
+from lightrft_visual.usercode import calls
+from lightrft_visual.usercode.loading import load_reward_fn
+
+
+def scored(*functions, samples=None, **options):
+    made = RewardComputationEngine(custom_reward_func=functions, **options)
+    try:
+        return made.compute_rewards([samples or make_samples(["a", "b"])])
+    finally:
+        made.close()
+
+
+FILE = """
+import asyncio, json, sys
+
+def look_up(row):
+    return row["answer"]
+
+def missing_key(completions, metadata):
+    return list(map(look_up, metadata))
+
+def nested(completions):
+    try:
+        json.loads("{")
+    except ValueError as error:
+        raise TypeError("no score for this") from error
+
+def leaves(completions):
+    sys.exit(0)
+
+def leaves_with_three(completions):
+    sys.exit(3)
+
+async def leaves_later(completions):
+    await asyncio.sleep(0)
+    sys.exit(0)
+
+async def waits_and_fails(completions):
+    await asyncio.sleep(0)
+    raise KeyError("later")
+
+def secret(completions):
+    raise OSError("GET https://host/r?sig=hunter2secret failed with hf_abcdefghijklmnopqrstuvwxyz")
+
+def strange(completions):
+    raise ValueError("\\ud800 and a very long text " + "x" * 5000)
+
+def by_hand(model_reward_list, completions):
+    return model_reward_list[7]
+
+def pixels(media, prompts, metadata):
+    return prompts["x"]
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("user") / "my_rewards.py"
+    path.write_text(FILE)
+    return path
+
+
+def error_of(file, name, **options):
+    with pytest.raises(RewardError) as caught:
+        scored(load_reward_fn(f"{file}:{name}"), **options)
+    return str(caught.value)
+
+
+def test_the_message_and_the_users_own_lines_are_shown(file):
+    assert error_of(file, "missing_key").splitlines() == [
+        "reward function missing_key raised KeyError: 'answer'",
+        f'  File "{file}", line 8, in missing_key',
+        "    return list(map(look_up, metadata))",
+        f'  File "{file}", line 5, in look_up',
+        '    return row["answer"]',
+    ]
+
+
+def test_what_an_error_comes_from_is_shown_too_and_no_line_of_a_library(file):
+    told = error_of(file, "nested")
+    assert "raised TypeError: no score for this" in told and "after it raised JSONDecodeError" in told
+    assert "json/decoder" not in told and told.count("line 12, in nested") == 1
+
+
+@pytest.mark.parametrize(("name", "code"), [("leaves", 0), ("leaves_with_three", 3), ("leaves_later", 0)])
+def test_leaving_the_process_is_an_error_of_the_function(file, name, code):
+    assert error_of(file, name).startswith(f"reward function {name} called sys.exit({code})\n  File")
+
+
+def test_an_async_function_too(file):
+    assert "waits_and_fails raised KeyError: 'later'" in error_of(file, "waits_and_fails")
+    assert scored(load_reward_fn(f"{write(file, 'ok')}:ok")).valid.all()  # the loop lives
+
+
+def write(file, name):
+    path = file.parent / f"{name}.py"
+    path.write_text(f"async def {name}(completions):\n    return [1.0] * len(completions)\n")
+    return path
+
+
+def test_secrets_are_masked_and_texts_bounded_and_printable(file):
+    told = error_of(file, "secret")
+    assert "hunter2secret" not in told and "hf_abc" not in told and "https://host/r" in told
+    told = error_of(file, "strange")
+    assert len(told) < 2000 and told.encode()
+
+
+def test_an_aggregating_function(file):
+    reward_fn = load_reward_fn(f"{file}:by_hand")
+    told = error_of(file, "missing_key", reward_fn=reward_fn)
+    assert "missing_key raised KeyError" in told
+    with pytest.raises(RewardError, match=r"by_hand raised IndexError: list index out of range\n.*my_rewards.py"):
+        scored(lambda completions: [1.0] * len(completions), reward_fn=reward_fn)
+
+
+def test_a_differentiable_reward(file):
+    reward = load_differentiable(f"{file}:pixels")
+    with pytest.raises(RewardError, match=r"pixels raised TypeError: .*\n.*my_rewards.py"):
+        reward(torch.zeros(1, 3, 2, 2), ["a"], [{}])
+
+
+def test_a_keyboard_interrupt_is_the_users(file):
+    def interrupted(completions):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scored(interrupted)
+
+
+def test_a_file_with_an_error_shows_its_line(tmp_path):
+    (tmp_path / "typo.py").write_text("x = 1\ndef score(completions:\n    return []\n")
+    with pytest.raises(ConfigError, match=r"fails on import: SyntaxError") as caught:
+        load_reward_fn(f"{tmp_path}/typo.py:score")
+    assert "typo.py, line 2" in str(caught.value) or 'typo.py", line 2' in str(caught.value)
+
+
+def test_modules_beside_the_file_can_be_imported_also_later_and_from_two_folders(tmp_path):
+    body = (
+        "from my_helpers import value\n"
+        "def score(completions):\n    import late\n    return [value + late.more] * len(completions)\n"
+    )
+    for place, number in (("one", 1), ("two", 2)):
+        folder = tmp_path / place
+        folder.mkdir()
+        (folder / "my_helpers.py").write_text(f"value = {number}\n")
+        (folder / "late.py").write_text("more = 10\n")
+        (folder / "rewards.py").write_text(body)
+    scores = [
+        scored(load_reward_fn(f"{tmp_path}/{place}/rewards.py:score")).score[0].item() for place in ("one", "two")
+    ]
+    assert scores == [11, 12]
+
+
+def test_a_slow_function_is_named_with_its_place(monkeypatch):
+    monkeypatch.setattr(calls, "SLOW_SECONDS", 0.02)
+    said, told = threading.Event(), []
+    monkeypatch.setattr(calls.log, "warning", lambda text, *values: (told.append(text % values), said.set()))
+
+    def thinks(completions):
+        assert said.wait(10)  # until the line is out
+        return [1.0] * len(completions)
+
+    scored(thinks)
+    assert told[0].startswith("reward function thinks has been running for") and f"at {__file__}, line" in told[0]
+
+
+def test_sigterm_ends_a_function_that_does_not_return(monkeypatch):
+    """The trainer's own handler is asked first; what hangs afterwards ends with an error that says so."""
+    monkeypatch.setattr(calls, "TERM_SECONDS", 0.05)
+    asked = []
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+
+    def hangs(completions):
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(20)
+
+    try:
+        with pytest.raises(
+            RewardError, match="ended by SIGTERM while reward function hangs ran.*test_user_code.py, line"
+        ):
+            scored(hangs)
+        assert asked and signal.getsignal(signal.SIGTERM) is not before
+
+        def returns(completions):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return [1.0] * len(completions)
+
+        assert scored(returns).valid.all()  # a function that returns is not disturbed
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_function_cannot_change_what_others_and_the_rollouts_see():
+    picture = Image.new("RGB", (4, 4), "red")
+    array = np.zeros((2, 2), np.uint8)
+    samples = make_samples(
+        ["a", "b"], ["x", ["y"]], metadata=[{"level": [1]}, {"level": [2]}], images=[[picture], [picture, None]]
+    )
+    samples.metadata[0]["array"] = array
+    seen = []
+
+    def spoils(completions, references, metadata, images, level, batch, array):
+        completions.clear()
+        references[1].append("z")
+        metadata[0]["level"].append(9)
+        level[1].clear()
+        images[0][0].paste("blue", (0, 0, 4, 4))
+        images[1].pop()
+        batch.responses.clear()
+        with pytest.raises(ValueError, match="read-only"):
+            array[0][:] = 1
+        return [0.0, 0.0]
+
+    def reads(completions, references, images, level):
+        seen.extend([completions, references, images[0][0].getpixel((0, 0)), len(images[1]), level])
+        return [1.0, 1.0]
+
+    assert scored(spoils, reads, samples=samples).score.tolist() == [1, 1]
+    assert seen == [["a", "b"], ["x", ["y"]], (255, 0, 0), 2, [[1], [2]]]
+    assert picture.getpixel((0, 0)) == (255, 0, 0) and len(samples.raw_images[1]) == 2
+    assert samples.references == ["x", ["y"]] and samples.metadata[0]["level"] == [1]
+
+
+def test_generated_videos_are_copies_too():
+    video = torch.zeros(3, 2, 4, 4)
+
+    def spoils(videos):
+        videos[0].fill_(1)
+        return [0.0]
+
+    RewardComputationEngine(custom_reward_func=spoils).score_media(["a"], videos=[video])
+    assert video.sum() == 0
+
+
+def test_the_time_limit_covers_aggregating_functions(tmp_path, caplog):
+    path = tmp_path / "slow.py"
+    path.write_text(
+        "def score(completions):\n    return [1.0] * len(completions)\n"
+        "def reward_fn(model_reward_list, labels):\n"
+        "    while labels[0] == 'hang':\n        pass\n"
+        "    return model_reward_list[0] * 2, {'one': model_reward_list[0]}\n"
+    )
+    config = RewardConfig(reward_fn=f"{path}:score,{path}:reward_fn", reward_fn_timeout=1.0, reward_max_invalid=1.0)
+    made = RewardComputationEngine.from_config(config)
+    result = made.compute_rewards([make_samples(["a", "b"])])
+    assert result.score.tolist() == [2, 2] and result.components["one"].tolist() == [1, 1]
+    result = made.compute_rewards([make_samples(["a", "b"], labels=["hang", None])])
+    made.close()
+    assert not result.valid.any() and "reward reward_fn: 2 of 2 samples failed: no result within 1 s" in caplog.text
+    with pytest.raises(ConfigError, match="give it as path.py:function"):
+        RewardComputationEngine(
+            {"rm": lambda *_, **__: [1.0]},
+            reward_fn=lambda model_reward_list: model_reward_list[0],
+            config=RewardConfig(reward_fn_timeout=1.0),
+        )
+
+
+class Placed(torch.nn.Module):
+    """Remembers where its weights are when it scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen = []
+
+    def forward(self, sequences, attention_mask):
+        self.seen.append((self.weight.device.type, sequences.device.type))
+        return torch.zeros(len(sequences))
+
+
+def test_local_models_run_on_the_accelerator_unless_told_otherwise(monkeypatch):
+    here = SimpleNamespace(current_device_name=lambda: "meta")
+    monkeypatch.setattr(engine, "get_accelerator", lambda: here)
+    config = RewardConfig(reward_cpu_offload=False)
+    model = Placed()
+    result = RewardComputationEngine(model, config=config).compute_rewards([make_samples(["a", "b"])])
+    assert model.seen == [("meta", "meta")] and result.score.device.type == "cpu"
+    model = Placed()
+    RewardComputationEngine(model, config=config).compute_rewards([make_samples(["a"])], device="cpu")
+    assert model.seen == [("cpu", "cpu")]
