@@ -1,4 +1,4 @@
-"""A sheet of generated pictures with prompt and score under each; videos as strips of frames and as mp4 files."""
+"""A sheet of generated images with prompt and score under each; videos as strips of frames and as mp4 files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from ..data.imaging import is_video, to_rgb, video_frames
 from ..errors import DataError
-from .images import film_strip, fit, is_video, to_pil, video_frames
+from .images import film_strip, fit
 
 SHEET = "contact_sheet.png"
 MARGIN = 10
@@ -40,7 +41,7 @@ def wrap(text: str, font: ImageFont.FreeTypeFont, width: int, lines: int) -> lis
 
 
 def enlarge(image: Image.Image, side: int) -> Image.Image:
-    """Whole-number enlargement of small pictures, without blurring their pixels; large ones are scaled down."""
+    """Whole-number enlargement of small images, without blurring their pixels; large ones are scaled down."""
     factor = side // max(image.size)
     if factor < 2:
         return fit(image, side)
@@ -48,20 +49,20 @@ def enlarge(image: Image.Image, side: int) -> Image.Image:
 
 
 def media_tile(media: Any, side: int) -> Image.Image:
-    """A picture of at most `side` pixels, or, for a video, a strip of STRIP frames each `side` / 2 high."""
+    """An image of at most `side` pixels, or, for a video, a strip of STRIP frames each `side` / 2 high."""
     if is_video(media):
         return film_strip(video_frames(media), STRIP, side // 2)
-    return enlarge(to_pil(media), side)
+    return enlarge(to_rgb(media), side)
 
 
 def contact_sheet(records: Sequence[Mapping[str, Any]], columns: int | None = None, side: int = 224) -> Image.Image:
-    """A grid of the records' first picture or video, each with its prompt and scores below.
+    """A grid of the records' first image or video, each with its prompt and scores below.
 
-    `side`: pixels of a picture's cell; a video takes a wide cell with a strip of frames. DataError without any picture.
+    `side`: pixels of an image's cell; a video takes a wide cell with a strip of frames. DataError without any image.
     """
     shown = [(record, media) for record in records if (media := first_media(record)) is not None]
     if not shown:
-        raise DataError("a contact sheet needs at least one picture")
+        raise DataError("a contact sheet needs at least one image")
     tiles = [media_tile(media, side) for _, media in shown]
     width, height = max(side, *(tile.width for tile in tiles)), max(tile.height for tile in tiles)
     columns = columns or max(1, min(len(shown), max(4, round(len(shown) ** 0.5)), MAX_WIDTH // width))
@@ -78,7 +79,7 @@ def contact_sheet(records: Sequence[Mapping[str, Any]], columns: int | None = No
 def draw_cell(
     sheet: Image.Image, corner: tuple[int, int], size: tuple[int, int], tile: Image.Image, record: Mapping[str, Any]
 ) -> None:
-    """One picture in its frame, scores and prompt below it."""
+    """One image in its frame, scores and prompt below it."""
     (left, top), (width, height) = corner, size
     draw, font, line = ImageDraw.Draw(sheet), ImageFont.load_default(FONT_SIZE), FONT_SIZE + 4
     draw.rectangle((left - 1, top - 1, left + width, top + height), outline=FRAME)
@@ -90,6 +91,7 @@ def draw_cell(
 
 
 def first_media(record: Mapping[str, Any]) -> Any:
+    """The record's first image, or first video, or None."""
     for key in ("images", "videos"):
         if record.get(key):
             return record[key][0]

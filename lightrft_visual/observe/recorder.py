@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..masking import mask_config
 from ..strategy.collectives import rank, world_size
 from . import environment
-from .images import save_picture, save_video
+from .images import save_image, save_video
 from .sinks import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink, read_jsonl, to_json, write_atomic
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class RunRecorder:
             sink.append(step, row)
 
     def save_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
-        """rollouts/step_000012.jsonl; see `rollouts.py` for the records. Pictures become files beside it."""
+        """rollouts/step_000012.jsonl; see `rollouts.py` for the records. Images become files beside it."""
         return self._save_records(f"step_{step:06d}.jsonl", step, records)
 
     def save_eval_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
@@ -117,7 +117,7 @@ class RunRecorder:
         return self._save_records(f"eval_step_{step:06d}.jsonl", step, records)
 
     def save_contact_sheet(self, epoch: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
-        """eval_epoch_000012/contact_sheet.png of the records' pictures, and an mp4 of each video."""
+        """eval_epoch_000012/contact_sheet.png of the records' images, and an mp4 of each video."""
         if not self.active:
             return None
         from .contact_sheet import write_contact_sheet
@@ -138,7 +138,7 @@ class RunRecorder:
             match = SHEET_FOLDER.match(path.name)
             if match and int(match.group(1)) > step:
                 shutil.rmtree(path)
-        remove_unused_pictures(self.rollout_folder)
+        remove_unused_images(self.rollout_folder)
 
     def close(self) -> None:
         """Close every sink."""
@@ -152,23 +152,23 @@ class RunRecorder:
         if not self.active:
             return None
         folder = self.rollout_folder
-        lines = [to_json({"step": step, **store_pictures(folder, record)}) for record in records]
+        lines = [to_json({"step": step, **store_images(folder, record)}) for record in records]
         write_atomic(folder / name, "".join(line + "\n" for line in lines))
         return folder / name
 
 
-def store_pictures(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with its pictures and videos replaced by paths relative to `folder`."""
+def store_images(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with its images and videos replaced by paths relative to `folder`."""
     stored = dict(record)
     if stored.get("images"):
-        stored["images"] = [save_picture(folder, image) for image in stored["images"]]
+        stored["images"] = [save_image(folder, image) for image in stored["images"]]
     if stored.get("videos"):
         stored["videos"] = [save_video(folder, video) for video in stored["videos"]]
     return stored
 
 
-def remove_unused_pictures(folder: Path) -> None:
-    """Delete pictures that no remaining rollout file names; steps share pictures with equal content."""
+def remove_unused_images(folder: Path) -> None:
+    """Delete images that no remaining rollout file names; steps share images with equal content."""
     used = set()
     for path in folder.glob("*.jsonl"):
         for record in read_jsonl(path):

@@ -1,7 +1,7 @@
 """Rollouts as records for people: plain dicts that go to rollouts/*.jsonl, the console table and the report.
 
 A record has `prompt, response, reward, components, reference, label, group_id, sample_id, response_length, truncated,
-valid` and, where the sample has them, `images` and `videos` (pictures until they are stored, paths afterwards).
+valid` and, where the sample has them, `images` and `videos` (in memory until they are stored, paths afterwards).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..batches.rollouts import Rollout
+from ..data.imaging import frames_first, is_video, to_uint8
 from ..strategy.collectives import all_gather_object
 from ..strategy.seeding import derive_seed
 
@@ -20,7 +21,7 @@ Record = dict[str, Any]
 
 
 def records_from_rollouts(rollouts: Sequence[Rollout]) -> list[Record]:
-    """One record for each rollout, scored or not; its pictures by reference."""
+    """One record for each rollout, scored or not; its images by reference."""
     return [
         {
             "prompt": rollout.prompt.text,
@@ -53,12 +54,10 @@ def records_from_media(
     valid: torch.Tensor | None = None,
     group_ids: torch.Tensor | None = None,
 ) -> list[Record]:
-    """Records of B generated pictures ([C, H, W] in 0..1, PIL) or videos ([C, T, H, W] in 0..1, lists of frames).
+    """Records of B generated images ([C, H, W] in 0..1, PIL) or videos ([C, T, H, W] in 0..1, lists of frames).
 
     rewards (B); components {name: (B)}; valid (B) bool; group_ids (B).
     """
-    from .images import is_video
-
     records = []
     for index, prompt in enumerate(prompts):
         kind = "videos" if is_video(media[index]) else "images"
@@ -97,8 +96,8 @@ def best_and_worst(records: Sequence[Record], count: int) -> tuple[list[Record],
 
 def pick_random(records: Sequence[Record], count: int, seed: int = 0) -> list[Record]:
     """`count` records drawn without replacement, the same for a seed, in their order."""
-    places = sorted(random.Random(seed).sample(range(len(records)), min(count, len(records))))
-    return [records[place] for place in places]
+    indices = sorted(random.Random(seed).sample(range(len(records)), min(count, len(records))))
+    return [records[index] for index in indices]
 
 
 def select(records: Sequence[Record], count: int, seed: int = 0) -> list[Record]:
@@ -114,9 +113,29 @@ def select(records: Sequence[Record], count: int, seed: int = 0) -> list[Record]
 def gather_records(records: Sequence[Record], count: int, run_seed: int, step: int) -> list[Record]:
     """The `count` records to keep of all ranks, on every rank (a collective).
 
-    Each rank sends only its own selection, so pictures of at most `count` samples a rank cross the network.
+    Each rank sends only its own selection, so images of at most `count` samples a rank cross the network.
     """
-    mine = select(records, count, derive_seed(run_seed, step, "rollouts"))
-    everyone = [record for part in all_gather_object(mine) for record in part]
-    everyone.sort(key=lambda record: record.get("sample_id", 0))
-    return select(everyone, count, derive_seed(run_seed, step, "rollouts"))
+    seed = derive_seed(run_seed, step, "rollouts")
+    return select(gather_all(select(records, count, seed)), count, seed)
+
+
+def gather_all(records: Sequence[Record]) -> list[Record]:
+    """The records of all ranks, by sample_id, on every rank (a collective); see `packed` for their images."""
+    everyone = [record for part in all_gather_object([packed(record) for record in records]) for record in part]
+    return sorted(everyone, key=lambda record: record.get("sample_id", 0))
+
+
+def packed(record: Record) -> Record:
+    """The record with its tensors as uint8 arrays, one byte a value: what is sent.
+
+    An image of a batch is a view, and pickling a view takes the storage of the whole batch along. The floats of a
+    video [C, T, H, W] become [T, C, H, W], the order that uint8 videos have.
+    """
+    kinds = {kind: record[kind] for kind in ("images", "videos") if record.get(kind)}
+    return record | {kind: [_packed_media(each) for each in media] for kind, media in kinds.items()}
+
+
+def _packed_media(media: Any) -> Any:
+    if not isinstance(media, torch.Tensor):
+        return media
+    return to_uint8(frames_first(media) if is_video(media) else media).numpy()

@@ -129,13 +129,6 @@ def flat_config(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def evenly_spaced(items: list, count: int) -> list:
-    """At most `count` items, evenly spaced, the first and the last among them."""
-    if len(items) <= count:
-        return list(items)
-    return [items[index] for index in sorted({round(i * (len(items) - 1) / (count - 1)) for i in range(count)})]
-
-
 class Thumbnails:
     """Small images as data URIs, within a budget of bytes for the whole report."""
 

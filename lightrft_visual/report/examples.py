@@ -8,10 +8,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ..data.imaging import evenly_spaced
 from ..observe.rollouts import Record, best_and_worst, pick_random, score
 from ..observe.sinks import read_jsonl
 from .charts import number
-from .data import RunData, Thumbnails, evenly_spaced
+from .data import RunData, Thumbnails
 
 EACH = 3  # best, worst and random examples of an evaluation
 MAX_EVALUATIONS, MAX_STEPS = 6, 3

@@ -1,4 +1,4 @@
-"""Pictures and videos between tensors, PIL and bytes. Decoding is bounded: size is read before any pixel is."""
+"""Images and videos between tensors, PIL and bytes. Decoding is bounded: size is read before any pixel is."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import base64
 import binascii
 import io
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
+from ..data import imaging
 from ..errors import DataError, RewardError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
@@ -22,49 +21,31 @@ _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
 def to_pil(image: Any) -> Image.Image | None:
-    """A PIL picture from PIL, a (C, H, W) float tensor in 0..1, or an (H, W, C) uint8 array; None stays None.
+    """`data.imaging.to_pil` of an image to score; None stays None.
 
-    Raises RewardError for anything else, and for a float tensor that is not finite.
+    Raises RewardError for what is no image, and for floats that are not finite: a score of them would mean nothing.
     """
-    if image is None or isinstance(image, Image.Image):
-        return image
-    if isinstance(image, torch.Tensor) and image.ndim == 3 and image.shape[0] in (1, 3):
-        return Image.fromarray(_to_uint8(image).permute(1, 2, 0).numpy().squeeze(2 if image.shape[0] == 1 else ()))
-    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim in (2, 3):
-        return Image.fromarray(image)
-    shape = f" of shape {tuple(image.shape)}" if isinstance(image, (torch.Tensor, np.ndarray)) else ""
-    raise RewardError(f"a picture to score is a {type(image).__name__}{shape}; give PIL or a (C, H, W) tensor in 0..1")
-
-
-def _to_uint8(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype == torch.uint8:
-        return tensor.detach().cpu()
-    tensor = tensor.detach().float().cpu()
-    if not torch.isfinite(tensor).all():
-        raise RewardError("a picture to score has values that are not finite")
-    return (tensor.clamp(0, 1) * 255).round().to(torch.uint8)
+    if image is None:
+        return None
+    if isinstance(image, torch.Tensor) and not torch.isfinite(image).all():
+        raise RewardError("an image to score has values that are not finite")
+    try:
+        return imaging.to_pil(image)
+    except DataError as error:
+        raise RewardError(f"an image to score: {error}") from error
 
 
 def video_frames(video: Any, count: int | None = None) -> list[Image.Image]:
-    """Frames of a video as PIL; with `count`, at most that many, evenly spaced, first and last included.
+    """Frames of a video to score as PIL; with `count`, at most that many, evenly spaced, first and last included.
 
-    video: a list of pictures, a (C, T, H, W) float tensor in 0..1, or a (T, C, H, W) uint8 tensor or array.
+    video: see `data.imaging.frames_first`; frames that are None are left out. Raises RewardError as `to_pil` does.
     """
-    frames: Sequence[Any]
-    if isinstance(video, np.ndarray):
-        video = torch.from_numpy(video)
-    if isinstance(video, torch.Tensor):
-        if video.ndim != 4:
-            raise RewardError(
-                f"a video to score has shape {tuple(video.shape)}; give (C, T, H, W) or uint8 (T, C, H, W)"
-            )
-        frames = list(video) if video.dtype == torch.uint8 else list(video.transpose(0, 1))
-    else:
-        frames = list(video)
-    if count is not None and len(frames) > count:
-        places = np.linspace(0, len(frames) - 1, count).round().astype(int)
-        frames = [frames[i] for i in places]
-    return [frame for frame in map(to_pil, frames) if frame is not None]
+    try:
+        frames = imaging.frames_first(video)
+    except DataError as error:
+        raise RewardError(f"a video to score: {error}") from error
+    chosen = frames if count is None else imaging.evenly_spaced(frames, count)
+    return [frame for frame in map(to_pil, chosen) if frame is not None]
 
 
 def encode_image(image: Any, image_format: str = "png") -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,9 +11,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lightrft_visual.batches.rollouts import PromptFeatures, Rollout
+from lightrft_visual.data.imaging import to_pil, video_frames
+from lightrft_visual.observe import rollouts as rollouts_module
 from lightrft_visual.observe.rollouts import (
     best_and_worst,
     gather_records,
+    packed,
     pick_random,
     records_from_media,
     records_from_rollouts,
@@ -90,3 +95,26 @@ def test_random_picks_keep_their_order_and_depend_on_the_seed():
 def test_gathering_in_one_process_selects(count):
     records = [{"reward": float(index), "sample_id": index} for index in range(10)]
     assert len(gather_records(records, count, run_seed=1, step=2)) == min(count, 10)
+
+
+@pytest.mark.parametrize("shape", [(3, 56, 56), (3, 4, 32, 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_rank_sends_the_bytes_of_its_own_selection_and_no_more(monkeypatch, shape, dtype):
+    batch = (torch.rand(64, *shape) * (255 if dtype == torch.uint8 else 1)).to(dtype)
+    sent = []
+
+    def gather(value):
+        sent.append(len(pickle.dumps(value)))
+        return [value]
+
+    monkeypatch.setattr(rollouts_module, "all_gather_object", gather)
+    kept = gather_records(records_from_media(["p"] * 64, list(batch), torch.rand(64)), 8, run_seed=1, step=2)
+    assert len(kept) == 8 and sent[0] <= 1.1 * 8 * batch[0].numel()
+
+
+def test_what_is_sent_shows_the_same_pixels():
+    image, video = torch.rand(3, 6, 6), torch.rand(3, 5, 6, 6)
+    record = packed({"images": [image, Image.new("RGB", (2, 2))], "videos": [video]})
+    assert to_pil(record["images"][0]).tobytes() == to_pil(image).tobytes() and record["images"][1].size == (2, 2)
+    pairs = zip(video_frames(record["videos"][0]), video_frames(video), strict=True)
+    assert all(sent.tobytes() == original.tobytes() for sent, original in pairs)

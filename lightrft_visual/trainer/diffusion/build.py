@@ -32,7 +32,7 @@ from ...strategy.phase_timer import PhaseTimer
 from ..loop import LoopSettings
 from ..run_parts import open_recorder, start_strategy, synchronize
 from ..run_state import check_output
-from .evaluation import DiffusionEvaluation
+from .evaluation import SHEET_IMAGES, DiffusionEvaluation
 from .maker import DiffusersEngine, DiffusionExperienceMaker
 from .parts import DiffusionParts
 from .stages import DiffusionRows, DiffusionSampling, PictureSettings, TrainedVelocity
@@ -76,6 +76,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     drawing = DiffusersEngine(sampling, config.sampling.n_samples_per_prompt, old)
     evaluated = DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), pictures)
     held_out = _held_out(strategy) if embedded else None
+    records_to_keep = max(SHEET_IMAGES, config.output.num_trajectories_to_save)
     parts = DiffusionParts(
         config=config,
         policy=policy,
@@ -84,7 +85,9 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
         loss=algorithm.load()(config),
         maker=DiffusionExperienceMaker(drawing, rewards, config.algorithm, timer),
         prompts=prompts,
-        evaluation=None if eval_prompts is None else DiffusionEvaluation(evaluated, eval_prompts, rewards, held_out),
+        evaluation=None
+        if eval_prompts is None
+        else DiffusionEvaluation(evaluated, eval_prompts, rewards, records_to_keep, held_out),
         loop=LoopSettings(total_steps, config.output, config.train, resume_folder),
         recorder=recorder,
         console=RunConsole(total_steps, line_every=config.output.logging_steps, active=collectives.is_rank_0()),

@@ -8,7 +8,7 @@ import torch
 
 from ...data.drawing_prompts import DrawPrompts
 from ...data.validation import validation_shard_indices
-from ...observe.rollouts import Record, records_from_media
+from ...observe.rollouts import gather_all, records_from_media
 from ...rewards.engine import RewardComputationEngine
 from ...strategy import collectives
 from ..loop import Evaluated
@@ -16,23 +16,26 @@ from .maker import score_rows
 from .stages import DiffusionSampling, rows_of
 
 T = torch.Tensor
+SHEET_IMAGES = 48  # of the contact sheet
 
 
 @dataclass
 class DiffusionEvaluation:
     """Draws the held-out prompts with the present weights and scores them.
 
-    held_out: a further score that training never sees, where there is one.
+    records_to_keep: of so many first prompts records are returned. held_out: a further score that training never sees,
+    where there is one.
     """
 
     sampling: DiffusionSampling
     prompts: DrawPrompts
     rewards: RewardComputationEngine
+    records_to_keep: int
     held_out: RewardComputationEngine | None = None
 
     def run(self) -> Evaluated:
-        """`eval_reward`, `validation/reward/<component>`, `eval_quality` of the held-out score; records of all prompts,
-        in their order. A collective."""
+        """`eval_reward`, `validation/reward/<component>`, `eval_quality` of the held-out score; records of the
+        first prompts, in their order. A collective."""
         prompts = self.prompts
         shard = validation_shard_indices(len(prompts), rank=collectives.rank(), world_size=collectives.world_size())
         indices = [index for index, _ in shard]
@@ -50,12 +53,8 @@ class DiffusionEvaluation:
         for record, index in zip(records, indices):
             record["sample_id"] = index
         metrics = {name: _mean_over_ranks(each, rows.sample_ids, real) for name, each in values.items()}
-        return Evaluated(metrics, _of_all_ranks([each for each, is_real in zip(records, real.tolist()) if is_real]))
-
-
-def _of_all_ranks(records: list[Record]) -> list[Record]:
-    everyone = [record for part in collectives.all_gather_object(records) for record in part]
-    return sorted(everyone, key=lambda record: record["sample_id"])
+        kept = [record for record, (index, is_real) in zip(records, shard) if is_real and index < self.records_to_keep]
+        return Evaluated(metrics, gather_all(kept))
 
 
 def _mean_over_ranks(values: T, ids: T, real: T) -> float:

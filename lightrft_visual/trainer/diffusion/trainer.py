@@ -19,12 +19,11 @@ from ...strategy import collectives
 from ...strategy.deepspeed import StepResult
 from ...strategy.seeding import derive_seed
 from ..loop import Evaluated, PolicyTrainer, StepData
+from .evaluation import SHEET_IMAGES
 from .maker import DrawnExperience
 from .parts import DiffusionParts
 from .stages import DiffusionRows, k_repeat_rows
 from .updates import ReplayUpdate, RewardUpdate
-
-SHEET_PICTURES = 48
 
 
 class DiffusionTrainer(PolicyTrainer):
@@ -124,7 +123,7 @@ class DiffusionTrainer(PolicyTrainer):
             return Evaluated({}, [])
         with self._evaluated_weights():
             metrics, records = self.parts.evaluation.run()
-        self.recorder.save_contact_sheet(self.step, records[:SHEET_PICTURES])
+        self.recorder.save_contact_sheet(self.step, records[:SHEET_IMAGES])
         return Evaluated(metrics, records[: self.config.output.num_trajectories_to_save])
 
     @contextmanager
