@@ -41,6 +41,7 @@ from .shared import (
     WeightDecay,
 )
 
+SCHEDULES = {"constant": "constant_with_warmup", "cosine": "cosine", "linear": "linear"}
 MEANING = {"flow": "a velocity", "epsilon": "noise (DDIM)"}
 
 
@@ -198,7 +199,7 @@ class DiffusionTrainConfig(Section):
     max_steps: Annotated[int, positive_or(-1, "no limit")] = -1
     learning_rate: NonNegativeFloat | None = None  # default: 3e-4, reward_fl 2.5e-6
     warmup_steps: NonNegativeInt | None = None  # default: 0, reward_fl 10
-    lr_scheduler_type: Annotated[str, one_of("constant", "cosine", "linear")] = "constant"
+    lr_scheduler_type: Annotated[str, one_of(*SCHEDULES)] = "constant"
     adam_betas: AdamBetas = field(default_factory=lambda: [0.9, 0.999])
     l2: WeightDecay = 1e-4
     max_norm: MaxNorm = 1.0
@@ -207,6 +208,10 @@ class DiffusionTrainConfig(Section):
     ema_interval: PositiveInt = 8  # optimizer steps between EMA updates
     max_nonfinite_steps: PositiveInt = 3
     seed: int = 42
+
+    def schedule(self, updates: int) -> tuple[str, float]:
+        """(scheduler, share of the optimizer steps that are warm-up) of a run of `updates` steps."""
+        return SCHEDULES[self.lr_scheduler_type], self.warmup_steps / max(1, updates)
 
 
 @dataclass
@@ -241,6 +246,11 @@ class DiffusionRunConfig(Section):
             "eval_samples_per_prompt belongs to vision-language runs: a diffusion evaluation draws each row of "
             "eval_data once; repeat rows for more",
         )
+
+    def updates(self, total_steps: int) -> int:
+        """Optimizer steps of a run of `total_steps` rollout steps."""
+        samples = self.sampling.rollout_batch_size * self.sampling.n_samples_per_prompt
+        return total_steps * self.train.max_epochs * (samples // self.train.train_batch_size)
 
     @property
     def trajectory(self) -> str:

@@ -255,6 +255,10 @@ class TrainConfig(Section):
     max_nonfinite_steps: PositiveInt = 3  # abort after this many skipped steps in a row
     seed: int = 42
 
+    def schedule(self, updates: int) -> tuple[str, float]:
+        """(scheduler, share of the optimizer steps that are warm-up) of a run of `updates` steps."""
+        return self.lr_scheduler, self.lr_warmup_ratio
+
     def check(self) -> None:
         """The budget of packed batches."""
         require(
@@ -276,6 +280,11 @@ class RunConfig(Section):
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     plugins: str | None = None  # files or modules that add choices of your own, imported first; comma-separated
+
+    def updates(self, total_steps: int) -> int:
+        """Optimizer steps of a run of `total_steps` rollout steps."""
+        samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+        return total_steps * self.train.max_epochs * max(1, samples // self.train.train_batch_size)
 
     def check(self) -> None:
         """What several sections must agree on."""

@@ -23,17 +23,23 @@ class RolloutEngine(Protocol):
 
     shares_weights: bool
 
-    def generate(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> list[list[Completion]]: ...
+    def generate(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> list[list[Completion]]:
+        """n completions a prompt, in order."""
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take over weights by the names of the actor's checkpoint; caches of the old ones are void."""
 
-    def reset_caches(self) -> None: ...
+    def reset_caches(self) -> None:
+        """Forget what was computed of earlier prompts."""
 
-    def sleep(self) -> None: ...
+    def sleep(self) -> None:
+        """Free accelerator memory while training."""
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Make ready for weights and generation again."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release everything; nothing may be called afterwards."""
 
 
 def build_engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> RolloutEngine:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,7 +19,9 @@ from ..batches.model_inputs import ModelInputs
 from ..batches.prompts import PromptBatch
 from ..batches.rollouts import Rollout, collate
 from ..batches.sampling import SamplingSettings, ScoringRule
+from ..config.vl import RunConfig
 from ..errors import RolloutError
+from ..models.loading import Checkpoint
 from ..strategy import collectives
 from .engine import RolloutEngine
 from .stage import RolloutStage
@@ -27,6 +30,8 @@ T = torch.Tensor
 Score = Callable[[ModelInputs, ScoringRule], T]
 
 PROBE_TOKENS = 8
+# Of the largest difference of a token's log-prob in float32, of the mean difference in bfloat16.
+FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 0.05
 REFERENCE_TOLERANCE = 1e-3  # mean over tokens; the same weights in the same precision give 0
 
 
@@ -48,6 +53,16 @@ class ParityGate:
     device: torch.device
     tolerance: float
     compare: Callable[[T, T, T], float] | None = None  # default: log_prob_difference
+
+    @classmethod
+    def from_config(cls, config: RunConfig, checkpoint: Checkpoint, **parts: Any) -> ParityGate:
+        """The gate of a run: tolerance and figure follow from its precision. parts: the other fields."""
+        tolerance = config.rollout.parity_tolerance
+        if tolerance is None:
+            tolerance = BF16_TOLERANCE if config.model.bf16 else FP32_TOLERANCE
+        compare = mean_log_prob_difference if config.model.bf16 else log_prob_difference
+        pad_id = checkpoint.tokenizer.pad_token_id
+        return cls(pad_id=pad_id, vision=checkpoint.vision, tolerance=tolerance, compare=compare, **parts)
 
     def check(self, batch: PromptBatch, temperature: float = 1.0) -> float:
         """The figure, largest over all ranks; raises RolloutError with the likely cause above the tolerance."""

@@ -21,7 +21,9 @@ import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 from transformers import get_scheduler
 
+from ..config.diffusion import DiffusionTrainConfig
 from ..config.shared import DistributedConfig
+from ..config.vl import TrainConfig
 from ..errors import CheckpointError, ConfigError, NonFiniteError
 from . import collectives, watchdog
 from .extension_builds import watch_locks
@@ -43,6 +45,14 @@ class OptimizerSettings:
     max_norm: float = 1.0
     scheduler: str = "cosine_with_min_lr"
     warmup_ratio: float = 0.03
+
+    @classmethod
+    def from_config(
+        cls, train: TrainConfig | DiffusionTrainConfig, learning_rate: float, updates: int
+    ) -> OptimizerSettings:
+        """Those of a run of `updates` optimizer steps."""
+        scheduler, warmup_ratio = train.schedule(updates)
+        return cls(learning_rate, updates, tuple(train.adam_betas), train.l2, train.max_norm, scheduler, warmup_ratio)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 from ...config import registry
+from ...config.diffusion import DiffusionModelConfig
 from ...errors import ConfigError
 from ...strategy import collectives
 from ..weight_copies import WeightCopy, gathered
@@ -44,6 +45,12 @@ class LoraSettings:
     alpha: int = 64
     target_modules: tuple[str, ...] | None = None
     init_weights: str = "gaussian"
+
+    @classmethod
+    def from_config(cls, model: DiffusionModelConfig) -> LoraSettings:
+        """Those of a run."""
+        targets = model.target_modules
+        return cls(model.lora_rank, model.lora_alpha, None if targets is None else tuple(targets.split(",")))
 
 
 class DiffusionPolicy(nn.Module):

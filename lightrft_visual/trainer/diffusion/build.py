@@ -38,7 +38,6 @@ from .parts import DiffusionParts
 from .stages import DiffusionRows, DiffusionSampling, PictureSettings, TrainedVelocity
 from .trainer import DiffusionTrainer
 
-SCHEDULERS = {"constant": "constant_with_warmup", "cosine": "cosine", "linear": "linear"}
 EMBEDDED_REWARD = '{"*": [["rule", "shape_match", 1.0]]}'
 
 
@@ -71,7 +70,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     policy, engine = _policy(config, strategy, algorithm, total_steps)
     old = WeightCopy(policy.trainable_parameters(), torch.float32) if algorithm.old_policy else None
     model = TrainedVelocity(engine, policy)
-    pictures = _pictures(config)
+    pictures = PictureSettings.from_config(config)
     sampling = DiffusionSampling(model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), pictures)
     drawing = DiffusersEngine(sampling, config.sampling.n_samples_per_prompt, old)
     evaluated = DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), pictures)
@@ -177,13 +176,11 @@ def _total_steps(config: DiffusionRunConfig, rows: int) -> int:
 
 
 def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) -> tuple[DiffusionPolicy, TrainEngine]:
-    model, train = config.model, config.train
-    targets = model.target_modules
-    lora = LoraSettings(model.lora_rank, model.lora_alpha, None if targets is None else tuple(targets.split(",")))
+    model = config.model
     trainable = None if model.trainable_models is None else tuple(model.trainable_models.split(","))
     policy = DiffusionPolicy.from_pretrained(
         resolve_pipeline(model.pretrain, model.family),
-        lora=lora,
+        lora=LoraSettings.from_config(model),
         dtype=strategy.dtype,
         trainable=trainable,
         text_length=model.max_sequence_length,
@@ -204,12 +201,7 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
     policy.family.pipeline.to(strategy.device)
     if config.algorithm.beta > 0 or algorithm.reference:
         policy.keep_reference()
-    total = config.sampling.rollout_batch_size * config.sampling.n_samples_per_prompt
-    updates = total_steps * train.max_epochs * (total // train.train_batch_size)
-    settings = OptimizerSettings(
-        train.learning_rate, updates, tuple(train.adam_betas), train.l2, train.max_norm,
-        SCHEDULERS[train.lr_scheduler_type], train.warmup_steps / max(1, updates),
-    )  # fmt: skip
+    settings = OptimizerSettings.from_config(config.train, config.train.learning_rate, config.updates(total_steps))
     with fp32_kept(policy.denoisers.values()):
         return policy, strategy.prepare(policy, settings)
 
@@ -220,14 +212,6 @@ def _serving_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set
     shape = policy.latent_shape(s.height, s.width, s.num_frames)
     timesteps, _ = DiffusionSampler(rollout_sampling(config)).schedule(policy, shape)
     return policy.family.serving(timesteps[settings.gradient_steps()])
-
-
-def _pictures(config: DiffusionRunConfig) -> PictureSettings:
-    s = config.sampling
-    return PictureSettings(
-        s.height, s.width, s.num_frames, s.guidance_scale, s.negative_prompt, s.micro_rollout_batch_size,
-        s.same_latent, config.train.seed,
-    )  # fmt: skip
 
 
 def _held_out(strategy: DeepspeedStrategy) -> RewardComputationEngine:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...batches.diffusion_sampling import DiffusionBatch
+from ...config.diffusion import DiffusionRunConfig
 from ...data.prompt_sampling import distributed_k_repeat_indices
 from ...models.diffusion.policy import DiffusionPolicy
 from ...rollout.diffusion_sampler import DiffusionSampler, sample_generators, window_start
@@ -66,6 +67,15 @@ class PictureSettings:
     micro_batch_size: int
     same_latent: bool = False
     run_seed: int = 42
+
+    @classmethod
+    def from_config(cls, config: DiffusionRunConfig) -> PictureSettings:
+        """Those of a run."""
+        s = config.sampling
+        return cls(
+            s.height, s.width, s.num_frames, s.guidance_scale, s.negative_prompt, s.micro_rollout_batch_size,
+            s.same_latent, config.train.seed,
+        )  # fmt: skip
 
 
 @dataclass

@@ -26,7 +26,7 @@ from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config
 from ...rollout.engine import build_engine, check_engine
 from ...rollout.multimodal import MultimodalDataProcessor
-from ...rollout.parity import ParityGate, log_prob_difference, mean_log_prob_difference
+from ...rollout.parity import ParityGate
 from ...rollout.weight_sync import named_weights
 from ...strategy import collectives
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
@@ -39,9 +39,6 @@ from .evaluation import Evaluation
 from .parts import VLParts, prompt_batch
 
 logger = logging.getLogger(__name__)
-
-# Of the largest difference of a token's log-prob in float32, of the mean difference in bfloat16.
-FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 0.05
 
 
 def build_parts(config: RunConfig) -> VLParts:
@@ -158,13 +155,7 @@ def _schedule(config: RunConfig, dataset: PromptDataset) -> tuple[int, PromptSam
 
 
 def _optimizer(config: RunConfig, learning_rate: float, total_steps: int) -> OptimizerSettings:
-    train, rollout = config.train, config.rollout
-    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-    updates = total_steps * train.max_epochs * max(1, samples // train.train_batch_size)
-    return OptimizerSettings(
-        learning_rate, updates, tuple(train.adam_betas), train.l2, train.max_norm, train.lr_scheduler,
-        train.lr_warmup_ratio,
-    )  # fmt: skip
+    return OptimizerSettings.from_config(config.train, learning_rate, config.updates(total_steps))
 
 
 def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint, total_steps: int):
@@ -242,20 +233,16 @@ def _evaluation(config, maker, eval_set, checkpoint) -> Evaluation | None:
 
 
 def _gate(config, maker, engine, actor, strategy, checkpoint) -> ParityGate | None:
-    rollout = config.rollout
-    if rollout.parity_samples == 0:
+    if config.rollout.parity_samples == 0:
         return None
-    default = BF16_TOLERANCE if config.model.bf16 else FP32_TOLERANCE
-    return ParityGate(
+    return ParityGate.from_config(
+        config,
+        checkpoint,
         stage=maker.rollout_stage,
         engine=engine,
         score=lambda inputs, rule: actor(inputs, rule, with_entropy=False).log_probs,
         reload=lambda: engine.update_weights(named_weights(actor)),
-        pad_id=checkpoint.tokenizer.pad_token_id,
-        vision=checkpoint.vision,
         device=strategy.device,
-        tolerance=default if rollout.parity_tolerance is None else rollout.parity_tolerance,
-        compare=mean_log_prob_difference if config.model.bf16 else log_prob_difference,
     )
 
 
