@@ -143,12 +143,18 @@ class NaiveReplayBuffer:
         return sampling.shuffled_steps(self._references(), step_size, seed)
 
     def _exchange(self, moves: Sequence[tuple[SampleRef, int]]) -> None:
-        """Give the listed samples to their new ranks. All ranks call it with the same moves."""
+        """Give the listed samples to their new ranks. All ranks call it with the same moves.
+
+        The samples of a prompt that go to one rank take its patches along once.
+        """
         rank = collectives.rank()
         leaving = {sample.index: target for sample, target in moves if sample.rank == rank}
-        parcels = [(target, self.items[index]) for index, target in leaving.items()]
+        parcels = [
+            [self.items[index] for index, target in leaving.items() if target == other]
+            for other in range(collectives.world_size())
+        ]
         staying = [item for index, item in enumerate(self.items) if index not in leaving]
-        arriving = [item for sent in collectives.all_gather_object(parcels) for target, item in sent if target == rank]
+        arriving = [item for sent in collectives.exchange_objects(parcels) for item in sent]
         self.items = staying + arriving
 
     def batches(self, seed: int, *, token_budget: int | None = None) -> Iterator[AnyExperience]:

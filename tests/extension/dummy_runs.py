@@ -42,7 +42,11 @@ def vl(folder: Path) -> dict[str, object]:
     trainer = build_trainer(load_config(RunConfig, argv))
     trainer.fit()
     trainer.close()
-    return {"trainer": type(trainer).__name__, "engine": type(trainer.maker.engine).__name__}
+    engine = trainer.maker.engine
+    family = engine.actor.backbone.family
+    assert family.banned_ids(engine.tokenizer) == engine.actor.banned_ids.tolist()
+    names = {"trainer": trainer, "engine": engine, "family": family}
+    return {name: type(value).__name__ for name, value in names.items()}
 
 
 def diffusion(folder: Path) -> dict[str, object]:

@@ -13,6 +13,7 @@ from lightrft_visual.algorithms.diffusion.rows import DenoisingRows
 from lightrft_visual.algorithms.policy_losses import TokenLoss
 from lightrft_visual.config import registry
 from lightrft_visual.models.diffusion.families.sd3 import StableDiffusion3
+from lightrft_visual.models.vlm.families.qwen import QwenVL
 from lightrft_visual.rollout.hf import TransformersEngine
 
 
@@ -57,6 +58,14 @@ class TwoTokens(TransformersEngine):
 @registry.engines.register("my_engine", about="transformers, with two tokens a response")
 def my_engine(config, checkpoint, actor):
     return TwoTokens.from_config(config, checkpoint, actor)
+
+
+@registry.vlm_families.register("my_qwen", model_types=("qwen2_5_vl",), processors=("Qwen2_5_VLProcessor",))
+class CalmQwen(QwenVL):
+    """Qwen2.5-VL that never shouts."""
+
+    def banned_ids(self, tokenizer):
+        return sorted({*super().banned_ids(tokenizer), tokenizer.convert_tokens_to_ids("!")})
 
 
 @registry.scorers.register("my_letters", about="letters of a response")

@@ -47,7 +47,8 @@ def facts(made: Path, run: str) -> dict:
 def test_a_vision_language_run_is_made_of_them(made):
     found = rows(made / "vl" / "metrics.csv")
     assert len(found) == 2
-    assert facts(made, "vl") == {"trainer": "GRPOTrainer", "engine": "TwoTokens"}  # estimator without a critic, engine
+    # An estimator without a critic, the engine, the adapter of the model's family.
+    assert facts(made, "vl") == {"trainer": "GRPOTrainer", "engine": "TwoTokens", "family": "CalmQwen"}
     for row in found:
         assert float(row["my_loss_seen"]) == 0.25  # the loss, and a metric of the loss
         assert float(row["response_length"]) == 2  # the engine

@@ -237,7 +237,8 @@ TWO_RANKS = """
 import sys, torch, torch.distributed as dist
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-from replay_cases import text_item
+from replay_cases import text_item, vision_item
+from lightrft_visual.batches.vision import VisionTensors
 from lightrft_visual.trainer.replay_buffer import NaiveReplayBuffer
 from lightrft_visual.trainer.replay_buffer_utils import make_experience_batch
 count = 5 if rank == 0 else 2
@@ -254,6 +255,13 @@ print("by-count", len(list(buffer.batches(1))))
 print("by-tokens", len(list(buffer.batches(1, token_budget=12))))
 print("tokens", sum(len(item.sequences) for item in buffer))
 print("ids", *sorted(item.sample_id.item() for item in buffer))
+shared = VisionTensors.of(pixel_values=torch.ones(64, 1000), image_grid_thw=torch.tensor([[1, 8, 8]]))
+many = [vision_item(0, vision=shared, image_counts=torch.tensor(1), sample_id=torch.tensor(i)) for i in range(8)]
+buffer = NaiveReplayBuffer(2)
+buffer.append(make_experience_batch(many if rank == 0 else [vision_item(0, sample_id=torch.tensor(9))]))
+buffer.plan(1)
+kept = [item.vision for item in buffer]
+print("shared", sum(len(each.names) > 0 for each in kept), VisionTensors.gather(kept).nbytes() - shared.nbytes())
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -287,5 +295,8 @@ def test_two_ranks_agree(tmp_path):
     # Seven samples of 4, 5, 6, 7, 8 and 4, 5 tokens: each rank ends with nearly half of them.
     assert sorted(map(int, first["ids"] + second["ids"])) == [0, 1, 2, 3, 4, 10, 11]
     assert abs(int(first["tokens"][0]) - int(second["tokens"][0])) <= 3
+    # Four or five of nine samples each, and one copy of the patches that all of them show.
+    assert sorted([first["shared"][0], second["shared"][0]]) in (["3", "5"], ["4", "4"])
+    assert first["shared"][1] == second["shared"][1] == "0"
     assert first["by-tokens"] == ["2"]
     assert first["fillers"] == ["0"] or second["fillers"] == ["0"]

@@ -18,10 +18,10 @@ __all__ = ["VLMFamily", "family_of", "family_of_processor"]
 
 
 def family_of(config: PretrainedConfig) -> VLMFamily:
-    """The adapter for a transformers configuration."""
-    for entry in vlm_families:
-        if config.model_type in entry.model_types:
-            return entry.load()(config)
+    """The adapter for a transformers configuration; of several for a model type, the one registered last."""
+    entry = next((each for each in reversed([*vlm_families]) if config.model_type in each.model_types), None)
+    if entry is not None:
+        return entry.load()(config)
     return (VLMFamily if "vision_config" in config.to_dict() else TextOnly)(config)
 
 
@@ -29,5 +29,6 @@ def family_of_processor(processor: Any) -> type[VLMFamily]:
     """The adapter's class for a transformers processor; None is a text-only model's."""
     if processor is None:
         return TextOnly
-    entry = next((each for each in vlm_families if type(processor).__name__ in each.processors), None)
+    name = type(processor).__name__
+    entry = next((each for each in reversed([*vlm_families]) if name in each.processors), None)
     return VLMFamily if entry is None else entry.load()
