@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
@@ -15,54 +15,67 @@ _VISION_NAME = re.compile("vision|image|img|video", re.IGNORECASE)
 ModelInput = ProcessorMixin | PreTrainedTokenizerBase
 
 
-def placeholder_tokens(model_input: ModelInput) -> dict[str, str]:
-    """The text that stands for one image and for one video, by kind; empty for a text-only model's tokenizer."""
-    if not isinstance(model_input, ProcessorMixin):
-        return {}
-    parts = model_input.get_attributes()
-    tokens = {}
-    if "image_processor" in parts:
-        tokens["image"] = model_input.image_token
-    if "video_processor" in parts:
-        tokens["video"] = model_input.video_token
-    return tokens
+class MediaConventions:
+    """How most processors of transformers handle media; the adapter of a model family overrides what its own does else.
 
-
-def check_placeholders(prompt: str, images: int, videos: int, model_input: ModelInput, where: str) -> None:
-    """Raise DataError, starting with `where`, unless the rendered prompt holds one placeholder per image and video."""
-    tokens = placeholder_tokens(model_input)
-    for kind, wanted in (("image", images), ("video", videos)):
-        if kind not in tokens:
-            if wanted:
-                raise DataError(f"{where}: {wanted} {kind}(s), but the model takes no {kind}s")
-            continue
-        found = prompt.count(tokens[kind])
-        if found != wanted:
-            raise DataError(
-                f"{where}: the rendered prompt holds {found} {kind} placeholder(s) {tokens[kind]}, "
-                f"but {wanted} {kind}(s) came with it"
-            )
-
-
-def vision_tokens(model_input: ModelInput) -> tuple[str, ...]:
-    """The special tokens that a model has for images and videos, as text; none for a text-only model's tokenizer.
-
-    Typed into a prompt they would be read as an image that is not there.
+    kinds: of media that prompts may hold.
     """
-    if not isinstance(model_input, ProcessorMixin):
-        return ()
-    special = [token for token in model_input.tokenizer.get_added_vocab() if _VISION_NAME.search(token)]
-    return (*placeholder_tokens(model_input).values(), *special)
 
+    kinds: ClassVar[tuple[str, ...]] = ("image", "video")
 
-def image_token_counts(processor: ProcessorMixin, sizes: Sequence[tuple[int, int]]) -> list[int]:
-    """Tokens that images of these (width, height) take in the prompt, without decoding any."""
-    # The method vLLM's transformers backend relies on; there is no public one.
-    counts = processor._get_num_multimodal_tokens(image_sizes=[(height, width) for width, height in sizes])
-    return list(counts["num_image_tokens"])
+    @classmethod
+    def placeholders(cls, model_input: ModelInput) -> dict[str, str]:
+        """The text that stands for one image and for one video, by kind; empty for a text-only model's tokenizer."""
+        if not isinstance(model_input, ProcessorMixin):
+            return {}
+        parts = model_input.get_attributes()
+        return {kind: getattr(model_input, f"{kind}_token") for kind in cls.kinds if f"{kind}_processor" in parts}
 
+    @classmethod
+    def check_prompt(cls, prompt: str, images: int, videos: int, model_input: ModelInput, where: str) -> None:
+        """Raise DataError, starting with `where`, unless the rendered prompt holds one placeholder a medium."""
+        tokens = cls.placeholders(model_input)
+        for kind, wanted in (("image", images), ("video", videos)):
+            if kind not in tokens:
+                if wanted:
+                    raise DataError(f"{where}: {wanted} {kind}(s), but the model takes no {kind}s")
+                continue
+            found = prompt.count(tokens[kind])
+            if found != wanted:
+                raise DataError(
+                    f"{where}: the rendered prompt holds {found} {kind} placeholder(s) {tokens[kind]}, "
+                    f"but {wanted} {kind}(s) came with it"
+                )
 
-def video_arguments(videos: Sequence[Video]) -> dict[str, Any]:
-    """Keyword arguments with which a processor takes videos whose frames are already chosen."""
-    metadata = [{key: value for key, value in video.metadata.items() if key != "do_sample_frames"} for video in videos]
-    return {"videos": [video.frames for video in videos], "video_metadata": metadata, "do_sample_frames": False}
+    @classmethod
+    def reserved(cls, model_input: ModelInput) -> tuple[str, ...]:
+        """The special tokens that a model has for images and videos, as text; none for a text-only model's tokenizer.
+
+        Typed into a prompt they would be read as an image that is not there.
+        """
+        if not isinstance(model_input, ProcessorMixin):
+            return ()
+        special = [token for token in model_input.tokenizer.get_added_vocab() if _VISION_NAME.search(token)]
+        return (*cls.placeholders(model_input).values(), *special)
+
+    @classmethod
+    def image_token_counts(cls, processor: ProcessorMixin, sizes: Sequence[tuple[int, int]]) -> list[int]:
+        """Tokens that images of these (width, height) take in the prompt, without decoding any."""
+        # The method vLLM's transformers backend relies on; there is no public one.
+        counts = processor._get_num_multimodal_tokens(image_sizes=[(height, width) for width, height in sizes])
+        return list(counts["num_image_tokens"])
+
+    @classmethod
+    def media_arguments(cls, images: Sequence[Any], videos: Sequence[Video]) -> dict[str, Any]:
+        """Keyword arguments with which a processor takes the media of its prompts; frames are already chosen."""
+        arguments: dict[str, Any] = {"images": list(images)} if images else {}
+        if videos:
+            given = [
+                {key: value for key, value in each.metadata.items() if key != "do_sample_frames"} for each in videos
+            ]
+            arguments |= {
+                "videos": [each.frames for each in videos],
+                "video_metadata": given,
+                "do_sample_frames": False,
+            }
+        return arguments

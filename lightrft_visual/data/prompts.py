@@ -17,7 +17,7 @@ from ..errors import ConfigError, DataError
 from ..strategy import collectives
 from .bad_rows import LONG_PROMPT, BadRow, BadRows
 from .media import image_size, is_remote, load_image
-from .placeholders import ModelInput, check_placeholders, image_token_counts, video_arguments, vision_tokens
+from .placeholders import MediaConventions, ModelInput
 from .rows import PromptRow, parse_row
 from .sampler import PromptSampler
 from .sources import RowSource, open_source
@@ -37,13 +37,15 @@ class RowChecks:
 
     limits: of images and videos a prompt, which the rollout engine would refuse only in the middle of the run.
     model_input, prompt_max_len: the model's processor or tokenizer, and the tokens that a prompt may have, images
-    expanded; None: lengths are not looked at. decode: all pixels are read too, not only headers.
+    expanded; None: lengths are not looked at. decode: all pixels are read too, not only headers. media: how the model's
+    family handles placeholders.
     """
 
     limits: RolloutConfig | None = None
     model_input: ModelInput | None = None
     prompt_max_len: int | None = None
     decode: bool = False
+    media: type[MediaConventions] = MediaConventions
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class PromptDataset:
         self.columns: set[str] = set()
         self.has_references = False
         model_input = self.checks.model_input
-        self._reserved = vision_tokens(model_input) if model_input is not None else ()
+        self._reserved = self.checks.media.reserved(model_input) if model_input is not None else ()
         self._sources: list[RowSource] = [open_source(path, split) for path in paths]
         self._rows: list[tuple[int, int]] = []  # source, row in it
         for number, path in enumerate(paths):
@@ -243,9 +245,9 @@ class PromptDataset:
             return _Found(row.label, columns, row.form, row.reference is not None)
         self._check_text(row)
         text = render_prompt(row, model_input, self.config)
-        check_placeholders(text, len(row.images), len(row.videos), model_input, row.source)
+        self.checks.media.check_prompt(text, len(row.images), len(row.videos), model_input, row.source)
         known = [size for size in sizes if size is not None]
-        tokens = sum(count - 1 for count in image_token_counts(model_input, known)) if known else 0
+        tokens = sum(count - 1 for count in self.checks.media.image_token_counts(model_input, known)) if known else 0
         tokens += self._video_tokens(row, model_input) if row.videos else 0
         return _Found(row.label, columns, row.form, row.reference is not None, text, tokens)
 
@@ -295,8 +297,8 @@ class PromptDataset:
         if any(map(is_remote_video, row.videos)):
             return 0
         videos = [load_video(video, **self._reading) for video in row.videos]
-        text = processor.video_token * len(videos)
-        expanded = processor(text=[text], **video_arguments(videos))["input_ids"][0]
+        text = self.checks.media.placeholders(processor)["video"] * len(videos)
+        expanded = processor(text=[text], **self.checks.media.media_arguments([], videos))["input_ids"][0]
         return len(expanded) - len(processor.tokenizer(text)["input_ids"])
 
 

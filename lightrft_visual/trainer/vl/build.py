@@ -135,7 +135,8 @@ def _resolve_embedded(config: RunConfig) -> None:
 def _datasets(config: RunConfig, checkpoint: Checkpoint) -> tuple[PromptDataset, PromptDataset | None]:
     """Rows of training and of evaluation, if there are any."""
     rollout, renderer = config.rollout, checkpoint.processor or checkpoint.tokenizer
-    checks = RowChecks(limits=rollout, model_input=renderer, prompt_max_len=rollout.prompt_max_len)
+    family = type(checkpoint.family)
+    checks = RowChecks(limits=rollout, model_input=renderer, prompt_max_len=rollout.prompt_max_len, media=family)
     dataset = PromptDataset.for_training(config.data, checks)
     if config.data.eval_data is None or config.data.max_eval_samples == 0:
         return dataset, None

@@ -15,8 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ....batches.model_inputs import ModelInputs
 from ....batches.vision import VisionTensors
-from ....data import placeholders
-from ....data.video import Video
+from ....data.placeholders import MediaConventions
 from ....errors import ConfigError, DataError
 from ..positions import packed_text_positions, text_positions, token_types
 
@@ -28,7 +27,7 @@ _VISION_TOKEN_FIELDS = (
 )  # fmt: skip
 
 
-class VLMFamily:
+class VLMFamily(MediaConventions):
     """The adapter of one family. Class methods serve the processor's side, before any weights are loaded.
 
     vision: false for text-only models. kinds: of media that prompts may hold. packed: model types whose packed rows
@@ -39,7 +38,6 @@ class VLMFamily:
     """
 
     vision: ClassVar[bool] = True
-    kinds: ClassVar[tuple[str, ...]] = ("image", "video")
     packed: ClassVar[tuple[str, ...]] = ()
     towers: ClassVar[tuple[str, ...]] = ("visual", "vision_tower", "vision_model")
     vision_tokens: ClassVar[tuple[str, ...]] = ()
@@ -55,20 +53,6 @@ class VLMFamily:
         self.tokens_per_row: int | None = values.get("image_seq_length")
 
     # --- the processor's side --------------------------------------------------------------------------------------
-
-    @classmethod
-    def check_prompt(cls, prompt: str, images: int, videos: int, model_input: Any, where: str) -> None:
-        """Raise DataError, starting with `where`, unless the rendered prompt holds one placeholder a medium."""
-        for kind, count in (("image", images), ("video", videos)):
-            if count and kind not in cls.kinds:
-                raise DataError(f"{where}: {count} {kind}(s), but the model takes no {kind}s")
-        placeholders.check_placeholders(prompt, images, videos, model_input, where)
-
-    @classmethod
-    def media_arguments(cls, images: Sequence[Any], videos: Sequence[Video]) -> dict[str, Any]:
-        """Keyword arguments with which the processor takes the media of its prompts, in order."""
-        arguments: dict[str, Any] = {"images": list(images)} if images else {}
-        return arguments | (placeholders.video_arguments(videos) if videos else {})
 
     @classmethod
     def processor_arguments(cls, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
