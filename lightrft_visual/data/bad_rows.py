@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import DataError
+from ..observe.sinks import read_jsonl
 from ..strategy import collectives
 
 logger = logging.getLogger(__name__)
@@ -105,22 +106,9 @@ class BadRows:
     def _write(self, rows: list[BadRow]) -> None:
         if not rows or not collectives.is_rank_0():
             return
-        known = _listed(self._path)
+        known = {row.get("source") for row in read_jsonl(self._path)}
         with open(self._path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(asdict(row)) + "\n" for row in rows if row.source not in known)
-
-
-def _listed(path: Path) -> set[str]:
-    """Rows that the file lists already; a line that an interrupted run left unfinished does not count."""
-    if not path.exists():
-        return set()
-    sources = set()
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            sources.add(json.loads(line)["source"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return sources
 
 
 def list_bad_rows(output_dir: str | Path, resumed: bool, *found: BadRows) -> None:

@@ -23,7 +23,15 @@ from .charts import number
 from .curves import reward_section, training_section
 from .data import RunData, Thumbnails, load_run
 from .examples import examples_section
-from .sections import comparison_section, duration, evaluation_section, setup_section, tiles, time_section
+from .sections import (
+    bad_rows_section,
+    comparison_section,
+    duration,
+    evaluation_section,
+    setup_section,
+    tiles,
+    time_section,
+)
 
 MAX_BYTES = 10_000_000
 IMAGE_BYTES = 6_000_000
@@ -86,6 +94,7 @@ def single_sections(run: RunData, image_bytes: int, points: int) -> Iterable[Sec
     yield Section("examples", "Examples", "Examples", examples_section(run, Thumbnails(image_bytes)))
     yield Section("training", "Training", "Training", training_section([run], points))
     yield Section("time", "Time per phase", "Time per phase", time_section(run))
+    yield Section("bad_rows", "Left-out rows", "Rows left out of the data", bad_rows_section(run))
     yield Section("setup", "Set-up", "Set-up", setup_section(run))
 
 

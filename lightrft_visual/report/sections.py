@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shlex
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
+from ..data.bad_rows import FILE_NAME
+from ..observe.sinks import read_jsonl
 from .charts import PALETTE, Point
 from .curves import time_panel
 from .data import PhaseTimes, RunData, flat_config, phase_times
@@ -18,6 +21,7 @@ HEADLINE = (
     ("evaluation", "eval_reward_greedy", "evaluation, greedy"),
     ("metrics", "reward_mean", "training reward"),
 )
+SHOWN, EXAMPLE_LENGTH = 5, 500
 COMPARED = ("eval_reward", "eval_reward_greedy")
 
 
@@ -91,6 +95,22 @@ def time_section(run: RunData) -> dict[str, Any] | None:
     longest = max(phases, key=lambda phase: phase["share"])
     rest = times.unaccounted
     return {"phases": phases, "longest": longest, "rest": rest, "limits": limits(times), "panel": time_panel(run)}
+
+
+def bad_rows_section(run: RunData) -> list[dict[str, Any]]:
+    """Data rows that were left out, by cause, the most frequent first: how many, when found, the first of them."""
+    causes: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in read_jsonl(run.folder / FILE_NAME):
+        causes[str(row.get("cause"))].append(row)
+    return [
+        {
+            "cause": cause,
+            "count": len(rows),
+            "found": ", ".join(dict.fromkeys(str(row.get("found")) for row in rows[:SHOWN])),
+            "example": str(rows[0].get("message"))[:EXAMPLE_LENGTH],
+        }
+        for cause, rows in sorted(causes.items(), key=lambda item: -len(item[1]))
+    ]
 
 
 def setup_section(run: RunData) -> dict[str, Any] | None:

@@ -87,6 +87,25 @@ def test_every_part_is_there(run_folder, tmp_path):
     assert "topsecretvalue" not in text
 
 
+def test_rows_left_out_of_the_data_are_counted_by_cause(tmp_path):
+    make_run(tmp_path / "run")
+    rows = [("a:1", "file missing", "start"), ("a:2", "image damaged", "step 3"), ("a:9", "image damaged", "step 7")]
+    lines = [
+        json.dumps({"source": source, "cause": cause, "message": f"{source}: <b>it</b>", "found": found})
+        for source, cause, found in rows
+    ]
+    (tmp_path / "run" / "bad_rows.jsonl").write_text("\n".join([*lines, '{"source": "torn']))
+    text = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+    assert "<h2>Rows left out of the data</h2>" in text
+    cells = re.findall(r"<tr><td>([^<]*)</td><td class=.n.>(\d+)</td><td>([^<]*)</td><td>([^<]*)</td></tr>", text)
+    assert cells == [
+        ("image damaged", "2", "step 3, step 7", "a:2: &lt;b&gt;it&lt;/b&gt;"),
+        ("file missing", "1", "start", "a:1: &lt;b&gt;it&lt;/b&gt;"),
+    ]
+    (tmp_path / "run" / "bad_rows.jsonl").unlink()
+    assert "Rows left out" not in write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+
+
 def test_text_cannot_inject_markup(tmp_path):
     run = RunRecorder(tmp_path / "run")
     plain = RunRecorder(tmp_path / "plain")
