@@ -96,6 +96,7 @@ class SamplingConfig:
 
     @property
     def stochastic(self) -> bool:
+        """Whether steps are drawn, and so have log-probs."""
         return self.trajectory != "ode"
 
 

@@ -213,4 +213,5 @@ class ExperienceDiffusion(_Movable, Provenance, DiffusionFields):
 
     @property
     def batch_size(self) -> int:
+        """B, the number of samples."""
         return len(self.latents)

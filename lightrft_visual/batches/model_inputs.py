@@ -48,6 +48,7 @@ class ModelInputs:
 
     @property
     def is_packed(self) -> bool:
+        """Whether all samples lie in one row, without padding."""
         return self.packed_seq_lens is not None
 
     @property

@@ -46,6 +46,7 @@ class Samples:
 
     @property
     def num_actions(self) -> int:
+        """A, the length of the longest response in tokens."""
         return self.action_mask.shape[1]
 
     @property

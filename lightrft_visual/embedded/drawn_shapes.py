@@ -35,6 +35,7 @@ class ShapeCaption:
 
     @property
     def text(self) -> str:
+        """The caption, such as `a red circle`."""
         return f"a {list(COLOURS)[self.colour]} {SHAPES[self.shape]}"
 
 

@@ -72,6 +72,7 @@ class DrawingSettings:
 
     @property
     def key(self) -> str:
+        """A hash of all settings, which names the folder of what they build."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -159,6 +160,7 @@ def build_clip_tokenizer() -> CLIPTokenizer:
 
 
 def caption_words() -> list[str]:
+    """The words of all captions, sorted."""
     return sorted({word for caption in all_captions() for word in caption.text.split()})
 
 
@@ -200,6 +202,7 @@ def build_t5_tokenizer() -> T5TokenizerFast:
 
 
 def build_t5_encoder(tokenizer: T5TokenizerFast, settings: TinyDiffusionSettings) -> T5EncoderModel:
+    """A T5 encoder of one layer with freshly drawn weights, frozen."""
     width = 2 * settings.text_width
     config = T5Config(
         vocab_size=len(tokenizer), d_model=width, d_kv=width // 2, d_ff=2 * width, num_layers=1, num_heads=2,
@@ -305,6 +308,7 @@ class EncodedPictures:
 
     @classmethod
     def draw(cls, vae: AutoencoderKL, settings: DrawingSettings, generator: torch.Generator) -> EncodedPictures:
+        """Draw and encode as many images as the settings say."""
         colours, shapes = random_labels(settings.pictures, generator)
         latents = [
             encode_pictures(vae, random_pictures(*some, settings.picture_size, generator))

@@ -148,6 +148,7 @@ class PairEncoder:
         self.known: dict[tuple, tuple[list[int], VisionTensors]] = {}
 
     def batch(self, pairs: list[SupervisedPair]) -> ModelInputs:
+        """The pairs as padded model inputs, each answer closed by the end token."""
         self._learn([pair for pair in pairs if _key(pair) not in self.known])
         encoded = [self.known[_key(pair)] for pair in pairs]
         end = self.tokenizer.eos_token

@@ -31,6 +31,7 @@ def versions() -> dict[str, str]:
 
 
 def cpu_name() -> str:
+    """The processor's name as the host tells it."""
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             for line in file:

@@ -27,6 +27,7 @@ class Moments:
     squares: float = 0.0
 
     def merge(self, other: Moments) -> Moments:
+        """The moments of both together (Chan et al. 1979, pairwise update)."""
         count = self.count + other.count
         if count == 0:
             return Moments()
@@ -141,6 +142,7 @@ def ordered_names(ranks: list[dict[str, dict]], kind: str) -> list[str]:
 
 
 def reduce_with(combine: Callable, values: list):
+    """The values combined from the left; at least one is needed."""
     result = values[0]
     for value in values[1:]:
         result = combine(result, value)

@@ -76,6 +76,7 @@ class RunRecorder:
 
     @property
     def rollout_folder(self) -> Path:
+        """Where records of rollouts and their images go."""
         return self.folder / "rollouts"
 
     def write_env(self) -> None:

@@ -57,6 +57,7 @@ def append_line(path: Path, text: str) -> None:
 
 
 def parse_step(text: Any) -> int | None:
+    """The step in a cell, None where it holds no whole number."""
     try:
         return int(text)
     except (TypeError, ValueError):

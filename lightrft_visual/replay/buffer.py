@@ -72,6 +72,7 @@ class NaiveReplayBuffer:
             del self.items[: -self.limit]
 
     def clear(self) -> None:
+        """Drop all samples."""
         self.items.clear()
 
     def __len__(self) -> int:

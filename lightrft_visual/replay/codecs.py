@@ -35,6 +35,7 @@ class Making:
 
     @property
     def action_width(self) -> int:
+        """A of the padded batch: the longest response."""
         return max(self.actions)
 
     def place(self) -> None:
@@ -70,6 +71,7 @@ class Splitting:
 
     @property
     def packed(self) -> bool:
+        """Whether the batch is one row without padding."""
         return self.seq_lens is not None
 
     def token_spans(self, width: int) -> list[Span]:
@@ -100,12 +102,15 @@ class Codec:
     """
 
     def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> Any:
+        """The batch's value of a field from the samples' values; None stands for a sample that lacks it."""
         raise NotImplementedError
 
     def split(self, value: Any, name: str, spec: FieldSpec, frame: Splitting) -> Column:
+        """The samples' values of a field from the batch's value; the inverse of `make`."""
         raise NotImplementedError
 
     def strip(self, value: Any, cut: Cut) -> Any:
+        """One sample's value without the positions that `cut` leaves out."""
         return value
 
 

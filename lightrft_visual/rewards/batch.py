@@ -205,6 +205,7 @@ class Scores:
 
     @classmethod
     def all_failed(cls, size: int, reason: str) -> Scores:
+        """Scores of `size` samples none of which could be scored, with the reason for the counts."""
         values = torch.full((size,), float("nan"), dtype=torch.float64)
         return cls(values, torch.ones(size, dtype=torch.bool), {}, Counter({reason: size}))
 

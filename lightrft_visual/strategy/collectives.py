@@ -12,18 +12,22 @@ import torch.distributed as dist
 
 
 def is_initialized() -> bool:
+    """Whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
     return dist.get_world_size() if is_initialized() else 1
 
 
 def rank() -> int:
+    """This process's number among the ranks; 0 without a process group."""
     return dist.get_rank() if is_initialized() else 0
 
 
 def is_rank_0() -> bool:
+    """Whether this process is the first rank."""
     return rank() == 0
 
 
@@ -58,6 +62,7 @@ def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp) -> torch.Tensor:
 
 
 def barrier() -> None:
+    """Wait until every rank is here."""
     if not _alone():
         all_reduce_sum(torch.zeros(1)).item()  # `dist.barrier` would have to guess the device of this rank
 

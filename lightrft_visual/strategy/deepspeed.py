@@ -72,10 +72,12 @@ class DeepspeedStrategy:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
         return torch.bfloat16 if self.bf16 else torch.float32
 
     @property
     def device(self) -> torch.device:
+        """This rank's accelerator, or the CPU."""
         accelerator = get_accelerator()
         return torch.device(accelerator.current_device_name())
 
@@ -212,6 +214,7 @@ class TrainEngine:
 
     @property
     def module(self) -> nn.Module:
+        """The module under DeepSpeed."""
         return self.engine.module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

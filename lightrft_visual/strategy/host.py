@@ -22,6 +22,7 @@ def bound_spinning() -> None:
 
 
 def free_port() -> int:
+    """A TCP port that is free on the loopback address now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -28,6 +28,7 @@ class PhaseTimer:
 
     @property
     def current(self) -> str | None:
+        """The innermost running phase, None between phases."""
         return self._running[-1][0] if self._running else None
 
     @contextmanager

@@ -36,6 +36,7 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
     """DeepSpeed's files, read with `weights_only=True` (DeepSpeed itself unpickles anything) and written to suit."""
 
     def save(self, state_dict: Any, path: str) -> None:
+        """Write a state dict, its classes pickled by names that `load` knows."""
         torch.save(state_dict, path, pickle_module=_PICKLE, _use_new_zipfile_serialization=self.zipfile_serialization)
 
     def load(self, path: str, map_location: Any = None) -> Any:

@@ -76,10 +76,12 @@ class Watchdog:
 
     @property
     def pause(self) -> float:
+        """Seconds between two heartbeats."""
         return min(LONGEST_PAUSE, self.limit / 10)
 
     def start(self) -> None:
         # Two threads: a store on a stopped process lets a request wait for ever.
+        """Begin to beat and to watch, in threads that end with the process."""
         for action in (self.beat, self.judge):
             thread = threading.Thread(target=self._repeat, args=(action,), name="watchdog", daemon=True)
             thread.start()

@@ -18,6 +18,7 @@ class BackgroundLoop:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
+        """Run a coroutine in the loop's thread; the future holds its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -40,6 +40,7 @@ class Elsewhere:
     """A function that runs in another process; `invoke` takes the arguments of a call, or ROWS of them."""
 
     def invoke(self, arguments: dict[str, Any]) -> Any:
+        """Call the function with these keyword arguments, wherever it lives."""
         raise NotImplementedError
 
     def __call__(self, **arguments: Any) -> Any:
@@ -113,9 +114,11 @@ class Said:
         self.by = {LOG_EXTRA: self.extra, LOG_METRIC: self.metric}
 
     def metric(self, name: str, value: Any) -> None:
+        """TRL's `log_metric`: one number under a name."""
         self.metrics[str(name)] = float(value)
 
     def extra(self, column: str, values: Any) -> None:
+        """TRL's `log_extra`: one number for each sample; other columns are dropped with a warning."""
         if all(value is None or isinstance(value, Number) for value in values):
             self.metrics[str(column)] = list(values)
         else:

@@ -89,10 +89,12 @@ class DiffusionPolicy(nn.Module):
 
     @property
     def prediction(self) -> str:
+        """What the model predicts: flow (a velocity) or epsilon (noise)."""
         return self.family.prediction
 
     @property
     def device(self) -> torch.device:
+        """Of the denoisers' weights."""
         return self.family.device
 
     def forward(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float = 1.0) -> T:
@@ -140,6 +142,7 @@ class DiffusionPolicy(nn.Module):
         return self.family.latent_shape(height, width, frames)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer changes: adapters, or all weights of the trained denoisers."""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def train_only(self, names: set[str]) -> None:

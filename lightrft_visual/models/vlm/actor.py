@@ -51,6 +51,7 @@ class Actor(nn.Module):
 
     @property
     def config(self):
+        """The transformers configuration of the model."""
         return self.transformer.config
 
     def forward(self, inputs: ModelInputs, rule: ScoringRule, with_entropy: bool = True) -> ActorOutput:

@@ -69,6 +69,7 @@ def load_face_model(embedder: str, weights: str | None = None) -> nn.Module:
 
 
 def existing(path: str) -> str:
+    """The path, if there is a file. Raises ConfigError otherwise."""
     if not Path(path).is_file():
         raise ConfigError(f"{NAME}: the file {path} does not exist")
     return path

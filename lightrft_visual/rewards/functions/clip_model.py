@@ -21,6 +21,7 @@ class CLIPPairs:
 
     @property
     def logit_scale(self) -> float:
+        """The learned factor of cosines, exp(logit_scale)."""
         return float(self.model.logit_scale.detach().exp())
 
     def embed(self, pictures: list[Any], texts: list[str], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,5 +43,6 @@ class CLIPPairs:
         return torch.cat(images), torch.cat(words)
 
     def cosine(self, pictures: list[Any], texts: list[str], device: Any) -> list[float]:
+        """Cosine similarity of each image with its text."""
         image, text = self.embed(pictures, texts, device)
         return (image * text).sum(dim=-1).tolist()

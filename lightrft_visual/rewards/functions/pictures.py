@@ -25,6 +25,7 @@ def mean_over_frames(
 
 
 def in_batches(size: int, count: int) -> list[range]:
+    """Index ranges of at most `size` that cover 0 to count - 1."""
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 

@@ -38,6 +38,7 @@ class DiffusionRows:
         return len(self.prompts)
 
     def select(self, part: slice) -> DiffusionRows:
+        """The samples of a slice."""
         return DiffusionRows(**{name: value[part] for name, value in vars(self).items()})
 
 

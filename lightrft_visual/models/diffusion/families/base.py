@@ -119,10 +119,12 @@ class DiffusionFamily(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the denoisers' weights."""
         return next(iter(self.denoisers().values())).dtype
 
     @property
     def device(self) -> torch.device:
+        """Of the denoisers' weights."""
         return next(next(iter(self.denoisers().values())).parameters()).device
 
 
