@@ -36,7 +36,7 @@ class Encoder:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: Any, path: str) -> Any:
-        """The JSON form of a value, its tensors put aside by key. Raises CheckpointError, with the path, for another type."""
+        """The JSON form of a value, tensors put aside by key. CheckpointError, with the path, for other types."""
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, torch.Tensor):
