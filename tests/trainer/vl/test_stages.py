@@ -1,0 +1,117 @@
+"""In which order the stages of a step work, and what each of them holds in memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import actor_of, checkpoint_of, turn
+
+from lightrft_visual.algorithms.kl import FixedKLController
+from lightrft_visual.batches.model_inputs import ModelInputs
+from lightrft_visual.batches.prompts import PromptBatch
+from lightrft_visual.batches.rollouts import PromptFeatures, Rollout, collate
+from lightrft_visual.batches.sampling import SamplingSettings, ScoringRule
+from lightrft_visual.rollout.hf import TransformersEngine
+from lightrft_visual.trainer import fast_exp_maker
+from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
+from lightrft_visual.trainer.vl.evaluation import Evaluation
+from lightrft_visual.trainer.vl.stages import ForwardStage
+
+PROMPTS = PromptBatch.of([turn("how many?"), turn("where?"), turn("why?")])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return checkpoint_of(tmp_path_factory.mktemp("tiny"), "qwen2")
+
+
+class ToldEngine(TransformersEngine):
+    """Notes what it is told."""
+
+    def __init__(self, actor, tokenizer, told: list[str]):
+        super().__init__(actor, tokenizer)
+        self.told = told
+
+    def generate(self, prompts, settings):
+        self.told.append("generate")
+        return super().generate(prompts, settings)
+
+    def wake(self) -> None:
+        self.told.append("wake")
+
+    def sleep(self) -> None:
+        self.told.append("sleep")
+
+
+def maker_of(checkpoint, told: list[str], **settings) -> FastExperienceMaker:
+    actor = actor_of(checkpoint)
+
+    def forward(*args, **kwargs):
+        told.append("forward")
+        return actor(*args, **kwargs)
+
+    def reward_fn(completions):
+        told.append("reward")
+        return [1.0] * len(completions)
+
+    return FastExperienceMaker(
+        forward, None, None, None, checkpoint.tokenizer, 64, FixedKLController(0.0),
+        SimpleNamespace(device=torch.device("cpu")), reward_fn=reward_fn,
+        settings=MakerSettings(
+            engine=ToldEngine(actor, checkpoint.tokenizer, told), sampling=SamplingSettings(n=2, max_new_tokens=4),
+            micro_batch_size=3, **settings,
+        ),
+    )  # fmt: skip
+
+
+def test_the_engine_sleeps_before_rewards_and_forward_passes(checkpoint):
+    told: list[str] = []
+    maker_of(checkpoint, told).make(PROMPTS)
+    assert told == ["wake", "generate", "sleep", "reward", "forward", "forward"]
+
+
+def test_with_dynamic_sampling_it_sleeps_once_no_round_can_follow(checkpoint):
+    told: list[str] = []
+    maker_of(checkpoint, told, dynamic_sampling_tries=2).make(PROMPTS, more=lambda: PROMPTS)
+    rounds = ["wake", "generate", "reward", "wake", "generate", "sleep", "reward"]
+    assert told == [*rounds, "sleep", "forward", "forward"]
+
+
+def test_an_evaluation_pads_nothing(checkpoint, monkeypatch):
+    monkeypatch.setattr(fast_exp_maker, "collate", None)
+    maker = maker_of(checkpoint, [])
+    sampled = SamplingSettings(n=2, max_new_tokens=4)
+    greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=4)
+    metrics, records = Evaluation(maker, PROMPTS, sampled, greedy, records_to_keep=4, run_seed=1).run(step=3)
+    assert metrics == {"eval_reward": 1.0, "eval_reward_greedy": 1.0}
+    assert len(records) == 4 and all(record["reward"] == 1.0 for record in records)
+
+
+def test_one_micro_batch_at_a_time_lies_on_the_device(monkeypatch):
+    prompt = PromptFeatures("p", [1, 2], group_id=0)
+    batches = [
+        collate([Rollout(prompt, [3, 4], None, "", False, sample_id=2 * n + k) for k in range(2)], 0, vision=False)
+        for n in range(3)
+    ]
+    there: list[weakref.ref[ModelInputs]] = []
+    move = ModelInputs.to
+
+    def moved(inputs, device):
+        copy = move(inputs, device)
+        there.append(weakref.ref(copy))
+        return copy
+
+    def model(inputs, rule=None):
+        gc.collect()
+        assert sum(each() is not None for each in there) == 1 and there[-1]() is inputs
+        return torch.full((2, 2), float(inputs.sample_ids[0]))
+
+    monkeypatch.setattr(ModelInputs, "to", moved)
+    actor = lambda inputs, rule: SimpleNamespace(log_probs=model(inputs), entropy=model(inputs))  # noqa: E731
+    ForwardStage(actor, model, model, torch.device("cpu")).run(batches, ScoringRule())
+    for name in ("action_log_probs", "action_entropy", "base_action_log_probs", "values"):
+        assert [getattr(batch, name)[0, 0].item() for batch in batches] == [0, 2, 4]
