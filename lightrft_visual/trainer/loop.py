@@ -114,14 +114,16 @@ class PolicyTrainer(ABC):
         """Plain state for exact resume, weights and optimizers aside."""
 
     @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`'s."""
 
     @abstractmethod
     def save_engines(self, folder: Path) -> None:
         """Weights and optimizer states of this rank into `folder`; every rank calls it."""
 
     @abstractmethod
-    def load_engines(self, folder: Path) -> None: ...
+    def load_engines(self, folder: Path) -> None:
+        """The inverse of `save_engines`."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:

@@ -66,15 +66,20 @@ class Resumable(Protocol):
     recorder: Any
     console: Any
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Plain state, weights and optimizers aside."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`'s."""
 
-    def save_engines(self, folder: Path) -> None: ...
+    def save_engines(self, folder: Path) -> None:
+        """Weights and optimizer states of this rank."""
 
-    def load_engines(self, folder: Path) -> None: ...
+    def load_engines(self, folder: Path) -> None:
+        """The inverse of `save_engines`."""
 
-    def export(self, folder: Path) -> None: ...
+    def export(self, folder: Path) -> None:
+        """The trained model for other programs."""
 
 
 class RunState:
@@ -98,16 +103,16 @@ class RunState:
         return collectives.all_reduce_max(torch.tensor([float(self._stop)])).item() > 0
 
     def save(self) -> Path:
-        """A checkpoint of this step, with the figures of the evaluation that these very weights had, if any."""
+        """A checkpoint of this step, with the metrics of the evaluation that these very weights had, if any."""
         trainer = self.trainer
-        figures = trainer.latest_eval if trainer.evaluated_step == trainer.step else {}
-        return self.manager.save(trainer.step, self._write, metrics=figures)
+        metrics = trainer.latest_eval if trainer.evaluated_step == trainer.step else {}
+        return self.manager.save(trainer.step, self._write, metrics=metrics)
 
-    def check_metrics(self, figures: Mapping[str, float]) -> None:
-        """Raise ConfigError when `best_metric` is not among an evaluation's figures."""
-        if self.best is not None and self.best[0] not in figures:
-            known = ", ".join(figures) or "none, there is no evaluation data"
-            raise ConfigError(f"best_metric {self.best[0]!r} is no figure of the evaluation; those are: {known}")
+    def check_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Raise ConfigError when `best_metric` is not among an evaluation's metrics."""
+        if self.best is not None and self.best[0] not in metrics:
+            known = ", ".join(metrics) or "none, there is no evaluation data"
+            raise ConfigError(f"best_metric {self.best[0]!r} is no metric of the evaluation; those are: {known}")
 
     def save_final(self, folder: Path) -> None:
         """The exported model, in a folder of its own (written aside and renamed like every checkpoint)."""

@@ -13,7 +13,7 @@ from reward_rollouts import make_samples
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
-from lightrft_visual.rewards.local.forms import AUTO, FORMS
+from lightrft_visual.rewards.local.forms import AUTO, FORMS, recognise
 from lightrft_visual.rewards.settings import engine_arguments
 
 FOLDER = Path(__file__).parent / "forms"
@@ -161,6 +161,14 @@ def test_scorers_of_flow_grpo(name, rewards, metrics, caplog):
 def test_flow_grpo_scores_videos_as_one_tensor():
     engine = RewardComputationEngine.from_config(RewardConfig(reward_fn=f"{FOLDER}/flow_grpo.py:video"))
     assert same(engine.score_media(["a"], videos=[torch.ones(3, 12, 4, 4)]).score, [1])
+
+
+def test_a_function_with_more_names_of_ours_is_not_taken_for_flow_grpos():
+    recognised = [
+        recognise(names.split(), False, lambda: None)
+        for names in ("images prompts metadata ids", "images prompts metadata", "images prompts metadatas only_strict")
+    ]
+    assert recognised == ["native", "flow_grpo", "flow_grpo"]
 
 
 def test_a_factory_cannot_run_in_a_process_of_its_own():

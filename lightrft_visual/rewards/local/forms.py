@@ -220,7 +220,8 @@ def recognise(names: Sequence[str], takes_all: bool, function: Callable[..., Any
     if list(names[:1]) == ["response"] and names[1:2] and names[1] in FORMS["roll"].inputs:
         return "roll"
     if list(names[:2]) == ["images", "prompts"] and list(names[2:3]) in (["metadata"], ["metadatas"]):
-        return "flow_grpo"
+        if set(names[3:]) <= {"only_strict"}:  # with further names, such as ids, it was written for us
+            return "flow_grpo"
     if list(names[:3]) == ["queries", "prompts", "labels"] and not known & {"refs", "references", "completions"}:
         return "openrlhf"
     if "model_reward_list" in known:

@@ -86,26 +86,26 @@ class PolicyUpdate:
     ) -> StepResult:
         """Losses of all micro-batches, then one guarded step. first: the first update of this rollout."""
         last = len(batch.micro_batches) - 1
-        for place, micro_batch in enumerate(batch.micro_batches):
+        for index, micro_batch in enumerate(batch.micro_batches):
             experience = buffer.load(micro_batch)
             inputs = ModelInputs.of(experience)
             output = self.actor(inputs, self.rule, with_entropy=self.config.entropy_coef != 0)
             losses = policy_loss(
-                self.loss_inputs(experience, output, batch, place), self.config, batch.denominators, kl_coef
+                self.loss_inputs(experience, output, batch, index), self.config, batch.denominators, kl_coef
             )
-            self.actor.accumulate(losses.loss, place == last)
-            _record(metrics, losses, place == last, first)
+            self.actor.accumulate(losses.loss, index == last)
+            _record(metrics, losses, index == last, first)
         return self.actor.step()
 
-    def loss_inputs(self, experience, output, batch: TrainBatch, place: int) -> LossInputs:
-        """What the loss reads of micro-batch number `place` and the actor's output for it, all (B, A)."""
+    def loss_inputs(self, experience, output, batch: TrainBatch, index: int) -> LossInputs:
+        """What the loss reads of micro-batch number `index` and the actor's output for it, all (B, A)."""
         device = output.log_probs.device
-        policy_mask = batch.policy_masks[place].to(device) if batch.policy_masks is not None else None
+        policy_mask = batch.policy_masks[index].to(device) if batch.policy_masks is not None else None
         return LossInputs(
             log_probs=output.log_probs,
             old_log_probs=per_action(experience, "action_log_probs"),
             advantages=per_action(experience, "advantages"),
-            action_mask=batch.token_masks[place].to(device),
+            action_mask=batch.token_masks[index].to(device),
             rollout_log_probs=per_action(experience, "rollout_log_probs"),
             entropy=output.entropy,
             ref_log_probs=per_action(experience, "base_action_log_probs"),
@@ -123,19 +123,19 @@ class ValueUpdate:
     def step(self, buffer: NaiveReplayBuffer, batch: TrainBatch, metrics: MetricsAccumulator) -> StepResult:
         """Losses of all micro-batches, then one guarded step."""
         last = len(batch.micro_batches) - 1
-        for place, micro_batch in enumerate(batch.micro_batches):
+        for index, micro_batch in enumerate(batch.micro_batches):
             experience = buffer.load(micro_batch)
             values = self.critic(ModelInputs.of(experience))
             losses = value_loss(
                 values,
                 per_action(experience, "values"),
                 per_action(experience, "returns"),
-                batch.token_masks[place].to(values.device),
+                batch.token_masks[index].to(values.device),
                 self.config.value_clip,
                 batch.denominators,
             )
-            self.critic.accumulate(losses.loss, place == last)
-            _record(metrics, losses, place == last)
+            self.critic.accumulate(losses.loss, index == last)
+            _record(metrics, losses, index == last)
         return self.critic.step()
 
 
