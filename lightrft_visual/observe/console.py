@@ -14,6 +14,7 @@ from rich.table import Table
 
 from ..strategy.collectives import rank
 from .rollouts import Record, best_and_worst
+from .sinks import writable
 
 SHOWN = (
     ("reward_mean", "reward"), ("loss", "loss"), ("kl", "kl"), ("grad_norm", "grad"), ("clip_frac", "clip"),
@@ -89,7 +90,7 @@ class RunConsole:
     def message(self, text: str) -> None:
         """One line."""
         if self.active:
-            self._console.print(text, markup=False)
+            self._console.print(writable(text), markup=False)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Advance the bar and write the step's line. `step` counts finished steps."""

@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from ..data.imaging import is_video, to_rgb, video_frames
 from ..errors import DataError
 from .images import film_strip, fit
+from .sinks import writable
 
 SHEET = "contact_sheet.png"
 MARGIN = 10
@@ -36,7 +37,7 @@ def score_text(record: Mapping[str, Any]) -> str:
 def wrap(text: str, font: ImageFont.FreeTypeFont, width: int, lines: int) -> list[str]:
     """At most `lines` lines that fit `width` pixels; an ellipsis marks what was left out."""
     letters = max(4, int(width / max(1.0, font.getlength("n"))))
-    text = " ".join(text.split())
+    text = " ".join(writable(text).split())
     return textwrap.wrap(text, letters, max_lines=lines, placeholder="…") or [""]
 
 

@@ -17,7 +17,18 @@ from ..masking import mask_config
 from ..strategy.collectives import rank, world_size
 from . import environment
 from .images import save_image, save_video
-from .sinks import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink, read_jsonl, to_json, write_atomic
+from .sinks import (
+    EVAL_COLUMNS,
+    CsvSink,
+    JsonlSink,
+    Sink,
+    TensorBoardSink,
+    WandbSink,
+    read_jsonl,
+    to_json,
+    writable,
+    write_atomic,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +108,7 @@ class RunRecorder:
         """One row of metrics.csv and metrics.jsonl. Values are numbers or 0-d tensors."""
         if not self.active:
             return
-        row = {name: float(value) for name, value in metrics.items() if name != "step"}
+        row = numbers(metrics)
         for sink in self._sinks:
             sink.append(step, row)
 
@@ -105,7 +116,7 @@ class RunRecorder:
         """One row of eval_metrics.csv."""
         if not self.active:
             return
-        row = {name: float(value) for name, value in metrics.items() if name != "step"}
+        row = numbers(metrics)
         for sink in self._eval_sinks:
             sink.append(step, row)
 
@@ -156,6 +167,11 @@ class RunRecorder:
         lines = [to_json({"step": step, **store_images(folder, record)}) for record in records]
         write_atomic(folder / name, "".join(line + "\n" for line in lines))
         return folder / name
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics as Python numbers under names that every sink takes; `step` has its own place."""
+    return {writable(name): float(value) for name, value in metrics.items() if name != "step"}
 
 
 def store_images(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,12 +39,20 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+def writable(text: str) -> str:
+    """The text in characters that UTF-8 has: a lone surrogate, which data may hold, becomes its escape, as \\ud800.
+
+    Inside a JSON string that is the very escape that reads back as the surrogate.
+    """
+    return text.encode(errors="backslashreplace").decode()
+
+
 def write_atomic(path: Path, data: str | bytes) -> None:
     """Replace a file as a whole: a reader, or a crash, sees the old or the new text and never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "wb") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
+        file.write(writable(data).encode() if isinstance(data, str) else data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
@@ -53,7 +61,7 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 def append_line(path: Path, text: str) -> None:
     """Append in one write, so that a killed process leaves whole lines."""
     with open(path, "ab", buffering=0) as file:
-        file.write(text.encode())
+        file.write(writable(text).encode())
 
 
 def parse_step(text: Any) -> int | None:
@@ -87,7 +95,7 @@ class CsvSink:
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._last_step is not None and step <= self._last_step:
             self.cut_back(step - 1)
-        row = {"step": step, **metrics}
+        row = {"step": step, **{writable(name): value for name, value in metrics.items()}}
         new = [name for name in row if name not in self.columns]
         if new or not self.path.exists():
             self.columns += new

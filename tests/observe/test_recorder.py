@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.recorder import RecorderOptions, RunRecorder
-from lightrft_visual.observe.sinks import read_jsonl
+from lightrft_visual.observe.sinks import read_jsonl, writable
 
 
 def picture(shade: int, size: int = 20) -> Image.Image:
@@ -115,3 +120,27 @@ def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="output_dir"):
         RunRecorder(tmp_path / "file" / "run")
+
+
+@settings(max_examples=30, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=()), max_size=8), more=st.text(max_size=4))
+def test_any_text_can_be_written_and_reads_back(tmp_path_factory, text, more):
+    folder = tmp_path_factory.mktemp("texts")
+    run = recorder(folder, use_tensorboard=True)
+    name = f"eval_reward_{text}\ud800"
+    run.log_step(1, {name: 0.5})
+    run.log_eval(1, {name: 0.5})
+    run.log_eval(2, {name: 0.25, more: 1.0})  # rewrites the file with a wider header
+    record = {"prompt": text + "\udfff", "reward": 1.0, "reference": [text], "images": [picture(1)]}
+    (stored,) = read_jsonl(run.save_rollouts(1, [record]))
+    assert stored["prompt"] == record["prompt"] and stored["reference"] == [text]
+    run.save_contact_sheet(1, [record])
+    stream = io.StringIO()
+    console = RunConsole(None, stream=stream, active=True, table_every=1)
+    console.evaluation(1, {name: 0.5})
+    console.samples(1, [record])
+    stream.getvalue().encode()
+    run.close()
+    with open(folder / "eval_metrics.csv", newline="", encoding="utf-8") as file:
+        values = [row[writable(name)] for row in csv.DictReader(file)]
+    assert values == ["0.5", "0.25"]
