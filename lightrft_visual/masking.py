@@ -13,10 +13,11 @@ SECRET_NAME = re.compile(
     r"(^|[_\-.])(api_?key|access_?key|private_?key|token|secret|password|passwd|credentials?|bearer|authorization)$",
     re.IGNORECASE,
 )
+USERINFO = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # user:password in a URL
 SECRET_VALUES = (
     re.compile(r"\b(hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[bp]-)[A-Za-z0-9_\-]{12,}"),
     re.compile(r"\bAKIA[0-9A-Z]{16}\b"),
-    re.compile(r"(?<=://)[^/\s@]+(?=@)"),  # user:password in a URL
+    USERINFO,
     re.compile(r"(?i)(?<=bearer )\S+"),
 )
 # `hf_token: value` and `"api_key": "value"` in YAML or JSON text; an empty or null value is no secret.
@@ -24,7 +25,23 @@ NAMED_SECRET = re.compile(
     r"(?im)^(\s*[\"']?(?:[\w.\-]*[_\-.])?(?:api_?key|access_?key|private_?key|token|secret|password|passwd|credentials?)"
     r"[\"']?\s*[:=]\s*)(?!(?:null|none|~|''|\"\")?\s*,?\s*$)\S.*$"
 )
-QUERY_SECRET = re.compile(r"(?i)([?&](?:api_?key|access_?key|token|secret|password|signature|sig)=)[^&\s#]+")
+# Parameters of a URL: `?sig=`, `&X-Amz-Signature=`, `?hf_token=`.
+QUERY_SECRET = re.compile(
+    r"(?i)([?&;](?:\w*token|(?:[\w.\-]*[_\-.])?(?:api_?key|access_?key|key|auth|authorization|secret|password|passwd|pwd|"
+    r"signature|sig|credentials?))=)[^&;,\s#]+"
+)
+URL = re.compile(r"\b[a-z][a-z0-9+.\-]*://[^\s,\"']+", re.IGNORECASE)
+KEY_IN_URL = re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[bp]-)[A-Za-z0-9]{16,}")
+
+
+def mask_urls(text: str) -> str:
+    """The text with passwords, tokens, signatures and well-known keys inside its URLs replaced by ***."""
+
+    def masked(found: re.Match[str]) -> str:
+        without_user = USERINFO.sub(MASK, found[0])
+        return KEY_IN_URL.sub(MASK, QUERY_SECRET.sub(rf"\g<1>{MASK}", without_user))
+
+    return URL.sub(masked, text)
 
 
 def secret_values(environment: Mapping[str, str] | None = None) -> list[str]:

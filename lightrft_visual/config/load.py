@@ -21,6 +21,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import ConfigError
+from ..masking import mask_urls
 from .command_line import NULL_WORDS, parse_command_line
 from .helptext import help_text
 from .leaves import Leaf, Names, Setting, names_of
@@ -34,8 +35,6 @@ from .vl import RunConfig
 PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED, SOURCE = PACKAGE / "configs", PACKAGE.parent / "examples" / "configs"  # setup.py puts one at the other
 CONFIG_DIRS = (INSTALLED if INSTALLED.is_dir() else SOURCE,)
-USERINFO = re.compile(r"://[^/\s@,]+@")
-QUERY_SECRET = re.compile(r"([?&](?:api_?key|key|\w*token|secret|password)=)[^&\s,]+", re.IGNORECASE)
 TILDES = re.compile(r"(?:^|(?<=[,=])|(?<=, ))~[^/,]*(?=/|,|$)")
 SCRIPT = "the script's default"
 
@@ -144,7 +143,7 @@ def _shared(setting: Setting, count: int) -> list:
 
 
 def _assign(tree: DictConfig, path: str, leaf: Leaf, value: Any, origin: str) -> None:
-    if USERINFO.search(str(value)) or QUERY_SECRET.search(str(value)):
+    if mask_urls(str(value)) != str(value):
         raise ConfigError(
             f"{path} ({origin}) holds a URL with a password or token in it, which would end up in files: put the "
             "token in an environment variable and name that variable (reward_token_env for remote rewards)"
@@ -239,7 +238,7 @@ def _written(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_written(item) for item in value]
     if isinstance(value, str):  # values are final here: what looks like an interpolation is text
-        return QUERY_SECRET.sub(r"\1***", USERINFO.sub("://***@", value)).replace("${", "\\${")
+        return mask_urls(value).replace("${", "\\${")
     return value
 
 

@@ -186,7 +186,17 @@ def test_the_preset_belongs_to_the_embedded_model_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://user:secret1@host/score", "https://secret1@host", "http://a/x,http://h/s?a=1&api_key=secret1"]
+    "url",
+    [
+        "http://user:secret1@host/score",
+        "https://secret1@host",
+        "http://a/x,http://h/s?a=1&api_key=secret1",
+        "https://h/score?sig=secret1",
+        "https://h/score?v=1&auth=secret1&x=2",
+        "https://h/score?X-Amz-Signature=secret1",
+        "https://h/score?hf_token=secret1",
+        "https://h/hf_secret1AAAABBBBCCCCDDDDEEEEFFFFGGGG/score",
+    ],
 )
 def test_secrets_in_urls_are_refused_and_never_written(url: str) -> None:
     message = refused("--remote_rm_url", url)
@@ -194,6 +204,11 @@ def test_secrets_in_urls_are_refused_and_never_written(url: str) -> None:
     config = RunConfig()
     config.reward.remote_rm_url = url
     assert "secret1" not in resolved_yaml(config) and "***" in resolved_yaml(config)
+
+
+def test_ordinary_urls_and_paths_are_no_secrets() -> None:
+    for url in ("http://host:8000/score?version=2&max_tokens=5&monkey=1", "https://host/hf_my_reward_model_v2"):
+        assert resolved_yaml(plain("--remote_rm_url", url)).count(url) == 1
 
 
 @pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)
