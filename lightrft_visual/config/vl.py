@@ -140,6 +140,7 @@ class RolloutConfig(Section):
     engine_kv_cache_dtype: str = "auto"  # vLLM's names, such as fp8
     engine_quantization: str | None = None  # vLLM's names, such as fp8: weights are quantised as they are loaded
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # other engine arguments by vLLM's names
+    offload_trainer: bool = False  # optimizer states and fp32 weights wait on the host while not training; ZeRO 1, 2
     limit_mm_image_per_prompt: PositiveInt = 10
     limit_mm_video_per_prompt: NonNegativeInt = 1
     rollout_batch_size: PositiveInt = 128  # prompts a step, over all ranks
@@ -290,6 +291,12 @@ class RunConfig(Section):
         """What several sections must agree on."""
         self._check_algorithm()
         self._check_lengths()
+        require(
+            not self.rollout.offload_trainer
+            or (self.distributed.zero_stage in (1, 2) and not self.distributed.adam_offload),
+            "offload_trainer moves the states of ZeRO 1 and 2: it needs zero_stage 1 or 2 (DeepSpeed moves those of "
+            "stage 3 with its own fused Adam only), and no adam_offload, which keeps them on the host anyway",
+        )
         self.output.follow_ema(self.train.enable_ema)
 
     def _check_algorithm(self) -> None:

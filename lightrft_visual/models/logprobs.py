@@ -21,7 +21,9 @@ import torch.nn as nn
 T = torch.Tensor
 
 # Logits per chunk. 2**24 in float32 are 64 MiB: 110 rows at a vocabulary of 152k; small vocabularies take one chunk.
-CHUNK_ELEMENTS = 2**24
+# An accelerator has its own memory and needs larger products to be busy; each chunk also makes one product of the size
+# of the head in backward, however few rows it has. 2**27 are 512 MiB, 880 rows at 152k.
+CHUNK_ELEMENTS, ACCELERATOR_CHUNK_ELEMENTS = 2**24, 2**27
 
 
 def plain_log_probs(
@@ -73,7 +75,7 @@ def linear_log_probs(
             as a sampler's logit bias of -inf does. A banned target has log-prob -inf and no gradient through it; mask
             it with `torch.where`, never by a product.
         bias: (V) or None.
-        chunk_size: rows at a time; default: as many as give `CHUNK_ELEMENTS` logits.
+        chunk_size: rows at a time; default: see `chunk_rows`.
         with_entropy: False skips the entropy.
 
     Returns:
@@ -84,10 +86,15 @@ def linear_log_probs(
         ValueError: shapes that do not belong together, or a chunk_size or temperature that is not positive.
     """
     _check(hidden, weight, targets, temperature, chunk_size)
-    rows = chunk_size or max(1, CHUNK_ELEMENTS // weight.shape[0])
+    rows = chunk_size or chunk_rows(weight.shape[0], hidden.device)
     scale = _row_temperature(temperature, hidden).reciprocal()
     log_probs, entropy = _LinearLogProbs.apply(hidden, weight, bias, targets, scale, banned_ids, rows, with_entropy)
     return log_probs, entropy if with_entropy else None
+
+
+def chunk_rows(vocabulary: int, device: torch.device) -> int:
+    """Rows of logits that are made at a time."""
+    return max(1, (CHUNK_ELEMENTS if device.type == "cpu" else ACCELERATOR_CHUNK_ELEMENTS) // vocabulary)
 
 
 class LogProbLinear(nn.Linear):

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import deepspeed
 import torch
 import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from transformers import get_scheduler
 
 from ..config.diffusion import DiffusionTrainConfig
@@ -143,7 +145,7 @@ class DeepspeedStrategy:
         arguments = {"lr": settings.learning_rate, "betas": settings.betas, "weight_decay": settings.weight_decay}
         if self.config.adam_offload:
             return _cpu_adam(parameters, arguments)
-        return torch.optim.AdamW(parameters, **arguments)
+        return torch.optim.AdamW(parameters, fused=has_fused_adamw(self.device.type), **arguments)
 
     def _scheduler(self, optimizer: torch.optim.Optimizer, settings: OptimizerSettings):
         specific = {"min_lr_rate": 0.1} if settings.scheduler == "cosine_with_min_lr" else None
@@ -186,6 +188,23 @@ class DeepspeedStrategy:
         }
 
 
+@cache
+def has_fused_adamw(device_type: str) -> bool:
+    """Whether an accelerator has AdamW as one kernel, which makes no temporaries of gigabytes; tried once on a number.
+
+    On the host PyTorch's usual one stays.
+    """
+    if device_type == "cpu":
+        return False
+    weight = torch.zeros(1, device=device_type, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    try:
+        torch.optim.AdamW([weight], fused=True).step()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
 def _cpu_adam(parameters: list[nn.Parameter], arguments: dict[str, Any]) -> torch.optim.Optimizer:
     """DeepSpeed's Adam on the host, which is compiled at its first use. ConfigError when that fails."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -209,7 +228,7 @@ class TrainEngine:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, zero_stage: int, max_norm: float):
         self.engine, self.zero_stage, self.max_norm = engine, zero_stage, max_norm
-        self.poisoned = False
+        self.poisoned = self.offloaded = False
         self._training(False)
 
     @property
@@ -239,6 +258,7 @@ class TrainEngine:
         Returns whether the loss was finite on every rank. Where it was not, NaN is sent through backward on all ranks:
         the same hooks and collectives run everywhere, and the step is then discarded everywhere.
         """
+        self._reload()
         bad = (~torch.isfinite(loss.detach())).float().reshape(1)
         finite = collectives.all_reduce_max(bad).item() == 0
         if not finite:
@@ -277,6 +297,22 @@ class TrainEngine:
     def _stage_0_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.engine.module.parameters() if p.requires_grad]
 
+    def offload(self) -> None:
+        """Move the optimizer's states and fp32 weights to the host until they are needed next; ZeRO 1 and 2.
+
+        The weights that forward passes and the rollout engine read stay where they are. Every rank calls it.
+        """
+        if not self.offloaded:
+            on_host = get_accelerator().device_name() == "cpu"
+            states = [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params]
+            self.engine.offload_states(include=states, pin_memory=not on_host)
+            self.offloaded = True
+
+    def _reload(self) -> None:
+        if self.offloaded:
+            self.engine.reload_states()
+            self.offloaded = False
+
     @contextmanager
     def gathered(self, parameters: list[nn.Parameter]) -> Iterator[None]:
         """Whole parameters inside the block; a collective under ZeRO-3, nothing otherwise."""
@@ -288,6 +324,7 @@ class TrainEngine:
 
     def save(self, folder: str, tag: str) -> None:
         """Write weights, optimizer and schedule of this rank; every rank calls it."""
+        self._reload()
         self.engine.save_checkpoint(folder, tag=tag, save_latest=False)
 
     def load(self, folder: str, tag: str) -> None:
@@ -296,6 +333,7 @@ class TrainEngine:
         Learning rate, betas and weight decay stay those of this run's settings: DeepSpeed would put the saved ones in
         their place, and a rate that was changed for the resumed run would be ignored.
         """
+        self._reload()
         scheduler = self.engine.lr_scheduler
         rates = list(scheduler.base_lrs)
         set_here = [{name: group[name] for name in ("betas", "weight_decay")} for group in self._optimizer_groups()]

@@ -31,6 +31,7 @@ SEEING = {
     "grpo_2": "--zero_stage 2 --gradient_checkpointing true --reward_running_norm true",
     "grpo_3": "--zero_stage 3 --init_kl_coef 0.05",
     "offload": "--zero_stage 2 --adam_offload true",
+    "states_moved": "--zero_stage 2 --offload_trainer true --gradient_checkpointing true --reward_running_norm true",
     "ppo": f"--zero_stage 2 {PPO} {SAVED} 1",
     "ppo_resumed": f"copy:ppo --zero_stage 2 {PPO} {SAVED} 2 --resume_from auto",
     "ppo_3": f"--zero_stage 3 {PPO}",
@@ -125,3 +126,7 @@ def test_the_run_makes_its_steps(simulated, ranks, name):
 @pytest.mark.parametrize("name", COMPARED)
 def test_the_metrics_are_the_cpu_s(simulated, plain, name):
     compare(simulated[1] / name, plain / name, 1e-4)
+
+
+def test_states_that_wait_on_the_host_change_nothing(simulated):
+    compare(simulated[1] / "states_moved", simulated[1] / "grpo_2", 1e-6)

@@ -69,6 +69,7 @@ class VLTrainer(PolicyTrainer):
 
     def start(self) -> None:
         """The engine gets the weights that training starts or goes on from, and a first look through the gate."""
+        self._offload()
         self._load_engine_weights()
         self.maker.policy_version = self.step
         # A few rows for the first parity check; the sampler's order stays as it is.
@@ -136,6 +137,7 @@ class VLTrainer(PolicyTrainer):
 
     def sync(self) -> None:
         """The engine gets the trained weights; the gate asks whether they are the same."""
+        self._offload()
         self.maker.engine.wake()
         self._load_engine_weights()
         self.maker.policy_version = self.step
@@ -180,6 +182,12 @@ class VLTrainer(PolicyTrainer):
         return batch.select(list(range(count))) if count else None
 
     # -- engine and parity ---------------------------------------------------------------------------------------
+
+    def _offload(self) -> None:
+        """Room for the engine, where it is asked for; training takes its states back by itself."""
+        if self.config.rollout.offload_trainer:
+            for _, engine in self._engines():
+                engine.offload()
 
     def _load_engine_weights(self) -> None:
         self.maker.engine.update_weights(named_weights(self.actor))
