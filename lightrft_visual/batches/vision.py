@@ -70,6 +70,10 @@ class VisionTensors:
         """Names that any sample has."""
         return list(dict.fromkeys(name for sample in self.samples for name in sample))
 
+    def has_rows(self, name: str) -> bool:
+        """Whether any sample has something under the name."""
+        return any(len(sample.get(name, ())) > 0 for sample in self.samples)
+
     def get(self, name: str) -> T | None:
         """The rows of all samples behind each other; None where no sample has the name."""
         parts = [sample[name] for sample in self.samples if name in sample]
@@ -79,8 +83,7 @@ class VisionTensors:
 
     def joined(self) -> Named:
         """What the forward takes: every name that has rows."""
-        found = {name: self.get(name) for name in self.names}
-        return {name: value for name, value in found.items() if len(value)}
+        return {name: self.get(name) for name in self.names if self.has_rows(name)}
 
     def replaced(self, name: str, value: T | None) -> VisionTensors:
         """The same with another tensor, or none, under `name`, for all samples together."""

@@ -107,10 +107,11 @@ class Backbone:
         once. ZeRO-3 gathers weights in that order: it must run equally often on every rank, and the ranks agree on it
         here.
         """
-        kinds, names = list(self.family.media), inputs.vision.names
+        kinds = list(self.family.media)
         if not kinds:
             return []
-        present = torch.tensor([self.family.media[kind] in names for kind in kinds]).float()
+        tensors = [self.family.media[kind] for kind in kinds]
+        present = torch.tensor([inputs.vision.has_rows(name) for name in tensors]).float()
         wanted = present
         if is_zero_param(next(self.base.parameters())):
             wanted = collectives.all_reduce_max(present)

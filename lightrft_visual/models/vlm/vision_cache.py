@@ -26,7 +26,7 @@ def share_repeated_media(vision_tower: nn.Module) -> None:
 
 
 def share_repeated_rows(vision_tower: nn.Module) -> None:
-    """The same for a tower that takes `pixel_values` (pictures, C, H, W) alone and answers with one row a picture."""
+    """The same for a tower that takes `pixel_values` (images or tiles, C, H, W) alone: one row in, one row out."""
     sharing = _SharingRows()
     vision_tower.register_forward_pre_hook(sharing.before, with_kwargs=True)
     vision_tower.register_forward_hook(sharing.after)
@@ -36,7 +36,7 @@ def first_occurrences(pixels: T, grids: T) -> list[int]:
     """For each medium the index of the first equal one, itself where there is none before it.
 
     pixels is (sum of patches, D); grids (media, 3) holds frames, rows and columns of patches. Media are equal when
-    their grids and every value are: a flat picture has the same values in another shape, but other positions.
+    their grids and every value are: a flat image has the same values in another shape, but other positions.
     """
     blocks = pixels.detach().split(grids.prod(dim=1).tolist())
     step = [max(1, block.numel() // _PROBES) for block in blocks]
@@ -92,7 +92,7 @@ class _Sharing:
 
 
 class _SharingRows(_Sharing):
-    """The hooks of a tower whose input is one row a picture."""
+    """The hooks of a tower whose input is one row for each image or tile."""
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         self.plan = None

@@ -1,4 +1,4 @@
-"""LLaVA 1.5: one square picture a placeholder, a fixed number of tokens each, ordinary positions."""
+"""LLaVA 1.5: one square image a placeholder, a fixed number of tokens each, ordinary positions."""
 
 from __future__ import annotations
 

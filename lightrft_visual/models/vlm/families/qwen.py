@@ -45,11 +45,10 @@ class QwenVL(VLMFamily):
     def positions(self, inputs: ModelInputs, types: T) -> T:
         """(4, rows, S): text positions, then M-RoPE's three, worked out on the host, where patterns are compared."""
         found = torch.zeros(3, *types.shape, dtype=torch.long)
-        host, vision = types.cpu(), inputs.vision.joined()
-        images, videos = (
-            GridCursor(vision.get(f"{kind}_grid_thw"), self.merge**2, kind) for kind in ("image", "video")
-        )
-        seconds = vision["second_per_grid_ts"].cpu() if "second_per_grid_ts" in vision else None
+        host, vision = types.cpu(), inputs.vision
+        images, videos = (GridCursor(vision.get(f"{kind}_grid_thw"), self.merge**2, kind) for kind in self.media)
+        seconds = vision.get("second_per_grid_ts")
+        seconds = None if seconds is None else seconds.cpu()
         for sample, (row, where) in enumerate(spans_of(inputs)):
             own, first = host[row][where], videos.next
             name = name_of(inputs, sample)
