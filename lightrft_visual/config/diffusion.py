@@ -8,14 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from ..batches.diffusion_sampling import (
-    REDUCTIONS,
-    SCHEDULERS,
-    TRAJECTORIES,
-    NoiseConfig,
-    SamplingConfig,
-    check_noise,
-)
+from ..batches.diffusion_sampling import REDUCTIONS, SCHEDULERS, TRAJECTORIES, NoiseConfig, SamplingConfig, check_noise
 from . import registry
 from .constraints import (
     NonNegativeFloat,

@@ -6,16 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from .constraints import (
-    Constraint,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Share,
-    one_of,
-    require,
-)
+from .constraints import Constraint, NonNegativeInt, PositiveFloat, PositiveInt, Section, Share, one_of, require
 
 EMBEDDED = "embedded"
 

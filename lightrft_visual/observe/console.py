@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..strategy.collectives import rank
+from ..strategy.files import writable
 from .rollouts import Record, best_and_worst
-from .sinks import writable
 
 SHOWN = (
     ("reward_mean", "reward"), ("loss", "loss"), ("kl", "kl"), ("grad_norm", "grad"), ("clip_frac", "clip"),

@@ -13,8 +13,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..data.imaging import is_video, to_rgb, video_frames
 from ..errors import DataError
+from ..strategy.files import writable
 from .images import film_strip, fit
-from .sinks import writable
 
 SHEET = "contact_sheet.png"
 MARGIN = 10

@@ -15,20 +15,10 @@ from typing import Any
 from ..errors import ConfigError
 from ..masking import mask_config
 from ..strategy.collectives import rank, world_size
+from ..strategy.files import read_jsonl, to_json, writable, write_atomic
 from . import environment
 from .images import save_image, save_video
-from .sinks import (
-    EVAL_COLUMNS,
-    CsvSink,
-    JsonlSink,
-    Sink,
-    TensorBoardSink,
-    WandbSink,
-    read_jsonl,
-    to_json,
-    writable,
-    write_atomic,
-)
+from .sinks import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,7 @@ from ..batches.fields import Kind, replay_fields
 from ..errors import CheckpointError, ConfigError, DataError
 from ..strategy import collectives
 from . import plan as sampling
-from .items import (
-    AnyExperience,
-    AnyItem,
-    BufferItemDiffusion,
-    make_experience_batch,
-    strip_padding,
-)
+from .items import AnyExperience, AnyItem, BufferItemDiffusion, make_experience_batch, strip_padding
 from .plan import MicroBatch, SampleRef
 from .state import items_from_state, items_to_state
 

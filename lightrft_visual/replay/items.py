@@ -26,14 +26,7 @@ from ..batches.experience import (
     VisionFields,
 )
 from ..batches.fields import Kind, replay_fields, values_equal
-from ..batches.ragged import (
-    gather_rows,
-    pack_actions,
-    scatter_rows,
-    span_mask,
-    unpack_actions,
-    zero_pad_sequences,
-)
+from ..batches.ragged import gather_rows, pack_actions, scatter_rows, span_mask, unpack_actions, zero_pad_sequences
 from ..errors import DataError
 from .codecs import Cut, make_fields, packed_lengths, split_fields, strip_fields
 

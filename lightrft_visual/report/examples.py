@@ -10,7 +10,7 @@ from typing import Any
 
 from ..data.imaging import evenly_spaced
 from ..observe.rollouts import Record, best_and_worst, pick_random, score
-from ..observe.sinks import read_jsonl
+from ..strategy.files import read_jsonl
 from .charts import number
 from .data import RunData, Thumbnails
 

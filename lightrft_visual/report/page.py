@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..errors import DataError
-from ..observe.sinks import write_atomic
+from ..strategy.files import write_atomic
 from .charts import number
 from .curves import reward_section, training_section
 from .data import RunData, Thumbnails, load_run

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ..data.bad_rows import FILE_NAME
-from ..observe.sinks import read_jsonl
+from ..strategy.files import read_jsonl
 from .charts import PALETTE, Point
 from .curves import time_panel
 from .data import PhaseTimes, RunData, flat_config, phase_times

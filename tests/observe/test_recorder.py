@@ -17,7 +17,7 @@ from PIL import Image
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.recorder import RecorderOptions, RunRecorder
-from lightrft_visual.observe.sinks import read_jsonl, writable
+from lightrft_visual.strategy.files import read_jsonl, writable
 
 
 def picture(shade: int, size: int = 20) -> Image.Image:
