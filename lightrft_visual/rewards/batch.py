@@ -242,6 +242,7 @@ class PendingSource(ABC):
         """Start scoring."""
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
+        """Start scoring and wait."""
         return self.submit(batch, call).result()
 
 
@@ -266,4 +267,5 @@ class Source(Protocol):
 
     name: str
 
-    def score(self, batch: RewardBatch, call: Call) -> Scores: ...
+    def score(self, batch: RewardBatch, call: Call) -> Scores:
+        """Scores of the batch's samples, in order."""

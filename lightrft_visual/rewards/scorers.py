@@ -23,7 +23,8 @@ _NAMED = re.compile(r"^([A-Za-z_][\w-]*)=(.+)$")
 class Closing(Protocol):
     """A scorer that holds processes or connections."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End them."""
 
 
 def split_list(value: str | Sequence[str] | None) -> list[str]:

@@ -26,6 +26,7 @@ class BackgroundLoop:
         return self.submit(coroutine).result()
 
     def close(self) -> None:
+        """Stop the loop and wait for its thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
         if not self._thread.is_alive():

@@ -42,4 +42,5 @@ class Math:
             return Failed(str(error))
 
     def close(self) -> None:
+        """End the process."""
         self._worker.close()

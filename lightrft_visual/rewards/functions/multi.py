@@ -35,6 +35,7 @@ class MultiScorer:
         self._sources = [(entry, self._catalogue.resolve(entry, {})) for entry in entries]
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
+        """The weighted sum, with every component beside it."""
         size = len(batch)
         jobs = [
             Job(
@@ -53,4 +54,5 @@ class MultiScorer:
         return Scores(total, failed, {**named_components(columns), "avg": total}, reasons)
 
     def close(self) -> None:
+        """End what the components started."""
         self._catalogue.close()

@@ -122,6 +122,7 @@ class VLModel:
         self.name, self.model, self.processor, self.offload = name, model, processor, offload
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
+        """Scores of prompt, response and images, in batches of similar length."""
         raw: list[float | None] = [None] * len(batch)
         with on_device(self.model, call.device, self.offload) as model:
             for group in by_length([len(query) for query in batch.queries]):
@@ -153,6 +154,7 @@ class TorchModel:
         self.name, self.model, self.pad_id, self.offload, self.packing = name, model, pad_id, offload, packing
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
+        """Scores of the token ids. Raises RewardError for generated media, which have none."""
         if not batch.sequence_tokens:
             raise RewardError(f"reward model {self.name} reads token ids, which generated media do not have")
         raw: list[float | None] = [None] * len(batch)
@@ -192,6 +194,7 @@ class EngineModel:
         self.name, self.model = name, model
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
+        """One call for all samples. Raises RewardError as a reward function does."""
         arguments = {
             "prompt_and_outputs": batch.queries,
             "raw_images": batch.images,

@@ -116,6 +116,7 @@ class HTTPJudge(PendingSource):
         self.name = server_name(self.replicas[0])
 
     def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
+        """Ask about every sample at once."""
         return self.client.loop.submit(self._score(batch, call))
 
     async def _score(self, batch: RewardBatch, call: Call) -> Scores:
@@ -164,6 +165,7 @@ class EngineJudge:
         self.name, self.engine, self.judging = name, engine, judging or Judging()
 
     def score(self, batch: RewardBatch, call: Call | None = None) -> Scores:
+        """Ask about all samples in one call of the engine."""
         from vllm import SamplingParams
 
         parameters = SamplingParams(temperature=0.0, max_tokens=self.judging.max_tokens)

@@ -100,6 +100,7 @@ class RaySource(PendingSource):
             raise ConfigError(f"reward {self.name} does not start on Ray: {type(error).__name__}: {error}") from None
 
     def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
+        """Start scoring in the actors."""
         return self._threads.submit(self._score, batch)
 
     def _score(self, batch: RewardBatch) -> Scores:

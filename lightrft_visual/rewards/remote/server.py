@@ -89,6 +89,7 @@ class Batcher:
         self._held: _Waiting | None = None
 
     async def score(self, batch: RewardBatch) -> Scores:
+        """Scores of a request's batch, which may be scored together with others."""
         waiting = _Waiting(batch)
         await self._queue.put(waiting)
         self._counts.waiting += 1
