@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.rewards.local.callables import CallableSource
 from lightrft_visual.rewards.registry import build_scorer
 from lightrft_visual.rewards.remote.client import token_from_env
 from lightrft_visual.rewards.remote.server import ServerSettings, create_app, serve
@@ -30,6 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--scorer", default="exact", help="a registered scorer (default: exact)")
     what.add_argument("--reward_fn", help="a function, as path.py:name")
+    parser.add_argument("--reward_form", default="auto", help="how the function is called; see docs/coming_from.md")
     what.add_argument("--components", action="append", metavar="NAME=WEIGHT", help="weighted scorers; repeat")
     parser.add_argument(
         "--kwargs", action="append", default=[], metavar="[NAME.]KEY=VALUE", help="scorer settings; repeat"
@@ -78,7 +80,8 @@ def build(arguments: argparse.Namespace) -> Any:
     if arguments.reward_fn:
         if settings:
             raise ConfigError("--kwargs belongs to --scorer and --components; a function has no settings")
-        return load_reward_fn(arguments.reward_fn)
+        function = load_reward_fn(arguments.reward_fn)
+        return CallableSource(function, form=arguments.reward_form, device=arguments.device)
     if arguments.components:
         return build_scorer("multi", {"components": parse_weights(arguments.components), "kwargs": settings})
     return build_scorer(arguments.scorer, settings)

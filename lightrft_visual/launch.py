@@ -73,6 +73,9 @@ def _run(build: Callable[[], PolicyTrainer]) -> None:
     except Exception as error:
         traceback.print_exc()
         _fail(f"{type(error).__name__}: {error}")
+    except SystemExit as leaving:  # a plugin's or library's: the steps of the run were not done
+        traceback.print_exc()
+        _fail(f"sys.exit({leaving.code!r}) was called before the run was done")
     _leave()
 
 
@@ -85,7 +88,8 @@ def _fail(text: str) -> None:
 
     stage, rank = watchdog.stage(), f"rank {collectives.rank()}, " if collectives.world_size() > 1 else ""
     where = "" if stage == watchdog.STARTING else f" ({rank}stage {stage})"
-    print(f"error: {text}{where}", file=sys.stderr, flush=True)
+    first, *rest = text.split("\n")
+    print("\n".join([f"error: {first}{where}", *rest]), file=sys.stderr, flush=True)
     watchdog.report_failure(f"{text} (stage {stage})")
     os._exit(1)
 

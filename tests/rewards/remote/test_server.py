@@ -261,3 +261,16 @@ def test_example_refuses_bad_arguments(arguments, words, capsys, monkeypatch):
 def test_reply_is_strict_json():
     text = post(create_app(lambda completions: [None]), {"queries": ["a"]}).text
     assert json.loads(text, parse_constant=lambda name: pytest.fail(name)) == {"rewards": [None]}
+
+
+def test_a_function_of_another_system_behind_the_example(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import serve_reward
+
+    arguments = serve_reward.build_parser().parse_args(["--reward_fn", f"{ROOT}/tests/rewards/forms/verl.py:plain"])
+    app = create_app(serve_reward.build(arguments))
+    body = {"queries": ["q red", "q blue"], "prompts": ["q ", "q "], "references": ["red", "red"]}
+    assert post(app, body).json() == {"rewards": [1.0, 0.0]}
+    arguments.reward_form = "verrl"
+    with pytest.raises(ConfigError, match="did you mean 'verl'"):
+        serve_reward.build(arguments)
