@@ -27,7 +27,7 @@ NAMED_SECRET = re.compile(
 )
 # Parameters of a URL: `?sig=`, `&X-Amz-Signature=`, `?hf_token=`.
 QUERY_SECRET = re.compile(
-    r"(?i)([?&;](?:\w*token|(?:[\w.\-]*[_\-.])?(?:api_?key|access_?key|key|auth|authorization|secret|password|passwd|pwd|"
+    r"(?i)([?&;#](?:\w*token|(?:[\w.\-]*[_\-.])?(?:api_?key|access_?key|key|auth|authorization|secret|password|passwd|pwd|"
     r"signature|sig|credentials?))=)[^&;,\s#]+"
 )
 URL = re.compile(r"\b[a-z][a-z0-9+.\-]*://[^\s,\"']+", re.IGNORECASE)

@@ -24,6 +24,7 @@ import httpx
 
 from ...config.shared import RewardConfig
 from ...errors import ConfigError, RewardError
+from ...masking import KEY_IN_URL, MASK, mask_urls
 from ...usercode.background import BackgroundLoop
 from ...usercode.calls import masked
 from ..batch import Call, PendingSource, RewardBatch, Scores
@@ -32,12 +33,6 @@ from .wire import BadReply, decode_reply, encode_request
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 FIRST_WAIT = 0.25  # seconds before the first retry
 LONGEST_SAID = 2000
-# Names of fields, and values anywhere in a URL, that let whoever reads them in.
-_SECRET_FIELD = re.compile(
-    r"(?i)[?&;#/]([^=&;?#/]*(token|key|secret|passw)[^=&;?#/]*"
-    r"|([^=&;?#/]*[_.-])?(sig|signature|auth|authorization|credentials?|sas|jwt|session(_?id)?))="
-)
-_SECRET_VALUE = re.compile(r"(hf|sk|ghp|gho|github_pat|glpat|xox[abp])[_-][A-Za-z0-9_-]{6,}|eyJ[\w-]{8,}\.[\w.-]+")
 GATEWAY_ALONE = (502, 504)  # a gateway says that the server behind it does not answer
 SHUN_SECONDS = 30.0  # a replica that failed is tried last for this long
 
@@ -51,7 +46,7 @@ def check_url(url: str) -> None:
         usable = False
     if not usable:
         raise ConfigError(f"reward URL {server_name(url)!r}: write it as http://host:port/path")
-    if parts.username or parts.password or _SECRET_FIELD.search(url) or _SECRET_VALUE.search(url):
+    if mask_urls(url) != url:
         raise ConfigError(
             f"reward URL {server_name(url)!r} holds a password or key, which would end up in files: "
             "put it into an environment variable and name that in reward_token_env"
@@ -63,7 +58,7 @@ def server_name(url: str) -> str:
     scheme, _, rest = re.split(r"[?#;]", url)[0].rpartition("://")
     host, slash, path = rest.partition("/")
     shown = (scheme + "://" if scheme else "") + host.rpartition("@")[2] + slash + path
-    return _SECRET_VALUE.sub("***", shown)
+    return KEY_IN_URL.sub(MASK, shown)
 
 
 class RequestFailed(Exception):

@@ -372,8 +372,8 @@ def test_names_of_components_fit_into_any_file(monkeypatch):
         "https://h/r?a=1&x-amz-signature=hunter2",
         "https://h/r?auth=hunter2",
         "https://h/r;token=hunter2?token=hunter2",
-        "https://h/hf_hunter2hunter2/r",
-        "https://h/r?q=hf_hunter2hunter2",
+        "https://h/hf_hunter2hunter2hunter2/r",
+        "https://h/r?q=hf_hunter2hunter2hunter2",
         "https://h/r#access_token=hunter2",
     ],
 )
