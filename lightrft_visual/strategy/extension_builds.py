@@ -12,7 +12,6 @@ import os
 import time
 from pathlib import Path
 
-from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from ..errors import ConfigError
@@ -24,6 +23,8 @@ OTHER_HOSTS = 600.0  # seconds that a lock may be the work of a process on anoth
 
 def watch_locks() -> None:
     """Let torch's builder look for the owners of locks, in this process."""
+    from torch.utils import cpp_extension  # looks for CUDA's compiler, and says so, when it is imported
+
     cpp_extension.FileBaton = OwnedBaton
 
 
