@@ -150,6 +150,11 @@ class RolloutMetric(Choice):
 
 
 @dataclass(frozen=True)
+class DifferentiableReward(Choice):
+    """target: a function of its settings (differentiable_kwargs) to a `rewards.differentiable.PixelReward`."""
+
+
+@dataclass(frozen=True)
 class Scorer(Choice):
     """target: a class, which is built with the recipe's settings, or a function; see docs/rewards.md."""
 
@@ -164,6 +169,7 @@ engines = Registry("rollout engine", Engine)
 vlm_families = Registry("vision-language family", VLMFamily)
 diffusion_families = Registry("diffusion family", DiffusionFamily)
 rollout_metrics = Registry("rollout metric", RolloutMetric)
+differentiable_rewards = Registry("differentiable reward", DifferentiableReward)
 scorers = Registry("scorer", Scorer)
 
 
@@ -320,7 +326,7 @@ for _entry in (
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Scorers, of both kinds of run
+# Rewards
 # ---------------------------------------------------------------------------------------------------------------------
 
 for _name, _target, _about in (
@@ -346,6 +352,13 @@ for _name, _target, _about in (
 ):
     scorers.add(Scorer(_name, f"lightrft_visual.rewards.functions.{_target}", _about))
 
+_differentiable = "lightrft_visual.rewards.differentiable"
+for _entry in (
+    DifferentiableReward("shape_match", f"{_differentiable}:embedded_shape_match", "the embedded captions"),
+    DifferentiableReward("face_similarity", f"{_differentiable}.face:face_similarity", "the face of the first frame"),
+):
+    differentiable_rewards.add(_entry)
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables
@@ -363,6 +376,7 @@ ALL: dict[str, Registry] = {
     "the checkpoint's model type": vlm_families,
     "--family": diffusion_families,
     "reward.components.NAME=WEIGHT": scorers,
+    "--differentiable_reward": differentiable_rewards,
 }
 
 

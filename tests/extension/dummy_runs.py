@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import torch
 from PIL import Image
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
@@ -50,6 +51,7 @@ def vl(folder: Path) -> dict[str, object]:
 
 
 def diffusion(folder: Path) -> dict[str, object]:
+    from lightrft_visual.rewards.differentiable import load_differentiable
     from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 
     build_pipeline(TinyDiffusionSettings(layers=1)).save_pretrained(folder / "pipeline")
@@ -61,7 +63,13 @@ def diffusion(folder: Path) -> dict[str, object]:
     adapted = {name.rpartition(".lora_")[0] for name, p in policy.named_parameters() if p.requires_grad}
     trainer.fit()
     trainer.close()
-    return {"family": type(policy.family).__name__, "loss": type(trainer.parts.loss).__name__, "adapted": list(adapted)}
+    red = load_differentiable("my_redness", {"weight": 2.0})(torch.ones(1, 3, 2, 2), ["a"], [{}])[0].item()
+    return {
+        "red": red,
+        "family": type(policy.family).__name__,
+        "loss": type(trainer.parts.loss).__name__,
+        "adapted": list(adapted),
+    }
 
 
 if __name__ == "__main__":

@@ -73,6 +73,14 @@ def my_letters(completions, per_letter=1.0):
     return [per_letter * len(text) for text in completions]
 
 
+@registry.differentiable_rewards.register("my_redness", about="how red an image is")
+def my_redness(weight=1.0):
+    def score(media, prompts, metadata):
+        return weight * media[:, 0].flatten(1).mean(dim=1), torch.ones(len(media), dtype=torch.bool)
+
+    return score
+
+
 @registry.rollout_metrics.register("my_reward_square", about="squares of the rewards")
 def my_reward_square(experience):
     return experience.info["reward"].square(), experience.valid.bool()

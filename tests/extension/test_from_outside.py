@@ -64,7 +64,7 @@ def test_a_diffusion_run_is_made_of_them(made):
     found = rows(made / "diffusion" / "metrics.csv")
     known = facts(made, "diffusion")
     assert len(found) == 2 and all(float(row["my_weight"]) > 0 and float(row["grad_norm"]) > 0 for row in found)
-    assert (known["family"], known["loss"]) == ("QueriesOnly", "Imitation")
+    assert (known["family"], known["loss"], known["red"]) == ("QueriesOnly", "Imitation", 2.0)
     assert known["adapted"] and all(name.endswith("attn.to_q") for name in known["adapted"])
 
 

@@ -267,7 +267,7 @@ def save_text_length(folder: str | Path, text_length: int) -> None:
 
 
 def family_of(pipeline: DiffusionPipeline, text_length: int | None = None, family: str = "auto") -> DiffusionFamily:
-    """The adapter for a loaded pipeline: the family named, or the first that reads the pipeline's class.
+    """The adapter for a loaded pipeline: the family named, or the one registered last for the pipeline's class.
 
     Raises ConfigError where none does, or the one named does not.
     """
@@ -280,7 +280,7 @@ def family_of(pipeline: DiffusionPipeline, text_length: int | None = None, famil
 
 def family_class(pipeline_name: str) -> type[DiffusionFamily]:
     """The family that reads a class of pipelines; ConfigError names the known classes when there is none."""
-    for family in registry.diffusion_families:
+    for family in reversed([*registry.diffusion_families]):  # one from outside comes first
         if family.pipeline == pipeline_name:
             return family.load()
     known = ", ".join(family.pipeline for family in registry.diffusion_families)

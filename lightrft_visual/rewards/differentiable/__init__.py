@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from ...config import registry
 from ...errors import ConfigError, RewardError, did_you_mean
 from ...usercode.calls import call
 from ...usercode.loading import LoadedFunction, callable_name, load_reward_fn
 from ..functions.shape_match import shape_match
-from .face import face_similarity
 
 T = torch.Tensor
 # (media (B, 3, H, W) or (B, 3, T, H, W) in about 0..1 with gradient, prompts, metadata) -> scores (B), valid (B) bool
@@ -30,15 +30,8 @@ def embedded_shape_match() -> PixelReward:
     return score
 
 
-# name -> factory, whose parameters are the settings in algorithm.differentiable_kwargs
-DIFFERENTIABLE_REWARDS: dict[str, Callable[..., PixelReward]] = {
-    "shape_match": embedded_shape_match,
-    "face_similarity": face_similarity,
-}
-
-
 def load_differentiable(name: str, settings: Mapping[str, Any] | None = None) -> PixelReward:
-    """A name of DIFFERENTIABLE_REWARDS built with its settings, or `path.py:function`, which takes none.
+    """A name of the registry built with its settings, or `path.py:function`, which takes none.
 
     Raises ConfigError, with the nearest name, for an unknown name or setting, and for a missing one.
     """
@@ -47,9 +40,7 @@ def load_differentiable(name: str, settings: Mapping[str, Any] | None = None) ->
         if settings:
             raise ConfigError(f"differentiable_kwargs are settings of the built-in rewards; {name} takes none")
         return users_reward(load_reward_fn(name))
-    if name not in DIFFERENTIABLE_REWARDS:
-        raise ConfigError(f"unknown differentiable_reward {name!r}{did_you_mean(name, DIFFERENTIABLE_REWARDS)}")
-    factory = DIFFERENTIABLE_REWARDS[name]
+    factory = registry.differentiable_rewards.load(name)
     parameters = inspect.signature(factory).parameters
     for key in settings:
         if key not in parameters:

@@ -14,7 +14,7 @@ from lightrft_visual.config.diffusion import DiffusionAlgorithmConfig, Diffusion
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.roots import DIFFUSION_PRESET
-from lightrft_visual.rewards.differentiable import DIFFERENTIABLE_REWARDS, check_scores, load_differentiable
+from lightrft_visual.rewards.differentiable import check_scores, load_differentiable
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGES = {name: (DOCS / name).read_text() for name in ("diffusion.md", "reward_fl.md")}
@@ -26,7 +26,7 @@ def test_every_choice_is_documented() -> None:
         *registry.diffusion_algorithms.names(),
         *registry.diffusion_families.names(),
         "auto",
-        *DIFFERENTIABLE_REWARDS,
+        *registry.differentiable_rewards.names(),
     ):
         assert re.search(rf"[`_ ]{name}`", TEXT), name
 
