@@ -32,8 +32,8 @@ class RolloutEngine(Protocol):
     def reset_caches(self) -> None:
         """Forget what was computed of earlier prompts."""
 
-    def sleep(self) -> None:
-        """Free accelerator memory while training."""
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Free accelerator memory while training. Without its weights it takes new ones before it generates again."""
 
     def wake(self) -> None:
         """Make ready for weights and generation again."""

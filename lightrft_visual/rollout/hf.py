@@ -86,7 +86,7 @@ class TransformersEngine:
     def reset_caches(self) -> None:
         """Nothing to do: no cache outlives a call of `generate`."""
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = True) -> None:
         """Nothing to free: it holds no memory between calls of `generate`."""
 
     def wake(self) -> None:

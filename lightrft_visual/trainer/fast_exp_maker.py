@@ -43,7 +43,8 @@ class MakerSettings:
 
     engine: None builds the transformers engine around the actor; a `DiffusersEngine` draws pictures or videos.
     diffusion: how advantages of that engine's samples are made. data_processor, rewards: None builds them from the
-    constructor's arguments. dynamic_sampling_tries: 1 turns dynamic sampling off.
+    constructor's arguments. dynamic_sampling_tries: 1 turns dynamic sampling off. weights_follow: the engine is given
+    new weights after each batch, so that it need not keep the old ones while it sleeps.
     """
 
     engine: RolloutEngine | DiffusersEngine | None = None
@@ -56,6 +57,7 @@ class MakerSettings:
     data_processor: MultimodalDataProcessor | None = None
     rewards: RewardComputationEngine | None = None
     timer: PhaseTimer | None = None
+    weights_follow: bool = False
 
 
 class FastExperienceMaker:
@@ -211,7 +213,7 @@ class FastExperienceMaker:
     def _rest(self) -> None:
         """Let the engine give its memory on the accelerator to rewards and forward passes."""
         with self._phase("sync"):
-            self.engine.sleep()
+            self.engine.sleep(keep_weights=not self.settings.weights_follow)
 
     def _parts(self, rollouts: list[Rollout]) -> list[list[Rollout]]:
         """Those of each micro-batch."""

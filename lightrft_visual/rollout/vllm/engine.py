@@ -36,7 +36,7 @@ class VLLMEngine:
         self.sharing = PromptSharing(settings.tensor_parallel_size)
         prepare_environment()
         self.settings = settings
-        self.asleep = False
+        self.asleep = self.lacks_weights = False
         self.failure: str | None = None
         self.llm = self._build()
         self.tokenizer = self.llm.get_tokenizer()
@@ -75,6 +75,8 @@ class VLLMEngine:
         if self.failure is not None:
             # Requests of the failed call are still in vLLM's scheduler; it would turn in circles on them.
             raise RolloutError(f"the engine failed before: {self.failure}")
+        if self.lacks_weights:
+            raise RolloutError("the engine slept without its weights: call update_weights before it generates")
         try:
             return self.llm.generate(prompts, params, use_tqdm=False)
         except Exception as error:
@@ -130,6 +132,9 @@ class VLLMEngine:
         """Load new weights in place (checkpoint names), then drop every cache that was computed with the old ones."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
         self.llm.apply_model(_refresh_tied_head)
+        if self.lacks_weights:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.lacks_weights = False
         self.reset_caches()
 
     def reset_caches(self) -> None:
@@ -138,15 +143,19 @@ class VLLMEngine:
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
-    def sleep(self) -> None:
-        """Free weights and KV cache on the accelerator until `wake`; nothing to free on CPU."""
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Free weights and KV cache on the accelerator until `wake`; nothing to free on CPU.
+
+        Kept weights are copied to host memory and back. Without them `wake` brings back their room alone;
+        `update_weights` fills it and then takes the KV cache back, which does not stand beside what the sync gathers.
+        """
         if self.settings.enable_sleep and get_accelerator().device_name() != "cpu" and not self.asleep:
-            self.llm.sleep(level=1)
-            self.asleep = True
+            self.llm.sleep(level=1 if keep_weights else 2)
+            self.asleep, self.lacks_weights = True, not keep_weights
 
     def wake(self) -> None:
         if self.asleep:
-            self.llm.wake_up()
+            self.llm.wake_up(tags=["weights"] if self.lacks_weights else None)
             self.asleep = False
 
     def close(self) -> None:

@@ -203,6 +203,7 @@ def _maker(config, strategy, checkpoint, models, engine, rewards, timer) -> Fast
         micro_batch_size=rollout.micro_rollout_batch_size,
         dynamic_sampling_tries=rollout.dynamic_sampling_max_tries if rollout.dynamic_sampling else 1,
         run_seed=config.train.seed,
+        weights_follow=True,
         data_processor=MultimodalDataProcessor(
             checkpoint.tokenizer,
             checkpoint.processor,

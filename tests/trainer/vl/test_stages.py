@@ -43,8 +43,8 @@ class ToldEngine(TransformersEngine):
     def wake(self) -> None:
         self.told.append("wake")
 
-    def sleep(self) -> None:
-        self.told.append("sleep")
+    def sleep(self, keep_weights: bool = True) -> None:
+        self.told.append("sleep" if keep_weights else "sleep without weights")
 
 
 def maker_of(checkpoint, told: list[str], **settings) -> FastExperienceMaker:
@@ -79,6 +79,12 @@ def test_with_dynamic_sampling_it_sleeps_once_no_round_can_follow(checkpoint):
     maker_of(checkpoint, told, dynamic_sampling_tries=2).make(PROMPTS, more=lambda: PROMPTS)
     rounds = ["wake", "generate", "reward", "wake", "generate", "sleep", "reward"]
     assert told == [*rounds, "sleep", "forward", "forward"]
+
+
+def test_an_engine_that_is_given_new_weights_does_not_keep_the_old_ones(checkpoint):
+    told: list[str] = []
+    maker_of(checkpoint, told, weights_follow=True).make(PROMPTS)
+    assert "sleep without weights" in told and "sleep" not in told
 
 
 def test_an_evaluation_pads_nothing(checkpoint, monkeypatch):

@@ -1,0 +1,83 @@
+"""In which order vLLM is told to sleep, to wake and to load, as on an accelerator."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from lightrft_visual.errors import RolloutError
+from lightrft_visual.rollout.vllm import engine as engine_module
+from lightrft_visual.rollout.vllm.arguments import VLLMSettings
+from lightrft_visual.rollout.vllm.engine import VLLMEngine
+
+
+class ToldLLM:
+    """Notes what vLLM's `LLM` is told."""
+
+    def __init__(self):
+        self.told = []
+        self.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: None)
+
+    def sleep(self, level):
+        self.told.append(f"sleep {level}")
+
+    def wake_up(self, tags=None):
+        self.told.append(f"wake {'all' if tags is None else ','.join(tags)}")
+
+    def collective_rpc(self, name, kwargs):
+        self.told.append(name)
+
+    def apply_model(self, function):
+        pass
+
+    def reset_prefix_cache(self):
+        self.told.append("reset")
+
+    def reset_mm_cache(self):
+        pass
+
+    def generate(self, prompts, params, use_tqdm):
+        self.told.append("generate")
+        return []
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    monkeypatch.setattr(engine_module, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    made = VLLMEngine.__new__(VLLMEngine)
+    made.settings, made.llm = VLLMSettings("model", 64, enable_sleep=True), ToldLLM()
+    made.asleep = made.lacks_weights = False
+    made.failure = None
+    return made
+
+
+def test_with_its_weights_it_wakes_whole(engine):
+    engine.sleep()
+    engine.sleep()
+    engine.wake()
+    engine.wake()
+    engine._run([{}], [None])
+    assert engine.llm.told == ["sleep 1", "wake all", "generate"]
+
+
+def test_without_them_room_for_weights_comes_first_and_the_kv_cache_after_the_load(engine):
+    engine.sleep(keep_weights=False)
+    engine.wake()
+    with pytest.raises(RolloutError, match="call update_weights before"):
+        engine._run([{}], [None])
+    engine.update_weights([])
+    engine._run([{}], [None])
+    assert engine.llm.told == [
+        "sleep 2", "wake weights", "reload_weights", "wake kv_cache", "reset", "generate",
+    ]  # fmt: skip
+    engine.update_weights([])
+    assert engine.llm.told[6:] == ["reload_weights", "reset"]
+
+
+def test_an_engine_that_may_not_sleep_stays_awake(engine):
+    engine.settings.enable_sleep = False
+    engine.sleep(keep_weights=False)
+    engine.wake()
+    engine._run([{}], [None])
+    assert engine.llm.told == ["generate"]
