@@ -7,7 +7,8 @@ attention takes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,7 +20,9 @@ from transformers import (
     InternVLConfig,
     InternVLProcessor,
     InternVLVideoProcessor,
+    PretrainedConfig,
     PreTrainedModel,
+    ProcessorMixin,
     Qwen2_5_VLConfig,
     Qwen2_5_VLProcessor,
     Qwen2Config,
@@ -34,10 +37,6 @@ from transformers import (
 )
 
 from ..strategy.seeding import seed_everything
-
-QWEN_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-VISION_FAMILIES = (*QWEN_FAMILIES, "internvl")
-FAMILIES = (*VISION_FAMILIES, "qwen2")
 
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
@@ -69,13 +68,25 @@ _CHAT_TEMPLATE = (
 )
 
 
+@dataclass(frozen=True)
+class TinyFamily:
+    """How the tiny model of one family is built.
+
+    config: from (settings of the text model, token text to id, hidden size, tied embeddings) to the configuration.
+    processor: from (tokenizer, largest pixels of an image) to the family's own; None for text only. media: placeholders
+    by kind. special_tokens: those that the tokenizer has by names of their own.
+    """
+
+    config: Callable[[dict, Callable[[str], int], int, bool], PretrainedConfig]
+    processor: Callable[[Qwen2Tokenizer, int], ProcessorMixin] | None
+    media: dict[str, str]
+    special_tokens: dict[str, str] = field(default_factory=dict)
+
+
 def chat_template(family: str) -> str:
     """ChatML with the placeholders of a family."""
-    media = _INTERNVL_MEDIA if family == "internvl" else _QWEN_MEDIA
+    media = TINY_FAMILIES[family].media
     return _CHAT_TEMPLATE.replace("IMAGE_PLACEHOLDER", media["image"]).replace("VIDEO_PLACEHOLDER", media["video"])
-
-
-CHAT_TEMPLATE = chat_template("qwen2_5_vl")
 
 
 def build_tokenizer(texts: Iterable[str], vocab_size: int = 512, family: str = "qwen2_5_vl") -> Qwen2Tokenizer:
@@ -88,52 +99,45 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int = 512, family: str = "
     trained.train_from_iterator(texts, trainer)
     model = json.loads(trained.to_str())["model"]
     merges = [tuple(merge) if not isinstance(merge, str) else tuple(merge.split(" ", 1)) for merge in model["merges"]]
+    named = TINY_FAMILIES[family].special_tokens
     tokenizer = Qwen2Tokenizer(
         vocab=model["vocab"],
         merges=merges,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        **(
-            {"extra_special_tokens": _INTERNVL_TOKENS}
-            if family == "internvl"
-            else {"additional_special_tokens": list(SPECIAL_TOKENS)}
-        ),
+        **({"extra_special_tokens": named} if named else {"additional_special_tokens": list(SPECIAL_TOKENS)}),
     )
-    if family == "internvl":  # one of the two arguments only
+    if named:  # the tokenizer takes one of the two arguments only
         tokenizer.add_tokens(list(SPECIAL_TOKENS), special_tokens=True)
     tokenizer.chat_template = chat_template(family)
     return tokenizer
 
 
-def build_processor(family: str, tokenizer: Qwen2Tokenizer, max_pixels: int = 448 * 448):
+def build_processor(family: str, tokenizer: Qwen2Tokenizer, max_pixels: int = 448 * 448) -> ProcessorMixin:
     """The family's own processor around `tokenizer`; images are resized to multiples of the merged patch, or cut into
     tiles."""
-    if family == "internvl":
-        return _internvl_processor(tokenizer)
-    patch_size = 16 if family == "qwen3_vl" else 14
-    unit = (2 * patch_size) ** 2
-    size = {"shortest_edge": unit, "longest_edge": max_pixels}
-    shared = {"patch_size": patch_size, "merge_size": 2, "temporal_patch_size": 2, "size": size}
-    image_processor = Qwen2VLImageProcessor(**shared)
-    video_class = Qwen3VLVideoProcessor if family == "qwen3_vl" else Qwen2VLVideoProcessor
-    video_processor = video_class(**shared)
-    processor_class = {
-        "qwen2_vl": Qwen2VLProcessor,
-        "qwen2_5_vl": Qwen2_5_VLProcessor,
-        "qwen3_vl": Qwen3VLProcessor,
-    }[family]
-    return processor_class(
-        image_processor=image_processor,
-        tokenizer=tokenizer,
-        video_processor=video_processor,
-        chat_template=CHAT_TEMPLATE,
-    )
+    return TINY_FAMILIES[family].processor(tokenizer, max_pixels)
 
 
-def _internvl_processor(tokenizer: Qwen2Tokenizer) -> InternVLProcessor:
+def _qwen_processor(name: str, processor: type, videos: type, patch_size: int):
+    def build(tokenizer: Qwen2Tokenizer, max_pixels: int) -> ProcessorMixin:
+        size = {"shortest_edge": (2 * patch_size) ** 2, "longest_edge": max_pixels}
+        shared = {"patch_size": patch_size, "merge_size": 2, "temporal_patch_size": 2, "size": size}
+        return processor(
+            image_processor=Qwen2VLImageProcessor(**shared),
+            tokenizer=tokenizer,
+            video_processor=videos(**shared),
+            chat_template=chat_template(name),
+        )
+
+    return build
+
+
+def _internvl_processor(tokenizer: Qwen2Tokenizer, max_pixels: int) -> InternVLProcessor:
     size = {"height": INTERNVL_TILE, "width": INTERNVL_TILE}
+    tiles = max(1, min(4, max_pixels // INTERNVL_TILE**2))
     return InternVLProcessor(
-        image_processor=GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=4),
+        image_processor=GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=tiles),
         tokenizer=tokenizer,
         video_processor=InternVLVideoProcessor(size=size),
         image_seq_length=(INTERNVL_TILE // INTERNVL_PATCH // 2) ** 2,
@@ -156,65 +160,85 @@ def _text_config(vocab_size: int, hidden: int, layers: int) -> dict:
 
 def tiny_config(family: str, tokenizer: Qwen2Tokenizer, *, tie_embeddings: bool, hidden: int = 128, layers: int = 2):
     """The configuration object of a tiny model of `family` for the vocabulary of `tokenizer`."""
+    if family not in TINY_FAMILIES:
+        raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
     token_id = tokenizer.convert_tokens_to_ids
-    vocab_size = -(-len(tokenizer) // 64) * 64
-    text = _text_config(vocab_size, hidden, layers)
     ends = {"bos_token_id": token_id("<|endoftext|>"), "eos_token_id": token_id("<|im_end|>")}
-    if family == "qwen2":
-        return Qwen2Config(**text, **ends, tie_word_embeddings=tie_embeddings)
-    if family == "internvl":
-        vision = {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": [INTERNVL_TILE, INTERNVL_TILE],
-            "patch_size": [INTERNVL_PATCH, INTERNVL_PATCH],
-        }
-        return InternVLConfig(
-            vision_config=vision,
-            text_config=text | ends | {"model_type": "qwen2"},
-            image_token_id=token_id("<IMG_CONTEXT>"),
-            image_seq_length=(INTERNVL_TILE // INTERNVL_PATCH // 2) ** 2,
-            tie_word_embeddings=tie_embeddings,
-        )
-    mrope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-    shared = {
+    text = _text_config(-(-len(tokenizer) // 64) * 64, hidden, layers) | ends
+    return TINY_FAMILIES[family].config(text, token_id, hidden, tie_embeddings)
+
+
+def _qwen2(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> Qwen2Config:
+    return Qwen2Config(**text, tie_word_embeddings=tied)
+
+
+def _internvl(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> InternVLConfig:
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": [INTERNVL_TILE, INTERNVL_TILE],
+        "patch_size": [INTERNVL_PATCH, INTERNVL_PATCH],
+    }
+    return InternVLConfig(
+        vision_config=vision,
+        text_config=text | {"model_type": "qwen2"},
+        image_token_id=token_id("<IMG_CONTEXT>"),
+        image_seq_length=(INTERNVL_TILE // INTERNVL_PATCH // 2) ** 2,
+        tie_word_embeddings=tied,
+    )
+
+
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+_TOWER = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
+
+
+def _qwen_shared(token_id: Callable[[str], int], tied: bool) -> dict:
+    return {
         "image_token_id": token_id("<|image_pad|>"),
         "video_token_id": token_id("<|video_pad|>"),
         "vision_start_token_id": token_id("<|vision_start|>"),
         "vision_end_token_id": token_id("<|vision_end|>"),
-        "tie_word_embeddings": tie_embeddings,
+        "tie_word_embeddings": tied,
     }
-    text |= ends
-    if family == "qwen2_vl":
-        vision = {"depth": 2, "embed_dim": 64, "hidden_size": hidden, "num_heads": 2, "mlp_ratio": 2}
-        return Qwen2VLConfig(text_config=text | {"rope_parameters": mrope}, vision_config=vision, **shared)
-    if family == "qwen2_5_vl":
-        vision = {
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 2,
-            "out_hidden_size": hidden,
-            "window_size": 112,
-            "fullatt_block_indexes": [1],
-            "tokens_per_second": 2,
-        }
-        return Qwen2_5_VLConfig(text_config=text | {"rope_parameters": mrope}, vision_config=vision, **shared)
-    if family == "qwen3_vl":
-        vision = {
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 2,
-            "out_hidden_size": hidden,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
-        }
-        text |= {"head_dim": 32, "rope_parameters": mrope | {"mrope_interleaved": True}}
-        return Qwen3VLConfig(text_config=text, vision_config=vision, **shared)
-    raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
+
+
+def _qwen2_vl(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> Qwen2VLConfig:
+    vision = {"depth": 2, "embed_dim": 64, "hidden_size": hidden, "num_heads": 2, "mlp_ratio": 2}
+    text = text | {"rope_parameters": _MROPE}
+    return Qwen2VLConfig(text_config=text, vision_config=vision, **_qwen_shared(token_id, tied))
+
+
+def _qwen2_5_vl(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> Qwen2_5_VLConfig:
+    own = {"out_hidden_size": hidden, "window_size": 112, "fullatt_block_indexes": [1], "tokens_per_second": 2}
+    text = text | {"rope_parameters": _MROPE}
+    return Qwen2_5_VLConfig(text_config=text, vision_config=_TOWER | own, **_qwen_shared(token_id, tied))
+
+
+def _qwen3_vl(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> Qwen3VLConfig:
+    own = {"out_hidden_size": hidden, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    text = text | {"head_dim": 32, "rope_parameters": _MROPE | {"mrope_interleaved": True}}
+    return Qwen3VLConfig(text_config=text, vision_config=_TOWER | own, **_qwen_shared(token_id, tied))
+
+
+TINY_FAMILIES: dict[str, TinyFamily] = {
+    "qwen2_vl": TinyFamily(
+        _qwen2_vl, _qwen_processor("qwen2_vl", Qwen2VLProcessor, Qwen2VLVideoProcessor, 14), _QWEN_MEDIA
+    ),
+    "qwen2_5_vl": TinyFamily(
+        _qwen2_5_vl, _qwen_processor("qwen2_5_vl", Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, 14), _QWEN_MEDIA
+    ),
+    "qwen3_vl": TinyFamily(
+        _qwen3_vl, _qwen_processor("qwen3_vl", Qwen3VLProcessor, Qwen3VLVideoProcessor, 16), _QWEN_MEDIA
+    ),
+    "internvl": TinyFamily(_internvl, _internvl_processor, _INTERNVL_MEDIA, _INTERNVL_TOKENS),
+    "qwen2": TinyFamily(_qwen2, None, _QWEN_MEDIA),
+}
+FAMILIES = tuple(TINY_FAMILIES)
+VISION_FAMILIES = tuple(name for name, family in TINY_FAMILIES.items() if family.processor is not None)
+QWEN_FAMILIES = tuple(name for name in VISION_FAMILIES if name.startswith("qwen"))
+CHAT_TEMPLATE = chat_template("qwen2_5_vl")
 
 
 def build_tiny_model(config) -> PreTrainedModel:
@@ -245,7 +269,7 @@ def build_tiny_checkpoint(
     tokenizer = build_tokenizer(texts, family=family)
     config = tiny_config(family, tokenizer, tie_embeddings=tie_embeddings, hidden=hidden, layers=layers)
     build_tiny_model(config).save_pretrained(folder)
-    if family in VISION_FAMILIES:
+    if TINY_FAMILIES[family].processor is not None:
         build_processor(family, tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)
