@@ -15,10 +15,10 @@ from typing import Any
 from ..errors import ConfigError
 from ..masking import mask_config
 from ..strategy.collectives import rank, world_size
-from ..strategy.files import read_jsonl, to_json, writable, write_atomic
+from ..strategy.files import read_jsonl, to_json, write_atomic
 from . import environment
 from .images import save_image, save_video
-from .sinks import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink
+from .sinks import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink, column_name
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class RunRecorder:
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics as Python numbers under names that every sink takes; `step` has its own place."""
-    return {writable(name): float(value) for name, value in metrics.items() if name != "step"}
+    return {column_name(name): float(value) for name, value in metrics.items() if name != "step"}
 
 
 def store_images(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import ConfigError
-from ..strategy.files import append_line, read_jsonl, to_json, writable, write_atomic
+from ..strategy.files import append_line, read_jsonl, to_json, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,14 @@ class Sink(Protocol):
     def cut_back(self, step: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+def column_name(name: str) -> str:
+    """A metric's name on one line that every sink takes: other than printable characters become their escapes.
+
+    Names hold labels and reward components, which are text of the data.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in name)
 
 
 def parse_step(text: Any) -> int | None:
@@ -69,7 +77,7 @@ class CsvSink:
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._last_step is not None and step <= self._last_step:
             self.cut_back(step - 1)
-        row = {"step": step, **{writable(name): value for name, value in metrics.items()}}
+        row = {"step": step, **{column_name(name): value for name, value in metrics.items()}}
         new = [name for name in row if name not in self.columns]
         if new or not self.path.exists():
             self.columns += new

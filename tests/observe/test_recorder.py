@@ -17,7 +17,8 @@ from PIL import Image
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.recorder import RecorderOptions, RunRecorder
-from lightrft_visual.strategy.files import read_jsonl, writable
+from lightrft_visual.observe.sinks import column_name
+from lightrft_visual.strategy.files import read_jsonl
 
 
 def picture(shade: int, size: int = 20) -> Image.Image:
@@ -142,5 +143,5 @@ def test_any_text_can_be_written_and_reads_back(tmp_path_factory, text, more):
     stream.getvalue().encode()
     run.close()
     with open(folder / "eval_metrics.csv", newline="", encoding="utf-8") as file:
-        values = [row[writable(name)] for row in csv.DictReader(file)]
+        values = [row[column_name(name)] for row in csv.DictReader(file)]
     assert values == ["0.5", "0.25"]
