@@ -161,7 +161,7 @@ def bind(
 
 
 def own(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
-    """A copy that its receiver may change without anyone else seeing it. Pictures are shared until they are changed,
+    """A copy that its receiver may change without anyone else seeing it. Images are shared until they are changed,
     arrays cannot be changed. `copies`: of tensors, made once; with the original, so that its id stays its own."""
     if isinstance(value, Image.Image):
         value.load()

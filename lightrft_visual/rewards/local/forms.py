@@ -87,7 +87,7 @@ def flow_grpo_result(result: Any, name: str) -> Any:
 
 
 def _pixels(batch: RewardBatch) -> Any:
-    """(B, 3, H, W), or (B, F, 3, H, W) for videos, float32 in 0..1; a list of pictures where sizes differ."""
+    """(B, 3, H, W), or (B, F, 3, H, W) for videos, float32 in 0..1; a list of images where sizes differ."""
     frames = [batch.frames(i, count=10**9) for i in range(len(batch))]
     if len({(len(row), *(frame.size for frame in row)) for row in frames}) != 1 or not frames[0]:
         return [row[0] if row else None for row in frames]
