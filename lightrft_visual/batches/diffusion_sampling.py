@@ -17,7 +17,7 @@ REDUCTIONS = ("mean", "sum")
 SCHEDULERS = ("model_default", "flow_match_euler")
 
 
-TRAJECTORIES = ("ode", "sde", "sde_reflow", "cps")
+TRAJECTORIES = ("ode", "sde", "sde_reflow", "dance", "cps")
 
 
 TRAIN_TIMESTEPS = 1000  # timestep = sigma * TRAIN_TIMESTEPS for flow matching
@@ -105,14 +105,18 @@ class NoiseConfig:
     """How stochastic steps are drawn and scored.
 
     noise_level: see `sde_step`. window_size: number of consecutive stochastic steps, the others follow the ODE
-    (Flow-GRPO-Fast); 0 means every step but the last. log_prob: mean or sum over latent dimensions. keep_means: also
-    return the mean of every step, which GRPO-Guard compares with (as much memory as the trajectory).
+    (Flow-GRPO-Fast); 0 means every step but the last. window_range: first step and end of the steps that the window is
+    drawn in; None is the first half. log_prob: mean or sum over latent dimensions. keep_means: also return the mean of
+    every step, which GRPO-Guard compares with (as much memory as the trajectory). keep_path: return the trajectory; a
+    loss on finished samples has no use for it.
     """
 
     noise_level: float = 0.7
     window_size: int = 0
     log_prob: str = "mean"
     keep_means: bool = False
+    window_range: tuple[int, int] | None = None
+    keep_path: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.noise_level < math.inf:
@@ -173,3 +177,15 @@ def check_noise(config: SamplingConfig, noise: NoiseConfig) -> None:
         raise ConfigError("a stochastic trajectory needs num_steps of at least 2: the last step is deterministic")
     if noise.window_size >= config.moving_steps:
         raise ConfigError(f"window_size {noise.window_size} leaves no deterministic last step")
+    if noise.window_range is not None:
+        _check_window(noise.window_size, *noise.window_range, config.moving_steps)
+
+
+def _check_window(size: int, start: int, end: int, steps: int) -> None:
+    if size == 0:
+        raise ConfigError("sde_window_range is where the window lies: set sde_window_size too")
+    if not (0 <= start and start + size <= end < steps):
+        raise ConfigError(
+            f"a window of {size} steps does not fit into steps {start} to {end} (without the end): of {steps} steps "
+            "the last is deterministic"
+        )

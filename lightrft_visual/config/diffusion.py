@@ -1,6 +1,7 @@
 """The configuration of a diffusion run; conventions as in vl.py. Names and defaults follow Flow-GRPO and ROLL.
 
-Sizes are in pixels and frames, timesteps of Reward FL are step indices from 0, boundaries are shares of the schedule.
+Sizes are in pixels and frames, timesteps of Reward FL are step indices from 0, its boundaries are shares of the noise
+schedule's timesteps.
 """
 
 from __future__ import annotations
@@ -35,31 +36,20 @@ from .shared import (
 )
 
 SCHEDULES = {"constant": "constant_with_warmup", "cosine": "cosine", "linear": "linear"}
+ROLL_DENOISERS = {"dit": "transformer", "dit2": "transformer_2"}
 MEANING = {"flow": "a velocity", "epsilon": "noise (DDIM)"}
 
 
-def gradient_steps(num_steps: int, first: int, last: int, lowest: float, highest: float) -> list[int]:
+def gradient_steps(num_steps: int, first: int, last: int) -> list[int]:
     """Steps of Reward FL, counted from 0, whose velocity carries gradient; see algorithms/diffusion/reward_fl.py.
 
-    Those from `first` (mid_timestep) to `last` (final_timestep) whose share step / num_steps lies in [lowest, highest)
-    (min_timestep_boundary, max_timestep_boundary). Raises ConfigError where these contradict, or leave no step.
+    Those from `first` (mid_timestep) to `last` (final_timestep). Raises ConfigError where these contradict.
     """
     require(
         0 <= first <= last < num_steps,
         f"steps count from 0: 0 <= mid_timestep {first} <= final_timestep {last} < num_steps {num_steps} must hold",
     )
-    require(
-        0 <= lowest < highest <= 1,
-        f"timestep boundaries are shares of the schedule: 0 <= min_timestep_boundary {lowest} < max_timestep_boundary "
-        f"{highest} <= 1 must hold",
-    )
-    steps = [step for step in range(first, last + 1) if lowest <= step / num_steps < highest]
-    require(
-        bool(steps),
-        f"no step from mid_timestep {first} to final_timestep {last} of {num_steps} lies inside the timestep "
-        f"boundaries [{lowest}, {highest})",
-    )
-    return steps
+    return list(range(first, last + 1))
 
 
 @dataclass
@@ -81,6 +71,13 @@ class DiffusionModelConfig(Section):
     vae_tiling: bool = False  # decode large pictures in overlapping tiles: less memory, blended at the seams
     use_gradient_checkpointing_offload: bool = False  # keep checkpointed activations in host memory
 
+    @property
+    def trained_denoisers(self) -> tuple[str, ...] | None:
+        """`trainable_models` by the names of diffusers' pipelines; None for all."""
+        if self.trainable_models is None:
+            return None
+        return tuple(ROLL_DENOISERS.get(name, name) for name in self.trainable_models.split(","))
+
     def check(self) -> None:
         """What offloads checkpointed activations needs them to be checkpointed."""
         require(
@@ -93,15 +90,16 @@ class DiffusionModelConfig(Section):
 class DiffusionSamplingConfig(Section):
     """How pictures and videos are drawn in rollouts and in evaluation (always an ODE there)."""
 
-    num_steps: PositiveInt | None = None  # default: 10, reward_fl 8
+    num_steps: PositiveInt | None = None  # default: 10, reward_fl 8, ddpo and dpok 50
     eval_num_steps: PositiveInt = 40
     scheduler: Annotated[str, one_of(*SCHEDULERS)] = "model_default"
     trajectory: Annotated[str | None, one_of(*TRAJECTORIES)] = None  # default: the algorithm's
     flow_shift: float | None = None  # of the scheduler's own schedule; timesteps and sigmas are taken as they are
     timesteps: list[float] | None = None  # 1000..0, instead of the scheduler's; num_steps becomes their number
     sigmas: list[float] | None = None  # 1..0, likewise
-    noise_level: float = 0.7
+    noise_level: float | None = None  # default: 0.7, dance_grpo 0.3, ddpo and dpok 1; sde_reflow has none
     sde_window_size: NonNegativeInt = 0  # Flow-GRPO-Fast: this many stochastic steps, the rest by ODE; 0 for no window
+    sde_window_range: list[int] | None = None  # first step and end of the steps it lies in; default: 0 and num_steps/2
     log_prob: Annotated[str, one_of(*REDUCTIONS)] = "mean"  # over latent dimensions
     same_latent: bool = False  # all samples of a prompt start from the same noise
     guidance_scale: NonNegativeFloat = 4.5
@@ -118,6 +116,11 @@ class DiffusionSamplingConfig(Section):
         if given:
             self.num_steps = len(given)
         super().__post_init__()
+
+    def check(self) -> None:
+        """A range has two ends."""
+        found = self.sde_window_range
+        require(found is None or len(found) == 2, f"sde_window_range is {found}; it takes the first step and the end")
 
 
 @dataclass
@@ -149,17 +152,22 @@ class DiffusionAlgorithmConfig(Section):
     global_std: bool = False  # divide by the std of all rewards instead of the group's
     beta: NonNegativeFloat = 0.0  # weight of the KL to the reference; not of diffusion_nft
     kl_form: Annotated[str, one_of("full", "published")] = "full"  # full: s² holds |dt|; published: without
-    timestep_fraction: Annotated[float, within("(0, 1]")] = 1.0  # first share of the stochastic steps to train on
+    timestep_fraction: Annotated[float, within("(0, 1]")] = 1.0  # share of the stochastic steps to train on
+    timestep_choice: Annotated[str | None, one_of("first", "random")] = (
+        None  # which ones: the first, or each sample's own; default: random for dance_grpo and diffusion_nft
+    )
     cfg_in_training: bool = True  # guide the training forward as the rollout was
+    detach_guidance: bool = False  # no gradient through the unguided branch, as in Flow-GRPO's code
     grpo_guard: bool = False  # arXiv 2510.22319
     nft_beta: PositiveFloat = 1.0
     nft_kl_beta: NonNegativeFloat = 1e-4
     decay_type: Annotated[int, one_of(0, 1, 2)] = 1  # of DiffusionNFT's old policy: 0, 1 or 2
+    decay_counts: Annotated[str, one_of("updates", "rollouts")] = "updates"  # n of the decay: its code's, or steps
     adv_mode: Annotated[str, one_of("all", "positive_only", "negative_only", "one_only", "binary")] = "all"
     mid_timestep: int = 4  # Reward FL: first step with gradient
     final_timestep: int = 7  # Reward FL: last step, from which the data is predicted
-    min_timestep_boundary: float = 0.0
-    max_timestep_boundary: float = 1.0
+    min_timestep_boundary: float = 0.0  # Reward FL: shares of the schedule's 1,000 timesteps, from noise on; the
+    max_timestep_boundary: float = 1.0  # expert that serves those in between is the one that trains
     reward_fl_weight: float = 1.0
     score_mean: float = 0.0
     score_std: PositiveFloat = 1.0
@@ -199,6 +207,7 @@ class DiffusionTrainConfig(Section):
     enable_ema: bool = False
     ema_beta: Annotated[float, within("[0, 1)")] = 0.9
     ema_interval: PositiveInt = 8  # optimizer steps between EMA updates
+    ema_warmup: bool = True  # decay at most (1 + n) / (10 + n) after optimizer step n, as in Flow-GRPO's code
     max_nonfinite_steps: PositiveInt = 3
     seed: int = 42
 
@@ -250,12 +259,20 @@ class DiffusionRunConfig(Section):
         """By which rollouts are sampled."""
         return self.sampling.trajectory or self.algorithm.entry.trajectories[0]
 
+    @property
+    def only_advantages_count(self) -> bool:
+        """Whether a sample of advantage 0 adds nothing to the loss: without a KL, where steps are trained on."""
+        return self.algorithm.entry.trains_on == "steps" and self.algorithm.beta == 0
+
     def _fill_in_defaults(self) -> None:
         """What neither a recipe nor a flag has set, as the algorithm's own papers and systems have it."""
         usual, sampling, train = self.algorithm.entry, self.sampling, self.train
         sampling.num_steps = usual.num_steps if sampling.num_steps is None else sampling.num_steps
         train.learning_rate = usual.learning_rate if train.learning_rate is None else train.learning_rate
         train.warmup_steps = usual.warmup_steps if train.warmup_steps is None else train.warmup_steps
+        self.algorithm.timestep_choice = self.algorithm.timestep_choice or usual.timestep_choice
+        if sampling.noise_level is None:
+            sampling.noise_level = 1.0 if self.trajectory == "sde_reflow" else usual.noise_level
 
     def _check_groups(self) -> None:
         sampling, name = self.sampling, self.algorithm.diffusion_algorithm
@@ -301,15 +318,28 @@ class DiffusionRunConfig(Section):
             f"{algorithm.name} samples by trajectory {listed}, not {self.trajectory}",
         )
         require(
-            algorithm.stochastic or self.sampling.sde_window_size == 0,
+            algorithm.trains_on == "steps" or self.sampling.sde_window_size == 0,
             f"sde_window_size belongs to SDE algorithms, not to {algorithm.name}",
+        )
+        require(
+            self.trajectory != "sde_reflow" or self.sampling.noise_level == 1,
+            f"noise_level is {self.sampling.noise_level}; trajectory sde_reflow has none, as it adds all noise again: "
+            "leave it out",
+        )
+        require(
+            not self.algorithm.grpo_guard or self.trajectory != "cps",
+            "grpo_guard corrects the log-probs of a Gaussian, and those of trajectory cps are none: use another one",
         )
 
     def _check_gradient(self, moving_steps: int) -> None:
         """Of Reward FL: some step must carry gradient, one of no length carries none."""
         a = self.algorithm
-        steps = gradient_steps(
-            self.sampling.num_steps, a.mid_timestep, a.final_timestep, a.min_timestep_boundary, a.max_timestep_boundary
+        steps = gradient_steps(self.sampling.num_steps, a.mid_timestep, a.final_timestep)
+        lowest, highest = a.min_timestep_boundary, a.max_timestep_boundary
+        require(
+            0 <= lowest < highest <= 1,
+            f"timestep boundaries are shares of the schedule: 0 <= min_timestep_boundary {lowest} < "
+            f"max_timestep_boundary {highest} <= 1 must hold",
         )
         require(
             steps[0] < moving_steps, f"no step from mid_timestep {a.mid_timestep} on has a length: sigma is 0 there"
@@ -343,9 +373,12 @@ def evaluation_sampling(config: DiffusionRunConfig) -> SamplingConfig:
 
 def rollout_noise(config: DiffusionRunConfig) -> NoiseConfig:
     """How stochastic steps of rollouts are drawn and scored."""
+    within = config.sampling.sde_window_range
     return NoiseConfig(
         noise_level=config.sampling.noise_level,
         window_size=config.sampling.sde_window_size,
         log_prob=config.sampling.log_prob,
         keep_means=config.algorithm.grpo_guard,
+        window_range=None if within is None else tuple(within),
+        keep_path=config.algorithm.entry.trains_on == "steps",
     )

@@ -22,7 +22,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from ..errors import ConfigError, nearest
 from .constraints import Constraint, constraints_of
 from .roots import ROOTS
-from .spellings import ALIASES, DIFFERENT
+from .spellings import ALIASES, ALIASES_OF, DIFFERENT
 
 FLAG = re.compile(r"(?<!deepspeed )--(\w+)")  # in an advice; what stands behind deepspeed is the launcher's
 RUN_KINDS = {"vl": "vision-language", "diffusion": "diffusion"}
@@ -134,12 +134,13 @@ class Names:
         self._paths: dict[str, list[str]] = {}  # spelling -> the paths it could mean
         for leaf in self.leaves.values():
             self._paths.setdefault(leaf.name, []).append(leaf.path)
+        self._spellings = ALIASES | ALIASES_OF.get(schema.__name__, {})
         self.aliases = self._known_aliases()
         self._paths.update({path: [path] for path in self.leaves})
 
     def _known_aliases(self) -> dict[str, tuple[str, ...]]:
         known = {}
-        for alias in ALIASES:
+        for alias in self._spellings:
             paths = self._alias_paths(alias)
             if alias not in self._paths and paths:
                 known[alias] = paths
@@ -150,9 +151,9 @@ class Names:
     def _alias_paths(self, name: str) -> tuple[str, ...]:
         """The paths that an alias leads to; empty where the schema has no such leaf, or more than one."""
         found = self._paths.get(name, [])
-        if found or name not in ALIASES:
+        if found or name not in self._spellings:
             return tuple(found) if len(found) == 1 else ()
-        target = ALIASES[name]
+        target = self._spellings[name]
         parts = [self._alias_paths(part) for part in ((target,) if isinstance(target, str) else target)]
         return tuple(path for part in parts for path in part) if all(parts) else ()
 

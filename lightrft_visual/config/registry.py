@@ -78,8 +78,8 @@ class DiffusionAlgorithm(Choice):
     or 'epsilon'; None takes both. trains_on: 'steps' of an SDE, 'data' (finished samples), or 'reward' (its gradient;
     no replay). grouped: compares samples of one prompt. reference: always keeps a reference; else only with beta.
     old_policy: rollouts come from a decayed copy of the weights. clipped_advantages: scales by adv_clip_max. guard:
-    takes grpo_guard. num_steps, learning_rate, warmup_steps: where neither recipe nor flag says. embedded: the recipe
-    of the embedded model.
+    takes grpo_guard. num_steps, learning_rate, warmup_steps, noise_level, timestep_choice: where neither recipe nor
+    flag says. embedded: the recipe of the embedded model.
     """
 
     trajectories: tuple[str, ...] = ("sde",)
@@ -93,12 +93,9 @@ class DiffusionAlgorithm(Choice):
     num_steps: int = 10
     learning_rate: float = 3e-4
     warmup_steps: int = 0
+    noise_level: float = 0.7
+    timestep_choice: str = "first"
     embedded: str = "embedded/flow_grpo"
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether rollouts have steps that were drawn."""
-        return self.trajectories != ("ode",)
 
 
 @dataclass(frozen=True)
@@ -256,23 +253,25 @@ for _entry in (
 _diffusion = f"{ALGORITHMS}.diffusion"
 for _entry in (
     DiffusionAlgorithm(
-        "flow_grpo", f"{_diffusion}:flow_grpo", "clipped ratios of SDE steps", trajectories=("sde", "cps"), guard=True
+        "flow_grpo", f"{_diffusion}:flow_grpo", "clipped ratios of SDE steps",
+        trajectories=("sde", "sde_reflow", "cps"), guard=True,
     ),
     DiffusionAlgorithm(
-        "dance_grpo", f"{_diffusion}:dance_grpo", "as Flow-GRPO, another sampling rule", trajectories=("sde_reflow",),
-        guard=True, embedded="embedded/dance_grpo",
+        "dance_grpo", f"{_diffusion}:dance_grpo", "as Flow-GRPO, steps of constant eta", trajectories=("dance",),
+        guard=True, noise_level=0.3, timestep_choice="random", embedded="embedded/dance_grpo",
     ),
     DiffusionAlgorithm(
         "diffusion_nft", f"{_diffusion}:diffusion_nft", "policy improvement on the forward process",
-        trajectories=("ode",), trains_on="data", reference=True, old_policy=True, clipped_advantages=True,
-        embedded="embedded/diffusion_nft",
+        trajectories=("ode", "sde", "sde_reflow", "dance", "cps"), trains_on="data", reference=True, old_policy=True,
+        clipped_advantages=True, timestep_choice="random", embedded="embedded/diffusion_nft",
     ),
     DiffusionAlgorithm(
-        "ddpo", f"{_diffusion}:ddpo", "clipped ratios of DDIM steps", prediction="epsilon", embedded="embedded/ddpo"
+        "ddpo", f"{_diffusion}:ddpo", "clipped ratios of DDIM steps", prediction="epsilon", num_steps=50,
+        noise_level=1.0, embedded="embedded/ddpo",
     ),
     DiffusionAlgorithm(
-        "dpok", f"{_diffusion}:dpok", "policy gradient of DDIM steps with a KL", prediction="epsilon",
-        embedded="embedded/dpok",
+        "dpok", f"{_diffusion}:dpok", "policy gradient of DDIM steps with a KL", prediction="epsilon", num_steps=50,
+        noise_level=1.0, embedded="embedded/dpok",
     ),
     DiffusionAlgorithm(
         "reward_fl", f"{_diffusion}:reward_fl", "the gradient of a differentiable reward", trajectories=("ode",),

@@ -57,6 +57,11 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "data.eval_manifest": "eval_data",
 }
 
+# The same for one schema only, by its class: the systems that a kind of run comes from mean something else by the name.
+ALIASES_OF: dict[str, dict[str, str]] = {
+    "DiffusionRunConfig": {"num_train_epochs": "max_epochs"},  # ROLL: optimisation rounds per batch of samples
+}
+
 # Settings that may stand alone on the command line without being a bool, and the value they then take.
 BARE_VALUES: dict[str, str] = {"freeze_prefix": "true"}
 

@@ -8,38 +8,54 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from torch import nn
 
 T = torch.Tensor
 
 
-def gathered(parameters: list[nn.Parameter], modify: bool = False) -> Any:
+def gathered(parameters: list[nn.Parameter]) -> Any:
     """A context in which the parameters are whole on every rank; outside ZeRO-3 they always are."""
     if not any(is_zero_param(parameter) for parameter in parameters):
         return nullcontext()
-    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if modify else None)
+    return deepspeed.zero.GatheredParameters(parameters)
+
+
+def _held(parameter: nn.Parameter) -> T:
+    """The part of a parameter that this rank holds: its padded share (n) under ZeRO-3, else the whole."""
+    return parameter.ds_tensor.data if is_zero_param(parameter) else parameter.data
+
+
+def _show_new_values(parameter: nn.Parameter) -> None:
+    """After a write to its parts: a small weight, which ZeRO-3 keeps whole on every rank, is gathered again, and the
+    second division within a host (zpg) made anew. All ranks call it."""
+    whole, divided_twice = parameter.ds_status == ZeroParamStatus.AVAILABLE, parameter.ds_secondary_tensor is not None
+    if whole:
+        parameter.partition()
+    if whole or divided_twice:
+        parameter.ds_secondary_tensor = None
+        parameter.all_gather([parameter])
+    if divided_twice and not whole:
+        parameter.partition()
 
 
 class WeightCopy:
     """A copy of parameters with its own memory, moved towards them by `update` and lent to the model by `swapped`.
 
     The copy is made by clone: on a CPU run `.detach().cpu()` would alias the weights and follow every step. dtype: of
-    the copy, None for that of the weights; one that is averaged takes fp32, as bf16 rounds small moves away. Every rank
-    holds whole tensors, also under ZeRO-3: as much memory as the trained weights, little with LoRA.
+    the copy, None for that of the weights; one that is averaged takes fp32, as bf16 rounds small moves away. Under
+    ZeRO-3 a rank copies the part of the weights that it holds, so it must be made after DeepSpeed's engine.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None = None) -> None:
         self.parameters = list(parameters)
-        with gathered(self.parameters):
-            self.copies = [parameter.detach().to(dtype or parameter.dtype, copy=True) for parameter in self.parameters]
+        self.copies = [held.to(dtype or held.dtype, copy=True) for held in map(_held, self.parameters)]
 
     @torch.no_grad()
     def update(self, decay: float) -> None:
         """copy = decay * copy + (1 - decay) * weight; decay 0 copies the weights."""
-        with gathered(self.parameters):
-            for copy, parameter in zip(self.copies, self.parameters):
-                copy.lerp_(parameter.detach().to(copy.device, copy.dtype), 1.0 - decay)
+        for copy, parameter in zip(self.copies, self._held_parts()):
+            copy.lerp_(parameter.to(copy.device, copy.dtype), 1.0 - decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -56,11 +72,20 @@ class WeightCopy:
     @torch.no_grad()
     def _lend(self, values: list[T]) -> list[T]:
         """Write values into the parameters; returns copies of what stood there."""
-        with gathered(self.parameters, modify=True):
-            kept = [parameter.detach().clone() for parameter in self.parameters]
-            for parameter, value in zip(self.parameters, values):
-                parameter.data.copy_(value)
+        parts = self._held_parts()
+        kept = [part.clone() for part in parts]
+        for parameter, part, value in zip(self.parameters, parts, values):
+            part.copy_(value)
+            if is_zero_param(parameter):
+                _show_new_values(parameter)
         return kept
+
+    def _held_parts(self) -> list[T]:
+        """What this rank holds of each parameter. Raises RuntimeError where ZeRO-3 divided them after the copy."""
+        parts = [_held(parameter) for parameter in self.parameters]
+        if any(part.shape != copy.shape for part, copy in zip(parts, self.copies)):
+            raise RuntimeError("the weights were divided over ranks after this copy was made: make it afterwards")
+        return parts
 
     def state_dict(self) -> dict[str, T]:
         return {str(index): copy for index, copy in enumerate(self.copies)}
@@ -85,17 +110,23 @@ class WeightCopy:
 
 
 class WeightAverage(WeightCopy):
-    """EMA of the weights, updated every `interval` optimizer steps (Flow-GRPO: decay 0.9 every 8)."""
+    """EMA of the weights, updated every `interval` optimizer steps (Flow-GRPO: decay 0.9 every 8).
 
-    def __init__(self, parameters: Iterable[nn.Parameter], decay: float, interval: int = 1) -> None:
+    warmup: after optimizer step n the decay is at most (1 + n) / (10 + n), so that the start is soon forgotten.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], decay: float, interval: int = 1, warmup: bool = False
+    ) -> None:
         super().__init__(parameters, torch.float32)
-        self.decay, self.interval, self.steps = decay, interval, 0
+        self.decay, self.interval, self.warmup, self.steps = decay, interval, warmup, 0
 
     def step(self) -> None:
         """Call after each optimizer step."""
         self.steps += 1
         if self.steps % self.interval == 0:
-            self.update(self.decay)
+            soft = (1 + self.steps) / (10 + self.steps)
+            self.update(min(self.decay, soft) if self.warmup else self.decay)
 
     def state_dict(self) -> dict[str, T]:
         return super().state_dict() | {"steps": torch.tensor(self.steps)}

@@ -26,14 +26,15 @@ from ..strategy.seeding import derive_seed
 from .diffusion_steps import Step, euler_step, per_sample, sde_step, transition
 
 T = torch.Tensor
-_FLOW_RULES = {"sde": "flow_grpo", "sde_reflow": "dance", "cps": "cps"}
+FLOW_RULES = {"sde": "flow_grpo", "sde_reflow": "reflow", "dance": "dance", "cps": "cps"}
 
 
 class VelocityModel(Protocol):
     """What the sampler asks of a model; `lightrft_visual.models.diffusion.policy.DiffusionPolicy` is one.
 
     prediction: 'flow' (velocity) or 'epsilon' (noise, DDIM). velocity: latents (B, …) and timesteps (B) to (B, …).
-    default_schedule: timesteps (K) and sigmas (K) of the model's own scheduler.
+    default_schedule: timesteps (K) and sigmas (K) of the model's own scheduler. flow_shift: the shift that it applies.
+    starting_scale: what unit noise is multiplied by to be the latents at the first sigma.
     """
 
     prediction: str
@@ -43,6 +44,10 @@ class VelocityModel(Protocol):
     def default_schedule(
         self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None
     ) -> tuple[T, T]: ...
+
+    def flow_shift(self, latent_shape: tuple[int, ...]) -> float: ...
+
+    def starting_scale(self, sigma: float) -> float: ...
 
 
 def sample_generators(
@@ -60,10 +65,15 @@ def draw_noise(
     return torch.stack(rows).to(device)
 
 
-def window_start(num_steps: int, window_size: int, seed: int) -> int:
-    """First stochastic step of a window in the first half of the steps, drawn from the seed (Flow-GRPO-Fast)."""
-    latest = max(0, min(num_steps // 2, num_steps - 1 - window_size))
-    return int(torch.randint(latest + 1, (1,), generator=torch.Generator().manual_seed(seed)))
+def window_start(num_steps: int, window_size: int, seed: int, within: tuple[int, int] | None = None) -> int:
+    """First stochastic step of a window that lies in steps [start, end), drawn from the seed (Flow-GRPO-Fast).
+
+    within: (start, end); None is the first half of the steps, or the shortest range that holds the window.
+    """
+    start, end = within or (0, max(num_steps // 2, window_size))
+    return start + int(
+        torch.randint(end - start - window_size + 1, (1,), generator=torch.Generator().manual_seed(seed))
+    )
 
 
 class DiffusionSampler:
@@ -83,13 +93,14 @@ class DiffusionSampler:
             timesteps = sigmas * TRAIN_TIMESTEPS if config.timesteps is None else torch.tensor(config.timesteps)
             return timesteps.float(), sigmas.float()
         if config.scheduler == "flow_match_euler":
-            return flow_match_schedule(config.num_steps, config.flow_shift or 1.0)
+            shift = model.flow_shift(latent_shape) if config.flow_shift is None else config.flow_shift
+            return flow_match_schedule(config.num_steps, shift)
         return model.default_schedule(config.num_steps, latent_shape, config.flow_shift)
 
     def rule(self, model: VelocityModel) -> str | None:
         """Name of the stochastic step rule for the model; None for flow-matching Euler steps."""
         if model.prediction == "flow":
-            return _FLOW_RULES.get(self.config.trajectory)
+            return FLOW_RULES.get(self.config.trajectory)
         config = self.config
         if config.trajectory not in ("ode", "sde") or config.scheduler != "model_default" or config.given is not None:
             raise ConfigError("a DDIM model samples by its own schedule (model_default), with trajectory ode or sde")
@@ -119,7 +130,7 @@ class DiffusionSampler:
         timesteps, sigmas = self.schedule(model, batch.latent_shape)
         if timesteps.shape != sigmas.shape:
             raise ConfigError(f"the schedule has {len(timesteps)} timesteps and {len(sigmas)} sigmas")
-        x = self._starting_noise(model, batch, generators)
+        x = self._starting_noise(model, batch, generators) * model.starting_scale(float(sigmas[0]))
         closed = torch.cat([sigmas, sigmas.new_zeros(1)])
         stochastic = self.stochastic_steps(window)
         path, log_probs, means = [x], [], []
@@ -130,11 +141,12 @@ class DiffusionSampler:
             noise = draw_noise(batch.latent_shape, generators, x.dtype, x.device) if stochastic[index] else None
             step = self._advance(model, x, v, closed[index], closed[index + 1], noise)
             x = step.prev
-            if self.config.stochastic:
+            if self.config.stochastic and self.noise.keep_path:
                 path.append(x)
                 log_probs.append(step.log_prob)
-                means.append(step.mean)
-        if not self.config.stochastic:
+                if self.noise.keep_means:
+                    means.append(step.mean)
+        if not path[1:]:
             return SamplingResult(x, timesteps, sigmas)
         kept = torch.stack(means, dim=1) if self.noise.keep_means else None
         return SamplingResult(

@@ -4,8 +4,8 @@ Flow-matching rules read v, the velocity (noise minus data), at x = (1 - sigma) 
 from 1 to 0 and dt = sigma_next - sigma < 0. The DDIM rule reads v as predicted noise at
 x = sqrt(1 - sigma^2) data + sigma noise. All arithmetic is fp32 (fp64 inputs stay fp64), as ratios near 1 need it.
 
-Sources: Flow-GRPO (arXiv 2505.05470), DanceGRPO (2505.07818), coefficients-preserving sampling (2509.05952), DDIM
-(2010.02502) with the policy-gradient view of DDPO (2305.13301).
+Sources: Flow-GRPO (arXiv 2505.05470), DanceGRPO (2505.07818), FastVideo's sde_reflow, coefficients-preserving sampling
+(2509.05952), DDIM (2010.02502) with the policy-gradient view of DDPO (2305.13301).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..models.diffusion.schedule import upcast
 
 T = torch.Tensor
-RULES = ("flow_grpo", "dance", "cps", "ddim")
+RULES = ("flow_grpo", "dance", "reflow", "cps", "ddim")
 
 
 class Step(NamedTuple):
@@ -59,8 +59,9 @@ def sde_step(
     """One stochastic step from x at sigma to sigma_next, or the log-prob of a step that was taken.
 
     x, v (B, …); sigma, sigma_next: floats or (B). noise_level: Flow-GRPO's `a`, DanceGRPO's and DDIM's eta, the CPS
-    level in 0..1. Give either `noise` (B, …), unit normal, to sample, or `prev_sample` (B, …) to score. The log-prob
-    is averaged or summed over latent dimensions; for cps it is the published surrogate -(x' - mean)^2, no density.
+    level in 0..1; reflow has none. Give either `noise` (B, …), unit normal, to sample, or `prev_sample` (B, …) to
+    score. The log-prob is averaged or summed over latent dimensions; for cps it is the published surrogate
+    -(x' - mean)^2, no density.
     Raises ConfigError for an unknown rule or reduction, and where the step has no spread: its log-prob is undefined.
     """
     if (prev_sample is None) == (noise is None):
@@ -114,6 +115,11 @@ def _dance(x: T, v: T, sigma: T, sigma_next: T, noise_level: float) -> tuple[T, 
     return mean, noise_level * (-dt).sqrt()
 
 
+def _reflow(x: T, v: T, sigma: T, sigma_next: T, noise_level: float) -> tuple[T, T]:
+    """The predicted data, noised anew to sigma_next: nothing is left of the noise in x."""
+    return (1 - sigma_next) * (x - sigma * v), sigma_next
+
+
 def _cps(x: T, v: T, sigma: T, sigma_next: T, noise_level: float) -> tuple[T, T]:
     std = sigma_next * math.sin(noise_level * math.pi / 2)
     data, noise = x - sigma * v, x + (1 - sigma) * v
@@ -131,4 +137,4 @@ def _ddim(x: T, eps: T, sigma: T, sigma_next: T, noise_level: float) -> tuple[T,
     return mean, std
 
 
-_TRANSITIONS = {"flow_grpo": _flow_grpo, "dance": _dance, "cps": _cps, "ddim": _ddim}
+_TRANSITIONS = {"flow_grpo": _flow_grpo, "dance": _dance, "reflow": _reflow, "cps": _cps, "ddim": _ddim}

@@ -218,6 +218,18 @@ def _cpu_adam(parameters: list[nn.Parameter], arguments: dict[str, Any]) -> torc
         ) from error
 
 
+def _load_weights(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+    """Saved weights into a module; frozen parameters may be left out. CheckpointError for any other difference."""
+    missing, unexpected = dst.load_state_dict(src, strict=False)
+    frozen = {name for name, parameter in dst.named_parameters() if not parameter.requires_grad}
+    lost = [name for name in missing if name not in frozen]
+    if lost or unexpected:
+        raise CheckpointError(
+            f"the checkpoint is of another model: {len(lost)} weights are missing in it ({', '.join(lost[:3])}), "
+            f"{len(unexpected)} are unknown ({', '.join(unexpected[:3])})"
+        )
+
+
 class TrainEngine:
     """A module under DeepSpeed: call it to run forward, `accumulate` losses, then `step`.
 
@@ -322,10 +334,13 @@ class TrainEngine:
         with deepspeed.zero.GatheredParameters(parameters):
             yield
 
-    def save(self, folder: str, tag: str) -> None:
-        """Write weights, optimizer and schedule of this rank; every rank calls it."""
+    def save(self, folder: str, tag: str, frozen: bool = True) -> None:
+        """Write weights, optimizer and schedule of this rank; every rank calls it.
+
+        frozen: also the weights that do not train; without them, `load` finds them as the run has loaded them.
+        """
         self._reload()
-        self.engine.save_checkpoint(folder, tag=tag, save_latest=False)
+        self.engine.save_checkpoint(folder, tag=tag, save_latest=False, exclude_frozen_parameters=not frozen)
 
     def load(self, folder: str, tag: str) -> None:
         """Weights, optimizer and schedule of this rank; every rank calls it.
@@ -337,7 +352,7 @@ class TrainEngine:
         scheduler = self.engine.lr_scheduler
         rates = list(scheduler.base_lrs)
         set_here = [{name: group[name] for name in ("betas", "weight_decay")} for group in self._optimizer_groups()]
-        loaded, _ = self.engine.load_checkpoint(folder, tag=tag)
+        loaded, _ = self.engine.load_checkpoint(folder, tag=tag, custom_load_fn=_load_weights)
         if loaded is None:
             raise CheckpointError(f"DeepSpeed found no state in {folder}/{tag}")
         for group, values in zip(self._optimizer_groups(), set_here, strict=True):

@@ -39,14 +39,21 @@ REWARD_FL = ("--diffusion_algorithm", "reward_fl")
         (["--train_batch_size", "50"], "divide"),
         (["--n_samples_per_prompt", "1", "--train_batch_size", "8"], "at least 2"),
         (["--family", "sd4"], "family"),
-        (["--diffusion_algorithm", "dance_grpo", "--trajectory", "sde"], "sde_reflow"),
+        (["--diffusion_algorithm", "dance_grpo", "--trajectory", "sde"], "by trajectory dance, not sde"),
+        (["--diffusion_algorithm", "dance_grpo", "--trajectory", "sde_reflow"], "by trajectory dance"),
+        (["--diffusion_algorithm", "reward_fl", "--trajectory", "sde_reflow"], "by trajectory ode"),
+        (["--trajectory", "dance"], "by trajectory sde or sde_reflow or cps"),
+        (["--trajectory", "sde_reflow", "--noise_level", "0.7"], "has none"),
+        (["--trajectory", "cps", "--grpo_guard", "true"], "Gaussian"),
+        (["--sde_window_range", "0", "3"], "sde_window_size"),
+        (["--sde_window_range", "0", "--sde_window_size", "2"], "first step and the end"),
+        (["--sde_window_range", "0", "1", "--sde_window_size", "2"], "does not fit"),
         (["--diffusion_algorithm", "diffusion_nft", "--sde_window_size", "2"], "sde_window_size"),
         (["--diffusion_algorithm", "reward_fl", "--final_timestep", "9"], "final_timestep"),
         ([*REWARD_FL, "--mid_timestep", "-1"], "mid_timestep"),
         ([*REWARD_FL, "--min_timestep_boundary", "0.9", "--max_timestep_boundary", "0.5"], "min_timestep_boundary"),
         ([*REWARD_FL, "--min_timestep_boundary", "-1"], "min_timestep_boundary"),
         ([*REWARD_FL, "--max_timestep_boundary", "1.5"], "max_timestep_boundary"),
-        ([*REWARD_FL, "--max_timestep_boundary", "0.3"], "no step from mid_timestep"),
         ([*REWARD_FL, "--reward_fl_weight", "0"], "reward_fl_weight"),
         ([*REWARD_FL, "--sigmas", "1,0.5,0", "--mid_timestep", "2", "--final_timestep", "2"], "no step from mid"),
         (["--sde_window_size", "8"], "window_size"),
@@ -151,3 +158,37 @@ def test_settings_of_the_sampler() -> None:
     assert registry.diffusion_algorithms.load("flow_grpo")(config).rule == "cps"
     guided = load("--guidance_scale", "4", "--cfg_in_training", "false")
     assert registry.diffusion_algorithms.load("flow_grpo")(guided).guidance_scale == 1.0
+
+
+def test_what_each_algorithms_authors_do_is_the_default() -> None:
+    ddpo = load(*OWN, "--family", "sd15", "--diffusion_algorithm", "ddpo")
+    assert (ddpo.sampling.num_steps, ddpo.sampling.noise_level) == (50, 1.0)
+    names = ("flow_grpo", "dance_grpo", "diffusion_nft")
+    flow, dance, nft = (load(*OWN, "--diffusion_algorithm", name) for name in names)
+    assert (flow.sampling.noise_level, flow.algorithm.timestep_choice) == (0.7, "first")
+    assert (dance.sampling.noise_level, dance.algorithm.timestep_choice, dance.trajectory) == (0.3, "random", "dance")
+    assert (nft.algorithm.timestep_choice, nft.algorithm.decay_counts, nft.trajectory) == ("random", "updates", "ode")
+    first = load(*OWN, "--diffusion_algorithm", "diffusion_nft", "--timestep_choice", "first")
+    assert first.algorithm.timestep_choice == "first"
+    published = load("--config", "experiment/diffusion/sd3_5/online_grpo_ocr")
+    assert published.algorithm.global_std and published.algorithm.detach_guidance and published.train.ema_warmup
+
+
+@pytest.mark.parametrize("trajectory", ("ode", "sde", "sde_reflow", "dance", "cps"))
+def test_finished_samples_of_any_trajectory_train_nft(trajectory: str) -> None:
+    config = load(*OWN, "--diffusion_algorithm", "diffusion_nft", "--trajectory", trajectory)
+    assert config.trajectory == trajectory and not rollout_noise(config).keep_path
+
+
+def test_fastvideos_reflow() -> None:
+    config = load(*OWN, "--trajectory", "sde_reflow")
+    assert registry.diffusion_algorithms.load("flow_grpo")(config).rule == "reflow"
+    assert config.sampling.noise_level == 1.0
+
+
+def test_rolls_settings() -> None:
+    roll = "--min_timestep_boundary .9 --max_timestep_boundary 1.0 --num_inference_steps 8 --num_train_epochs 2"
+    roll += " --trainable_models dit2"
+    config = load(*OWN, *REWARD_FL, *roll.split())
+    assert (config.sampling.num_steps, config.train.max_epochs, config.train.num_episodes) == (8, 2, 1)
+    assert config.model.trained_denoisers == ("transformer_2",)

@@ -42,6 +42,8 @@ def run(entry: dict) -> None:
     trainer.buffer.append = recorded
     trainer.fit()
     facts = {"advantages": advantages, "optimizer_elements": optimizer_elements(trainer), "swaps": swaps(trainer)}
+    facts["copied_elements"] = copied_elements(trainer)
+    facts["updates"] = trainer.updates
     facts["fp32"] = frozen_in_fp32(trainer)
     trainer.close()
     (folder / f"facts_rank{collectives.rank()}.json").write_text(json.dumps(facts))
@@ -52,6 +54,12 @@ def optimizer_elements(trainer) -> int:
     optimizer = trainer.engine.engine.optimizer
     state = getattr(optimizer, "optimizer", optimizer).state  # ZeRO-0 wraps nothing
     return sum(value.numel() for group in state.values() for value in group.values() if torch.is_tensor(value))
+
+
+def copied_elements(trainer) -> dict[str, int]:
+    """Numbers in the copies of the trained weights that this rank keeps."""
+    kept = {"ema": trainer.parts.ema, "old": trainer.parts.old, "reference": trainer.parts.policy._reference}
+    return {name: sum(each.numel() for each in copy.copies) for name, copy in kept.items() if copy is not None}
 
 
 def frozen_in_fp32(trainer) -> list[str]:

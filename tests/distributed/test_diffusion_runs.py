@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.torch import load_file
 from small_pipeline import given_flags
@@ -21,7 +22,8 @@ BASE = (
     "--num_trajectories_to_save 8"
 )
 REWARD_FL = (
-    "--diffusion_algorithm reward_fl --mid_timestep 1 --final_timestep 2 --micro_train_batch_size 2 --warmup_steps 0"
+    "--diffusion_algorithm reward_fl --mid_timestep 1 --final_timestep 2 --micro_train_batch_size 2 --warmup_steps 0 "
+    "--max_epochs 2"
 )
 RUNS = {
     "flow": "--enable_ema true --ema_interval 1 --eval_ema true --beta 0.1 --save_steps 2 --eval_steps 1",
@@ -147,6 +149,24 @@ def test_ranks_share_the_optimizer_state(one, two, left, right):
     assert all(rank["optimizer_elements"] < 0.6 * whole for rank in facts(two / right))
 
 
+@pytest.mark.parametrize("left,right", (("flow", "flow_3"), ("full", "full_3"), ("nft", "nft_3")))
+def test_ranks_share_the_copies_of_the_weights_under_zero_3(one, two, left, right):
+    whole = facts(one / left)[0]["copied_elements"]
+    assert whole
+    for rank in facts(two / right):
+        assert all(rank["copied_elements"][name] < 0.6 * count for name, count in whole.items())
+
+
+@pytest.mark.parametrize("where,name", (("one", "flow"), ("two", "flow_3")))
+def test_checkpoints_hold_what_trains_and_no_frozen_base(request, where, name):
+    files = list((request.getfixturevalue(where) / name).glob("checkpoint-*/**/*model_states.pt"))
+    assert files
+    for file in files:
+        stored = torch.load(file, map_location="cpu", weights_only=False)
+        held = [key for key in stored["module"] if "pos_embed.pos_embed" not in key]  # a buffer
+        assert held and all("lora_" in key for key in held) and not stored.get("frozen_param_fragments")
+
+
 @pytest.mark.parametrize("where,name", [("one", name) for name in FLAGS[1]] + [("two", name) for name in FLAGS[2]])
 def test_copies_are_lent_and_weights_come_back(request, where, name):
     for rank in facts(request.getfixturevalue(where) / name):
@@ -163,6 +183,12 @@ def test_a_resumed_run_goes_on_bit_for_bit(request, where, name):
     assert rows(whole, "eval_metrics.csv") == rows(resumed, "eval_metrics.csv")
     ours, theirs = final_weights(whole), final_weights(resumed)
     assert all((ours[key] == theirs[key]).all() for key in ours)
+
+
+@pytest.mark.parametrize("where,name", (("one", "reward_fl"), ("two", "reward_fl_2")))
+def test_reward_fl_makes_an_update_of_every_train_batch_and_epoch(request, where, name):
+    for rank in facts(request.getfixturevalue(where) / name):
+        assert rank["updates"] == 2 * 2 * 2  # steps, epochs, and train batches of 4 in 8 samples
 
 
 def test_evaluating_with_ema_and_saving_do_not_touch_training(one):

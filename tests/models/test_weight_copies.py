@@ -33,6 +33,19 @@ def test_update_by_hand_and_interval():
     torch.testing.assert_close(average.copies[0], before + 0.25)
 
 
+def test_warm_up_forgets_the_start_soon():
+    model = layer()
+    before = model.weight.detach().clone()
+    average = WeightAverage(model.parameters(), decay=0.9, interval=2, warmup=True)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    average.step(), average.step()
+    torch.testing.assert_close(average.copies[0], before + 1 - 3 / 12)  # (1 + 2) / (10 + 2) is below 0.9
+    average.steps = 999
+    average.step()
+    torch.testing.assert_close(average.copies[0], before + 1 - 0.9 * 3 / 12)
+
+
 def test_swapped_lends_the_copy_and_gives_the_weights_back_bit_for_bit():
     model = layer()
     copy = WeightCopy(model.parameters())

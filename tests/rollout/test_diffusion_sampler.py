@@ -29,6 +29,12 @@ class Gaussian:
     def default_schedule(self, num_steps, latent_shape, flow_shift):
         return flow_match_schedule(num_steps, flow_shift or 1.0)
 
+    def flow_shift(self, latent_shape):
+        return 3.0
+
+    def starting_scale(self, sigma):
+        return 1.0
+
 
 def batch(count=4, shape=(2, 4, 4), **extra):
     return DiffusionBatch({"text": torch.zeros(count, 3)}, shape, count, **extra)
@@ -39,7 +45,7 @@ def draw(trajectory="sde", steps=6, count=4, noise=None, seeds=None, **extra):
     return sampler.sample(Gaussian(), batch(count), generator=sample_generators(1, 0, seeds or range(count)), **extra)
 
 
-@pytest.mark.parametrize("trajectory", ("sde", "sde_reflow"))
+@pytest.mark.parametrize("trajectory", ("sde", "dance"))
 def test_sde_marginals_match_the_data(trajectory):
     sampler = DiffusionSampler(SamplingConfig(1000, trajectory=trajectory), NoiseConfig(noise_level=0.5))
     start = batch(1, (30_000,))
@@ -59,7 +65,9 @@ def test_shapes_types_and_the_last_step():
     assert ode.trajectory is None and ode.log_probs is None
 
 
-@pytest.mark.parametrize("trajectory,rule", (("sde", "flow_grpo"), ("sde_reflow", "dance"), ("cps", "cps")))
+@pytest.mark.parametrize(
+    "trajectory,rule", (("sde", "flow_grpo"), ("sde_reflow", "reflow"), ("dance", "dance"), ("cps", "cps"))
+)
 def test_replay_gives_the_log_probs_exactly(trajectory, rule):
     result = draw(trajectory)
     sigmas = torch.cat([result.sigmas, torch.zeros(1)])
@@ -98,7 +106,28 @@ def test_a_window_draws_its_steps_only():
     assert result.stochastic.tolist() == [False, True, True, False, False, False]
     assert result.log_probs[0].ne(0).tolist() == result.stochastic.tolist()
     starts = {window_start(10, 2, seed) for seed in range(50)}
-    assert starts == set(range(6))
+    assert starts == {0, 1, 2, 3}  # inside the first half, as in Flow-GRPO's code
+    assert {window_start(10, 2, seed, (4, 9)) for seed in range(50)} == {4, 5, 6, 7}
+    assert {window_start(5, 4, seed) for seed in range(9)} == {0}
+
+
+@pytest.mark.parametrize("size,within", ((2, (0, 6)), (2, (3, 4)), (2, (-1, 3)), (0, (0, 3))))
+def test_a_range_that_cannot_hold_the_window_is_refused(size, within):
+    with pytest.raises(ConfigError, match="window"):
+        DiffusionSampler(SamplingConfig(6, trajectory="sde"), NoiseConfig(window_size=size, window_range=within))
+
+
+def test_finished_samples_are_the_same_without_their_path():
+    kept, dropped = draw(), draw(noise=NoiseConfig(keep_path=False))
+    assert torch.equal(kept.latents, dropped.latents) and dropped.trajectory is None and dropped.log_probs is None
+    assert kept.means is None and draw(noise=NoiseConfig(keep_means=True)).means.shape == (4, 6, 2, 4, 4)
+
+
+def test_flow_match_euler_has_the_models_shift():
+    sampler = DiffusionSampler(SamplingConfig(4, scheduler="flow_match_euler"))
+    assert torch.equal(sampler.schedule(Gaussian(), (2,))[1], flow_match_schedule(4, 3.0)[1])
+    own = DiffusionSampler(SamplingConfig(4, scheduler="flow_match_euler", flow_shift=2.0))
+    assert torch.equal(own.schedule(Gaussian(), (2,))[1], flow_match_schedule(4, 2.0)[1])
 
 
 def test_given_schedules():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rollout.diffusion_steps import RULES, euler_step, sde_step, transition
 
-FLOW_RULES = ("flow_grpo", "dance", "cps")
+NOISELESS_RULES = ("flow_grpo", "dance", "cps")  # reflow always adds its noise
 
 
 def latents(count=3, seed=0, dtype=torch.float32):
@@ -18,7 +18,7 @@ def latents(count=3, seed=0, dtype=torch.float32):
     return [torch.randn(count, 2, 4, 4, generator=generator, dtype=dtype) for _ in range(3)]
 
 
-@pytest.mark.parametrize("rule", ("flow_grpo", "dance", "ddim"))
+@pytest.mark.parametrize("rule", ("flow_grpo", "dance", "reflow", "ddim"))
 @pytest.mark.parametrize("reduction", ("mean", "sum"))
 def test_log_prob_is_that_of_a_normal(rule, reduction):
     x, v, noise = latents(dtype=torch.float64)
@@ -35,7 +35,7 @@ def test_cps_surrogate_is_minus_the_squared_distance():
     torch.testing.assert_close(step.log_prob, -(std**2) * noise.square().flatten(1).mean(1), rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("rule", FLOW_RULES)
+@pytest.mark.parametrize("rule", NOISELESS_RULES)
 @given(st.floats(0.05, 1.0), st.floats(0.01, 0.99), st.integers(0, 1000))
 @settings(max_examples=30, deadline=None)
 def test_without_noise_the_step_is_the_euler_step_bit_for_bit(rule, sigma, share, seed):
@@ -83,6 +83,15 @@ def test_dance_by_hand():
     # x0 = 1.5, score = -(2 - .75) / .25 = -5, mean = 2 - .25 - .5 * .16 * -5 * -.25 = 1.65
     assert mean.item() == pytest.approx(1.65, abs=1e-14)
     assert std.item() == pytest.approx(0.2, abs=1e-14)
+
+
+def test_reflow_noises_the_predicted_data_anew():
+    x, v, noise = latents(dtype=torch.float64)
+    step = sde_step(x, v, 0.8, 0.6, 1.0, rule="reflow", noise=noise)
+    torch.testing.assert_close(step.prev, 0.4 * (x - 0.8 * v) + 0.6 * noise, rtol=1e-14, atol=0)
+    data, first = torch.randn_like(x), torch.randn_like(x)  # with the true velocity the old noise is gone
+    exact = sde_step(0.2 * data + 0.8 * first, first - data, 0.8, 0.6, 1.0, rule="reflow", noise=noise)
+    torch.testing.assert_close(exact.prev, 0.4 * data + 0.6 * noise, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("rule", RULES)

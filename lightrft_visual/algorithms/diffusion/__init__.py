@@ -7,13 +7,13 @@ trains on the reward's gradient it is called as `RewardFL.loss` is.
 from __future__ import annotations
 
 from ...config.diffusion import DiffusionRunConfig
+from ...rollout.diffusion_sampler import FLOW_RULES
 from .ddpo import DDPO, DPOK
 from .flow_grpo import FlowGRPO
 from .nft import DiffusionNFT
 from .reward_fl import RewardFL
 
 Loss = FlowGRPO | DiffusionNFT | RewardFL
-RULES = {"sde": "flow_grpo", "cps": "cps"}  # trajectory -> step rule of Flow-GRPO
 
 
 def training_guidance(config: DiffusionRunConfig) -> float:
@@ -22,8 +22,8 @@ def training_guidance(config: DiffusionRunConfig) -> float:
 
 
 def flow_grpo(config: DiffusionRunConfig) -> FlowGRPO:
-    """Flow-GRPO's loss, by the SDE or by coefficients-preserving sampling."""
-    return _clipped(config, FlowGRPO, RULES[config.trajectory])
+    """Flow-GRPO's loss, by the SDE, by data noised anew, or by coefficients-preserving sampling."""
+    return _clipped(config, FlowGRPO, FLOW_RULES[config.trajectory])
 
 
 def dance_grpo(config: DiffusionRunConfig) -> FlowGRPO:
@@ -68,14 +68,12 @@ def diffusion_nft(config: DiffusionRunConfig) -> DiffusionNFT:
 
 
 def reward_fl(config: DiffusionRunConfig) -> RewardFL:
-    """Reward FL's loss, which also knows the steps that carry gradient."""
+    """Reward FL's loss, which also knows the steps that may carry gradient."""
     algorithm = config.algorithm
     return RewardFL(
         num_inference_steps=config.sampling.num_steps,
         mid_timestep=algorithm.mid_timestep,
         final_timestep=algorithm.final_timestep,
-        min_timestep_boundary=algorithm.min_timestep_boundary,
-        max_timestep_boundary=algorithm.max_timestep_boundary,
         guidance_scale=training_guidance(config),
         weight=algorithm.reward_fl_weight,
         score_mean=algorithm.score_mean,

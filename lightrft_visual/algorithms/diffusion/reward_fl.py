@@ -2,8 +2,8 @@
 
 After ReFL (arXiv 2304.05977) and ROLL's Reward FL. Steps before `mid_timestep` run without gradient; from it to
 `final_timestep` the velocity carries one, and at `final_timestep` the data is predicted in one jump (the ordinary
-Euler step when it is the last step). Steps outside [min, max)_timestep_boundary of the schedule carry none either,
-so that with a two-expert model only the expert that serves the steps inside moves.
+Euler step when it is the last step). Of a model with two experts, a step that is served by a frozen one carries none
+either.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ class RewardFL:
     num_inference_steps: int = 8
     mid_timestep: int = 4
     final_timestep: int = 7
-    min_timestep_boundary: float = 0.0
-    max_timestep_boundary: float = 1.0
     guidance_scale: float = 1.0
     weight: float = 1.0
     score_mean: float = 0.0
@@ -58,21 +56,15 @@ class RewardFL:
             raise ConfigError(f"score_std is {self.score_std}; it must be positive")
 
     def gradient_steps(self) -> list[int]:
-        """Steps whose velocity is differentiated. Raises ConfigError where there is none."""
-        return gradient_steps(
-            self.num_inference_steps,
-            self.mid_timestep,
-            self.final_timestep,
-            self.min_timestep_boundary,
-            self.max_timestep_boundary,
-        )
+        """Steps whose velocity is differentiated where its network trains. ConfigError where there is none."""
+        return gradient_steps(self.num_inference_steps, self.mid_timestep, self.final_timestep)
 
     def denoise(self, context: LossContext, start: T, conditions: dict[str, T], timesteps: T, sigmas: T) -> Denoised:
         """From noise (B, …) to data. timesteps, sigmas (K), K = num_inference_steps."""
         x, drifts, differentiated = start, [], self.gradient_steps()
         for step in range(self.final_timestep + 1):
             inputs = (x, timesteps[step].expand(len(x)).to(x.device), conditions, self.guidance_scale)
-            if step in differentiated:
+            if step in differentiated and context.policy.trains_at(timesteps[step]):
                 v = context.velocity(*inputs)
                 if self.kl_beta > 0:
                     drifts.append(self._drift(context, v, inputs))

@@ -8,6 +8,7 @@ import torch
 
 from ...batches.diffusion_sampling import SamplingResult
 from ...batches.experience import ExperienceDiffusion
+from ...strategy.seeding import derive_seed
 
 T = torch.Tensor
 STOCHASTIC = "stochastic"
@@ -87,10 +88,18 @@ def noisy_steps(experience: ExperienceDiffusion, fraction: float = 1.0) -> T:
     return kept.expand(experience.sigmas.shape[0], -1)
 
 
-def shuffled_steps(steps: T, generator: torch.Generator) -> T:
-    """(B, n) step indices, each row in an order of its own drawn from the generator."""
-    order = torch.rand(steps.shape, generator=generator).argsort(dim=1)
-    return steps.gather(1, order.to(steps.device))
+def shuffled_steps(steps: T, sample_id: T, seed: int) -> T:
+    """(B, n) step indices, each row in an order of its own, which only the seed and its sample id (B) decide."""
+    orders = []
+    for sample in sample_id.tolist():
+        generator = torch.Generator().manual_seed(derive_seed(seed, "steps", sample))
+        orders.append(torch.randperm(steps.shape[1], generator=generator))
+    return steps.gather(1, torch.stack(orders).to(steps.device))
+
+
+def random_share(shuffled: T, fraction: float) -> T:
+    """The first `fraction` of (B, n) steps that are in random order: a random subset of each sample's own."""
+    return shuffled[:, : max(1, round(fraction * shuffled.shape[1]))]
 
 
 def grouped_steps(steps: T, experts: T) -> T:

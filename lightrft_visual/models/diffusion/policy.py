@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,10 @@ from ...config import registry
 from ...config.diffusion import DiffusionModelConfig
 from ...errors import ConfigError
 from ...strategy import collectives
+from ...strategy.offload import on_device
 from ..weight_copies import WeightCopy, gathered
 from .decoding import checkpoint_decoder, in_parts
-from .families.base import DiffusionFamily
+from .families.base import NEGATIVE, DiffusionFamily
 from .prompt_cache import PromptCache
 
 T = torch.Tensor
@@ -84,8 +85,9 @@ class DiffusionPolicy(nn.Module):
 
         Raises ConfigError when no family here reads the pipeline's class, or when it is not the one named.
         """
-        pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype)
-        return cls(family_of(pipeline, text_length or saved_text_length(path), family), lora, trainable)
+        adapter = named_family(pipeline_class(path), family)
+        pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype, **adapter.loading())
+        return cls(adapter(pipeline, text_length or saved_text_length(path)), lora, trainable)
 
     @property
     def prediction(self) -> str:
@@ -110,32 +112,74 @@ class DiffusionPolicy(nn.Module):
         """Timesteps (K) and sigmas (K) of the model's own scheduler."""
         return self.family.default_schedule(num_steps, latent_shape, flow_shift)
 
-    @torch.no_grad()
-    def encode_prompts(self, prompts: list[str], negative: str | None = None) -> dict[str, T]:
-        """Conditions, each (B, …). negative: for guidance, None leaves it out.
+    def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
+        """The shift that the model's own scheduler applies."""
+        return self.family.flow_shift(latent_shape)
 
-        Every prompt is encoded once and by itself: what it gives does not depend on its neighbours in a batch, and so
-        not on rank count or on where a run was resumed.
+    def starting_scale(self, sigma: float) -> float:
+        """What unit noise is multiplied by to be the latents at the first sigma."""
+        return self.family.starting_scale(sigma)
+
+    def place(self, device: torch.device) -> None:
+        """Put the denoisers on the device. Text encoders and VAE, which may be larger, come there for their turns."""
+        self.denoisers.to(device)
+
+    @torch.no_grad()
+    def remember_prompts(self, texts: list[str]) -> dict[str, dict[str, T]]:
+        """Conditions (1, …) of each text, on the host. The text encoders are on the device while one is new.
+
+        Each text is encoded once and by itself: what it gives does not depend on its neighbours in a batch, and so not
+        on rank count or on where a run was resumed.
         """
+        encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
+        known = all(text in self._encoded for text in texts)
+        with nullcontext() if known else self._at_work(*encoders):
+            return {
+                text: self._encoded.get(text, partial(self.family.encode_prompts, [text]))
+                for text in dict.fromkeys(texts)
+            }
+
+    def encode_prompts(self, prompts: list[str], negative: str | None = None) -> dict[str, T]:
+        """Conditions, each (B, …); see `remember_prompts`. negative: for guidance, None leaves it out."""
         if negative and not self.family.uses_negative:
             raise ConfigError("this family takes its guidance as an embedding: it reads no negative prompt")
-        against = [negative] if negative is not None and self.family.uses_negative else None
-        encoded = {
-            prompt: self._encoded.get((prompt, negative), partial(self.family.encode_prompts, [prompt], against))
-            for prompt in dict.fromkeys(prompts)
-        }
-        names = next(iter(encoded.values()))
-        return {name: torch.cat([encoded[prompt][name] for prompt in prompts]).to(self.device) for name in names}
+        guided = negative is not None and self.family.uses_negative
+        known = self.remember_prompts([*prompts, negative] if guided else prompts)
+        names = known[prompts[0]]
+        conditions = {name: torch.cat([known[text][name] for text in prompts]).to(self.device) for name in names}
+        for name in names if guided else ():
+            conditions[NEGATIVE + name] = known[negative][name].to(self.device).expand_as(conditions[name])
+        return conditions
 
     @torch.no_grad()
     def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> dict[str, T]:
-        """Conditions of B first frames (PIL pictures), to be merged with those of the prompts; image-to-video only."""
-        return self.family.encode_first_frames(images, height, width, frames)
+        """Conditions of B first frames (PIL images), to be merged with those of the prompts; image-to-video only.
+
+        An image that stands there several times, as for the samples of a prompt, is encoded once.
+        """
+        different = {id(image): image for image in images}
+        index = torch.tensor([list(different).index(id(image)) for image in images], device=self.device)
+        with self._at_work("vae", "image_encoder"):
+            encoded = self.family.encode_first_frames(list(different.values()), height, width, frames)
+        return {name: value[index] for name, value in encoded.items()}
 
     def decode(self, latents: T) -> T:
         """Media in about 0..1 (not clamped): (B, 3, H, W) or (B, 3, T, H, W). Differentiable in the latents."""
-        with self._kept_activations():
+        if torch.is_grad_enabled() and latents.requires_grad:
+            self.family.pipeline.vae.to(self.device)  # backward needs it too: it leaves after the next plain decoding
+            with self._kept_activations():
+                return in_parts(self.family.decode, latents)
+        with self._at_work("vae"):
             return in_parts(self.family.decode, latents)
+
+    @contextmanager
+    def _at_work(self, *names: str) -> Iterator[None]:
+        """These parts of the pipeline, where it has them, are on the device inside, and on the host afterwards."""
+        parts = [self.family.pipeline.components.get(name) for name in names]
+        with ExitStack() as stack:
+            for part in filter(None, parts):
+                stack.enter_context(on_device(part, self.device, offload=True))
+            yield
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """Latent shape of one sample for a size in pixels."""
@@ -172,6 +216,10 @@ class DiffusionPolicy(nn.Module):
             yield
         finally:
             self.family.required = frozenset()
+
+    def trains_at(self, timestep: T) -> bool:
+        """Whether the network that serves this timestep () is under training."""
+        return not self.family.serving(timestep.reshape(1)).isdisjoint(self.trainable)
 
     def keep_reference(self) -> None:
         """Remember the present weights as the reference; needed only when all weights train."""
@@ -267,15 +315,20 @@ def save_text_length(folder: str | Path, text_length: int) -> None:
 
 
 def family_of(pipeline: DiffusionPipeline, text_length: int | None = None, family: str = "auto") -> DiffusionFamily:
-    """The adapter for a loaded pipeline: the family named, or the one registered last for the pipeline's class.
+    """The adapter for a loaded pipeline; see `named_family`."""
+    return named_family(type(pipeline).__name__, family)(pipeline, text_length)
+
+
+def named_family(pipeline_name: str, family: str = "auto") -> type[DiffusionFamily]:
+    """The family named, or the one registered last for the class of pipelines.
 
     Raises ConfigError where none does, or the one named does not.
     """
-    name = type(pipeline).__name__
-    if family != "auto" and registry.diffusion_families[family].pipeline != name:
-        raise ConfigError(f"family is {family}, but the model is a {name}")
-    kind = family_class(name) if family == "auto" else registry.diffusion_families.load(family)
-    return kind(pipeline, text_length)
+    if family == "auto":
+        return family_class(pipeline_name)
+    if registry.diffusion_families[family].pipeline != pipeline_name:
+        raise ConfigError(f"family is {family}, but the model is a {pipeline_name}")
+    return registry.diffusion_families.load(family)
 
 
 def family_class(pipeline_name: str) -> type[DiffusionFamily]:
@@ -294,8 +347,12 @@ def takes_first_frame(path: str, family: str = "auto") -> bool:
     """
     if family != "auto":
         return registry.diffusion_families.load(family).takes_first_frame
+    return family_class(pipeline_class(path)).takes_first_frame
+
+
+def pipeline_class(path: str) -> str:
+    """The name of the pipeline's class, from its model_index.json. Raises ConfigError where there is none."""
     try:
-        index = DiffusionPipeline.load_config(path)
+        return DiffusionPipeline.load_config(path)["_class_name"]
     except OSError as error:
         raise ConfigError(f"{path} is no diffusers pipeline folder or hub name that this machine can reach") from error
-    return family_class(index["_class_name"]).takes_first_frame

@@ -21,6 +21,9 @@ class PromptCache:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
     def get(self, key: Hashable, encode: Callable[[], Conditions]) -> Conditions:
         """The conditions under `key`, encoded at the first call."""
         if key in self._kept:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...algorithms.diffusion import reward_fl
 from ...algorithms.diffusion.reward_fl import DifferentiableScore
+from ...batches.diffusion_sampling import TRAIN_TIMESTEPS
 from ...config import registry
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout_noise, rollout_sampling
 from ...config.shared import EMBEDDED, RewardConfig
@@ -177,12 +177,11 @@ def _total_steps(config: DiffusionRunConfig, rows: int) -> int:
 
 def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) -> tuple[DiffusionPolicy, TrainEngine]:
     model = config.model
-    trainable = None if model.trainable_models is None else tuple(model.trainable_models.split(","))
     policy = DiffusionPolicy.from_pretrained(
         resolve_pipeline(model.pretrain, model.family),
         lora=LoraSettings.from_config(model),
         dtype=strategy.dtype,
-        trainable=trainable,
+        trainable=model.trained_denoisers,
         text_length=model.max_sequence_length,
         family=model.family,
     )
@@ -193,25 +192,47 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
             f"{model.pretrain} predicts {policy.prediction}"
         )
     if algorithm.trains_on == "reward":
-        policy.train_only(_serving_experts(config, policy))
+        policy.train_only(_trained_experts(config, policy))
+    policy.family.detach_guidance = config.algorithm.detach_guidance
     if model.vae_tiling:
         policy.family.pipeline.vae.enable_tiling()
     if model.gradient_checkpointing:
         policy.enable_gradient_checkpointing(model.use_gradient_checkpointing_offload)
-    policy.family.pipeline.to(strategy.device)
-    if config.algorithm.beta > 0 or algorithm.reference:
-        policy.keep_reference()
+    policy.place(strategy.device)
     settings = OptimizerSettings.from_config(config.train, config.train.learning_rate, config.updates(total_steps))
     with fp32_kept(policy.denoisers.values()):
-        return policy, strategy.prepare(policy, settings)
+        engine = strategy.prepare(policy, settings)
+    if config.algorithm.beta > 0 or algorithm.reference:
+        policy.keep_reference()
+    return policy, engine
 
 
-def _serving_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set[str]:
-    """Reward FL: the networks that serve at least one step with gradient."""
-    s, settings = config.sampling, reward_fl(config)
+def _trained_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set[str]:
+    """Reward FL: the networks that serve a step with gradient and timesteps between the boundaries.
+
+    Raises ConfigError where there is none, and for boundaries on a model of one network.
+    """
+    s, a = config.sampling, config.algorithm
     shape = policy.latent_shape(s.height, s.width, s.num_frames)
     timesteps, _ = DiffusionSampler(rollout_sampling(config)).schedule(policy, shape)
-    return policy.family.serving(timesteps[settings.gradient_steps()])
+    serving = policy.family.serving(timesteps[a.mid_timestep : a.final_timestep + 1])
+    between = (a.min_timestep_boundary, a.max_timestep_boundary)
+    if between == (0.0, 1.0):
+        return serving
+    if len(policy.denoisers) == 1:
+        raise ConfigError(
+            "min_timestep_boundary and max_timestep_boundary choose between two experts, and this model has one "
+            "network: leave them out; mid_timestep and final_timestep choose the steps with gradient"
+        )
+    first, end = (round(TRAIN_TIMESTEPS * share) for share in between)
+    noise, _ = policy.default_schedule(TRAIN_TIMESTEPS, shape, s.flow_shift)
+    chosen = policy.family.serving(noise[first:end])
+    if serving.isdisjoint(chosen):
+        raise ConfigError(
+            f"the timesteps between the boundaries {between} are served by {', '.join(sorted(chosen))}, but steps "
+            f"mid_timestep {a.mid_timestep} to final_timestep {a.final_timestep} by {', '.join(sorted(serving))}"
+        )
+    return serving & chosen
 
 
 def _held_out(strategy: DeepspeedStrategy) -> RewardComputationEngine:
@@ -222,6 +243,7 @@ def _held_out(strategy: DeepspeedStrategy) -> RewardComputationEngine:
 
 
 def _ema(config: DiffusionRunConfig, policy: DiffusionPolicy) -> WeightAverage | None:
-    if not config.train.enable_ema:
+    train = config.train
+    if not train.enable_ema:
         return None
-    return WeightAverage(policy.trainable_parameters(), config.train.ema_beta, config.train.ema_interval)
+    return WeightAverage(policy.trainable_parameters(), train.ema_beta, train.ema_interval, train.ema_warmup)

@@ -52,6 +52,14 @@ class TrainedVelocity:
     def velocity(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float) -> T:
         return self.engine(latents, timesteps, conditions, guidance_scale)
 
+    def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
+        """The shift of the model's own scheduler."""
+        return self.policy.flow_shift(latent_shape)
+
+    def starting_scale(self, sigma: float) -> float:
+        """Of the model's starting noise."""
+        return self.policy.starting_scale(sigma)
+
     def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None):
         return self.policy.default_schedule(num_steps, latent_shape, flow_shift)
 
@@ -81,7 +89,7 @@ class PictureSettings:
 
 @dataclass
 class Sampled:
-    """One micro-batch as drawn: result of the sampler, its conditions, decoded media (B, 3, …) in 0..1."""
+    """One micro-batch as drawn: result of the sampler, its conditions, decoded media (B, 3, …) in 0..1 on the host."""
 
     result: Any
     conditions: dict[str, T]
@@ -103,15 +111,19 @@ class DiffusionSampling:
     def conditions(self, rows: DiffusionRows) -> dict[str, T]:
         """Embedded prompts, the negative one under guidance, and first frames where the family takes them."""
         s, policy = self.settings, self.model.policy
-        negative = s.negative_prompt if s.guidance_scale > 1 else None
-        conditions = policy.encode_prompts(rows.prompts, negative)
+        conditions = policy.encode_prompts(rows.prompts, self._negative)
         if policy.family.takes_first_frame:
             conditions |= policy.encode_first_frames(rows.first_frames, s.height, s.width, s.frames)
         return conditions
 
+    @property
+    def _negative(self) -> str | None:
+        return self.settings.negative_prompt if self.settings.guidance_scale > 1 else None
+
     def draw(self, rows: DiffusionRows, step: int, purpose: str = "noise") -> list[Sampled]:
         """Micro-batches of all rows, in order. Noise depends on (run seed, purpose, step, sample id)."""
-        size = self.settings.micro_batch_size
+        size, negative = self.settings.micro_batch_size, self._negative
+        self.model.policy.remember_prompts(rows.prompts if negative is None else [*rows.prompts, negative])
         return [self._micro(rows.select(slice(i, i + size)), step, purpose) for i in range(0, len(rows), size)]
 
     @torch.no_grad()
@@ -120,9 +132,10 @@ class DiffusionSampling:
         batch = self.batch(rows, conditions, step, purpose)
         generators = sample_generators(self.settings.run_seed, step, rows.sample_ids.tolist(), purpose)
         size, steps = self.sampler.noise.window_size, self.sampler.config.moving_steps
-        start = window_start(steps, size, derive_seed(self.settings.run_seed, "window", step)) if size else 0
+        seed, within = derive_seed(self.settings.run_seed, "window", step), self.sampler.noise.window_range
+        start = window_start(steps, size, seed, within) if size else 0
         result = self.sampler.sample(self.model, batch, generator=generators, window=start)
-        return Sampled(result, conditions, self.model.policy.decode(result.latents).clamp(0, 1))
+        return Sampled(result, conditions, self.model.policy.decode(result.latents).clamp(0, 1).cpu())
 
     def batch(self, rows: DiffusionRows, conditions: dict[str, T], step: int, purpose: str) -> DiffusionBatch:
         """The sampler's input; with same_latent every sample of a prompt starts from the prompt's own noise."""
@@ -147,6 +160,19 @@ def k_repeat_rows(dataset: list, per_rank: int, repeats: int, seed: int) -> Diff
         seed=seed,
     )
     return rows_of([dataset[i] for i in drawn.local_indices], drawn.local_indices, first=rank * per_rank)
+
+
+def update_rows(dataset: list, total: int, repeats: int, update_size: int, seed: int) -> list[DiffusionRows]:
+    """This rank's rows of each train batch of `update_size` samples: the same batches for any number of ranks.
+
+    total: samples of the step over all ranks, of which train batches are taken in order.
+    """
+    drawn = distributed_k_repeat_indices(
+        dataset_length=len(dataset), batch_size=total, repeats_per_prompt=repeats, world_size=1, rank=0, seed=seed
+    ).local_indices
+    mine = update_size // collectives.world_size()
+    starts = range(collectives.rank() * mine, total, update_size)
+    return [rows_of([dataset[i] for i in drawn[at : at + mine]], drawn[at : at + mine], first=at) for at in starts]
 
 
 def rows_of(prompts: list, indices: list[int], first: int) -> DiffusionRows:

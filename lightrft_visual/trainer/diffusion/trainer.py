@@ -22,8 +22,8 @@ from ..loop import Evaluated, PolicyTrainer, StepData
 from .evaluation import SHEET_IMAGES
 from .maker import DrawnExperience
 from .parts import DiffusionParts
-from .stages import DiffusionRows, k_repeat_rows
-from .updates import ReplayUpdate, RewardUpdate
+from .stages import DiffusionRows, k_repeat_rows, update_rows
+from .updates import ReplayUpdate, RewardUpdate, Scored, without_zero_advantages
 
 
 class DiffusionTrainer(PolicyTrainer):
@@ -34,12 +34,14 @@ class DiffusionTrainer(PolicyTrainer):
         self.parts, self.config, self.engine, self.maker = parts, parts.config, parts.engine, parts.maker
         train = parts.config.train
         self.buffer = NaiveReplayBuffer(train.micro_train_batch_size, seed=train.seed)
-        fraction = parts.config.algorithm.timestep_fraction
-        self.replay_update = ReplayUpdate(parts.engine, parts.algorithm, parts.loss, fraction)
+        choice = parts.config.algorithm.timestep_fraction, parts.config.algorithm.timestep_choice
+        self.replay_update = ReplayUpdate(parts.engine, parts.algorithm, parts.loss, *choice)
         self.reward_update = None
         if parts.algorithm.trains_on == "reward":
             sampling = parts.maker.engine.sampling
-            self.reward_update = RewardUpdate(parts.engine, sampling, parts.loss, parts.differentiable, train.seed)
+            self.reward_update = RewardUpdate(
+                parts.engine, sampling, parts.loss, parts.differentiable, train.seed, train.micro_train_batch_size
+            )
         self.updates = 0
 
     # -- stages --------------------------------------------------------------------------------------------------
@@ -50,18 +52,23 @@ class DiffusionTrainer(PolicyTrainer):
     def sync(self) -> None:
         """See `start`; the old policy of DiffusionNFT follows the weights here, after the updates of the step."""
         if self.parts.old is not None:
-            self.parts.old.update(old_policy_decay(self.step, self.config.algorithm.decay_type))
+            algorithm = self.config.algorithm
+            count = self.updates if algorithm.decay_counts == "updates" else self.step
+            self.parts.old.update(old_policy_decay(count, algorithm.decay_type))
 
     def close(self) -> None:
         """Release the reward workers."""
         self.maker.rewards.close()
 
     def collect(self) -> StepData:
-        """Experience of this rank's next rows; Reward FL draws while it learns, and gets the rows themselves."""
-        rows = self._next_rows()
+        """Experience of this rank's next rows; Reward FL draws while it learns, and gets the rows of its updates."""
+        sampling, total = self.config.sampling, self._samples_a_step()
+        seed = derive_seed(self.config.train.seed, "k_repeat", self.step)
         if self.reward_update is not None:
-            size = self.config.train.micro_train_batch_size
-            return StepData([rows.select(slice(start, start + size)) for start in range(0, len(rows), size)])
+            size = self.config.train.train_batch_size
+            return StepData(update_rows(self.parts.prompts, total, sampling.n_samples_per_prompt, size, seed))
+        per_rank = total // collectives.world_size()
+        rows = k_repeat_rows(self.parts.prompts, per_rank, sampling.n_samples_per_prompt, seed)
         made = self.maker.make(rows, self.step)
         data = StepData(made.experiences, records=self._records_of(rows, made))
         for experience in made.experiences:
@@ -70,14 +77,11 @@ class DiffusionTrainer(PolicyTrainer):
             data.metrics.add(name, value)
         return data
 
-    def _next_rows(self) -> DiffusionRows:
-        sampling = self.config.sampling
-        per_rank = sampling.rollout_batch_size * sampling.n_samples_per_prompt // collectives.world_size()
-        seed = derive_seed(self.config.train.seed, "k_repeat", self.step)
-        return k_repeat_rows(self.parts.prompts, per_rank, sampling.n_samples_per_prompt, seed)
+    def _samples_a_step(self) -> int:
+        return self.config.sampling.rollout_batch_size * self.config.sampling.n_samples_per_prompt
 
     def learn(self, data: StepData) -> None:
-        """`max_epochs` passes over the step's samples; for Reward FL one step by the reward's gradient."""
+        """`max_epochs` passes over the step's samples, an optimizer step for each train batch."""
         if self.reward_update is not None:
             self._learn_from_reward(data)
             return
@@ -87,23 +91,24 @@ class DiffusionTrainer(PolicyTrainer):
             seed = derive_seed(self.config.train.seed, "replay", self.step, epoch)
             steps = self.buffer.plan(seed, step_size=self.config.train.train_batch_size)
             for index, micro_batches in enumerate(steps):
+                left_out = 0
+                if self.config.only_advantages_count:
+                    micro_batches, left_out = without_zero_advantages(self.buffer, micro_batches)
                 batches = [self.buffer.load(micro_batch) for micro_batch in micro_batches]
                 first = epoch == index == 0
-                result = self.replay_update.step(
-                    batches, self._context(), derive_seed(seed, index), data.metrics, first
-                )
+                result = self.replay_update.step(batches, self._context(), seed, data.metrics, first, left_out)
                 self._finish_update(result, data.metrics)
         self.buffer.clear()
 
     def _learn_from_reward(self, data: StepData) -> None:
-        result, drawn = self.reward_update.step(data.batches, self._context(), self.step, data.metrics)
-        self._finish_update(result, data.metrics)
-        for rows, (media, scores, valid) in zip(data.batches, drawn, strict=True):
-            data.metrics.add_moments("reward", scores[valid])
-            data.metrics.add_mean("reward_invalid_share", (~valid).float())
-            data.records += records_from_media(rows.prompts, list(media), scores, valid=valid, group_ids=rows.group_ids)
-        for index, record in enumerate(data.records):
-            record["sample_id"] = index
+        for epoch in range(self.config.train.max_epochs):
+            for rows in data.batches:
+                result, drawn = self.reward_update.step(rows, self._context(), self.step, epoch, data.metrics)
+                self._finish_update(result, data.metrics)
+                data.metrics.add_moments("reward", drawn.scores[drawn.valid])
+                data.metrics.add_mean("reward_invalid_share", (~drawn.valid).float())
+                if epoch == 0:
+                    data.records += _records_of_drawn(rows, drawn)
         data.records = self._gathered(data.records)
         data.batches.clear()
 
@@ -178,8 +183,8 @@ class DiffusionTrainer(PolicyTrainer):
                 copy.resume(state[name])
 
     def save_engines(self, folder: Path) -> None:
-        """The policy with its optimizer; every rank writes its part."""
-        self.engine.save(str(folder), "policy")
+        """What trains, with its optimizer; every rank writes its part. The frozen base is loaded anew by every run."""
+        self.engine.save(str(folder), "policy", frozen=False)
 
     def load_engines(self, folder: Path) -> None:
         """The inverse of `save_engines`."""
@@ -192,3 +197,12 @@ class DiffusionTrainer(PolicyTrainer):
                 self.parts.policy.save_lora(folder)
             else:
                 self.parts.policy.save_pretrained(folder)
+
+
+def _records_of_drawn(rows: DiffusionRows, drawn: Scored) -> list[Record]:
+    records = records_from_media(
+        rows.prompts, list(drawn.media), drawn.scores, valid=drawn.valid, group_ids=rows.group_ids
+    )
+    for record, sample_id in zip(records, rows.sample_ids.tolist()):
+        record["sample_id"] = sample_id
+    return records

@@ -13,14 +13,22 @@ import torch
 from ...algorithms.diffusion import Loss
 from ...algorithms.diffusion.context import LossContext, LossOutcome
 from ...algorithms.diffusion.reward_fl import DifferentiableScore
-from ...algorithms.diffusion.rows import grouped_steps, noisy_steps, rows_at, shuffled_steps, trainable_steps
+from ...algorithms.diffusion.rows import (
+    grouped_steps,
+    noisy_steps,
+    random_share,
+    rows_at,
+    shuffled_steps,
+    trainable_steps,
+)
 from ...batches.experience import ExperienceDiffusion
 from ...config.registry import DiffusionAlgorithm
 from ...observe.metrics import MetricsAccumulator
+from ...replay.buffer import NaiveReplayBuffer
+from ...replay.plan import MicroBatch
 from ...rollout.diffusion_sampler import sample_generators
 from ...strategy import collectives
 from ...strategy.deepspeed import StepResult, TrainEngine
-from ...strategy.seeding import derive_seed
 from .stages import DiffusionRows, DiffusionSampling
 
 T = torch.Tensor
@@ -31,13 +39,14 @@ _NAMES = {"clip_fraction": "clip_frac"}
 class ReplayUpdate:
     """One optimizer step over rows of (sample, denoising step), each sample in an order of steps of its own.
 
-    fraction: share of the steps that is trained on.
+    fraction, choice: the share of the steps that is trained on, and which: 'first' or each sample's own 'random' ones.
     """
 
     engine: TrainEngine
     algorithm: DiffusionAlgorithm
     loss: Loss
     fraction: float
+    choice: str
 
     def step(
         self,
@@ -46,15 +55,21 @@ class ReplayUpdate:
         seed: int,
         metrics: MetricsAccumulator,
         first: bool,
+        left_out: int = 0,
     ) -> StepResult:
-        """Losses of all micro-batches, then one guarded step. A collective. first: the first update of this rollout."""
+        """Losses of all micro-batches, then one guarded step. A collective.
+
+        Args:
+            first: the first update of this rollout.
+            left_out: valid samples of this rank that belong to the update and need no forward; the mean counts them.
+        """
         plans = []
-        for index, experience in enumerate(batches):
-            generator = torch.Generator().manual_seed(derive_seed(seed, collectives.rank(), index))
-            steps = shuffled_steps(self._trained_steps(experience), generator)
+        for experience in batches:
+            steps = self._trained_steps(experience, seed)
             timesteps = experience.timesteps.gather(1, steps.to(experience.timesteps.device))
             plans.append(grouped_steps(steps, context.policy.family.expert_index(timesteps)))
-        rows = sum(int(each.valid.sum()) * plan.shape[1] for each, plan in zip(batches, plans))
+        samples = left_out + sum(int(each.valid.sum()) for each in batches)
+        rows = samples * plans[0].shape[1]  # every sample has as many steps
         total = collectives.all_reduce_sum(torch.tensor(float(rows))).item()
         for index, (experience, plan) in enumerate(zip(batches, plans)):
             for column in range(plan.shape[1]):
@@ -67,10 +82,30 @@ class ReplayUpdate:
                 add_loss(metrics, outcome, int(part.valid.sum()), last, first)
         return self.engine.step()
 
-    def _trained_steps(self, experience: ExperienceDiffusion) -> T:
+    def _trained_steps(self, experience: ExperienceDiffusion, seed: int) -> T:
         """(B, n): stochastic steps for losses on SDE steps, any step of the schedule for losses on data."""
         steps = trainable_steps if self.algorithm.trains_on == "steps" else noisy_steps
-        return steps(experience, self.fraction)
+        if self.choice == "first":
+            return shuffled_steps(steps(experience, self.fraction), experience.sample_id, seed)
+        return random_share(shuffled_steps(steps(experience), experience.sample_id, seed), self.fraction)
+
+
+def without_zero_advantages(
+    buffer: NaiveReplayBuffer, micro_batches: Sequence[MicroBatch]
+) -> tuple[list[MicroBatch], int]:
+    """Micro-batches of the samples whose advantage is not 0, and how many valid ones of this rank they leave out.
+
+    Where a loss is its samples' advantages times something, the others add 0 to it and to its gradient. Every rank gets
+    the same number of micro-batches, at least one: an optimizer step needs a backward. A collective.
+    """
+    planned = [index for each in micro_batches if not each.filler for index in each.indices]
+    kept = [index for index in planned if bool(buffer[index].advantages.any())]
+    left_out = sum(bool(buffer[index].valid) for index in set(planned) - set(kept))
+    needed = max(1, -(-len(kept) // buffer.sample_batch_size))
+    count = int(collectives.all_reduce_max(torch.tensor(float(needed))).item())
+    bounds = [len(kept) * each // count for each in range(count + 1)]
+    parts = [kept[start:end] for start, end in zip(bounds, bounds[1:])]
+    return [MicroBatch(part) if part else MicroBatch([0], filler=True) for part in parts], left_out
 
 
 class Scored(NamedTuple):
@@ -85,7 +120,7 @@ class Scored(NamedTuple):
 class RewardUpdate:
     """Reward FL: no replay; the gradient goes through the decoded pictures of this very forward.
 
-    score: the differentiable reward of (media, rows).
+    score: the differentiable reward of (media, rows). micro_batch_size: samples a forward.
     """
 
     engine: TrainEngine
@@ -93,29 +128,35 @@ class RewardUpdate:
     loss: Loss
     score: Callable[[T, DiffusionRows], DifferentiableScore]
     run_seed: int
+    micro_batch_size: int
 
     def step(
-        self, batches: Sequence[DiffusionRows], context: LossContext, step: int, metrics: MetricsAccumulator
-    ) -> tuple[StepResult, list[Scored]]:
-        """One guarded step over all micro-batches, and what was drawn for it. A collective."""
-        drawn: list[Scored] = []
-        total = float(sum(map(len, batches)) * collectives.world_size())
-        for rows in batches:
-            conditions = self.sampling.conditions(rows)
-            noise = self._starting_noise(rows, conditions, step)
-            schedule = self.sampling.sampler.schedule(self.sampling.model, self.sampling.latent_shape)
-            reward = partial(self._differentiable, rows, drawn)
-            outcome = self.loss.loss(context, noise, conditions, schedule, reward, total)
-            last = rows is batches[-1]
-            self.engine.accumulate(outcome.loss, last)
-            add_loss(metrics, outcome, len(rows), last, first=True)
-        return self.engine.step(), drawn
+        self, rows: DiffusionRows, context: LossContext, step: int, epoch: int, metrics: MetricsAccumulator
+    ) -> tuple[StepResult, Scored]:
+        """One guarded step over this rank's rows of a train batch, and what was drawn for it. A collective.
 
-    def _starting_noise(self, rows: DiffusionRows, conditions: dict[str, T], step: int) -> T:
-        batch = self.sampling.batch(rows, conditions, step, "noise")
+        epoch: pass over the step's rows; each draws noise of its own.
+        """
+        drawn: list[Scored] = []
+        total, purpose = float(len(rows) * collectives.world_size()), f"noise/{epoch}" if epoch else "noise"
+        for start in range(0, len(rows), self.micro_batch_size):
+            part = rows.select(slice(start, start + self.micro_batch_size))
+            conditions = self.sampling.conditions(part)
+            schedule = self.sampling.sampler.schedule(self.sampling.model, self.sampling.latent_shape)
+            noise = self._starting_noise(part, conditions, step, purpose)
+            noise = noise * self.sampling.model.starting_scale(float(schedule[1][0]))
+            reward = partial(self._differentiable, part, drawn)
+            outcome = self.loss.loss(context, noise, conditions, schedule, reward, total)
+            last = start + self.micro_batch_size >= len(rows)
+            self.engine.accumulate(outcome.loss, last)
+            add_loss(metrics, outcome, len(part), last, first=True)
+        return self.engine.step(), Scored(*(torch.cat(parts) for parts in zip(*drawn)))
+
+    def _starting_noise(self, rows: DiffusionRows, conditions: dict[str, T], step: int, purpose: str) -> T:
+        batch = self.sampling.batch(rows, conditions, step, purpose)
         if batch.latents is not None:
             return batch.latents
-        generators = sample_generators(self.run_seed, step, rows.sample_ids.tolist())
+        generators = sample_generators(self.run_seed, step, rows.sample_ids.tolist(), purpose)
         noise = torch.stack([torch.randn(batch.latent_shape, generator=each) for each in generators])
         return noise.to(self.sampling.model.policy.device)
 

@@ -7,6 +7,7 @@ from lightrft_visual.algorithms.diffusion.rows import (
     experience_of,
     grouped_steps,
     noisy_steps,
+    random_share,
     rows_at,
     shuffled_steps,
     trainable_steps,
@@ -37,8 +38,16 @@ def test_trainable_steps_are_the_stochastic_ones_and_the_first_share_of_them():
 
 def test_shuffling_keeps_every_step_once():
     steps = trainable_steps(rollout())
-    shuffled = shuffled_steps(steps, torch.Generator().manual_seed(0))
+    shuffled = shuffled_steps(steps, torch.arange(4), 0)
     assert torch.equal(shuffled.sort(dim=1).values, steps) and not torch.equal(shuffled, steps)
+    assert torch.equal(shuffled_steps(steps[2:], torch.tensor([2, 3]), 0), shuffled[2:])  # in any company
+
+
+def test_a_random_share_differs_from_sample_to_sample():
+    shuffled = shuffled_steps(torch.arange(10).expand(64, -1), torch.arange(64), 0)
+    kept = random_share(shuffled, 0.3)
+    assert kept.shape == (64, 3) and all(len(set(row)) == 3 for row in kept.tolist())
+    assert torch.bincount(kept.flatten(), minlength=10).min() > 5 and random_share(shuffled, 0.01).shape == (64, 1)
 
 
 def test_steps_of_one_expert_come_together():

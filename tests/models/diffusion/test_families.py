@@ -1,5 +1,7 @@
 """Every family, tiny: rollout, ratio 1 on the first pass, one update, decode, LoRA into the stock pipeline."""
 
+import json
+
 import pytest
 import tiny_families
 import torch
@@ -12,7 +14,9 @@ from lightrft_visual.batches.diffusion_sampling import DiffusionBatch, NoiseConf
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.families.base import pack
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of, takes_first_frame
+from lightrft_visual.models.diffusion.schedule import flow_match_schedule
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
+from lightrft_visual.rollout.diffusion_steps import euler_step
 from lightrft_visual.strategy import collectives
 
 PROMPTS = ["a red circle", "a blue cross"]
@@ -129,6 +133,45 @@ def test_an_expert_that_only_another_rank_needs_runs_and_changes_nothing(monkeyp
     together.square().sum().backward()
     gradients = [weight.grad for weight in policy.denoisers["transformer_2"].parameters() if weight.requires_grad]
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+def test_dynamic_shifts_are_those_of_the_schedule():
+    for name in ("flux", "qwen_image"):
+        family = policy_of(name).family
+        shift = family.flow_shift(family.latent_shape(32, 32, 1))
+        _, sigmas = family.default_schedule(5, family.latent_shape(32, 32, 1), None)
+        torch.testing.assert_close(sigmas, flow_match_schedule(5, shift)[1], rtol=1e-5, atol=1e-6)
+
+
+def test_the_cosmos_ode_matches_the_stock_pipeline_from_its_first_noise_on():
+    policy, start = DiffusionPolicy(family_of(build("cosmos"), 5)), torch.randn(1, 16, 1, 4, 4)
+    timesteps, sigmas = policy.default_schedule(4, start.shape[1:], None)
+    assert sigmas[0].item() == pytest.approx(80 / 81)
+    conditions, x = policy.encode_prompts(PROMPTS[:1], "a dog"), start * policy.starting_scale(float(sigmas[0]))
+    for step in range(3):  # the pipeline ends at its smallest sigma, ours goes on to 0
+        with torch.no_grad():
+            v = policy.velocity(x, timesteps[step].expand(1), conditions, 3.0)
+        x = euler_step(x, v, sigmas[step], sigmas[step + 1])
+    pipeline = build("cosmos")
+    pipeline.set_progress_bar_config(disable=True)
+    settings = {"height": 32, "width": 32, "num_inference_steps": 4, "max_sequence_length": 5, "guidance_scale": 2.0}
+    theirs = pipeline(PROMPTS[0], negative_prompt="a dog", latents=start, output_type="latent", **settings).images
+    torch.testing.assert_close((x / (1 - sigmas[3]))[:, :, 0], theirs, rtol=1e-4, atol=1e-4)
+    batch = DiffusionBatch(conditions, start.shape[1:], 1, 3.0, start)
+    ours = DiffusionSampler(SamplingConfig(4)).sample(policy, batch, generator=torch.Generator()).latents
+    with torch.no_grad():
+        v = policy.velocity(x, timesteps[3].expand(1), conditions, 3.0)
+    torch.testing.assert_close(ours, euler_step(x, v, sigmas[3], 0.0), rtol=1e-4, atol=1e-4)
+
+
+def test_cosmos_loads_without_its_safety_checker(tmp_path):
+    build("cosmos").save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    index["safety_checker"] = [None, None]
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    policy = DiffusionPolicy.from_pretrained(str(tmp_path), text_length=5)
+    with torch.no_grad():
+        assert policy.decode(torch.randn(1, *policy.latent_shape(32, 32))).shape == (1, 3, 32, 32)
 
 
 def test_the_flux_ode_matches_the_stock_pipeline():

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from diffusers import StableDiffusion3Pipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
 from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
@@ -47,7 +47,9 @@ def rollout(policy, guidance=1.0, trajectory="sde", window=0, count=3):
 
 
 @pytest.mark.parametrize("guidance,window", ((1.0, 0), (4.5, 0), (4.5, 2)))
-@pytest.mark.parametrize("trajectory,rule", (("sde", "flow_grpo"), ("sde_reflow", "dance"), ("cps", "cps")))
+@pytest.mark.parametrize(
+    "trajectory,rule", (("sde", "flow_grpo"), ("sde_reflow", "reflow"), ("dance", "dance"), ("cps", "cps"))
+)
 def test_replay_is_exact_with_lora_guidance_and_window(folder, guidance, window, trajectory, rule):
     policy = policy_of(folder)
     _, experience = rollout(policy, guidance, trajectory, window)
@@ -73,6 +75,36 @@ def test_repeated_prompts_get_equal_conditions_and_guidance_is_the_formula(folde
             policy.velocity(latents, timesteps, negative),
         )
     torch.testing.assert_close(guided, without + 3 * (with_prompt - without), rtol=1e-4, atol=1e-5)
+
+
+def test_detached_guidance_carries_the_gradient_of_the_guided_branch_alone(folder):
+    policy = policy_of(folder)
+    latents, conditions = torch.randn(2, *policy.latent_shape(32, 32)), policy.encode_prompts(PROMPTS[:2], "")
+    inputs = latents, torch.full((2,), 300.0), conditions
+    whole = policy(*inputs, 3.0)
+    with_prompt = policy(*inputs, 1.0)  # guided = (1 - 3) without + 3 with
+    expected = torch.autograd.grad(3 * with_prompt.sum(), policy.trainable_parameters(), retain_graph=True)
+    policy.family.detach_guidance = True
+    detached = policy(*inputs, 3.0)
+    assert torch.equal(detached, whole)
+    found = torch.autograd.grad(detached.sum(), policy.trainable_parameters())
+    for one, other in zip(expected, found):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert any(
+        not torch.allclose(one, other, rtol=1e-2, atol=1e-3)
+        for one, other in zip(found, torch.autograd.grad(whole.sum(), policy.trainable_parameters()))
+    )
+
+
+def test_a_given_shift_is_the_stock_schedule_of_that_shift(folder):
+    family = policy_of(folder).family
+    stock = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    stock.set_timesteps(4)
+    _, sigmas = family.default_schedule(4, (8, 8, 8), 3.0)
+    torch.testing.assert_close(sigmas, stock.sigmas[:-1])
+    assert sigmas[-1].item() == pytest.approx(0.0089, abs=1e-4)
+    assert family.flow_shift((8, 8, 8)) == 1.0
+    assert type(family)(StableDiffusion3Pipeline.from_pretrained(folder, scheduler=stock)).flow_shift((8,)) == 3.0
 
 
 def test_the_ode_matches_the_stock_pipeline(folder):

@@ -1,8 +1,11 @@
 """Encoded prompts are remembered, up to a number of bytes, and do not depend on their neighbours."""
 
+from contextlib import contextmanager
+
 import torch
 
 from lightrft_visual.embedded.tiny_sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.diffusion import policy as policy_module
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, family_of
 from lightrft_visual.models.diffusion.prompt_cache import PromptCache
 
@@ -36,3 +39,36 @@ def test_a_prompt_encodes_the_same_in_any_company():
     for name, value in together.items():
         assert torch.equal(value[:1], alone[name]) and torch.equal(value[2:], alone[name])
     assert not torch.equal(together["context"][0], together["context"][1])
+
+
+def test_the_negative_prompt_is_encoded_once_for_all(monkeypatch):
+    policy, texts = DiffusionPolicy(family_of(build_pipeline(TinyDiffusionSettings(layers=1)), TEXT_LENGTH)), []
+    encode = policy.family.encode_prompts
+    monkeypatch.setattr(policy.family, "encode_prompts", lambda prompts: texts.extend(prompts) or encode(prompts))
+    policy.encode_prompts(["a red circle", "a blue cross"], "a dog")
+    guided = policy.encode_prompts(["a red circle", "a green ring"], "a dog")
+    assert sorted(texts) == ["a blue cross", "a dog", "a green ring", "a red circle"]
+    assert torch.equal(guided["negative_context"][0], guided["negative_context"][1])
+    assert torch.equal(guided["negative_context"][:1], policy.encode_prompts(["a dog"])["context"])
+
+
+def test_encoders_and_the_decoder_are_on_the_device_for_their_turns_only(monkeypatch):
+    policy, turns = DiffusionPolicy(family_of(build_pipeline(TinyDiffusionSettings(layers=1)), TEXT_LENGTH)), []
+    names = {id(part): name for name, part in policy.family.pipeline.components.items()}
+
+    @contextmanager
+    def recorded(part, device, offload):
+        turns.append((names[id(part)], offload))
+        yield part
+
+    monkeypatch.setattr(policy_module, "on_device", recorded)
+    policy.encode_prompts(["a red circle"], "")
+    assert turns == [(name, True) for name in ("text_encoder", "text_encoder_2", "text_encoder_3")]
+    turns.clear()
+    policy.encode_prompts(["a red circle"], "")  # known
+    assert turns == []
+    latents = torch.randn(1, *policy.latent_shape(32, 32))
+    policy.decode(latents)
+    assert turns == [("vae", True)]
+    policy.decode(latents.requires_grad_())  # stays for the backward pass
+    assert turns == [("vae", True)]

@@ -94,7 +94,7 @@ def main(folder: Path) -> None:
     first, out = reward_fl(folder), f"--output_dir {folder}/out"
     facts = {
         "text": train(folder, "wan", f"{text} --components.pixel 1.0 {out}_text"),
-        "high": train(folder, "wan_i2v", f"{first} --max_timestep_boundary 0.5 {out}_high"),
+        "high": train(folder, "wan_i2v", f"{first} --max_timestep_boundary 0.358 {out}_high"),
         "low": train(
             folder, "wan_i2v", f"{first} --trainable_models transformer_2 --gradient_checkpointing "
             f"--use_gradient_checkpointing_offload {out}_low"

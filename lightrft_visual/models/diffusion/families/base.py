@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class DiffusionFamily(ABC):
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
         self.pipeline = pipeline
         self.text_length = text_length or self.default_text_length
+        self.detach_guidance = False  # whether the unguided branch carries no gradient
         self.required: frozenset[str] = frozenset()  # networks that run in every forward, needed there or not
 
     def denoisers(self) -> dict[str, nn.Module]:
@@ -57,9 +59,14 @@ class DiffusionFamily(ABC):
         """(…) long: which of the denoisers serves each of the timesteps (…), in their order; 0 where there is one."""
         return torch.zeros_like(timesteps, dtype=torch.long)
 
+    @classmethod
+    def loading(cls) -> dict[str, Any]:
+        """Components that take the place of the pipeline's own where it is loaded."""
+        return {}
+
     @abstractmethod
-    def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:
-        """Conditions (B, …) of B prompts; with negatives also the same keys with the prefix 'negative_'."""
+    def encode_prompts(self, prompts: list[str]) -> Conditions:
+        """Conditions (B, …) of B prompts, which may be negative ones."""
 
     @abstractmethod
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
@@ -80,7 +87,8 @@ class DiffusionFamily(ABC):
             return self.predict(latents, timesteps, positive, guidance_scale)
         both = {key: _stack(conditions, key) for key in positive}
         twice = self.predict(torch.cat([latents] * 2), torch.cat([timesteps] * 2), both, guidance_scale)
-        return self.combine(*twice.chunk(2), guidance_scale)
+        without, with_prompt = twice.chunk(2)
+        return self.combine(without.detach() if self.detach_guidance else without, with_prompt, guidance_scale)
 
     def combine(self, without: T, with_prompt: T, guidance_scale: float) -> T:
         """The guided prediction from the unguided and the guided branch."""
@@ -91,20 +99,40 @@ class DiffusionFamily(ABC):
         raise ConfigError(f"{type(self.pipeline).__name__} takes no first frame")
 
     def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
-        """Timesteps (K) and sigmas (K) of the pipeline's scheduler, as the stock pipeline would run it."""
+        """Timesteps (K) and sigmas (K) of the pipeline's scheduler, as the stock pipeline would run it.
+
+        flow_shift: takes the place of the scheduler's shift, in the same schedule.
+        """
         scheduler = self.pipeline.scheduler
-        if flow_shift is not None:
-            return flow_match_schedule(num_steps, flow_shift)
         if scheduler.config.get("use_dynamic_shifting"):
-            config, tokens = scheduler.config, self.image_tokens(latent_shape)
-            mu = calculate_shift(
-                tokens, config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096),
-                config.get("base_shift", 0.5), config.get("max_shift", 1.15),
-            )  # fmt: skip
-            scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
+            if flow_shift is not None:
+                return flow_match_schedule(num_steps, flow_shift)
+            sigmas = np.linspace(1.0, 1 / num_steps, num_steps)
+            scheduler.set_timesteps(sigmas=sigmas, mu=self._dynamic_shift(latent_shape))
         else:
+            if flow_shift is not None:
+                scheduler = type(scheduler).from_config(scheduler.config, shift=flow_shift)
             scheduler.set_timesteps(num_steps)
         return scheduler.timesteps.clone().float(), scheduler.sigmas[:-1].clone().float()
+
+    def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
+        """The shift s of sigma -> s sigma / (1 + (s - 1) sigma) that the pipeline's scheduler applies at this size."""
+        config = self.pipeline.scheduler.config
+        if not config.get("use_dynamic_shifting"):
+            return config.get("flow_shift") or config.get("shift") or 1.0
+        mu = self._dynamic_shift(latent_shape)
+        return mu if config.get("time_shift_type") == "linear" else math.exp(mu)
+
+    def starting_scale(self, sigma: float) -> float:
+        """What unit noise is multiplied by to be the latents at the first sigma of a schedule."""
+        return 1.0
+
+    def _dynamic_shift(self, latent_shape: tuple[int, ...]) -> float:
+        config = self.pipeline.scheduler.config
+        return calculate_shift(
+            self.image_tokens(latent_shape), config.get("base_image_seq_len", 256),
+            config.get("max_image_seq_len", 4096), config.get("base_shift", 0.5), config.get("max_shift", 1.15),
+        )  # fmt: skip
 
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Sequence length that latents of this shape have in the transformer."""

@@ -12,12 +12,19 @@ from typing import Any
 
 import torch
 from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
+from torch import nn
 
 from ..schedule import flow_match_schedule, upcast
-from .base import NEGATIVE, Conditions, DiffusionFamily, channel_statistics, spatial_latent
+from .base import Conditions, DiffusionFamily, channel_statistics, spatial_latent
 from .wan import ATTENTION
 
 T = torch.Tensor
+
+
+class NoSafetyChecker(nn.Module):
+    """In the place of the guardrail models, which the pipeline would fetch: its call needs them, training does not."""
+
+    device, dtype = torch.device("cpu"), torch.float32  # a pipeline asks its parts for them
 
 
 class CosmosPredict2(DiffusionFamily):
@@ -26,12 +33,15 @@ class CosmosPredict2(DiffusionFamily):
     lora_targets = ATTENTION
     default_text_length = 512
 
-    def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:
-        context, negative_context = self.pipeline.encode_prompt(
-            prompts, negative, do_classifier_free_guidance=negative is not None, device=self.device,
-            max_sequence_length=self.text_length,
-        )  # fmt: skip
-        return {"context": context} | ({} if negative is None else {NEGATIVE + "context": negative_context})
+    @classmethod
+    def loading(cls) -> dict[str, Any]:
+        return {"safety_checker": NoSafetyChecker()}
+
+    def encode_prompts(self, prompts: list[str]) -> Conditions:
+        context, _ = self.pipeline.encode_prompt(
+            prompts, do_classifier_free_guidance=False, device=self.device, max_sequence_length=self.text_length
+        )
+        return {"context": context}
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         dtype, scale = self.dtype, self.pipeline.vae_scale_factor_spatial
@@ -50,6 +60,13 @@ class CosmosPredict2(DiffusionFamily):
         edm = scheduler.sigmas[:num_steps].double()
         sigmas = (edm / (1 + edm)).float()
         return sigmas * 1000, sigmas
+
+    def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
+        return 1.0  # the EDM schedule has none
+
+    def starting_scale(self, sigma: float) -> float:
+        """The pipeline starts from pure noise of size s_max = 80, which divided by 1 + s_max is 80/81 noise."""
+        return sigma
 
     def decode(self, latents: T) -> T:
         vae = self.pipeline.vae

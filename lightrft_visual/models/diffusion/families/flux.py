@@ -16,7 +16,7 @@ class Flux(DiffusionFamily):
     default_text_length = 512
     uses_negative = False
 
-    def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:
+    def encode_prompts(self, prompts: list[str]) -> Conditions:
         context, pooled, _ = self.pipeline.encode_prompt(
             prompts, None, device=self.device, max_sequence_length=self.text_length
         )

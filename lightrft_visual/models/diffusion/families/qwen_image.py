@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..schedule import upcast
-from .base import NEGATIVE, Conditions, DiffusionFamily, channel_statistics, pack, spatial_latent, unpack
+from .base import Conditions, DiffusionFamily, channel_statistics, pack, spatial_latent, unpack
 
 T = torch.Tensor
 
@@ -19,14 +19,8 @@ class QwenImage(DiffusionFamily):
 
     default_text_length = 1024
 
-    def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:
-        conditions = self._encode(prompts)
-        if negative is not None:
-            conditions |= {NEGATIVE + key: value for key, value in self._encode(negative).items()}
-        return conditions
-
-    def _encode(self, texts: list[str]) -> Conditions:
-        context, mask = self.pipeline.encode_prompt(texts, device=self.device, max_sequence_length=self.text_length)
+    def encode_prompts(self, prompts: list[str]) -> Conditions:
+        context, mask = self.pipeline.encode_prompt(prompts, device=self.device, max_sequence_length=self.text_length)
         if mask is None:  # the pipeline leaves it out where no text is padded
             mask = torch.ones(context.shape[:2], dtype=torch.long, device=context.device)
         missing = self.text_length - context.shape[1]

@@ -7,7 +7,7 @@ from diffusers import DDIMScheduler
 
 from ....errors import ConfigError
 from ..schedule import upcast
-from .base import NEGATIVE, Conditions, DiffusionFamily, spatial_latent
+from .base import Conditions, DiffusionFamily, spatial_latent
 from .wan import ATTENTION
 
 T = torch.Tensor
@@ -21,11 +21,8 @@ class StableDiffusion15(DiffusionFamily):
     lora_targets = ATTENTION
     default_text_length = 77
 
-    def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:
-        context, negative_context = self.pipeline.encode_prompt(
-            prompts, self.device, 1, negative is not None, negative_prompt=negative
-        )
-        return {"context": context} | ({} if negative is None else {NEGATIVE + "context": negative_context})
+    def encode_prompts(self, prompts: list[str]) -> Conditions:
+        return {"context": self.pipeline.encode_prompt(prompts, self.device, 1, False)[0]}
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         dtype = self.dtype

@@ -14,15 +14,12 @@ T = torch.Tensor
 class StableDiffusion3(DiffusionFamily):
     """SD3Transformer2DModel with AutoencoderKL; timesteps are sigma * 1000."""
 
-    def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:
-        context, negative_context, pooled, negative_pooled = self.pipeline.encode_prompt(
-            prompts, None, None, negative_prompt=negative, do_classifier_free_guidance=negative is not None,
-            max_sequence_length=self.text_length, device=self.device,
+    def encode_prompts(self, prompts: list[str]) -> Conditions:
+        context, _, pooled, _ = self.pipeline.encode_prompt(
+            prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=self.text_length,
+            device=self.device,
         )  # fmt: skip
-        conditions = {"context": context, "pooled": pooled}
-        if negative is not None:
-            conditions |= {"negative_context": negative_context, "negative_pooled": negative_pooled}
-        return conditions
+        return {"context": context, "pooled": pooled}
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         dtype = self.dtype

@@ -10,7 +10,7 @@ import torch
 from ....errors import ConfigError
 from ....strategy import collectives
 from ..schedule import flow_match_schedule, upcast
-from .base import NEGATIVE, Conditions, DiffusionFamily, channel_statistics, spatial_latent
+from .base import Conditions, DiffusionFamily, channel_statistics, spatial_latent
 
 T = torch.Tensor
 ATTENTION = tuple(f"{block}.{part}" for block in ("attn1", "attn2") for part in ("to_q", "to_k", "to_v", "to_out.0"))
@@ -23,12 +23,11 @@ class Wan(DiffusionFamily):
     lora_targets = ATTENTION
     default_text_length = 512
 
-    def encode_prompts(self, prompts: list[str], negative: list[str] | None) -> Conditions:
-        context, negative_context = self.pipeline.encode_prompt(
-            prompts, negative, do_classifier_free_guidance=negative is not None, device=self.device,
-            max_sequence_length=self.text_length,
-        )  # fmt: skip
-        return {"context": context} | ({} if negative is None else {NEGATIVE + "context": negative_context})
+    def encode_prompts(self, prompts: list[str]) -> Conditions:
+        context, _ = self.pipeline.encode_prompt(
+            prompts, do_classifier_free_guidance=False, device=self.device, max_sequence_length=self.text_length
+        )
+        return {"context": context}
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         experts = self.denoisers()
@@ -82,8 +81,7 @@ class Wan(DiffusionFamily):
 
     def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
         """Evenly spaced steps under the scheduler's flow shift."""
-        config = self.pipeline.scheduler.config
-        return flow_match_schedule(num_steps, flow_shift or config.get("flow_shift") or config.get("shift") or 1.0)
+        return flow_match_schedule(num_steps, flow_shift or self.flow_shift(latent_shape))
 
     def decode(self, latents: T) -> T:
         vae = self.pipeline.vae
