@@ -88,6 +88,7 @@ class WeightCopy:
         return parts
 
     def state_dict(self) -> dict[str, T]:
+        """What this rank holds of the copy, by index."""
         return {str(index): copy for index, copy in enumerate(self.copies)}
 
     @torch.no_grad()
@@ -129,9 +130,11 @@ class WeightAverage(WeightCopy):
             self.update(min(self.decay, soft) if self.warmup else self.decay)
 
     def state_dict(self) -> dict[str, T]:
+        """As the copy's, with the optimizer steps so far."""
         return super().state_dict() | {"steps": torch.tensor(self.steps)}
 
     def load_state_dict(self, state: dict[str, T]) -> None:
+        """The inverse of `state_dict`."""
         state = dict(state)
         self.steps = int(state.pop("steps"))
         super().load_state_dict(state)

@@ -50,6 +50,7 @@ class TrainedVelocity:
         self.prediction = policy.prediction
 
     def velocity(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float) -> T:
+        """(B, …) of latents (B, …) and timesteps (B); see `DiffusionPolicy.velocity`."""
         return self.engine(latents, timesteps, conditions, guidance_scale)
 
     def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
@@ -61,6 +62,7 @@ class TrainedVelocity:
         return self.policy.starting_scale(sigma)
 
     def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None):
+        """Timesteps (K) and sigmas (K) of the model's own scheduler."""
         return self.policy.default_schedule(num_steps, latent_shape, flow_shift)
 
 

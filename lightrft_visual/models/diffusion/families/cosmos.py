@@ -35,15 +35,18 @@ class CosmosPredict2(DiffusionFamily):
 
     @classmethod
     def loading(cls) -> dict[str, Any]:
+        """No guardrail models."""
         return {"safety_checker": NoSafetyChecker()}
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
+        """T5: context (B, L, D)."""
         context, _ = self.pipeline.encode_prompt(
             prompts, do_classifier_free_guidance=False, device=self.device, max_sequence_length=self.text_length
         )
         return {"context": context}
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        """Velocity, fp32."""
         dtype, scale = self.dtype, self.pipeline.vae_scale_factor_spatial
         padding = latents.new_zeros(1, 1, latents.shape[-2] * scale, latents.shape[-1] * scale, dtype=dtype)
         return upcast(self.pipeline.transformer(
@@ -62,6 +65,7 @@ class CosmosPredict2(DiffusionFamily):
         return sigmas * 1000, sigmas
 
     def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
+        """1: the EDM schedule has none."""
         return 1.0  # the EDM schedule has none
 
     def starting_scale(self, sigma: float) -> float:
@@ -69,6 +73,7 @@ class CosmosPredict2(DiffusionFamily):
         return sigma
 
     def decode(self, latents: T) -> T:
+        """(B, C, F, h, w) to (B, 3, H, W), or (B, 3, T, H, W) for several frames."""
         vae = self.pipeline.vae
         mean, std = channel_statistics(vae, latents)
         frames = latents * std / self.pipeline.scheduler.config.sigma_data + mean
@@ -76,6 +81,7 @@ class CosmosPredict2(DiffusionFamily):
         return media[:, :, 0] if media.shape[2] == 1 else media
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        """(C, F, height / 8, width / 8)."""
         pipeline = self.pipeline
         scale, patch = pipeline.vae_scale_factor_spatial, pipeline.transformer.config.patch_size[-1]
         rows, columns = spatial_latent(height, width, scale, scale * patch)

@@ -17,12 +17,14 @@ class Flux(DiffusionFamily):
     uses_negative = False
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
+        """T5 context (B, L, D) and pooled CLIP (B, D)."""
         context, pooled, _ = self.pipeline.encode_prompt(
             prompts, None, device=self.device, max_sequence_length=self.text_length
         )
         return {"context": context, "pooled": pooled}
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        """Velocity, fp32; guidance_scale enters as an embedding."""
         height, width = latents.shape[-2:]
         transformer, dtype = self.pipeline.transformer, self.dtype
         guidance = torch.full_like(timesteps, guidance_scale) if transformer.config.guidance_embeds else None
@@ -35,11 +37,13 @@ class Flux(DiffusionFamily):
         return upcast(unpack(tokens, height, width))
 
     def decode(self, latents: T) -> T:
+        """(B, C, h, w) to (B, 3, H, W)."""
         vae = self.pipeline.vae
         latents = latents / vae.config.scaling_factor + vae.config.shift_factor
         return upcast(vae.decode(latents.to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        """(C, height / 8, width / 8)."""
         scale = self.pipeline.vae_scale_factor
         return self.pipeline.transformer.config.in_channels // 4, *spatial_latent(height, width, scale, 2 * scale)
 

@@ -20,6 +20,7 @@ class QwenImage(DiffusionFamily):
     default_text_length = 1024
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
+        """context (B, L, D) and its mask (B, L), padded to the text length L."""
         context, mask = self.pipeline.encode_prompt(prompts, device=self.device, max_sequence_length=self.text_length)
         if mask is None:  # the pipeline leaves it out where no text is padded
             mask = torch.ones(context.shape[:2], dtype=torch.long, device=context.device)
@@ -27,6 +28,7 @@ class QwenImage(DiffusionFamily):
         return {"context": pad(context, (0, 0, 0, missing)), "mask": pad(mask, (0, missing))}
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        """Velocity, fp32; guidance_scale enters where the model takes it as an embedding."""
         height, width = latents.shape[-2:]
         transformer, dtype = self.pipeline.transformer, self.dtype
         guidance = torch.full_like(timesteps, guidance_scale) if transformer.config.guidance_embeds else None
@@ -38,16 +40,19 @@ class QwenImage(DiffusionFamily):
         return upcast(unpack(tokens, height, width))
 
     def combine(self, without: T, with_prompt: T, guidance_scale: float) -> T:
+        """Guided, with the norm of every token that the guided branch has."""
         guided, wanted = pack(super().combine(without, with_prompt, guidance_scale)), pack(with_prompt)
         scaled = guided * (wanted.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True).clamp_min(1e-12))
         return unpack(scaled, *without.shape[-2:])
 
     def decode(self, latents: T) -> T:
+        """(B, C, h, w) to (B, 3, H, W)."""
         vae = self.pipeline.vae
         mean, std = channel_statistics(vae, latents)
         frames = latents[:, :, None] * std + mean
         return upcast(vae.decode(frames.to(vae.dtype), return_dict=False)[0][:, :, 0]) / 2 + 0.5
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        """(C, height / 8, width / 8)."""
         scale = self.pipeline.vae_scale_factor
         return self.pipeline.transformer.config.in_channels // 4, *spatial_latent(height, width, scale, 2 * scale)

@@ -22,9 +22,11 @@ class StableDiffusion15(DiffusionFamily):
     default_text_length = 77
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
+        """CLIP: context (B, 77, D)."""
         return {"context": self.pipeline.encode_prompt(prompts, self.device, 1, False)[0]}
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        """Noise, fp32."""
         dtype = self.dtype
         return upcast(self.pipeline.unet(
             latents.to(dtype), timesteps, encoder_hidden_states=conditions["context"].to(dtype), return_dict=False
@@ -42,10 +44,12 @@ class StableDiffusion15(DiffusionFamily):
         return scheduler.timesteps.float(), (1 - alpha_bar).sqrt().float()
 
     def decode(self, latents: T) -> T:
+        """(B, 4, h, w) to (B, 3, H, W)."""
         vae = self.pipeline.vae
         return upcast(vae.decode((latents / vae.config.scaling_factor).to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        """(4, height / 8, width / 8)."""
         unet, scale = self.pipeline.unet, self.pipeline.vae_scale_factor
         multiple = scale * 2 ** (len(unet.config.block_out_channels) - 1)
         return unet.config.in_channels, *spatial_latent(height, width, scale, multiple)

@@ -15,6 +15,7 @@ class StableDiffusion3(DiffusionFamily):
     """SD3Transformer2DModel with AutoencoderKL; timesteps are sigma * 1000."""
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
+        """CLIP and T5: context (B, L, D) and pooled (B, D)."""
         context, _, pooled, _ = self.pipeline.encode_prompt(
             prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=self.text_length,
             device=self.device,
@@ -22,6 +23,7 @@ class StableDiffusion3(DiffusionFamily):
         return {"context": context, "pooled": pooled}
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        """Velocity, fp32."""
         dtype = self.dtype
         return upcast(self.pipeline.transformer(
             hidden_states=latents.to(dtype), timestep=timesteps, encoder_hidden_states=conditions["context"].to(dtype),
@@ -29,11 +31,13 @@ class StableDiffusion3(DiffusionFamily):
         )[0])  # fmt: skip
 
     def decode(self, latents: T) -> T:
+        """(B, C, h, w) to (B, 3, H, W)."""
         vae = self.pipeline.vae
         latents = latents / vae.config.scaling_factor + vae.config.shift_factor
         return upcast(vae.decode(latents.to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        """(C, height / 8, width / 8). ConfigError for pictures larger than the position table."""
         scale, config = self.pipeline.vae_scale_factor, self.pipeline.transformer.config
         most = config.pos_embed_max_size  # None: positions are stretched to any size
         if most and max(height, width) > (largest := most * config.patch_size * scale):

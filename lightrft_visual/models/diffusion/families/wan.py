@@ -24,12 +24,14 @@ class Wan(DiffusionFamily):
     default_text_length = 512
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
+        """UMT5: context (B, L, D)."""
         context, _ = self.pipeline.encode_prompt(
             prompts, do_classifier_free_guidance=False, device=self.device, max_sequence_length=self.text_length
         )
         return {"context": context}
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        """Velocity, fp32, of each sample by the expert that serves its timestep."""
         experts = self.denoisers()
         if len(experts) == 1:
             return self._run(next(iter(experts.values())), latents, timesteps, conditions)
@@ -48,6 +50,7 @@ class Wan(DiffusionFamily):
         return velocity
 
     def expert_index(self, timesteps: T) -> T:
+        """0 from the boundary up, 1 below; 0 where there is one network."""
         if len(self.denoisers()) == 1:
             return super().expert_index(timesteps)
         return (timesteps < self.boundary).long()
@@ -84,11 +87,13 @@ class Wan(DiffusionFamily):
         return flow_match_schedule(num_steps, flow_shift or self.flow_shift(latent_shape))
 
     def decode(self, latents: T) -> T:
+        """(B, C, F, h, w) to (B, 3, T, H, W)."""
         vae = self.pipeline.vae
         mean, std = channel_statistics(vae, latents)
         return upcast(vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        """(C, (frames - 1) / 4 + 1, height / 8, width / 8). ConfigError unless frames is 4 n + 1."""
         pipeline = self.pipeline
         temporal, spatial = pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial
         if (frames - 1) % temporal:
@@ -114,6 +119,7 @@ class WanImageToVideo(Wan):
 
     @torch.no_grad()
     def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> Conditions:
+        """first_frame (B, …) beside the latents, for Wan 2.1 also image_context of CLIP."""
         pipeline = self.pipeline
         if pipeline.config.expand_timesteps:
             raise ConfigError("image-to-video with expanded timesteps (Wan 2.2 5B) is not built yet; use 14B")
