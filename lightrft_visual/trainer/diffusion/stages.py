@@ -122,10 +122,15 @@ class DiffusionSampling:
     def _negative(self) -> str | None:
         return self.settings.negative_prompt if self.settings.guidance_scale > 1 else None
 
+    def remember(self, rows: DiffusionRows) -> None:
+        """Encode the texts of all rows in one turn of the text encoders, before micro-batches ask for them."""
+        negative = [] if self._negative is None else [self._negative]
+        self.model.policy.remember_prompts([*rows.prompts, *negative])
+
     def draw(self, rows: DiffusionRows, step: int, purpose: str = "noise") -> list[Sampled]:
         """Micro-batches of all rows, in order. Noise depends on (run seed, purpose, step, sample id)."""
-        size, negative = self.settings.micro_batch_size, self._negative
-        self.model.policy.remember_prompts(rows.prompts if negative is None else [*rows.prompts, negative])
+        size = self.settings.micro_batch_size
+        self.remember(rows)
         return [self._micro(rows.select(slice(i, i + size)), step, purpose) for i in range(0, len(rows), size)]
 
     @torch.no_grad()

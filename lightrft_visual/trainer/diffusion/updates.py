@@ -138,6 +138,7 @@ class RewardUpdate:
         epoch: pass over the step's rows; each draws noise of its own.
         """
         drawn: list[Scored] = []
+        self.sampling.remember(rows)
         total, purpose = float(len(rows) * collectives.world_size()), f"noise/{epoch}" if epoch else "noise"
         for start in range(0, len(rows), self.micro_batch_size):
             part = rows.select(slice(start, start + self.micro_batch_size))
