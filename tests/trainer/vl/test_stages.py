@@ -18,7 +18,7 @@ from lightrft_visual.batches.sampling import SamplingSettings, ScoringRule
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.trainer import fast_exp_maker
 from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
-from lightrft_visual.trainer.vl.evaluation import Evaluation
+from lightrft_visual.trainer.vl.evaluation import MAX_LABELS, Evaluation, measured_labels
 from lightrft_visual.trainer.vl.stages import ForwardStage
 
 PROMPTS = PromptBatch.of([turn("how many?"), turn("where?"), turn("why?")])
@@ -95,6 +95,16 @@ def test_an_evaluation_pads_nothing(checkpoint, monkeypatch):
     metrics, records = Evaluation(maker, PROMPTS, sampled, greedy, records_to_keep=4, run_seed=1).run(step=3)
     assert metrics == {"eval_reward": 1.0, "eval_reward_greedy": 1.0}
     assert len(records) == 4 and all(record["reward"] == 1.0 for record in records)
+
+
+def test_labels_that_are_many_get_no_metrics_each(caplog):
+    few = ["count", "colour", None, "count"]
+    assert measured_labels(few) == {"count", "colour"} and not caplog.records
+    answers = [str(number) for number in range(500)] + ["7"] * 9 + ["8"] * 3
+    assert measured_labels(answers) == {"7", "8"}
+    assert "500 labels" in caplog.text and "the 2 most frequent" in caplog.text
+    many = [str(number % 100) for number in range(500)]
+    assert measured_labels(many) == {str(number) for number in range(MAX_LABELS)}
 
 
 def test_one_micro_batch_at_a_time_lies_on_the_device(monkeypatch):
