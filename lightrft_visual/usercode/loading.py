@@ -15,6 +15,8 @@ from typing import Any
 from ..errors import ConfigError, did_you_mean
 from .calls import describe_error, masked
 
+MODULE_PREFIX = "_lightrft_reward_"  # of the modules that are made from files: no other process can import them
+
 
 class LoadedFunction:
     """A callable that remembers the `path.py:name` it came from, so that a process of its own can load it again."""
@@ -50,7 +52,7 @@ def load_module(path_text: str, what: str = "reward file") -> Any:
         raise ConfigError(f"{what} {path_text} does not exist")
     if path.suffix != ".py":
         raise ConfigError(f"{what} {path_text} is not a Python file (.py)")
-    module_name = f"_lightrft_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    module_name = f"{MODULE_PREFIX}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     specification = importlib.util.spec_from_file_location(module_name, path)
     module = importlib.util.module_from_spec(specification)
     sys.modules[module_name] = module  # dataclasses and pickling look the module up by name

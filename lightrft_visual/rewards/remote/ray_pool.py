@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import ConfigError, RewardError
 from ...usercode.calls import describe_error, masked
-from ...usercode.loading import load_reward_fn
+from ...usercode.loading import MODULE_PREFIX, load_reward_fn
 from ..batch import Call, PendingSource, RewardBatch, Scores, Source
 from ..local.callables import CallableSource
 from ..local.forms import AUTO
@@ -85,6 +85,9 @@ class RaySource(PendingSource):
             check_scorer(key, settings or {})
             target = find_scorer(key)
         self._ray = connect()
+        module = sys.modules.get(getattr(target, "__module__", ""))
+        if module is not None and module.__name__.startswith(MODULE_PREFIX):  # a plugin's: its code goes along
+            self._ray.cloudpickle.register_pickle_by_value(module)
         options = {"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}}
         factory = self._ray.remote(_Actor).options(**options, **(actor_options or {}))
         self._start = lambda: factory.remote(name, target, dict(settings or {}), form)

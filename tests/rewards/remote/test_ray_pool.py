@@ -9,6 +9,8 @@ from PIL import Image
 from reward_rollouts import make_samples
 from waiting import finished
 
+from lightrft_visual.config import registry
+from lightrft_visual.config.plugins import load_plugins
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine, build_scorer
@@ -95,6 +97,21 @@ def test_generated_flag_survives(cluster):
     try:
         batch = batch_from_media(["a"], [Image.new("RGB", (4, 4), "red")])
         assert source.score(batch, Call()).values.tolist() == [1]
+    finally:
+        source.close()
+
+
+def test_a_scorer_of_a_plugin_goes_along(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(registry.scorers, "_entries", dict(registry.scorers._entries))
+    text = "from lightrft_visual.config import registry\nFACTOR = 3\n"
+    text += "@registry.scorers.register('mine_long', 'length')\n"
+    text += "def mine_long(prompts):\n    return [FACTOR * len(prompt) for prompt in prompts]\n"
+    (tmp_path / "mine.py").write_text(text)
+    load_plugins(str(tmp_path / "mine.py"))
+    source = RaySource("mine_long", "mine_long")
+    try:
+        batch = batch_from_media(["ab"], [Image.new("RGB", (4, 4), "red")])
+        assert source.score(batch, Call()).values.tolist() == [6]
     finally:
         source.close()
 
