@@ -33,12 +33,12 @@ def short(value: float) -> str:
 
 
 def step_line(step: int, total: int | None, metrics: Mapping[str, float]) -> str:
-    """`step 12/150  reward 0.53±0.44  loss 0.01  …  1.2s (generate 40% train 35%)`; absent figures are left out."""
+    """`step 12/150  reward 0.53±0.44  loss 0.01  …  1.2s (generate 40% train 35%)`; absent metrics are left out."""
     parts = [f"step {step}/{total}" if total else f"step {step}"]
     for name, label in SHOWN:
         if name in metrics:
-            spread = f"±{short(metrics['reward_std'])}" if name == "reward_mean" and "reward_std" in metrics else ""
-            parts.append(f"{label} {short(metrics[name])}{spread}")
+            deviation = f"±{short(metrics['reward_std'])}" if name == "reward_mean" and "reward_std" in metrics else ""
+            parts.append(f"{label} {short(metrics[name])}{deviation}")
     phases = {n[5:]: float(s) for n, s in metrics.items() if n.startswith("time_") and n != "time_step"}
     seconds = float(metrics.get("time_step", sum(phases.values())))
     if seconds > 0:
@@ -107,9 +107,9 @@ class RunConsole:
             self._progress.update(self._task, completed=step)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line with every evaluation figure."""
-        figures = "  ".join(f"{name} {short(float(value))}" for name, value in metrics.items() if name != "step")
-        self.message(f"evaluation at step {step}: {figures}")
+        """One line with every evaluation metric."""
+        listed = "  ".join(f"{name} {short(float(value))}" for name, value in metrics.items() if name != "step")
+        self.message(f"evaluation at step {step}: {listed}")
 
     def samples(self, step: int, records: Sequence[Record]) -> None:
         """Every `table_every` steps: the best and the worst of the records in a table."""

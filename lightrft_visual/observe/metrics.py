@@ -1,4 +1,4 @@
-"""Figures of one step: sums over micro-batches and ranks, and the time of each phase."""
+"""Metrics of one step: sums over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def larger(left: float, right: float) -> float:
 
 
 class MetricsAccumulator:
-    """Collects one step's figures over micro-batches; `reduce` gives the same dict on every rank.
+    """Collects one step's metrics over micro-batches; `reduce` gives the same dict on every rank.
 
     Ratios are kept as numerator and denominator, so that a mean over tokens stays a mean over all tokens however they
     are cut into micro-batches and ranks. A name that only some ranks have seen is reduced over those. A ratio whose

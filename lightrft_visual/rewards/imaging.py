@@ -50,25 +50,25 @@ def video_frames(video: Any, count: int | None = None) -> list[Image.Image]:
 
 def encode_image(image: Any, image_format: str = "png") -> str:
     """Base64 of a lossless PNG, or of a JPEG of quality 95."""
-    picture = to_pil(image)
+    opened = to_pil(image)
     buffer = io.BytesIO()
     if image_format == "jpeg":
-        picture.convert("RGB").save(buffer, "JPEG", quality=95)
+        opened.convert("RGB").save(buffer, "JPEG", quality=95)
     else:
-        lossless = picture if picture.mode in _PNG_MODES else picture.convert("RGB")
+        lossless = opened if opened.mode in _PNG_MODES else opened.convert("RGB")
         lossless.save(buffer, "PNG", compress_level=1)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 class EncodedImages:
-    """Encodes each picture object once, however many samples, requests and servers share it. Safe between threads."""
+    """Encodes each image object once, however many samples, requests and servers share it. Safe between threads."""
 
     def __init__(self) -> None:
         self._done: dict[tuple[int, str], tuple[Any, Future[str]]] = {}
         self._lock = threading.Lock()
 
     def encode(self, image: Any, image_format: str = "png") -> str | None:
-        """Base64 of the picture, None for None."""
+        """Base64 of the image, None for None."""
         if image is None:
             return None
         key = (id(image), image_format)
@@ -86,7 +86,7 @@ class EncodedImages:
 
 
 def decode_image(text: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """A picture from base64, in its own mode. Raises DataError, without repeating the data."""
+    """An image from base64, in its own mode. Raises DataError, without repeating the data."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError, TypeError) as error:
@@ -95,16 +95,16 @@ def decode_image(text: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def decode_bytes(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """A picture from file bytes: known formats only, at most max_pixels, which is checked before decoding."""
+    """An image from file bytes: known formats only, at most max_pixels, which is checked before decoding."""
     try:
-        picture = Image.open(io.BytesIO(data), formats=FORMATS)
-        if picture.width * picture.height > max_pixels:
-            raise DataError(f"an image has {picture.width} x {picture.height} pixels; the limit is {max_pixels}")
-        picture.load()
+        opened = Image.open(io.BytesIO(data), formats=FORMATS)
+        if opened.width * opened.height > max_pixels:
+            raise DataError(f"an image has {opened.width} x {opened.height} pixels; the limit is {max_pixels}")
+        opened.load()
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(
             f"an image cannot be decoded ({type(error).__name__}); allowed are {', '.join(FORMATS)}"
         ) from None
-    return picture
+    return opened
