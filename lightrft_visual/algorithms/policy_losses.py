@@ -296,7 +296,7 @@ def _without_masked(inputs: LossInputs) -> LossInputs:
 
 @torch.no_grad()
 def _policy_metrics(inputs: LossInputs, denominators: LossDenominators) -> LossOutputs:
-    """Figures that every policy loss reports; the loss itself is set later."""
+    """Metrics that every policy loss reports; the loss itself is set later."""
     mask = inputs.action_mask
     log_ratio = _log_ratio(inputs)
     outputs = LossOutputs(loss=log_ratio.new_zeros(()))

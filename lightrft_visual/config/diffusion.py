@@ -68,7 +68,7 @@ class DiffusionModelConfig(Section):
     trainable_models: str | None = None  # comma-separated denoisers (transformer, transformer_2); default: all
     max_sequence_length: PositiveInt | None = None  # tokens of the T5 or LLM encoder; default: the family's own
     gradient_checkpointing: bool = False
-    vae_tiling: bool = False  # decode large pictures in overlapping tiles: less memory, blended at the seams
+    vae_tiling: bool = False  # decode large images in overlapping tiles: less memory, blended at the seams
     use_gradient_checkpointing_offload: bool = False  # keep checkpointed activations in host memory
 
     @property
@@ -88,7 +88,7 @@ class DiffusionModelConfig(Section):
 
 @dataclass
 class DiffusionSamplingConfig(Section):
-    """How pictures and videos are drawn in rollouts and in evaluation (always an ODE there)."""
+    """How images and videos are drawn in rollouts and in evaluation (always an ODE there)."""
 
     num_steps: PositiveInt | None = None  # default: 10, reward_fl 8, ddpo and dpok 50
     eval_num_steps: PositiveInt = 40

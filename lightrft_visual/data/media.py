@@ -140,7 +140,7 @@ def _check_header(image: Image.Image, name: str, max_pixels: int) -> None:
             "image too large",
         )
     check_aspect_ratio(image.size, f"image {name}")
-    # MPO holds previews after the picture itself; elsewhere further frames are an animation or pages.
+    # MPO holds previews after the image itself; elsewhere further frames are an animation or pages.
     if image.format in ("GIF", "WEBP", "PNG", "TIFF") and image.is_animated:
         advice = "give it as a video, or save the frame you mean"
         raise DataError(f"image {name} has more than one frame: {advice}", "image animated")

@@ -135,7 +135,7 @@ def _metadata(raw: Mapping[str, Any], config: DataConfig, read: set[str | None])
 
 
 def _without_media(prompt: Any) -> Any:
-    """A prompt column without the pictures and videos that its content parts bring along."""
+    """A prompt column without the images and videos that its content parts bring along."""
     if isinstance(prompt, str):
         return prompt
     return [{**message, "content": _text_content(message["content"])} for message in prompt]

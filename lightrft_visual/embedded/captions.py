@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .drawn_shapes import all_captions
 
-EVAL_REPEATS = 4  # pictures drawn of each embedded caption in an evaluation
+EVAL_REPEATS = 4  # images drawn of each embedded caption in an evaluation
 
 
 def embedded_prompts(root: Path) -> tuple[Path, Path]:

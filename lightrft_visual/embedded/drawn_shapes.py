@@ -1,8 +1,8 @@
-"""Drawn shapes with captions: the pictures that the embedded diffusion model learns, and the templates of its scorer.
+"""Drawn shapes with captions: the images that the embedded diffusion model learns, and the templates of its scorer.
 
-Everything is a differentiable function of tensors: a picture is rendered from signed distances (negative inside), so
-the same code draws training pictures, fits templates in `rewards/functions/shape_match.py` and gives Reward FL a
-gradient. Coordinates are in units of the picture's side: x to the right, y down, both in 0..1.
+Everything is a differentiable function of tensors: an image is rendered from signed distances (negative inside), so
+the same code draws training images, fits templates in `rewards/functions/shape_match.py` and gives Reward FL a
+gradient. Coordinates are in units of the image's side: x to the right, y down, both in 0..1.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def colour_table(reference: T) -> T:
 def signed_distances(area: T, x: T, y: T, size: int) -> T:
     """(B, n_shapes, size, size): distance in pixels to the outline of each shape, negative inside.
 
-    area (B): share of the picture that the shape covers; x, y (B): its centre of mass. All shapes of one row have the
+    area (B): share of the image that the shape covers; x, y (B): its centre of mass. All shapes of one row have the
     same area and centre, so that they differ in form only.
     """
     grid = (torch.arange(size, dtype=area.dtype, device=area.device) + 0.5) / size
@@ -84,15 +84,15 @@ def shape_masks(area: T, x: T, y: T, size: int, softness: float = 1.0) -> T:
 
 
 def draw(colours: T, shapes: T, area: T, x: T, y: T, size: int) -> T:
-    """Pictures (B, 3, size, size) in 0..1. colours, shapes (B) long; area, x, y (B), see `signed_distances`."""
+    """Images (B, 3, size, size) in 0..1. colours, shapes (B) long; area, x, y (B), see `signed_distances`."""
     masks = shape_masks(area, x, y, size)
     mask = masks.gather(1, shapes.view(-1, 1, 1, 1).expand(-1, 1, size, size))
     ink = colour_table(area)[colours].view(-1, 3, 1, 1)
     return mask * ink + (1 - mask) * BACKGROUND
 
 
-def random_pictures(colours: T, shapes: T, size: int, generator: torch.Generator) -> T:
-    """Pictures of the given colours and shapes at random sizes and places, drawn from the generator."""
+def random_images(colours: T, shapes: T, size: int, generator: torch.Generator) -> T:
+    """Images of the given colours and shapes at random sizes and places, drawn from the generator."""
     count = colours.shape[0]
     uniform = torch.rand(3, count, generator=generator)
     area = 0.12 + 0.16 * uniform[0]

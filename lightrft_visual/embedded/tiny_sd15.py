@@ -16,7 +16,7 @@ from transformers import CLIPTextModel
 from .drawn_shapes import all_captions
 from .tiny_sd3 import (
     DrawingSettings,
-    EncodedPictures,
+    EncodedScenes,
     build_clip_encoder,
     build_clip_tokenizer,
     build_vae,
@@ -95,10 +95,10 @@ def warm_up_unet(pipeline: StableDiffusionPipeline, settings: TinySD15Settings, 
     """Noise prediction at x = sqrt(alpha_bar) latents + sqrt(1 - alpha_bar) noise, uniform timesteps."""
     unet, size = pipeline.unet, settings.batch_size
     context, alpha_bar = encode_clip_captions(pipeline), pipeline.scheduler.alphas_cumprod
-    pictures = EncodedPictures.draw(pipeline.vae, settings, generator)
+    images = EncodedScenes.draw(pipeline.vae, settings, generator)
 
     def loss() -> T:
-        colours, shapes, latents = pictures.some(size, generator)
+        colours, shapes, latents = images.some(size, generator)
         said = spoil_captions(colours, shapes, settings, generator)
         noise = torch.randn(latents.shape, generator=generator)
         timesteps = torch.randint(len(alpha_bar), (size,), generator=generator)

@@ -40,7 +40,7 @@ from transformers import (
 )
 
 from ..models.diffusion.policy import save_text_length
-from .drawn_shapes import COLOURS, SHAPES, all_captions, random_pictures
+from .drawn_shapes import COLOURS, SHAPES, all_captions, random_images
 from .warmup import cache_root
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ REPORT_EVERY = 400  # warm-up steps between two lines of progress
 
 @dataclass(frozen=True)
 class DrawingSettings:
-    """What every embedded pipeline says about its pictures, autoencoder, captions and warm-up; the hash of all fields
+    """What every embedded pipeline says about its images, autoencoder, captions and warm-up; the hash of all fields
     names the cache folder."""
 
     picture_size: int = 32  # pixels
@@ -281,10 +281,10 @@ def warm_up_vae(vae: AutoencoderKL, settings: DrawingSettings, generator: torch.
 
     def loss() -> T:
         labels = random_labels(settings.vae_batch_size, generator)
-        pictures = random_pictures(*labels, settings.picture_size, generator) * 2 - 1
-        mean = vae.encode(pictures).latent_dist.mean
+        images = random_images(*labels, settings.picture_size, generator) * 2 - 1
+        mean = vae.encode(images).latent_dist.mean
         noisy = mean + 0.1 * torch.randn(mean.shape, generator=generator)
-        error = vae.decode(noisy).sample - pictures  # squared: absolute error alone settles on a median colour
+        error = vae.decode(noisy).sample - images  # squared: absolute error alone settles on a median colour
         return 4 * error.square().mean() + 0.2 * error.abs().mean() + 1e-2 * mean.square().mean()
 
     vae.train()
@@ -293,25 +293,25 @@ def warm_up_vae(vae: AutoencoderKL, settings: DrawingSettings, generator: torch.
     with torch.no_grad():  # the posterior's spread plays no part here: sampling it gives its mean
         vae.encoder.conv_out.weight[settings.latent_channels :].zero_()
         vae.encoder.conv_out.bias[settings.latent_channels :].fill_(-20.0)
-        pictures = random_pictures(*random_labels(512, generator), settings.picture_size, generator) * 2 - 1
-        latents = vae.encode(pictures).latent_dist.mean
+        images = random_images(*random_labels(512, generator), settings.picture_size, generator) * 2 - 1
+        latents = vae.encode(images).latent_dist.mean
     vae.register_to_config(scaling_factor=1 / latents.std().item(), shift_factor=latents.mean().item())
 
 
 @dataclass(frozen=True)
-class EncodedPictures:
-    """What the velocity model learns from: latents (N, C, h, w) of pictures with these colours and shapes (N)."""
+class EncodedScenes:
+    """What the velocity model learns from: latents (N, C, h, w) of images with these colours and shapes (N)."""
 
     colours: T
     shapes: T
     latents: T
 
     @classmethod
-    def draw(cls, vae: AutoencoderKL, settings: DrawingSettings, generator: torch.Generator) -> EncodedPictures:
+    def draw(cls, vae: AutoencoderKL, settings: DrawingSettings, generator: torch.Generator) -> EncodedScenes:
         """Draw and encode as many images as the settings say."""
         colours, shapes = random_labels(settings.pictures, generator)
         latents = [
-            encode_pictures(vae, random_pictures(*some, settings.picture_size, generator))
+            encode_images(vae, random_images(*some, settings.picture_size, generator))
             for some in zip(colours.split(256), shapes.split(256))
         ]
         return cls(colours, shapes, torch.cat(latents))
@@ -325,13 +325,13 @@ class EncodedPictures:
 def warm_up_transformer(
     pipeline: StableDiffusion3Pipeline, settings: TinyDiffusionSettings, generator: torch.Generator
 ) -> None:
-    """Flow matching on encoded pictures: v = noise - latents at x = (1 - t) latents + t noise."""
+    """Flow matching on encoded images: v = noise - latents at x = (1 - t) latents + t noise."""
     transformer, size = pipeline.transformer, settings.batch_size
     context, pooled = encode_captions(pipeline)
-    pictures = EncodedPictures.draw(pipeline.vae, settings, generator)
+    images = EncodedScenes.draw(pipeline.vae, settings, generator)
 
     def loss() -> T:
-        colours, shapes, latents = pictures.some(size, generator)
+        colours, shapes, latents = images.some(size, generator)
         said = spoil_captions(colours, shapes, settings, generator)
         noise = torch.randn(latents.shape, generator=generator)
         time = torch.sigmoid(torch.randn(size, generator=generator) * 1.2)
@@ -345,8 +345,8 @@ def warm_up_transformer(
 
 
 @torch.no_grad()
-def encode_pictures(vae: AutoencoderKL, pictures: T) -> T:
-    """Pictures (B, 3, H, W) in 0..1 to latents (B, C, h, w) in the transformer's scale."""
+def encode_images(vae: AutoencoderKL, pictures: T) -> T:
+    """Images (B, 3, H, W) in 0..1 to latents (B, C, h, w) in the transformer's scale."""
     latents = vae.encode(pictures * 2 - 1).latent_dist.mean
     return (latents - vae.config.shift_factor) * vae.config.scaling_factor
 
@@ -362,7 +362,7 @@ def encode_captions(pipeline: StableDiffusion3Pipeline) -> tuple[T, T]:
 
 
 def spoil_captions(colours: T, shapes: T, settings: DrawingSettings, generator: torch.Generator) -> T:
-    """Caption index (B) of each picture, with the configured shares of wrong and of empty captions."""
+    """Caption index (B) of each image, with the configured shares of wrong and of empty captions."""
     count = colours.shape[0]
     other_colours, other_shapes = random_labels(count, generator)
     chance = torch.rand(3, count, generator=generator)

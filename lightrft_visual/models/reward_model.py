@@ -18,7 +18,7 @@ HEAD_FILE = "reward_head.safetensors"
 
 
 class VLRewardModel(nn.Module):
-    """Scores whole sequences of text and pictures, one number each.
+    """Scores whole sequences of text and images, one number each.
 
     Its checkpoint is an ordinary vision-language one with HEAD_FILE beside it: `weight (1, H)` and, optionally,
     `bias (1)`.

@@ -1,6 +1,6 @@
 """What every scorer sees, and what every scorer gives back.
 
-A `RewardBatch` is built from rollouts (text from images) or from generated media (pictures and videos from text), so
+A `RewardBatch` is built from rollouts (text from images) or from generated media (images and videos from text), so
 that one scorer serves both. Scores travel as `Scores`; the engine hands out a `RewardOutput`.
 """
 
@@ -22,7 +22,7 @@ from ..usercode.failures import Failed, ScoringFailed
 from .imaging import EncodedImages, to_pil, video_frames
 
 T = torch.Tensor
-VIDEO_FRAMES = 8  # frames of a video that picture scorers and judges look at
+VIDEO_FRAMES = 8  # frames of a video that image scorers and judges look at
 LONGEST_NAME = 100
 __all__ = ["Call", "Failed", "RewardBatch", "RewardOutput", "Scores", "ScoringFailed", "batch_from_samples"]
 
@@ -37,9 +37,9 @@ def metric_name(name: Any) -> str:
 class RewardBatch:
     """B samples, one list entry each.
 
-    images: the sample's pictures, in order, a missing one as None. videos: the sample's videos, each a list of
+    images: the sample's images, in order, a missing one as None. videos: the sample's videos, each a list of
     frames, a (C, T, H, W) float tensor in 0..1 or a (T, C, H, W) uint8 one. `generated` is true when the media were
-    made by the policy (one picture or video a sample) and false when they were part of the prompt.
+    made by the policy (one image or video a sample) and false when they were part of the prompt.
     sequence_tokens and completion_tokens: (S_i) and (A_i) long without padding, empty for media.
     """
 
@@ -60,7 +60,7 @@ class RewardBatch:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def __repr__(self) -> str:  # never the prompts, tokens or pictures: this text may reach a log
+    def __repr__(self) -> str:  # never the prompts, tokens or images: this text may reach a log
         return f"RewardBatch(size={len(self)}, generated={self.generated})"
 
     @property
@@ -79,12 +79,12 @@ class RewardBatch:
         return {name for row in self.metadata for name in row}
 
     def frames(self, index: int, count: int = VIDEO_FRAMES) -> list[Any]:
-        """One sample's pictures, and at most `count` evenly spaced frames of each of its videos, as PIL."""
-        pictures = [picture for picture in map(to_pil, self.images[index]) if picture is not None]
-        return pictures + [frame for video in self.videos[index] for frame in video_frames(video, count)]
+        """One sample's images, and at most `count` evenly spaced frames of each of its videos, as PIL."""
+        images = [image for image in map(to_pil, self.images[index]) if image is not None]
+        return images + [frame for video in self.videos[index] for frame in video_frames(video, count)]
 
     def select(self, indices: Sequence[int]) -> RewardBatch:
-        """The samples at these places, in this order; pictures are shared, not copied."""
+        """The samples at these places, in this order; images are shared, not copied."""
         lists = {name: values for name, values in vars(self).items() if isinstance(values, list)}
         return replace(self, **{name: [values[i] for i in indices] if values else [] for name, values in lists.items()})
 
@@ -101,7 +101,7 @@ class RewardBatch:
 
 
 def batch_from_samples(outputs: Sequence[Samples], vlm_mode: bool = True) -> RewardBatch:
-    """Gather micro-batches of rollouts, in order, into one batch; with vlm_mode false the pictures stay out."""
+    """Gather micro-batches of rollouts, in order, into one batch; with vlm_mode false the images stay out."""
     batch = RewardBatch([], [], [], [], [], [], [], [], [])
     for samples in outputs:
         size = len(samples)
@@ -161,7 +161,7 @@ def batch_from_media(
     ids: Sequence[int] | None = None,
     group_ids: Sequence[int] | None = None,
 ) -> RewardBatch:
-    """Generated media as a batch: one picture (PIL or (C, H, W) float tensor in 0..1) or one video a prompt.
+    """Generated media as a batch: one image (PIL or (C, H, W) float tensor in 0..1) or one video a prompt.
 
     Raises RewardError when a list does not have one entry per prompt.
     """
@@ -186,7 +186,7 @@ def batch_from_media(
 
 @dataclass(frozen=True)
 class Call:
-    """How one scoring call runs: samples a remote request, the device of local models, pictures encoded so far."""
+    """How one scoring call runs: samples a remote request, the device of local models, images encoded so far."""
 
     chunk: int = 8
     device: torch.device | str = "cpu"

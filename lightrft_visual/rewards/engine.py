@@ -170,7 +170,7 @@ class RewardComputationEngine:
         device: torch.device | str | None = None,
         **columns: Any,
     ) -> RewardOutput:
-        """Score generated media: one picture (PIL or (C, H, W) tensor in 0..1) or one video ((C, T, H, W)) a prompt.
+        """Score generated media: one image (PIL or (C, H, W) tensor in 0..1) or one video ((C, T, H, W)) a prompt.
 
         columns: labels, references, metadata, ids, group_ids, each with one entry per prompt. chunk: samples a remote
         request. device: as in `compute_rewards`. With `recipe_from_components` the weighted sum is also a component

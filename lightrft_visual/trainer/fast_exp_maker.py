@@ -41,7 +41,7 @@ MorePrompts = Callable[[], PromptBatch]
 class MakerSettings:
     """What the contract's constructor has no argument for.
 
-    engine: None builds the transformers engine around the actor; a `DiffusersEngine` draws pictures or videos.
+    engine: None builds the transformers engine around the actor; a `DiffusersEngine` draws images or videos.
     diffusion: how advantages of that engine's samples are made. data_processor, rewards: None builds them from the
     constructor's arguments. dynamic_sampling_tries: 1 turns dynamic sampling off. weights_follow: the engine is given
     new weights after each batch, so that it need not keep the old ones while it sleeps.

@@ -10,7 +10,7 @@ from waiting import output_of
 from lightrft_visual.embedded.drawn_shapes import all_captions
 from lightrft_visual.embedded.tiny_sd3 import (
     TEXT_LENGTH,
-    EncodedPictures,
+    EncodedScenes,
     TinyDiffusionSettings,
     apply_merge,
     build_clip_tokenizer,
@@ -64,7 +64,7 @@ def test_latents_are_normalised_after_the_warm_up():
 
 def test_encoded_pictures_keep_their_labels():
     settings = TinyDiffusionSettings(pictures=300)
-    drawn = EncodedPictures.draw(build_pipeline(settings).vae, settings, torch.Generator().manual_seed(0))
+    drawn = EncodedScenes.draw(build_pipeline(settings).vae, settings, torch.Generator().manual_seed(0))
     assert drawn.latents.shape == (300, 8, 8, 8) and len(set(zip(drawn.colours.tolist(), drawn.shapes.tolist()))) == 24
     colours, shapes, latents = drawn.some(50, torch.Generator().manual_seed(1))
     for colour, shape, latent in zip(colours, shapes, latents):

@@ -9,7 +9,7 @@ import torch
 from lightrft_visual.algorithms.advantages import AdvantageCalculator
 from lightrft_visual.algorithms.diffusion.context import LossContext, LossOutcome
 from lightrft_visual.algorithms.diffusion.nft import forward_noise
-from lightrft_visual.algorithms.diffusion.rows import DenoisingRows
+from lightrft_visual.algorithms.diffusion.rows import DenoisingBatch
 from lightrft_visual.algorithms.policy_losses import TokenLoss
 from lightrft_visual.config import registry
 from lightrft_visual.models.diffusion.families.sd3 import StableDiffusion3
@@ -92,7 +92,7 @@ class Imitation:
 
     guidance_scale: float
 
-    def loss(self, context: LossContext, rows: DenoisingRows, denominator: float) -> LossOutcome:
+    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float) -> LossOutcome:
         noise = forward_noise(context.seed, rows)
         time = rows.sigma.view(-1, *[1] * (rows.data.dim() - 1))
         mixed = (1 - time) * rows.data + time * noise

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightrft_visual.embedded.drawn_shapes import all_captions, colour_table, draw, parse_caption, random_pictures
+from lightrft_visual.embedded.drawn_shapes import all_captions, colour_table, draw, parse_caption, random_images
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards.functions.shape_match import PictureQuality, ShapeMatch, picture_quality, shape_match
 
@@ -14,7 +14,7 @@ SHAPES = torch.tensor([caption.shape for caption in CAPTIONS])
 
 
 def pictures(seed=0):
-    return random_pictures(COLOURS, SHAPES, 32, torch.Generator().manual_seed(seed))
+    return random_images(COLOURS, SHAPES, 32, torch.Generator().manual_seed(seed))
 
 
 def to_pil(image):

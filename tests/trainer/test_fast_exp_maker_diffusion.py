@@ -7,7 +7,7 @@ import torch
 
 from lightrft_visual.algorithms.diffusion.advantages import group_advantages
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
-from lightrft_visual.algorithms.diffusion.rows import rows_at, trainable_steps
+from lightrft_visual.algorithms.diffusion.rows import samples_at, trainable_steps
 from lightrft_visual.batches.diffusion_sampling import NoiseConfig, SamplingConfig
 from lightrft_visual.batches.experience import ExperienceDiffusion
 from lightrft_visual.batches.prompts import PromptBatch
@@ -18,7 +18,7 @@ from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSetting
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
 from lightrft_visual.trainer.diffusion.maker import DiffusersEngine, DiffusionExperienceMaker
-from lightrft_visual.trainer.diffusion.stages import DiffusionSampling, PictureSettings, TrainedVelocity
+from lightrft_visual.trainer.diffusion.stages import DiffusionSampling, ImageSettings, TrainedVelocity
 from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
 
 PROMPTS = ["a red circle", "a blue cross"]
@@ -28,7 +28,7 @@ PROMPTS = ["a red circle", "a blue cross"]
 def engine() -> DiffusersEngine:
     pipeline = build_pipeline(TinyDiffusionSettings(layers=1))
     policy = DiffusionPolicy(family_of(pipeline, TEXT_LENGTH), LoraSettings(2, 4))
-    pictures = PictureSettings(32, 32, 1, 1.0, "", micro_batch_size=3)
+    pictures = ImageSettings(32, 32, 1, 1.0, "", micro_batch_size=3)
     sampler = DiffusionSampler(SamplingConfig(3, trajectory="sde"), NoiseConfig(0.7))
     return DiffusersEngine(DiffusionSampling(TrainedVelocity(policy, policy), sampler, pictures), 4)
 
@@ -75,7 +75,7 @@ def test_replay_of_what_the_maker_made_is_exact(engine):
     policy, loss = engine.sampling.model.policy, FlowGRPO(guidance_scale=1.0)
     for experience in make(maker_of(engine)):
         for step in trainable_steps(experience).T:
-            rows = rows_at(experience, step)
+            rows = samples_at(experience, step)
             assert torch.equal(loss.replay(policy, rows).log_prob, rows.log_probs)
 
 

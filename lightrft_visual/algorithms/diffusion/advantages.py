@@ -22,8 +22,8 @@ def group_advantages(
     fp64 and returned as fp32. clip 0 turns the clamp off.
     """
     groups = GroupStatistics(rewards.double(), group_id, valid)
-    spread = Moments.of(rewards[valid]).std if global_std else groups.std(correction=0)
-    advantages = groups.centered() / (spread + eps)
+    std = Moments.of(rewards[valid]).std if global_std else groups.std(correction=0)
+    advantages = groups.centered() / (std + eps)
     return (advantages.clamp(-clip, clip) if clip else advantages).float()
 
 

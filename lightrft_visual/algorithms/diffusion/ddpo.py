@@ -8,7 +8,7 @@ import torch
 
 from .context import LossContext, LossOutcome, weighted_mean
 from .flow_grpo import FlowGRPO, log_ratio
-from .rows import DenoisingRows
+from .rows import DenoisingBatch
 
 T = torch.Tensor
 
@@ -27,7 +27,7 @@ class DPOK(DDPO):
 
     beta: float = 0.01
 
-    def loss(self, context: LossContext, rows: DenoisingRows, denominator: float | T) -> LossOutcome:
+    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutcome:
         """-A log p + beta KL, summed over valid rows / denominator."""
         step = self.replay(context.velocity, rows)
         losses = -rows.advantages * step.log_prob

@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from ...rollout.diffusion_steps import Step, sde_step
 from ..policy_losses import clipped_surrogate
 from .context import LossContext, LossOutcome, weighted_mean
-from .rows import DenoisingRows
+from .rows import DenoisingBatch
 
 T = torch.Tensor
 
@@ -66,7 +66,7 @@ class FlowGRPO:
     kl_form: str = "full"
     guard: bool = False
 
-    def replay(self, velocity: Callable[..., T], rows: DenoisingRows) -> Step:
+    def replay(self, velocity: Callable[..., T], rows: DenoisingBatch) -> Step:
         """The rows' steps under the present weights: log-probs (M), mean (M, …), std (M, 1, …)."""
         v = velocity(rows.x, rows.timesteps, rows.conditions, self.guidance_scale)
         return sde_step(
@@ -74,7 +74,7 @@ class FlowGRPO:
             reduction=self.log_prob,
         )  # fmt: skip
 
-    def loss(self, context: LossContext, rows: DenoisingRows, denominator: float | T) -> LossOutcome:
+    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutcome:
         """Sum over valid rows / denominator, so that micro-batches and ranks add up to one batch."""
         step = self.replay(context.velocity, rows)
         raw = log_ratio(step.log_prob, rows.log_probs)
@@ -89,13 +89,13 @@ class FlowGRPO:
             metrics["kl"] = weighted_mean(kl.detach(), rows.valid)
         return LossOutcome((losses * rows.valid).sum() / denominator, metrics)
 
-    def guarded(self, raw: T, step: Step, rows: DenoisingRows) -> T:
+    def guarded(self, raw: T, step: Step, rows: DenoisingBatch) -> T:
         """(M) log ratios as GRPO-Guard normalises them; ConfigError when the rollout kept no step means."""
         if rows.rollout_means is None:
             raise ConfigError("GRPO-Guard compares step means: sample with keep_means")
         return guarded_log_ratio(raw, step.mean, rows.rollout_means, step.std, self.log_prob)
 
-    def kl(self, context: LossContext, rows: DenoisingRows, step: Step) -> T:
+    def kl(self, context: LossContext, rows: DenoisingBatch, step: Step) -> T:
         """(M) KL of each step to the reference policy."""
         with torch.no_grad(), context.policy.reference():
             reference = self.replay(context.velocity, rows).mean

@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from ...rollout.diffusion_steps import per_sample
 from ...strategy.seeding import derive_seed
 from .context import LossContext, LossOutcome, weighted_mean
-from .rows import DenoisingRows
+from .rows import DenoisingBatch
 
 T = torch.Tensor
 ADV_MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
@@ -69,7 +69,7 @@ def nft_loss(v: T, v_old: T, mixed: T, data: T, time: T, r: T, *, beta: float = 
     return (r * positive + (1 - r) * negative) / beta * adv_max
 
 
-def forward_noise(seed: int, rows: DenoisingRows) -> T:
+def forward_noise(seed: int, rows: DenoisingBatch) -> T:
     """(M, …) unit normal that depends on the seed, the sample and the step only, not on rank or micro-batch."""
     shape = rows.data.shape[1:]
     draws = []
@@ -89,7 +89,7 @@ class DiffusionNFT:
     kl_beta: float = 1e-4
     guidance_scale: float = 1.0
 
-    def loss(self, context: LossContext, rows: DenoisingRows, denominator: float | T) -> LossOutcome:
+    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutcome:
         """Sum over valid rows / denominator. Raises ValueError without the old policy."""
         if context.old is None:
             raise ValueError("DiffusionNFT needs the old policy's weights in the context")

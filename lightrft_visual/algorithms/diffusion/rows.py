@@ -16,7 +16,7 @@ ROLLOUT_MEANS = "rollout_means"
 
 
 @dataclass
-class DenoisingRows:
+class DenoisingBatch:
     """M rows: the step that row m trains on. x, x_next (M, …); sigma, sigma_next, timesteps, log_probs, advantages (M);
     data (M, …) the finished latents; valid (M) bool; sample_id, steps (M) long, which name the row;
     conditions {name: (M, …)}; rollout_means (M, …) or None."""
@@ -111,14 +111,14 @@ def grouped_steps(steps: T, experts: T) -> T:
     return steps.gather(1, experts.to(steps.device).argsort(dim=1, stable=True))
 
 
-def rows_at(experience: ExperienceDiffusion, steps: T) -> DenoisingRows:
+def samples_at(experience: ExperienceDiffusion, steps: T) -> DenoisingBatch:
     """The row of each sample at its own step. steps (B) long; x and x_next of ODE rollouts are the finished latents."""
     batch = torch.arange(experience.latents.shape[0], device=experience.latents.device)
     steps = steps.to(batch.device)
     last = experience.latents.shape[1] - 1
     advantages = experience.advantages if experience.advantages.dim() == 1 else experience.advantages[batch, steps]
     means = experience.info.get(ROLLOUT_MEANS)
-    return DenoisingRows(
+    return DenoisingBatch(
         x=experience.latents[batch, steps.clamp(max=last)],
         x_next=experience.latents[batch, (steps + 1).clamp(max=last)],
         timesteps=experience.timesteps[batch, steps],

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 T = torch.Tensor
-LATENTS_AT_ONCE = 2**19  # numbers in a part of a batch: eight pictures of 512 x 512, one video
+LATENTS_AT_ONCE = 2**19  # numbers in a part of a batch: eight images of 512 x 512, one video
 
 
 def checkpoint_decoder(vae: nn.Module) -> None:

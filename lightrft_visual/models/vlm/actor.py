@@ -78,9 +78,9 @@ class Actor(nn.Module):
         entropy = torch.zeros_like(log_probs) if with_entropy else None
         for where, banned in ((early, self.banned_with_eos), (~early, self.banned_ids)):
             part = temperature[where] if isinstance(temperature, T) else temperature
-            scored, spread = head(hidden[where], targets[where], part, banned, with_entropy)
+            scored, std = head(hidden[where], targets[where], part, banned, with_entropy)
             log_probs = log_probs.masked_scatter(where, scored)
-            entropy = entropy.masked_scatter(where, spread) if with_entropy else None
+            entropy = entropy.masked_scatter(where, std) if with_entropy else None
         return log_probs, entropy
 
 

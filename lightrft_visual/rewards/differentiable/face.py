@@ -1,4 +1,4 @@
-"""Face similarity with a gradient in the pixels: is it the same face as in the first frame or a reference picture?
+"""Face similarity with a gradient in the pixels: is it the same face as in the first frame or a reference image?
 
 After ROLL's Reward FL, which keeps a person's face in image-to-video by the cosine of face embeddings. The detector
 only says where the face is and carries no gradient; cutting out, aligning and embedding it do.
@@ -23,7 +23,7 @@ from ..imaging import to_pil
 
 T = torch.Tensor
 NAME = "differentiable_reward face_similarity"
-# (H, W, 3) uint8 RGB -> (2, 3) matrix from picture to aligned-face pixels, or None where there is no face
+# (H, W, 3) uint8 RGB -> (2, 3) matrix from image to aligned-face pixels, or None where there is no face
 FaceFinder = Callable[[np.ndarray], np.ndarray | None]
 
 
@@ -76,9 +76,9 @@ def existing(path: str) -> str:
 
 
 class DifferentiableFaceSimilarity:
-    """Cosine of the face embeddings, averaged over the frames with a face; for videos (B, 3, T, H, W) and pictures.
+    """Cosine of the face embeddings, averaged over the frames with a face; for videos (B, 3, T, H, W) and images.
 
-    The reference is a PIL picture or path in one of REFERENCE_COLUMNS of the sample's metadata (the first frame of an
+    The reference is a PIL image or path in one of REFERENCE_COLUMNS of the sample's metadata (the first frame of an
     image-to-video row stands in `input_image`). Not clamped at 0: an unlike face needs a gradient too. Samples without
     a reference, without a face in it, or without a face in any frame are marked invalid.
     """
@@ -111,8 +111,8 @@ class DifferentiableFaceSimilarity:
         if not isinstance(given, (str, Path)):
             return self._embedding_of(to_pil(given), device)
         if str(given) not in self._known:
-            with Image.open(given) as picture:
-                self._known[str(given)] = self._embedding_of(picture, device)
+            with Image.open(given) as image:
+                self._known[str(given)] = self._embedding_of(image, device)
         return self._known[str(given)]
 
     def _embedding_of(self, picture: Image.Image, device: torch.device) -> T | None:

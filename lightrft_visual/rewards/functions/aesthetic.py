@@ -9,7 +9,7 @@ from .pictures import linear_stack, load_tensors, mean_over_frames
 
 
 class Aesthetic:
-    """A stack of linear layers over the unit-length CLIP embedding of a picture, about 1 to 10, times `scale`.
+    """A stack of linear layers over the unit-length CLIP embedding of an image, about 1 to 10, times `scale`.
 
     head: its weights (`layers.<i>.weight`), such as sac+logos+ava1-l14-linearMSE.pth, as a file or `hub/name:file`.
     """

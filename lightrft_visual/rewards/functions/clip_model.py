@@ -1,4 +1,4 @@
-"""A CLIP model for the scorers that compare pictures with texts."""
+"""A CLIP model for the scorers that compare images with texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .pictures import in_batches, load_checkpoint
 
 
 class CLIPPairs:
-    """Normalised embeddings of pictures and texts, in batches. Texts are cut at the model's length, as CLIP's are."""
+    """Normalised embeddings of images and texts, in batches. Texts are cut at the model's length, as CLIP's are."""
 
     def __init__(self, model: str, processor: str | None, scorer: str, batch_size: int, offload: bool) -> None:
         self.model = load_checkpoint(CLIPModel.from_pretrained, model, scorer).eval()
@@ -25,7 +25,7 @@ class CLIPPairs:
         return float(self.model.logit_scale.detach().exp())
 
     def embed(self, pictures: list[Any], texts: list[str], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n, D) picture and (n, D) text embeddings of unit length, float32 on the CPU."""
+        """(n, D) image and (n, D) text embeddings of unit length, float32 on the CPU."""
         images, words = [], []
         with on_device(self.model, device, self.offload) as model:
             for part in in_batches(self.batch_size, len(pictures)):

@@ -9,7 +9,7 @@ from .pictures import mean_over_frames
 
 
 class CLIPScore:
-    """weight * max(cosine of picture and prompt, 0); the paper's weight is 2.5. A video's score is the mean over its
+    """weight * max(cosine of image and prompt, 0); the paper's weight is 2.5. A video's score is the mean over its
     frames. model: a CLIP checkpoint folder or hub name."""
 
     def __init__(

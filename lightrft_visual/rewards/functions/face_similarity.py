@@ -1,4 +1,4 @@
-"""Is it the same face as in a reference picture?"""
+"""Is it the same face as in a reference image?"""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ REFERENCE_COLUMNS = ("reference_image", "face_image", "input_image")
 
 
 class FaceSimilarity:
-    """Cosine of the face embeddings of the made picture and of a reference picture, at least 0; for a video the mean
+    """Cosine of the face embeddings of the made image and of a reference image, at least 0; for a video the mean
     over the frames with a face.
 
     embedder: a face model by path: ONNX (.onnx, run by OpenCV on the CPU) or TorchScript (.pt, .ts) that maps
-    (n, 3, size, size) pictures, `(pixel - 127.5) / scale`, to (n, D); ArcFace models are of this form. detector: a
-    YuNet ONNX file that finds and aligns faces; without one each picture is taken as an aligned face already.
-    The reference picture is a path or PIL picture in the sample's reference, or in one of REFERENCE_COLUMNS.
-    A picture in which no face is found does not apply (None): it is masked and counted, not scored 0.
+    (n, 3, size, size) images, `(pixel - 127.5) / scale`, to (n, D); ArcFace models are of this form. detector: a
+    YuNet ONNX file that finds and aligns faces; without one each image is taken as an aligned face already.
+    The reference image is a path or PIL image in the sample's reference, or in one of REFERENCE_COLUMNS.
+    An image in which no face is found does not apply (None): it is masked and counted, not scored 0.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class FaceSimilarity:
         self, frames: list[list[Any]], references: list[Any], metadata: list[dict[str, Any]], device: Any
     ) -> list[float | None]:
         scores: list[float | None] = []
-        for pictures, reference, row in zip(frames, references, metadata):
+        for images, reference, row in zip(frames, references, metadata):
             wanted = self._reference(reference, row, device)
-            scores.append(None if wanted is None else self._similarity(pictures, wanted, device))
+            scores.append(None if wanted is None else self._similarity(images, wanted, device))
         return scores
 
     def _similarity(self, pictures: list[Any], wanted: torch.Tensor, device: Any) -> float | None:
@@ -60,15 +60,15 @@ class FaceSimilarity:
         return float(cosines.clamp(min=0).mean())
 
     def _reference(self, reference: Any, row: dict[str, Any], device: Any) -> torch.Tensor | None:
-        """(D) unit embedding of the reference face, kept by path; None without a picture or a face in it."""
+        """(D) unit embedding of the reference face, kept by path; None without an image or a face in it."""
         given = reference if reference is not None else next((row[c] for c in REFERENCE_COLUMNS if row.get(c)), None)
         if given is None:
             return None
         if not isinstance(given, (str, Path)):
             return self._embedding_of(to_pil(given), device)
         if str(given) not in self._known:
-            with Image.open(given) as picture:
-                self._known[str(given)] = self._embedding_of(picture.convert("RGB"), device)
+            with Image.open(given) as image:
+                self._known[str(given)] = self._embedding_of(image.convert("RGB"), device)
         return self._known[str(given)]
 
     def _embedding_of(self, picture: Image.Image, device: Any) -> torch.Tensor | None:
@@ -96,8 +96,8 @@ class _OnnxModel:
 
     def __call__(self, pixels: torch.Tensor, device: Any) -> torch.Tensor:
         rows = []
-        for picture in pixels.numpy():  # one at a time: exported models often have a fixed batch of 1
-            self._net.setInput(picture[None])
+        for image in pixels.numpy():  # one at a time: exported models often have a fixed batch of 1
+            self._net.setInput(image[None])
             rows.append(torch.from_numpy(self._net.forward().copy()).flatten())
         return torch.stack(rows).float()
 
@@ -136,6 +136,6 @@ class FaceDetector:
         if found is None or not len(found):
             return None
         largest = max(found, key=lambda row: row[2] * row[3])
-        # YuNet lists the person's right eye first, which is on the picture's left, as in POINTS.
+        # YuNet lists the person's right eye first, which is on the image's left, as in POINTS.
         points = largest[4:14].reshape(5, 2).astype(np.float32)
         return self._cv2.estimateAffinePartial2D(points, self.POINTS * (self._size / 112))[0]

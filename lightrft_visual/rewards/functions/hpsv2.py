@@ -10,7 +10,7 @@ from .pictures import mean_over_frames
 
 
 class HPSv2:
-    """Cosine of picture and prompt by the HPSv2 weights. model: a folder or hub name with them in transformers' CLIP
+    """Cosine of image and prompt by the HPSv2 weights. model: a folder or hub name with them in transformers' CLIP
     form (ViT-H/14); the published file is in open_clip's form and needs converting first."""
 
     def __init__(self, model: str, processor: str | None = None, batch_size: int = 16, offload: bool = True) -> None:

@@ -14,7 +14,7 @@ MEAN, STD = 0.16717862830405764, 1.0333394966054072  # of the published head
 
 
 class ImageReward:
-    """A BLIP text encoder that attends to the picture, and a linear stack over its first token, standardised.
+    """A BLIP text encoder that attends to the image, and a linear stack over its first token, standardised.
 
     model: a BlipForImageTextRetrieval checkpoint with ImageReward's weights; head: its `mlp.layers.<i>.weight`, as a
     file or `hub/name:file`.

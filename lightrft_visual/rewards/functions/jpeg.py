@@ -1,4 +1,4 @@
-"""How well a picture compresses (DDPO, arXiv 2305.13301)."""
+"""How well an image compresses (DDPO, arXiv 2305.13301)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .pictures import mean_over_frames
 
 
 def jpeg_kilobytes(picture: Any, quality: int) -> float:
-    """Size of the picture as JPEG, in units of 1000 bytes."""
+    """Size of the image as JPEG, in units of 1000 bytes."""
     buffer = io.BytesIO()
     picture.convert("RGB").save(buffer, "JPEG", quality=quality)
     return len(buffer.getvalue()) / 1000

@@ -1,4 +1,4 @@
-"""Does the picture show the text that the prompt asks for? Read by Tesseract."""
+"""Does the image show the text that the prompt asks for? Read by Tesseract."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class OCR:
     """1 - edit distance / length of the wanted text, at least 0 (Flow-GRPO's OCR reward, with Tesseract as the reader).
 
     The wanted text is the sample's reference where it has one, else what its prompt has in double quotes; None without
-    either. Case and spaces do not count. extra_text false: further text in the picture counts as errors; true: a
-    picture that holds the wanted text somewhere scores 1. mode: Tesseract's page segmentation (6 = one block, 7 = one
+    either. Case and spaces do not count. extra_text false: further text in the image counts as errors; true: a
+    image that holds the wanted text somewhere scores 1. mode: Tesseract's page segmentation (6 = one block, 7 = one
     line, 11 = sparse). A video's score is that of its best frame. Raises ConfigError when Tesseract is not installed.
     """
 
@@ -68,7 +68,7 @@ class OCR:
         if not wanted or not plain(wanted) or not pictures:
             return None
         try:
-            return max(self.similarity(self.read(picture), wanted) for picture in pictures)
+            return max(self.similarity(self.read(image), wanted) for image in pictures)
         except RuntimeError:  # pytesseract's time limit
             return Failed(f"Tesseract: no result within {self.seconds:g} s")
         except pytesseract.TesseractError as error:
@@ -82,7 +82,7 @@ class OCR:
         return max(0.0, 1.0 - Levenshtein.distance(found, target) / len(target))
 
     def read(self, picture: Image.Image) -> str:
-        """What Tesseract reads. Small pictures are enlarged first, which it needs; flat ones are not shown to it: it
+        """What Tesseract reads. Small images are enlarged first, which it needs; flat ones are not shown to it: it
         reads letters into them."""
         darkest, brightest = picture.convert("L").getextrema()
         if brightest - darkest < MIN_CONTRAST:

@@ -9,7 +9,7 @@ from .pictures import mean_over_frames
 
 
 class PickScore:
-    """Logit scale times the cosine of picture and prompt, divided by `divide_by`: 26 brings it near 0..1, as
+    """Logit scale times the cosine of image and prompt, divided by `divide_by`: 26 brings it near 0..1, as
     Flow-GRPO does; 1 gives the published number."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Shared by the picture scorers: many frames a sample in, one score a sample out; checkpoints with clear errors."""
+"""Shared by the image scorers: many frames a sample in, one score a sample out; checkpoints with clear errors."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def _share(pixels: np.ndarray, channel: int) -> float:
 
 
 class Pixel:
-    """One of RULES, by name. A flat picture satisfies the colour rules completely: weigh them against `contrast` or
+    """One of RULES, by name. A flat image satisfies the colour rules completely: weigh them against `contrast` or
     `detail`."""
 
     def __init__(self, rule: str = "brightness") -> None:

@@ -1,9 +1,9 @@
-"""Does a picture show the drawn shape that its caption names: the scorer of the embedded diffusion run.
+"""Does an image show the drawn shape that its caption names: the scorer of the embedded diffusion run.
 
 Colour, shape, coverage and background are measured apart and multiplied, so that no one of them can be traded for
-another: a flat picture has no foreground and scores 0 whatever its colour. Every part is differentiable in the pixels,
+another: a flat image has no foreground and scores 0 whatever its colour. Every part is differentiable in the pixels,
 which makes the same measure usable for Reward FL. `picture_quality` is the held-out figure: it asks how well any clean
-drawing explains the picture, ignores the caption, and is for evaluation only.
+drawing explains the image, ignores the caption, and is for evaluation only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARTS = ("score", "colour", "shape", "coverage", "background")
 
 @dataclass
 class Foreground:
-    """What stands out from the border of B pictures: mask (B, H, W) in 0..1, area (B) as a share of the picture,
+    """What stands out from the border of B images: mask (B, H, W) in 0..1, area (B) as a share of the image,
     centre of mass x, y (B) in 0..1, ink (B, 3) its mean colour, paper (B, 3) the colour of the border."""
 
     mask: T
@@ -35,7 +35,7 @@ class Foreground:
 
 
 def find_foreground(images: T) -> Foreground:
-    """Split pictures (B, 3, H, W) in 0..1 (H = W) into a uniform border colour and what differs from it."""
+    """Split images (B, 3, H, W) in 0..1 (H = W) into a uniform border colour and what differs from it."""
     size = images.shape[-1]
     border = torch.cat([images[:, :, 0], images[:, :, -1], images[:, :, :, 0], images[:, :, :, -1]], dim=-1)
     paper = border.median(dim=-1).values
@@ -58,7 +58,7 @@ def template_overlap(found: Foreground) -> T:
 
 
 def shape_match(images: T, captions: list[str]) -> dict[str, T]:
-    """Score pictures (B, 3, H, W) in 0..1 against B captions such as 'a red circle'.
+    """Score images (B, 3, H, W) in 0..1 against B captions such as 'a red circle'.
 
     Returns float tensors (B) in 0..1: `score` (the product), `colour`, `shape`, `coverage`, `background`, and `valid`
     (bool), false where a caption names no known colour and shape. Differentiable in the pixels.
@@ -85,9 +85,9 @@ def shape_match(images: T, captions: list[str]) -> dict[str, T]:
 
 
 def picture_quality(images: T) -> T:
-    """(B) in 0..1: share of the picture's variance that the best-fitting clean drawing of any shape explains.
+    """(B) in 0..1: share of the image's variance that the best-fitting clean drawing of any shape explains.
 
-    Held out from training. 0 for flat pictures and for noise, near 1 for a crisp shape in one colour on even paper.
+    Held out from training. 0 for flat images and for noise, near 1 for a crisp shape in one colour on even paper.
     """
     images = images.float().clamp(0, 1)
     found = find_foreground(images)
@@ -96,12 +96,12 @@ def picture_quality(images: T) -> T:
     error = (images[:, None] - drawn).square().mean(dim=(2, 3, 4)).amin(dim=1)
     variance = (images - images.mean(dim=(2, 3), keepdim=True)).square().mean(dim=(1, 2, 3))
     explained = 1 - error / variance.clamp_min(1e-3)
-    return explained.clamp(0, 1) * (found.area / 0.03).clamp(max=1)  # a flat picture has nothing to explain
+    return explained.clamp(0, 1) * (found.area / 0.03).clamp(max=1)  # a flat image has nothing to explain
 
 
 def pixels_of(pictures: list[Any]) -> T:
-    """(B, 3, H, W) float32 in 0..1 from PIL pictures of one size."""
-    arrays = [np.asarray(picture.convert("RGB"), dtype=np.float32) / 255 for picture in pictures]
+    """(B, 3, H, W) float32 in 0..1 from PIL images of one size."""
+    arrays = [np.asarray(image.convert("RGB"), dtype=np.float32) / 255 for image in pictures]
     return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
 
 
@@ -117,7 +117,7 @@ class ShapeMatch:
         self.part = part
 
     def __call__(self, frames: list[list[Any]], prompts: list[str]) -> list[float | None]:
-        return [self._score(pictures, prompt) for pictures, prompt in zip(frames, prompts)]
+        return [self._score(images, prompt) for images, prompt in zip(frames, prompts)]
 
     def _score(self, pictures: list[Any], prompt: str) -> float | None:
         if not pictures or parse_caption(prompt) is None:
@@ -129,4 +129,4 @@ class PictureQuality:
     """The scorer `picture_quality`: see the function; for evaluation, not for training."""
 
     def __call__(self, frames: list[list[Any]]) -> list[float | None]:
-        return [float(picture_quality(pixels_of(pictures)).mean()) if pictures else None for pictures in frames]
+        return [float(picture_quality(pixels_of(images)).mean()) if images else None for images in frames]

@@ -11,7 +11,7 @@ from ..remote.judge import SCORE_PATTERN, HTTPJudge, Judging
 
 
 class VLMJudge(PendingSource):
-    """Asks the model at `url` (its base, such as http://host:8000/v1) about each sample with its pictures; see
+    """Asks the model at `url` (its base, such as http://host:8000/v1) about each sample with its images; see
     `judge.Judging` for question and pattern. token_env: environment variable with the server's key."""
 
     name = "vlm_judge"

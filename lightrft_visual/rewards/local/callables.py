@@ -61,7 +61,7 @@ def aggregates(function: Callable[..., Any], beside: bool) -> bool:
 
 
 def _images(batch: RewardBatch) -> list[Any]:
-    """Generated: one picture a sample, as diffusion rewards expect; else each sample's list of prompt pictures."""
+    """Generated: one image a sample, as diffusion rewards expect; else each sample's list of prompt images."""
     return [row[0] if row else None for row in batch.images] if batch.generated else batch.images
 
 

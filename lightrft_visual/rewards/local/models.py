@@ -115,7 +115,7 @@ class TextModel:
 
 
 class VLModel:
-    """A `VLRewardModel` over prompt, response and pictures, by its own processor. The prompt's picture placeholders
+    """A `VLRewardModel` over prompt, response and images, by its own processor. The prompt's image placeholders
     must be those of the reward model's family."""
 
     def __init__(self, name: str, model: VLRewardModel, processor: Any, offload: bool) -> None:
@@ -146,7 +146,7 @@ class VLModel:
 class TorchModel:
     """A torch module given directly: called as `rm(sequences, attention_mask)` with the policy's own token ids.
 
-    It returns scores (n) or (n, 1), an output with `logits`, or {"score": T}. It sees no pictures. `packing`: rows of
+    It returns scores (n) or (n, 1), an output with `logits`, or {"score": T}. It sees no images. `packing`: rows of
     equal length only share a call, so that it never sees padding.
     """
 

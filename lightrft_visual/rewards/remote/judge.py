@@ -1,4 +1,4 @@
-"""Generative judges: a model reads prompt, response and pictures and writes a score, which is parsed from its text.
+"""Generative judges: a model reads prompt, response and images and writes a score, which is parsed from its text.
 
 `Judging` says how to ask and how to read; `HTTPJudge` asks an OpenAI-compatible server (such as `vllm serve`),
 `EngineJudge` a vLLM engine in this process.
@@ -65,15 +65,15 @@ class Judging:
         return question.format(prompt=prompt, response=response, reference=reference, low=self.low, high=self.high)
 
     def messages(self, batch: RewardBatch, index: int, image_part: Any) -> list[dict[str, Any]]:
-        """Chat messages about one sample, its pictures first; image_part makes a content part of a picture."""
+        """Chat messages about one sample, its images first; image_part makes a content part of an image."""
         question = self.question or (MEDIA_QUESTION if batch.generated else TEXT_QUESTION)
         reference = batch.references[index]
         text = self._fill(
             batch.prompts[index], batch.responses[index], "(none)" if reference is None else str(reference), question
         )
-        pictures = [image_part(frame) for frame in batch.frames(index)]
+        images = [image_part(frame) for frame in batch.frames(index)]
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, {"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]
+        return [*system, {"role": "user", "content": [*images, {"type": "text", "text": text}]}]
 
     def read(self, text: str) -> float:
         """The score in 0..1. Raises BadReply when the text has none in range."""

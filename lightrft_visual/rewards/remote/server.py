@@ -1,6 +1,6 @@
 """A reward server: any scorer or callable behind POST /reward, with batching, /health and /metrics.
 
-JSON only, either wire of `wire.py`. Limits on body, samples and pictures hold before anything is decoded; answers and
+JSON only, either wire of `wire.py`. Limits on body, samples and images hold before anything is decoded; answers and
 logs never repeat what was sent, but for what the scorer itself says when it fails.
 """
 

@@ -1,6 +1,6 @@
 """JSON forms of remote rewards: ours and LightRFT's, and OpenRLHF's. docs/rewards.md shows both.
 
-Pickle never crosses a socket here. Pictures travel as base64 of PNG or JPEG, `null` where one is missing.
+Pickle never crosses a socket here. Images travel as base64 of PNG or JPEG, `null` where one is missing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def encode_request(batch: RewardBatch, wire: str, encode: Encode) -> dict[str, A
 
 
 def _plain(value: Any) -> Any:
-    """JSON values only: what JSON cannot hold (pictures, tensors, bytes) becomes null."""
+    """JSON values only: what JSON cannot hold (images, tensors, bytes) becomes null."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):

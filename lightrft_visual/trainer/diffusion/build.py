@@ -35,7 +35,7 @@ from ..run_state import check_output
 from .evaluation import SHEET_IMAGES, DiffusionEvaluation
 from .maker import DiffusersEngine, DiffusionExperienceMaker
 from .parts import DiffusionParts
-from .stages import DiffusionRows, DiffusionSampling, PictureSettings, TrainedVelocity
+from .stages import DiffusionSampling, DrawingBatch, ImageSettings, TrainedVelocity
 from .trainer import DiffusionTrainer
 
 EMBEDDED_REWARD = '{"*": [["rule", "shape_match", 1.0]]}'
@@ -70,10 +70,10 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     policy, engine = _policy(config, strategy, algorithm, total_steps)
     old = WeightCopy(policy.trainable_parameters(), torch.float32) if algorithm.old_policy else None
     model = TrainedVelocity(engine, policy)
-    pictures = PictureSettings.from_config(config)
-    sampling = DiffusionSampling(model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), pictures)
+    images = ImageSettings.from_config(config)
+    sampling = DiffusionSampling(model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), images)
     drawing = DiffusersEngine(sampling, config.sampling.n_samples_per_prompt, old)
-    evaluated = DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), pictures)
+    evaluated = DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), images)
     held_out = _held_out(strategy) if embedded else None
     records_to_keep = max(SHEET_IMAGES, config.output.num_trajectories_to_save)
     parts = DiffusionParts(
@@ -113,7 +113,7 @@ def _differentiable(config: DiffusionRunConfig):
     return score
 
 
-def _with_first_frames(rows: DiffusionRows) -> list[dict[str, Any]]:
+def _with_first_frames(rows: DrawingBatch) -> list[dict[str, Any]]:
     """Metadata of the rows, in which the first frame of image-to-video stands as `input_image`."""
     pairs = zip(rows.metadata, rows.first_frames)
     return [row if frame is None else {FIRST_FRAME: frame} | row for row, frame in pairs]

@@ -12,7 +12,7 @@ from ...observe.rollouts import gather_all, records_from_media
 from ...rewards.engine import RewardComputationEngine
 from ...strategy import collectives
 from ..loop import Evaluated
-from .maker import score_rows
+from .maker import score_samples
 from .stages import DiffusionSampling, rows_of
 
 T = torch.Tensor
@@ -42,10 +42,10 @@ class DiffusionEvaluation:
         rows = rows_of([prompts[i] for i in indices], indices, first=0)
         rows.sample_ids = torch.tensor(indices)
         media = torch.cat([each.media for each in self.sampling.draw(rows, 0, purpose="eval")]).cpu()
-        scored = score_rows(self.rewards, rows, media)
+        scored = score_samples(self.rewards, rows, media)
         values = {"eval_reward": scored.score, **{f"validation/reward/{k}": v for k, v in scored.components.items()}}
         if self.held_out is not None:
-            values["eval_quality"] = score_rows(self.held_out, rows, media).score
+            values["eval_quality"] = score_samples(self.held_out, rows, media).score
         real = torch.tensor([is_real for _, is_real in shard])
         records = records_from_media(
             rows.prompts, list(media), scored.score, scored.components, valid=scored.valid, group_ids=rows.group_ids

@@ -18,7 +18,7 @@ from ...models.weight_copies import WeightCopy
 from ...rewards.batch import RewardOutput
 from ...rewards.engine import RewardComputationEngine
 from ...strategy.phase_timer import PhaseTimer
-from .stages import DiffusionRows, DiffusionSampling, Sampled
+from .stages import DiffusionSampling, DrawingBatch, Sampled
 
 T = torch.Tensor
 
@@ -34,14 +34,14 @@ class DiffusersEngine:
     n_samples_per_prompt: int
     old: WeightCopy | None = None
 
-    def rows(self, batch: PromptBatch) -> DiffusionRows:
+    def rows(self, batch: PromptBatch) -> DrawingBatch:
         """Every prompt of the batch `n_samples_per_prompt` times, prompt-major; its first image is the first frame."""
         n = self.n_samples_per_prompt
         columns = (batch.prompts, [images[0] if images else None for images in batch.images], batch.labels)
         columns += (batch.references, batch.metadata)
         repeated = [[cell for cell in column for _ in range(n)] for column in columns]
         ids = batch.ids.repeat_interleave(n)
-        return DiffusionRows(*repeated, group_ids=ids, sample_ids=ids * n + torch.arange(n).repeat(len(batch)))
+        return DrawingBatch(*repeated, group_ids=ids, sample_ids=ids * n + torch.arange(n).repeat(len(batch)))
 
     def experience_maker(
         self, rewards: RewardComputationEngine, algorithm: DiffusionAlgorithmConfig, timer: PhaseTimer | None = None
@@ -49,7 +49,7 @@ class DiffusersEngine:
         """What makes experience with this engine; `FastExperienceMaker` asks for it."""
         return DiffusionExperienceMaker(self, rewards, algorithm, timer)
 
-    def generate(self, rows: DiffusionRows, step: int) -> list[Sampled]:
+    def generate(self, rows: DrawingBatch, step: int) -> list[Sampled]:
         """Rollouts by micro-batch, in the order of the rows."""
         with self.old.swapped() if self.old is not None else nullcontext():
             return self.sampling.draw(rows, step)
@@ -77,13 +77,13 @@ class DiffusionExperienceMaker:
     algorithm: DiffusionAlgorithmConfig
     timer: PhaseTimer | None = None
 
-    def make(self, rows: DiffusionRows, step: int) -> DrawnExperience:
+    def make(self, rows: DrawingBatch, step: int) -> DrawnExperience:
         """Experience of one step's rows; `step` is the policy's version, by which noise is drawn. A collective."""
         with self._phase("generate"):
             drawn = self.engine.generate(rows, step)
         media = torch.cat([each.media for each in drawn]).cpu()
         with self._phase("reward"):
-            scored = score_rows(self.rewards, rows, media)
+            scored = score_samples(self.rewards, rows, media)
         experiences, start = [], 0
         for each in drawn:
             part = slice(start, start + len(each.media))
@@ -98,7 +98,7 @@ class DiffusionExperienceMaker:
         return self.make(self.engine.rows(batch), step).experiences
 
     def draw(self, batch: PromptBatch, step: int) -> list[Sampled]:
-        """Unscored pictures or videos of prompts with ids, in micro-batches."""
+        """Unscored images or videos of prompts with ids, in micro-batches."""
         return self.engine.generate(self.engine.rows(batch), step)
 
     def _advantages(self, experiences: list[ExperienceDiffusion]) -> dict[str, float]:
@@ -117,7 +117,7 @@ class DiffusionExperienceMaker:
         return self.timer.phase(name) if self.timer is not None else nullcontext()
 
 
-def score_rows(rewards: RewardComputationEngine, rows: DiffusionRows, media: T) -> RewardOutput:
+def score_samples(rewards: RewardComputationEngine, rows: DrawingBatch, media: T) -> RewardOutput:
     """Rewards of media (B, 3, H, W) or (B, 3, T, H, W) for their rows."""
     kind = "videos" if media.dim() == 5 else "images"
     return rewards.score_media(
@@ -137,7 +137,7 @@ def rewards_at(output: RewardOutput, part: slice) -> RewardOutput:
     return RewardOutput(output.score[part].cpu(), components, output.valid[part].cpu())
 
 
-def scored_experience(drawn: Sampled, rows: DiffusionRows, scored: RewardOutput, step: int) -> ExperienceDiffusion:
+def scored_experience(drawn: Sampled, rows: DrawingBatch, scored: RewardOutput, step: int) -> ExperienceDiffusion:
     """The experience of one micro-batch; advantages are still to come."""
     experience = experience_of(
         drawn.result, drawn.conditions, group_id=rows.group_ids, sample_id=rows.sample_ids, policy_version=step

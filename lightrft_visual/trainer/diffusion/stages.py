@@ -1,4 +1,4 @@
-"""From prompts to pictures: rows of a step (K-repeat), conditions, sampling, decoding."""
+"""From prompts to images: rows of a step (K-repeat), conditions, sampling, decoding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = torch.Tensor
 
 
 @dataclass
-class DiffusionRows:
+class DrawingBatch:
     """Prompts of one step on this rank, one row a sample; lists of length B.
 
     group_ids (B): the prompt; sample_ids (B): place in the global batch, the same for any rank count.
@@ -37,9 +37,9 @@ class DiffusionRows:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def select(self, part: slice) -> DiffusionRows:
+    def select(self, part: slice) -> DrawingBatch:
         """The samples of a slice."""
-        return DiffusionRows(**{name: value[part] for name, value in vars(self).items()})
+        return DrawingBatch(**{name: value[part] for name, value in vars(self).items()})
 
 
 class TrainedVelocity:
@@ -67,7 +67,7 @@ class TrainedVelocity:
 
 
 @dataclass(frozen=True)
-class PictureSettings:
+class ImageSettings:
     """Size, guidance and batch of the sampler's calls."""
 
     height: int
@@ -80,7 +80,7 @@ class PictureSettings:
     run_seed: int = 42
 
     @classmethod
-    def from_config(cls, config: DiffusionRunConfig) -> PictureSettings:
+    def from_config(cls, config: DiffusionRunConfig) -> ImageSettings:
         """Those of a run."""
         s = config.sampling
         return cls(
@@ -99,9 +99,9 @@ class Sampled:
 
 
 class DiffusionSampling:
-    """Draws and decodes pictures or videos for rows of prompts (the `diffusers` engine)."""
+    """Draws and decodes images or videos for rows of prompts (the `diffusers` engine)."""
 
-    def __init__(self, model: TrainedVelocity, sampler: DiffusionSampler, settings: PictureSettings):
+    def __init__(self, model: TrainedVelocity, sampler: DiffusionSampler, settings: ImageSettings):
         self.model, self.sampler, self.settings = model, sampler, settings
 
     @property
@@ -110,7 +110,7 @@ class DiffusionSampling:
         s = self.settings
         return self.model.policy.latent_shape(s.height, s.width, s.frames)
 
-    def conditions(self, rows: DiffusionRows) -> dict[str, T]:
+    def conditions(self, rows: DrawingBatch) -> dict[str, T]:
         """Embedded prompts, the negative one under guidance, and first frames where the family takes them."""
         s, policy = self.settings, self.model.policy
         conditions = policy.encode_prompts(rows.prompts, self._negative)
@@ -122,19 +122,19 @@ class DiffusionSampling:
     def _negative(self) -> str | None:
         return self.settings.negative_prompt if self.settings.guidance_scale > 1 else None
 
-    def remember(self, rows: DiffusionRows) -> None:
+    def remember(self, rows: DrawingBatch) -> None:
         """Encode the texts of all rows in one turn of the text encoders, before micro-batches ask for them."""
         negative = [] if self._negative is None else [self._negative]
         self.model.policy.remember_prompts([*rows.prompts, *negative])
 
-    def draw(self, rows: DiffusionRows, step: int, purpose: str = "noise") -> list[Sampled]:
+    def draw(self, rows: DrawingBatch, step: int, purpose: str = "noise") -> list[Sampled]:
         """Micro-batches of all rows, in order. Noise depends on (run seed, purpose, step, sample id)."""
         size = self.settings.micro_batch_size
         self.remember(rows)
         return [self._micro(rows.select(slice(i, i + size)), step, purpose) for i in range(0, len(rows), size)]
 
     @torch.no_grad()
-    def _micro(self, rows: DiffusionRows, step: int, purpose: str) -> Sampled:
+    def _micro(self, rows: DrawingBatch, step: int, purpose: str) -> Sampled:
         conditions = self.conditions(rows)
         batch = self.batch(rows, conditions, step, purpose)
         generators = sample_generators(self.settings.run_seed, step, rows.sample_ids.tolist(), purpose)
@@ -144,7 +144,7 @@ class DiffusionSampling:
         result = self.sampler.sample(self.model, batch, generator=generators, window=start)
         return Sampled(result, conditions, self.model.policy.decode(result.latents).clamp(0, 1).cpu())
 
-    def batch(self, rows: DiffusionRows, conditions: dict[str, T], step: int, purpose: str) -> DiffusionBatch:
+    def batch(self, rows: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> DiffusionBatch:
         """The sampler's input; with same_latent every sample of a prompt starts from the prompt's own noise."""
         s, shape = self.settings, self.latent_shape
         latents = None
@@ -155,7 +155,7 @@ class DiffusionSampling:
         return DiffusionBatch(conditions, shape, len(rows), s.guidance_scale, latents)
 
 
-def k_repeat_rows(dataset: list, per_rank: int, repeats: int, seed: int) -> DiffusionRows:
+def k_repeat_prompts(dataset: list, per_rank: int, repeats: int, seed: int) -> DrawingBatch:
     """This rank's rows of one global batch: each drawn prompt `repeats` times, spread over all ranks."""
     rank = collectives.rank()
     drawn = distributed_k_repeat_indices(
@@ -169,7 +169,7 @@ def k_repeat_rows(dataset: list, per_rank: int, repeats: int, seed: int) -> Diff
     return rows_of([dataset[i] for i in drawn.local_indices], drawn.local_indices, first=rank * per_rank)
 
 
-def update_rows(dataset: list, total: int, repeats: int, update_size: int, seed: int) -> list[DiffusionRows]:
+def update_rows(dataset: list, total: int, repeats: int, update_size: int, seed: int) -> list[DrawingBatch]:
     """This rank's rows of each train batch of `update_size` samples: the same batches for any number of ranks.
 
     total: samples of the step over all ranks, of which train batches are taken in order.
@@ -182,9 +182,9 @@ def update_rows(dataset: list, total: int, repeats: int, update_size: int, seed:
     return [rows_of([dataset[i] for i in drawn[at : at + mine]], drawn[at : at + mine], first=at) for at in starts]
 
 
-def rows_of(prompts: list, indices: list[int], first: int) -> DiffusionRows:
+def rows_of(prompts: list, indices: list[int], first: int) -> DrawingBatch:
     """Rows of data set entries; sample ids count from `first`."""
-    return DiffusionRows(
+    return DrawingBatch(
         prompts=[row.prompt for row in prompts],
         first_frames=[row.images[0] if row.images else None for row in prompts],
         labels=[row.label for row in prompts],

@@ -22,12 +22,12 @@ from ..loop import Evaluated, PolicyTrainer, StepData
 from .evaluation import SHEET_IMAGES
 from .maker import DrawnExperience
 from .parts import DiffusionParts
-from .stages import DiffusionRows, k_repeat_rows, update_rows
+from .stages import DrawingBatch, k_repeat_prompts, update_rows
 from .updates import ReplayUpdate, RewardUpdate, Scored, without_zero_advantages
 
 
 class DiffusionTrainer(PolicyTrainer):
-    """Trains a diffusion policy on its own pictures or videos."""
+    """Trains a diffusion policy on its own images or videos."""
 
     def __init__(self, parts: DiffusionParts):
         super().__init__(parts.loop, parts.recorder, parts.console, parts.timer)
@@ -68,7 +68,7 @@ class DiffusionTrainer(PolicyTrainer):
             size = self.config.train.train_batch_size
             return StepData(update_rows(self.parts.prompts, total, sampling.n_samples_per_prompt, size, seed))
         per_rank = total // collectives.world_size()
-        rows = k_repeat_rows(self.parts.prompts, per_rank, sampling.n_samples_per_prompt, seed)
+        rows = k_repeat_prompts(self.parts.prompts, per_rank, sampling.n_samples_per_prompt, seed)
         made = self.maker.make(rows, self.step)
         data = StepData(made.experiences, records=self._records_of(rows, made))
         for experience in made.experiences:
@@ -145,7 +145,7 @@ class DiffusionTrainer(PolicyTrainer):
         for name, values in experience.info["reward_metrics"].items():
             metrics.add_mean(f"reward/{name}", values, ~values.isnan())
 
-    def _records_of(self, rows: DiffusionRows, made: DrawnExperience) -> list[Record]:
+    def _records_of(self, rows: DrawingBatch, made: DrawnExperience) -> list[Record]:
         rewards = torch.cat([each.info["reward"] for each in made.experiences])
         valid = torch.cat([each.valid for each in made.experiences])
         components = {
@@ -199,7 +199,7 @@ class DiffusionTrainer(PolicyTrainer):
                 self.parts.policy.save_pretrained(folder)
 
 
-def _records_of_drawn(rows: DiffusionRows, drawn: Scored) -> list[Record]:
+def _records_of_drawn(rows: DrawingBatch, drawn: Scored) -> list[Record]:
     records = records_from_media(
         rows.prompts, list(drawn.media), drawn.scores, valid=drawn.valid, group_ids=rows.group_ids
     )

@@ -17,7 +17,7 @@ from ...algorithms.diffusion.rows import (
     grouped_steps,
     noisy_steps,
     random_share,
-    rows_at,
+    samples_at,
     shuffled_steps,
     trainable_steps,
 )
@@ -29,7 +29,7 @@ from ...replay.plan import MicroBatch
 from ...rollout.diffusion_sampler import sample_generators
 from ...strategy import collectives
 from ...strategy.deepspeed import StepResult, TrainEngine
-from .stages import DiffusionRows, DiffusionSampling
+from .stages import DiffusionSampling, DrawingBatch
 
 T = torch.Tensor
 _NAMES = {"clip_fraction": "clip_frac"}
@@ -73,7 +73,7 @@ class ReplayUpdate:
         total = collectives.all_reduce_sum(torch.tensor(float(rows))).item()
         for index, (experience, plan) in enumerate(zip(batches, plans)):
             for column in range(plan.shape[1]):
-                part = rows_at(experience, plan[:, column])
+                part = samples_at(experience, plan[:, column])
                 last = index == len(batches) - 1 and column == plan.shape[1] - 1
                 whole = last or index == column == 0
                 with context.policy.all_experts() if whole else nullcontext():
@@ -109,7 +109,7 @@ def without_zero_advantages(
 
 
 class Scored(NamedTuple):
-    """Pictures of a forward pass that carried the reward's gradient: media (B, 3, …), scores (B), valid (B) bool."""
+    """Images of a forward pass that carried the reward's gradient: media (B, 3, …), scores (B), valid (B) bool."""
 
     media: T
     scores: T
@@ -118,7 +118,7 @@ class Scored(NamedTuple):
 
 @dataclass
 class RewardUpdate:
-    """Reward FL: no replay; the gradient goes through the decoded pictures of this very forward.
+    """Reward FL: no replay; the gradient goes through the decoded images of this very forward.
 
     score: the differentiable reward of (media, rows). micro_batch_size: samples a forward.
     """
@@ -126,12 +126,12 @@ class RewardUpdate:
     engine: TrainEngine
     sampling: DiffusionSampling
     loss: Loss
-    score: Callable[[T, DiffusionRows], DifferentiableScore]
+    score: Callable[[T, DrawingBatch], DifferentiableScore]
     run_seed: int
     micro_batch_size: int
 
     def step(
-        self, rows: DiffusionRows, context: LossContext, step: int, epoch: int, metrics: MetricsAccumulator
+        self, rows: DrawingBatch, context: LossContext, step: int, epoch: int, metrics: MetricsAccumulator
     ) -> tuple[StepResult, Scored]:
         """One guarded step over this rank's rows of a train batch, and what was drawn for it. A collective.
 
@@ -153,7 +153,7 @@ class RewardUpdate:
             add_loss(metrics, outcome, len(part), last, first=True)
         return self.engine.step(), Scored(*(torch.cat(parts) for parts in zip(*drawn)))
 
-    def _starting_noise(self, rows: DiffusionRows, conditions: dict[str, T], step: int, purpose: str) -> T:
+    def _starting_noise(self, rows: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> T:
         batch = self.sampling.batch(rows, conditions, step, purpose)
         if batch.latents is not None:
             return batch.latents
@@ -161,7 +161,7 @@ class RewardUpdate:
         noise = torch.stack([torch.randn(batch.latent_shape, generator=each) for each in generators])
         return noise.to(self.sampling.model.policy.device)
 
-    def _differentiable(self, rows: DiffusionRows, drawn: list[Scored], media: T) -> DifferentiableScore:
+    def _differentiable(self, rows: DrawingBatch, drawn: list[Scored], media: T) -> DifferentiableScore:
         scored = self.score(media, rows)
         drawn.append(Scored(media.detach().clamp(0, 1).cpu(), scored.scores.detach().cpu(), scored.valid.cpu()))
         return scored

@@ -8,7 +8,7 @@ from lightrft_visual.algorithms.diffusion.rows import (
     grouped_steps,
     noisy_steps,
     random_share,
-    rows_at,
+    samples_at,
     shuffled_steps,
     trainable_steps,
 )
@@ -61,7 +61,7 @@ def test_rows_after_the_replay_buffer():
     items = split_experience_batch(experience)
     again = make_experience_batch([items[index] for index in (2, 0, 3, 1)])
     order, steps = torch.tensor([2, 0, 3, 1]), torch.tensor([1, 3, 2, 1])
-    rows = rows_at(again, steps)
+    rows = samples_at(again, steps)
     assert torch.equal(rows.x, experience.latents[order, steps])
     assert torch.equal(rows.x_next, experience.latents[order, steps + 1])
     assert torch.equal(rows.log_probs, experience.log_probs[order, steps])
@@ -75,7 +75,7 @@ def test_rows_after_the_replay_buffer():
 def test_rows_of_an_ode_rollout_hold_the_finished_latents():
     experience = rollout(ode=True)
     assert experience.latents.shape == (4, 1, 2, 3, 3)
-    rows = rows_at(experience, torch.tensor([0, 1, 2, 4]))
+    rows = samples_at(experience, torch.tensor([0, 1, 2, 4]))
     assert torch.equal(rows.data, experience.latents[:, 0]) and torch.equal(rows.x, rows.data)
     assert rows.sigma_next.tolist()[-1] == 0.0
 

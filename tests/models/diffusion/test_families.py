@@ -9,7 +9,7 @@ from PIL import Image
 
 from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
-from lightrft_visual.algorithms.diffusion.rows import experience_of, rows_at, trainable_steps
+from lightrft_visual.algorithms.diffusion.rows import experience_of, samples_at, trainable_steps
 from lightrft_visual.batches.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.families.base import pack
@@ -75,11 +75,11 @@ def test_rollout_replay_update_and_lora(name, tmp_path):
     algorithm = FlowGRPO(rule=sampler.rule(policy), noise_level=0.5, guidance_scale=guidance, clip_range=0.1)
     optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=1.0)
     for step in trainable_steps(experience).T:
-        outcome = algorithm.loss(LossContext(policy, policy), rows_at(experience, step), 6)
+        outcome = algorithm.loss(LossContext(policy, policy), samples_at(experience, step), 6)
         assert outcome.metrics["ratio_mean"] == 1.0 and outcome.metrics["logp_diff_max"] == 0.0
         outcome.loss.backward()
     optimizer.step()
-    rows = rows_at(experience, trainable_steps(experience)[:, 0])
+    rows = samples_at(experience, trainable_steps(experience)[:, 0])
     with torch.no_grad():
         trained = policy(rows.x, rows.timesteps, rows.conditions, guidance)
         with policy.reference():

@@ -8,7 +8,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
 from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
-from lightrft_visual.algorithms.diffusion.rows import experience_of, rows_at, trainable_steps
+from lightrft_visual.algorithms.diffusion.rows import experience_of, samples_at, trainable_steps
 from lightrft_visual.batches.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.embedded.tiny_sd3 import TinyDiffusionSettings, embedded_diffusion_folder
 from lightrft_visual.errors import ConfigError
@@ -55,7 +55,7 @@ def test_replay_is_exact_with_lora_guidance_and_window(folder, guidance, window,
     _, experience = rollout(policy, guidance, trajectory, window)
     algorithm = FlowGRPO(rule=rule, guidance_scale=guidance)
     for step in trainable_steps(experience).T:
-        rows = rows_at(experience, step)
+        rows = samples_at(experience, step)
         assert torch.equal(algorithm.replay(policy, rows).log_prob, rows.log_probs)
         outcome = algorithm.loss(LossContext(policy, policy), rows, len(rows))
         assert outcome.metrics["ratio_mean"] == 1.0 and outcome.metrics["logp_diff_max"] == 0.0

@@ -37,7 +37,7 @@ class StableDiffusion3(DiffusionFamily):
         return upcast(vae.decode(latents.to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
-        """(C, height / 8, width / 8). ConfigError for pictures larger than the position table."""
+        """(C, height / 8, width / 8). ConfigError for images larger than the position table."""
         scale, config = self.pipeline.vae_scale_factor, self.pipeline.transformer.config
         most = config.pos_embed_max_size  # None: positions are stretched to any size
         if most and max(height, width) > (largest := most * config.patch_size * scale):
