@@ -8,7 +8,7 @@ divided by those, and the *sum* over micro-batches and ranks is the loss of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,6 +16,21 @@ from ..config import registry
 from ..strategy.collectives import all_reduce_sum
 
 T = torch.Tensor
+
+
+@dataclass
+class LossOutputs:
+    """What every loss returns for one micro-batch.
+
+    loss: scalar share with gradient; the shares of all micro-batches and ranks add up to the train batch's loss.
+    metrics: detached shares that add up likewise. means: means over the micro-batch's valid samples. maxima: combined
+    by maximum.
+    """
+
+    loss: T
+    metrics: dict[str, T] = field(default_factory=dict)
+    means: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, T | float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

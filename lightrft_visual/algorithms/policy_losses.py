@@ -19,7 +19,7 @@ import torch
 from ..config import registry
 from ..config.vl import AlgorithmConfig
 from ..strategy.collectives import all_gather_object
-from .aggregation import LossDenominators, aggregate, global_denominators, token_mean
+from .aggregation import LossDenominators, LossOutputs, aggregate, global_denominators, token_mean
 from .kl import compute_approx_kl
 
 __all__ = [
@@ -72,15 +72,6 @@ class TokenLoss:
     values: T
     clipped: T
     metrics: dict[str, T] = field(default_factory=dict)
-
-
-@dataclass
-class LossOutputs:
-    """loss: scalar share with gradient. metrics: detached additive scalars. maxima: detached, combine by maximum."""
-
-    loss: T
-    metrics: dict[str, T] = field(default_factory=dict)
-    maxima: dict[str, T] = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

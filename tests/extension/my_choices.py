@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from lightrft_visual.algorithms.advantages import AdvantageCalculator
-from lightrft_visual.algorithms.diffusion.context import LossContext, LossOutcome
+from lightrft_visual.algorithms.aggregation import LossOutputs
+from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.nft import forward_noise
 from lightrft_visual.algorithms.diffusion.rows import DenoisingBatch
 from lightrft_visual.algorithms.policy_losses import TokenLoss
@@ -92,14 +93,14 @@ class Imitation:
 
     guidance_scale: float
 
-    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float) -> LossOutcome:
+    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float) -> LossOutputs:
         noise = forward_noise(context.seed, rows)
         time = rows.sigma.view(-1, *[1] * (rows.data.dim() - 1))
         mixed = (1 - time) * rows.data + time * noise
         velocity = context.velocity(mixed, rows.timesteps, rows.conditions, self.guidance_scale)
         weight = rows.advantages.clamp(min=0) * rows.valid
         error = (velocity - (noise - rows.data)).square().flatten(1).mean(dim=1)
-        return LossOutcome((weight * error).sum() / denominator, {"my_weight": float(weight.mean())})
+        return LossOutputs((weight * error).sum() / denominator, means={"my_weight": float(weight.mean())})
 
 
 @registry.diffusion_algorithms.register("my_imitation", trajectories=("ode",), trains_on="data", num_steps=3)

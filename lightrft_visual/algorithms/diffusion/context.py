@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -24,13 +23,6 @@ class LossContext:
     policy: DiffusionPolicy
     old: WeightCopy | None = None
     seed: int = 0
-
-
-class LossOutcome(NamedTuple):
-    """loss: scalar with gradient, already divided by the global denominator; metrics: means over this micro-batch."""
-
-    loss: T
-    metrics: dict[str, float]
 
 
 def weighted_mean(values: T, valid: T) -> float:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .context import LossContext, LossOutcome, weighted_mean
-from .flow_grpo import FlowGRPO, log_ratio
+from ..aggregation import LossOutputs
+from .context import LossContext, weighted_mean
+from .flow_grpo import FlowGRPO, largest_drift, log_ratio
 from .rows import DenoisingBatch
 
 T = torch.Tensor
@@ -27,14 +28,14 @@ class DPOK(DDPO):
 
     beta: float = 0.01
 
-    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutcome:
+    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """-A log p + beta KL, summed over valid rows / denominator."""
         step = self.replay(context.velocity, rows)
         losses = -rows.advantages * step.log_prob
-        drift = log_ratio(step.log_prob, rows.log_probs).detach().abs()
-        metrics = {"logp_diff_max": float((drift * rows.valid).max())}
+        maxima = {"logp_diff_max": largest_drift(log_ratio(step.log_prob, rows.log_probs).detach(), rows.valid)}
+        means = {}
         if self.beta > 0:
             kl = self.kl(context, rows, step)
             losses = losses + self.beta * kl
-            metrics["kl"] = weighted_mean(kl.detach(), rows.valid)
-        return LossOutcome((losses * rows.valid).sum() / denominator, metrics)
+            means["kl"] = weighted_mean(kl.detach(), rows.valid)
+        return LossOutputs((losses * rows.valid).sum() / denominator, means=means, maxima=maxima)

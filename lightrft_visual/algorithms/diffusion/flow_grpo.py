@@ -12,8 +12,9 @@ import torch
 
 from ...errors import ConfigError
 from ...rollout.diffusion_steps import Step, sde_step
+from ..aggregation import LossOutputs
 from ..policy_losses import clipped_surrogate
-from .context import LossContext, LossOutcome, weighted_mean
+from .context import LossContext, weighted_mean
 from .rows import DenoisingBatch
 
 T = torch.Tensor
@@ -74,7 +75,7 @@ class FlowGRPO:
             reduction=self.log_prob,
         )  # fmt: skip
 
-    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutcome:
+    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """Sum over valid rows / denominator, so that micro-batches and ranks add up to one batch."""
         step = self.replay(context.velocity, rows)
         raw = log_ratio(step.log_prob, rows.log_probs)
@@ -82,12 +83,13 @@ class FlowGRPO:
         losses = clipped_surrogate(ratios.exp(), rows.advantages, self.clip_range, self.clip_range).values
         if self.guard:
             losses = losses / (rows.sigma - rows.sigma_next)
-        metrics = ratio_metrics(raw.detach(), ratios.detach(), rows.valid, self.clip_range)
+        means = ratio_means(raw.detach(), ratios.detach(), rows.valid, self.clip_range)
         if self.beta > 0:
             kl = self.kl(context, rows, step)
             losses = losses + self.beta * kl
-            metrics["kl"] = weighted_mean(kl.detach(), rows.valid)
-        return LossOutcome((losses * rows.valid).sum() / denominator, metrics)
+            means["kl"] = weighted_mean(kl.detach(), rows.valid)
+        maxima = {"logp_diff_max": largest_drift(raw.detach(), rows.valid)}
+        return LossOutputs((losses * rows.valid).sum() / denominator, means=means, maxima=maxima)
 
     def guarded(self, raw: T, step: Step, rows: DenoisingBatch) -> T:
         """(M) log ratios as GRPO-Guard normalises them; ConfigError when the rollout kept no step means."""
@@ -99,17 +101,21 @@ class FlowGRPO:
         """(M) KL of each step to the reference policy."""
         with torch.no_grad(), context.policy.reference():
             reference = self.replay(context.velocity, rows).mean
-        if self.rule == "cps":  # the surrogate log-prob has no spread either
+        if self.rule == "cps":  # the surrogate log-prob has no standard deviation either
             return (step.mean - reference).square().flatten(1).mean(dim=1)
         return gaussian_kl(step.mean, reference, step.std, rows.sigma_next - rows.sigma, self.kl_form)
 
 
-def ratio_metrics(raw: T, ratios: T, valid: T, clip_range: float) -> dict[str, float]:
-    """Mean and spread of the ratios, share outside the clip range, largest |Δlogp|; over valid rows."""
+def ratio_means(raw: T, ratios: T, valid: T, clip_range: float) -> dict[str, float]:
+    """Mean of the ratios, share outside the clip range, approximate KL; over valid samples."""
     outside = ((ratios.exp() - 1).abs() > clip_range).float()
     return {
         "ratio_mean": weighted_mean(ratios.exp(), valid),
         "clip_fraction": weighted_mean(outside, valid),
         "approx_kl": weighted_mean(0.5 * raw.square(), valid),
-        "logp_diff_max": float((raw.abs() * valid).max()) if len(raw) else 0.0,
     }
+
+
+def largest_drift(log_ratios: T, valid: T) -> float:
+    """Largest |Δlogp| of (M) log ratios over valid samples; 0 of none."""
+    return float((log_ratios.abs() * valid).max()) if len(log_ratios) else 0.0

@@ -13,7 +13,8 @@ import torch
 from ...errors import ConfigError
 from ...rollout.diffusion_steps import per_sample
 from ...strategy.seeding import derive_seed
-from .context import LossContext, LossOutcome, weighted_mean
+from ..aggregation import LossOutputs
+from .context import LossContext, weighted_mean
 from .rows import DenoisingBatch
 
 T = torch.Tensor
@@ -89,7 +90,7 @@ class DiffusionNFT:
     kl_beta: float = 1e-4
     guidance_scale: float = 1.0
 
-    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutcome:
+    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """Sum over valid rows / denominator. Raises ValueError without the old policy."""
         if context.old is None:
             raise ValueError("DiffusionNFT needs the old policy's weights in the context")
@@ -105,12 +106,12 @@ class DiffusionNFT:
         v = context.velocity(*inputs)
         r = optimality(rows.advantages, self.adv_max, self.adv_mode)
         losses = nft_loss(v, v_old, mixed, rows.data, time, r, beta=self.beta, adv_max=self.adv_max)
-        metrics = {
+        means = {
             "optimality": weighted_mean(r, rows.valid),
             "old_deviation": weighted_mean((v - v_old).detach().square().flatten(1).mean(dim=1), rows.valid),
         }
         if v_reference is not None:
             kl = (v - v_reference).square().flatten(1).mean(dim=1)
             losses = losses + self.kl_beta * kl
-            metrics["kl"] = weighted_mean(kl.detach(), rows.valid)
-        return LossOutcome((losses * rows.valid).sum() / denominator, metrics)
+            means["kl"] = weighted_mean(kl.detach(), rows.valid)
+        return LossOutputs((losses * rows.valid).sum() / denominator, means=means)

@@ -17,7 +17,8 @@ import torch
 from ...config.diffusion import gradient_steps
 from ...errors import ConfigError
 from ...rollout.diffusion_steps import euler_step
-from .context import LossContext, LossOutcome, weighted_mean
+from ..aggregation import LossOutputs
+from .context import LossContext, weighted_mean
 
 T = torch.Tensor
 
@@ -78,7 +79,7 @@ class RewardFL:
     def loss(
         self, context: LossContext, start: T, conditions: dict[str, T], schedule: tuple[T, T],
         reward: Callable[[T], DifferentiableScore], denominator: float | T,
-    ) -> LossOutcome:  # fmt: skip
+    ) -> LossOutputs:  # fmt: skip
         """-weight (score - mean) / std + kl_beta |v - v_ref|², over valid samples / denominator.
 
         start (B, …) noise; schedule: timesteps (K) and sigmas (K); reward scores media in 0..1.
@@ -86,15 +87,15 @@ class RewardFL:
         denoised = self.denoise(context, start, conditions, *schedule)
         scored = reward(context.policy.decode(denoised.latents))
         losses = -self.weight * (scored.scores - self.score_mean) / self.score_std
-        metrics = {
+        means = {
             "reward": weighted_mean(scored.scores.detach(), scored.valid),
             "invalid_share": 1 - float(scored.valid.float().mean()),
         }
         if denoised.drift is not None:
             losses = losses + self.kl_beta * denoised.drift
-            metrics["kl"] = weighted_mean(denoised.drift.detach(), scored.valid)
+            means["kl"] = weighted_mean(denoised.drift.detach(), scored.valid)
         losses = torch.where(scored.valid, losses, torch.zeros_like(losses))
-        return LossOutcome(losses.sum() / denominator, metrics)
+        return LossOutputs(losses.sum() / denominator, means=means)
 
     def _drift(self, context: LossContext, v: T, inputs: tuple) -> T:
         with torch.no_grad(), context.policy.reference():

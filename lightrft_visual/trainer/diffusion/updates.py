@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from ...algorithms.aggregation import LossOutputs
 from ...algorithms.diffusion import Loss
-from ...algorithms.diffusion.context import LossContext, LossOutcome
+from ...algorithms.diffusion.context import LossContext
 from ...algorithms.diffusion.reward_fl import DifferentiableScore
 from ...algorithms.diffusion.rows import (
     grouped_steps,
@@ -77,9 +78,9 @@ class ReplayUpdate:
                 last = index == len(batches) - 1 and column == plan.shape[1] - 1
                 whole = last or index == column == 0
                 with context.policy.all_experts() if whole else nullcontext():
-                    outcome = self.loss.loss(context, part, max(total, 1.0))
-                self.engine.accumulate(outcome.loss, last)
-                add_loss(metrics, outcome, int(part.valid.sum()), last, first)
+                    outputs = self.loss.loss(context, part, max(total, 1.0))
+                self.engine.accumulate(outputs.loss, last)
+                add_loss(metrics, outputs, int(part.valid.sum()), last, first)
         return self.engine.step()
 
     def _trained_steps(self, experience: ExperienceDiffusion, seed: int) -> T:
@@ -147,10 +148,10 @@ class RewardUpdate:
             noise = self._starting_noise(part, conditions, step, purpose)
             noise = noise * self.sampling.model.starting_scale(float(schedule[1][0]))
             reward = partial(self._differentiable, part, drawn)
-            outcome = self.loss.loss(context, noise, conditions, schedule, reward, total)
+            outputs = self.loss.loss(context, noise, conditions, schedule, reward, total)
             last = start + self.micro_batch_size >= len(rows)
-            self.engine.accumulate(outcome.loss, last)
-            add_loss(metrics, outcome, len(part), last, first=True)
+            self.engine.accumulate(outputs.loss, last)
+            add_loss(metrics, outputs, len(part), last, first=True)
         return self.engine.step(), Scored(*(torch.cat(parts) for parts in zip(*drawn)))
 
     def _starting_noise(self, rows: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> T:
@@ -167,13 +168,12 @@ class RewardUpdate:
         return scored
 
 
-def add_loss(metrics: MetricsAccumulator, outcome: LossOutcome, rows: int, last: bool, first: bool) -> None:
+def add_loss(metrics: MetricsAccumulator, outputs: LossOutputs, count: int, last: bool, first: bool) -> None:
     """Record one micro-batch's loss and metrics; the loss is a sum over those of an update, a mean over updates."""
-    metrics.add("loss", outcome.loss.detach(), 1.0 if last and collectives.is_rank_0() else 0.0)
-    for name, value in outcome.metrics.items():
-        if name == "logp_diff_max":
-            metrics.add_max(name, value)
-            if first:
-                metrics.add_max("ratio_max_dev_first", torch.expm1(torch.tensor(value)))
-        else:
-            metrics.add(_NAMES.get(name, name), value * rows, rows)
+    metrics.add("loss", outputs.loss.detach(), 1.0 if last and collectives.is_rank_0() else 0.0)
+    for name, value in outputs.means.items():
+        metrics.add(_NAMES.get(name, name), value * count, count)
+    for name, value in outputs.maxima.items():
+        metrics.add_max(name, value)
+    if first and "logp_diff_max" in outputs.maxima:
+        metrics.add_max("ratio_max_dev_first", torch.expm1(torch.tensor(outputs.maxima["logp_diff_max"])))

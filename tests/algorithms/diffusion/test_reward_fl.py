@@ -86,7 +86,7 @@ def test_only_steps_of_the_expert_under_training_carry_gradient(trained):
 def test_an_invalid_sample_gives_no_gradient_and_is_counted():
     model = TwoExperts()
     outcome = loss_of(model, RewardFL(), SCHEDULE)
-    assert outcome.metrics["invalid_share"] == pytest.approx(1 / 3)
+    assert outcome.means["invalid_share"] == pytest.approx(1 / 3)
     start = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
     RewardFL().loss(LossContext(model, model), start, {}, SCHEDULE, reward, 2).loss.backward()
     assert start.grad[:2].abs().sum() > 0 and not start.grad[2].any()
