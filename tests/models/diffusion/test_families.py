@@ -76,7 +76,7 @@ def test_rollout_replay_update_and_lora(name, tmp_path):
     optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=1.0)
     for step in trainable_steps(experience).T:
         outcome = algorithm.loss(LossContext(policy, policy), samples_at(experience, step), 6)
-        assert outcome.metrics["ratio_mean"] == 1.0 and outcome.metrics["logp_diff_max"] == 0.0
+        assert outcome.means["ratio_mean"] == 1.0 and outcome.maxima["logp_diff_max"] == 0.0
         outcome.loss.backward()
     optimizer.step()
     rows = samples_at(experience, trainable_steps(experience)[:, 0])

@@ -58,7 +58,7 @@ def test_replay_is_exact_with_lora_guidance_and_window(folder, guidance, window,
         rows = samples_at(experience, step)
         assert torch.equal(algorithm.replay(policy, rows).log_prob, rows.log_probs)
         outcome = algorithm.loss(LossContext(policy, policy), rows, len(rows))
-        assert outcome.metrics["ratio_mean"] == 1.0 and outcome.metrics["logp_diff_max"] == 0.0
+        assert outcome.means["ratio_mean"] == 1.0 and outcome.maxima["logp_diff_max"] == 0.0
 
 
 def test_repeated_prompts_get_equal_conditions_and_guidance_is_the_formula(folder):
