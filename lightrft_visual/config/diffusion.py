@@ -195,6 +195,7 @@ class DiffusionTrainConfig(Section):
 
     train_batch_size: PositiveInt = 96
     micro_train_batch_size: PositiveInt = 8
+    steps_per_forward: PositiveInt = 1  # denoising steps of a micro-batch in one forward; memory grows with it
     max_epochs: PositiveInt = 1
     num_episodes: PositiveInt = 1
     max_steps: Annotated[int, positive_or(-1, "no limit")] = -1

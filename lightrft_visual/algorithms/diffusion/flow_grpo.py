@@ -78,7 +78,9 @@ class FlowGRPO:
     def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """Sum over valid rows / denominator, so that micro-batches and ranks add up to one batch."""
         step = self.replay(context.velocity, rows)
-        raw = log_ratio(step.log_prob, rows.log_probs)
+        drift = log_ratio(step.log_prob, rows.log_probs)
+        # Other batch sizes than the rollout's round differently, in bf16 by more than a clip range of 1e-4.
+        raw = step.log_prob.float() - step.log_prob.float().detach() if context.on_policy else drift
         ratios = self.guarded(raw, step, rows) if self.guard else raw
         losses = clipped_surrogate(ratios.exp(), rows.advantages, self.clip_range, self.clip_range).values
         if self.guard:
@@ -88,7 +90,7 @@ class FlowGRPO:
             kl = self.kl(context, rows, step)
             losses = losses + self.beta * kl
             means["kl"] = weighted_mean(kl.detach(), rows.valid)
-        maxima = {"logp_diff_max": largest_drift(raw.detach(), rows.valid)}
+        maxima = {"logp_diff_max": largest_drift(drift.detach(), rows.valid)}
         return LossOutputs((losses * rows.valid).sum() / denominator, means=means, maxima=maxima)
 
     def guarded(self, raw: T, step: Step, rows: DenoisingBatch) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -133,3 +133,37 @@ def samples_at(experience: ExperienceDiffusion, steps: T) -> DenoisingBatch:
         conditions=experience.prompt_embeds,
         rollout_means=None if means is None else means[batch, steps],
     )
+
+
+def rows_at(experience: ExperienceDiffusion, steps: T) -> DenoisingBatch:
+    """The rows of each sample at several steps (B, k), in one batch of B * k: all samples at the first, and so on."""
+    return _joined([samples_at(experience, column) for column in steps.unbind(1)])
+
+
+def _joined(parts: list[DenoisingBatch]) -> DenoisingBatch:
+    if len(parts) == 1:
+        return parts[0]
+    joined = {}
+    for each in fields(DenoisingBatch):
+        values = [getattr(part, each.name) for part in parts]
+        if values[0] is None:
+            joined[each.name] = None
+        elif isinstance(values[0], dict):
+            joined[each.name] = {name: torch.cat([value[name] for value in values]) for name in values[0]}
+        else:
+            joined[each.name] = torch.cat(values)
+    return DenoisingBatch(**joined)
+
+
+def step_slices(experts: T, steps_per_forward: int) -> list[slice]:
+    """Columns of a plan that share a forward: at most `steps_per_forward`, and all of one expert.
+
+    experts (n): the network that serves each column, as `grouped_steps` has ordered them.
+    """
+    slices, start, column_experts = [], 0, experts.tolist()
+    for column in range(1, len(column_experts) + 1):
+        ends = column == len(column_experts) or column_experts[column] != column_experts[start]
+        if ends or column - start == steps_per_forward:
+            slices.append(slice(start, column))
+            start = column
+    return slices

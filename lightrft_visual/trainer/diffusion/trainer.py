@@ -35,7 +35,7 @@ class DiffusionTrainer(PolicyTrainer):
         train = parts.config.train
         self.buffer = NaiveReplayBuffer(train.micro_train_batch_size, seed=train.seed)
         choice = parts.config.algorithm.timestep_fraction, parts.config.algorithm.timestep_choice
-        self.replay_update = ReplayUpdate(parts.engine, parts.algorithm, parts.loss, *choice)
+        self.replay_update = ReplayUpdate(parts.engine, parts.algorithm, parts.loss, *choice, train.steps_per_forward)
         self.reward_update = None
         if parts.algorithm.trains_on == "reward":
             sampling = parts.maker.engine.sampling
@@ -96,7 +96,7 @@ class DiffusionTrainer(PolicyTrainer):
                     micro_batches, left_out = without_zero_advantages(self.buffer, micro_batches)
                 batches = [self.buffer.load(micro_batch) for micro_batch in micro_batches]
                 first = epoch == index == 0
-                result = self.replay_update.step(batches, self._context(), seed, data.metrics, first, left_out)
+                result = self.replay_update.step(batches, self._context(first), seed, data.metrics, first, left_out)
                 self._finish_update(result, data.metrics)
         self.buffer.clear()
 
@@ -112,9 +112,9 @@ class DiffusionTrainer(PolicyTrainer):
         data.records = self._gathered(data.records)
         data.batches.clear()
 
-    def _context(self) -> LossContext:
+    def _context(self, on_policy: bool = False) -> LossContext:
         seed = derive_seed(self.config.train.seed, "loss", self.step, self.updates)
-        return LossContext(self.engine, self.parts.policy, self.parts.old, seed)
+        return LossContext(self.engine, self.parts.policy, self.parts.old, seed, on_policy)
 
     def _finish_update(self, result: StepResult, metrics: MetricsAccumulator) -> None:
         self.updates += 1

@@ -18,8 +18,9 @@ from ...algorithms.diffusion.rows import (
     grouped_steps,
     noisy_steps,
     random_share,
-    samples_at,
+    rows_at,
     shuffled_steps,
+    step_slices,
     trainable_steps,
 )
 from ...batches.experience import ExperienceDiffusion
@@ -41,6 +42,7 @@ class ReplayUpdate:
     """One optimizer step over rows of (sample, denoising step), each sample in an order of steps of its own.
 
     fraction, choice: the share of the steps that is trained on, and which: 'first' or each sample's own 'random' ones.
+    steps_per_forward: steps of each sample that one forward and backward take together; memory grows with it.
     """
 
     engine: TrainEngine
@@ -48,6 +50,7 @@ class ReplayUpdate:
     loss: Loss
     fraction: float
     choice: str
+    steps_per_forward: int = 1
 
     def step(
         self,
@@ -64,24 +67,28 @@ class ReplayUpdate:
             first: the first update of this rollout.
             left_out: valid samples of this rank that belong to the update and need no forward; the mean counts them.
         """
-        plans = []
-        for experience in batches:
-            steps = self._trained_steps(experience, seed)
-            timesteps = experience.timesteps.gather(1, steps.to(experience.timesteps.device))
-            plans.append(grouped_steps(steps, context.policy.family.expert_index(timesteps)))
+        plans = [self._plan(experience, context, seed) for experience in batches]
         samples = left_out + sum(int(each.valid.sum()) for each in batches)
-        rows = samples * plans[0].shape[1]  # every sample has as many steps
+        rows = samples * plans[0][0].shape[1]  # every sample has as many steps
         total = collectives.all_reduce_sum(torch.tensor(float(rows))).item()
-        for index, (experience, plan) in enumerate(zip(batches, plans)):
-            for column in range(plan.shape[1]):
-                part = samples_at(experience, plan[:, column])
-                last = index == len(batches) - 1 and column == plan.shape[1] - 1
-                whole = last or index == column == 0
-                with context.policy.all_experts() if whole else nullcontext():
-                    outputs = self.loss.loss(context, part, max(total, 1.0))
-                self.engine.accumulate(outputs.loss, last)
-                add_loss(metrics, outputs, int(part.valid.sum()), last, first)
+        forwards = [
+            (experience, steps[:, columns]) for experience, (steps, slices) in zip(batches, plans) for columns in slices
+        ]
+        for index, (experience, steps) in enumerate(forwards):
+            part, last = rows_at(experience, steps), index == len(forwards) - 1
+            with context.policy.all_experts() if last or index == 0 else nullcontext():
+                outputs = self.loss.loss(context, part, max(total, 1.0))
+            self.engine.accumulate(outputs.loss, last)
+            add_loss(metrics, outputs, int(part.valid.sum()), last, first)
         return self.engine.step()
+
+    def _plan(self, experience: ExperienceDiffusion, context: LossContext, seed: int) -> tuple[T, list[slice]]:
+        """(B, n) steps of one micro-batch, and the columns of each forward."""
+        steps = self._trained_steps(experience, seed)
+        timesteps = experience.timesteps.gather(1, steps.to(experience.timesteps.device))
+        experts = context.policy.family.expert_index(timesteps)
+        order = grouped_steps(experts.to(steps.device), experts)[0]
+        return grouped_steps(steps, experts), step_slices(order, self.steps_per_forward)
 
     def _trained_steps(self, experience: ExperienceDiffusion, seed: int) -> T:
         """(B, n): stochastic steps for losses on SDE steps, any step of the schedule for losses on data."""

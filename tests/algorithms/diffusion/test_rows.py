@@ -8,8 +8,10 @@ from lightrft_visual.algorithms.diffusion.rows import (
     grouped_steps,
     noisy_steps,
     random_share,
+    rows_at,
     samples_at,
     shuffled_steps,
+    step_slices,
     trainable_steps,
 )
 from lightrft_visual.batches.diffusion_sampling import SamplingResult
@@ -86,3 +88,28 @@ def test_losses_on_data_train_at_every_step_that_has_noise(last, expected):
     experience.sigmas[:, -2] = last
     assert noisy_steps(experience).tolist() == [expected] * 4
     assert noisy_steps(experience, 0.5).tolist() == [expected[: round(len(expected) / 2)]] * 4
+
+
+@pytest.mark.parametrize("ode", [False, True])
+def test_rows_at_several_steps_are_those_at_each(ode):
+    experience = rollout(ode=ode)
+    steps = torch.tensor([[1, 3], [2, 1], [3, 2], [1, 2]])
+    rows, alone = rows_at(experience, steps), [samples_at(experience, column) for column in steps.T]
+    assert len(rows) == 8 and rows.sample_id.tolist() == [0, 1, 2, 3] * 2
+    for name in ("x", "x_next", "sigma", "log_probs", "steps", "valid"):
+        assert torch.equal(getattr(rows, name), torch.cat([getattr(each, name) for each in alone])), name
+    assert torch.equal(rows.conditions["context"], torch.cat([each.conditions["context"] for each in alone]))
+    assert (rows.rollout_means is None) == ode
+
+
+@pytest.mark.parametrize(
+    "experts,together,expected",
+    [
+        ([0, 0, 0, 0, 0], 2, [(0, 2), (2, 4), (4, 5)]),
+        ([0, 0, 0, 1, 1], 4, [(0, 3), (3, 5)]),
+        ([0, 1], 1, [(0, 1), (1, 2)]),
+        ([0], 8, [(0, 1)]),
+    ],
+)
+def test_a_forward_holds_steps_of_one_expert(experts, together, expected):
+    assert step_slices(torch.tensor(experts), together) == [slice(*each) for each in expected]

@@ -61,6 +61,21 @@ def test_replay_is_exact_with_lora_guidance_and_window(folder, guidance, window,
         assert outcome.means["ratio_mean"] == 1.0 and outcome.maxima["logp_diff_max"] == 0.0
 
 
+def test_a_first_update_has_ratio_one_whatever_the_rounding_of_other_batch_sizes(folder):
+    policy = policy_of(folder)
+    _, experience = rollout(policy)
+    experience.advantages = torch.tensor([1.0, -0.5, 2.0])
+    rows, rounded = (samples_at(experience, trainable_steps(experience)[:, 0]) for _ in range(2))
+    rounded.log_probs = rows.log_probs + 2.5e-4  # more than the clip range: without on_policy, one side is clipped
+    gradients = []
+    for context, batch in ((LossContext(policy, policy), rows), (LossContext(policy, policy, on_policy=True), rounded)):
+        outcome = FlowGRPO().loss(context, batch, 3)
+        assert outcome.means["ratio_mean"] == 1.0 and outcome.means["clip_fraction"] == 0.0
+        gradients.append(torch.autograd.grad(outcome.loss, policy.trainable_parameters()))
+    assert outcome.maxima["logp_diff_max"] == pytest.approx(2.5e-4, rel=1e-2)
+    assert all(torch.equal(one, other) for one, other in zip(*gradients))
+
+
 def test_repeated_prompts_get_equal_conditions_and_guidance_is_the_formula(folder):
     policy = policy_of(folder)
     conditions = policy.encode_prompts(PROMPTS, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from lightrft_visual.algorithms.diffusion.context import LossContext
@@ -53,9 +54,10 @@ def filled_buffer(policy, advantages):
     return buffer
 
 
-def trained(policy, buffer, skip):
+def trained(policy, buffer, skip, steps_per_forward=1):
     engine, metrics = Gradients(policy), MetricsAccumulator()
-    update = ReplayUpdate(engine, registry.diffusion_algorithms["flow_grpo"], FlowGRPO(clip_range=0.1), 1.0, "first")
+    algorithm, loss = registry.diffusion_algorithms["flow_grpo"], FlowGRPO(clip_range=0.1)
+    update = ReplayUpdate(engine, algorithm, loss, 1.0, "first", steps_per_forward)
     (planned,), left_out = buffer.plan(0), 0
     if skip:
         planned, left_out = without_zero_advantages(buffer, planned)
@@ -88,3 +90,15 @@ def test_an_update_without_any_advantage_still_steps():
     drawing = policy()
     gradients, engine = trained(drawing, filled_buffer(drawing, [0.0] * COUNT), True)
     assert engine.lasts[-1] and engine.samples == 2 and not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("together", [2, 5])
+def test_steps_that_share_a_forward_give_the_same_gradient(together):
+    drawing = policy()
+    buffer = filled_buffer(drawing, [1.0, 0.3, -0.5, 2.0, 0.0, -1.0])
+    alone, one = trained(drawing, buffer, False)
+    joined, several = trained(drawing, buffer, False, together)
+    assert len(one.lasts) == 2 * len(several.lasts) and several.samples == one.samples
+    assert several.lasts == [False] * (len(several.lasts) - 1) + [True]
+    for each, other in zip(alone, joined):
+        torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-8)
