@@ -27,12 +27,14 @@ ALGORITHMS, MODELS, TRAINER = (f"lightrft_visual.{room}" for room in ("algorithm
 class AdvantageEstimator(Choice):
     """target: a subclass of `algorithms.advantages.AdvantageCalculator`.
 
-    grouped: compares samples of one prompt, so there must be several; critic: needs values; trainer: 'module:class' of
+    grouped: compares samples of one prompt, so there must be several; critic: needs values; reads_log_probs: looks at
+    the policy's log-probs or entropies, which are otherwise made by the training forward; trainer: 'module:class' of
     the trainer that runs it, default GRPOTrainer, with a critic PPOTrainer.
     """
 
     grouped: bool = False
     critic: bool = False
+    reads_log_probs: bool = False
     trainer: str | None = None
 
     def trainer_class(self) -> type:

@@ -156,7 +156,8 @@ class RolloutConfig(Section):
     first_token_temperature: PositiveFloat = 10.0
     dynamic_sampling: bool = False  # DAPO: resample until the batch holds only groups with different rewards
     dynamic_sampling_max_tries: PositiveInt = 4
-    parity_samples: NonNegativeInt = 4  # rollouts re-scored by the trainer after each weight sync; 0 turns the gate off
+    parity_samples: NonNegativeInt = 4  # prompts of the parity gate's probe; 0 turns the gate off
+    parity_every: NonNegativeInt = 50  # steps between probes; every rollout is compared anyway. 0: at the start only
     parity_tolerance: NonNegativeFloat | None = None  # default: 1e-4 in fp32 (largest), 0.05 in bf16 (mean over tokens)
 
     def check(self) -> None:
@@ -210,6 +211,17 @@ class AlgorithmConfig(Section):
         return registry.advantage_estimators[self.advantage_estimator]
 
     @property
+    def reads_log_probs(self) -> bool:
+        """Whether the policy's log-probs are read before its first update: by the KL to the reference, beside a critic,
+        to choose tokens by entropy, or by an estimator that says so."""
+        return (
+            self.init_kl_coef > 0
+            or self.estimator.critic
+            or self.estimator.reads_log_probs
+            or self.high_entropy_token_ratio < 1
+        )
+
+    @property
     def corrects_rollouts(self) -> bool:
         """Whether the loss weighs by the engine's log-probs."""
         return registry.tis_modes[self.tis_mode].corrects
@@ -254,6 +266,7 @@ class TrainConfig(Section):
     enable_ema: bool = False
     ema_beta: Annotated[float, within("[0, 1)")] = 0.992
     max_nonfinite_steps: PositiveInt = 3  # abort after this many skipped steps in a row
+    separate_old_log_probs: bool = False  # a forward pass of their own even where the training forward gives them
     seed: int = 42
 
     def schedule(self, updates: int) -> tuple[str, float]:

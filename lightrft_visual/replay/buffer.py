@@ -13,6 +13,7 @@ from ..batches.fields import Kind, replay_fields
 from ..errors import CheckpointError, ConfigError, DataError
 from ..strategy import collectives
 from . import plan as sampling
+from .codecs import packed_lengths
 from .items import AnyExperience, AnyItem, BufferItemDiffusion, make_experience_batch, strip_padding
 from .plan import MicroBatch, SampleRef
 from .state import items_from_state, items_to_state
@@ -96,6 +97,14 @@ class NaiveReplayBuffer:
             items = [replace(item, valid=torch.tensor(False)) for item in items]
         experience = self.collate_fn(items)
         return experience.to_device(_accelerator_device()) if self.cpu_offload else experience
+
+    @torch.no_grad()
+    def fill(self, micro_batch: MicroBatch, name: str, values: T) -> None:
+        """Give the samples of a planned micro-batch their values (B, A) of a per-action field."""
+        items = [self.items[index] for index in micro_batch.indices]
+        values = values.cpu() if self.cpu_offload else values
+        for item, count, row in zip(items, packed_lengths(items)[1], values, strict=True):
+            setattr(item, name, row[:count].clone())
 
     def plan(
         self, seed: int, *, step_size: int | None = None, token_budget: int | None = None

@@ -19,9 +19,11 @@ class RolloutEngine(Protocol):
     """Generation on this rank. All calls are made by all ranks of a tensor-parallel group together.
 
     shares_weights: it samples from the trainer's own parameters, not from a copy that `update_weights` replaces.
+    lacks_weights: it slept without them, and must be given new ones before it generates.
     """
 
     shares_weights: bool
+    lacks_weights: bool
 
     def generate(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> list[list[Completion]]:
         """n completions a prompt, in order."""

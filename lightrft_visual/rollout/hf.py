@@ -46,6 +46,7 @@ class TransformersEngine:
     """
 
     shares_weights = True
+    lacks_weights = False
 
     def __init__(
         self,

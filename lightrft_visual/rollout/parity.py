@@ -1,12 +1,15 @@
 """The parity gate: what the engine sampled must be what the trainer scores.
 
-After every weight sync a few prompts of the last rollout are sampled again and scored by the trainer. On CPU in float32
-both agree to about 1e-6, so anything larger is a bug: a cache of the old weights, a weight that was not loaded, wrong
-positions, another precision. Prompts just used are the ones whose caches could be stale.
+Every rollout is compared token by token with the trainer's own log-probs before anything is trained on it, by
+`RolloutCheck`, which costs no generation and no forward pass of its own. `ParityGate.check` samples a few prompts again
+and scores them: at the start, before an evaluation, every `parity_every` steps, and to find the cause of a difference.
+On CPU in float32 both agree to about 1e-6, so anything larger is a bug: a cache of the old weights, a weight that was
+not loaded, wrong positions, another precision. Prompts just used are the ones whose caches could be stale.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,12 +29,14 @@ from ..strategy import collectives
 from .engine import RolloutEngine
 from .stage import RolloutStage
 
+logger = logging.getLogger(__name__)
 T = torch.Tensor
 Score = Callable[[ModelInputs, ScoringRule], T]
 
 PROBE_TOKENS = 8
 # Of the largest difference of a token's log-prob in float32, of the mean difference in bfloat16.
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 0.05
+STALE = "stale weight or cache (it vanishes when all weights are loaded again)"
 REFERENCE_TOLERANCE = 1e-3  # mean over tokens; the same weights in the same precision give 0
 
 
@@ -78,13 +83,30 @@ class ParityGate:
         """What is held against the tolerance, for (B, A) log-probs under a mask."""
         return (self.compare or log_prob_difference)(ours, theirs, mask)
 
-    def check_rollouts(self, difference: float) -> None:
-        """The same check on the figure of a whole rollout."""
-        if not difference <= self.tolerance:
-            raise RolloutError(
-                f"the trainer's log-probs of this rollout differ from the engine's by up to {difference:.3g} "
-                f"(tolerance {self.tolerance:.3g}): what was sampled is not what would be trained"
-            )
+    def check_rollouts(self, difference: float, probe: PromptBatch | None = None, temperature: float = 1.0) -> None:
+        """The same check on the figure of a whole rollout; `probe` holds prompts of it to find the cause with."""
+        if difference <= self.tolerance:
+            return
+        text = (
+            f"the trainer's log-probs of this rollout differ from the engine's by up to {difference:.3g} "
+            f"(tolerance {self.tolerance:.3g}): what was sampled is not what would be trained"
+        )
+        raise RolloutError(text if probe is None else f"{text}. Likely cause: {self._cause(probe, temperature)}")
+
+    def _cause(self, probe: PromptBatch, temperature: float) -> str:
+        """What a probe says of a rollout's difference. The engine may sleep, and the trainer hold gradients."""
+        try:
+            self.engine.wake()
+            if self.engine.lacks_weights:
+                self.reload()
+                fresh = self._largest(probe, temperature) <= self.tolerance
+                return STALE if fresh else self._diagnose(probe, temperature)
+            if self._largest(probe, temperature) <= self.tolerance:
+                return "numeric, not the engine's weights or caches (a probe of the same prompts agrees)"
+            return self._diagnose(probe, temperature)
+        except Exception as error:  # such as no memory for the engine beside gradients; the finding must be said
+            logger.warning("the cause of the difference could not be looked for", exc_info=error)
+            return f"unknown, the search failed with {type(error).__name__}: {error}"
 
     def check_reference(self, reference: Score, batch: PromptBatch, temperature: float = 1.0) -> None:
         """Before the first step the reference is the policy; raises RolloutError where they score tokens differently.
@@ -138,6 +160,39 @@ class ParityGate:
         if self._largest(batch.select(plain), temperature) <= self.tolerance:
             return "positions or image features (text-only prompts agree, prompts with images do not)"
         return "dtype (engine and trainer at different precision)"
+
+
+@dataclass
+class RolloutCheck:
+    """What the engine sampled against the trainer's own scores, over one step's rollouts of all ranks.
+
+    gate: None measures, and refuses nothing. probe: prompts of the rollouts, for the diagnosis.
+    """
+
+    gate: ParityGate | None
+    probe: PromptBatch | None
+    temperature: float
+    largest: float = 0.0
+    figure: float = 0.0
+    compared: bool = False
+
+    def add(self, ours: T, theirs: T | None, mask: T) -> None:
+        """One micro-batch, all (B, A). Without log-probs of the engine there is nothing to compare."""
+        if theirs is None:
+            return
+        self.compared = True
+        self.largest = max(self.largest, log_prob_difference(ours, theirs, mask))
+        if self.gate is not None:
+            self.figure = max(self.figure, self.gate.figure(ours, theirs, mask))
+
+    def settle(self) -> None:
+        """Largest difference and the gate's figure over all ranks; raises RolloutError where the gate refuses it.
+
+        A collective, to be called once all micro-batches are added and before anything is trained on them.
+        """
+        self.largest, self.figure = collectives.all_reduce_max(torch.tensor([self.largest, self.figure])).tolist()
+        if self.gate is not None:
+            self.gate.check_rollouts(self.figure, self.probe, self.temperature)
 
 
 def log_prob_difference(ours: T, theirs: T, mask: T) -> float:

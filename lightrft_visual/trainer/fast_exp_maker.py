@@ -44,7 +44,8 @@ class MakerSettings:
     engine: None builds the transformers engine around the actor; a `DiffusersEngine` draws images or videos.
     diffusion: how advantages of that engine's samples are made. data_processor, rewards: None builds them from the
     constructor's arguments. dynamic_sampling_tries: 1 turns dynamic sampling off. weights_follow: the engine is given
-    new weights after each batch, so that it need not keep the old ones while it sleeps.
+    new weights after each batch, so that it need not keep the old ones while it sleeps. score_policy: False leaves the
+    policy's log-probs and entropies to the training forward, where nothing reads them before.
     """
 
     engine: RolloutEngine | DiffusersEngine | None = None
@@ -58,6 +59,7 @@ class MakerSettings:
     rewards: RewardComputationEngine | None = None
     timer: PhaseTimer | None = None
     weights_follow: bool = False
+    score_policy: bool = True
 
 
 class FastExperienceMaker:
@@ -107,8 +109,9 @@ class FastExperienceMaker:
         self.engine = settings.engine or _transformers_engine(actor, tokenizer, settings.micro_batch_size)
         self.rollout_stage = RolloutStage(self.engine, data_processor, settings.run_seed)
         self.reward_stage = RewardStage(self.rewards, settings.micro_batch_size)
+        scored = actor if settings.score_policy else None
         self.forward_stage = ForwardStage(
-            actor, initial_model, critic, strategy.device, kl_estimator=settings.algorithm.kl_estimator
+            scored, initial_model, critic, strategy.device, kl_estimator=settings.algorithm.kl_estimator
         )
         self.calculator = get_advantage_calculator(settings.algorithm.advantage_estimator, settings.algorithm)
 

@@ -174,7 +174,7 @@ class PolicyTrainer(ABC):
             self.sync()
         self._report(data)
         output, last = self.settings.output, self.step == self.settings.total_steps
-        if last or (output.eval_steps > 0 and self.step % output.eval_steps == 0):
+        if self.evaluation_due():
             self._evaluate()
         if output.save_steps > 0 and (last or self.step % output.save_steps == 0):
             self._save()  # the last step as well: a finished run can be given more steps
@@ -206,6 +206,11 @@ class PolicyTrainer(ABC):
         self.timer.collect()
 
     # -- shared by the subclasses --------------------------------------------------------------------------------
+
+    def evaluation_due(self) -> bool:
+        """Whether the weights of the present step are evaluated."""
+        every = self.settings.output.eval_steps
+        return self.step == self.settings.total_steps or (every > 0 and self.step % every == 0)
 
     def count_step(self, result: StepResult, metrics: MetricsAccumulator, prefix: str = "") -> None:
         """Record an optimizer step in `metrics`; a skipped one is counted, said, and too many in a row end the run."""

@@ -82,8 +82,13 @@ HOSTILE_RESUMED = {
     "hostile_resumed": ["copy:hostile_half", *_RUN, str(HOSTILE_STEPS), "--resume_from", "auto"],
 }
 
+STALE_ENGINE = Path(__file__).with_name("stale_engine.py")
 ONE_RANK = {
     "base": small("--max_steps 5 --zero_stage 0 --max_eval_samples 8"),
+    "base_separate": small("--max_steps 5 --zero_stage 0 --max_eval_samples 8 --separate_old_log_probs true"),
+    "updates": small("--max_steps 3 --train_batch_size 16 --max_epochs 2"),
+    "updates_separate": small("--max_steps 3 --train_batch_size 16 --max_epochs 2 --separate_old_log_probs true"),
+    "stale": small(f"--max_steps 3 --engine_type loses_a_sync --plugins {STALE_ENGINE}"),
     "twice": small("--max_steps 5 --zero_stage 0 --max_eval_samples 8"),
     **{f"micro_{size}": small(f"--max_steps 1 --micro_train_batch_size {size}") for size in (1, 2, 4, 8, 32)},
     "packed": small("--max_steps 5 --packing_samples true"),

@@ -34,6 +34,23 @@ def test_the_same_seed_gives_the_same_bits(one_rank):
     ]
 
 
+@pytest.mark.parametrize("name", ["base", "updates"])
+def test_old_log_probs_of_the_training_forward_are_those_of_a_pass_of_their_own(one_rank, name):
+    ours, theirs = one_rank / name, one_rank / f"{name}_separate"
+    assert rows(ours) == rows(theirs) and weights(ours) == weights(theirs)
+    assert all(row["ratio_max_dev_first"] == 0 for row in rows(ours))
+    assert any(row["ratio_max_dev"] > 0 for row in rows(one_rank / "updates"))
+
+
+def test_nothing_is_trained_on_a_rollout_of_stale_weights(one_rank):
+    """The first update never reached the engine, and no probe was made after it: the second rollout shows it."""
+    trace = (one_rank / "stale" / "failed.txt").read_text()
+    assert "what was sampled is not what would be trained. Likely cause: stale weight" in trace
+    assert "self.actor.step()" not in trace
+    with open(one_rank / "stale" / "metrics.csv", encoding="utf-8") as file:
+        assert len(file.readlines()) == 2  # the columns, and the first step
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_micro_batch_size_does_not_matter(one_rank, size):
     ours, theirs = rows(one_rank / "micro_32"), rows(one_rank / f"micro_{size}")

@@ -11,11 +11,13 @@ from tiny_models import actor_of, checkpoint_of, mixed_prompts, text_prompts
 
 from lightrft_visual.errors import RolloutError
 from lightrft_visual.rollout.hf import TransformersEngine
-from lightrft_visual.rollout.parity import log_prob_difference, mean_log_prob_difference
+from lightrft_visual.rollout.parity import RolloutCheck, log_prob_difference, mean_log_prob_difference
 
 
 class Wrong:
     """The transformers engine with log-probs shifted by `shift` for the prompts that `when` picks, until `cure`."""
+
+    lacks_weights = False
 
     def __init__(self, engine, shift, cure="never", when=lambda request: True):
         self.engine, self.shift, self.cure, self.when = engine, shift, cure, when
@@ -26,6 +28,9 @@ class Wrong:
             for completion in completions if self.when(request) else ():
                 completion.log_probs = [each + self.shift for each in completion.log_probs]
         return made
+
+    def wake(self):
+        pass
 
     def reset_caches(self):
         self.shift = 0.0 if self.cure == "reset" else self.shift
@@ -86,6 +91,44 @@ def test_the_figure_of_a_rollout_is_held_against_the_same_tolerance(rig):
     for difference in (1.1e-5, math.inf, math.nan):
         with pytest.raises(RolloutError, match="what was sampled is not what would be trained"):
             gate.check_rollouts(difference)
+
+
+def test_the_cause_of_a_rollouts_difference_is_looked_for(rig):
+    gate = gate_of(rig, shift=0.5, cure="reload")
+    with pytest.raises(RolloutError, match="would be trained. Likely cause: stale weight"):
+        gate.check_rollouts(0.5, text_prompts())
+    with pytest.raises(RolloutError, match="Likely cause: numeric"):
+        gate.check_rollouts(0.5, text_prompts())  # cured: a probe shows nothing any more
+
+
+def test_an_engine_that_slept_without_weights_gets_them_for_the_search(rig):
+    gate = gate_of(rig, shift=0.5, cure="reload")
+    gate.engine.lacks_weights = True
+    with pytest.raises(RolloutError, match="Likely cause: stale weight or cache"):
+        gate.check_rollouts(0.5, text_prompts())
+
+
+def test_a_search_that_fails_hides_nothing(rig):
+    gate = gate_of(rig, shift=0.5)
+    gate.stage = None
+    with pytest.raises(RolloutError, match="what would be trained. Likely cause: unknown, the search failed"):
+        gate.check_rollouts(0.5, text_prompts())
+
+
+def test_a_rollout_is_held_against_the_gate_as_a_whole(rig):
+    ours, theirs, mask = torch.zeros(1, 2), torch.tensor([[1e-6, 2e-6]]), torch.ones(1, 2, dtype=torch.bool)
+    check = RolloutCheck(rig.gate(), None, 1.0)
+    check.add(ours, theirs, mask)
+    check.add(ours, None, mask)
+    check.settle()
+    assert check.compared and check.largest == check.figure == pytest.approx(2e-6)
+    check.add(ours, theirs + 1, mask)
+    with pytest.raises(RolloutError, match="up to 1"):
+        check.settle()
+    silent = RolloutCheck(None, None, 1.0)
+    silent.add(ours, theirs + 1, mask)
+    silent.settle()
+    assert silent.largest == pytest.approx(1.0, abs=1e-5) and not RolloutCheck(None, None, 1.0).compared
 
 
 def test_a_reference_that_is_not_the_starting_policy_is_found_before_the_first_step(rig):

@@ -204,6 +204,7 @@ def _maker(config, strategy, checkpoint, models, engine, rewards, timer) -> Fast
         dynamic_sampling_tries=rollout.dynamic_sampling_max_tries if rollout.dynamic_sampling else 1,
         run_seed=config.train.seed,
         weights_follow=True,
+        score_policy=config.algorithm.reads_log_probs,
         data_processor=MultimodalDataProcessor(
             checkpoint.tokenizer,
             checkpoint.processor,

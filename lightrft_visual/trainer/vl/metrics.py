@@ -11,13 +11,19 @@ from ...config import registry
 from ...observe.metrics import MetricsAccumulator
 from ...strategy import collectives
 
+
+def _entropy(experience: Experience):
+    """None where it comes with the training forward."""
+    return None if experience.action_entropy is None else (experience.action_entropy, experience.action_mask)
+
+
 # name -> what it is, and its values of one micro-batch; a plugin's stand beside them in the registry.
 for _name, _about, _read in (
     ("reward_invalid_share", "share of samples without a usable reward", lambda e: (~e.valid.bool()).float()),
     ("response_length", "tokens of a response", lambda e: e.info["response_length"]),
     ("truncated_share", "share of responses cut at generate_max_len", lambda e: e.info["truncated"]),
     ("kl", "KL to the reference, per token", lambda e: (e.kl, e.action_mask)),
-    ("entropy", "of the token distribution, nats", lambda e: (e.action_entropy, e.action_mask)),
+    ("entropy", "of the token distribution, nats", _entropy),
     ("advantage_abs", "size of the advantages", lambda e: (e.advantages.abs(), e.action_mask)),
     ("comparable", "share of samples in groups of two valid ones or more", lambda e: e.info.get("comparable")),
     ("shaped_reward", "reward after penalty, norm and clip", lambda e: e.info.get("shaped_reward")),

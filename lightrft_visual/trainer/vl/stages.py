@@ -54,11 +54,12 @@ class ForwardStage:
     """Scores micro-batches with each model in turn, so that each is on the accelerator once a step.
 
     Micro-batches lie on the host; one at a time goes to `device`, and what comes out goes back to the host.
-    actor(inputs, rule) returns log_probs and entropy; reference(inputs, rule) the reference's log_probs (None: no KL);
-    critic(inputs) values (None without one). All (B, A).
+    actor(inputs, rule) returns log_probs and entropy (None: the training forward will give them);
+    reference(inputs, rule) the reference's log_probs (None: no KL); critic(inputs) values (None without one). All are
+    (B, A).
     """
 
-    actor: Callable[..., Any]
+    actor: Callable[..., Any] | None
     reference: Callable[..., T] | None
     critic: Callable[..., T] | None
     device: torch.device
@@ -68,10 +69,11 @@ class ForwardStage:
     def run(self, batches: Sequence[Experience | ExperienceVL], rule: ScoringRule) -> None:
         """Fill action_log_probs, action_entropy, base_action_log_probs, values and kl of padded micro-batches."""
         inputs = [ModelInputs.of(each) for each in batches]
-        for experience, each in zip(batches, inputs):
-            output = self.actor(each.to(self.device), rule)
-            experience.action_log_probs = output.log_probs.cpu()
-            experience.action_entropy = output.entropy.cpu()
+        if self.actor is not None:
+            for experience, each in zip(batches, inputs):
+                output = self.actor(each.to(self.device), rule)
+                experience.action_log_probs = output.log_probs.cpu()
+                experience.action_entropy = output.entropy.cpu()
         if self.reference is not None:
             for experience, each in zip(batches, inputs):
                 experience.base_action_log_probs = self.reference(each.to(self.device), rule).cpu()
@@ -86,7 +88,7 @@ def add_kl(experience: Experience | ExperienceVL, estimator: str) -> None:
     """Fill `kl` (B, A) and info['kl'] (B), the mean over a response's tokens; zero without a reference model."""
     mask = experience.action_mask
     if experience.base_action_log_probs is None:
-        experience.kl = torch.zeros_like(experience.action_log_probs)
+        experience.kl = torch.zeros(mask.shape)
     else:
         kl = compute_approx_kl(experience.action_log_probs, experience.base_action_log_probs, estimator)
         experience.kl = kl.masked_fill(~mask, 0.0)

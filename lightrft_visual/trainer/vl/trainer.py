@@ -20,7 +20,7 @@ from ...errors import ConfigError
 from ...observe.metrics import MetricsAccumulator
 from ...observe.rollouts import Record, gather_records, records_from_rollouts
 from ...replay.buffer import NaiveReplayBuffer
-from ...rollout.parity import log_prob_difference
+from ...rollout.parity import RolloutCheck
 from ...rollout.weight_sync import gathered_state_dict, named_weights
 from ...strategy import collectives
 from ...strategy.deepspeed import TrainEngine
@@ -29,7 +29,7 @@ from ..loop import Evaluated, PolicyTrainer, StepData
 from .build import build_parts
 from .metrics import add_rollout_metrics, kl_per_token
 from .parts import VLParts, prompt_batch
-from .updates import PolicyUpdate, TrainBatch, ValueUpdate, plan_batch
+from .updates import PolicyUpdate, TrainBatch, ValueUpdate, has_dropout, plan_batch
 
 
 class VLTrainer(PolicyTrainer):
@@ -49,6 +49,7 @@ class VLTrainer(PolicyTrainer):
         )
         self.policy_update = PolicyUpdate(parts.actor, algorithm, parts.maker.settings.sampling.scoring)
         self.value_update = ValueUpdate(parts.critic, algorithm) if parts.critic else None
+        self.separate_scores = train.separate_old_log_probs or has_dropout(parts.actor.module)
         self.supply = PromptSupply(parts.dataset, parts.sampler)
         self.rounds = 0  # batches of prompts taken so far; numbers the prompts of the run
         self.probe: PromptBatch | None = None
@@ -92,7 +93,12 @@ class VLTrainer(PolicyTrainer):
         made = self.maker.make(batch, more=self._next_prompts)
         self.probe = self._probe_of(batch)
         data = StepData(made.experiences, records=self._records(made.rollouts))
-        self._check_rollouts(made.experiences, data.metrics)
+        if self.config.algorithm.reads_log_probs:
+            check = self._rollout_check()
+            for each in made.experiences:
+                check.add(each.action_log_probs, each.rollout_log_probs, each.action_mask)
+            check.settle()
+            self._report_check(check, data.metrics)
         add_rollout_metrics(data.metrics, made.experiences)
         for name, value in made.metrics.items():
             data.metrics.add(name, value)
@@ -108,14 +114,20 @@ class VLTrainer(PolicyTrainer):
         self._steer_kl(data)
         while data.batches:
             self.buffer.append(data.batches.pop(0))
-        update_number = 0
+        check = None if config.algorithm.reads_log_probs else self._rollout_check()
         for epoch in range(config.train.max_epochs):
             seed = derive_seed(config.train.seed, "replay", self.step, epoch)
             steps = self.buffer.plan(seed, step_size=config.train.train_batch_size, token_budget=budget)
-            for micro_batches in steps:
-                batch = plan_batch(self.buffer, micro_batches, config.algorithm, config.rollout.generate_max_len)
-                self._update(batch, data.metrics, first=update_number == 0)
-                update_number += 1
+            length = config.rollout.generate_max_len
+            batches = [plan_batch(self.buffer, step, config.algorithm, length) for step in steps]
+            if check is not None and epoch == 0:
+                with self.timer.phase("forward"):
+                    self.policy_update.score(self.buffer, batches[0 if self.separate_scores else 1 :], check)
+            for number, batch in enumerate(batches):
+                first = epoch == number == 0
+                self._update(batch, data.metrics, first, check if first else None)
+        if check is not None:
+            self._report_check(check, data.metrics)
         self.buffer.clear()
 
     def _steer_kl(self, data: StepData) -> None:
@@ -125,23 +137,28 @@ class VLTrainer(PolicyTrainer):
         controller.update(mean, samples)
         data.metrics.add("kl_coef", controller.value)
 
-    def _update(self, batch: TrainBatch, metrics: MetricsAccumulator, first: bool) -> None:
+    def _update(self, batch: TrainBatch, metrics: MetricsAccumulator, first: bool, check: RolloutCheck | None) -> None:
         if self.value_update is not None:
             self.count_step(self.value_update.step(self.buffer, batch, metrics), metrics, "critic_")
         if self.step >= self.config.train.freezing_actor_steps:
             kl_coef = self.maker.kl_controller.value
-            result = self.policy_update.step(self.buffer, batch, kl_coef, metrics, first)
+            result = self.policy_update.step(self.buffer, batch, kl_coef, metrics, first, check)
             self.count_step(result, metrics)
             if result.applied and self.parts.ema is not None:
                 self.parts.ema.step()
 
     def sync(self) -> None:
-        """The engine gets the trained weights; the gate asks whether they are the same."""
+        """The engine gets the trained weights. Whether they are the same, the next rollout shows before anything is
+        trained on it; a probe is made where none follows or would show it, and now and then."""
         self._offload()
         self.maker.engine.wake()
         self._load_engine_weights()
         self.maker.policy_version = self.step
-        self._check_parity()
+        every = self.config.rollout.parity_every
+        evaluated = self.parts.evaluation is not None and self.evaluation_due()
+        unseen = not self.maker.settings.sampling.full_distribution
+        if evaluated or unseen or (every and self.step % every == 0):
+            self._check_parity()
 
     def evaluate(self) -> Evaluated:
         """See `Evaluation.run`; with the EMA weights where `eval_ema` asks for them."""
@@ -196,19 +213,14 @@ class VLTrainer(PolicyTrainer):
         if self.parts.gate is not None and self.probe is not None:
             self.parity = self.parts.gate.check(self.probe, self.config.rollout.temperature)
 
-    def _check_rollouts(self, experiences: list, metrics: MetricsAccumulator) -> None:
-        """What the engine sampled against the trainer's own scores, over the whole rollout of all ranks."""
-        gate = self.parts.gate
-        largest = held = 0.0
-        for each in experiences:
-            if each.rollout_log_probs is not None:
-                pair = each.action_log_probs, each.rollout_log_probs, each.action_mask
-                largest = max(largest, log_prob_difference(*pair))
-                held = max(held, gate.figure(*pair)) if gate is not None else 0.0
-        largest, held = collectives.all_reduce_max(torch.tensor([largest, held])).tolist()
-        if gate is not None:
-            gate.check_rollouts(held)
-        metrics.add_max("rollout_logp_diff_max", largest)
+    def _rollout_check(self) -> RolloutCheck:
+        return RolloutCheck(self.parts.gate, self.probe, self.config.rollout.temperature)
+
+    def _report_check(self, check: RolloutCheck, metrics: MetricsAccumulator) -> None:
+        """parity: the gate's latest figure, of these rollouts or, where they cannot be compared, of the last probe."""
+        if check.compared and check.gate is not None:
+            self.parity = check.figure
+        metrics.add_max("rollout_logp_diff_max", check.largest)
         metrics.add_max("parity", self.parity)
 
     def _records(self, rollouts: list[Rollout]) -> list[Record]:

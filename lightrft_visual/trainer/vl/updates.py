@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn as nn
 
 from ...algorithms.policy_losses import (
     LossDenominators,
@@ -22,6 +24,7 @@ from ...observe.metrics import MetricsAccumulator
 from ...replay.buffer import NaiveReplayBuffer
 from ...replay.items import unpack_actions
 from ...replay.plan import MicroBatch
+from ...rollout.parity import RolloutCheck
 from ...strategy import collectives
 from ...strategy.deepspeed import StepResult, TrainEngine
 
@@ -68,13 +71,36 @@ def _padded(rows: list[T]) -> T:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a forward in training mode may give other log-probs than one in evaluation mode."""
+    numbers = ((name, value) for each in module.modules() for name, value in vars(each).items())
+    layers = (each for each in module.modules() if isinstance(each, nn.modules.dropout._DropoutNd))
+    return any(each.p > 0 for each in layers) or any(
+        isinstance(value, float) and value > 0 for name, value in numbers if "dropout" in name or "drop_path" in name
+    )
+
+
 @dataclass
 class PolicyUpdate:
-    """One actor step per train batch."""
+    """One actor step per train batch.
+
+    Old log-probs are those of the rollouts' policy. Where the experience brings none, the first update of a rollout
+    takes those of its own forward pass, which is that policy still, and `score` makes those of the other updates.
+    """
 
     actor: TrainEngine
     config: AlgorithmConfig
     rule: ScoringRule
+
+    @torch.no_grad()
+    def score(self, buffer: NaiveReplayBuffer, batches: Sequence[TrainBatch], check: RolloutCheck) -> None:
+        """Old log-probs of train batches into the buffer's samples, by the policy as it stands."""
+        for micro_batch in (each for batch in batches for each in batch.micro_batches):
+            experience = buffer.load(micro_batch)
+            inputs = ModelInputs.of(experience)
+            self._keep(
+                buffer, micro_batch, experience, self.actor(inputs, self.rule, with_entropy=False), inputs, check
+            )
 
     def step(
         self,
@@ -83,27 +109,49 @@ class PolicyUpdate:
         kl_coef: float,
         metrics: MetricsAccumulator,
         first: bool,
+        check: RolloutCheck | None = None,
     ) -> StepResult:
-        """Losses of all micro-batches, then one guarded step. first: the first update of this rollout."""
+        """Losses of all micro-batches, then one guarded step.
+
+        Args:
+            first: the first update of this rollout.
+            check: settled before the step, of which nothing is left when it raises.
+        """
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
             experience = buffer.load(micro_batch)
             inputs = ModelInputs.of(experience)
-            output = self.actor(inputs, self.rule, with_entropy=self.config.entropy_coef != 0)
+            # Without a pass before, the entropy that is reported is this one's.
+            with_entropy = self.config.entropy_coef != 0 or experience.action_entropy is None
+            output = self.actor(inputs, self.rule, with_entropy=with_entropy)
             losses = policy_loss(
                 self.loss_inputs(experience, output, batch, index), self.config, batch.denominators, kl_coef
             )
             self.actor.accumulate(losses.loss, index == last)
             _record(metrics, losses, index == last, first)
+            if experience.action_log_probs is None:
+                self._keep(buffer, micro_batch, experience, output, inputs, check)
+        if check is not None:
+            check.settle()
         return self.actor.step()
+
+    def _keep(self, buffer, micro_batch: MicroBatch, experience, output, inputs: ModelInputs, check) -> None:
+        """The scores as the samples' old log-probs, for the updates to come, and beside the engine's."""
+        if micro_batch.filler:
+            return
+        scores = output.log_probs.detach()
+        buffer.fill(micro_batch, "action_log_probs", scores)
+        if check is not None:
+            check.add(scores, per_action(experience, "rollout_log_probs"), inputs.action_mask)
 
     def loss_inputs(self, experience, output, batch: TrainBatch, index: int) -> LossInputs:
         """What the loss reads of micro-batch number `index` and the actor's output for it, all (B, A)."""
         device = output.log_probs.device
         policy_mask = batch.policy_masks[index].to(device) if batch.policy_masks is not None else None
+        old = per_action(experience, "action_log_probs")
         return LossInputs(
             log_probs=output.log_probs,
-            old_log_probs=per_action(experience, "action_log_probs"),
+            old_log_probs=output.log_probs.detach() if old is None else old,
             advantages=per_action(experience, "advantages"),
             action_mask=batch.token_masks[index].to(device),
             rollout_log_probs=per_action(experience, "rollout_log_probs"),

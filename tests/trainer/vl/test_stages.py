@@ -15,10 +15,12 @@ from lightrft_visual.batches.model_inputs import ModelInputs
 from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.batches.rollouts import PromptFeatures, Rollout, collate
 from lightrft_visual.batches.sampling import SamplingSettings, ScoringRule
+from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.trainer import fast_exp_maker
 from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
 from lightrft_visual.trainer.vl.evaluation import MAX_LABELS, Evaluation, measured_labels
+from lightrft_visual.trainer.vl.metrics import add_rollout_metrics
 from lightrft_visual.trainer.vl.stages import ForwardStage
 
 PROMPTS = PromptBatch.of([turn("how many?"), turn("where?"), turn("why?")])
@@ -66,6 +68,16 @@ def maker_of(checkpoint, told: list[str], **settings) -> FastExperienceMaker:
             micro_batch_size=3, **settings,
         ),
     )  # fmt: skip
+
+
+def test_without_a_reader_the_training_forward_scores_the_policy(checkpoint):
+    told: list[str] = []
+    made = maker_of(checkpoint, told, score_policy=False).make(PROMPTS)
+    assert "forward" not in told
+    assert all(each.action_log_probs is None and not each.kl.any() for each in made.experiences)
+    metrics = MetricsAccumulator()
+    add_rollout_metrics(metrics, made.experiences)
+    assert "entropy" not in metrics.reduce()
 
 
 def test_the_engine_sleeps_before_rewards_and_forward_passes(checkpoint):

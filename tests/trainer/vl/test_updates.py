@@ -6,19 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import actor_of, checkpoint_of, mixed_prompts, rollouts_of
+from tiny_models import actor_of, checkpoint_of, mixed_prompts, rollouts_of, text_prompts
 
 from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.batches.rollouts import collate
 from lightrft_visual.batches.sampling import ScoringRule
 from lightrft_visual.config.vl import AlgorithmConfig
+from lightrft_visual.errors import RolloutError
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.replay.buffer import NaiveReplayBuffer
-from lightrft_visual.trainer.vl.updates import PolicyUpdate, plan_batch
+from lightrft_visual.rollout.parity import RolloutCheck
+from lightrft_visual.trainer.vl.updates import PolicyUpdate, has_dropout, plan_batch
 
 
 class PlainEngine:
     """An actor with ordinary backward passes in the place of DeepSpeed."""
+
+    stepped = False
 
     def __init__(self, actor):
         self.module = actor
@@ -30,6 +34,7 @@ class PlainEngine:
         loss.backward()
 
     def step(self):
+        self.stepped = True
         return SimpleNamespace(applied=True)
 
 
@@ -58,6 +63,58 @@ def gradients(checkpoint, micro_batch: int, packed: bool, prompts: PromptBatch) 
     PolicyUpdate(PlainEngine(actor), config, ScoringRule(temperature=0.7)).step(buffer, batch, 0.0, metrics, True)
     found = {name: p.grad for name, p in actor.named_parameters() if p.grad is not None}
     return metrics.reduce()["loss"], found
+
+
+class Refusal(RolloutCheck):
+    def settle(self):
+        raise RolloutError("refused")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_first_update_scores_the_rollouts_by_its_own_forward(tmp_path, packed):
+    checkpoint = checkpoint_of(tmp_path, "qwen2")
+    actor, rule = PlainEngine(actor_of(checkpoint)), ScoringRule()
+    experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)
+    experience.advantages, experience.info = torch.ones(experience.action_mask.shape), {}
+    experience.rollout_log_probs = torch.full(experience.action_mask.shape, -1.0)
+    filled, config = [], AlgorithmConfig()
+    for ahead in (False, True):
+        buffer = NaiveReplayBuffer(2, packing_samples=packed)
+        buffer.append(experience)
+        batch = plan_batch(buffer, buffer.plan(0)[0], config, max_tokens=6)
+        update, check = PolicyUpdate(actor, config, rule), RolloutCheck(None, None, 1.0)
+        if ahead:
+            update.score(buffer, [batch], check)
+        metrics = MetricsAccumulator()
+        update.step(buffer, batch, 0.0, metrics, True, check)
+        assert check.compared and check.largest > 0
+        found = metrics.reduce()
+        assert found["ratio_max_dev_first"] == 0 and found["entropy"] > 0 and actor.stepped
+        filled.append([item.action_log_probs for item in buffer])
+    assert all(len(item.action_log_probs) == len(item.action_mask) for item in buffer)
+    assert all(torch.equal(left, right) for left, right in zip(*filled)) and filled[0][0].any()
+
+
+def test_what_the_check_refuses_is_not_stepped_on(tmp_path):
+    checkpoint = checkpoint_of(tmp_path, "qwen2")
+    actor, buffer, config = PlainEngine(actor_of(checkpoint)), NaiveReplayBuffer(4), AlgorithmConfig()
+    experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)
+    experience.advantages, experience.info = torch.ones(experience.action_mask.shape), {}
+    buffer.append(experience)
+    batch = plan_batch(buffer, buffer.plan(0)[0], config, max_tokens=6)
+    with pytest.raises(RolloutError, match="refused"):
+        PolicyUpdate(actor, config, ScoringRule()).step(
+            buffer, batch, 0.0, MetricsAccumulator(), True, Refusal(None, None, 1.0)
+        )
+    assert not actor.stepped
+
+
+def test_dropout_is_found_wherever_it_is_set(tmp_path):
+    actor = actor_of(checkpoint_of(tmp_path, "qwen2_5_vl"))
+    assert not has_dropout(actor)
+    assert has_dropout(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1)))
+    actor.transformer.model.language_model.layers[0].self_attn.attention_dropout = 0.1
+    assert has_dropout(actor)
 
 
 def assert_same(left: tuple[float, dict], right: tuple[float, dict], tolerance: float) -> None:
