@@ -33,6 +33,8 @@ setup(
         "lightrft_visual.configs": ["**/*.yaml"],
     },
     install_requires=[r for r in requirements if package_name(r) not in development],
+    # Called by PyTorch where it is imported: the launchers let SIGTERM to the ranks (strategy/launchers.py).
+    entry_points={"torch.backends": ["lightrft_visual = lightrft_visual.strategy.launchers:attend"]},
     extras_require={
         "dev": [r for r in requirements if package_name(r) in development],
         "ray": ["ray>=2.40"],

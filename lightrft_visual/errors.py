@@ -38,6 +38,10 @@ class RewardError(LightRFTVisualError, RuntimeError):
     """A reward function, model or server gave no usable score."""
 
 
+class StoppedBySignal(RewardError):
+    """SIGTERM came, and what was running did not return in time: what the step has done so far is given up."""
+
+
 class CheckpointError(LightRFTVisualError, RuntimeError):
     """A checkpoint is missing, incomplete or damaged."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -11,8 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .config.vl import RunConfig
-from .errors import LightRFTVisualError
+from .errors import LightRFTVisualError, StoppedBySignal
 from .strategy.host import bound_spinning
+from .usercode.calls import TERMINATED
 
 if TYPE_CHECKING:
     from .config.diffusion import DiffusionRunConfig
@@ -61,6 +63,7 @@ def run_diffusion(config: DiffusionRunConfig) -> None:
 def _run(build: Callable[[], PolicyTrainer]) -> None:
     bound_spinning()  # before anything loads torch
     quiet_libraries()
+    signal.signal(signal.SIGTERM, _end_at_once)  # until the trainer has a handler of its own
     try:
         from transformers.utils import logging as transformers_logging
 
@@ -68,6 +71,8 @@ def _run(build: Callable[[], PolicyTrainer]) -> None:
         trainer = build()
         trainer.fit()
         trainer.close()
+    except StoppedBySignal as error:
+        _fail(f"{type(error).__name__}: {error}", TERMINATED)
     except LightRFTVisualError as error:
         _fail(f"{type(error).__name__}: {error}")
     except Exception as error:
@@ -77,9 +82,16 @@ def _run(build: Callable[[], PolicyTrainer]) -> None:
         traceback.print_exc()
         _fail(f"sys.exit({leaving.code!r}) was called before the run was done")
     _leave()
+    if trainer.state.exit_code:
+        sys.exit(trainer.state.exit_code)
 
 
-def _fail(text: str) -> None:
+def _end_at_once(*_: object) -> None:
+    print("error: ended by SIGTERM before the first step; there is nothing new to save", file=sys.stderr, flush=True)
+    os._exit(TERMINATED)
+
+
+def _fail(text: str, code: int = 1) -> None:
     """Say what went wrong and end this process, and with it the other ranks.
 
     They may wait in a collective: a plain exit would wait for them, or for the engine's threads.
@@ -91,7 +103,7 @@ def _fail(text: str) -> None:
     first, *rest = text.split("\n")
     print("\n".join([f"error: {first}{where}", *rest]), file=sys.stderr, flush=True)
     watchdog.report_failure(f"{text} (stage {stage})")
-    os._exit(1)
+    os._exit(code)
 
 
 def _leave() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from .constraints import Constraint, NonNegativeInt, PositiveFloat, PositiveInt, Section, Share, one_of, require
+from .constraints import Constraint, NonNegativeInt, PositiveFloat, PositiveInt, Section, Share, one_of, require, within
 
 EMBEDDED = "embedded"
 
@@ -85,6 +85,7 @@ class OutputConfig(Section):
     max_ckpt_num: PositiveInt = 3
     load_checkpoint: bool = False  # same as resume_from=auto
     resume_from: str | None = None  # a checkpoint folder, or auto
+    sigterm_exit_code: Annotated[int, within("[0, 255]")] = 0  # of a run that SIGTERM ended after a checkpoint
     best_metric: str | None = None  # column of eval_metrics.csv by which the best checkpoint is kept
     eval_samples_per_prompt: PositiveInt = 4
     eval_ema: bool | None = None  # evaluate and export the EMA weights; default: with enable_ema

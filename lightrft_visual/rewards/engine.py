@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from deepspeed.accelerator import get_accelerator
 from ..batches.rollouts import Rollout
 from ..batches.samples import Samples
 from ..config.shared import RewardConfig
-from ..errors import ConfigError, RewardError
-from ..strategy.collectives import all_gather_object, all_reduce_sum
+from ..errors import ConfigError, RewardError, StoppedBySignal
+from ..strategy.collectives import all_gather_object, all_reduce_max, all_reduce_sum
+from ..usercode.calls import ended_by_sigterm
 from ..usercode.loading import callable_name
 from .batch import Call, RewardBatch, RewardOutput, batch_from_media, batch_from_rollouts, batch_from_samples
 from .combine import NAN, Column, Job, named_components, run_jobs, scatter, weighted_sum
@@ -134,7 +136,7 @@ class RewardComputationEngine:
         Each scorer runs once over all micro-batches, on just the samples that need it. Returns the rewards of all
         samples in order. Every rank must call it alike: the share of invalid rewards is taken over all ranks.
         Raises RewardError for a broken local callable, and when more than `reward_max_invalid` of the scores are
-        invalid, with the name of what failed.
+        invalid, with the name of what failed; StoppedBySignal, on every rank, when SIGTERM ended a call that hung.
         """
         if not outputs:
             raise RewardError("compute_rewards was given no samples")
@@ -184,12 +186,13 @@ class RewardComputationEngine:
         jobs = self._plan(batch)
         call = Call(chunk, model_device() if device is None else device)
         device = "cpu" if device is None else device
-        columns, reasons = run_jobs(jobs, batch, call)
-        if self._aggregate is not None:
-            score, valid, named = self._aggregate_by_hand(batch, columns, call, reasons)
-        else:
-            score, valid = weighted_sum(columns, len(batch), self._unweighted(batch))
-            named = named_components(columns)
+        with _stopped_together(device):
+            columns, reasons = run_jobs(jobs, batch, call)
+            if self._aggregate is not None:
+                score, valid, named = self._aggregate_by_hand(batch, columns, call, reasons)
+            else:
+                score, valid = weighted_sum(columns, len(batch), self._unweighted(batch))
+                named = named_components(columns)
         if self.recipe is not None and self.recipe.average:
             named["avg"] = score
         metrics = self._check_invalid(valid, reasons, device)
@@ -274,6 +277,19 @@ class RewardComputationEngine:
     def close(self) -> None:
         """Release connections, worker processes and models. The engine cannot score afterwards."""
         self._catalogue.close()
+
+
+@contextlib.contextmanager
+def _stopped_together(device: torch.device | str) -> Iterator[None]:
+    """What SIGTERM ends in here on one rank raises StoppedBySignal on all of them, so that they can save together."""
+    stopped: StoppedBySignal | None = None
+    try:
+        with ended_by_sigterm("scoring"):
+            yield
+    except StoppedBySignal as error:
+        stopped = error
+    if all_reduce_max(torch.tensor([float(stopped is not None)], device=device)).item():
+        raise stopped or StoppedBySignal("the run was ended by SIGTERM while another rank was scoring")
 
 
 def model_device() -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config.vl import OutputConfig, TrainConfig
-from ..errors import NonFiniteError
+from ..errors import NonFiniteError, StoppedBySignal
 from ..observe.console import RunConsole
 from ..observe.metrics import MetricsAccumulator
 from ..observe.recorder import RunRecorder
@@ -158,12 +158,22 @@ class PolicyTrainer(ABC):
     def _steps(self) -> bool:
         """Whether all steps were made; a signal ends them earlier, with a checkpoint."""
         while self.step < self.settings.total_steps:
-            self._one_step()
+            self.state.mark()
+            done = self.step
+            try:
+                self._one_step()
+            except StoppedBySignal as error:  # by scoring, on all ranks alike: in `collect` or in an evaluation
+                return self._stop(str(error), rewound=self.step == done)
             if self.step < self.settings.total_steps and self.state.stop_requested():
-                self._save()
-                self.console.message(f"stopped by signal at step {self.step}; a checkpoint is saved")
-                return False
+                return self._stop()
         return True
+
+    def _stop(self, why: str = "", rewound: bool = False) -> bool:
+        with self.timer.phase("save"):
+            self.state.stop(rewound)
+        said = f"stopped by signal at step {self.step}; a checkpoint is saved"
+        self.console.message(f"{why}\n{said}" if why else said)
+        return False
 
     def _one_step(self) -> None:
         data = self.collect()

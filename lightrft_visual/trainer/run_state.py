@@ -14,6 +14,7 @@ from ..checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from ..config.shared import OutputConfig
 from ..errors import CheckpointError, ConfigError
 from ..strategy import collectives
+from ..strategy.launchers import LauncherWatch
 
 
 def final_folder(output: OutputConfig) -> Path:
@@ -83,16 +84,18 @@ class Resumable(Protocol):
 
 
 class RunState:
-    """Checkpoints of one trainer. SIGTERM asks for a checkpoint and an orderly end after the current step.
+    """Checkpoints of one trainer. SIGTERM, or the end of the launcher, asks for a checkpoint and an orderly end.
 
-    resume_folder: what `check_output` found.
+    resume_folder: what `check_output` found. exit_code: of the process, once the run has ended.
     """
 
     def __init__(self, trainer: Resumable, output: OutputConfig, resume_folder: Path | None = None):
         self.trainer, self.output, self.resume_folder = trainer, output, resume_folder
         self.best = best_metric(output)
         self.manager = CheckpointManager(output.ckpt_path or output.output_dir, output.max_ckpt_num, self.best)
-        self._stop = False
+        self.exit_code = 0
+        self._stop, self._launchers = False, LauncherWatch()
+        self._between_steps: dict[str, Any] = {}
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, *_: object) -> None:
@@ -100,13 +103,31 @@ class RunState:
 
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop; all ranks get the same answer."""
-        return collectives.all_reduce_max(torch.tensor([float(self._stop)])).item() > 0
+        stop = self._stop or self._launchers.gone()
+        return collectives.all_reduce_max(torch.tensor([float(stop)])).item() > 0
 
-    def save(self) -> Path:
-        """A checkpoint of this step, with the metrics of the evaluation that these very weights had, if any."""
-        trainer = self.trainer
+    def mark(self) -> None:
+        """Remember where the run stands between two steps, for `stop(rewound=True)` when the next one is given up."""
+        self._between_steps = self._changing()
+
+    def stop(self, rewound: bool = False) -> Path:
+        """Save and end early. rewound: as of the last `mark`; nothing may have been trained since."""
+        self.exit_code = self.output.sigterm_exit_code
+        if not rewound:
+            self.mark()
+        return self.save(self._between_steps)
+
+    def save(self, changing: Mapping[str, Any] | None = None) -> Path:
+        """A checkpoint of this step, with the metrics of the evaluation that these very weights had, if any.
+
+        changing: what `collect` changes, where it is not to be saved as it is now.
+        """
+        trainer, changing = self.trainer, changing or self._changing()
         metrics = trainer.latest_eval if trainer.evaluated_step == trainer.step else {}
-        return self.manager.save(trainer.step, self._write, metrics=metrics)
+        return self.manager.save(trainer.step, lambda folder: self._write(folder, changing), metrics=metrics)
+
+    def _changing(self) -> dict[str, Any]:
+        return {"trainer": self.trainer.state_dict(), "random": rng_state()}
 
     def check_metrics(self, metrics: Mapping[str, float]) -> None:
         """Raise ConfigError when `best_metric` is not among an evaluation's metrics."""
@@ -132,7 +153,7 @@ class RunState:
         if trainer.step >= trainer.settings.total_steps:
             trainer.console.message(f"all {trainer.settings.total_steps} steps are done: nothing is left to train")
 
-    def _write(self, folder: Path) -> None:
+    def _write(self, folder: Path, changing: Mapping[str, Any]) -> None:
         self.trainer.save_engines(folder)
         state = {
             "step": self.trainer.step,
@@ -140,8 +161,7 @@ class RunState:
             "nonfinite_in_a_row": self.trainer.nonfinite_in_a_row,
             "latest_eval": self.trainer.latest_eval,
             "evaluated_step": self.trainer.evaluated_step,
-            "trainer": self.trainer.state_dict(),
-            "random": rng_state(),
+            **changing,
         }
         save_state(folder / f"run_state_rank{collectives.rank()}.safetensors", state)
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import os
 import signal
 import sys
 import sysconfig
@@ -18,14 +19,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..errors import RewardError
+from ..errors import RewardError, StoppedBySignal
 from ..masking import mask_text
 from .background import shared_loop
 from .failures import ScoringFailed
 
 log = logging.getLogger(__name__)
 SLOW_SECONDS = 30.0  # after this long, then after twice as long each time, a line says what is still running
-TERM_SECONDS = 10.0  # a function gets this long to return after SIGTERM, so that its step can end with a checkpoint
+TERM_SECONDS = 10.0  # a function gets this long to return after SIGTERM, so that its step can still be done
+REMINDERS = 3  # so many times as long, and the process ends: the function is in native code that never returns
+TERMINATED = 143  # exit code of a process that SIGTERM ended before it could save anything (128 + 15)
 LONGEST_MESSAGE = 1000
 ROWS = "*samples"  # instead of arguments: a list of them, one for each sample
 LOG_EXTRA, LOG_METRIC = "*log_extra", "*log_metric"
@@ -83,8 +86,6 @@ def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> 
             return invoke(function, arguments)
     except (RewardError, ScoringFailed):
         raise
-    except Interrupted as error:
-        raise RewardError(f"the run was ended by SIGTERM while {what} ran: {error}") from None
     except (Exception, SystemExit) as error:
         raise RewardError(f"{what} {masked(describe_error(error))}") from error
 
@@ -168,7 +169,7 @@ def watched(what: str) -> Iterator[None]:
 
     threading.Thread(target=tell, name="slow-reward", daemon=True).start()
     try:
-        with _ended_by_sigterm(done):
+        with ended_by_sigterm(what):
             yield
     finally:
         done.set()
@@ -182,8 +183,10 @@ def _place(frame: FrameType | None) -> str:
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm(done: threading.Event) -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
+def ended_by_sigterm(what: str) -> Iterator[None]:
+    """SIGTERM ends what runs inside when it does not return within TERM_SECONDS: by StoppedBySignal, and when that
+    cannot be raised there, by the end of the process. The handler that was set before is asked first."""
+    before, done = signal.getsignal(signal.SIGTERM), threading.Event()
     main = threading.main_thread()
     if threading.current_thread() is not main or not callable(before):
         yield
@@ -191,8 +194,14 @@ def _ended_by_sigterm(done: threading.Event) -> Iterator[None]:
     asked_at: list[float] = []
 
     def remind() -> None:
-        while not done.wait(TERM_SECONDS):
+        for _ in range(REMINDERS):
+            if done.wait(TERM_SECONDS):
+                return
             signal.pthread_kill(main.ident, signal.SIGTERM)
+        if not done.wait(TERM_SECONDS):
+            where = _place(sys._current_frames().get(main.ident))
+            print(f"error: {what} did not react to SIGTERM{where}; the process ends", file=sys.stderr, flush=True)
+            os._exit(TERMINATED)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         before(number, frame)
@@ -206,6 +215,8 @@ def _ended_by_sigterm(done: threading.Event) -> Iterator[None]:
     signal.signal(signal.SIGTERM, on_signal)
     try:
         yield
+    except Interrupted as error:
+        raise StoppedBySignal(f"the run was ended by SIGTERM while {what} ran: {error}") from None
     finally:
         done.set()
         signal.signal(signal.SIGTERM, before)

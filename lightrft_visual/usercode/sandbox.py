@@ -183,6 +183,7 @@ def _answer(function: Callable[..., Any], payload: bytes) -> dict[str, Any]:
 
 def _serve(spec: str, pipe: Connection) -> None:
     """The child: load, say so, answer until the parent closes its end."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers signal every process; this one ends with its parent
     try:
         function = _load(spec)
     except Exception as error:

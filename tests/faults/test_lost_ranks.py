@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import patient_launcher
 import psutil
 import pytest
 from waiting import output_of, polls
 from whole_runs import EXAMPLE, SMALL, kill_tree, launch, rollouts, rows, start, tree, weights
+
+from lightrft_visual.usercode.calls import TERM_SECONDS
 
 LIMIT = 30.0  # collective_timeout; a busy machine makes ranks wait for each other
 PATIENCE = LIMIT + 30
@@ -69,27 +74,48 @@ def test_a_stopped_rank_ends_the_other(tmp_path, cache_root, stopped):
 
 @pytest.fixture(scope="module")
 def survived(tmp_path_factory, cache_root) -> dict:
-    """A run whose rank 1 is killed between rollout and update, is resumed, stopped by SIGTERM and resumed again."""
+    """A run whose rank 1 is killed between rollout and update. It is resumed, and its launcher gets SIGTERM; resumed
+    again, it hangs in a reward function, and that rank gets SIGTERM; then it is finished."""
     folder = tmp_path_factory.mktemp("survived") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CRASH_MARK", str(folder.parent / "crashed"))
+        patch.setenv("PYTHONPATH", patient_launcher.install(folder.parent / "installed"))
         more = f"--max_steps 60 --reward_fn {REWARD}:score"
         crashed = launch(EXAMPLE, flags(folder, more), cache_root, ranks=2)
         after_crash = len(rows(folder))
-        process = start(EXAMPLE, flags(folder, f"{more} --load_checkpoint true"), cache_root, ranks=2, merged=True)
-        try:
-            wait_for_steps(process, folder, after_crash + 2)
-            ranks_of(process)[1].send_signal(signal.SIGTERM)
-            output, _ = output_of(process, 300)
-        finally:
-            kill_tree(process)
+        again = flags(folder, f"{more} --load_checkpoint true")
+        terminated = ended_by_sigterm(
+            start(EXAMPLE, again, cache_root, ranks=2, merged=True), lambda: len(rows(folder)) >= after_crash + 2
+        )
+        terminated_at = len(rows(folder))
+        patch.setenv("HANG_MARK", str(folder.parent / "hangs"))
+        process = start(EXAMPLE, [*again, "--sigterm_exit_code", "75"], cache_root, ranks=2, merged=True)
+        hung = ended_by_sigterm(process, (folder.parent / "hangs").exists, rank=1)
+        patch.delenv("HANG_MARK")
         stopped_at = len(rows(folder))
         last = f"--max_steps {stopped_at + 1} --reward_fn {REWARD}:score --load_checkpoint true"
         finished = launch(EXAMPLE, flags(folder, last), cache_root, ranks=2)
     return {
-        "folder": folder, "crashed": crashed, "after_crash": after_crash, "terminated": (process.returncode, output),
-        "stopped_at": stopped_at, "finished": finished,
+        "folder": folder, "crashed": crashed, "after_crash": after_crash, "terminated": terminated,
+        "terminated_at": terminated_at, "hung": hung, "stopped_at": stopped_at, "finished": finished,
     }  # fmt: skip
+
+
+def ended_by_sigterm(
+    process: subprocess.Popen, ready: Callable[[], bool], rank: int | None = None
+) -> tuple[int, str, float]:
+    """Exit code, output and seconds until the end of a run that gets SIGTERM once it is ready: the launcher, or one
+    rank."""
+    try:
+        for _ in polls(400):
+            if ready() or process.poll() is not None:
+                break
+        began = time.monotonic()
+        (process if rank is None else ranks_of(process)[rank]).send_signal(signal.SIGTERM)
+        output, _ = output_of(process, 300)
+    finally:
+        kill_tree(process)
+    return process.returncode, output, time.monotonic() - began
 
 
 def test_a_killed_rank_ends_the_run(survived):
@@ -105,11 +131,20 @@ def test_a_killed_rank_leaves_no_shared_memory(survived):
     assert not list(Path("/dev/shm").glob(f"*_{port}_*"))
 
 
-def test_sigterm_on_one_rank_saves_and_exits_with_0(survived):
-    code, output = survived["terminated"]
+def test_sigterm_to_the_launcher_saves_and_exits_with_0(survived):
+    code, output, _ = survived["terminated"]
     assert code == 0, output[-3000:]
-    assert f"stopped by signal at step {survived['stopped_at']}" in output
-    assert survived["stopped_at"] < 60
+    assert f"stopped by signal at step {survived['terminated_at']}" in output
+    assert survived["terminated_at"] < 60
+
+
+def test_sigterm_while_a_reward_function_of_one_rank_hangs(survived):
+    """One more step was done. The one that hung is given up, on both ranks, and the asked-for code comes out."""
+    code, output, seconds = survived["hung"]
+    assert code == 75, output[-3000:]
+    assert f"stopped by signal at step {survived['terminated_at'] + 1}" in output
+    assert survived["stopped_at"] == survived["terminated_at"] + 1
+    assert seconds < 2 * TERM_SECONDS + PATIENCE
 
 
 def test_no_prompt_is_lost_or_repeated(survived):

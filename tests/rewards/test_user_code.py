@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from PIL import Image
 from reward_rollouts import make_samples
 
 from lightrft_visual.config.shared import RewardConfig
-from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.errors import ConfigError, RewardError, StoppedBySignal
 from lightrft_visual.rewards import RewardComputationEngine, engine
 from lightrft_visual.rewards.differentiable import load_differentiable
 from lightrft_visual.usercode import calls
@@ -207,6 +208,42 @@ def test_sigterm_ends_a_function_that_does_not_return(monkeypatch):
         assert scored(returns).valid.all()  # a function that returns is not disturbed
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def sigterm(monkeypatch):
+    """A handler as the trainer's, and little patience; sends the signal when called."""
+    monkeypatch.setattr(calls, "TERM_SECONDS", 0.05)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    yield lambda: os.kill(os.getpid(), signal.SIGTERM)
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_ends_the_wait_for_a_server_that_does_not_answer(sigterm):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/reward"
+        made = RewardComputationEngine(remote_rm_url=url, config=RewardConfig(reward_timeout=60))
+        threading.Thread(target=lambda: (silent.accept(), sigterm()), daemon=True).start()
+        with pytest.raises(StoppedBySignal, match="while scoring ran: it did not return within"):
+            made.compute_rewards([make_samples(["a", "b"])])
+        made.close()
+
+
+def test_a_function_that_swallows_the_interruption_ends_the_process(sigterm, monkeypatch, capsys):
+    left = threading.Event()
+    monkeypatch.setattr(calls.os, "_exit", lambda code: left.set() if code == 143 else None)
+
+    def swallows(completions):
+        sigterm()
+        while not left.is_set():
+            try:
+                left.wait(20)
+            except BaseException:
+                continue
+        return [1.0] * len(completions)
+
+    scored(swallows)
+    assert f"did not react to SIGTERM, at {__file__}, line" in capsys.readouterr().err
 
 
 def test_a_function_cannot_change_what_others_and_the_rollouts_see():

@@ -6,7 +6,9 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from lightrft_visual.checkpoint.state import load_state, set_rng_state
 from lightrft_visual.config.shared import OutputConfig
 from lightrft_visual.errors import CheckpointError, ConfigError
 from lightrft_visual.trainer.run_state import RunState, best_metric, check_output, final_folder
@@ -103,6 +105,29 @@ def test_only_an_evaluation_of_the_same_weights_counts_for_the_best(tmp_path):
     last = state.save()
     assert state.manager.find_best() == first
     assert last.is_dir() and first.is_dir()
+
+
+def test_a_step_that_is_given_up_is_saved_as_if_it_had_not_begun(tmp_path):
+    trainer = Trainer()
+    state = RunState(trainer, output(tmp_path, sigterm_exit_code=75))
+    trainer.step, drawn = 3, torch.rand(1)
+    trainer.state_dict = lambda: {"consumed": 24}
+    state.mark()
+    expected = torch.rand(2)
+    trainer.state_dict = lambda: {"consumed": 32}
+    folder = state.stop(rewound=True)
+    saved = load_state(folder / "run_state_rank0.safetensors")
+    set_rng_state(saved["random"])
+    assert folder.name == "checkpoint-000003" and saved["trainer"] == {"consumed": 24}
+    assert torch.equal(torch.rand(2), expected) and not torch.equal(drawn, expected[:1])
+    assert state.exit_code == 75
+
+
+def test_a_run_without_its_launcher_stops(tmp_path):
+    state = RunState(Trainer(), output(tmp_path))
+    assert not state.stop_requested()
+    state._launchers.gone = lambda: True
+    assert state.stop_requested()
 
 
 def test_a_best_metric_that_the_evaluation_does_not_give(tmp_path):

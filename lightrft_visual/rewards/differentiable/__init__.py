@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...config import registry
-from ...errors import ConfigError, RewardError, did_you_mean
+from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
 from ...usercode.calls import call
 from ...usercode.loading import LoadedFunction, callable_name, load_reward_fn
 from ..functions.shape_match import shape_match
@@ -55,7 +55,10 @@ def users_reward(function: LoadedFunction) -> PixelReward:
     """The function, whose errors show the user's own lines (RewardError)."""
 
     def score(media: T, prompts: list[str], metadata: list[dict[str, Any]]) -> tuple[T, T]:
-        return call(partial(function, media, prompts, metadata), callable_name(function), {})
+        try:
+            return call(partial(function, media, prompts, metadata), callable_name(function), {})
+        except StoppedBySignal as error:  # in the midst of training: here there is no way back to the last step
+            raise RewardError(str(error)) from None
 
     return score
 
