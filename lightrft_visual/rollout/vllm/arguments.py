@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
@@ -24,6 +25,7 @@ DECIDED_BY = {
     "max_num_batched_tokens": "engine_max_num_batched_tokens", "kv_cache_dtype": "engine_kv_cache_dtype",
     "quantization": "engine_quantization",
 }  # fmt: skip
+SECOND_RUNNERS_RULES = "vllm.v1.worker.gpu.sample.logits_processor"
 MOST_SEQUENCES, FEWEST_BATCHED_TOKENS = 256, 8192
 
 
@@ -147,14 +149,18 @@ def _check_extra(extra: dict[str, Any], known: set[str], own: set[str]) -> None:
 
 
 def runs_on_second_runner(arguments: dict[str, Any]) -> bool:
-    """Whether vLLM will use its second model runner. Runs all of vLLM's own checks: ConfigError with what they say."""
+    """Whether vLLM will use its second model runner. Runs all of vLLM's own checks: ConfigError with what they say.
+
+    The arguments come without our sampling rules, whose kind depends on the answer. A vLLM whose second runner knows no
+    rules (0.26) takes the first one once it is given some.
+    """
     from vllm import EngineArgs
 
     try:
         config = EngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError, NotImplementedError) as error:  # pydantic's ValidationError is a ValueError
         raise ConfigError(f"vLLM refuses this engine: {error}") from error
-    return bool(getattr(config, "use_v2_model_runner", False))  # vLLM 0.26 has no such property
+    return config.use_v2_model_runner and find_spec(SECOND_RUNNERS_RULES) is not None
 
 
 def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -12,6 +13,7 @@ import torch
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rollout.vllm.arguments import (
+    SECOND_RUNNERS_RULES,
     VLLMSettings,
     engine_arguments,
     prepare_environment,
@@ -41,7 +43,8 @@ def claim_cuda(folder: str) -> None:
     EngineArgs(model=folder).create_engine_config()  # what this imports would look for compiled parts of CUDA
     for name in COMPILED:
         sys.modules[f"vllm.{name}"] = MagicMock()
-    torch.ops._C.cutlass_scaled_mm_supports_fp8 = lambda capability: True
+    for name in ("fp8", "block_fp8"):
+        setattr(torch.ops._C, f"cutlass_scaled_mm_supports_{name}", lambda capability: True)
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
 
@@ -77,15 +80,22 @@ def said(check, rules) -> str:
 
 
 def accepted(settings: VLLMSettings) -> dict[str, str]:
-    """By runner, what vLLM says about the arguments and the rules for it; and about the other runner's rules."""
-    from vllm import envs
-    from vllm.v1.sample.logits_processor import _load_logitsprocs_by_fqcns as first_loader
-    from vllm.v1.worker.gpu.sample.logits_processor import (
-        build_custom_logits_processors_params_validator as second_loader,
-    )
+    """By runner, what vLLM says about the arguments and the rules for it; and about the other runner's rules.
 
+    vLLM 0.26 takes the first runner for everything that has rules: there only that one is asked.
+    """
+    from vllm import EngineArgs, envs
+    from vllm.v1.sample.logits_processor import _load_logitsprocs_by_fqcns as first_loader
+
+    runners = [("first", False, first_loader)]
+    if find_spec(SECOND_RUNNERS_RULES) is not None:
+        from vllm.v1.worker.gpu.sample import logits_processor
+
+        runners.append(("second", None, logits_processor.build_custom_logits_processors_params_validator))
+    else:
+        runners.append(("first by vLLM's choice", None, first_loader))
     arguments, result = engine_arguments(settings, on_cpu=False), {}
-    for runner, wanted, loader in (("first", False, first_loader), ("second", None, second_loader)):
+    for runner, wanted, loader in runners:
         envs.VLLM_USE_V2_MODEL_RUNNER = wanted
         try:
             second = runs_on_second_runner(arguments)
@@ -93,8 +103,12 @@ def accepted(settings: VLLMSettings) -> dict[str, str]:
             result[runner] = str(error)
             continue
         assert second is (runner == "second")
-        result[runner] = said(loader, sampling_rules([3, 5], second))
-        result[f"{runner}, the other's rules"] = said(loader, sampling_rules([3, 5], not second))
+        rules = sampling_rules([3, 5], second)
+        result[runner] = said(loader, rules)
+        whole = EngineArgs(**arguments, logits_processors=[rules]).create_engine_config()
+        assert whole.use_v2_model_runner is second
+        if runners[-1][0] == "second":
+            result[f"{runner}, the other's rules"] = said(loader, sampling_rules([3, 5], not second))
     return result
 
 
