@@ -8,7 +8,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -27,17 +30,27 @@ def run_part(name: str, out: Path, size: str) -> dict:
     command = [sys.executable, str(HERE / "parts.py"), name, str(out), size]
     log = out / f"{name}.log"
     with open(log, "w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
         try:
-            code = subprocess.run(command, stdout=output, stderr=output, timeout=parts.LIMITS[name]).returncode
+            code = process.wait(parts.LIMITS[name])
             result["error"] = None if code == 0 else f"exit code {code}; see {log.name}"
         except subprocess.TimeoutExpired:
             result["error"] = f"cut off after {parts.LIMITS[name]} s; see {log.name}"
+        finally:
+            end_group(process)
     rows = out / f"{name}.rows.json"
     if rows.is_file():  # a part that fails in its middle keeps what it had
         result["rows"] = json.loads(rows.read_text())
     result["seconds"] = round(time.monotonic() - started)
     (out / f"{name}.json").write_text(json.dumps(result, indent=1))
     return result
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End a part's process and the runs that it started, which would keep the card's memory."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def table(results: list[dict], host: dict[str, str]) -> str:
@@ -60,6 +73,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.list:
         print("\n".join(f"{name}: at most {limit} s" for name, limit in parts.LIMITS.items()))
+        print(f"all: at most {sum(parts.LIMITS.values()) / 60:.0f} minutes")
         return
     wanted = arguments.only.split(",") if arguments.only else list(parts.LIMITS)
     unknown = sorted(set(wanted) - set(parts.LIMITS))

@@ -56,12 +56,14 @@ def vision_language(folder: Path, size: str) -> Path:
         return folder
     if size == "tiny":
         return build_tiny_checkpoint(folder, "qwen2_5_vl", texts=TEXTS)
+    from deepspeed.accelerator import get_accelerator
     from transformers import AutoModelForImageTextToText
 
     tokenizer = build_tokenizer(TEXTS)
     config = qwen_3b(tokenizer)
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    with torch.device(get_accelerator().current_device_name()):  # seconds there, a minute on the host
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     model.generation_config.eos_token_id = [config.get_text_config().eos_token_id]
     model.save_pretrained(folder)
     build_processor("qwen2_5_vl", tokenizer, max_pixels=1280 * 28 * 28).save_pretrained(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,23 @@ def test_the_drawing_models_are_of_the_published_size():
 
     assert parameters(lambda: SD3Transformer2DModel(**shapes.SD35_MEDIUM)) == pytest.approx(2.5, abs=0.3)
     assert parameters(lambda: WanTransformer3DModel(**shapes.WAN_1_3B)) == pytest.approx(1.4, abs=0.1)
+
+
+def test_all_parts_together_take_at_most_25_minutes():
+    assert sum(parts.LIMITS.values()) <= 25 * 60
+
+
+def test_the_runs_of_a_part_that_is_cut_off_end_too(tmp_path, monkeypatch):
+    """They would keep the card's memory from the next part."""
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    alive = tmp_path / "alive"
+    run = f"import pathlib, time\nwhile True:\n    pathlib.Path({str(alive)!r}).touch()\n    time.sleep(0.05)"
+    (tmp_path / "parts.py").write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {run!r}])\n")
+    monkeypatch.setitem(parts.LIMITS, "slow", 1)
+    assert "cut off after 1 s" in check.run_part("slow", tmp_path, "tiny")["error"]
+    alive.unlink(missing_ok=True)
+    time.sleep(0.3)
+    assert not alive.exists()
 
 
 def test_a_part_that_is_cut_off_keeps_its_rows_and_the_others_follow(tmp_path, monkeypatch):
