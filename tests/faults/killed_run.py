@@ -7,69 +7,127 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.launch import run_diffusion, run_vl
 
-# In the order of a step. Two of them are met several times a step: there the kill comes in the midst of it.
+
+@dataclass(frozen=True)
+class Place:
+    """Before or after a call of a function. call: which one of a step. rank_0: only that rank comes there, or decides
+    what becomes of the save. saved: the step's checkpoint is complete by then."""
+
+    target: str
+    moment: str
+    call: int = 1
+    rank_0: bool = False
+    saved: bool = False
+
+
+STEP = "trainer.run_state:RunState.mark"  # the first thing in a step
+# In the order of a step.
 ENDING = {
-    "metrics written": ("observe.recorder:RunRecorder.log_step", "after"),
-    "about to save": ("trainer.run_state:RunState.save", "before"),
+    "metrics written": Place("observe.recorder:RunRecorder.log_step", "after"),
+    "about to save": Place("trainer.run_state:RunState.save", "before"),
 }
 READING = {
-    "rollouts sampled": ("rewards.engine:RewardComputationEngine.score_rollouts", "before"),
-    "rewards computed": ("rewards.engine:RewardComputationEngine.score_rollouts", "after"),
-    "log-probs computed": ("trainer.fast_exp_maker:assign_advantages", "before"),
-    "advantages computed": ("trainer.fast_exp_maker:assign_advantages", "after"),
-    "buffer partly filled": ("replay.buffer:NaiveReplayBuffer.append", "after"),
-    "buffer filled": ("replay.buffer:NaiveReplayBuffer.plan", "before"),
-    "first of two updates done": ("trainer.vl.updates:PolicyUpdate.step", "after"),
-    "all updates done": ("trainer.vl.trainer:VLTrainer.learn", "after"),
-    "weights synchronised": ("trainer.vl.trainer:VLTrainer.sync", "after"),
+    "rollouts sampled": Place("rewards.engine:RewardComputationEngine.score_rollouts", "before"),
+    "rewards computed": Place("rewards.engine:RewardComputationEngine.score_rollouts", "after"),
+    "log-probs computed": Place("trainer.fast_exp_maker:assign_advantages", "before"),
+    "advantages computed": Place("trainer.fast_exp_maker:assign_advantages", "after"),
+    "buffer partly filled": Place("replay.buffer:NaiveReplayBuffer.append", "after", call=2),
+    "buffer filled": Place("replay.buffer:NaiveReplayBuffer.plan", "before"),
+    "first of two updates done": Place("trainer.vl.updates:PolicyUpdate.step", "after", call=2),
+    "all updates done": Place("trainer.vl.trainer:VLTrainer.learn", "after"),
+    "weights synchronised": Place("trainer.vl.trainer:VLTrainer.sync", "after"),
     **ENDING,
 }
 DRAWING = {
-    "pictures drawn": ("trainer.diffusion.maker:DiffusersEngine.generate", "after"),
-    "rewards computed": ("rewards.engine:RewardComputationEngine.score_media", "after"),
-    "advantages computed": ("trainer.diffusion.maker:DiffusionExperienceMaker._advantages", "after"),
-    "buffer partly filled": ("replay.buffer:NaiveReplayBuffer.append", "after"),
-    "buffer filled": ("replay.buffer:NaiveReplayBuffer.plan", "before"),
-    "first of two updates done": ("trainer.diffusion.trainer:DiffusionTrainer._finish_update", "after"),
-    "all updates done": ("trainer.diffusion.trainer:DiffusionTrainer.learn", "after"),
-    "old policy moved": ("trainer.diffusion.trainer:DiffusionTrainer.sync", "after"),
+    "pictures drawn": Place("trainer.diffusion.maker:DiffusersEngine.generate", "after"),
+    "rewards computed": Place("rewards.engine:RewardComputationEngine.score_media", "after"),
+    "advantages computed": Place("trainer.diffusion.maker:DiffusionExperienceMaker._advantages", "after"),
+    "buffer partly filled": Place("replay.buffer:NaiveReplayBuffer.append", "after", call=2),
+    "buffer filled": Place("replay.buffer:NaiveReplayBuffer.plan", "before"),
+    "first of two updates done": Place("trainer.diffusion.trainer:DiffusionTrainer._finish_update", "after", call=2),
+    "all updates done": Place("trainer.diffusion.trainer:DiffusionTrainer.learn", "after"),
+    "old policy moved": Place("trainer.diffusion.trainer:DiffusionTrainer.sync", "after"),
     **ENDING,
 }
-CALLS_A_STEP = {"buffer partly filled": 2, "first of two updates done": 2}
+# For two ranks also inside of what takes its time, and inside a save, whose steps they make together.
+LOGGED = {"evaluation written": Place("observe.recorder:RunRecorder.log_eval", "after")}
+SAVING = {
+    "staging folder made": Place("checkpoint.manager:CheckpointManager._prepare", "after", rank_0=True),
+    "state written": Place("trainer.run_state:RunState._write", "after"),
+    # Where rank 1 dies there, rank 0 has all it needs and completes the checkpoint.
+    "files hashed": Place("checkpoint.manager:CheckpointManager._describe", "after", rank_0=True),
+    "manifest written": Place("checkpoint.manager:write_manifest", "after", rank_0=True),
+    "folder renamed": Place("checkpoint.manager:write_hint", "before", rank_0=True, saved=True),
+    "saved": Place("trainer.run_state:RunState.save", "after", saved=True),
+}
+READING_TWO = {
+    "generating": Place("rollout.hf:TransformersEngine.generate", "before"),
+    **READING,
+    "evaluating": Place("trainer.vl.evaluation:Evaluation.run", "before"),
+    **LOGGED,
+    **SAVING,
+}
+DRAWING_TWO = {
+    "generating": Place("trainer.diffusion.maker:DiffusersEngine.generate", "before"),
+    **DRAWING,
+    "evaluating": Place("trainer.diffusion.evaluation:DiffusionEvaluation.run", "before"),
+    **LOGGED,
+    "weights written": Place("trainer.diffusion.trainer:DiffusionTrainer.save_engines", "after"),
+    **SAVING,
+}
 
 
-def kill_at(place: str, target: str, moment: str) -> None:
-    """Replace the function of the place by one that ends this process at its second step's (first) call."""
+def kill_at(place: Place) -> None:
+    """Replace the function of the place by one that ends this process in its second step."""
+    steps = calls = 0
+
+    def began() -> None:
+        nonlocal steps
+        steps += 1
+
+    def reached() -> None:
+        nonlocal calls
+        calls += steps == 2
+        if calls == place.call:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    around(STEP, "before", began)
+    around(place.target, place.moment, reached)
+
+
+def around(target: str, moment: str, action: Callable[[], None]) -> None:
+    """Let every call of a function do something before or after it."""
     module_name, _, path = target.partition(":")
     owner = importlib.import_module(f"lightrft_visual.{module_name}")
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
-    original, left = getattr(owner, name), [CALLS_A_STEP.get(place, 1) + 1]
+    original = getattr(owner, name)
 
     @functools.wraps(original)
-    def dying(*args, **kwargs):
-        left[0] -= 1
-        if moment == "before" and not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def wrapped(*args, **kwargs):
+        if moment == "before":
+            action()
         result = original(*args, **kwargs)
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if moment == "after":
+            action()
         return result
 
-    setattr(owner, name, dying)
+    setattr(owner, name, wrapped)
 
 
-def main(draws: bool, place: str, arguments: list[str], environment: dict[str, str], log: str) -> None:
+def main(draws: bool, place: Place | None, arguments: list[str], environment: dict[str, str], log: str) -> None:
     """One run in this process, its output into the file `log`; the process ends here.
 
-    draws: a diffusion run with no preset. place: of `DRAWING` or `READING`, or none.
+    draws: a diffusion run with no preset. place: where to die, or none.
     """
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
@@ -77,9 +135,8 @@ def main(draws: bool, place: str, arguments: list[str], environment: dict[str, s
     os.environ.update(environment)
     sys.argv = ["killed_run.py", *arguments]
     config = config_or_exit(DiffusionRunConfig, preset=None) if draws else config_or_exit(RunConfig)
-    places = DRAWING if draws else READING
-    if place in places:
-        kill_at(place, *places[place])
+    if place is not None:
+        kill_at(place)
     (run_diffusion if draws else run_vl)(config)
     sys.stdout.flush()
     os._exit(0)

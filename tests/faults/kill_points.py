@@ -1,0 +1,106 @@
+"""Runs that are killed at one place after the other, each time resumed, and a run that was left alone beside them.
+
+The ranks of a run are children of a server that has imported everything: most of a short run's time would be imports.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import dataclass
+from pathlib import Path
+
+import killed_run
+from killed_run import Place
+from waiting import polls
+from whole_runs import SMALL, environment, free_port, rows
+
+LIMIT = 300.0
+MUON = "deepspeed.runtime.zero.muon.muon_optimizer"  # imported with every optimizer; brings torch's compiler along
+READING_FLAGS = [*SMALL, *"--train_batch_size 16 --micro_rollout_batch_size 16 --engine_type hf".split()]
+DRAWING_FLAGS = (
+    "--height 32 --width 32 --num_steps 3 --guidance_scale 1 "
+    "--max_sequence_length 5 --rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 4 "
+    "--train_batch_size 4 --micro_train_batch_size 2 --lora_rank 4 --learning_rate 1e-2 --max_eval_samples 0 "
+    "--enable_ema true --ema_interval 1 --num_trajectories_to_save 8 --report false"
+).split()
+NFT = [*DRAWING_FLAGS, "--diffusion_algorithm", "diffusion_nft", "--decay_type", "1"]
+# With two ranks every step is evaluated too; each rank has two micro-batches to collect, and two updates are made.
+READING_TWO_FLAGS = [*READING_FLAGS, *"--micro_rollout_batch_size 8 --max_eval_samples 4 --eval_steps 1".split()]
+FLOW_GRPO_TWO_FLAGS = [*DRAWING_FLAGS, *"--diffusion_algorithm flow_grpo --micro_rollout_batch_size 2".split()]
+FLOW_GRPO_TWO_FLAGS += "--max_eval_samples 2 --eval_steps 1".split()
+
+
+def forkserver():
+    """The context that the ranks are started from."""
+    context = multiprocessing.get_context("forkserver")
+    built = ["lightrft_visual.trainer.vl.trainer", "lightrft_visual.trainer.diffusion.build"]
+    context.set_forkserver_preload(["killed_run", *built, MUON])
+    return context
+
+
+@dataclass
+class KilledRuns:
+    """Starts runs without the launcher: of the kind that `draws` says, with these flags, on `ranks` ranks."""
+
+    processes: multiprocessing.context.BaseContext
+    draws: bool
+    flags: list[str]
+    steps: int
+    cache: Path
+    ranks: int = 1
+
+    def run(self, folder: Path, place: Place | None = None, dying: tuple[int, ...] = (0,)) -> None:
+        """One run, which goes on where the folder's run ended; it dies on these ranks, and then ends on all.
+
+        Raises AssertionError when it ends otherwise, or not within LIMIT seconds.
+        """
+        timeout = 60 if place else 600  # the first run may have to build the embedded model
+        own = (
+            f"--output_dir {folder} --max_steps {self.steps} --save_steps 1 --max_ckpt_num 2 "
+            f"--collective_timeout {timeout} "
+            f"--load_checkpoint {str(any(folder.glob('checkpoint-0*'))).lower()}"
+        )
+        logs = [folder.with_name(f"{folder.name}_{rank}.log") for rank in range(self.ranks)]
+        port, started = str(free_port()), []
+        for rank, log in enumerate(logs):
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
+            known = environment(self.cache) | {name: str(value) for name, value in world.items()}
+            known |= {"LOCAL_SIZE": str(self.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            here = place if rank in dying else None
+            arguments = (self.draws, here, [*self.flags, *own.split()], known, str(log))
+            started.append(self.processes.Process(target=killed_run.main, args=arguments))
+            started[-1].start()
+        for _ in polls(LIMIT):
+            if all(process.exitcode is not None for process in started):
+                break
+        codes = [process.exitcode for process in started]
+        for process in started:
+            process.kill()
+            process.join()
+        told = "\n".join(log.read_text()[-3000:] for log in logs)
+        for rank, code in enumerate(codes):
+            if place is None:
+                assert code == 0, f"rank {rank} ended with {code}: {told}"
+            elif rank in dying:
+                assert code == -9, f"rank {rank} ended with {code} instead of dying: {told}"
+            else:
+                assert code, f"rank {rank} ended with {code} though another one died: {told}"
+
+
+def last_checkpoint(folder: Path) -> int:
+    """The step of the newest one; 0 where there is none."""
+    return max((int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-0*")), default=0)
+
+
+def gain(place: Place) -> int:
+    """Steps that a run which is killed there has saved."""
+    return 2 if place.saved else 1
+
+
+def differences(whole: Path, cut: Path, steps: int) -> list[str]:
+    """Which records of two runs are not the same: their metrics of every step, times aside."""
+    found = []
+    for name in ("metrics.csv", "eval_metrics.csv"):
+        if (whole / name).exists() or (cut / name).exists():
+            found += [name] * (rows(whole, name) != rows(cut, name))
+    return found + ["number of steps"] * (len(rows(whole)) != steps)
