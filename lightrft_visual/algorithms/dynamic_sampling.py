@@ -54,12 +54,11 @@ class DynamicSampling:
         """This rank's groups, once those that other ranks lack have changed place. A collective."""
         rank = collectives.rank()
         targets = balanced(best, shares)
-        leaving = [
-            (target, ref, self.found[ref]) for ref, target in targets.items() if ref.rank == rank and target != rank
+        parcels = [
+            {ref: self.found[ref] for ref, target in targets.items() if (ref.rank, target) == (rank, other)}
+            for other in range(len(shares))
         ]
-        arriving = [parcel for sent in collectives.all_gather_object(leaving) for parcel in sent if parcel[0] == rank]
-        groups = {ref: self.found[ref] for ref, target in targets.items() if ref.rank == target == rank}
-        groups |= {ref: group for _, ref, group in arriving}
+        groups = {ref: group for sent in collectives.exchange_objects(parcels) for ref, group in sent.items()}
         return [groups[ref] for ref in sorted(groups)]
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import deepspeed
@@ -21,6 +21,7 @@ import torch
 import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from transformers import get_scheduler
 
 from ..config.diffusion import DiffusionTrainConfig
@@ -28,6 +29,7 @@ from ..config.shared import DistributedConfig
 from ..config.vl import TrainConfig
 from ..errors import CheckpointError, ConfigError, NonFiniteError
 from . import collectives, watchdog
+from .dividing import Divide, divide, loading_divided
 from .extension_builds import watch_locks
 from .host import unlink_buffers
 from .safe_loading import use_safe_loading
@@ -110,11 +112,33 @@ class DeepspeedStrategy:
         watchdog.start(self.config.collective_timeout)
         seed_everything(self.seed)
 
+    def loading(self) -> AbstractContextManager[None]:
+        """Around the loading of a transformers model that is given to `prepare` or `prepare_inference` afterwards.
+
+        Under ZeRO-3 no rank holds the whole of it at any time. All ranks load together.
+        """
+        return loading_divided(self._divided_config()) if self.config.zero_stage == 3 else nullcontext()
+
+    @property
+    def divide(self) -> Divide | None:
+        """What leaves this rank its part of parameters that are whole; None where the ZeRO stage divides none."""
+        return partial(divide, settings=self._divided_config()) if self.config.zero_stage == 3 else None
+
+    def _divided(self, module: nn.Module) -> None:
+        """Under ZeRO-3: what of a module is still whole takes the run's precision and is divided; buffers are moved."""
+        if self.divide is not None:
+            for parameter in module.parameters():
+                if not is_zero_param(parameter):
+                    parameter.data = parameter.data.to(self.dtype)
+            self.divide(module.parameters())
+            module.to(self.device)
+
     def prepare(self, module: nn.Module, settings: OptimizerSettings) -> TrainEngine:
         """Wrap a module for training."""
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not parameters:
             raise ConfigError("nothing to train: every parameter is frozen (freeze_prefix)")
+        self._divided(module)
         optimizer = self._optimizer(parameters, settings)
         scheduler = self._scheduler(optimizer, settings)
         engine, *_ = deepspeed.initialize(
@@ -138,7 +162,8 @@ class DeepspeedStrategy:
             for parameter in module.parameters():
                 parameter.data = parameter.data.to(self.device, self.dtype)
             return module.to(self.device)
-        engine, *_ = deepspeed.initialize(model=module, config=self._inference_config(), dist_init_required=False)
+        self._divided(module)
+        engine, *_ = deepspeed.initialize(model=module, config=self._divided_config(), dist_init_required=False)
         return engine
 
     def _optimizer(self, parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -162,16 +187,18 @@ class DeepspeedStrategy:
         zero: dict[str, Any] = {"stage": c.zero_stage, "overlap_comm": c.overlap_comm}
         if c.adam_offload:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": get_accelerator().device_name() != "cpu"}
-        if c.zpg > 1:
-            zero["zero_hpz_partition_size"] = c.zpg
-        config = self._base_config(zero)
+        config = self._base_config(zero | self._division())
         config["gradient_clipping"] = settings.max_norm
         if c.grad_accum_dtype is not None:
             config["data_types"] = {"grad_accum_dtype": c.grad_accum_dtype}
         return config
 
-    def _inference_config(self) -> dict[str, Any]:
-        return self._base_config({"stage": 3})
+    def _divided_config(self) -> dict[str, Any]:
+        """Of ZeRO-3 without an optimizer."""
+        return self._base_config({"stage": 3} | self._division())
+
+    def _division(self) -> dict[str, Any]:
+        return {"zero_hpz_partition_size": self.config.zpg} if self.config.zpg > 1 else {}
 
     def _base_config(self, zero: dict[str, Any]) -> dict[str, Any]:
         return {

@@ -32,7 +32,9 @@ def main(folder: str, out: str) -> None:
             strategy.setup_distributed()
 
         def new_actor(strategy=strategy):
-            return Actor(load_transformer(folder, ModelConfig(), strategy.dtype), [], checkpoint.eos_ids)
+            with strategy.loading():
+                transformer = load_transformer(folder, ModelConfig(), strategy.dtype)
+            return Actor(transformer, [], checkpoint.eos_ids)
 
         actor = strategy.prepare(new_actor(), OptimizerSettings(1e-4, total_steps=4))
         reference = strategy.prepare_inference(new_actor())

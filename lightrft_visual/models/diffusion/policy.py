@@ -25,9 +25,11 @@ from ...config import registry
 from ...config.diffusion import DiffusionModelConfig
 from ...errors import ConfigError
 from ...strategy import collectives
+from ...strategy.dividing import Divide
 from ...strategy.offload import on_device
 from ..weight_copies import WeightCopy, gathered
 from .decoding import checkpoint_decoder, in_parts
+from .divided import load_divided
 from .families.base import NEGATIVE, DiffusionFamily
 from .prompt_cache import PromptCache
 
@@ -79,14 +81,20 @@ class DiffusionPolicy(nn.Module):
     def from_pretrained(
         cls, path: str, *, lora: LoraSettings | None = None, dtype: torch.dtype = torch.float32,
         trainable: tuple[str, ...] | None = None, text_length: int | None = None, family: str = "auto",
+        divide: Divide | None = None,
     ) -> DiffusionPolicy:  # fmt: skip
         """Load a diffusers pipeline folder or hub id. text_length: T5 or LLM tokens; default: what the folder's
-        `PIPELINE_SETTINGS` says, else the family's own.
+        `PIPELINE_SETTINGS` says, else the family's own. divide: the strategy's, under ZeRO-3: the denoisers are then
+        divided over the ranks while they load, and all ranks load together.
 
         Raises ConfigError when no family here reads the pipeline's class, or when it is not the one named.
         """
         adapter = named_family(pipeline_class(path), family)
-        pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype, **adapter.loading())
+        parts = adapter.loading()
+        if divide is not None:
+            trained = () if lora is not None and lora.rank else trainable or adapter.denoiser_names
+            parts |= load_divided(path, adapter.denoiser_names, dtype, divide, cast=trained)
+        pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype, **parts)
         return cls(adapter(pipeline, text_length or saved_text_length(path)), lora, trainable)
 
     @property

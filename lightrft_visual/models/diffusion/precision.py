@@ -24,6 +24,7 @@ def kept_in_fp32(models: Iterable[nn.Module]) -> list[nn.Parameter]:
         for name, parameter in model.named_parameters()
         if parameter.dtype == torch.float32
         and not parameter.requires_grad
+        and not is_zero_param(parameter)  # it was loaded in its precision, which DeepSpeed then leaves alone
         and any(part in name for part in model._keep_in_fp32_modules or ())
     ]
 

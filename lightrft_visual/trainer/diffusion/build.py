@@ -184,6 +184,7 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
         trainable=model.trained_denoisers,
         text_length=model.max_sequence_length,
         family=model.family,
+        divide=strategy.divide,
     )
     if algorithm.prediction is not None and policy.prediction != algorithm.prediction:
         fitting = [each.name for each in registry.diffusion_families if each.prediction == algorithm.prediction]

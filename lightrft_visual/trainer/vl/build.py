@@ -162,7 +162,8 @@ def _optimizer(config: RunConfig, learning_rate: float, total_steps: int) -> Opt
 def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint, total_steps: int):
     """(actor, critic or None, reference score function or None)."""
     model = config.model
-    transformer = load_transformer(checkpoint.path, model, strategy.dtype)
+    with strategy.loading():
+        transformer = load_transformer(checkpoint.path, model, strategy.dtype)
     freeze(transformer, model.freeze_prefix)
     banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
     new_actor = partial(Actor, banned_ids=banned, eos_ids=checkpoint.eos_ids)
@@ -171,7 +172,8 @@ def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoi
     )
     critic = None
     if config.algorithm.estimator.critic:
-        backbone = load_transformer(model.critic_pretrain or checkpoint.path, model, strategy.dtype)
+        with strategy.loading():
+            backbone = load_transformer(model.critic_pretrain or checkpoint.path, model, strategy.dtype)
         freeze(backbone, model.freeze_prefix)
         critic = strategy.prepare(Critic(backbone), _optimizer(config, config.train.critic_learning_rate, total_steps))
     reference = None
@@ -189,7 +191,9 @@ def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Check
                 return actor(inputs, rule, with_entropy=False).log_probs
 
         return without_adapters
-    frozen = strategy.prepare_inference(new_actor(load_transformer(checkpoint.path, config.model, strategy.dtype)))
+    with strategy.loading():
+        transformer = load_transformer(checkpoint.path, config.model, strategy.dtype)
+    frozen = strategy.prepare_inference(new_actor(transformer))
     return lambda inputs, rule: frozen(inputs, rule, with_entropy=False).log_probs
 
 
