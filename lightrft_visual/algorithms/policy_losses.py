@@ -136,6 +136,19 @@ def cpgd_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     return TokenLoss(values, bounded < gain)
 
 
+def sapo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+    """SAPO (arXiv 2511.20347): a sigmoid gate on each token's ratio instead of a clip, 4/tau sigmoid(tau (ratio - 1)).
+
+    Its slope is 1 on-policy and falls off smoothly on both sides, faster for advantages that are not positive
+    (sapo_tau_neg). clipped: tokens whose gradient the gate has cut to less than half.
+    """
+    ratio = _log_ratio(inputs).exp()
+    tau = torch.where(inputs.advantages > 0, config.sapo_tau_pos, config.sapo_tau_neg)
+    gate = torch.sigmoid(tau * (ratio - 1))
+    slope = 4 * gate * (1 - gate)
+    return TokenLoss(-4 / tau * gate * inputs.advantages, (slope < 0.5) & (inputs.advantages != 0))
+
+
 def _clip_high(config: AlgorithmConfig) -> float:
     return config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
 
@@ -238,9 +251,10 @@ def sequence_log_weights(log_weights: T) -> T:
 def importance_weights(inputs: LossInputs, config: AlgorithmConfig) -> tuple[T, T]:
     """Weights for the rollout/trainer mismatch: old policy by the trainer over old policy by the engine.
 
-    Returns (weights (B, A) or (B, 1)-expanded, without gradient; cut (B, A) bool: where the weight exceeded tis_cap).
-    'token': each token's ratio; 'sequence': the product over the sequence. Above the cap the weight is the cap
+    Returns (weights (B, A) or (B, 1)-expanded, without gradient; cut (B, A) bool: where the weight left its range).
+    'token': each token's ratio; 'sequence': the product over the sequence. Above tis_cap the weight is the cap
     (truncated importance sampling), or 0 with tis_mask (the tokens or sequences leave the loss, not the denominators).
+    tis_mask drops what lies below tis_floor too: IcePop's two-sided mask ("Every Step Evolves", arXiv 2510.18855).
     """
     log_weight = torch.where(
         inputs.action_mask, inputs.old_log_probs - inputs.rollout_log_probs, torch.zeros_like(inputs.old_log_probs)
@@ -248,6 +262,8 @@ def importance_weights(inputs: LossInputs, config: AlgorithmConfig) -> tuple[T, 
     log_weight = registry.tis_modes.load(config.tis_mode)(log_weight)
     weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     cut = weight > config.tis_cap
+    if config.tis_floor > 0:
+        cut = cut | ((weight < config.tis_floor) & inputs.action_mask)
     if config.tis_mask:
         return torch.where(cut, torch.zeros_like(weight), weight), cut
     return weight.clamp(max=config.tis_cap), cut

@@ -208,6 +208,7 @@ for _entry in (
     PolicyLoss("gmpo", f"{_losses}:gmpo_loss", "geometric mean of clipped token ratios"),
     PolicyLoss("cispo", f"{_losses}:cispo_loss", "clipped importance weight on the log-prob; no token is dropped"),
     PolicyLoss("cpgd", f"{_losses}:cpgd_loss", "policy gradient on clipped log ratios, with a drift term"),
+    PolicyLoss("sapo", f"{_losses}:sapo_loss", "smooth gate on the ratio of each token instead of a clip"),
 ):
     policy_losses.add(_entry)
 

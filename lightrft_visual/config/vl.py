@@ -194,8 +194,12 @@ class AlgorithmConfig(Section):
     high_entropy_token_ratio: Annotated[float, within("(0, 1]")] = 1.0  # top share of tokens by entropy (2506.01939)
     cpgd_alpha: NonNegativeFloat = 0.0  # weight of the policy-drift term of the cpgd loss
     tis_mode: Annotated[str, registered(registry.tis_modes)] = "off"  # weights for rollout/trainer mismatch
+    sapo_tau_pos: PositiveFloat = 1.0  # sharpness of the sapo loss's gate, for positive advantages
+    sapo_tau_neg: PositiveFloat = 1.05  # and for the others
     tis_cap: PositiveFloat = 2.0
     tis_mask: bool = False  # drop tokens (sequences) above the cap instead of truncating their weight
+    tis_floor: NonNegativeFloat = 0.0  # tis_mask drops those below it too (IcePop); 0 for none
+    mask_truncated: bool = False  # answers cut at generate_max_len stay in their group's statistics, not in the loss
     overlong_buffer: bool = False
     overlong_buffer_len: PositiveInt = 1024
     overlong_buffer_penalty_factor: NonNegativeFloat = 1.0
@@ -233,6 +237,8 @@ class AlgorithmConfig(Section):
             "kl_target steers a coefficient that starts at init_kl_coef: at 0 it would stay there",
         )
         require(self.corrects_rollouts or not self.tis_mask, "tis_mask belongs to --tis_mode token or sequence")
+        require(self.tis_mask or self.tis_floor == 0, "tis_floor belongs to --tis_mask true")
+        require(self.tis_floor < self.tis_cap, f"tis_floor {self.tis_floor} is not below tis_cap {self.tis_cap}")
         require(
             self.reward_running_norm or not self.reward_running_norm_minus_mean,
             "reward_running_norm_minus_mean belongs to --reward_running_norm",

@@ -152,6 +152,20 @@ class TestCISPO:
         assert loss_and_slope(0.1, 1.0, policy_loss="cispo", eps_clip=1.0)[1] == pytest.approx(-0.1, abs=1e-6)
 
 
+class TestSAPO:
+    @pytest.mark.parametrize(("advantage", "tau"), [(2.0, 1.0), (-2.0, 1.05)])
+    @pytest.mark.parametrize("ratio", [0.2, 1.0, 1.5, 6.0])
+    def test_gate_of_the_paper(self, advantage, tau, ratio):
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        weight = 4 * gate * (1 - gate)  # the paper's w, 1 on-policy; d ratio / d log-prob is the ratio
+        loss, slope, clipped = loss_and_slope(ratio, advantage, policy_loss="sapo")
+        assert (loss, slope) == pytest.approx((-4 / tau * gate * advantage, -weight * ratio * advantage), rel=1e-4)
+        assert clipped == (weight < 0.5)
+
+    def test_on_policy_it_is_the_policy_gradient(self):
+        assert loss_and_slope(1.0, 3.0, policy_loss="sapo")[1] == pytest.approx(-3.0)
+
+
 class TestCPGD:
     def test_clipped_log_ratio(self):
         log = math.log
@@ -339,6 +353,9 @@ class TestImportanceSampling:
             ({"tis_mode": "token", "tis_cap": 2.0}, (2 + 0.5) / 2, 0.5),
             ({"tis_mode": "token", "tis_cap": 2.0, "tis_mask": True}, 0.5 / 2, 0.5),
             ({"tis_mode": "token", "tis_cap": 5.0}, (4 + 0.5) / 2, 0.0),
+            ({"tis_mode": "token", "tis_cap": 5.0, "tis_mask": True, "tis_floor": 0.6}, 4 / 2, 0.5),
+            ({"tis_mode": "token", "tis_cap": 3.0, "tis_mask": True, "tis_floor": 0.6}, 0.0, 1.0),
+            ({"tis_mode": "token", "tis_cap": 5.0, "tis_mask": True, "tis_floor": 0.4}, (4 + 0.5) / 2, 0.0),
             ({"tis_mode": "sequence", "tis_cap": 3.0}, 2.0, 0.0),
             ({"tis_mode": "sequence", "tis_cap": 1.5}, 1.5, 1.0),
             ({"tis_mode": "sequence", "tis_cap": 1.5, "tis_mask": True}, 0.0, 1.0),

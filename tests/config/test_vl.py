@@ -22,6 +22,8 @@ def load(text: str) -> RunConfig:
         ("--packing_samples --max_tokens_per_batch 1000", r"prompt_max_len \+ generate_max_len = 2048"),
         ("--critic_pretrain somewhere", "critic_pretrain.*gae"),
         ("--tis_mask", "tis_mask belongs to --tis_mode"),
+        ("--tis_mode token --tis_floor 0.5", "tis_floor belongs to --tis_mask"),
+        ("--tis_mode token --tis_mask --tis_floor 2.5", "not below tis_cap 2.0"),
         ("--reward_running_norm_minus_mean", "belongs to --reward_running_norm"),
         ("--init_kl_coef 0 --kl_target 0.1", "kl_target steers"),
         ("--eval_ema", "add --enable_ema"),

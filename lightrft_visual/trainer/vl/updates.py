@@ -51,7 +51,7 @@ def plan_batch(
     masks, entropies = [], []
     for micro_batch in micro_batches:
         items = [buffer[index] for index in micro_batch.indices]
-        masks.append(_padded([_counted(item, micro_batch) for item in items]))
+        masks.append(_padded([_counted(item, micro_batch, config.mask_truncated) for item in items]))
         if config.high_entropy_token_ratio < 1:
             entropies.append(_padded([item.action_entropy for item in items]))
     policy_masks = None
@@ -60,9 +60,11 @@ def plan_batch(
     return TrainBatch(micro_batches, masks, policy_masks, global_denominators(masks, max_tokens))
 
 
-def _counted(item, micro_batch: MicroBatch) -> T:
-    """(a) bool: the tokens of one sample that the loss counts; none of an invalid or repeated one."""
+def _counted(item, micro_batch: MicroBatch, mask_truncated: bool) -> T:
+    """(a) bool: the tokens of one sample that the loss counts; none of an invalid, repeated or left out one."""
     valid = not micro_batch.filler and (item.valid is None or bool(item.valid))
+    if mask_truncated:
+        valid = valid and not bool(item.info["truncated"])
     mask = item.action_mask if item.action_mask is not None else torch.ones_like(item.action_log_probs)
     return mask.bool() & valid
 

@@ -151,3 +151,20 @@ def test_text_alone_gives_every_weight_of_the_vision_tower_a_zero_gradient(tmp_p
     _, of_images = gradients(checkpoint, 8, packed, eight_prompts())
     assert of_text.keys() == of_images.keys()
     assert all(not gradient.any() for name, gradient in of_text.items() if ".visual." in name)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_cut_answers_leave_the_loss_and_its_denominators(cache_root, tmp_path, packed):
+    checkpoint = checkpoint_of(tmp_path, "qwen2_5_vl")
+    buffer = NaiveReplayBuffer(4, packing_samples=packed)
+    experience = collate(rollouts_of(checkpoint, eight_prompts()), checkpoint.tokenizer.pad_token_id, checkpoint.vision)
+    experience.action_log_probs = torch.zeros(experience.action_mask.shape)
+    experience.info = {"truncated": torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0])}
+    lengths = experience.action_mask.sum(dim=1)
+    buffer.append(experience)
+    (micro_batches,) = buffer.plan(0)
+    kept = plan_batch(buffer, micro_batches, AlgorithmConfig(mask_truncated=True), max_tokens=6)
+    every = plan_batch(buffer, micro_batches, AlgorithmConfig(), max_tokens=6)
+    assert every.denominators.tokens == lengths.sum() and every.denominators.sequences == 8
+    assert kept.denominators.tokens == lengths.sum() - lengths[0] - lengths[3] and kept.denominators.sequences == 6
+    assert sum(int(mask.sum()) for mask in kept.token_masks) == kept.denominators.tokens
