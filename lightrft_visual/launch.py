@@ -1,4 +1,4 @@
-"""What the example scripts share: from a configuration to a finished run, errors said in one line."""
+"""What the example scripts share: from a configuration to a finished run, errors said in a few lines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING
 from .config.vl import RunConfig
 from .errors import LightRFTVisualError, StoppedBySignal
 from .strategy.host import bound_spinning
-from .usercode.calls import TERMINATED
+from .usercode.calls import TERMINATED, describe_error, masked
+from .usercode.surroundings import no_silent_exit
 
 if TYPE_CHECKING:
     from .config.diffusion import DiffusionRunConfig
     from .trainer.loop import PolicyTrainer
+
+    AnyConfig = RunConfig | DiffusionRunConfig
+
+INTERRUPTED = 130  # exit code of a process that Ctrl-C ended, as shells give it
 
 
 def quiet_libraries() -> None:
@@ -36,14 +41,14 @@ def quiet_libraries() -> None:
 
 
 def run_vl(config: RunConfig) -> None:
-    """Build and run a vision-language trainer; the package's own errors end the process with one line and code 1."""
+    """Build and run a vision-language trainer; any error ends the process with a few lines and a code other than 0."""
 
     def build():
         from .trainer.vl.trainer import build_trainer
 
         return build_trainer(config)
 
-    _run(build)
+    _run(config, build)
 
 
 def run_diffusion(config: DiffusionRunConfig) -> None:
@@ -57,30 +62,23 @@ def run_diffusion(config: DiffusionRunConfig) -> None:
         diffusers_logging.disable_progress_bar()
         return build_diffusion_trainer(config)
 
-    _run(build)
+    _run(config, build)
 
 
-def _run(build: Callable[[], PolicyTrainer]) -> None:
+def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
     bound_spinning()  # before anything loads torch
     quiet_libraries()
     signal.signal(signal.SIGTERM, _end_at_once)  # until the trainer has a handler of its own
     try:
-        from transformers.utils import logging as transformers_logging
+        with no_silent_exit():
+            from transformers.utils import logging as transformers_logging
 
-        transformers_logging.disable_progress_bar()
-        trainer = build()
-        trainer.fit()
-        trainer.close()
-    except StoppedBySignal as error:
-        _fail(f"{type(error).__name__}: {error}", TERMINATED)
-    except LightRFTVisualError as error:
-        _fail(f"{type(error).__name__}: {error}")
-    except Exception as error:
-        traceback.print_exc()
-        _fail(f"{type(error).__name__}: {error}")
-    except SystemExit as leaving:  # a plugin's or library's: the steps of the run were not done
-        traceback.print_exc()
-        _fail(f"sys.exit({leaving.code!r}) was called before the run was done")
+            transformers_logging.disable_progress_bar()
+            trainer = build()
+            trainer.fit()
+            trainer.close()
+    except BaseException as error:  # also sys.exit, os._exit and the like: the steps of the run were not done
+        _fail(config, error)
     _leave()
     if trainer.state.exit_code:
         sys.exit(trainer.state.exit_code)
@@ -91,19 +89,40 @@ def _end_at_once(*_: object) -> None:
     os._exit(TERMINATED)
 
 
-def _fail(text: str, code: int = 1) -> None:
-    """Say what went wrong and end this process, and with it the other ranks.
+def _fail(config: AnyConfig, error: BaseException) -> None:
+    """Say what went wrong, where the rest of it is written, and end this process, and with it the other ranks.
 
     They may wait in a collective: a plain exit would wait for them, or for the engine's threads.
     """
+    from .config.load import resolved_yaml
+    from .observe.crash_log import Ending, write_crash_log
     from .strategy import collectives, watchdog
 
-    stage, rank = watchdog.stage(), f"rank {collectives.rank()}, " if collectives.world_size() > 1 else ""
-    where = "" if stage == watchdog.STARTING else f" ({rank}stage {stage})"
+    stage, rank, world_size = watchdog.stage(), collectives.rank(), collectives.world_size()
+    text = _in_words(error)
+    where = "" if stage == watchdog.STARTING else f" ({f'rank {rank}, ' if world_size > 1 else ''}stage {stage})"
+    ending = Ending(rank, world_size, stage, resolved_yaml(config))
+    log = write_crash_log(config.output.output_dir, error, ending)
+    if log is None:
+        traceback.print_exception(error)
     first, *rest = text.split("\n")
+    rest += [f"the full traceback, versions and configuration: {log}"] if log is not None else []
     print("\n".join([f"error: {first}{where}", *rest]), file=sys.stderr, flush=True)
     watchdog.report_failure(f"{text} (stage {stage})")
-    os._exit(code)
+    codes = {StoppedBySignal: TERMINATED, KeyboardInterrupt: INTERRUPTED}
+    os._exit(next((code for kind, code in codes.items() if isinstance(error, kind)), 1))
+
+
+def _in_words(error: BaseException) -> str:
+    """Our own errors as they are; of others what was raised, and the lines of a user's own files."""
+    if isinstance(error, LightRFTVisualError):
+        return f"{type(error).__name__}: {error}"
+    first, *lines = masked(describe_error(error)).split("\n")
+    if first.startswith("called "):
+        first = f"{first.removeprefix('called ')} was called before the run was done"
+    if isinstance(error, KeyboardInterrupt):
+        first = "interrupted before the run was done"
+    return "\n".join([first.removeprefix("raised "), *lines])
 
 
 def _leave() -> None:

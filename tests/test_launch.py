@@ -7,6 +7,7 @@ import os
 import pytest
 
 from lightrft_visual import launch
+from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import RewardError
 from lightrft_visual.strategy import watchdog
 
@@ -16,7 +17,7 @@ class Ended(BaseException):
 
 
 @pytest.fixture
-def ended(monkeypatch):
+def ended(monkeypatch, tmp_path):
     def end(code):
         raise Ended(code)
 
@@ -24,16 +25,25 @@ def ended(monkeypatch):
         monkeypatch.setattr(launch, name, lambda: None)
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(watchdog, "stage", lambda: "reward")
+    config = RunConfig()
+    config.output.output_dir = str(tmp_path / "run")
+    config.reward.remote_rm_url = "http://host/score?token=urlsecret123"
 
     def run(error):
         def build():
+            if callable(error):
+                error()
             raise error
 
         with pytest.raises(Ended) as caught:
-            launch._run(build)
+            launch._run(config, build)
         return caught.value.args[0]
 
     return run
+
+
+def log_of(folder):
+    return (folder / "run" / "crash.log").read_text()
 
 
 @pytest.mark.parametrize("code", [0, None, 3])
@@ -42,7 +52,66 @@ def test_leaving_from_inside_a_run_is_a_failure(ended, code, capsys):
     assert f"error: sys.exit({code!r}) was called before the run was done (stage reward)" in capsys.readouterr().err
 
 
-def test_the_stage_stands_in_the_first_line(ended, capsys):
+def test_the_process_cannot_be_left_behind_the_runs_back(ended, capsys):
+    assert ended(lambda: os._exit(0)) == 1
+    told = capsys.readouterr().err
+    assert "error: os._exit(0) was called before the run was done (stage reward)\n" in told and __file__ in told
+
+
+def test_ctrl_c_has_the_code_that_shells_give_it(ended, capsys):
+    assert ended(KeyboardInterrupt()) == 130
+    assert "error: interrupted before the run was done" in capsys.readouterr().err
+
+
+def test_the_stage_stands_in_the_first_line_and_the_file_with_the_rest_in_the_last(ended, capsys, tmp_path):
     assert ended(RewardError("score raised KeyError: 'x'\n  File \"mine.py\", line 3")) == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[-2:] == ["error: RewardError: score raised KeyError: 'x' (stage reward)", '  File "mine.py", line 3']
+    assert capsys.readouterr().err.splitlines()[-3:] == [
+        "error: RewardError: score raised KeyError: 'x' (stage reward)",
+        '  File "mine.py", line 3',
+        f"the full traceback, versions and configuration: {tmp_path}/run/crash.log",
+    ]
+
+
+def test_an_error_of_ours_is_told_in_a_line_and_in_full_in_the_log(ended, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_SERVICE_TOKEN", "environment-secret")
+
+    def goes_wrong():
+        try:
+            raise KeyError("environment-secret")
+        except KeyError as error:
+            raise ValueError("no such thing: hf_abcdefghijklmnopqrstuvwxyz") from error
+
+    assert ended(goes_wrong) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("error: ValueError: no such thing: *** (stage reward)\n") and "Traceback" not in told
+    log = log_of(tmp_path)
+    assert log.count("Traceback (most recent call last)") == 2 and "launch.py" in log and "in goes_wrong" in log
+    assert "rank 0 of 1" in log and "stage reward" in log and "torch 2." in log and "rollout_batch_size:" in log
+    for secret in ("environment-secret", "hf_abc", "urlsecret123"):
+        assert secret not in told + log
+
+
+def test_every_failure_adds_its_part(ended, tmp_path):
+    for _ in range(2):
+        ended(ValueError("again"))
+    assert log_of(tmp_path).count("ValueError: again") == 2
+
+
+def test_without_a_place_for_the_log_the_console_gets_the_traceback(ended, tmp_path, capsys):
+    (tmp_path / "run").touch()
+    assert ended(ValueError("x")) == 1
+    told = capsys.readouterr().err
+    assert (
+        "Traceback (most recent call last)" in told and "error: ValueError: x" in told and "full traceback" not in told
+    )
+
+
+class Silent(Exception):
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+def test_an_error_that_cannot_be_written_as_text(ended, capsys, tmp_path):
+    assert ended(Silent()) == 1
+    assert "error: Silent: (its message cannot be had: ZeroDivisionError) (stage reward)" in capsys.readouterr().err
+    assert "Silent" in log_of(tmp_path)

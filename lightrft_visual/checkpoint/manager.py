@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from ..errors import CheckpointError, ConfigError
 from ..strategy.collectives import all_gather_object, broadcast_object, is_rank_0, rank, world_size
 from .manifest import MANIFEST, check_files, describe_files, list_files, read_manifest, sync_file, write_manifest
+from .versions import NewerFormat
 
 logger = logging.getLogger(__name__)
 
@@ -103,12 +104,15 @@ class CheckpointManager:
         name: str | None = None,
         metrics: Mapping[str, float] | None = None,
         resumable: bool | None = None,
+        model: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write a checkpoint; every rank calls this, and `write(staging)` runs on every rank to write its own files.
 
         The result is `checkpoint-<step>`, or `name` (such as checkpoint-final), which is never rotated away and, unless
         `resumable` says so, is not something `find_latest` offers. A checkpoint of the same name is replaced; a folder
-        that is none is not touched. Raises CheckpointError on every rank when any failed; what was complete stays.
+        that is none is not touched. model: what the weights belong to, see `fingerprint`.
+
+        Raises CheckpointError on every rank when any failed; what was complete stays.
         """
         name = name or f"{PREFIX}{step:06d}"
         numbered = NUMBERED.match(name) is not None
@@ -123,7 +127,7 @@ class CheckpointManager:
             files = self._describe(staging, name)
             on_rank_0(
                 f"saving {name}",
-                lambda: self._publish(staging, name, self._content(step, files, metrics, resumable)),
+                lambda: self._publish(staging, name, self._content(step, files, metrics, resumable, model)),
             )
         except CheckpointError:
             self._discard(staging)
@@ -133,13 +137,19 @@ class CheckpointManager:
         return self.root / name
 
     def find_latest(self) -> Path | None:
-        """The newest complete checkpoint to resume from, hashes checked; a damaged one is skipped with a warning."""
-        for path, content in self._present():
+        """The newest complete checkpoint to resume from, hashes checked; a damaged one is skipped with a warning.
+
+        Raises NewerFormat where a newer version of this package has saved here: an older checkpoint beside it is not
+        where the run stands.
+        """
+        for path, content in sorted(self._present(), key=lambda each: each[1] is not None):  # unreadable ones first
             numbered = NUMBERED.match(path.name.removeprefix(REPLACED))
             if not (content["resumable"] if content else numbered):
                 continue
             try:
                 verify(path)
+            except NewerFormat:
+                raise
             except CheckpointError as error:
                 logger.warning("checkpoint %s is skipped: %s", path.name, error)
                 continue
@@ -216,7 +226,12 @@ class CheckpointManager:
         return dict(sorted(merged.items()))
 
     def _content(
-        self, step: int, files: dict[str, dict[str, Any]], metrics: Mapping[str, float] | None, resumable: bool
+        self,
+        step: int,
+        files: dict[str, dict[str, Any]],
+        metrics: Mapping[str, float] | None,
+        resumable: bool,
+        model: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
         numbers = {key: float(value) for key, value in (metrics or {}).items()}
         last = max((present["sequence"] for _, present in self._present() if present), default=0)
@@ -225,6 +240,7 @@ class CheckpointManager:
             "sequence": last + 1,
             "world_size": world_size(),
             "resumable": resumable,
+            "model": model,
             "metrics": {key: value for key, value in numbers.items() if math.isfinite(value)},
             "versions": {package: installed_version(package) for package in VERSIONED},
             "files": files,

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from .versions import FORMAT, up_to_date
 
 MANIFEST = "manifest.json"
-FORMAT = 1
 CHUNK = 1 << 20
 HASH_THREADS = 4  # hashlib lets go of the interpreter lock, so threads read and hash in parallel
 
@@ -77,7 +77,8 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, its seal checked. CheckpointError names the file when it is missing or damaged."""
+    """The manifest, its seal checked, in the present format. CheckpointError names the file when it is missing or
+    damaged; also as `versions.up_to_date`."""
     path = folder / MANIFEST
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint folder")
@@ -89,9 +90,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict) or content.get("seal") != seal(content):
         raise CheckpointError(f"{path} is damaged: its content does not match its own hash")
-    if content.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {content.get('format')}, this version reads format {FORMAT}")
-    return content
+    return up_to_date(content, path)
 
 
 def check_files(folder: Path, content: Mapping[str, Any], hashes: bool) -> None:

@@ -32,6 +32,7 @@ def plugins_in(arguments: Sequence[str]) -> str:
 def _load(name: str) -> ModuleType:
     from ..usercode.calls import describe_error  # loads torch, as nearly every plugin does
     from ..usercode.loading import load_module
+    from ..usercode.surroundings import LeftProcess, put_back
 
     if name.endswith(".py"):
         path = Path(name).expanduser().resolve()
@@ -41,6 +42,7 @@ def _load(name: str) -> ModuleType:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
+        with put_back(f"plugin {name}"):
+            return importlib.import_module(name)
+    except (Exception, SystemExit, LeftProcess) as error:
         raise ConfigError(f"plugin {name} fails on import: {describe_error(error).removeprefix('raised ')}") from error

@@ -37,6 +37,7 @@ class RewardConfig(Section):
     reward_timeout: PositiveFloat = 60.0  # deadline of one remote call, seconds, retries included
     reward_retries: NonNegativeInt = 3  # on connection errors, 429 and 5xx only
     reward_concurrency: PositiveInt = 32  # remote requests in flight at once
+    on_reward_error: BadRows = "error"  # skip: samples that a function raises on, or scores badly, become invalid
     reward_max_invalid: Annotated[float, Share] = 0.5  # share of invalid scores in one step above which the run stops
     reward_token_env: str | None = None  # environment variable that holds the bearer token of remote rewards
     reward_image_format: Annotated[str, one_of("png", "jpeg")] = "png"  # png is lossless
@@ -85,6 +86,7 @@ class OutputConfig(Section):
     max_ckpt_num: PositiveInt = 3
     load_checkpoint: bool = False  # same as resume_from=auto
     resume_from: str | None = None  # a checkpoint folder, or auto
+    resume_other_model: bool = False  # resume although the checkpoint was trained from another model
     sigterm_exit_code: Annotated[int, within("[0, 255]")] = 0  # of a run that SIGTERM ended after a checkpoint
     best_metric: str | None = None  # column of eval_metrics.csv by which the best checkpoint is kept
     eval_samples_per_prompt: PositiveInt = 4

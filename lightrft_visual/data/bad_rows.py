@@ -87,11 +87,15 @@ class BadRows:
     def check(self) -> None:
         """Raise DataError when more than `max_share` of the rows are bad."""
         if len(self.rows) > self.max_share * self.inspected:
-            first = next(iter(self.rows.values()))
             raise DataError(
-                f"{self.summary()}; that is more than max_bad_share = {self.max_share:g}. The first: {first.message}. "
-                "Repair the data, or raise --max_bad_share"
+                f"{self.summary()}; that is more than max_bad_share = {self.max_share:g}. Repair the data, or raise "
+                f"--max_bad_share\n{self._table()}"
             )
+
+    def _table(self) -> str:
+        """A line for each cause, the most frequent first, with the first row of it."""
+        firsts = {row.cause: row.message for row in reversed(self.rows.values())}
+        return "\n".join(f"  {count} x {cause}: {firsts[cause]}" for cause, count in self.causes.most_common())
 
     def report(self) -> None:
         """Say the summary, where there is anything to say."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,18 @@ def check_values(row: Mapping[str, Any]) -> None:
                 raise DataError(f"column {column!r} is nested deeper than {MAX_DEPTH} levels", "nested too deep")
             inner = [*value, *value.values()] if isinstance(value, Mapping) else value
             pending += [(each, depth + 1, column) for each in inner]
+
+
+def check_reference(reference: Any) -> None:
+    """Raise DataError for a reference that no answer equals: one that is or holds NaN or an infinity. pandas writes
+    NaN where a number is missing."""
+    pending = [reference]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise DataError(f"the reference holds {value}, which no answer equals", "reference not finite")
+        if isinstance(value, (list, tuple)):
+            pending += value
 
 
 def _check_text(text: str, column: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config.diffusion import DiffusionDataConfig
 from ..errors import DataError
-from .bounds import check_values
+from .bounds import check_reference, check_values
 from .media import image_size, is_path, resolve_source
 from .prompts import PromptDataset, PromptRow, RowChecks
 from .sources import RowSource
@@ -26,11 +26,17 @@ class DrawPrompts(PromptDataset):
     needs one. The first frame is the row's one image.
     """
 
-    def __init__(self, spec: str, split: str, limit: int, config: DiffusionDataConfig, first_frames: bool):
-        """spec, split, limit: as of PromptDataset. first_frames: whether the model starts from one."""
+    def __init__(
+        self, spec: str, split: str, limit: int, config: DiffusionDataConfig, first_frames: bool,
+        labels: frozenset[str] | None = None,
+    ):  # fmt: skip
+        """spec, split, limit: as of PromptDataset. first_frames: whether the model starts from one. labels: of
+        RowChecks."""
         self.first_frames = first_frames
         # Pixels are read at the start: what a step draws with is chosen by row, so no row can be left out later.
-        super().__init__(spec, config, split=split, max_rows=limit, checks=RowChecks(decode=first_frames))
+        super().__init__(
+            spec, config, split=split, max_rows=limit, checks=RowChecks(decode=first_frames, labels=labels)
+        )
 
     @cached_property
     def rows(self) -> list[PromptRow]:
@@ -60,6 +66,7 @@ def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, first_fr
         raise DataError(f"{name}: a row must be a mapping of columns, not {type(raw).__name__}", "row form")
     check_values(raw)
     _check_columns(raw, name, config)
+    check_reference(raw.get(config.reference_key))
     prompt = raw.get(config.input_key)
     if not isinstance(prompt, str) or not prompt.strip():
         columns = ", ".join(map(str, raw))

@@ -111,6 +111,8 @@ def _as_data_error(message: str) -> Iterator[None]:
         yield
     except DataError:
         raise
+    except Image.DecompressionBombError as error:  # by its header: PIL's own limit comes before ours
+        raise DataError(f"{message}: {error}", "image too large") from error
     except Exception as error:
         raise DataError(f"{message}: {error}", "image damaged") from error
 
@@ -183,7 +185,7 @@ def read_source(source: Any, *, root: str | os.PathLike | None = None, allow_rem
     if isinstance(source, os.PathLike):
         return _regular_file(Path(source), root)
     if not isinstance(source, str):
-        raise DataError(f"a {type(source).__name__} is no path, URL, bytes, base64 or PIL image")
+        raise DataError(f"a {type(source).__name__} is no path, URL, bytes, base64 or PIL image", "media form")
     if is_remote(source):
         try:
             return fetch_bytes(source, allow_remote=allow_remote, max_bytes=MAX_FILE_BYTES, timeout=FETCH_TIMEOUT)
@@ -205,7 +207,9 @@ def _inner_source(source: Mapping[str, Any]) -> Any:
         raise DataError(f"no bytes, path, url or image in a mapping with keys {keys}", "media missing")
     settings = sorted(key for key in source if source[key] is not None and key in _SIZE_SETTINGS)
     if settings:
-        raise DataError(f"an image with setting(s) {', '.join(settings)} of its own; sizes are set by --max_pixels")
+        raise DataError(
+            f"an image with setting(s) {', '.join(settings)} of its own; sizes are set by --max_pixels", "media form"
+        )
     return inner
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from jinja2.exceptions import TemplateError
 from transformers import ProcessorMixin
 
 from ..config.vl import DataConfig, RolloutConfig
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, did_you_mean
 from ..strategy import collectives
 from .bad_rows import LONG_PROMPT, BadRow, BadRows
 from .media import image_size, is_remote, load_image
@@ -37,7 +38,8 @@ class RowChecks:
 
     limits: of images and videos a prompt, which the rollout engine would refuse only in the middle of the run.
     model_input, prompt_max_len: the model's processor or tokenizer, and the tokens that a prompt may have, images
-    expanded; None: lengths are not looked at. decode: all pixels are read too, not only headers. media: how the model's
+    expanded; None: lengths are not looked at. labels: those that are scored; a row with another one, or without any, is
+    bad; None: every row is. decode: all pixels are read too, not only headers. media: how the model's
     family handles placeholders.
     """
 
@@ -46,6 +48,7 @@ class RowChecks:
     prompt_max_len: int | None = None
     decode: bool = False
     media: type[MediaConventions] = MediaConventions
+    labels: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class PromptDataset:
         self._reserved = self.checks.media.reserved(model_input) if model_input is not None else ()
         self._sources: list[RowSource] = [open_source(path, split) for path in paths]
         self._rows: list[tuple[int, int]] = []  # source, row in it
+        self._read: list[int] = []  # rows of each source that were looked at, up to the last one taken
         for number, path in enumerate(paths):
             self._admit(number, path, max_rows)
         self.bad.check()
@@ -129,12 +133,21 @@ class PromptDataset:
     def __iter__(self) -> Iterator[PromptRow]:
         return (self[index] for index in range(len(self)))
 
+    def labels_cut_away(self) -> set[str | None]:
+        """Labels of the rows beyond max_rows, which are read for it; bad ones are passed over. A collective."""
+        found: set[str | None] = set()
+        for source, start in zip(self._sources, self._read) if collectives.is_rank_0() else ():
+            for row in range(start, len(source)):
+                with contextlib.suppress(DataError):
+                    found.add(self._parse(source, row, row).label)
+        return collectives.broadcast_object(found)
+
     def load(self, index: int) -> PromptRow:
         """The row with its images and videos decoded. Raises DataError naming the row for what cannot be used."""
         row = self[index]
         try:
             loaded = self._decoded(row)
-            if self.checks.prompt_max_len is not None and _is_remote_row(row):  # not known at the start
+            if self.checks.prompt_max_len is not None and is_remote_row(row):  # not known at the start
                 self._check_length(self._found(loaded, [image.size for image in loaded.images]))
             return loaded
         except DataError as error:
@@ -182,8 +195,11 @@ class PromptDataset:
                 forms.add(found.form)
                 admitted += 1
                 if admitted == max_rows:
+                    start = row + 1
                     break
-            start = rows.stop
+            else:
+                start = rows.stop
+        self._read.append(start)
         if admitted == 0:
             causes = f": {self.bad.summary()}" if len(self.bad) else ""
             raise DataError(f"{path}: no usable row among {len(source)}{causes}")
@@ -214,7 +230,8 @@ class PromptDataset:
         try:
             parsed = self._parse(source, row, row)
             self._check_counts(parsed)
-            if self.checks.decode and not _is_remote_row(parsed):
+            self._check_label(parsed.label)
+            if self.checks.decode and not is_remote_row(parsed):
                 self._decoded(parsed)
             for video in parsed.videos:
                 check_video(video, **self._reading)
@@ -230,6 +247,12 @@ class PromptDataset:
             if len(items) > getattr(limits, flag):
                 text = f"{len(items)} {kind}s, above {flag} = {getattr(limits, flag)}"
                 raise DataError(text, f"too many {kind}s")
+
+    def _check_label(self, label: str | None) -> None:
+        known = self.checks.labels
+        if known is not None and label not in known:
+            told = "the row has no label" if label is None else f"the label {label!r} has no reward recipe"
+            raise DataError(f"{told}{did_you_mean(label or '', known)}", "label without a recipe")
 
     def _header(self, image: Any) -> Size | None:
         if is_remote(image) and self.config.allow_remote_media:
@@ -302,7 +325,8 @@ class PromptDataset:
         return len(expanded) - len(processor.tokenizer(text)["input_ids"])
 
 
-def _is_remote_row(row: PromptRow) -> bool:
+def is_remote_row(row: PromptRow) -> bool:
+    """Whether media of the row come from the network."""
     return any(map(is_remote, row.images)) or any(map(is_remote_video, row.videos))
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 
 from ..config.vl import DataConfig
 from ..errors import DataError
-from .bounds import check_values
+from .bounds import check_reference, check_values
 from .forms import MediaCell, find_media, messages_in, read_form
 from .media import resolve_source
 
@@ -78,6 +78,8 @@ def parse_row(
             kind = type(prompt).__name__
             raise DataError(f"with apply_chat_template false the prompt must be a string, not {kind}", "prompt form")
         reference, used = _find_reference(columns, config)
+        reference = reading.reference if reference is None else reference
+        check_reference(reference)
         label = _label(columns.get(config.label_key))
         read = {used, *(column for found in cells.values() for column in found.holders)}
         return PromptRow(
@@ -85,7 +87,7 @@ def parse_row(
             images=[resolve_source(image, root) for image in images],
             videos=[_resolve_video(video, root) for video in videos],
             label=reading.label if label is None else label,
-            reference=reading.reference if reference is None else reference,
+            reference=reference,
             metadata=_metadata(columns, config, read),
             source=source,
             index=index,

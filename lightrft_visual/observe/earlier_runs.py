@@ -10,7 +10,7 @@ from pathlib import Path
 ASIDE = "earlier_runs"
 # What a run writes into its folder; other things in it belong to somebody else and stay.
 OWN = re.compile(
-    r"metrics\.(csv|jsonl)|bad_rows\.jsonl|eval_metrics\.csv|env\.json|config\.resolved\.yaml|report\.html|rollouts|tensorboard|wandb"
+    r"metrics\.(csv|jsonl)|crash\.log|bad_rows\.jsonl|eval_metrics\.csv|env\.json|config\.resolved\.yaml|report\.html|rollouts|tensorboard|wandb"
     r"|eval_epoch_\d+|checkpoint-.+|latest"
 )
 

@@ -260,6 +260,12 @@ class RewardOutput:
     valid: T
     metrics: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def counts(self) -> dict[str, float]:
+        """The metrics that are of the call as a whole: without the components' means, which a trainer makes of those
+        samples that it keeps."""
+        return {name: n for name, n in self.metrics.items() if name.removeprefix("reward/") not in self.components}
+
 
 @runtime_checkable
 class Source(Protocol):

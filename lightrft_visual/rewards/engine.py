@@ -86,10 +86,11 @@ class RewardComputationEngine:
         labels: Iterable[str | None] = (),
         columns: Collection[str] | None = None,
         references: bool | None = None,
+        labels_cut_away: Callable[[], Collection[str | None]] = frozenset,
     ) -> RewardComputationEngine:
         """The engine that a configuration describes. labels, columns: those of the data, which recipe and functions
-        are checked against; references: whether any row has one."""
-        arguments = engine_arguments(config, labels, columns, references)
+        are checked against; references: whether any row has one; labels_cut_away: see `Recipe.check_labels`."""
+        arguments = engine_arguments(config, labels, columns, references, labels_cut_away)
         return cls(**arguments, tokenizer=tokenizer, strategy=strategy, packing_samples=packing_samples, config=config)
 
     def _aggregator(self, reward_fn: Any, given: Mapping[str, Any]) -> Any:

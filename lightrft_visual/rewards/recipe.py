@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -69,16 +69,21 @@ class Recipe:
             )
         return found
 
-    def check_labels(self, labels: Iterable[str | None]) -> None:
+    def check_labels(
+        self, labels: Iterable[str | None], cut_away: Callable[[], Collection[str | None]] = frozenset
+    ) -> None:
         """Raise ConfigError for the first label without a recipe, and for the first recipe that no row's label has.
 
-        labels: of all rows; none at all when the data are not known."""
+        labels: of all rows that are used; none at all when the data are not known. cut_away: those of rows that are in
+        the files and not used, such as beyond max_samples; asked only where a recipe's label is in no other."""
         labels = list(dict.fromkeys(labels))
         for label in labels:
             self.for_label(label)
         known = [str(label) for label in labels if label is not None]
-        for label in self.entries if labels else ():
-            if label not in (ANY_LABEL, *known):
+        absent = [label for label in self.entries if label not in (ANY_LABEL, *known)] if labels else []
+        beyond = {str(label) for label in cut_away()} if absent else set()
+        for label in absent:
+            if label not in beyond:
                 hint = did_you_mean(label, known) if known else "; no row has a label: --label_key names its column"
                 raise ConfigError(f"the reward recipe has the label {label!r}, which no row of the data has{hint}")
 

@@ -186,9 +186,12 @@ class Catalogue:
 
     def aggregator(self, function: Any, given: Mapping[str, Any]) -> Source:
         """The function that makes the reward of the scores; never on Ray, where the scores are not."""
-        if isinstance(function, LoadedFunction):
-            return self._user_function(function, callable_name(function), given)
-        return self._callable(function, given)
+        loaded = isinstance(function, LoadedFunction)
+        source = (
+            self._user_function(function, callable_name(function), given) if loaded else self._callable(function, given)
+        )
+        source.lenient = False  # its other scores are of all samples: it cannot be asked for halves
+        return source
 
     def _user_function(self, function: LoadedFunction, name: str, given: Mapping[str, Any]) -> Source:
         """A function by path: in this process, or with a time limit in one of its own."""
@@ -201,7 +204,8 @@ class Catalogue:
         return self._source(moved, name, given)
 
     def _source(self, function: Any, name: str, given: Mapping[str, Any]) -> Source:
-        return CallableSource(function, name, given, self.config.reward_form, self.device)
+        lenient = self.config.on_reward_error == "skip"
+        return CallableSource(function, name, given, self.config.reward_form, self.device, lenient)
 
     def _remote_by_url(self, entry: RecipeEntry) -> Source:
         return self._remote(entry.name, entry.key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from ..config.shared import RewardConfig
@@ -57,9 +57,11 @@ def engine_arguments(
     labels: Iterable[str | None] = (),
     columns: Collection[str] | None = None,
     references: bool | None = None,
+    labels_cut_away: Callable[[], Collection[str | None]] = frozenset,
 ) -> dict[str, Any]:
     """Keyword arguments of RewardComputationEngine. Raises ConfigError as `check_reward_config` does, and with the
     labels and columns of the data, and whether any row has a reference, for a reward that these do not fit.
+    labels_cut_away: see `Recipe.check_labels`.
     """
     if config.reward_token_env and not os.environ.get(config.reward_token_env):
         raise ConfigError(f"reward_token_env names {config.reward_token_env}, which is not set")
@@ -73,7 +75,7 @@ def engine_arguments(
     forms.check(config.reward_form)
     names = _check_parts(config, functions, recipe, columns)
     if recipe is not None:
-        recipe.check_labels(labels)
+        recipe.check_labels(labels, labels_cut_away)
     if references is False:
         _check_references(config, functions, recipe)
     last = by_hand or (functions if len(functions) == 1 else [])
@@ -85,6 +87,13 @@ def engine_arguments(
         "reward_fn_label_map": {name: place for place, name in enumerate(names)} if by_hand and names else None,
         "reward_recipe": recipe,
     }
+
+
+def scored_labels(config: RewardConfig) -> frozenset[str] | None:
+    """The labels that the recipe of a configuration has; None where samples of any label are scored. Raises
+    ConfigError as `load_recipe`."""
+    recipe = load_recipe(config.reward_recipe) if config.reward_recipe else None
+    return None if recipe is None or ANY_LABEL in recipe.entries else frozenset(recipe.entries)
 
 
 def check_reward_config(config: RewardConfig, labels: Iterable[str | None] = ()) -> None:

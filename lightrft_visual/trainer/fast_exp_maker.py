@@ -25,6 +25,7 @@ from ..rollout.multimodal import MultimodalDataProcessor
 from ..rollout.stage import RolloutStage
 from ..strategy import collectives
 from ..strategy.phase_timer import PhaseTimer
+from .stage_metrics import over_rounds
 from .vl.stages import ForwardStage, MadeExperience, RewardStage
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class FastExperienceMaker:
             return self.rollout_stage.generate(batch, sampling, policy_version=self.policy_version, purpose=purpose)
 
     def score(self, rollouts: list[Rollout]) -> dict[str, float]:
-        """Score rollouts in place with the reward engine; its metrics of this rank."""
+        """Score rollouts in place with the reward engine; its counts of this rank."""
         with self._phase("reward"):
             return self.reward_stage.run(rollouts)
 
@@ -195,7 +196,7 @@ class FastExperienceMaker:
         self, batch: PromptBatch, sampling: SamplingSettings, more: MorePrompts | None
     ) -> tuple[list[Rollout], dict[str, float]]:
         """Rollouts of the batch, by dynamic sampling where it is on, and metrics. The engine sleeps afterwards."""
-        metrics: dict[str, float] = {}
+        rounds: list[dict[str, float]] = []
         tries = self.settings.dynamic_sampling_tries if more is not None else 1
 
         def sample_round(number: int) -> list[Rollout]:
@@ -203,15 +204,18 @@ class FastExperienceMaker:
             rollouts = self.generate(prompts, sampling)
             if number + 1 == tries:
                 self._rest()  # before rewards, which may be models that need the memory
-            metrics.update(self.score(rollouts))
+            rounds.append(self.score(rollouts))
             return rollouts
 
         if tries == 1:
-            return sample_round(0), metrics
+            return sample_round(0), over_rounds(rounds)
         dynamic = DynamicSampling(len(batch), tries)
         rollouts = dynamic.collect(sample_round)
         self._rest()
-        return rollouts, metrics | {"dynamic_rounds": dynamic.rounds, "dynamic_filled_groups": dynamic.filled}
+        return rollouts, over_rounds(rounds) | {
+            "dynamic_rounds": dynamic.rounds,
+            "dynamic_filled_groups": dynamic.filled,
+        }
 
     def _rest(self) -> None:
         """Let the engine give its memory on the accelerator to rewards and forward passes."""

@@ -32,12 +32,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class LoopSettings:
-    """What the loop reads of a configuration. total_steps counts rollout steps; resume_folder: of `check_output`."""
+    """What the loop reads of a configuration. total_steps counts rollout steps; resume_folder: of `check_output`;
+    model: what is trained, as a `fingerprint`."""
 
     total_steps: int
     output: OutputConfig
     train: TrainConfig
     resume_folder: Path | None = None
+    model: dict[str, Any] | None = None
 
 
 @dataclass

@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from ..config.diffusion import DiffusionRunConfig
 from ..config.load import resolved_yaml, write_resolved
 from ..config.vl import RunConfig
+from ..observe import crash_log
 from ..observe.earlier_runs import set_aside
 from ..observe.recorder import RecorderOptions, RunRecorder
 from ..strategy import collectives
@@ -42,6 +43,7 @@ def open_recorder(config: AnyConfig, resumed: bool) -> RunRecorder:
         aside = set_aside(Path(output.output_dir), paths_read(config))
         if aside is not None:
             logger.warning("%s held an earlier run; its files are in %s now", output.output_dir, aside)
+        (Path(output.output_dir) / crash_log.FILE_NAME).unlink(missing_ok=True)  # of a start that came to nothing
     options = RecorderOptions(output.run_name, output.use_tensorboard, output.use_wandb)
     recorder = RunRecorder(output.output_dir, options, config={"config": resolved_yaml(config)})
     if collectives.is_rank_0():

@@ -124,7 +124,9 @@ class RunState:
         """
         trainer, changing = self.trainer, changing or self._changing()
         metrics = trainer.latest_eval if trainer.evaluated_step == trainer.step else {}
-        return self.manager.save(trainer.step, lambda folder: self._write(folder, changing), metrics=metrics)
+        return self.manager.save(
+            trainer.step, lambda folder: self._write(folder, changing), metrics=metrics, model=trainer.settings.model
+        )
 
     def _changing(self) -> dict[str, Any]:
         return {"trainer": self.trainer.state_dict(), "random": rng_state()}
@@ -175,6 +177,12 @@ class RunState:
                 f"{folder} was saved by {state['world_size']} rank(s), this run has {collectives.world_size()}"
             )
         self.trainer.load_engines(folder)
+        try:
+            self._take_over(state)
+        except KeyError as error:
+            raise CheckpointError(f"{path} has no {error}: another version of lightrft_visual saved it") from error
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
         self.trainer.step = int(state["step"])
         self.trainer.nonfinite_in_a_row = int(state["nonfinite_in_a_row"])
         self.trainer.latest_eval = dict(state["latest_eval"])

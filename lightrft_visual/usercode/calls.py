@@ -9,20 +9,19 @@ import logging
 import os
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Number
-from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 from ..errors import RewardError, StoppedBySignal
 from ..masking import mask_text
 from .background import shared_loop
 from .failures import ScoringFailed
+from .surroundings import LeftProcess, is_users, put_back
 
 log = logging.getLogger(__name__)
 SLOW_SECONDS = 30.0  # after this long, then after twice as long each time, a line says what is still running
@@ -32,7 +31,12 @@ TERMINATED = 143  # exit code of a process that SIGTERM ended before it could sa
 LONGEST_MESSAGE = 1000
 ROWS = "*samples"  # instead of arguments: a list of them, one for each sample
 LOG_EXTRA, LOG_METRIC = "*log_extra", "*log_metric"
-_LIBRARIES = (f"{Path(__file__).parents[1]}/", f"{sysconfig.get_path('stdlib')}/", "<frozen ", "<string>")
+SHOWN_LINES = 12  # of the first and of the last lines that an error went through
+SHOWN_CAUSES = 4
+
+
+class Left(RewardError):
+    """A user's function called sys.exit or os._exit, or SIGTERM came: no policy goes on after that."""
 
 
 class Interrupted(BaseException):
@@ -53,21 +57,46 @@ class Elsewhere:
 def describe_error(error: BaseException) -> str:
     """What a user's code raised, with its message and the lines of the user's own files, for the middle of a message:
     "raised KeyError: 'x'" and then lines as in a traceback. What it was raised from follows. Ours are left out."""
+    told: list[str] = []
+    waiting: list[BaseException] = [error]
+    seen: set[int] = set()
+    while waiting and len(told) < SHOWN_CAUSES:
+        current = waiting.pop(0)
+        if id(current) in seen or (told and isinstance(current, RewardError)):
+            continue
+        seen.add(id(current))
+        told.append(f"{what_happened(current)}{_own_lines(current)}")
+        cause = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        parts = current.exceptions if isinstance(current, BaseExceptionGroup) else ()
+        waiting += [each for each in (*parts, cause) if each is not None]
+    return "\n  after it ".join(told)
+
+
+def what_happened(error: BaseException) -> str:
+    """An error in a few words: "raised KeyError: 'x'"."""
     if isinstance(error, SystemExit):
-        told = f"called sys.exit({'' if error.code is None else error.code!r})"
-    else:
-        try:
-            message = " ".join(str(error).split("\n"))[:LONGEST_MESSAGE]
-        except Exception as second:
-            message = f"(its message cannot be had: {type(second).__name__})"
-        told = f"raised {type(error).__name__}" + (f": {message}" if message else "")
+        return f"called sys.exit({error.code!r})"
+    if isinstance(error, LeftProcess):
+        return f"called {error}"
+    try:
+        message = " ".join(str(error).split("\n"))[:LONGEST_MESSAGE]
+    except Exception as second:
+        message = f"(its message cannot be had: {type(second).__name__})"
+    return f"raised {type(error).__name__}" + (f": {message}" if message else "")
+
+
+def _own_lines(error: BaseException) -> str:
+    """The user's own lines that an error went through, outermost first; of very many the first and the last."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith(_LIBRARIES) and "site-packages" not in f.filename]
-    lines = "".join(traceback.format_list(own or frames[-1:])).splitlines()
-    told += "".join(f"\n{line}" for line in lines if line.strip(" ^~"))  # without the marks below a line
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    seen = isinstance(cause, RewardError | None) or cause is error
-    return told if seen else f"{told}\n  after it {describe_error(cause)}"
+    own = [f for f in frames if is_users(f.filename)]
+    if not own and isinstance(error, SyntaxError) and error.filename:
+        return f'\n  File "{error.filename}", line {error.lineno}'
+    listed = "".join(traceback.format_list(own or frames[-1:])).splitlines()
+    lines = [line for line in listed if line.strip(" ^~")]  # without the marks below a line
+    left_out = len(lines) - 2 * SHOWN_LINES
+    if left_out > 0:
+        lines = [*lines[:SHOWN_LINES], f"  ... {left_out} more lines ...", *lines[-SHOWN_LINES:]]
+    return "".join(f"\n{line}" for line in lines)
 
 
 def masked(text: str) -> str:
@@ -82,12 +111,24 @@ def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> 
     """
     what = f"reward function {name}"
     try:
-        with watched(what):
+        with put_back(what), watched(what):
             return invoke(function, arguments)
     except (RewardError, ScoringFailed):
         raise
-    except (Exception, SystemExit) as error:
+    except (SystemExit, LeftProcess) as error:
+        raise Left(f"{what} {masked(describe_error(error))}") from error
+    except Exception as error:
         raise RewardError(f"{what} {masked(describe_error(error))}") from error
+
+
+def defined_at(function: Callable[..., Any]) -> str:
+    """A line of an error's text that says where a user's function stands; empty for what has no code of its own."""
+    while not isinstance(function, FunctionType) and hasattr(function, "function"):
+        function = function.function
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or not is_users(code.co_filename):
+        return ""
+    return f'\n  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
 
 
 def invoke(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -164,7 +205,7 @@ def watched(what: str) -> Iterator[None]:
         wait = SLOW_SECONDS
         while not done.wait(wait):
             seconds = time.monotonic() - started
-            log.warning("%s has been running for %.3g s%s", what, seconds, _place(sys._current_frames().get(owner)))
+            log.warning("%s has been running for %.3g s%s", what, seconds, place_now(owner))
             wait *= 2
 
     threading.Thread(target=tell, name="slow-reward", daemon=True).start()
@@ -175,10 +216,17 @@ def watched(what: str) -> Iterator[None]:
         done.set()
 
 
-def _place(frame: FrameType | None) -> str:
+def place_now(owner: int) -> str:
+    """`place_of` the thread `owner`, or of another one: async functions run in one of their own."""
+    frames = sys._current_frames()
+    places = (place_of(frames.get(each)) for each in (owner, *frames))
+    return next(filter(None, places), "")
+
+
+def place_of(frame: FrameType | None) -> str:
     """The innermost line of the user's own files, ', at FILE, line N'; empty when there is none."""
     stack = traceback.extract_stack(frame) if frame is not None else []
-    own = [f for f in stack if not f.filename.startswith(_LIBRARIES) and "site-packages" not in f.filename]
+    own = [f for f in stack if is_users(f.filename)]
     return f", at {own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
@@ -199,14 +247,14 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
                 return
             signal.pthread_kill(main.ident, signal.SIGTERM)
         if not done.wait(TERM_SECONDS):
-            where = _place(sys._current_frames().get(main.ident))
+            where = place_of(sys._current_frames().get(main.ident))
             print(f"error: {what} did not react to SIGTERM{where}; the process ends", file=sys.stderr, flush=True)
             os._exit(TERMINATED)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         before(number, frame)
         if asked_at and time.monotonic() - asked_at[0] > 0.9 * TERM_SECONDS:
-            where = _place(frame)
+            where = place_of(frame)
             raise Interrupted(f"it did not return within {time.monotonic() - asked_at[0]:.3g} s{where}")
         if not asked_at:
             asked_at.append(time.monotonic())

@@ -7,6 +7,7 @@ time. It is no jail: the function runs with the user's own rights.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -16,18 +17,20 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, RewardError
-from .calls import Elsewhere, describe_error, invoke, masked
+from .calls import Elsewhere, describe_error, invoke, masked, place_now
 from .failures import Failed, ScoringFailed
 from .loading import LoadedFunction, load_reward_fn
+from .surroundings import LeftProcess, no_silent_exit
 
 START_SECONDS = 120.0  # importing the function's module does not count against a call
+TOLD_AT = 0.5  # share of the limit after which the child says where it is
 ORPHAN_SECONDS = 5.0  # a child whose parent died ends itself this long after its limit (default action of SIGALRM)
 
 
@@ -72,16 +75,22 @@ class Worker:
 
     def _ask(self, request: bytes | None, seconds: float) -> dict[str, Any]:
         """The answer, to the start of the process or to a request. Raises CallTimeout."""
-        late = threading.Event()
+        late, place = threading.Event(), ""
         timer = threading.Timer(seconds, self._give_up, [late])
         timer.daemon = True
         timer.start()
         try:
             if request is not None:
                 self._pipe.send_bytes(request)
-            return json.loads(self._pipe.recv_bytes())
+            while "place" in (answer := json.loads(self._pipe.recv_bytes())):
+                place = answer["place"]
+            return answer
         except (EOFError, OSError):
-            why = f"no result within {seconds:g} s" if late.is_set() else f"its process died{self._exit_code()}"
+            why = (
+                f"no result within {seconds:g} s{place}"
+                if late.is_set()
+                else f"its process died{self._exit_code()}{place}"
+            )
             late.set()
             raise CallTimeout(why) from None
         finally:
@@ -170,15 +179,32 @@ def _load(spec: str) -> Callable[..., Any]:
     return function
 
 
-def _answer(function: Callable[..., Any], payload: bytes) -> dict[str, Any]:
+def _answer(function: Callable[..., Any], payload: bytes, send: Callable[[Any], None]) -> dict[str, Any]:
     try:
         seconds, arguments = pickle.loads(payload)  # from the parent process, over its own pipe
         signal.setitimer(signal.ITIMER_REAL, seconds + ORPHAN_SECONDS)
-        return {"result": to_json(invoke(function, arguments))}
+        with _place_told(TOLD_AT * seconds, send), no_silent_exit():
+            return {"result": to_json(invoke(function, arguments))}
+    except LeftProcess as left:  # costs this call, as any other death of this process
+        send({"place": f" by {left}, {left.place}"})
+        os._exit(left.code)
     except BaseException as error:
         return {"error": describe_error(error)}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@contextlib.contextmanager
+def _place_told(seconds: float, send: Callable[[Any], None]) -> Iterator[None]:
+    """Send where this thread is when it is still inside after `seconds`."""
+    owner = threading.get_ident()
+    timer = threading.Timer(seconds, lambda: send({"place": place_now(owner)}))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _serve(spec: str, pipe: Connection) -> None:
@@ -190,11 +216,17 @@ def _serve(spec: str, pipe: Connection) -> None:
         told = str(error) if isinstance(error, ConfigError) else describe_error(error)
         pipe.send_bytes(json.dumps({"error": told}).encode())
         return
+    lock = threading.Lock()
+
+    def send(message: Any) -> None:
+        with lock:
+            pipe.send_bytes(json.dumps(message).encode())
+
     answer: dict[str, Any] = {}
     while True:
-        pipe.send_bytes(json.dumps(answer).encode())
+        send(answer)
         try:
-            answer = _answer(function, pipe.recv_bytes())
+            answer = _answer(function, pipe.recv_bytes(), send)
         except EOFError:
             return
 

@@ -402,3 +402,12 @@ def test_more_images_than_the_engine_takes_are_found_before_it_starts(folder, po
         return
     dataset = open_rows(path, checks=checks, on_bad_row=policy)
     assert len(dataset) == 2 and dataset.bad.causes == {"too many images": 1}
+
+
+def test_labels_beyond_max_rows_are_read_when_asked_for(folder):
+    rows = [{"prompt": "q", "label": label} for label in ("a", "a", "b", "c")]
+    first = write_jsonl(folder / "one.jsonl", [*rows, {"prompt": "", "label": "bad"}])
+    second = write_jsonl(folder / "two.jsonl", rows[:1])
+    data = open_rows(f"{first},{second}", max_rows=2)
+    assert data.labels == {"a"} and data.labels_cut_away() == {"b", "c"}
+    assert open_rows(second).labels_cut_away() == set()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import random
+import struct
+import zlib
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ def bad_rows(folder: Path) -> list[tuple[str, Any]]:
     (folder / "empty.png").touch()
     Image.new("RGB", (1, 300)).save(folder / "thin.png")
     Image.new("1", (8000, 8000)).save(folder / "large.png")
+    (folder / "bomb.png").write_bytes(bomb())
+    Image.new("RGB", (9, 9)).save(folder / "moves.gif", save_all=True, append_images=[Image.new("RGB", (9, 9), "red")])
+    (folder / "outside.png").symlink_to("/etc/passwd")
     frames, deep = ["whole.jpg"] * 4, reduce(lambda inner, _: [inner], range(60), 1)
     return [
         ("text not Unicode", {"prompt": "q", "reference": "\ud800"}),
@@ -51,7 +56,32 @@ def bad_rows(folder: Path) -> list[tuple[str, Any]]:
         ("not fetched", {"prompt": "q", "images": ["http://host/c.png"]}),
         ("not JSON", '{"prompt": '),
         ("long prompt", {"prompt": "which? " * 400}),
+        ("image too large", {"prompt": "q", "images": ["bomb.png"]}),
+        ("image animated", {"prompt": "q", "images": ["moves.gif"]}),
+        ("not an image", {"prompt": "q", "images": ["outside.png"]}),
+        ("not an image", {"prompt": "q", "images": ["/etc/passwd"]}),
+        ("file missing", {"prompt": "q", "images": ["/dev/zero"]}),
+        ("not base64", {"prompt": "q", "images": ["data:image/png;base64,%%%"]}),
+        ("media form", {"prompt": "q", "images": [5]}),
+        ("media missing", {"prompt": "q", "images": [None]}),
+        ("video options", {"prompt": "q", "videos": [[]]}),
+        ("reference not finite", {"prompt": "q", "reference": float("nan")}),
+        ("label form", {"prompt": "q", "label": {"kind": 1}}),
+        ("prompt form", {"prompt": 5}),
+        ("row form", "null"),
+        ("not JSON", '{"prompt": "\udcff"}'),  # written as a byte that is not UTF-8
     ]
+
+
+def bomb() -> bytes:
+    """A PNG of a few bytes that says it has 3.6 billion pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    data = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + data
 
 
 def write(folder: Path, good: Path, count: int) -> Path:
@@ -62,5 +92,5 @@ def write(folder: Path, good: Path, count: int) -> Path:
     lines += [row if isinstance(row, str) else json.dumps(row) for _, row in bad_rows(folder)]
     random.Random(0).shuffle(lines)
     path = folder / "rows.jsonl"
-    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8", errors="surrogateescape")
     return path

@@ -76,7 +76,7 @@ HOSTILE_ROWS, HOSTILE_STEPS = 56, 8
 _RUN = small(
     "--prompt_data {hostile} --on_bad_row skip --on_long_prompt skip --max_bad_share 0.5 --save_steps 4 --max_steps"
 )
-HOSTILE = {"hostile": [*_RUN, str(HOSTILE_STEPS)]}
+HOSTILE = {"hostile": [*_RUN, str(HOSTILE_STEPS), "--report", "true"]}
 HOSTILE_RESUMED = {
     "hostile_half": [*_RUN, str(HOSTILE_STEPS // 2)],
     "hostile_resumed": ["copy:hostile_half", *_RUN, str(HOSTILE_STEPS), "--resume_from", "auto"],

@@ -21,7 +21,9 @@ def test_each_bad_row_is_counted_by_its_cause_and_the_run_goes_on(request, tmp_p
     found, wanted = listed(folder), Counter(cause for cause, _ in bad_rows(tmp_path))
     assert Counter(row["cause"] for row in found) == wanted
     assert {row["cause"] for row in found if row["found"] != "start"} == {AT_RUN_TIME}
-    assert len({row["source"] for row in found}) == len(found)
+    assert len(wanted) >= 20 and len({row["source"] for row in found}) == len(found)
+    report = (folder / "report.html").read_text(encoding="utf-8")
+    assert "Rows left out of the data" in report and all(cause in report for cause in wanted)
     steps = rows(folder)
     assert len(steps) == HOSTILE_STEPS and steps[-1]["bad_rows"] == wanted.total()
     assert steps[0]["bad_rows"] < wanted.total()

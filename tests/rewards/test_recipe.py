@@ -62,6 +62,14 @@ def test_a_recipe_that_no_row_needs_names_the_nearest_label():
     recipe.check_labels([])  # the data are not known yet
 
 
+def test_labels_of_rows_that_a_run_does_not_use_count_for_a_recipe():
+    recipe = parse_recipe({"count": [("rule", "numeric", 1)], "name": [("rule", "exact", 1)]})
+    recipe.check_labels(["count"], lambda: {"name", None})
+    recipe.check_labels(["count", "name"], lambda: pytest.fail("the files were read for nothing"))
+    with pytest.raises(ConfigError, match="has the label 'name', which no row of the data has"):
+        recipe.check_labels(["count"], lambda: {"names"})
+
+
 LABELS = ["yes", "no", "on", "010", "1.10", "1e3", "2024-01-01", "null", "a b"]
 
 

@@ -87,6 +87,7 @@ class Trainer:
     def __init__(self):
         self.step, self.evaluated_step, self.nonfinite_in_a_row = 0, -1, 0
         self.latest_eval: dict[str, float] = {}
+        self.settings = SimpleNamespace(model=None)
 
     def state_dict(self) -> dict:
         return {}

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ...errors import ConfigError, RewardError, did_you_mean
-from ...usercode.calls import call
+from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
+from ...usercode.calls import Left, call, defined_at
 from ...usercode.loading import LoadedFunction, callable_name
 from ..batch import Call, RewardBatch, Scores, ScoringFailed
 from . import forms
@@ -187,6 +187,8 @@ class CallableSource:
     """A callable as a scorer of batches. `given`: fixed arguments such as label_map, passed when the signature asks.
     form: the system whose functions are called like this one, see `forms.FORMS`; 'auto' goes by the signature.
 
+    lenient: what the function cannot score is invalid, see `score`.
+
     A function that takes nothing, or nothing but `device`, makes the scorer and is called now (flow_grpo's factories).
     """
 
@@ -197,7 +199,9 @@ class CallableSource:
         given: Mapping[str, Any] | None = None,
         form: str = AUTO,
         device: Any = "cpu",
+        lenient: bool = False,
     ) -> None:
+        self.lenient = lenient
         if not callable(function):
             raise ConfigError(f"reward function {name or function!r} is not callable")
         self.name = name or callable_name(function)
@@ -220,7 +224,37 @@ class CallableSource:
         return made
 
     def score(self, batch: RewardBatch, how: Call | None = None) -> Scores:
-        """Scores of every sample of the batch, in one call. Raises RewardError as `parse_result` and `call` do."""
+        """Scores of every sample of the batch, in one call. Raises RewardError as `parse_result` and `call` do.
+
+        A lenient one never fails for what the function raises or returns: of a batch that it cannot score it is asked
+        for halves, until the samples are found that it fails on; these are invalid.
+        """
+        try:
+            return self._score(batch, how)
+        except (Left, StoppedBySignal):
+            raise
+        except RewardError as error:
+            if not self.lenient:
+                raise
+            log.warning("%s\nsamples that it fails on are left out (on_reward_error skip)", error)
+            return self._in_halves(batch, how, error)
+
+    def _in_halves(self, batch: RewardBatch, how: Call | None, error: RewardError) -> Scores:
+        """Scores of a batch that the function raised `error` on as a whole."""
+        if len(batch) == 1:
+            return Scores.all_failed(1, str(error).partition("\n")[0])
+        middle, scores = len(batch) // 2, []
+        for part in (range(middle), range(middle, len(batch))):
+            half = batch.select(part)
+            try:
+                scores.append(self._score(half, how))
+            except (Left, StoppedBySignal):
+                raise
+            except RewardError as again:
+                scores.append(self._in_halves(half, how, again))
+        return Scores.join(scores)
+
+    def _score(self, batch: RewardBatch, how: Call | None) -> Scores:
         form = self.form.for_batch(batch)
         given = dict(self.given)
         if "device" in self.signature.names:
@@ -228,6 +262,9 @@ class CallableSource:
         arguments = bind(self.signature, self.name, batch, given, form)
         try:
             result = call(self.function, self.name, form.calls(arguments, given, len(batch)))
-            return parse_result(form.read(result, self.name), self.name, len(batch))
         except ScoringFailed as failure:
             return Scores.all_failed(len(batch), str(failure))
+        try:
+            return parse_result(form.read(result, self.name), self.name, len(batch), self.lenient)
+        except RewardError as error:
+            raise RewardError(f"{error}{defined_at(self.function)}") from error

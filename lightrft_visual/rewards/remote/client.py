@@ -33,6 +33,8 @@ from .wire import BadReply, decode_reply, encode_request
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 FIRST_WAIT = 0.25  # seconds before the first retry
 LONGEST_SAID = 2000
+SHOWN_ANSWER = 200  # characters of the answer of a server that is not ours
+ENCODED = re.compile(r"[A-Za-z0-9+/=_-]{60,}")  # base64
 GATEWAY_ALONE = (502, 504)  # a gateway says that the server behind it does not answer
 SHUN_SECONDS = 30.0  # a replica that failed is tried last for this long
 
@@ -151,9 +153,10 @@ class RemoteClient:
                     or attempt > self.config.reward_retries
                     or time.monotonic() + wait >= exchange.deadline
                 ):
+                    told = f"{failure} (asked {attempt} times)" if attempt > 1 else str(failure)
                     if not failure.answered:
-                        exchange.phase.gave_up = str(failure)
-                    raise
+                        exchange.phase.gave_up = told
+                    raise RequestFailed(told, retry=False, answered=failure.answered) from None
             await asyncio.sleep(wait)
 
     def _wait(self, attempt: int) -> float:
@@ -201,10 +204,9 @@ class RemoteClient:
             raise RequestFailed(reason, retry=True, answered=False) from None
         except httpx.RequestError as error:  # such as a body that is not of its Content-Encoding
             raise RequestFailed(f"{name}: the reply cannot be read ({type(error).__name__})", retry=False) from None
-        told = f"{name}: HTTP {status}"
+        told = f"{name}: HTTP {status}" + ("" if status == 200 else _said(data, self._token))
         if status == 429 or status >= 500:
             answered = status not in GATEWAY_ALONE
-            told += _said_by_our_server(data)
             raise RequestFailed(told, retry=True, wait=_retry_after(headers), answered=answered)
         if status != 200:
             raise RequestFailed(told, retry=False, move=False)
@@ -249,15 +251,20 @@ def _retry_after(headers: httpx.Headers) -> float:
     return float(value) if value.isascii() and value.isdigit() else 0.0
 
 
-def _said_by_our_server(data: bytes | None) -> str:
-    """What the user's function did, where the answer is that of our server and says so; else nothing: a stranger's
-    answer is not repeated."""
+def _said(data: bytes | None, token: str | None) -> str:
+    """What a server answered with an error: of ours, what the user's function did; of others the beginning, in which
+    encoded images and the run's own token are left out."""
+    text = (data or b"")[: 8 * LONGEST_SAID].decode(errors="replace")
     try:
         told = json.loads(data or b"")
     except (ValueError, RecursionError):
-        return ""
+        told = None
     said = told.get("user_error") if isinstance(told, dict) else None
-    return f": {masked(said[:LONGEST_SAID])}" if isinstance(said, str) else ""
+    if isinstance(said, str):
+        return f": {masked(said[:LONGEST_SAID])}"
+    text = ENCODED.sub("...", text.replace(token, MASK) if token else text)
+    shown = masked(" ".join(text.split()))[:SHOWN_ANSWER].strip()
+    return f": {shown}" if shown else ""
 
 
 class RemoteReward(PendingSource):

@@ -9,6 +9,7 @@ import torch
 
 from ...algorithms.diffusion.reward_fl import DifferentiableScore
 from ...batches.diffusion_sampling import TRAIN_TIMESTEPS
+from ...checkpoint.fingerprint import check_model, fingerprint
 from ...config import registry
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout_noise, rollout_sampling
 from ...config.shared import EMBEDDED, RewardConfig
@@ -18,13 +19,13 @@ from ...embedded.captions import embedded_prompts
 from ...embedded.resolve import resolve_pipeline
 from ...embedded.warmup import cache_root
 from ...errors import ConfigError
-from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, takes_first_frame
+from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, pipeline_class, takes_first_frame
 from ...models.diffusion.precision import fp32_kept
 from ...models.weight_copies import WeightAverage, WeightCopy
 from ...observe.console import RunConsole
 from ...rewards.differentiable import check_scores, load_differentiable
 from ...rewards.engine import RewardComputationEngine
-from ...rewards.settings import check_reward_config
+from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.diffusion_sampler import DiffusionSampler
 from ...strategy import collectives
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
@@ -54,16 +55,19 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     resume_folder = check_output(config.output)
     embedded = config.data.prompt_data == EMBEDDED
     config = _resolve_embedded(config)
+    fingerprinted = _fingerprint(config)
+    check_model(resume_folder, fingerprinted, config.output.resume_other_model)
     prompts, eval_prompts = _prompts(config)
+    sets = [each for each in (prompts, eval_prompts) if each is not None]
     rewards = RewardComputationEngine.from_config(
         config.reward,
         strategy=strategy,
         labels=prompts.labels | (eval_prompts.labels if eval_prompts is not None else set()),
         columns={FIRST_FRAME, *prompts.columns},
         references=prompts.has_references,
+        labels_cut_away=lambda: set().union(*(each.labels_cut_away() for each in sets)),
     )
     recorder = open_recorder(config, resumed=resume_folder is not None)
-    sets = [each for each in (prompts, eval_prompts) if each is not None]
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
     algorithm = config.algorithm.entry
     total_steps, timer = _total_steps(config, len(prompts)), PhaseTimer(synchronize)
@@ -87,7 +91,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
         evaluation=None
         if eval_prompts is None
         else DiffusionEvaluation(evaluated, eval_prompts, rewards, records_to_keep, held_out),
-        loop=LoopSettings(total_steps, config.output, config.train, resume_folder),
+        loop=LoopSettings(total_steps, config.output, config.train, resume_folder, fingerprinted),
         recorder=recorder,
         console=RunConsole(total_steps, line_every=config.output.logging_steps, active=collectives.is_rank_0()),
         timer=timer,
@@ -96,6 +100,19 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
         differentiable=differentiable,
     )
     return DiffusionTrainer(parts)
+
+
+def _fingerprint(config: DiffusionRunConfig) -> dict[str, Any]:
+    """What is trained, for checkpoints."""
+    model = config.model
+    settings = {
+        "pipeline": pipeline_class(resolve_pipeline(model.pretrain, model.family)),
+        "lora_rank": model.lora_rank,
+        "lora_alpha": model.lora_alpha if model.lora_rank else None,
+        "target_modules": model.target_modules if model.lora_rank else None,
+        "trainable_models": model.trainable_models,
+    }
+    return fingerprint(model.pretrain, None if model.pretrain == EMBEDDED else model.pretrain, settings)
 
 
 def _differentiable(config: DiffusionRunConfig):
@@ -161,12 +178,13 @@ def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | Non
     """Prompts of training and of evaluation, if there are any. Raises DataError, and ConfigError for too few."""
     data, wanted = config.data, config.sampling.rollout_batch_size
     first_frames = config.model.pretrain != EMBEDDED and takes_first_frame(config.model.pretrain, config.model.family)
-    prompts = DrawPrompts(data.prompt_data, data.prompt_split, data.max_samples, data, first_frames)
+    labels = scored_labels(config.reward) if data.on_bad_row == "skip" else None
+    prompts = DrawPrompts(data.prompt_data, data.prompt_split, data.max_samples, data, first_frames, labels)
     if len(prompts) < wanted:
         raise ConfigError(f"rollout_batch_size is {wanted}, but {data.prompt_data} has {len(prompts)} prompts")
     if data.eval_data is None or data.max_eval_samples == 0:
         return prompts, None
-    return prompts, DrawPrompts(data.eval_data, data.eval_split, data.max_eval_samples, data, first_frames)
+    return prompts, DrawPrompts(data.eval_data, data.eval_split, data.max_eval_samples, data, first_frames, labels)
 
 
 def _total_steps(config: DiffusionRunConfig, rows: int) -> int:

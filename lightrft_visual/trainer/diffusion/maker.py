@@ -89,7 +89,7 @@ class DiffusionExperienceMaker:
             part = slice(start, start + len(each.media))
             experiences.append(scored_experience(each, rows.select(part), rewards_at(scored, part), step))
             start = part.stop
-        return DrawnExperience(experiences, media, scored.metrics | self._advantages(experiences))
+        return DrawnExperience(experiences, media, scored.counts | self._advantages(experiences))
 
     def experiences_of(self, batch: PromptBatch, step: int, **generate_kwargs: Any) -> list[ExperienceDiffusion]:
         """`make` for prompts with ids. Raises ConfigError for generation arguments: the sampler has its settings."""

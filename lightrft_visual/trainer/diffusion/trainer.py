@@ -19,6 +19,7 @@ from ...strategy import collectives
 from ...strategy.deepspeed import StepResult
 from ...strategy.seeding import derive_seed
 from ..loop import Evaluated, PolicyTrainer, StepData
+from ..stage_metrics import add_stage_metrics
 from .evaluation import SHEET_IMAGES
 from .maker import DrawnExperience
 from .parts import DiffusionParts
@@ -73,8 +74,7 @@ class DiffusionTrainer(PolicyTrainer):
         data = StepData(made.experiences, records=self._records_of(rows, made))
         for experience in made.experiences:
             self._add_rewards(data.metrics, experience)
-        for name, value in made.metrics.items():
-            data.metrics.add(name, value)
+        add_stage_metrics(data.metrics, made.metrics)
         return data
 
     def _samples_a_step(self) -> int:

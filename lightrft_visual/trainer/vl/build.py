@@ -6,14 +6,17 @@ import copy
 import logging
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from ...algorithms.kl import get_kl_controller
 from ...batches.sampling import SamplingSettings
+from ...checkpoint.fingerprint import check_model, fingerprint
 from ...config.shared import EMBEDDED
 from ...config.vl import RunConfig, mixing_probabilities
 from ...data.bad_rows import list_bad_rows
+from ...data.evaluation_rows import EvaluationRows
 from ...data.prompts import PromptDataset, PromptSampler, RowChecks
 from ...embedded.resolve import resolve_checkpoint
 from ...errors import ConfigError
@@ -23,7 +26,7 @@ from ...models.vlm.critic import Critic
 from ...models.weight_copies import WeightAverage
 from ...observe.console import RunConsole
 from ...rewards.engine import RewardComputationEngine
-from ...rewards.settings import check_reward_config
+from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.engine import build_engine, check_engine
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate
@@ -50,7 +53,10 @@ def build_parts(config: RunConfig) -> VLParts:
     strategy = start_strategy(config)
     _check_ranks(config)
     resume_folder = check_output(config.output)
+    named = config.model.pretrain
     config, checkpoint = _open(config)
+    model = _fingerprint(named, config, checkpoint)
+    check_model(resume_folder, model, config.output.resume_other_model)
     dataset, eval_set = _datasets(config, checkpoint)
     sets = [each for each in (dataset, eval_set) if each is not None]
     timer = PhaseTimer(synchronize)
@@ -63,6 +69,7 @@ def build_parts(config: RunConfig) -> VLParts:
         # A column of some rows counts: a function is given None for the others.
         columns=set().union(*(each.columns for each in sets)),
         references=dataset.has_references,
+        labels_cut_away=lambda: set().union(*(each.labels_cut_away() for each in sets)),
     )
     recorder = open_recorder(config, resumed=resume_folder is not None)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
@@ -81,7 +88,7 @@ def build_parts(config: RunConfig) -> VLParts:
         dataset=dataset,
         sampler=sampler,
         evaluation=_evaluation(config, maker, eval_set, checkpoint),
-        loop=LoopSettings(total_steps, config.output, config.train, resume_folder),
+        loop=LoopSettings(total_steps, config.output, config.train, resume_folder, model),
         recorder=recorder,
         console=RunConsole(total_steps, line_every=config.output.logging_steps, active=first),
         timer=timer,
@@ -119,6 +126,20 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     return config, checkpoint
 
 
+def _fingerprint(named: str, config: RunConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What is trained, for checkpoints. named: the model as the command names it."""
+    model = config.model
+    settings = {
+        "model_type": checkpoint.config.model_type,
+        "lora_rank": model.lora_rank,
+        "lora_alpha": model.lora_alpha if model.lora_rank else None,
+        "target_modules": model.target_modules if model.lora_rank else None,
+        "freeze_prefix": model.freeze_prefix,
+        "critic": config.algorithm.estimator.critic,
+    }
+    return fingerprint(named, None if named == EMBEDDED else checkpoint.path, settings)
+
+
 def _resolve_embedded(config: RunConfig) -> None:
     from ...embedded.warmup import embedded_task
 
@@ -136,7 +157,10 @@ def _datasets(config: RunConfig, checkpoint: Checkpoint) -> tuple[PromptDataset,
     """Rows of training and of evaluation, if there are any."""
     rollout, renderer = config.rollout, checkpoint.processor or checkpoint.tokenizer
     family = type(checkpoint.family)
-    checks = RowChecks(limits=rollout, model_input=renderer, prompt_max_len=rollout.prompt_max_len, media=family)
+    # By the policy "error" a label without a recipe is told later, with all the labels that the data have.
+    labels = scored_labels(config.reward) if config.data.on_bad_row == "skip" else None
+    length = rollout.prompt_max_len
+    checks = RowChecks(limits=rollout, model_input=renderer, prompt_max_len=length, media=family, labels=labels)
     dataset = PromptDataset.for_training(config.data, checks)
     if config.data.eval_data is None or config.data.max_eval_samples == 0:
         return dataset, None
@@ -236,7 +260,8 @@ def _evaluation(config, maker, eval_set, checkpoint) -> Evaluation | None:
         first_token_temperature=None,
     )
     greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1)
-    return Evaluation(maker, prompts, sampling, greedy, config.output.num_trajectories_to_save, config.train.seed)
+    kept, seed = config.output.num_trajectories_to_save, config.train.seed
+    return Evaluation(maker, prompts, sampling, greedy, kept, seed, EvaluationRows(eval_set))
 
 
 def _gate(config, maker, engine, actor, strategy, checkpoint) -> ParityGate | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ...batches.prompts import PromptBatch
 from ...batches.rollouts import Rollout
 from ...batches.sampling import SamplingSettings
+from ...data.evaluation_rows import EvaluationRows, Fetched
 from ...data.validation import validation_shard_indices
 from ...observe.rollouts import gather_records, records_from_rollouts
 from ...strategy import collectives
@@ -42,7 +43,7 @@ class Evaluation:
     """Scores the held-out prompts with the maker's engine and rewards.
 
     sampling: at the training temperature, several responses a prompt; the greedy pass takes one. Seeds depend on the
-    prompt's number alone, so every evaluation draws alike.
+    prompt's number alone, so every evaluation draws alike. rows: of the prompts, for media that are fetched now.
     """
 
     maker: FastExperienceMaker
@@ -51,30 +52,41 @@ class Evaluation:
     greedy: SamplingSettings
     records_to_keep: int
     run_seed: int
+    rows: EvaluationRows | None = None
     labels: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.labels = measured_labels(self.prompts.labels)
 
     def run(self, step: int) -> Evaluated:
-        """`eval_reward`, `eval_reward_greedy`, and both for each of `labels`: `eval_reward_<label>`; records of the
-        first."""
-        sampled, greedy = self._rollouts(self.sampling), self._rollouts(self.greedy)
-        metrics = _means("eval_reward", sampled, self.labels) | _means("eval_reward_greedy", greedy, self.labels)
-        metrics = dict(sorted(metrics.items(), key=lambda item: item[0] not in ("eval_reward", "eval_reward_greedy")))
-        records = gather_records(records_from_rollouts(sampled), self.records_to_keep, self.run_seed, step)
-        return Evaluated(metrics, records)
-
-    def _rollouts(self, settings: SamplingSettings) -> list[Rollout]:
-        """Scored responses to this rank's prompts."""
+        """`eval_reward`, `eval_reward_greedy`, and both for each of `labels`: `eval_reward_<label>`; `eval_bad_rows`
+        where rows may have to be fetched; records of the first."""
         shard = validation_shard_indices(
             len(self.prompts), rank=collectives.rank(), world_size=collectives.world_size()
         )
-        batch = self.prompts.select([index for index, _ in shard])
+        fetched = self._fetched([index for index, _ in shard], step)
+        batch = self.prompts.select(fetched.indices)
+        for place, index in enumerate(fetched.indices):
+            if index in fetched.rows:
+                batch.images[place], batch.videos[place] = fetched.rows[index].images, fetched.rows[index].videos
+        real = [is_real and not masked for (_, is_real), masked in zip(shard, fetched.masked)]
+        sampled, greedy = (self._rollouts(batch, real, settings) for settings in (self.sampling, self.greedy))
+        metrics = _means("eval_reward", sampled, self.labels) | _means("eval_reward_greedy", greedy, self.labels)
+        metrics = dict(sorted(metrics.items(), key=lambda item: item[0] not in ("eval_reward", "eval_reward_greedy")))
+        if self.rows is not None and self.rows.remote:
+            metrics["eval_bad_rows"] = float(fetched.lost)
+        records = gather_records(records_from_rollouts(sampled), self.records_to_keep, self.run_seed, step)
+        return Evaluated(metrics, records)
+
+    def _fetched(self, indices: list[int], step: int) -> Fetched:
+        return self.rows.fetch(indices, step) if self.rows else Fetched(indices, [False] * len(indices))
+
+    def _rollouts(self, batch: PromptBatch, real: list[bool], settings: SamplingSettings) -> list[Rollout]:
+        """Scored responses to this rank's prompts, of those that are real."""
         rollouts = self.maker.generate(batch, settings, purpose="eval")
         self.maker.score(rollouts)
-        real = [is_real for _, is_real in shard for _ in range(settings.n)]
-        return [rollout for rollout, is_real in zip(rollouts, real) if is_real]
+        kept = [is_real for is_real in real for _ in range(settings.n)]
+        return [rollout for rollout, is_real in zip(rollouts, kept) if is_real]
 
 
 def _means(name: str, rollouts: list[Rollout], labels: set[str]) -> dict[str, float]:

@@ -39,14 +39,14 @@ class RewardStage:
     chunk: int
 
     def run(self, rollouts: list[Rollout]) -> dict[str, float]:
-        """The reward engine's metrics of this rank. Raises as `RewardComputationEngine.compute_rewards`."""
+        """The reward engine's `counts` of this rank. Raises as `RewardComputationEngine.compute_rewards`."""
         output = self.rewards.score_rollouts(rollouts, self.chunk)
         scores, valid = output.score.tolist(), output.valid.tolist()
         components = {name: values.tolist() for name, values in output.components.items()}
         for index, rollout in enumerate(rollouts):
             rollout.reward, rollout.valid = scores[index], valid[index]
             rollout.components = {name: values[index] for name, values in components.items()}
-        return output.metrics
+        return output.counts
 
 
 @dataclass

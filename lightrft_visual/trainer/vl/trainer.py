@@ -26,6 +26,7 @@ from ...strategy import collectives
 from ...strategy.deepspeed import TrainEngine
 from ...strategy.seeding import derive_seed
 from ..loop import Evaluated, PolicyTrainer, StepData
+from ..stage_metrics import add_stage_metrics
 from .build import build_parts
 from .metrics import add_rollout_metrics, kl_per_token
 from .parts import VLParts, prompt_batch
@@ -100,8 +101,7 @@ class VLTrainer(PolicyTrainer):
             check.settle()
             self._report_check(check, data.metrics)
         add_rollout_metrics(data.metrics, made.experiences)
-        for name, value in made.metrics.items():
-            data.metrics.add(name, value)
+        add_stage_metrics(data.metrics, made.metrics)
         data.metrics.add("policy_version", self.maker.policy_version)
         data.metrics.add("epoch", self.parts.sampler.epoch)
         data.metrics.add("bad_rows", len(self.parts.dataset.bad))

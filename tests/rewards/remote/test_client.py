@@ -101,6 +101,20 @@ def test_retries_only_where_they_can_help(kind, calls):
     assert server.calls[kind] == calls and bool(result.valid.all()) == (kind == "flaky")
 
 
+def test_an_error_shows_what_the_server_answered_and_how_often_it_was_asked(monkeypatch):
+    """Its beginning, without what was sent as base64 and without the token."""
+    monkeypatch.setenv("MY_TOKEN", "s3cret-of-mine")
+    text = "Traceback:\n  model.py, line 7: CUDA out of memory " + "QUJD" * 50 + " s3cret-of-mine " + "x. " * 500
+    monkeypatch.setattr(Handler, "answer", lambda handler, kind, *_: handler.reply(int(kind), text, "text/plain"))
+    settings = {"reward_retries": 2, "reward_max_invalid": 0.1, "reward_token_env": "MY_TOKEN", "reward_timeout": 3.0}
+    for status, calls, tail in ((500, 3, " (asked 3 times)"), (404, 1, "")):
+        with FaultyServer() as server, pytest.raises(RewardError) as caught:
+            run(f"{server.base}/{status}", [make_samples(["a"])], **settings)
+        told = str(caught.value)
+        assert f"HTTP {status}: Traceback: model.py, line 7: CUDA out of memory ... *** x. x." in told
+        assert told.endswith(f"x.{tail} (1 samples)") and len(told) < 500 and server.calls[str(status)] == calls
+
+
 def test_a_server_killed_and_restarted_is_waited_for():
     """Connections kept from before the kill are dead, new ones are refused for a while: the step waits and goes on."""
     first = FaultyServer().__enter__()

@@ -15,6 +15,7 @@ from lightrft_visual.batches.model_inputs import ModelInputs
 from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.batches.rollouts import PromptFeatures, Rollout, collate
 from lightrft_visual.batches.sampling import SamplingSettings, ScoringRule
+from lightrft_visual.data.evaluation_rows import Fetched
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.trainer import fast_exp_maker
@@ -107,6 +108,16 @@ def test_an_evaluation_pads_nothing(checkpoint, monkeypatch):
     metrics, records = Evaluation(maker, PROMPTS, sampled, greedy, records_to_keep=4, run_seed=1).run(step=3)
     assert metrics == {"eval_reward": 1.0, "eval_reward_greedy": 1.0}
     assert len(records) == 4 and all(record["reward"] == 1.0 for record in records)
+
+
+def test_a_masked_row_of_an_evaluation_counts_for_nothing(checkpoint):
+    """Its place holds another row, so that ranks stay in step; that one's rewards count once."""
+    rows = SimpleNamespace(remote={1}, fetch=lambda indices, step: Fetched([0, 0, 2], [False, True, False], {}, 1))
+    sampled = SamplingSettings(n=2, max_new_tokens=4)
+    greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=4)
+    metrics, records = Evaluation(maker_of(checkpoint, []), PROMPTS, sampled, greedy, 100, 1, rows).run(step=3)
+    assert metrics == {"eval_reward": 1.0, "eval_reward_greedy": 1.0, "eval_bad_rows": 1.0}
+    assert len(records) == 4 and not any("where?" in record["prompt"] for record in records)
 
 
 def test_labels_that_are_many_get_no_metrics_each(caplog):

@@ -1,0 +1,86 @@
+"""What reward functions do wrong, each kind through the reward stage, and a few of them in whole runs.
+
+`scripts/reward_faults.py` holds the kinds, and runs all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import multiprocessing
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from lightrft_visual.batches.rollouts import PromptFeatures, Rollout
+from lightrft_visual.config.shared import RewardConfig
+from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.trainer.vl.stages import RewardStage
+from lightrft_visual.usercode import surroundings
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # child processes import it too
+faults = importlib.import_module("reward_faults")
+FAULTS = faults.FAULTS
+# Of whole runs alone: two ranks, and functions in a process of their own, which tests of the sandbox have.
+IN_PROCESS = [name for name, fault in FAULTS.items() if fault.ranks == 1 and "--reward_fn_timeout" not in fault.flags]
+
+
+def rollouts() -> list[Rollout]:
+    return [
+        Rollout(PromptFeatures(f"q{place // 4}", [1, 2], group_id=place // 4), [3], None, f"{place}", False, place)
+        for place in range(8)
+    ]
+
+
+def stage_of(path: Path, fault) -> RewardStage:
+    words = fault.flags.split()
+    given = {"on_reward_error": "error", "reward_max_invalid": 0.5}
+    given |= {flag.removeprefix("--"): value for flag, value in zip(words[::2], words[1::2])}
+    given["reward_max_invalid"] = float(given["reward_max_invalid"])
+    config = RewardConfig(reward_fn=f"{path}:score", **given)
+    return RewardStage(RewardComputationEngine.from_config(config, columns=()), chunk=8)
+
+
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_the_users_line_is_named_and_the_run_keeps_what_is_its_own(name, tmp_path, monkeypatch, caplog, capfd):
+    monkeypatch.setenv("RUN_FOLDER", str(tmp_path / "run"))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(surroundings, "_said", set())
+    monkeypatch.setattr(threading, "excepthook", lambda args: logging.error("", exc_info=args[:3]))
+    fault, path, told = FAULTS[name], tmp_path / "mine.py", ""
+    path.write_text(fault.source)
+    try:
+        stage = stage_of(path, fault)
+        for _ in range(2):
+            samples = rollouts()
+            stage.run(samples)
+    except (RewardError, ConfigError) as error:
+        assert fault.code == 1
+        told = str(error)
+    except KeyboardInterrupt as error:
+        assert fault.code == 130
+        told = f"interrupted before the run was done {error.__traceback__.tb_next}"
+        return
+    else:
+        assert fault.code == 0
+        skips = "on_reward_error" in fault.flags
+        assert sum(rollout.valid for rollout in samples) == (7 if skips else 8)
+    told += caplog.text + capfd.readouterr().err
+    assert fault.tells in told
+    assert fault.line is None or f'mine.py", line {fault.line}' in told, told
+
+
+@pytest.fixture(scope="module")
+def processes():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["reward_faults", *faults.BUILT])
+    return context
+
+
+@pytest.mark.parametrize("name", ["os_exit_0", "closes_stdout", "on_rank_1"])
+def test_a_whole_run(name, tmp_path, processes, cache_root):
+    outcome = faults.run(name, FAULTS[name], tmp_path / name, processes)
+    assert not outcome.problems, outcome.output[-3000:]
