@@ -167,8 +167,10 @@ FAULTS = {
         "thread = threading.Thread(target=lambda: 1 / 0)\nthread.start()\nthread.join()", "ZeroDivisionError"
     ),
     "hangs": Fault(f"while True: time.sleep(0.01)  {MARK}", "no result within 2 s", flags="--reward_fn_timeout 2"),
-    "forks": harmless("if os.fork() == 0:\n    os._exit(0)"),
-    "fork_comes_back": harmless("if os.fork() == 0:\n    return []\nos.wait()", "forked a process that came back"),
+    "forks": harmless("child = os.fork()\nif child == 0:\n    os._exit(0)\nos.waitpid(child, 0)"),
+    "fork_comes_back": harmless(
+        "child = os.fork()\nif child == 0:\n    return []\nos.waitpid(child, 0)", "forked a process that came back"
+    ),
     # -- it returns what it may not
     "none": returns("None", "returned NoneType"),
     "nan": returns("[float('nan')] * len(completions)", "is not finite (nan)"),

@@ -36,7 +36,7 @@ SHOWN_CAUSES = 4
 
 
 class Left(RewardError):
-    """A user's function called sys.exit or os._exit, or SIGTERM came: no policy goes on after that."""
+    """A user's function called sys.exit, os._exit and the like, or SIGTERM came: no policy goes on after that."""
 
 
 class Interrupted(BaseException):
@@ -115,7 +115,9 @@ def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> 
             return invoke(function, arguments)
     except (RewardError, ScoringFailed):
         raise
-    except (SystemExit, LeftProcess) as error:
+    except (SystemExit, LeftProcess, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise  # elsewhere nobody pressed Ctrl-C
         raise Left(f"{what} {masked(describe_error(error))}") from error
     except Exception as error:
         raise RewardError(f"{what} {masked(describe_error(error))}") from error

@@ -73,7 +73,8 @@ def put_back(what: str) -> Iterator[None]:
             yield
     finally:
         if os.getpid() != process:
-            print(f"error: {what} forked a process that came back into the run; that process ends", file=sys.stderr)
+            told = f"error: {what} forked a process that came back into the run; that process ends"
+            print(told, file=sys.stderr, flush=True)
             os._exit(FORKED)
         for told in filter(None, (restore() for restore in changes)):
             _say_once(f"{what} {told}")

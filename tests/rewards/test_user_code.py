@@ -133,6 +133,80 @@ def test_an_aggregating_function(file):
         scored(lambda completions: [1.0] * len(completions), reward_fn=reward_fn)
 
 
+AGGREGATORS = """
+import os, sys
+def leaves(model_reward_list):
+    os._exit(0)
+def exits(model_reward_list):
+    sys.exit(0)
+def nothing(model_reward_list):
+    pass
+def one(model_reward_list):
+    return model_reward_list[0][:1]
+def endless(model_reward_list):
+    return model_reward_list[0] / 0
+def changes(model_reward_list, completions):
+    rewards = model_reward_list[0].clone()
+    model_reward_list[0].fill_(9)
+    os.chdir("/")
+    return rewards
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "line"),
+    [
+        ("leaves", r"leaves called os._exit\(0\)", 4),
+        ("exits", r"exits called sys.exit\(0\)", 6),
+        ("nothing", "nothing returned NoneType", 7),
+        ("one", "one returned 1 scores for 2 samples", 9),
+        ("endless", "endless: score 0 of 2 is not finite", 11),
+    ],
+)
+@pytest.mark.parametrize("policy", ["error", "skip"])
+def test_faults_of_aggregating_functions_end_the_run_by_any_policy(tmp_path, name, told, line, policy):
+    (tmp_path / "mine.py").write_text(AGGREGATORS)
+    reward_fn, config = load_reward_fn(f"{tmp_path}/mine.py:{name}"), RewardConfig(on_reward_error=policy)
+    with pytest.raises(RewardError, match=rf'{told}[^\n]*\n  File ".*mine.py", line {line}'):
+        scored(lambda completions: [1.0] * len(completions), reward_fn=reward_fn, config=config)
+
+
+def test_an_aggregating_function_changes_nothing_of_the_run(tmp_path):
+    (tmp_path / "mine.py").write_text(AGGREGATORS)
+    before = os.getcwd()
+    reward_fn = load_reward_fn(f"{tmp_path}/mine.py:changes")
+    result = scored(lambda completions: [1.0] * len(completions), reward_fn=reward_fn)
+    assert result.score.tolist() == [1, 1] and os.getcwd() == before
+    assert [values.tolist() for values in result.components.values()] == [[1, 1]]
+
+
+def test_with_skip_the_samples_that_fail_are_invalid_and_counted(tmp_path, caplog):
+    """Found among the others by asking for halves; a wrong score in a list costs its own sample only."""
+    asked = []
+
+    def picky(completions, ids):
+        asked.append(len(ids))
+        if 5 in ids:
+            raise KeyError("five")
+        return ["x" if number == 2 else float(number) for number in ids]
+
+    config = RewardConfig(on_reward_error="skip")
+    result = scored(picky, samples=make_samples(list("abcdefgh")), config=config)
+    assert result.valid.tolist() == [True, True, False, True, True, False, True, True]
+    assert result.score[result.valid].tolist() == [0, 1, 3, 4, 6, 7]
+    assert result.metrics["reward/picky/failures"] == 2 and sorted(asked) == [1, 1, 2, 2, 4, 4, 8]
+    assert "1 of 8 samples failed: reward function picky raised KeyError: 'five'" in caplog.text
+    assert "1 of 8 samples failed: is a str, not a number" in caplog.text and f'File "{__file__}"' in caplog.text
+
+
+def test_a_function_that_always_fails_ends_the_run_by_any_policy():
+    def broken(completions):
+        return completions.nothing
+
+    with pytest.raises(RewardError, match=r"100% of 2 rewards are invalid.*broken raised AttributeError"):
+        scored(broken, config=RewardConfig(on_reward_error="skip"))
+
+
 def test_a_differentiable_reward(file):
     reward = load_differentiable(f"{file}:pixels")
     with pytest.raises(RewardError, match=r"pixels raised TypeError: .*\n.*my_rewards.py"):

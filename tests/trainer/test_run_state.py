@@ -8,10 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lightrft_visual.checkpoint.fingerprint import check_model
+from lightrft_visual.checkpoint.manager import CheckpointManager
 from lightrft_visual.checkpoint.state import load_state, set_rng_state
 from lightrft_visual.config.shared import OutputConfig
+from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import CheckpointError, ConfigError
 from lightrft_visual.trainer.run_state import RunState, best_metric, check_output, final_folder
+from lightrft_visual.trainer.vl import build
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +142,24 @@ def test_a_best_metric_that_the_evaluation_does_not_give(tmp_path):
         state.check_metrics({"eval_reward": 1.0, "eval_reward_greedy": 1.0})
     with pytest.raises(ConfigError, match="there is no evaluation data"):
         state.check_metrics({})
+
+
+def test_what_a_vision_language_checkpoint_belongs_to(tmp_path):
+    """The model's files under whatever name, and what decides the shapes and meaning of its weights."""
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = SimpleNamespace(config=SimpleNamespace(model_type="qwen3_vl"), path=str(tmp_path))
+
+    def belongs_to(named, **model):
+        config = RunConfig()
+        for name, value in model.items():
+            setattr(config.model, name, value)
+        return build._fingerprint(named, config, checkpoint)
+
+    own = belongs_to("mine")
+    assert own["model_type"] == "qwen3_vl" and own["content"] and own["lora_alpha"] is None and own["critic"] is False
+    assert belongs_to("embedded")["content"] is None  # built anew elsewhere, with other last bits
+    folder = CheckpointManager(tmp_path / "run").save(1, lambda path: (path / "a").touch(), model=own)
+    check_model(folder, belongs_to("elsewhere"), False)
+    for changed in ({"lora_rank": 4}, {"freeze_prefix": "true"}):
+        with pytest.raises(CheckpointError, match=f"trained with {next(iter(changed))} "):
+            check_model(folder, belongs_to("mine", **changed), False)

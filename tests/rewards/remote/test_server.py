@@ -152,6 +152,29 @@ def test_a_run_shows_the_line_of_a_function_behind_our_server():
         engine.close()
 
 
+def leaves(completions):
+    if completions == ["exit"]:
+        sys.exit(0)
+    if completions == ["leave"]:
+        os._exit(0)
+    if completions == ["interrupt"]:
+        raise KeyboardInterrupt
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [("exit", "called sys.exit(0)"), ("leave", "called os._exit(0)"), ("interrupt", "raised KeyboardInterrupt")],
+)
+def test_a_function_cannot_end_the_server(query, told):
+    with ServerThread(create_app(leaves)) as url:
+        reply = httpx.post(url, json={"queries": [query]})
+        assert reply.status_code == 500
+        said = reply.json()["user_error"]
+        assert told in said and f'File "{__file__}"' in said
+        assert httpx.post(url, json={"queries": ["well"]}).json() == {"rewards": [1.0]}
+
+
 def test_requests_are_merged_and_answers_go_back_to_theirs():
     sizes = []
 

@@ -6,8 +6,11 @@ A run that ends with an error leaves its type and text, and how many steps it ha
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
+
+from safetensors.torch import load_file, save_file
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
@@ -39,7 +42,16 @@ EMA = "--enable_ema true --ema_interval 1 --ema_beta 0.5"
 RUNS = {
     "plain": f"--reward_fn {{folder}}/scores.py:red {EMA} --eval_ema false",
     "averaged": f"--reward_fn {{folder}}/scores.py:red {EMA}",
-    "some": "--reward_fn {folder}/scores.py:some --max_steps 1",
+    "some": "--reward_fn {folder}/scores.py:some --max_steps 1 --save_steps 1",
+    **{
+        name: f"--reward_fn {{folder}}/scores.py:some --max_steps 2 --resume_from {{folder}}/some {flags}"
+        for name, flags in {
+            "moved": "--pretrain {folder}/moved",
+            "other_model": "--pretrain {folder}/other",
+            "other_rank": "--lora_rank 8",
+            "other_model_allowed": "--pretrain {folder}/other --resume_other_model true",
+        }.items()
+    },
     "nan": "--reward_fn {folder}/scores.py:broken",
     "unknown": "--reward_fn {folder}/scores.py:green",
     "missing": "reward.components.aesthetic=1.0",
@@ -51,6 +63,10 @@ RUNS = {
 
 def prepare(folder: Path) -> None:
     build_pipeline(TinyDiffusionSettings(layers=1)).save_pretrained(folder / "pipeline")
+    for name in ("moved", "other"):
+        shutil.copytree(folder / "pipeline", folder / name)
+    weights = folder / "other" / "transformer" / "diffusion_pytorch_model.safetensors"
+    save_file({name: tensor * 1.01 for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
     captions = ["a red circle", "a blue cross", "a green square"]
     rows = [json.dumps({"prompt": text, "note": text.upper()}) + "\n" for text in captions]
     (folder / "prompts.jsonl").write_text("".join(rows))

@@ -111,3 +111,11 @@ def test_samples_that_a_reward_does_not_apply_to_are_counted_and_masked(folder):
 def test_bad_input_ends_before_training(folder, name, error, text):
     found = facts(folder, name)
     assert found.get("error") == error and text in found["text"] and found["steps"] == 0, found
+
+
+def test_a_run_resumes_with_its_own_model_wherever_that_lies(folder):
+    assert facts(folder, "moved")["steps"] == 1 and "figures" in facts(folder, "moved")
+    for name, told in (("other_model", "trained with pretrain '"), ("other_rank", "trained with lora_rank 4 (8 here)")):
+        assert facts(folder, name)["error"] == "CheckpointError" and facts(folder, name)["steps"] == 0
+        assert told in facts(folder, name)["text"] and "--resume_other_model true" in facts(folder, name)["text"]
+    assert facts(folder, "other_model_allowed")["steps"] == 1
