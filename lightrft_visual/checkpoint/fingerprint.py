@@ -33,7 +33,8 @@ def fingerprint(pretrain: str, folder: str | None, settings: Mapping[str, Any]) 
 def digest(folder: Path) -> str:
     """SHA-256 over a model folder's configurations and over parts of its weight files."""
     found = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
+    pipeline = (folder / "model_index.json").is_file()  # its parts lie in folders; elsewhere a run may write into some
+    for path in sorted(folder.rglob("*") if pipeline else folder.iterdir()):
         weights = path.suffix in WEIGHTS
         if not path.is_file() or not (weights or path.name in READ):
             continue
