@@ -18,7 +18,7 @@ class ModelInputs:
     """Padded: sequences and attention_mask (B, S), the last A columns are actions. Packed: (1, total) rows, with
     `packed_seq_lens` (tokens of each sample). action_mask (B, A) bool, right-padded, in both forms.
     num_actions: in packed form, action columns of each sample. vision: what the model reads of images and videos,
-    joined only by the forward. sample_ids (B): who to name in errors.
+    joined only by the forward. sample_ids (B): who to name in errors. group_ids (B): whose prompt is the same.
     """
 
     sequences: T
@@ -28,11 +28,12 @@ class ModelInputs:
     num_actions: list[int] | None = None
     vision: VisionTensors = field(default_factory=VisionTensors)
     sample_ids: T | None = None
+    group_ids: T | None = None
 
     @classmethod
     def of(cls, batch: Experience | ExperienceVL) -> ModelInputs:
         """Inputs of a micro-batch; no copies."""
-        media = {"sample_ids": batch.sample_id}
+        media = {"sample_ids": batch.sample_id, "group_ids": batch.group_id}
         if isinstance(batch, ExperienceVL):
             media["vision"] = batch.vision
         if not batch.is_packed:

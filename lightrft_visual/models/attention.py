@@ -3,6 +3,9 @@
 A mask over a packed row of T tokens has T * T entries, nearly all of them false. Here attention runs over the segments:
 on an accelerator with a kernel for sequences of several lengths (FlashAttention 2, arXiv 2307.08691, where its package
 is installed, else PyTorch's own `varlen_attn`), elsewhere by one call of PyTorch's attention for each segment.
+
+A segment may continue another one, as the completions of one prompt do: its tokens attend to all of that prompt and to
+those before them in their own segment. The prompt's keys and values are then computed once and read by each of them.
 """
 
 from __future__ import annotations
@@ -23,20 +26,61 @@ from ..errors import ConfigError
 T = torch.Tensor
 
 NAME = "lightrft_visual_segments"  # in transformers' table of attention functions
+_PROBE_TOLERANCE = 0.05  # of values in -1..1 at half precision; keys that are left out or let in change them by more
 
 
 @dataclass
 class Segments:
-    """The samples of one packed row. lengths: their tokens, in order; device: where the row is."""
+    """The parts of one packed row. lengths: their tokens, in order; device: where the row is.
+
+    continues: for each segment the index of the one that it goes on from, None for one that stands alone; without the
+    list all stand alone. A segment that others continue stands alone itself, and before them.
+    """
 
     lengths: list[int]
     device: torch.device
+    continues: list[int | None] | None = None
     used: bool = False
 
     @cached_property
     def ends(self) -> T:
-        """(samples + 1) int32: 0 and the end of each, on the device."""
-        return torch.tensor([0, *self.lengths]).cumsum(0).to(self.device, torch.int32)
+        """(segments + 1) int32: 0 and the end of each, on the device."""
+        return self._ends(self.lengths)
+
+    @cached_property
+    def key_lengths(self) -> list[int]:
+        """How many keys each segment reads: its own and those of the segment that it continues."""
+        return [own + (0 if of is None else self.lengths[of]) for own, of in zip(self.lengths, self._continues)]
+
+    @cached_property
+    def key_ends(self) -> T:
+        """(segments + 1) int32: 0 and the end of each segment's keys in `keys`."""
+        return self._ends(self.key_lengths)
+
+    @cached_property
+    def keys(self) -> T | None:
+        """(sum of key_lengths) long: the tokens of the row that each segment reads, in order; None for the row as it
+        is."""
+        if self.continues is None:
+            return None
+        tokens = torch.arange(sum(self.lengths)).split(self.lengths)
+        read = [
+            part for own, of in zip(tokens, self._continues) for part in ([own] if of is None else [tokens[of], own])
+        ]
+        return torch.cat(read).to(self.device)
+
+    def followed_by(self, count: int) -> Segments:
+        """The same with `count` tokens behind it that stand alone."""
+        if not count:
+            return self
+        return Segments([*self.lengths, count], self.device, self.continues and [*self.continues, None])
+
+    @property
+    def _continues(self) -> list[int | None]:
+        return self.continues or [None] * len(self.lengths)
+
+    def _ends(self, lengths: list[int]) -> T:
+        return torch.tensor([0, *lengths]).cumsum(0).to(self.device, torch.int32)
 
     @property
     def mask(self) -> T:
@@ -72,14 +116,14 @@ def segment_attention(
 ) -> tuple[T, None]:
     """transformers' attention function: query (1, heads, T, D), key and value (1, key heads, T, D) -> (1, T, heads, D).
 
-    With segments each token attends to those before it in its own segment, and attention_mask is not looked at; without
-    them this is transformers' `sdpa`.
+    With segments each token attends to those before it in its own segment and to the segment that this one continues,
+    and attention_mask is not looked at; without them this is transformers' `sdpa`.
     """
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     segments.used = True
     window = kwargs.get("sliding_window")
-    if window is not None and window >= max(segments.lengths):
+    if window is not None and window >= max(segments.key_lengths):
         window = None
     settings = {"scale": kwargs.get("scaling"), "dropout": kwargs.get("dropout", 0.0), "window": window}
     if not settings["dropout"] and has_varlen_kernel(query.device.type, query.dtype):
@@ -90,50 +134,69 @@ def segment_attention(
 def _one_by_one(
     query: T, key: T, value: T, segments: Segments, scale: float | None, dropout: float, window: int | None
 ) -> T:
-    parts = []
-    for q, k, v in zip(*(each.split(segments.lengths, dim=2) for each in (query, key, value))):
-        mask = None if window is None else _window_mask(q.shape[2], window, q.device)
+    queries, keys, values = (each.split(segments.lengths, dim=2) for each in (query, key, value))
+    grouped, parts = query.shape[1] != key.shape[1], []
+    for q, k, v, of in zip(queries, keys, values, segments.continues or [None] * len(queries)):
+        if of is not None:
+            k, v = torch.cat([keys[of], k], dim=2), torch.cat([values[of], v], dim=2)
+        mask = None
+        if window is not None or of is not None:
+            mask = _mask(q.shape[2], k.shape[2], window, q.device)
         parts.append(
             F.scaled_dot_product_attention(
-                q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+                q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
             )
         )
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> T:
-    """(length, length) bool: a token and the window - 1 before it."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
+def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> T:
+    """(queries, keys) bool: the last queries tokens of keys each see themselves and those before, window in all."""
+    before = keys - queries
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
+    return mask if window is None else mask.triu(before + 1 - window)
 
 
 def _varlen(query: T, key: T, value: T, segments: Segments, scale: float | None, window: int | None) -> T:
+    """By one call: the kernels let the last query of a segment see its last key, the one before the one before."""
     q, k, v = (each.squeeze(0).transpose(0, 1).contiguous() for each in (query, key, value))
-    ends, longest, left = segments.ends, max(segments.lengths), -1 if window is None else window - 1
+    if segments.keys is not None:
+        k, v = k[segments.keys], v[segments.keys]
+    ends, key_ends = segments.ends, segments.key_ends
+    longest, longest_key = max(segments.lengths), max(segments.key_lengths)
+    left = -1 if window is None else window - 1
     if is_flash_attn_2_available():
         from flash_attn import flash_attn_varlen_func
 
         return flash_attn_varlen_func(
-            q, k, v, ends, ends, longest, longest, softmax_scale=scale, causal=True, window_size=(left, 0)
+            q, k, v, ends, key_ends, longest, longest_key, softmax_scale=scale, causal=True, window_size=(left, 0)
         ).unsqueeze(0)
     from torch.nn.attention.varlen import varlen_attn
 
+    grouped = q.shape[1] != k.shape[1]
     return varlen_attn(
-        q, k, v, ends, ends, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, ends, key_ends, longest, longest_key, scale=scale, window_size=(left, 0), enable_gqa=grouped
     ).unsqueeze(0)
 
 
 @cache
 def has_varlen_kernel(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether this kind of device has a kernel for segments in this precision; tried once on small ones."""
+    """Whether this kind of device has a kernel for segments in this precision that continue one another.
+
+    Tried once on small ones: kernels differ in which keys they let the queries of a shorter segment see, so what it
+    gives is held against PyTorch's attention of each segment.
+    """
     if device_type == "cpu" or dtype not in (torch.float16, torch.bfloat16):
         return False
     device = torch.device(device_type)
-    probe = torch.zeros(1, 1, 16, 64, dtype=dtype, device=device)
+    probe = torch.arange(24 * 64, device=device).sin().to(dtype).view(1, 1, 24, 64)
+    segments = Segments([8, 12, 4], device, [None, 0, 0])
     try:
-        _varlen(probe, probe, probe, Segments([8, 8], device), None, None)
+        made = _varlen(probe, probe, probe, segments, None, None)
     except (ImportError, NotImplementedError, RuntimeError, TypeError):  # no such kernel here, or an older PyTorch's
         return False
-    return True
+    wanted = _one_by_one(*(probe.float() for _ in range(3)), segments, None, 0.0, None)
+    return bool((made.float() - wanted).abs().max() < _PROBE_TOLERANCE)
 
 
 AttentionInterface.register(NAME, segment_attention)

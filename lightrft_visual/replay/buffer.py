@@ -34,7 +34,7 @@ class NaiveReplayBuffer:
 
     sample_batch_size: samples of a micro-batch; limit: samples kept, the oldest dropped first, 0 for all; cpu_offload:
     hold samples on the CPU and move batches to the accelerator; packing_samples: give out packed batches; seed: of the
-    draws of `sample`.
+    draws of `sample`; share_prefix: the models compute the prompt of a group once, so `plan` keeps groups together.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class NaiveReplayBuffer:
         cpu_offload: bool = True,
         packing_samples: bool = False,
         seed: int = 42,
+        share_prefix: bool = False,
     ) -> None:
         if sample_batch_size < 1:
             raise ConfigError(f"sample_batch_size must be at least 1, not {sample_batch_size}")
@@ -51,6 +52,7 @@ class NaiveReplayBuffer:
         self.limit = limit
         self.cpu_offload = cpu_offload
         self.packing_samples = packing_samples
+        self.share_prefix = share_prefix
         self.items: list[AnyItem] = []
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -116,7 +118,8 @@ class NaiveReplayBuffer:
         of micro-batches in every step: for `load`, one after the other. With sample ids, which samples make up a step
         does not depend on the number of ranks, and some samples change ranks so that each has an equal share of every
         step (only if samples are held on the CPU); the indices are valid until the next change of the buffer.
-        Pass another seed for each epoch.
+        Pass another seed for each epoch. With `share_prefix` steps and micro-batches are made of whole groups where
+        they fit, and a prompt's tokens count once (see `plan.plan_by_count`).
 
         Raises ConfigError for a token budget without packing, DataError if a rank holds no sample at all, or a sample
         is longer than the budget.
@@ -168,15 +171,23 @@ class NaiveReplayBuffer:
 
     def _references(self) -> list[SampleRef]:
         """All samples of all ranks, by rank."""
-        rank = collectives.rank()
+        rank, shared = collectives.rank(), self._shared_prompts()
         own = [
-            SampleRef(rank, index, _token_count(item), None if item.sample_id is None else int(item.sample_id))
+            SampleRef(rank, index, _token_count(item), _number(item.sample_id), *shared[index])
             for index, item in enumerate(self.items)
         ]
         gathered = collectives.all_gather_object(own)
         if not all(gathered):
             raise DataError(f"replay buffer without samples; samples by rank: {[len(each) for each in gathered]}")
         return [sample for each in gathered for sample in each]
+
+    def _shared_prompts(self) -> list[tuple[int | None, int]]:
+        """(group, or None, and its prompt's tokens) of each sample."""
+        if not self.share_prefix or not self.items:
+            return [(None, 0)] * len(self.items)
+        groups = [_number(item.group_id) for item in self.items]
+        lengths = zip(*packed_lengths(self.items))
+        return [(None if group == -1 else group, length - count) for group, (length, count) in zip(groups, lengths)]
 
     @torch.no_grad()
     def normalize(self, attribute: str, strategy: SumsOverRanks | None = None) -> None:
@@ -227,6 +238,10 @@ def _accelerator_device() -> str:
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator().current_device_name()
+
+
+def _number(value: T | None) -> int | None:
+    return None if value is None else int(value)
 
 
 def _token_count(item: AnyItem) -> int:

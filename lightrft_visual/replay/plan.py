@@ -20,12 +20,18 @@ _BALANCED = 0.01  # difference of ranks, as a part of their load, that is not wo
 
 @dataclass(frozen=True)
 class SampleRef:
-    """One sample as all ranks see it. key: sample_id, or None; tokens: its length S."""
+    """One sample as all ranks see it. key: sample_id, or None; tokens: its length S.
+
+    group: of samples whose prompt of `prompt` tokens is computed once for all of them in a micro-batch; None for a
+    sample that shares nothing. Such groups stay together where they can.
+    """
 
     rank: int
     index: int  # in its rank's buffer
     tokens: int
     key: int | None = None
+    group: int | None = None
+    prompt: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,15 +52,15 @@ def have_keys(samples: Sequence[SampleRef]) -> bool:
 def shuffled_steps(samples: Sequence[SampleRef], step_size: int | None, seed: int) -> list[list[SampleRef]]:
     """Samples of each optimizer step, all ranks together; the last step may be smaller.
 
-    The order is a permutation, drawn by `seed`, of the samples sorted by key. So with keys on all samples the steps do
-    not depend on the number of ranks. step_size None: one step.
+    The order is a permutation, drawn by `seed`, of the samples, or of the groups that share a prompt, sorted by key. So
+    with keys on all samples the steps do not depend on the number of ranks. step_size None: one step.
     """
     if step_size is not None and step_size < 1:
         raise ConfigError(f"the samples of a step must be at least 1, not {step_size}")
     if have_keys(samples):
         samples = sorted(samples, key=lambda sample: sample.key)
-    generator = torch.Generator().manual_seed(seed)
-    order = [samples[index] for index in torch.randperm(len(samples), generator=generator).tolist()]
+    generator, groups = torch.Generator().manual_seed(seed), _groups(samples)
+    order = [each for index in torch.randperm(len(groups), generator=generator).tolist() for each in groups[index]]
     size = step_size or len(order)
     return [order[start : start + size] for start in range(0, len(order), size)]
 
@@ -64,22 +70,42 @@ def moves_between_ranks(step: Sequence[SampleRef], ranks: int, by_tokens: bool) 
 
     Shares count tokens, or else samples. Each move takes from the fullest rank to the emptiest the sample that comes
     nearest to halving their gap, until the gap is at most 1 % of a share, or one sample, or no sample narrows it.
+    Samples that share a prompt move together, and count by the tokens that are computed; they are parted only where
+    the ranks still lie further apart than the prompt's second computation costs.
     """
-    own = [sorted(each, key=lambda sample: sample.tokens) for each in _by_rank(step, ranks)]
-    sizes = [[sample.tokens if by_tokens else 1 for sample in each] for each in own]
+    grouped = any(sample.group is not None for sample in step)
+    cost = _tokens if by_tokens or grouped else len
+    own = [sorted(_groups(each), key=cost) for each in _by_rank(step, ranks)]
+    sizes = [[cost(group) for group in each] for each in own]
     loads = [sum(each) for each in sizes]
     moves = []
     while max(loads) - min(loads) > max(1, _BALANCED * sum(loads) / ranks):
         full, empty = loads.index(max(loads)), loads.index(min(loads))
-        half = (loads[full] - loads[empty]) / 2
-        place = _nearest(sizes[full], half)
-        if place is None or abs(sizes[full][place] - half) >= half:
+        gap = loads[full] - loads[empty]
+        place = _nearest(sizes[full], gap / 2)
+        if place is None:
             break
-        moves.append((own[full].pop(place), empty))
-        size = sizes[full].pop(place)
-        loads[full] -= size
-        loads[empty] += size
+        group, size = own[full].pop(place), sizes[full].pop(place)
+        staying = group[: _staying(group, gap)] if grouped and size >= gap else []
+        if size >= gap and not staying:
+            break
+        if staying:
+            at = bisect.bisect_left(sizes[full], cost(staying))
+            own[full].insert(at, staying)
+            sizes[full].insert(at, cost(staying))
+        moved = group[len(staying) :]
+        moves += [(sample, empty) for sample in moved]
+        loads[full] -= size - (cost(staying) if staying else 0)
+        loads[empty] += cost(moved)
     return moves
+
+
+def _staying(group: list[SampleRef], gap: float) -> int:
+    """How many samples of a group stay when the others leave, as many as narrow the gap most; 0 if it would widen."""
+    count = len(group)
+    while count > 1 and 2 * _tokens(group[count - 1 :]) - group[0].prompt <= gap:
+        count -= 1
+    return count if count < len(group) else 0
 
 
 def _nearest(numbers: list[int], target: float) -> int | None:
@@ -92,8 +118,11 @@ def _nearest(numbers: list[int], target: float) -> int | None:
 def plan_by_count(step: Sequence[SampleRef], ranks: int, micro_batch_size: int) -> list[list[list[SampleRef]]]:
     """Micro-batches of each rank with at most `micro_batch_size` samples and sizes that differ by one at most.
 
-    All ranks get as many as the fullest rank needs; some are empty where a rank has too few samples.
+    All ranks get as many as the fullest rank needs; some are empty where a rank has too few samples. Where samples
+    share prompts, a micro-batch takes more of them, up to the tokens of `micro_batch_size` samples that share nothing.
     """
+    if any(sample.group is not None for sample in step):
+        return plan_by_tokens(step, ranks, micro_batch_size * max(sample.tokens for sample in step))
     own = _by_rank(step, ranks)
     count = max(-(-len(each) // micro_batch_size) for each in own)
     return [_even_slices(each, count) for each in own]
@@ -104,6 +133,7 @@ def plan_by_tokens(step: Sequence[SampleRef], ranks: int, budget: int) -> list[l
 
     Best fit decreasing finds how many are needed; the samples are then dealt longest first to the emptiest of them,
     which makes them equally full, and sorted fullest first, so that ranks that meet at each micro-batch wait little.
+    Samples that share a prompt, which counts once, stay together; a group above the budget is cut into several.
     Raises DataError on a sample longer than the budget.
     """
     for sample in step:
@@ -112,14 +142,15 @@ def plan_by_tokens(step: Sequence[SampleRef], ranks: int, budget: int) -> list[l
                 f"sample {sample.index} of rank {sample.rank} has {sample.tokens} tokens, "
                 f"more than the budget of {budget} tokens for a micro-batch"
             )
-    own = _by_rank(step, ranks)
+    own = [[part for group in _groups(each) for part in _cut(group, budget)] for each in _by_rank(step, ranks)]
     needed = [_best_fit(each, budget) for each in own]
     count = max(len(bins) for bins in needed)
     plans = []
     for each, bins in zip(own, needed):
         dealt = _deal(each, count)
-        fits = all(_tokens(bin_) <= budget for bin_ in dealt)
-        plans.append(sorted(dealt if fits else _widen(bins, count), key=_tokens, reverse=True))
+        fits = all(_tokens(_flat(bin_)) <= budget for bin_ in dealt)
+        filled = [_flat(bin_) for bin_ in (dealt if fits else _widen(bins, count))]
+        plans.append(sorted(filled, key=_tokens, reverse=True))
     return plans
 
 
@@ -143,7 +174,31 @@ def own_micro_batches(plan: list[list[SampleRef]]) -> list[MicroBatch]:
 
 
 def _tokens(batch: Sequence[SampleRef]) -> int:
-    return sum(sample.tokens for sample in batch)
+    """That are computed: a shared prompt once."""
+    shared = {sample.group: sample.prompt for sample in batch if sample.group is not None}
+    return sum(each.tokens - (each.prompt if each.group is not None else 0) for each in batch) + sum(shared.values())
+
+
+def _groups(samples: Sequence[SampleRef]) -> list[list[SampleRef]]:
+    """Samples that share a prompt together, others alone, in the order of their first ones."""
+    found: dict[int, list[SampleRef]] = {}
+    for place, sample in enumerate(samples):
+        found.setdefault(-1 - place if sample.group is None else sample.group, []).append(sample)
+    return list(found.values())
+
+
+def _cut(group: list[SampleRef], budget: int) -> list[list[SampleRef]]:
+    """As few parts of nearly equal length as fit into the budget."""
+    count = 1
+    while True:
+        parts = [_flat(part) for part in _deal([[sample] for sample in group], count)]
+        if all(_tokens(part) <= budget for part in parts):
+            return parts
+        count += 1
+
+
+def _flat(groups: Sequence[Sequence[SampleRef]]) -> list[SampleRef]:
+    return [sample for group in groups for sample in group]
 
 
 def _by_rank(step: Sequence[SampleRef], ranks: int) -> list[list[SampleRef]]:
@@ -158,38 +213,38 @@ def _even_slices(samples: list[SampleRef], count: int) -> list[list[SampleRef]]:
     return [samples[start:stop] for start, stop in zip(bounds, bounds[1:])]
 
 
-def _best_fit(samples: list[SampleRef], budget: int) -> list[list[SampleRef]]:
-    """Bins of at most `budget` tokens: longest sample first, each into the fullest bin that still has room for it."""
-    bins: list[list[SampleRef]] = []
+def _best_fit(groups: list[list[SampleRef]], budget: int) -> list[list[list[SampleRef]]]:
+    """Bins of at most `budget` tokens: longest group first, each into the fullest bin that still has room for it."""
+    bins: list[list[list[SampleRef]]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
-    for sample in sorted(samples, key=lambda each: -each.tokens):
-        place = bisect.bisect_left(room, (sample.tokens, -1))
+    for group in sorted(groups, key=_tokens, reverse=True):
+        place = bisect.bisect_left(room, (_tokens(group), -1))
         left, target = room.pop(place) if place < len(room) else (budget, len(bins))
         if target == len(bins):
             bins.append([])
-        bins[target].append(sample)
-        bisect.insort(room, (left - sample.tokens, target))
+        bins[target].append(group)
+        bisect.insort(room, (left - _tokens(group), target))
     return bins
 
 
-def _deal(samples: list[SampleRef], count: int) -> list[list[SampleRef]]:
-    """`count` bins of nearly equal load: longest sample first, each into the emptiest bin."""
-    bins: list[list[SampleRef]] = [[] for _ in range(count)]
+def _deal(groups: list[list[SampleRef]], count: int) -> list[list[list[SampleRef]]]:
+    """`count` bins of nearly equal load: longest group first, each into the emptiest bin."""
+    bins: list[list[list[SampleRef]]] = [[] for _ in range(count)]
     loads = [(0, index) for index in range(count)]
-    for sample in sorted(samples, key=lambda each: -each.tokens):
+    for group in sorted(groups, key=_tokens, reverse=True):
         load, target = loads[0]
-        bins[target].append(sample)
-        heapq.heapreplace(loads, (load + sample.tokens, target))
+        bins[target].append(group)
+        heapq.heapreplace(loads, (load + _tokens(group), target))
     return bins
 
 
-def _widen(bins: list[list[SampleRef]], count: int) -> list[list[SampleRef]]:
+def _widen(bins: list[list[list[SampleRef]]], count: int) -> list[list[list[SampleRef]]]:
     """`count` bins out of fewer: the fullest is halved until there are enough, or none can be halved."""
     bins = [list(each) for each in bins]
     while len(bins) < count:
         splittable = [each for each in bins if len(each) > 1]
         if not splittable:
             return bins + [[] for _ in range(count - len(bins))]
-        largest = max(splittable, key=_tokens)
+        largest = max(splittable, key=lambda each: _tokens(_flat(each)))
         bins.append([largest.pop() for _ in range(len(largest) // 2)])
     return bins

@@ -56,12 +56,12 @@ class Actor(nn.Module):
 
     def forward(self, inputs: ModelInputs, rule: ScoringRule, with_entropy: bool = True) -> ActorOutput:
         """Log-probs and entropy of every action. Raises DataError when images and placeholders do not match."""
-        hidden = self.backbone.hidden_states(inputs)
         mask = inputs.action_mask
         rows = inputs.action_rows()[mask]
+        hidden = self.backbone.hidden_at(inputs, rows)
         targets = inputs.sequences.flatten()[rows + 1]
         columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)[mask]
-        log_probs, entropy = self._score(hidden[rows], targets, columns, rule, with_entropy)
+        log_probs, entropy = self._score(hidden, targets, columns, rule, with_entropy)
         return ActorOutput(_scatter(log_probs, mask), _scatter(entropy, mask) if with_entropy else None)
 
     def _score(self, hidden: T, targets: T, columns: T, rule: ScoringRule, with_entropy: bool):

@@ -15,6 +15,7 @@ from ...batches.vision import VisionTensors
 from ...strategy import collectives
 from ..attention import Segments, attend_by_segments
 from .families import family_of
+from .shared_prefix import SharedRow
 
 T = torch.Tensor
 
@@ -31,6 +32,7 @@ class Backbone:
         self.family = family_of(self.config)
         self.family.attach(self.base)
         self.by_segments = self.config.model_type in self.family.packed and attend_by_segments(self.base)
+        self.share_prefix = False
 
     def hidden_states(self, inputs: ModelInputs) -> T:
         """(rows * S, H): last hidden states. Raises DataError when images and placeholders do not match."""
@@ -38,6 +40,24 @@ class Backbone:
             self.family.require_packing()
         positions, types = self._positions(inputs)
         return self._forward(inputs, positions, types, use_cache=False).flatten(0, 1)
+
+    def hidden_at(self, inputs: ModelInputs, places: T) -> T:
+        """(*places, H): last hidden states of some tokens, numbered over the flattened (rows * S) sequences.
+
+        Where `share_prefix` is on, the prompt of a group is computed once. Raises as `hidden_states`.
+        """
+        shared = SharedRow.of(inputs) if self.share_prefix else None
+        if shared is None:
+            return self.hidden_states(inputs)[places]
+        positions, types = self._positions(inputs)
+        hidden = self._forward(
+            shared.inputs(inputs),
+            shared.select(positions),
+            shared.select(types),
+            shared.segments(),
+            use_cache=False,
+        )
+        return hidden.squeeze(0)[shared.places[places]]
 
     def prefill(self, inputs: ModelInputs, cache: Cache) -> tuple[T, T]:
         """Run left-padded prompts (B, S) into `cache`: (last hidden states (B, H), positions of the next token).
@@ -70,8 +90,8 @@ class Backbone:
         types = self.family.token_types(inputs.sequences)
         return self.family.positions(inputs, types), types
 
-    def _forward(self, inputs: ModelInputs, positions: T, types: T, **cache) -> T:
-        """(rows, S, H)"""
+    def _forward(self, inputs: ModelInputs, positions: T, types: T, segments: Segments | None = None, **cache) -> T:
+        """(rows, S, H). segments: of a packed row, None for its samples."""
         length = inputs.sequences.shape[1]
         for kind in self._missing_media(inputs):
             inputs, positions, types = self._with_blank(kind, inputs, positions, types)
@@ -83,8 +103,10 @@ class Backbone:
             **cache,
             **self.family.arguments(inputs, types),
         }
-        segments = self._segments(inputs, blank)
+        if segments is None and inputs.is_packed and self.by_segments:
+            segments = Segments(inputs.packed_seq_lens, inputs.sequences.device)
         if segments is not None:
+            segments = segments.followed_by(blank)
             arguments |= {"attention_mask": segments.mask, "segments": segments}
         hidden = self.base(**arguments).last_hidden_state
         if segments is not None:
@@ -92,13 +114,6 @@ class Backbone:
         if blank and "past_key_values" in cache:
             cache["past_key_values"].crop(-blank)
         return hidden[:, :length]
-
-    def _segments(self, inputs: ModelInputs, blank: int) -> Segments | None:
-        """The samples of a packed row, the last one with the blank tokens behind it; None for a padded batch."""
-        if inputs.packed_seq_lens is None or not self.by_segments:
-            return None
-        *before, last = inputs.packed_seq_lens
-        return Segments([*before, last + blank], inputs.sequences.device)
 
     def _missing_media(self, inputs: ModelInputs) -> list[str]:
         """Kinds of media that this batch lacks and a blank one must stand for, so that all ranks run the same modules.

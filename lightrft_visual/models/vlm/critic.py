@@ -29,6 +29,6 @@ class Critic(nn.Module):
 
     def forward(self, inputs: ModelInputs) -> T:
         """(B, A) float32 values, 0 where the action mask is false."""
-        hidden = self.backbone.hidden_states(inputs)
-        values = self.value_head(hidden[inputs.action_rows()].to(self.value_head.weight.dtype)).squeeze(-1).float()
+        hidden = self.backbone.hidden_at(inputs, inputs.action_rows())
+        values = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
         return values.masked_fill(~inputs.action_mask, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from equality import PLAIN, adapters, assert_same, loss_and_gradients
 from tiny_models import (
     ALL_KINDS,
     actor_of,
@@ -17,51 +17,17 @@ from tiny_models import (
     text_prompts,
 )  # fmt: skip
 
-from lightrft_visual.batches.model_inputs import ModelInputs
 from lightrft_visual.batches.sampling import ScoringRule
 from lightrft_visual.embedded.tiny_vlm import VISION_FAMILIES
 from lightrft_visual.models.loading import freeze
-from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.models.vlm.positions import token_types
 
-PLAIN = ScoringRule()
 KINDS = [kind for kind in ALL_KINDS if not kind.endswith("+tied")] + ["qwen2_5_vl+tied"]
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return tmp_path_factory.mktemp("checkpoints")
-
-
-def adapters(model):
-    torch.manual_seed(0)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    return model
-
-
-def loss_and_gradients(actor: Actor, batches: list[ModelInputs], rule=PLAIN) -> tuple[float, dict]:
-    """A loss that weighs every token of every sample differently, over micro-batches."""
-    actor.zero_grad(set_to_none=True)
-    total = 0.0
-    for inputs in batches:
-        output = actor(inputs, rule)
-        rows = (inputs.sample_ids % 10 + 1).unsqueeze(1) * torch.arange(1, inputs.action_mask.shape[1] + 1)
-        share = ((output.log_probs * rows.cos() - 0.1 * output.entropy) * inputs.action_mask).sum() / 30
-        share.backward()
-        total += share.item()
-    return total, {n: p.grad.clone() for n, p in actor.named_parameters() if p.grad is not None}
-
-
-def assert_same(left, right, tolerance: float) -> None:
-    assert abs(left[0] - right[0]) <= tolerance
-    assert left[1].keys() == right[1].keys()
-    for name, gradient in left[1].items():
-        largest = max(1.0, gradient.abs().max().item())
-        assert (gradient - right[1][name]).abs().max() <= tolerance * largest, name
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, adapters], ids=["full", "lora"])
