@@ -258,6 +258,8 @@ class TrainConfig(Section):
     micro_train_batch_size: PositiveInt = 8
     max_tokens_per_batch: int = 0  # with packing: fill each micro-batch up to this many tokens instead of by count
     packing_samples: bool = False
+    # compute a prompt once for its samples; default: where the model is shown to train equally
+    share_prefix: bool | None = None
     num_episodes: PositiveInt = 1  # passes over the prompt data
     max_epochs: PositiveInt = 1  # passes over the replay buffer for each rollout
     max_steps: Annotated[int, positive_or(-1, "no limit")] = -1  # rollout steps; -1: as many as num_episodes gives
@@ -328,6 +330,10 @@ class RunConfig(Section):
             samples > 1 or not estimator.grouped,
             f"advantage_estimator {algorithm.advantage_estimator} compares samples of one prompt: "
             f"n_samples_per_prompt is {samples}, it must be at least 2",
+        )
+        require(
+            samples > 1 or not train.share_prefix,
+            "share_prefix computes the prompt of several samples once: n_samples_per_prompt is 1",
         )
         require(
             samples > 1 or not rollout.dynamic_sampling, "dynamic_sampling needs n_samples_per_prompt of at least 2"

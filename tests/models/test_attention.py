@@ -20,6 +20,8 @@ from lightrft_visual.models.attention import Segments, segment_attention
 
 LENGTHS = [5, 1, 9, 3]
 TOTAL = sum(LENGTHS)
+# The second and third segment go on from the first, the fourth stands alone.
+ALONE, CONTINUED = None, [None, 0, 0, None]
 
 
 @pytest.fixture(scope="module")
@@ -33,54 +35,81 @@ def qkv():
     return [torch.randn(1, heads, TOTAL, 16, generator=generator) for heads in (4, 2, 2)]
 
 
-def dense(query, key, value, window: int | None = None, scale: float | None = None):
+def dense(query, key, value, window: int | None = None, scale: float | None = None, continues=ALONE):
     """The definition: one mask of the whole row."""
     sample = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    place = torch.arange(TOTAL)
-    mask = (sample[:, None] == sample) & (place[:, None] >= place)
+    before = torch.tensor([-1 if of is None else of for of in continues or [None] * len(LENGTHS)])[sample]
+    place = torch.cat([torch.arange(length) for length in LENGTHS])
+    place += torch.where(before < 0, 0, torch.tensor(LENGTHS)[before])  # as if each stood behind what it goes on from
+    mask = ((sample[:, None] == sample) & (place[:, None] >= place)) | (before[:, None] == sample)
     if window is not None:
         mask &= place[:, None] - place < window
     return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True).transpose(1, 2)
 
 
-@pytest.mark.parametrize("window", [None, 100, 4, 1])
-def test_segments_equal_a_dense_mask(qkv, window):
-    segments = Segments(LENGTHS, torch.device("cpu"))
+@pytest.mark.parametrize("continues", [ALONE, CONTINUED])
+@pytest.mark.parametrize("window", [None, 100, 10, 4, 1])
+def test_segments_equal_a_dense_mask(qkv, window, continues):
+    segments = Segments(LENGTHS, torch.device("cpu"), continues)
     for each in qkv:
         each.requires_grad_()
     ours, _ = segment_attention(None, *qkv, segments.mask, segments, scaling=0.3, sliding_window=window)
-    wanted = dense(*qkv, window, 0.3)
+    wanted = dense(*qkv, window, 0.3, continues)
     torch.testing.assert_close(ours, wanted, atol=1e-6, rtol=1e-6)
     weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
     gradients = [torch.autograd.grad((made * weights).sum(), qkv) for made in (ours, wanted)]
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("continues", [ALONE, CONTINUED])
 @pytest.mark.parametrize("window", [None, 4])
-def test_the_kernel_of_accelerators_is_given_what_it_takes(qkv, monkeypatch, window):
-    """A stand-in with the meaning that PyTorch documents for varlen_attn."""
+def test_the_kernel_of_accelerators_is_given_what_it_takes(qkv, monkeypatch, window, continues):
+    """A stand-in with the meaning that PyTorch documents for varlen_attn: the last query sees the last key."""
 
     def kernel(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
-        assert torch.equal(ends_q, ends_k) and ends_q.dtype == torch.int32 and longest_q == longest_k == max(LENGTHS)
-        assert q.shape == (TOTAL, 4, 16) and k.shape == v.shape == (TOTAL, 2, 16) and enable_gqa
-        assert ends_q.tolist() == [0, 5, 6, 15, 18] and window_size[1] == 0
-        left = None if window_size[0] == -1 else window_size[0] + 1
-        rows = [each.transpose(0, 1).unsqueeze(0) for each in (q, k, v)]
-        return dense(*rows, left, scale).squeeze(0)
+        assert ends_q.dtype == ends_k.dtype == torch.int32 and enable_gqa and window_size[1] == 0
+        assert q.shape == (TOTAL, 4, 16) and k.shape == v.shape == (ends_k[-1], 2, 16)
+        assert longest_q == ends_q.diff().max() and longest_k == ends_k.diff().max()
+        left, made = None if window_size[0] == -1 else window_size[0] + 1, []
+        for queries, keys, values in zip(
+            *(x.split(e.diff().tolist()) for x, e in ((q, ends_q), (k, ends_k), (v, ends_k)))
+        ):
+            mask = attention._mask(len(queries), len(keys), left, q.device)
+            rows = [each.transpose(0, 1).unsqueeze(0) for each in (queries, keys, values)]
+            made.append(F.scaled_dot_product_attention(*rows, mask, scale=scale, enable_gqa=True).squeeze(0))
+        return torch.cat(made, dim=1).transpose(0, 1)
 
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda kind, dtype: True)
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    segments = Segments(LENGTHS, torch.device("cpu"))
+    segments = Segments(LENGTHS, torch.device("cpu"), continues)
     ours, _ = segment_attention(None, *qkv, None, segments, scaling=0.3, sliding_window=window)
-    torch.testing.assert_close(ours, dense(*qkv, window, 0.3), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(ours, dense(*qkv, window, 0.3, continues), atol=1e-6, rtol=1e-6)
 
 
-def test_pytorchs_own_kernel_takes_the_call_on_cuda():
+@pytest.mark.parametrize("continues", [ALONE, CONTINUED])
+def test_pytorchs_own_kernel_takes_the_call_on_cuda(continues):
     """Shapes, types and names alone: tensors that say they are on a GPU and hold nothing."""
     with FakeTensorMode():
         qkv = [torch.empty(1, heads, TOTAL, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2)]
-        made = attention._varlen(*qkv, Segments(LENGTHS, torch.device("cuda")), 0.3, 4)
+        made = attention._varlen(*qkv, Segments(LENGTHS, torch.device("cuda"), continues), 0.3, 4)
     assert made.shape == (1, TOTAL, 4, 64) and made.dtype == torch.bfloat16 and made.device.type == "cuda"
+
+
+def test_a_kernel_that_hides_keys_of_a_continued_segment_is_not_used(monkeypatch):
+    """A kernel may let the first query see the first key alone, however many keys there are."""
+    attention.has_varlen_kernel.cache_clear()
+    monkeypatch.setattr(torch, "device", lambda kind: torch._C.device("cpu"))
+    answers = []
+    for aligned in (True, False):
+
+        def kernel(query, key, value, segments, scale, window, aligned=aligned):
+            given = segments if aligned else Segments(segments.lengths, segments.device)
+            return attention._one_by_one(query, key, value, given, scale, 0.0, window)
+
+        monkeypatch.setattr(attention, "_varlen", kernel)
+        answers.append(attention.has_varlen_kernel("cuda", torch.bfloat16))
+        attention.has_varlen_kernel.cache_clear()
+    assert answers == [True, False]
 
 
 def test_the_host_and_float32_have_no_kernel():

@@ -129,3 +129,87 @@ def test_empty_micro_batches_get_a_filler():
     fillers = own_micro_batches(plans[1])
     assert sorted(batch.filler for batch in fillers) == [False, True, True]
     assert all(batch == MicroBatch([0], filler=batch.filler) for batch in fillers)
+
+
+# --- groups that share a prompt ------------------------------------------------------------------------------------
+
+groups_of_ranks = st.lists(
+    st.lists(st.tuples(st.integers(1, 8), st.lists(st.integers(1, 12), min_size=1, max_size=6)), max_size=5),
+    min_size=1,
+    max_size=4,
+).filter(any)
+
+
+def grouped(ranks) -> list[SampleRef]:
+    """ranks: for each its groups, as (prompt tokens, completion tokens of its samples)."""
+    made, group = [], 0
+    for rank, own in enumerate(ranks):
+        index = 0
+        for prompt, completions in own:
+            for count in completions:
+                made.append(SampleRef(rank, index, prompt + count, len(made), group, prompt))
+                index += 1
+            group += 1
+    return made
+
+
+def computed(batch: list[SampleRef]) -> int:
+    prompts = {sample.group: sample.prompt for sample in batch}
+    return sum(sample.tokens - sample.prompt for sample in batch) + sum(prompts.values())
+
+
+@settings(deadline=None)
+@given(groups_of_ranks)
+def test_plans_of_groups_hold_every_sample_once_and_a_prompt_counts_once(ranks):
+    step = grouped(ranks)
+    plans = plan_by_tokens(step, len(ranks), BUDGET)
+    assert_complete(plans, [[sample for sample in step if sample.rank == rank] for rank in range(len(ranks))])
+    for plan in plans:
+        assert all(computed(batch) <= BUDGET for batch in plan)
+
+
+def test_groups_stay_together_and_large_ones_are_cut_evenly():
+    step = grouped([[(8, [1] * 4), (8, [2] * 4), (8, [3] * 8)]])
+    (plan,) = plan_by_tokens(step, 1, 20)
+    found = sorted((batch[0].group, len(batch)) for batch in plan)
+    assert found == [(0, 4), (1, 4), (2, 4), (2, 4)] or found == [(0, 4), (1, 4), (2, 2), (2, 3), (2, 3)]
+    assert all(len({sample.group for sample in batch}) == 1 for batch in plan)
+
+
+def test_a_micro_batch_takes_more_samples_where_they_share():
+    """Up to the tokens of as many that share nothing."""
+    step = grouped([[(90, [10] * 16)]])
+    (plan,) = plan_by_count(step, 1, 4)
+    assert [len(batch) for batch in plan] == [16]
+    alone = [replace(sample, group=None) for sample in step]
+    assert [len(batch) for batch in plan_by_count(alone, 1, 4)[0]] == [4] * 4
+
+
+def test_steps_are_made_of_whole_groups():
+    step = grouped([[(3, [1] * 4)] * 6])
+    for seed in range(3):
+        steps = shuffled_steps(step, 8, seed)
+        assert [len({sample.group for sample in each}) for each in steps] == [2, 2, 2]
+    orders = [[sample.group for each in shuffled_steps(step, 8, seed) for sample in each] for seed in range(3)]
+    assert len({tuple(order) for order in orders}) == 3
+
+
+@settings(deadline=None)
+@given(groups_of_ranks)
+def test_moves_of_groups_never_widen_the_gap(ranks):
+    step = grouped(ranks)
+    gaps = []
+    for each in (step, balanced(step, len(ranks))):
+        loads = [computed([sample for sample in each if sample.rank == rank]) for rank in range(len(ranks))]
+        gaps.append(max(loads) - min(loads))
+    assert gaps[1] <= gaps[0]
+
+
+def test_a_group_is_parted_only_where_a_rank_would_wait_for_it():
+    whole = balanced(grouped([[(10, [5] * 8)] * 4, []]), 2)
+    homes = {(sample.group, sample.rank) for sample in whole}
+    assert len(homes) == 4 and sum(rank for _, rank in homes) == 2
+    parted = balanced(grouped([[(10, [5] * 8)], []]), 2)
+    assert sorted(sample.rank for sample in parted) == [0] * 4 + [1] * 4
+    single = balanced(grouped([[(10, [5])], []]), 2)
+    assert [sample.rank for sample in single] == [0]

@@ -30,15 +30,21 @@ class Actor(nn.Module):
 
     model: a transformers model with a language-model head, or a peft model around one. banned_ids: tokens that the
     engine never samples; they leave the softmax here too. eos_ids: end tokens, banned on the first tokens of a response
-    where the rule says so.
+    where the rule says so. share_prefix: see `Backbone`.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel, banned_ids: list[int], eos_ids: list[int]):
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        banned_ids: list[int],
+        eos_ids: list[int],
+        share_prefix: bool = False,
+    ):
         super().__init__()
         self.model = model
         transformer = self.transformer
         self.head = [LogProbLinear.adopt(transformer.get_output_embeddings())]  # in a list: not a second child module
-        self.backbone = Backbone(transformer)
+        self.backbone = Backbone(transformer, share_prefix)
         self.register_buffer("banned_ids", torch.tensor(banned_ids, dtype=torch.long), persistent=False)
         self.register_buffer("eos_ids", torch.tensor(sorted(set(eos_ids)), dtype=torch.long), persistent=False)
         with_eos = sorted({*banned_ids, *eos_ids})

@@ -12,6 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 from ...batches.model_inputs import ModelInputs
 from ...batches.vision import VisionTensors
+from ...errors import ConfigError
 from ...strategy import collectives
 from ..attention import Segments, attend_by_segments
 from .families import family_of
@@ -24,15 +25,21 @@ class Backbone:
     """Runs the base model (without its head) of a transformers checkpoint over `ModelInputs`.
 
     A helper beside the module tree, not a module: the parameters belong to the model that it is given.
+    share_prefix: compute the prompt of a group once (`shared_prefix.py`); ConfigError where that is not proven.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, share_prefix: bool = False):
         self.config = model.config
         self.base: nn.Module = model.base_model
         self.family = family_of(self.config)
         self.family.attach(self.base)
         self.by_segments = self.config.model_type in self.family.packed and attend_by_segments(self.base)
-        self.share_prefix = False
+        self.share_prefix = share_prefix
+        if share_prefix and not self.by_segments:
+            raise ConfigError(
+                f"share_prefix is not proven for model type {self.config.model_type!r} with attention "
+                f"{self.config._attn_implementation}: set share_prefix to false"
+            )
 
     def hidden_states(self, inputs: ModelInputs) -> T:
         """(rows * S, H): last hidden states. Raises DataError when images and placeholders do not match."""

@@ -16,11 +16,12 @@ class Critic(nn.Module):
     """Values of the states that each action was taken in: the position before the action.
 
     The language-model head is dropped and a value head put in its place, starting at zero, so that first values are 0.
+    share_prefix: see `Backbone`.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, share_prefix: bool = False):
         super().__init__()
-        self.backbone = Backbone(model)
+        self.backbone = Backbone(model, share_prefix)
         self.model = self.backbone.base
         hidden_size = model.config.get_text_config().hidden_size
         self.value_head = nn.Linear(hidden_size, 1, bias=True)

@@ -119,6 +119,7 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
     if config.train.packing_samples:
         checkpoint.family.require_packing()
+    _resolve_sharing(config, checkpoint)
     heads, size = checkpoint.config.get_text_config().num_attention_heads, config.rollout.engine_tp_size
     if heads % size:
         raise ConfigError(f"engine_tp_size {size} does not divide the model's {heads} attention heads")
@@ -138,6 +139,19 @@ def _fingerprint(named: str, config: RunConfig, checkpoint: Checkpoint) -> dict[
         "critic": config.algorithm.estimator.critic,
     }
     return fingerprint(named, None if named == EMBEDDED else checkpoint.path, settings)
+
+
+def _resolve_sharing(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Set share_prefix to what this run does. Raises ConfigError where it is asked for and cannot be done."""
+    train = config.train
+    refused = checkpoint.family.sharing_refused(config.model.attn_implementation)
+    if train.share_prefix and refused:
+        raise ConfigError(f"share_prefix: {refused}; leave it out, or set it to false")
+    if train.share_prefix is None:
+        several = config.rollout.n_samples_per_prompt > 1
+        train.share_prefix = several and not refused
+        if several and refused and collectives.is_rank_0():
+            logger.warning("each sample's prompt is computed anew, share_prefix is off: %s", refused)
 
 
 def _resolve_embedded(config: RunConfig) -> None:
@@ -190,7 +204,8 @@ def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoi
         transformer = load_transformer(checkpoint.path, model, strategy.dtype)
     freeze(transformer, model.freeze_prefix)
     banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
-    new_actor = partial(Actor, banned_ids=banned, eos_ids=checkpoint.eos_ids)
+    shared = bool(config.train.share_prefix)
+    new_actor = partial(Actor, banned_ids=banned, eos_ids=checkpoint.eos_ids, share_prefix=shared)
     actor = strategy.prepare(
         new_actor(add_lora(transformer, model)), _optimizer(config, config.train.actor_learning_rate, total_steps)
     )
@@ -199,7 +214,9 @@ def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoi
         with strategy.loading():
             backbone = load_transformer(model.critic_pretrain or checkpoint.path, model, strategy.dtype)
         freeze(backbone, model.freeze_prefix)
-        critic = strategy.prepare(Critic(backbone), _optimizer(config, config.train.critic_learning_rate, total_steps))
+        critic = strategy.prepare(
+            Critic(backbone, shared), _optimizer(config, config.train.critic_learning_rate, total_steps)
+        )
     reference = None
     if config.algorithm.init_kl_coef > 0:
         reference = _reference(config, strategy, checkpoint, actor, new_actor)

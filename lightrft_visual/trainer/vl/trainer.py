@@ -46,7 +46,10 @@ class VLTrainer(PolicyTrainer):
         train, algorithm = parts.config.train, parts.config.algorithm
         self.maker, self.actor, self.critic = parts.maker, parts.actor, parts.critic
         self.buffer = NaiveReplayBuffer(
-            train.micro_train_batch_size, packing_samples=train.packing_samples, seed=train.seed
+            train.micro_train_batch_size,
+            packing_samples=train.packing_samples,
+            seed=train.seed,
+            share_prefix=bool(train.share_prefix),
         )
         self.policy_update = PolicyUpdate(parts.actor, algorithm, parts.maker.settings.sampling.scoring)
         self.value_update = ValueUpdate(parts.critic, algorithm) if parts.critic else None

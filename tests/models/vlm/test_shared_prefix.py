@@ -6,11 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from equality import adapters, assert_same, loss_and_gradients
-from tiny_models import actor_of, checkpoint_of, features_of, inputs_of, prompts_for
+from tiny_models import actor_of, checkpoint_of, features_of, inputs_of, load, perturb, prompts_for, text_prompts
 
 from lightrft_visual.batches.rollouts import Rollout
-from lightrft_visual.embedded.tiny_vlm import VISION_FAMILIES
+from lightrft_visual.batches.sampling import ScoringRule
+from lightrft_visual.batches.vision import VisionTensors
+from lightrft_visual.embedded.tiny_vlm import QWEN_FAMILIES, VISION_FAMILIES
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.vlm.backbone import Backbone
+from lightrft_visual.models.vlm.critic import Critic
+from lightrft_visual.models.vlm.shared_prefix import SharedRow
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +27,12 @@ def root(tmp_path_factory):
 
 def grouped(checkpoint, batch, completions: int = 3, seed: int = 0) -> list[Rollout]:
     """Responses of 1 to 7 tokens, those of a prompt not beside each other."""
-    draw = np.random.default_rng(seed)
+    draw, prompts = np.random.default_rng(seed), features_of(checkpoint, batch)
     return [
         Rollout(replace(prompt, group_id=place), draw.integers(0, 256, draw.integers(1, 8)).tolist(), None, "", False,
                 sample_id=place + 7 * turn)
         for turn in range(completions)
-        for place, prompt in enumerate(features_of(checkpoint, batch))
+        for place, prompt in enumerate(prompts)
     ]  # fmt: skip
 
 
@@ -39,3 +46,107 @@ def test_a_shared_prompt_equals_its_copies(root, kind, wrap):
     actor.backbone.share_prefix = True
     for packed in (False, True):
         assert_same(padded, loss_and_gradients(actor, [inputs_of(checkpoint, rollouts, packed)]), 1e-5)
+
+
+@pytest.mark.parametrize("family", QWEN_FAMILIES)
+def test_activations_may_be_recomputed(root, family):
+    def recomputing(model):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model.train()
+
+    checkpoint = checkpoint_of(root, family)
+    inputs = inputs_of(checkpoint, grouped(checkpoint, prompts_for(checkpoint)))
+    kept = loss_and_gradients(actor_of(checkpoint), [inputs])
+    actor = actor_of(checkpoint, wrap=recomputing)
+    actor.backbone.share_prefix = True
+    assert_same(kept, loss_and_gradients(actor, [inputs]), 1e-5)
+
+
+def test_the_first_tokens_have_rules_of_their_own(root):
+    """All completions read their first token's distribution from one place; each keeps its temperature and bans."""
+    checkpoint = checkpoint_of(root, "qwen2")
+    actor = actor_of(checkpoint)
+    inputs = inputs_of(checkpoint, grouped(checkpoint, text_prompts()))
+    rule = ScoringRule(temperature=0.7, first_token_temperature=5.0, eos_banned_tokens=2)
+    padded = loss_and_gradients(actor, [inputs], rule)
+    actor.backbone.share_prefix = True
+    assert_same(padded, loss_and_gradients(actor, [inputs], rule), 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2_5_vl"])
+def test_values_of_a_critic(root, kind):
+    checkpoint = checkpoint_of(root, kind)
+    values = []
+    for shared in (False, True):
+        critic = Critic(load(checkpoint.path, checkpoint.vision), share_prefix=shared)
+        perturb(critic.value_head, 0, 0.1)
+        values.append(critic(inputs_of(checkpoint, grouped(checkpoint, prompts_for(checkpoint)))))
+    torch.testing.assert_close(*values, atol=1e-5, rtol=0)
+
+
+def test_without_media_the_tower_still_gets_its_gradients(root):
+    checkpoint = checkpoint_of(root, "qwen2_5_vl")
+    actor = actor_of(checkpoint)
+    inputs = inputs_of(checkpoint, grouped(checkpoint, text_prompts()))
+    padded = loss_and_gradients(actor, [inputs])
+    actor.backbone.share_prefix = True
+    shared = loss_and_gradients(actor, [inputs])
+    assert_same(padded, shared, 1e-5)
+    assert any("visual" in name for name in shared[1])
+
+
+# --- the row -------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_holds_each_prompt_and_its_media_once(root):
+    checkpoint = checkpoint_of(root, "qwen2_5_vl")
+    rollouts = grouped(checkpoint, prompts_for(checkpoint))
+    prompts = {rollout.prompt.group_id: rollout.prompt for rollout in rollouts}
+    for packed in (False, True):
+        inputs = inputs_of(checkpoint, rollouts, packed)
+        row = SharedRow.of(inputs)
+        wanted = [
+            [prompt.token_ids, *(each.token_ids for each in rollouts if each.prompt.group_id == group)]
+            for group, prompt in prompts.items()
+        ]
+        parts = row.select(inputs.sequences).squeeze(0).split(row.lengths)
+        assert [part.tolist() for part in parts] == sum(wanted, [])
+        assert row.saved == 2 * sum(len(prompt.token_ids) for prompt in prompts.values())
+        assert [id(own) for own in row.vision.samples] == [id(p.vision.samples[0]) for p in prompts.values()]
+        starts = torch.tensor([0, *row.lengths]).cumsum(0).tolist()
+        heads = [start for start, of in zip(starts, row.continues) if of is None]
+        assert len(heads) == len(prompts) and {of for of in row.continues if of is not None} == {
+            starts.index(head) for head in heads
+        }
+        real = inputs.attention_mask.flatten() != 0
+        found = row.select(inputs.sequences).squeeze(0)[row.places]
+        assert torch.equal(found[real], inputs.sequences.flatten()[real])
+
+
+def test_what_only_looks_alike_is_not_shared(root):
+    checkpoint = checkpoint_of(root, "qwen2_5_vl")
+    batch = prompts_for(checkpoint, videos=False).select([1])
+    first = inputs_of(checkpoint, grouped(checkpoint, batch, 2))
+    assert SharedRow.of(first) is not None
+    for groups in (None, torch.tensor([0, 1]), torch.tensor([-1, -1])):
+        assert SharedRow.of(replace(first, group_ids=groups)) is None
+    other_text = first.sequences.clone()
+    other_text[1, first.sequences.shape[1] - first.action_mask.shape[1] - 1] += 1
+    assert SharedRow.of(replace(first, sequences=other_text)) is None
+    (own, _) = first.vision.samples
+    equal = {name: value.clone() for name, value in own.items()}
+    assert SharedRow.of(replace(first, vision=VisionTensors([own, equal]))) is not None
+    other = equal | {"pixel_values": equal["pixel_values"] + 1}
+    assert SharedRow.of(replace(first, vision=VisionTensors([own, other]))) is None
+    assert SharedRow.of(replace(first, vision=VisionTensors([first.vision.joined()]))) is None
+    holed = first.attention_mask.clone()
+    holed[0, -first.action_mask.shape[1] - 2] = 0
+    assert SharedRow.of(replace(first, attention_mask=holed)) is None
+
+
+def test_attention_that_takes_no_segments_is_refused(root):
+    checkpoint = checkpoint_of(root, "qwen2")
+    model = load(checkpoint.path, checkpoint.vision)
+    model.config._attn_implementation = "eager"
+    with pytest.raises(ConfigError, match="share_prefix is not proven for model type 'qwen2' with attention eager"):
+        Backbone(model, share_prefix=True)

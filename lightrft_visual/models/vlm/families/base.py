@@ -97,6 +97,17 @@ class VLMFamily(MediaConventions):
                 "train it padded, without --packing_samples"
             )
 
+    def sharing_refused(self, attn_implementation: str) -> str | None:
+        """Why the prompt of a group cannot be computed once; None where it can.
+
+        It takes an architecture whose packed rows are proven, and attention that takes segments.
+        """
+        if self.config.model_type not in self.packed:
+            return f"it is not proven for model type {self.config.model_type!r}"
+        if attn_implementation not in ("auto", "sdpa"):
+            return f"attn_implementation {attn_implementation} does not take segments"
+        return None
+
     def token_types(self, ids: T) -> T:
         """int32 of ids' shape: 1 at image placeholders, 2 at video placeholders, 0 elsewhere."""
         return token_types(ids, self.image_token_id, self.video_token_id)
