@@ -176,8 +176,9 @@ def zero_3(folder: Path, size: str) -> Rows:
 
 
 def packing(folder: Path, size: str) -> Rows:
-    """Packed against padded micro-batches."""
-    for name, extra in (("padded", ""), ("packed", "--packing_samples true")):
+    """Padded against packed micro-batches, and against prompts that are computed once."""
+    alone = "--share_prefix false"
+    for name, extra in (("padded", alone), ("packed", f"{alone} --packing_samples true"), ("shared", "")):
         run = _seeing(folder, size, name, f"--lora_rank 32 --engine_mem_util 0.25 {EAGER} {extra}", steps=2)
         yield f"{name}: train phase", f"{run.median('time_train'):.2f} s"
 

@@ -1,4 +1,4 @@
-"""A whole run gives the same figures on one rank and two, for every ZeRO stage, micro-batch size and packing."""
+"""A whole run gives the same figures on one rank and two, for every ZeRO stage, micro-batch size and kind of batch."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def test_micro_batch_size_does_not_matter(one_rank, size):
     assert largest_difference(ours, theirs, ("loss", "policy_loss", "grad_norm")) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["packed", "budget"])
-def test_packed_trains_like_padded(one_rank, name):
+@pytest.mark.parametrize("name", ["padded", "packed", "budget"])
+def test_a_prompt_computed_once_trains_like_its_copies(one_rank, name):
+    """Prompts are shared in `base` and, packed within a budget of tokens, in `budget`."""
     first = largest_difference(rows(one_rank / "base")[:1], rows(one_rank / name)[:1], ("loss", "grad_norm"))
     assert first < 1e-5
     assert largest_difference(rows(one_rank / "base"), rows(one_rank / name)) < 1e-4

@@ -1,0 +1,54 @@
+"""What of a configuration depends on the model that it names."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from transformers import LlavaConfig, Qwen2Config
+
+from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.vlm.families import family_of
+from lightrft_visual.trainer.vl.build import _resolve_sharing
+
+PROVEN, UNPROVEN = (SimpleNamespace(family=family_of(config())) for config in (Qwen2Config, LlavaConfig))
+
+
+def resolved(checkpoint, wanted: bool | None = None, attention: str = "auto", samples: int = 4) -> bool:
+    config = RunConfig()
+    config.train.share_prefix, config.model.attn_implementation = wanted, attention
+    config.rollout.n_samples_per_prompt = samples
+    _resolve_sharing(config, checkpoint)
+    return config.train.share_prefix
+
+
+def test_prompts_are_shared_where_that_is_proven_unless_it_is_turned_off():
+    assert resolved(PROVEN) is True
+    assert resolved(PROVEN, wanted=False) is False
+    assert resolved(PROVEN, samples=1) is False
+
+
+def test_elsewhere_one_line_says_that_they_are_not(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert resolved(UNPROVEN) is resolved(PROVEN, attention="eager") is False
+        assert resolved(UNPROVEN, samples=1) is resolved(UNPROVEN, wanted=False) is False
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "share_prefix is off: it is not proven for model type 'llava'" in first
+    assert "share_prefix is off: attn_implementation eager does not take segments" in second
+
+
+def test_it_is_an_error_where_it_is_asked_for():
+    with pytest.raises(ConfigError, match="share_prefix: it is not proven for model type 'llava'; leave it out"):
+        resolved(UNPROVEN, wanted=True)
+    with pytest.raises(ConfigError, match="flash_attention_2 does not take segments"):
+        resolved(PROVEN, wanted=True, attention="flash_attention_2")
+
+
+def test_one_sample_shares_with_nobody():
+    config = RunConfig()
+    config.train.share_prefix, config.rollout.n_samples_per_prompt = True, 1
+    config.algorithm.advantage_estimator = "reinforce"
+    with pytest.raises(ConfigError, match="n_samples_per_prompt is 1"):
+        config.check()
