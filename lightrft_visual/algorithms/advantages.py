@@ -152,6 +152,8 @@ class AdvantageCalculator:
         if not experiences:
             none = _flat_rewards(rewards, sizes)
             self._shape(none, none.bool(), none, max_new_tokens, {})  # other ranks may wait in the running norm
+            if self.grouped:
+                self.compared([], GroupStatistics(none, none.long(), none.bool()), {})  # or in a norm of its own
             return experiences, []
         valid = torch.cat([_valid(experience) for experience in experiences])
         flat = _flat_rewards(rewards, sizes).to(valid.device)
@@ -165,7 +167,7 @@ class AdvantageCalculator:
         if self.grouped:
             statistics = GroupStatistics(shaped, _group_ids(experiences), valid)
             notes["comparable"] = statistics.comparable.float()
-            final = self.group_rewards(statistics)
+            final = self.compared(experiences, statistics, notes)
         for name, values in notes.items():
             for experience, part in zip(experiences, values.split(sizes)):
                 experience.info = {**(experience.info or {}), name: part}
@@ -187,6 +189,10 @@ class AdvantageCalculator:
             rewards = rewards.clamp(-config.reward_clip, config.reward_clip)
         notes["shaped_reward"] = torch.where(valid, rewards, 0.0)
         return rewards
+
+    def compared(self, experiences: list, statistics: GroupStatistics, notes: Mapping[str, T]) -> T:
+        """(N) `group_rewards`; an estimator that needs more than the sum of the rewards overrides this."""
+        return self.group_rewards(statistics)
 
     def group_rewards(self, statistics: GroupStatistics) -> T:
         """(N) final rewards of grouped estimators; 0 where `statistics.comparable` is false."""
@@ -267,6 +273,43 @@ class CPGDCalculator(GroupNormCalculator):
     """CPGD (arXiv 2505.12504) with its weight by spread: as GRPO, the standard deviation with n."""
 
     correction = 0
+
+
+class GDPOCalculator(GroupNormCalculator):
+    """GDPO (arXiv 2601.05242): each reward normalised within its group, then their weighted sum, then the batch's norm.
+
+    Rewards of different scale or rarity keep their say, which a sum before the normalisation takes from them. The
+    overlong penalty is one more reward, of weight 1.
+    """
+
+    def compared(self, experiences: list, statistics: GroupStatistics, notes: Mapping[str, T]) -> T:
+        """(N), normalised over all ranks: a collective. Raises ConfigError without the rewards' weights."""
+        total = torch.zeros_like(statistics.rewards)
+        if experiences:
+            components, weights = _weighted_components(experiences)
+            if "overlong_penalty" in notes:
+                components |= {"overlong_penalty": notes["overlong_penalty"]}
+                weights |= {"overlong_penalty": torch.ones_like(total)}
+            total = decoupled_rewards(components, weights, _group_ids(experiences), statistics.valid, self.correction)
+        moments = Moments.over_ranks(total[statistics.comparable])
+        white = (total - moments.mean) / (moments.sample_variance**0.5 + STD_EPS)
+        return torch.where(statistics.comparable, white, 0.0)
+
+
+def decoupled_rewards(
+    components: Mapping[str, T], weights: Mapping[str, T], group_ids: T, valid: T, correction: int, eps: float = STD_EPS
+) -> T:
+    """(N): the sum over rewards k of w_k (r_k - mean of the group) / (std of the group + eps), GDPO's first two steps.
+
+    components {name: (N)}: each reward's own scores, NaN where it does not apply: it then adds 0. weights {name: (N)}.
+    correction: the standard deviation divides by count - correction.
+    """
+    total = torch.zeros_like(valid, dtype=next(iter(weights.values())).dtype)
+    for name, weight in weights.items():
+        applies = valid & ~components[name].isnan()
+        statistics = GroupStatistics(torch.where(applies, components[name], 0.0), group_ids, applies)
+        total = total + weight * statistics.centered() / (statistics.std(correction) + eps)
+    return total
 
 
 def get_advantage_calculator(name: str, config: AlgorithmConfig) -> AdvantageCalculator:
@@ -382,6 +425,22 @@ def _group_ids(experiences: list) -> T:
     if any(experience.group_id is None for experience in experiences):
         raise ValueError("this advantage estimator compares samples of one prompt: every experience needs group_id")
     return torch.cat([experience.group_id for experience in experiences])
+
+
+def _weighted_components(experiences: list) -> tuple[dict[str, T], dict[str, T]]:
+    """Scores and weights of each reward, {name: (N)}; NaN and 0 where a micro-batch does not know one."""
+    infos = [experience.info or {} for experience in experiences]
+    if any("reward_weights" not in info for info in infos):
+        raise ConfigError("advantage_estimator gdpo needs rewards with weights: a recipe or reward.components")
+    names = dict.fromkeys(name for info in infos for name in info["reward_weights"])
+
+    def joined(key: str, name: str, missing: float) -> T:
+        return torch.cat([i[key].get(name, torch.full_like(i["reward"], missing)) for i in infos])
+
+    return (
+        {name: joined("reward_metrics", name, float("nan")) for name in names},
+        {name: joined("reward_weights", name, 0.0) for name in names},
+    )
 
 
 def _token_rewards(final_reward: T, action_mask: T) -> T:

@@ -50,6 +50,7 @@ class Rollout:
     reward: float | None = None
     valid: bool = True
     components: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
 
 
 def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | ExperienceVL:
@@ -57,7 +58,8 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
 
     Log-probs, values and advantages of the trainer are still to come. info: response_length, total_length, truncated
     (B) float32 and, where the rollouts are scored, reward (B) and reward_metrics {name: (B)}, NaN where a component did
-    not apply. Vision tensors are referred to, not copied; the images themselves stay behind.
+    not apply; reward_weights {name: (B)} where their weighted sum is the reward. Vision tensors
+    are referred to, not copied; the images themselves stay behind.
     """
     sequences, attention_mask, action_mask = pad_rollouts(
         [rollout.prompt.token_ids for rollout in rollouts], [rollout.token_ids for rollout in rollouts], pad_id
@@ -93,13 +95,17 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
 def _rewards(rollouts: list[Rollout]) -> dict[str, Any]:
     if rollouts[0].reward is None:
         return {}
-    names = dict.fromkeys(name for rollout in rollouts for name in rollout.components)
-    return {
+    found = {
         "reward": torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
-        "reward_metrics": {
-            name: torch.tensor([rollout.components.get(name, float("nan")) for rollout in rollouts]) for name in names
-        },
+        "reward_metrics": _by_name([rollout.components for rollout in rollouts], float("nan")),
     }
+    weights = _by_name([rollout.weights for rollout in rollouts], 0.0)
+    return found | ({"reward_weights": weights} if weights else {})
+
+
+def _by_name(samples: list[dict[str, float]], missing: float) -> dict[str, T]:
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    return {name: torch.tensor([sample.get(name, missing) for sample in samples]) for name in names}
 
 
 def _pad_log_probs(rollouts: list[Rollout], action_mask: T) -> T | None:

@@ -150,6 +150,7 @@ class DiffusionAlgorithmConfig(Section):
     clip_range: PositiveFloat = 1e-4
     adv_clip_max: NonNegativeFloat = 5.0  # advantages are clamped to ±this; 0 turns the clamp off
     global_std: bool = False  # divide by the std of all rewards instead of the group's
+    gdpo: bool = False  # normalise each reward in its group, then sum by weight, then over the batch (2601.05242)
     beta: NonNegativeFloat = 0.0  # weight of the KL to the reference; not of diffusion_nft
     kl_form: Annotated[str, one_of("full", "published")] = "full"  # full: s² holds |dt|; published: without
     timestep_fraction: Annotated[float, within("(0, 1]")] = 1.0  # share of the stochastic steps to train on
@@ -185,6 +186,8 @@ class DiffusionAlgorithmConfig(Section):
             not self.entry.clipped_advantages or self.adv_clip_max > 0,
             f"{self.diffusion_algorithm} scales advantages by adv_clip_max: it must be positive",
         )
+        require(not self.gdpo or self.entry.grouped, f"gdpo compares rewards in groups; {self.entry.name} has none")
+        require(not (self.gdpo and self.global_std), "gdpo divides each reward by its group's std, not by a global_std")
         guarded = " and ".join(each.name for each in registry.diffusion_algorithms if each.guard)
         require(not self.grpo_guard or self.entry.guard, f"grpo_guard belongs to {guarded}")
 

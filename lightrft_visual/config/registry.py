@@ -27,13 +27,15 @@ ALGORITHMS, MODELS, TRAINER = (f"lightrft_visual.{room}" for room in ("algorithm
 class AdvantageEstimator(Choice):
     """target: a subclass of `algorithms.advantages.AdvantageCalculator`.
 
-    grouped: compares samples of one prompt, so there must be several; critic: needs values; reads_log_probs: looks at
-    the policy's log-probs or entropies, which are otherwise made by the training forward; trainer: 'module:class' of
-    the trainer that runs it, default GRPOTrainer, with a critic PPOTrainer.
+    grouped: compares samples of one prompt, so there must be several; critic: needs values; components: looks
+    at each reward's own scores, of which the reward is the weighted sum; reads_log_probs: looks at the policy's
+    log-probs or entropies, which are otherwise made by the training forward; trainer: 'module:class' of the trainer
+    that runs it, default GRPOTrainer, with a critic PPOTrainer.
     """
 
     grouped: bool = False
     critic: bool = False
+    components: bool = False
     reads_log_probs: bool = False
     trainer: str | None = None
 
@@ -197,6 +199,10 @@ for _entry in (
     ),
     AdvantageEstimator(
         "cpgd", f"{_advantages}:CPGDCalculator", "CPGD: minus the group's mean, over its std (n)", grouped=True
+    ),
+    AdvantageEstimator(
+        "gdpo", f"{_advantages}:GDPOCalculator", "GDPO: each reward over its own std in the group, then their sum",
+        grouped=True, components=True,
     ),
 ):  # fmt: skip
     advantage_estimators.add(_entry)

@@ -336,6 +336,11 @@ class RunConfig(Section):
             "share_prefix computes the prompt of several samples once: n_samples_per_prompt is 1",
         )
         require(
+            not (estimator.components and (algorithm.reward_running_norm or algorithm.reward_clip)),
+            f"advantage_estimator {algorithm.advantage_estimator} normalises each reward by itself: "
+            "reward_running_norm and reward_clip, which act on their sum, do nothing there",
+        )
+        require(
             samples > 1 or not rollout.dynamic_sampling, "dynamic_sampling needs n_samples_per_prompt of at least 2"
         )
         require(

@@ -252,13 +252,15 @@ class RewardOutput:
 
     score (B) float32, NaN where invalid, so that a forgotten mask shows at once; valid (B) bool; components {name:
     (B) float32}, NaN where a component did not apply or failed. metrics: plain numbers about the whole call, such as
-    `reward/invalid_share` and `reward/<name>/failures`.
+    `reward/invalid_share` and `reward/<name>/failures`. weights {name: (B) float32}: what each component weighs in the
+    score; empty where a `reward_fn` aggregates by hand.
     """
 
     score: T
     components: dict[str, T]
     valid: T
     metrics: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, T] = field(default_factory=dict)
 
     @property
     def counts(self) -> dict[str, float]:

@@ -201,7 +201,22 @@ class RewardComputationEngine:
             metrics |= component_metrics(column)
         metrics["reward/time"] = time.perf_counter() - started
         components = {name: values.float().to(device) for name, values in named.items()}
-        return RewardOutput(score.float().to(device), components, valid.to(device), metrics)
+        return RewardOutput(
+            score.float().to(device), components, valid.to(device), metrics, self._weights(columns, device)
+        )
+
+    def require_weights(self, choice: str) -> None:
+        """Raise ConfigError where the score is no weighted sum of components, which `choice` looks at."""
+        if self._aggregate is not None:
+            raise ConfigError(
+                f"{choice} looks at each reward and its weight, but reward_fn aggregates them by hand: name the "
+                "rewards in reward_recipe or reward.components"
+            )
+
+    def _weights(self, columns: Sequence[Column], device: torch.device | str) -> dict[str, T]:
+        if self._aggregate is not None:
+            return {}
+        return {column.job.name: column.job.weights.float().to(device) for column in columns}
 
     def _plan(self, batch: RewardBatch) -> list[Job]:
         if self.recipe is None:

@@ -19,9 +19,9 @@ from lightrft_visual.algorithms.advantages import (
 from lightrft_visual.batches.experience import Experience
 from lightrft_visual.config import registry
 from lightrft_visual.config.vl import AlgorithmConfig
-from lightrft_visual.errors import RewardError
+from lightrft_visual.errors import ConfigError, RewardError
 
-ESTIMATORS = registry.advantage_estimators.names()
+ESTIMATORS = [each.name for each in registry.advantage_estimators if not each.components]
 GROUPED = [name for name in ESTIMATORS if registry.advantage_estimators[name].grouped]
 KWARGS = {"gamma": 1.0, "lambd": 0.95, "max_new_tokens": 10}
 
@@ -318,3 +318,75 @@ def test_finite_for_any_mix_of_masks_groups_and_validity(data):
         assert batch.advantages.isfinite().all() and batch.returns.isfinite().all()
         assert (batch.advantages[~counted] == 0).all()
         assert all(value.isfinite().all() and len(value) == len(batch.valid) for value in batch.info.values())
+
+
+class TestGDPO:
+    """Two groups; the format reward never varies in the second, where only some samples have a length reward."""
+
+    groups = [4, 4, 4, 9, 9]
+    components = {
+        "right": torch.tensor([10.0, 0.0, 0.0, 10.0, 0.0]),
+        "format": torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0]),
+        "length": torch.tensor([math.nan, math.nan, math.nan, 2.0, 4.0]),
+    }
+    weights = {
+        "right": torch.full((5,), 1.0),
+        "format": torch.full((5,), 0.5),
+        "length": torch.tensor([0, 0, 0, 1.0, 1]),
+    }
+
+    def scored(self, parts=(5,), valid=None):
+        made, start = [], 0
+        for size in parts:
+            part = slice(start, start + size)
+            each = experience(self.groups[part], valid=None if valid is None else valid[part])
+            each.info = {
+                "reward": torch.zeros(size),
+                "reward_metrics": {name: values[part] for name, values in self.components.items()},
+                "reward_weights": {name: values[part] for name, values in self.weights.items()},
+            }
+            made.append(each)
+            start += size
+        return made
+
+    def sums(self):
+        """By hand: z-scores of each reward in its group (n - 1), times the weights."""
+        first = [2 / 3**0.5, -1 / 3**0.5, -1 / 3**0.5]  # of one 1 and two 0, whatever their scale
+        half = 1 / 2**0.5
+        return torch.tensor([
+            first[0] + 0.5 * first[1], first[1] + 0.5 * first[0], first[2] + 0.5 * first[2], half - half, -half + half
+        ])  # fmt: skip
+
+    @pytest.mark.parametrize("parts", [(5,), (2, 1, 2)])
+    def test_rewards_are_normalised_apart_then_summed_then_over_the_batch(self, parts):
+        final = torch.cat(final_rewards("gdpo", torch.zeros(5), self.scored(parts)))
+        sums = self.sums()
+        torch.testing.assert_close(final, (sums - sums.mean()) / sums.std(), rtol=1e-4, atol=1e-4)
+
+    def test_a_reward_keeps_its_say_whatever_its_scale(self):
+        first = torch.cat(final_rewards("gdpo", torch.zeros(5), self.scored()))
+        scaled = self.scored()
+        scaled[0].info["reward_metrics"]["format"] = scaled[0].info["reward_metrics"]["format"] * 1000
+        torch.testing.assert_close(
+            torch.cat(final_rewards("gdpo", torch.zeros(5), scaled)), first, rtol=1e-3, atol=1e-3
+        )
+
+    def test_invalid_samples_enter_no_statistic(self):
+        final = torch.cat(final_rewards("gdpo", torch.zeros(5), self.scored(valid=[True, True, False, True, True])))
+        half = 1 / 2**0.5
+        sums = torch.tensor([half - 0.5 * half, -half + 0.5 * half, 0.0, 0.0])
+        assert final[2] == 0
+        torch.testing.assert_close(final[[0, 1, 3, 4]], sums / sums.std(), rtol=1e-4, atol=1e-4)
+
+    def test_the_overlong_penalty_is_a_reward_of_its_own(self):
+        plain, cut = self.scored(), self.scored()
+        for each in (plain, cut):
+            each[0].action_mask = torch.arange(10) < torch.tensor([[10], [2], [2], [2], [2]])
+        config = {"overlong_buffer": True, "overlong_buffer_len": 4}
+        left = torch.cat(final_rewards("gdpo", torch.zeros(5), plain))
+        right = torch.cat(final_rewards("gdpo", torch.zeros(5), cut, **config))
+        assert right[0] < left[0] and right[1] > left[1]
+
+    def test_without_weights_it_says_what_it_needs(self):
+        with pytest.raises(ConfigError, match="rewards with weights"):
+            final_rewards("gdpo", torch.zeros(2), [experience([1, 1])])

@@ -57,6 +57,8 @@ FLAG_RUNS = {
         "--overlong_buffer true --overlong_buffer_len 7",
         "cpgd": "--advantage_estimator cpgd --policy_loss cpgd --cpgd_alpha 0.1 --reward_running_norm true "
         "--reward_running_norm_minus_mean true --max_epochs 2",
+        "gdpo": "--advantage_estimator gdpo --policy_loss sapo --overlong_buffer true --overlong_buffer_len 7 "
+        "--tis_mode token --tis_mask true --tis_floor 0.5 --tis_cap 5 --mask_truncated true",
         "kl_loss_lora": "--use_kl_loss true --kl_estimator k3 --init_kl_coef 0.1 --lora_rank 4 "
         "--actor_learning_rate 1e-2",
         "lora_3": "--use_kl_loss true --kl_estimator k2 --init_kl_coef 0.1 --lora_rank 4 --zero_stage 3",

@@ -6,9 +6,10 @@ import torch
 
 from ...observe.metrics import Moments
 from ...strategy.collectives import all_gather_object, rank
-from ..advantages import GroupStatistics
+from ..advantages import GroupStatistics, decoupled_rewards
 
 T = torch.Tensor
+FILLS = ((0, float("nan")), (1, 0.0))  # a rank whose samples have no such reward: no score, no weight
 
 
 def group_advantages(
@@ -27,16 +28,53 @@ def group_advantages(
     return (advantages.clamp(-clip, clip) if clip else advantages).float()
 
 
+def decoupled_group_advantages(
+    components: dict[str, T], weights: dict[str, T], group_id: T, valid: T, *, clip: float = 5.0, eps: float = 1e-4
+) -> T:
+    """(N) advantages of GDPO (arXiv 2601.05242), clamped to ±clip: `decoupled_rewards`, then minus their mean over the
+    batch and over their standard deviation + eps. 0 where invalid or without another valid sample of the group."""
+    doubles = [{name: values.double() for name, values in each.items()} for each in (components, weights)]
+    total = decoupled_rewards(*doubles, group_id, valid, correction=0, eps=eps)
+    comparable = GroupStatistics(total, group_id, valid).comparable
+    moments = Moments.of(total[comparable])
+    advantages = torch.where(comparable, (total - moments.mean) / (moments.std + eps), 0.0)
+    return (advantages.clamp(-clip, clip) if clip else advantages).float()
+
+
 def gathered_group_advantages(
-    rewards: T, group_id: T, valid: T, *, global_std: bool = False, clip: float = 5.0
+    rewards: T,
+    group_id: T,
+    valid: T,
+    *,
+    global_std: bool = False,
+    clip: float = 5.0,
+    decoupled: tuple[dict[str, T], dict[str, T]] | None = None,
 ) -> tuple[T, dict[str, float]]:
-    """This rank's advantages, with statistics of groups that spread over ranks, and the metrics of the whole batch."""
-    everyone = all_gather_object((rewards.cpu(), group_id.cpu(), valid.cpu()))
-    all_rewards, all_groups, all_valid = (torch.cat(parts) for parts in zip(*everyone))
-    advantages = group_advantages(all_rewards, all_groups, all_valid, global_std=global_std, clip=clip)
+    """This rank's advantages, with statistics of groups that spread over ranks, and the metrics of the whole batch.
+
+    decoupled: scores and weights of each reward, {name: (N)}, for GDPO's advantages. A collective.
+    """
+    everyone = all_gather_object((rewards.cpu(), group_id.cpu(), valid.cpu(), decoupled))
+    all_rewards, all_groups, all_valid = (torch.cat(parts) for parts in list(zip(*everyone))[:3])
+    if decoupled is None:
+        advantages = group_advantages(all_rewards, all_groups, all_valid, global_std=global_std, clip=clip)
+    else:
+        components, weights = (_joined([each[3][i] for each in everyone], everyone, fill) for i, fill in FILLS)
+        advantages = decoupled_group_advantages(components, weights, all_groups, all_valid, clip=clip)
     start = sum(len(each[0]) for each in everyone[: rank()])
     mine = advantages[start : start + len(rewards)].to(rewards.device)
     return mine, group_metrics(all_rewards, all_groups, all_valid)
+
+
+def _joined(parts: list[dict[str, T]], everyone: list[tuple], fill: float) -> dict[str, T]:
+    """{name: (N)} over ranks."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {
+        name: torch.cat(
+            [part[name].cpu() if name in part else torch.full((len(of[0]),), fill) for part, of in zip(parts, everyone)]
+        )
+        for name in names
+    }
 
 
 def group_metrics(rewards: T, group_id: T, valid: T) -> dict[str, float]:

@@ -67,6 +67,8 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
         references=prompts.has_references,
         labels_cut_away=lambda: set().union(*(each.labels_cut_away() for each in sets)),
     )
+    if config.algorithm.gdpo:
+        rewards.require_weights("gdpo")
     recorder = open_recorder(config, resumed=resume_folder is not None)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
     algorithm = config.algorithm.entry

@@ -89,7 +89,7 @@ class DiffusionExperienceMaker:
             part = slice(start, start + len(each.media))
             experiences.append(scored_experience(each, rows.select(part), rewards_at(scored, part), step))
             start = part.stop
-        return DrawnExperience(experiences, media, scored.counts | self._advantages(experiences))
+        return DrawnExperience(experiences, media, scored.counts | self._advantages(experiences, scored))
 
     def experiences_of(self, batch: PromptBatch, step: int, **generate_kwargs: Any) -> list[ExperienceDiffusion]:
         """`make` for prompts with ids. Raises ConfigError for generation arguments: the sampler has its settings."""
@@ -101,13 +101,18 @@ class DiffusionExperienceMaker:
         """Unscored images or videos of prompts with ids, in micro-batches."""
         return self.engine.generate(self.engine.rows(batch), step)
 
-    def _advantages(self, experiences: list[ExperienceDiffusion]) -> dict[str, float]:
+    def _advantages(self, experiences: list[ExperienceDiffusion], scored: RewardOutput) -> dict[str, float]:
+        decoupled = None
+        if self.algorithm.gdpo:
+            whole = rewards_at(scored, slice(None))
+            decoupled = whole.components, whole.weights
         advantages, metrics = gathered_group_advantages(
             torch.cat([each.info["reward"] for each in experiences]),
             torch.cat([each.group_id for each in experiences]),
             torch.cat([each.valid for each in experiences]),
             global_std=self.algorithm.global_std,
             clip=self.algorithm.adv_clip_max,
+            decoupled=decoupled,
         )
         for each, part in zip(experiences, advantages.split([len(each.latents) for each in experiences])):
             each.advantages = part
@@ -133,8 +138,10 @@ def score_samples(rewards: RewardComputationEngine, rows: DrawingBatch, media: T
 
 def rewards_at(output: RewardOutput, part: slice) -> RewardOutput:
     """The rewards of some samples, on the host."""
-    components = {name: values[part].cpu() for name, values in output.components.items()}
-    return RewardOutput(output.score[part].cpu(), components, output.valid[part].cpu())
+    components, weights = (
+        {name: values[part].cpu() for name, values in each.items()} for each in (output.components, output.weights)
+    )
+    return RewardOutput(output.score[part].cpu(), components, output.valid[part].cpu(), weights=weights)
 
 
 def scored_experience(drawn: Sampled, rows: DrawingBatch, scored: RewardOutput, step: int) -> ExperienceDiffusion:

@@ -71,6 +71,8 @@ def build_parts(config: RunConfig) -> VLParts:
         references=dataset.has_references,
         labels_cut_away=lambda: set().union(*(each.labels_cut_away() for each in sets)),
     )
+    if config.algorithm.estimator.components:
+        rewards.require_weights(f"advantage_estimator {config.algorithm.advantage_estimator}")
     recorder = open_recorder(config, resumed=resume_folder is not None)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
     total_steps, sampler = _schedule(config, dataset)

@@ -43,9 +43,11 @@ class RewardStage:
         output = self.rewards.score_rollouts(rollouts, self.chunk)
         scores, valid = output.score.tolist(), output.valid.tolist()
         components = {name: values.tolist() for name, values in output.components.items()}
+        weights = {name: values.tolist() for name, values in output.weights.items()}
         for index, rollout in enumerate(rollouts):
             rollout.reward, rollout.valid = scores[index], valid[index]
             rollout.components = {name: values[index] for name, values in components.items()}
+            rollout.weights = {name: values[index] for name, values in weights.items()}
         return output.counts
 
 

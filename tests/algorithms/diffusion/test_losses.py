@@ -1,9 +1,16 @@
 """Exact facts about the diffusion losses."""
 
+import math
+
 import pytest
 import torch
 
-from lightrft_visual.algorithms.diffusion.advantages import gathered_group_advantages, group_advantages, group_metrics
+from lightrft_visual.algorithms.diffusion.advantages import (
+    decoupled_group_advantages,
+    gathered_group_advantages,
+    group_advantages,
+    group_metrics,
+)
 from lightrft_visual.algorithms.diffusion.flow_grpo import gaussian_kl, guarded_log_ratio
 from lightrft_visual.algorithms.diffusion.nft import nft_loss, old_policy_decay, optimality
 from lightrft_visual.algorithms.policy_losses import clipped_surrogate
@@ -49,6 +56,20 @@ def test_metrics_of_groups():
     assert metrics["group_size"] == 4 and metrics["trained_prompt_num"] == 1 and metrics["zero_std_ratio"] == 0.5
     assert metrics["mean_reward_50"] == pytest.approx((2.5 + 5) / 2)
     assert metrics == group_metrics(rewards, groups, torch.ones(8, dtype=torch.bool))
+
+
+def test_decoupled_rewards_are_gdpo_over_the_batch():
+    groups, valid = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([True] * 5 + [False])
+    components = {"a": torch.tensor([3.0, 0, 0, 1, 1, 9]), "b": torch.tensor([0.0, 0.1, 0, math.nan, math.nan, 5])}
+    weights = {"a": torch.ones(6), "b": torch.full((6,), 2.0)}
+    high, low = 2**0.5, -(0.5**0.5)  # z-scores of one larger than two equal ones
+    sums = torch.tensor([high + 2 * low, low + 2 * high, low + 2 * low, 0.0, 0.0])
+    expected = (sums - sums.mean()) / sums.std(unbiased=False)
+    found = decoupled_group_advantages(components, weights, groups, valid, clip=0)
+    torch.testing.assert_close(found[:5], expected, rtol=1e-2, atol=1e-2)  # eps 1e-4 beside a std of 0.047
+    assert found[5] == 0
+    gathered, _ = gathered_group_advantages(torch.zeros(6), groups, valid, decoupled=(components, weights), clip=0)
+    assert torch.equal(gathered, found)
 
 
 # -- clipped loss, KL, guard -------------------------------------------------------------------------------------
