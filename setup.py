@@ -30,6 +30,7 @@ setup(
     package_data={
         "lightrft_visual": ["py.typed"],
         "lightrft_visual.report": ["templates/*"],
+        "lightrft_visual.plan": ["shapes/*.json"],
         "lightrft_visual.configs": ["**/*.yaml"],
     },
     install_requires=[r for r in requirements if package_name(r) not in development],

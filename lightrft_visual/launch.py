@@ -44,8 +44,10 @@ def run_vl(config: RunConfig) -> None:
     """Build and run a vision-language trainer; any error ends the process with a few lines and a code other than 0."""
 
     def build():
+        from .plan.check import check_fits
         from .trainer.vl.trainer import build_trainer
 
+        check_fits(config)
         return build_trainer(config)
 
     _run(config, build)
@@ -57,8 +59,10 @@ def run_diffusion(config: DiffusionRunConfig) -> None:
     def build():
         from diffusers.utils import logging as diffusers_logging
 
+        from .plan.check import check_fits
         from .trainer.diffusion.build import build_diffusion_trainer
 
+        check_fits(config)
         diffusers_logging.disable_progress_bar()
         return build_diffusion_trainer(config)
 

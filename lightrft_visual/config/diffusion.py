@@ -31,6 +31,7 @@ from .shared import (
     DistributedConfig,
     MaxNorm,
     OutputConfig,
+    PlanConfig,
     RewardConfig,
     WeightDecay,
 )
@@ -232,6 +233,7 @@ class DiffusionRunConfig(Section):
     train: DiffusionTrainConfig = field(default_factory=DiffusionTrainConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     plugins: str | None = None  # files or modules that add choices of your own, imported first; comma-separated
 
     def check(self) -> None:

@@ -22,6 +22,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import ConfigError
 from ..masking import mask_urls
+from .choice import load_target
 from .command_line import NULL_WORDS, parse_command_line
 from .helptext import help_text
 from .leaves import Leaf, Names, Setting, names_of
@@ -37,6 +38,7 @@ INSTALLED, SOURCE = PACKAGE / "configs", PACKAGE.parent / "examples" / "configs"
 CONFIG_DIRS = (INSTALLED if INSTALLED.is_dir() else SOURCE,)
 TILDES = re.compile(r"(?:^|(?<=[,=])|(?<=, ))~[^/,]*(?=/|,|$)")
 SCRIPT = "the script's default"
+PLAN = "lightrft_visual.plan.check:dry_run"  # of a configuration: (text, exit code)
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,27 @@ def load_config(schema: type = RunConfig, argv: Sequence[str] | None = None, **o
     return run.config
 
 
+def _show_plan(config: Any) -> int:
+    """Print the plan of a run; the exit code of a dry run. What plans stands above this room and is loaded by name."""
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    text, code = load_target(PLAN)(config)
+    print("\n".join(f"# {line}".rstrip() for line in text.splitlines()))
+    return code
+
+
 def config_or_exit(schema: type = RunConfig, argv: Sequence[str] | None = None, **options: Any) -> Any:
-    """load_config for a script: a ConfigError is one line on stderr and exit code 2."""
+    """load_config for a script: a ConfigError is one line on stderr and exit code 2.
+
+    ``--dry_run`` prints the run's plan behind the configuration, as comments of the YAML; the exit code is 1 where the
+    run does not fit on a device that was named (plan_device).
+    """
     try:
-        return load_config(schema, argv, **options)
+        run = parse_run(schema, argv, **options)
+        if run.dry_run:
+            _print_once(resolved_yaml(run.config).removesuffix("\n"))
+            raise SystemExit(_show_plan(run.config))
+        return run.config
     except ConfigError as error:
         _print_once(f"error: {error}", sys.stderr)
         raise SystemExit(2) from error

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from ..errors import ConfigError, did_you_mean
 from .constraints import Constraint, NonNegativeInt, PositiveFloat, PositiveInt, Section, Share, one_of, require, within
+from .devices import NAMES
 
 EMBEDDED = "embedded"
 
@@ -71,6 +73,23 @@ class DistributedConfig(Section):
         """What is not built, and what belongs to one ZeRO stage."""
         require(self.sp_size == 1, "sp_size above 1 (sequence parallelism) is not built yet; leave it at 1")
         require(self.zpg == 1 or self.zero_stage == 3, "zpg belongs to ZeRO stage 3: add --zero_stage 3")
+
+
+@dataclass
+class PlanConfig(Section):
+    """What a run will hold, worked out before anything loads; see docs/gpu.md. A recipe names its hardware here."""
+
+    plan_device: str | None = None  # what --dry_run plans for, such as h100-80gb; default: the device of this machine
+    plan_world_size: PositiveInt | None = None  # ranks of that plan; default: those started, else a host of the device
+    force: bool = False  # start a run that does not fit by its plan
+
+    def check(self) -> None:
+        """A device that is known."""
+        name = self.plan_device
+        if name is not None and name not in NAMES:
+            longer = [each for each in NAMES if each.startswith(name.lower())]
+            hint = f"; did you mean {longer[0]!r}?" if longer else did_you_mean(name, NAMES)
+            raise ConfigError(f"plan_device is {name!r}{hint}")
 
 
 @dataclass

@@ -35,6 +35,7 @@ from .shared import (
     DistributedConfig,
     MaxNorm,
     OutputConfig,
+    PlanConfig,
     RewardConfig,
     WeightDecay,
 )
@@ -301,6 +302,7 @@ class RunConfig(Section):
     train: TrainConfig = field(default_factory=TrainConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     plugins: str | None = None  # files or modules that add choices of your own, imported first; comma-separated
 
     def updates(self, total_steps: int) -> int:

@@ -1,0 +1,424 @@
+"""The plan of a vision-language run: what one rank holds while it loads, generates, scores, trains and syncs.
+
+All lengths are the longest that the settings allow: prompts of `prompt_max_len`, whole of images as far as
+`max_pixels` lets them be, and responses of `generate_max_len`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from ..config.devices import GIB, Device
+from ..config.vl import RunConfig
+from ..models.loading import add_lora, freeze
+from ..models.logprobs import chunk_rows
+from ..models.vlm.families import family_of
+from .meta import Held, held_bytes, on_meta
+from .process import Host, fragments, program
+from .table import HOST, Item, Phase, Plan
+from .zero import FP32, Model, Zero
+
+FP8 = 1
+FEW_LAYERS = 3  # that are looked at of a decoder
+ASLEEP = 0.75 * GIB  # what vLLM keeps on an accelerator while it sleeps: CUDA graphs, its context
+SCORING_USE, TRAINING_USE = 0.45, 0.35  # of a device's products, as large models reach them
+TOKEN_BYTES = 8 + 8 + 1 + 6 * FP32  # of a sample on the host: id, masks, log-probs, values and their like
+LARGEST_IMAGE = 16384 * 28 * 28  # pixels, where max_pixels is not set: the processors' own bound
+MEDIA_CACHE = 4 * GIB  # vLLM's cache of processed images at most
+
+
+@dataclass
+class VLShape:
+    """A run's model on meta tensors, as it will be trained: frozen parts frozen, adapters added."""
+
+    config: RunConfig
+    model_config: object
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return torch.bfloat16 if self.config.model.bf16 else torch.float32
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of a weight."""
+        return 2 if self.config.model.bf16 else FP32
+
+    @cached_property
+    def whole(self) -> nn.Module:
+        """The model as it is loaded."""
+        auto = AutoModelForImageTextToText if self.family.vision else AutoModelForCausalLM
+        model = self.config.model
+        transformer = on_meta(
+            lambda: auto.from_config(self.model_config, dtype=self.dtype, trust_remote_code=model.trust_remote_code)
+        )
+        if model.gradient_checkpointing:
+            transformer.gradient_checkpointing_enable({"use_reentrant": False})
+        freeze(transformer, model.freeze_prefix)
+        return transformer
+
+    @cached_property
+    def trained(self) -> nn.Module:
+        """The same with adapters where there are any."""
+        with torch.device("meta"):
+            return add_lora(self.whole, self.config.model)
+
+    @cached_property
+    def family(self):
+        """The adapter of the model's family."""
+        return family_of(self.model_config)
+
+    @cached_property
+    def text(self):
+        """Configuration of the language model."""
+        return self.model_config.get_text_config()
+
+    @cached_property
+    def model(self) -> Model:
+        """Its numbers; with LoRA the adapters are what is trained."""
+        return Model.of(self.trained, self.width)
+
+    @cached_property
+    def base(self) -> int:
+        """Numbers of the checkpoint, which the engine loads: without adapters."""
+        return sum(p.numel() for name, p in self.trained.named_parameters() if ".lora_" not in name)
+
+    @cached_property
+    def tower(self) -> nn.Module | None:
+        """The vision tower; None for text-only models."""
+        names = {name.rpartition(".")[2]: module for name, module in self.whole.named_modules()}
+        return next((names[name] for name in self.family.towers if name in names), None) if self.family.vision else None
+
+    def cache_bytes(self, width: int) -> float:
+        """Keys and values of one token."""
+        text = self.text
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return 2 * text.num_hidden_layers * heads * size * width
+
+    def media_bytes(self) -> tuple[float, float, float]:
+        """(vision tokens, patches, bytes of patches) of one prompt at most."""
+        if self.tower is None:
+            return 0.0, 0.0, 0.0
+        config, rollout, vision = self.config, self.config.rollout, self.model_config.vision_config
+        images, longest = rollout.limit_mm_image_per_prompt, rollout.prompt_max_len
+        per_token = getattr(vision, "spatial_merge_size", None)
+        if per_token is None:  # tiles of one size, each with a number of tokens of its own
+            tokens = self.family.tokens_per_row or 256
+            size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
+            tiles = max(1, longest // tokens)
+            return tiles * tokens, tiles * (size // _patch(vision)) ** 2, tiles * 3 * size * size * FP32
+        most = images * (config.data.max_pixels or LARGEST_IMAGE) / _patch(vision) ** 2
+        patches = min(longest * per_token**2, most)
+        numbers = vision.in_channels * vision.temporal_patch_size * _patch(vision) ** 2
+        return patches / per_token**2, patches, patches * numbers * FP32
+
+    # -- activations ---------------------------------------------------------------------------------------------
+
+    def scoring(self, rows: int, length: int, actions: int, prompts: int, device: Device) -> float:
+        """Most bytes of a forward without gradient over rows of `length` tokens with `actions` in all.
+
+        prompts: different ones among the samples; the vision tower runs once for each.
+        """
+        self.trained.eval()
+        held = self._decoded(rows, length, backward=False)
+        own = rows * length * self.text.hidden_size * self.width
+        return max(held.peak, own + self._head(actions, device, backward=False)) + self._tower(prompts, backward=False)
+
+    def training(self, rows: int, length: int, actions: int, prompts: int, device: Device) -> float:
+        """Most bytes of a forward and backward, arguments as for `scoring`.
+
+        Backward starts at the head, while all that the layers keep is there.
+        """
+        self.trained.train()
+        held = self._decoded(rows, length, backward=True)
+        head = held.kept + self._head(actions, device, backward=True)
+        return max(held.peak, head) + self._tower(prompts, backward=True)
+
+    def _decoded(self, rows: int, length: int, backward: bool) -> Held:
+        """The decoder over rows of tokens, with the mask of a padded batch.
+
+        Its layers are alike: a deep model holds what a shallow one does and so much more for each further layer.
+        """
+        base = self.trained.get_base_model() if self.config.model.lora_rank else self.trained
+        decoder = base.get_decoder()
+        layers = decoder.layers
+        try:
+            decoder.layers = layers[:FEW_LAYERS]
+            held = self._decode(decoder, rows, length, backward)
+            if len(layers) > FEW_LAYERS:
+                decoder.layers = layers[: FEW_LAYERS + 1]
+                deeper = self._decode(decoder, rows, length, backward)
+                further = len(layers) - FEW_LAYERS
+                held = Held(*(first + further * (second - first) for first, second in zip(held, deeper)))
+        finally:
+            decoder.layers = layers
+        mask = 0 if self.config.train.packing_samples else rows * length * length
+        return Held(held.kept + mask, held.peak + mask)
+
+    def _decode(self, decoder: nn.Module, rows: int, length: int, backward: bool) -> Held:
+        ids = torch.zeros(rows, length, dtype=torch.long, device="meta")
+        mask = torch.zeros(rows, 1, length, length, dtype=torch.bool, device="meta")
+
+        def run() -> torch.Tensor:
+            return decoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+
+        return held_bytes(decoder, run, backward=backward)
+
+    def _head(self, actions: int, device: Device, backward: bool) -> float:
+        """Log-probs of `actions` tokens by chunks of logits (models/logprobs.py), with their gradients."""
+        weight = self.whole.get_output_embeddings().weight
+        vocabulary, hidden = weight.shape
+        rows = min(actions, chunk_rows(vocabulary, torch.device("cpu" if device.on_cpu else "meta")))
+        copies = 2 + (self.width < FP32)  # logits, their exponents or gradient, that in half precision
+        held = copies * rows * vocabulary * FP32 + actions * hidden * self.width
+        if backward:
+            held += actions * hidden * self.width
+            if weight.requires_grad:
+                products = 1 if self.width == FP32 else 2  # half precision has no product that adds to a float32 sum
+                held += vocabulary * hidden * (FP32 * products + (self.width if self.width < FP32 else 0))
+        return held
+
+    def _tower(self, prompts: int, backward: bool) -> int:
+        """Activations of the vision tower over the patches of some prompts; its blocks are all alike."""
+        if self.tower is None:
+            return 0
+        vision, model = self.model_config.vision_config, self.config.model
+        hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
+        inner = getattr(vision, "intermediate_size", None) or int(hidden * vision.mlp_ratio)
+        depth = getattr(vision, "depth", None) or vision.num_hidden_layers
+        block = self.width * (14 * hidden + 4 * inner)
+        if not (backward and any(parameter.requires_grad for parameter in self.tower.parameters())):
+            each = self.width * (6 * hidden + 3 * inner)
+        elif model.gradient_checkpointing:
+            each = depth * self.width * hidden + block
+        else:
+            each = depth * block
+        _, patches, size = self.media_bytes()
+        return int(prompts * (patches * each + size))
+
+
+def _patch(vision) -> int:
+    return vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+
+
+class VLPlanner:
+    """Puts a plan together; `plan()` is all that others call."""
+
+    def __init__(self, config: RunConfig, shape: VLShape, device: Device, ranks: int, local: int):
+        self.config, self.shape, self.device, self.ranks, self.local = config, shape, device, ranks, local
+        self.zero = Zero(config.distributed, ranks, device.on_cpu)
+        rollout = config.rollout
+        self.samples = ceil(rollout.rollout_batch_size * rollout.n_samples_per_prompt / ranks)
+        self.prompts = ceil(rollout.rollout_batch_size / ranks)
+        self.length = rollout.prompt_max_len + rollout.generate_max_len
+        self.vllm = rollout.engine_type == "vllm"
+        self.host = Host(device, local)
+
+    def plan(self) -> Plan:
+        """The plan of the run."""
+        model = self.shape.model
+        trained = f", {model.trained / 1e6:.0f} million of them trained" if model.frozen else ""
+        about = (
+            f"{self.config.model.pretrain}, {self.shape.base / 1e9:.2f} billion weights{trained}, "
+            f"ZeRO-{self.zero.stage}, {self.samples} samples a rank and step"
+        )
+        phases = (self._load(), self._generate(), self._score(), self._train(), self._sync())
+        return Plan(about, self.device, self.ranks, self.local, phases, self._in_use())
+
+    def _in_use(self) -> frozenset[str]:
+        """Settings that are on, by the words of the items' advice."""
+        c, zero = self.config, self.config.distributed
+        on = {
+            "bf16": c.model.bf16,
+            "gradient_checkpointing": c.model.gradient_checkpointing,
+            "lora_rank": c.model.lora_rank > 0,
+            "zero_stage 2": zero.zero_stage >= 2,
+            "zero_stage 3": zero.zero_stage == 3,
+            "adam_offload": zero.adam_offload,
+            # DeepSpeed moves the states of these stages only
+            "offload_trainer": c.rollout.offload_trainer or zero.adam_offload or zero.zero_stage not in (1, 2),
+        }
+        return frozenset(name for name, there in on.items() if there)
+
+    # -- what stands there all the time --------------------------------------------------------------------------
+
+    def _models(self, train_states: bool = True, stepped: bool = True) -> list[Item]:
+        """Weights of all models; train_states: and what the optimizers keep, unless it waits on the host."""
+        model = self.shape.model
+        items = [*program(self.device, self.vllm), *fragments(self.device), self.zero.weights("policy", model)]
+        if self.config.model.lora_rank == 0 and self.config.algorithm.init_kl_coef > 0:
+            items.append(self._reference())
+        waits = self.config.rollout.offload_trainer and not train_states
+        items += [item.on_host(waits) for item in self.zero.optimizer("policy", model, stepped)]
+        critic = self._critic
+        if critic is not None:
+            items.append(self.zero.weights("critic", critic))
+            items += [item.on_host(waits) for item in self.zero.optimizer("critic", critic, stepped)]
+        if self.config.train.enable_ema:
+            share = self.zero.share(3)
+            items.append(Item("average of the weights (EMA), fp32", FP32 * model.trained / share, "enable_ema false"))
+        return items
+
+    def _reference(self) -> Item:
+        size = self.shape.base * self.shape.width / self.zero.share(3)
+        return Item("reference: weights", size, "zero_stage 3, lora_rank, init_kl_coef 0, bf16")
+
+    @cached_property
+    def _critic(self) -> Model | None:
+        if not self.config.algorithm.estimator.critic:
+            return None
+        whole = Model.of(self.shape.whole, self.shape.width) if not self.config.model.lora_rank else None
+        if whole is None:  # a critic has no adapters: all of it trains
+            whole = Model(self.shape.base, 0, self.shape.model.largest, self.shape.width)
+        head = self.shape.whole.get_output_embeddings().weight
+        dropped = 0 if head is self.shape.whole.get_input_embeddings().weight else head.numel()
+        return Model(whole.trained - dropped, whole.frozen, whole.largest, whole.width)
+
+    def _batch(self) -> list[Item]:
+        """The step's samples on the host: each prompt's patches once, its images, and numbers by token."""
+        _, patches, size = self.shape.media_bytes()
+        pixels = patches * (_patch(self.shape.model_config.vision_config) ** 2 if patches else 0) * 3
+        return [
+            Item("patches and images of the batch", self.prompts * (size + pixels), "max_pixels, prompt_max_len",
+                 HOST),
+            Item("tokens of the batch", self.samples * self.length * TOKEN_BYTES, where=HOST),
+        ]  # fmt: skip
+
+    # -- the engine ----------------------------------------------------------------------------------------------
+
+    def _engine(self, awake: bool) -> list[Item]:
+        rollout = self.config.rollout
+        if not self.vllm:
+            return []
+        quantised = bool(rollout.engine_quantization)
+        weights = self.shape.base * (FP8 if quantised else self.shape.width) / rollout.engine_tp_size
+        if self.device.on_cpu:
+            return self.host.engine(weights)
+        if not awake and rollout.enable_engine_sleep:
+            return [Item("vLLM asleep", ASLEEP)]
+        room = rollout.engine_mem_util * self.device.memory
+        _, _, size = self.shape.media_bytes()
+        return [
+            Item("vLLM: weights", weights, "engine_tp_size, engine_quantization, bf16"),
+            Item("vLLM: KV cache and work space", max(room - weights, self._least_cache()), "engine_mem_util"),
+            Item("vLLM: cache of processed images", min(MEDIA_CACHE, self.prompts * size), where=HOST),
+        ]
+
+    def _least_cache(self) -> float:
+        """Keys and values of one whole sequence, below which vLLM does not start."""
+        rollout = self.config.rollout
+        width = FP8 if rollout.engine_kv_cache_dtype.startswith("fp8") else self.shape.width
+        return self.length * self.shape.cache_bytes(width) / rollout.engine_tp_size
+
+    def _in_flight(self) -> int:
+        """Sequences that the engine works on at once, on one rank's share of it."""
+        rollout = self.config.rollout
+        if not self.vllm:
+            return min(self.samples, rollout.micro_rollout_batch_size)
+        most = rollout.engine_max_num_seqs or 256
+        cache = next((item.bytes for item in self._engine(True) if "KV cache" in item.name), 0.0)
+        room = cache / max(1.0, self._least_cache()) * 2  # responses are half of their longest on average
+        return max(1, min(self.samples, most, int(room)))
+
+    # -- phases --------------------------------------------------------------------------------------------------
+
+    def _load(self) -> Phase:
+        """The checkpoint in host memory on its way to the device; then all models, and the engine starts."""
+        copy = Item("the checkpoint on its way", self.shape.model.bytes, "fewer ranks a host", HOST)
+        whole = (
+            [Item("the whole model, until ZeRO-3 divides it", self.shape.model.bytes)] if self.zero.stage == 3 else []
+        )
+        models = self._models(stepped=False)
+        loaded = [*models, *self._engine(awake=True)]
+        copies = 1 + (self._critic is not None) + any("reference" in item.name for item in models)
+        seconds = copies * self.shape.model.bytes / 2e9 + (30 if self.vllm else 2)
+        moments = [loaded] if self.device.on_cpu else [[*models, copy, *whole], [*loaded, copy]]
+        return Phase.fullest("load", seconds, *moments)
+
+    def _generate(self) -> Phase:
+        items = [*self._models(train_states=False), *self._engine(awake=True), *self._batch()]
+        if not self.vllm:
+            rows = self._in_flight()
+            items.append(Item("keys and values", rows * self.length * self.shape.cache_bytes(self.shape.width),
+                              "micro_rollout_batch_size"))  # fmt: skip
+            items += self.zero.gathered(self.shape.model)
+        return Phase.fullest("generate", self._generate_seconds(), items)
+
+    def _generate_seconds(self) -> float:
+        rollout, device, shape = self.config.rollout, self.device, self.shape
+        rows, weights = self._in_flight(), shape.base * shape.width / rollout.engine_tp_size
+        context = rollout.prompt_max_len + rollout.generate_max_len / 2
+        step = (weights + rows * context * shape.cache_bytes(shape.width)) / device.bandwidth + 0.005
+        prompts = 2 * shape.base * self.prompts * rollout.prompt_max_len / (SCORING_USE * device.flops)
+        return ceil(self.samples / rows) * rollout.generate_max_len * step + prompts
+
+    def _score(self) -> Phase:
+        rollout, device = self.config.rollout, self.device
+        rows = min(self.samples, rollout.micro_rollout_batch_size)
+        prompts = min(self.prompts, ceil(rows / rollout.n_samples_per_prompt))
+        peak = self.shape.scoring(rows, self.length, rows * rollout.generate_max_len, prompts, device)
+        items = [
+            *self._models(train_states=False),
+            *self._engine(awake=False),
+            *self._batch(),
+            *self.zero.gathered(self.shape.model),
+            Item("forward of a micro-batch", peak, "micro_rollout_batch_size"),
+        ]
+        models = 1 + (self.config.algorithm.init_kl_coef > 0) + (self._critic is not None)
+        seconds = models * 2 * self.shape.base * self._tokens() / (SCORING_USE * device.flops)
+        return Phase.fullest("score", seconds, items)
+
+    def _tokens(self) -> int:
+        return self.samples * self.length
+
+    def _micro_batch(self) -> tuple[int, int, int, int]:
+        """(rows, tokens of a row, actions, different prompts) of the largest micro-batch of training."""
+        train, rollout = self.config.train, self.config.rollout
+        own = max(1, train.train_batch_size // self.ranks)
+        if train.packing_samples:
+            samples = min(own, train.micro_train_batch_size)
+            tokens = train.max_tokens_per_batch or samples * self.length
+            prompts = min(self.prompts, tokens // self.length)
+            return 1, min(tokens, own * self.length), min(tokens, own * rollout.generate_max_len), prompts
+        rows = min(own, train.micro_train_batch_size)
+        return rows, self.length, rows * rollout.generate_max_len, min(rows, self.prompts)
+
+    def _train(self) -> Phase:
+        train, zero, model = self.config.train, self.zero, self.shape.model
+        rows, length, actions, prompts = self._micro_batch()
+        activations = self.shape.training(rows, length, actions, prompts, self.device)
+        lower = "gradient_checkpointing, bf16, "
+        lower += "max_tokens_per_batch" if train.max_tokens_per_batch else "micro_train_batch_size"
+        own = max(1, train.train_batch_size // self.ranks)
+        micro_batches = ceil(own * self.length / (rows * length))
+        always = [*self._models(), *self._engine(awake=False), *self._batch(), *zero.gathered(model)]
+        held = Item("activations of a micro-batch", activations, lower)
+        backward = [*always, *zero.gradients("policy", model, micro_batches), held]
+        moments = [backward, [*always, *zero.step("policy", model)]]
+        if self._critic is not None:
+            moments.append([*always, *zero.gradients("critic", self._critic, micro_batches), held])
+            moments.append([*always, *zero.step("critic", self._critic)])
+        passes = 4 if self.config.model.gradient_checkpointing else 3
+        models = 1 + (self._critic is not None)
+        products = models * passes * 2 * self.shape.base * self._tokens() * train.max_epochs
+        return Phase.fullest("train", products / (TRAINING_USE * self.device.flops), *moments)
+
+    def _sync(self) -> Phase:
+        size = self.shape.base * self.shape.width
+        items = [*self._models(train_states=False), *self._engine(awake=True)]
+        if self.vllm and not self.config.rollout.enable_engine_sleep:  # else the cache comes back after the weights
+            items.append(Item("a weight on its way", self.shape.model.largest * self.shape.width))
+        moved = sum(item.bytes for item in items if item.where == HOST and "fp32" in item.name)
+        return Phase.fullest("sync", size * 10 / self.device.bandwidth + 2 * moved / self.device.link, items)
+
+
+def plan_vl(config: RunConfig, model_config, device: Device, ranks: int, local: int) -> Plan:
+    """The plan of a run of the model that a transformers configuration describes."""
+    return VLPlanner(config, VLShape(config, model_config), device, ranks, local).plan()

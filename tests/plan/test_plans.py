@@ -1,0 +1,131 @@
+"""Plans of runs: what fits, what is refused, and the shipped recipes on the hardware that they name."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+
+import pytest
+
+from lightrft_visual.config.devices import DEVICES, GIB
+from lightrft_visual.config.load import config_or_exit, parse_run
+from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.plan import check
+from lightrft_visual.plan.table import HOST, Item, Phase, Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = importlib.util.spec_from_file_location("check_config", ROOT / "scripts" / "check_config.py")
+check_config = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(check_config)
+EXPERIMENTS = [name for name in check_config.shipped() if name.startswith("experiment/")]
+SEVEN = (
+    "--pretrain Qwen/Qwen2.5-VL-7B-Instruct --bf16 --gradient_checkpointing --zero_stage 2 --rollout_batch_size 128 "
+    "--n_samples_per_prompt 16 --generate_max_len 2048 --plan_device h100-80gb --plan_world_size 8"
+).split()
+CARD = DEVICES["h100-80gb"]
+
+
+def plan_of(*settings: str) -> Plan:
+    config = parse_run(RunConfig, [*settings]).config
+    return check.plan_of(config, *check.named_device(config.plan))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_recipe_fits_on_the_hardware_that_it_names(name: str) -> None:
+    config = check_config.check(name, []).config
+    assert config.plan.plan_device in DEVICES and config.plan.plan_world_size
+    plan = check.plan_of(config, *check.named_device(config.plan))
+    assert plan.fits, plan.text()
+    assert [phase.name for phase in plan.phases] == ["load", "generate", "score", "train", "sync"]
+
+
+def test_seven_billion_weights_fit_while_the_optimizer_waits_on_the_host() -> None:
+    plan = plan_of(*SEVEN, "--offload_trainer")
+    assert plan.fits, plan.text()
+    assert "the largest item is vLLM: KV cache and work space" in plan.verdict()
+    items = {item.name: item for item in plan.phases[1].items}
+    assert items["policy: weights"].bytes == items["reference: weights"].bytes == 2 * 8_292_166_656
+    waiting = items["policy: fp32 weights and Adam's moments"]
+    assert waiting.where == HOST and waiting.bytes == 12 * 8_292_166_656 / 8
+
+
+def test_without_that_they_are_refused_with_what_would_help() -> None:
+    plan = plan_of(*SEVEN)
+    assert not plan.fits
+    text = plan.text()
+    assert "it does not fit: phase generate" in text and "offload_trainer" in text.splitlines()[-1]
+    assert "gradient_checkpointing" not in plan.verdict()  # is on already
+
+
+def test_settings_do_what_the_advice_says() -> None:
+    plain = plan_of(*SEVEN)
+    generate, train = plain.phases[1].total("device"), plain.phases[3].total("device")
+    for settings, phase, before in [
+        (["--engine_mem_util", "0.3"], 1, generate),
+        (["--zero_stage", "3"], 1, generate),
+        (["--lora_rank", "16"], 3, train),
+        (["--init_kl_coef", "0"], 3, train),
+        (["--micro_train_batch_size", "2"], 3, train),
+        (["--plan_world_size", "16"], 3, train),
+        (["--adam_offload"], 3, train),
+    ]:
+        assert plan_of(*SEVEN, *settings).phases[phase].total("device") < before - 2 * GIB, settings
+    assert plan_of(*SEVEN, "--no_gradient_checkpointing").phases[3].total("device") > train + 50 * GIB
+
+
+@pytest.mark.parametrize("extra,code", [([], 1), (["--offload_trainer"], 0), (["--force"], 0)])
+def test_a_dry_run_shows_the_plan_and_answers_by_its_exit_code(capsys, extra: list[str], code: int) -> None:
+    with pytest.raises(SystemExit) as stop:
+        config_or_exit(RunConfig, [*SEVEN, *extra, "--dry_run"])
+    shown = capsys.readouterr().out
+    assert stop.value.code == code
+    assert "# plan of one rank of 8 ranks (8 on a host) of h100-80gb" in shown and "# train" in shown
+
+
+def test_a_dry_run_of_an_unknown_model_says_so(capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        config_or_exit(RunConfig, ["--pretrain", "someone/unheard-of", "--plan_device", "cpu", "--dry_run"])
+    assert stop.value.code == 0 and "no plan: the shape of someone/unheard-of" in capsys.readouterr().out
+
+
+def test_devices_are_named_in_full() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'h100-80gb'"):
+        parse_run(RunConfig, ["--plan_device", "h100"])
+    with pytest.raises(ConfigError, match="did you mean 'a100-80gb'"):
+        parse_run(RunConfig, ["--plan_device", "a100_80gb"])
+
+
+def test_a_run_that_cannot_fit_is_refused_unless_it_is_forced(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(check, "present", lambda local: CARD)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ConfigError, match=r"does not fit(.|\n)*largest item"):
+        check.check_fits(parse_run(RunConfig, SEVEN).config)
+    check.check_fits(parse_run(RunConfig, [*SEVEN, "--offload_trainer"]).config)
+    with caplog.at_level(logging.WARNING):
+        check.check_fits(parse_run(RunConfig, [*SEVEN, "--force"]).config)
+    assert "the run starts nevertheless" in caplog.text
+
+
+def test_a_model_that_cannot_be_planned_does_not_stop_its_run(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(check, "plan_of", lambda *_, **__: 1 / 0)
+    with caplog.at_level(logging.WARNING):
+        check.check_fits(RunConfig())
+    assert "no plan of this run could be made: ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "internvl", "qwen2"])
+def test_every_embedded_family_is_planned_and_fits(family: str) -> None:
+    assert plan_of("--embedded_family", family, "--plan_device", "cpu").fits
+
+
+def test_host_memory_counts_too() -> None:
+    items = (Item("weights", GIB), Item("images", 2 * CARD.host, "max_pixels", HOST))
+    plan = Plan("a model", CARD, 8, 8, (Phase("generate", items),))
+    assert not plan.fits
+    assert plan.verdict().splitlines() == [
+        "it does not fit: phase generate wants 240.0 GiB more host memory than there is",
+        "the largest item is images, 480.0 GiB",
+        "  images (480.0 GiB) is lowered by: max_pixels",
+    ]
