@@ -16,7 +16,7 @@ Settings, each under any of these spellings:
   --bf16 turns a bool on, --no_bf16 or --bf16 false off; None or null unsets an optional value.
   --config NAME_OR_PATH   read a YAML recipe first; several are read in order, the command line wins
   /base/distributed=zero3 swap the layer of that group in the recipe
-  --dry_run               print the resolved configuration and exit
+  --dry_run               print the resolved configuration and the plan of its memory and time, and exit
   --help, -h              print this and exit
 """
 

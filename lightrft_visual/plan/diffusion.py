@@ -208,10 +208,9 @@ class DiffusionPlanner:
     # -- phases --------------------------------------------------------------------------------------------------
 
     def _load(self) -> Phase:
-        copy = Item("denoisers on their way", self.model.bytes, "fewer ranks a host", HOST)
+        copy = self.zero.on_its_way("denoisers on their way", self.model)
         always = self._always(stepped=False)
-        whole = Item("the denoisers, until ZeRO-3 divides them", self.model.bytes if self.zero.stage == 3 else 0)
-        moments = [always] if self.device.on_cpu else [[*always, copy, whole]]
+        moments = [always] if self.device.on_cpu else [[*always, copy]]
         size = self.model.bytes + self._parts(*ENCODERS, "vae")
         return Phase.fullest("load", size / 2e9, *moments)
 
@@ -259,7 +258,8 @@ class DiffusionPlanner:
         always, zero, model = self._always(("vae",) if self.rewarded else ()), self.zero, self.model
         activations, host = self._reward_gradient() if self.rewarded else self._replayed()
         batch = self._update_items()
-        lower = "gradient_checkpointing, use_gradient_checkpointing_offload, bf16, micro_train_batch_size"
+        lower = "gradient_checkpointing, use_gradient_checkpointing_offload, bf16, steps_per_forward, "
+        lower += "micro_train_batch_size"
         held = [
             Item("activations of a micro-batch", activations, lower),
             Item("activations kept on the host", host, "micro_train_batch_size", HOST),
@@ -291,6 +291,7 @@ class DiffusionPlanner:
     def _replayed(self) -> tuple[float, float]:
         """(device, host) bytes of a micro-batch of denoising steps, forward and backward."""
         count = min(self.own, self.config.train.micro_train_batch_size)
+        count *= self.config.train.steps_per_forward
         guidance = training_guidance(self.config)
         held = self.computed.denoised(count, guidance, backward=True)
         others = self._reference + self.config.algorithm.entry.old_policy  # they run while the graph is there

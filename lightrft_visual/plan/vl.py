@@ -6,7 +6,7 @@ All lengths are the longest that the settings allow: prompts of `prompt_max_len`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
@@ -276,10 +276,10 @@ class VLPlanner:
             return None
         whole = Model.of(self.shape.whole, self.shape.width) if not self.config.model.lora_rank else None
         if whole is None:  # a critic has no adapters: all of it trains
-            whole = Model(self.shape.base, 0, self.shape.model.largest, self.shape.width)
+            whole = replace(self.shape.model, trained=self.shape.base, frozen=0, largest=self.shape.model.widest)
         head = self.shape.whole.get_output_embeddings().weight
         dropped = 0 if head is self.shape.whole.get_input_embeddings().weight else head.numel()
-        return Model(whole.trained - dropped, whole.frozen, whole.largest, whole.width)
+        return replace(whole, trained=whole.trained - dropped)
 
     def _batch(self) -> list[Item]:
         """The step's samples on the host: each prompt's patches once, its images, and numbers by token."""
@@ -331,15 +331,12 @@ class VLPlanner:
 
     def _load(self) -> Phase:
         """The checkpoint in host memory on its way to the device; then all models, and the engine starts."""
-        copy = Item("the checkpoint on its way", self.shape.model.bytes, "fewer ranks a host", HOST)
-        whole = (
-            [Item("the whole model, until ZeRO-3 divides it", self.shape.model.bytes)] if self.zero.stage == 3 else []
-        )
+        copy = self.zero.on_its_way("the checkpoint on its way", self.shape.model)
         models = self._models(stepped=False)
         loaded = [*models, *self._engine(awake=True)]
         copies = 1 + (self._critic is not None) + any("reference" in item.name for item in models)
         seconds = copies * self.shape.model.bytes / 2e9 + (30 if self.vllm else 2)
-        moments = [loaded] if self.device.on_cpu else [[*models, copy, *whole], [*loaded, copy]]
+        moments = [loaded] if self.device.on_cpu else [[*loaded, copy]]
         return Phase.fullest("load", seconds, *moments)
 
     def _generate(self) -> Phase:

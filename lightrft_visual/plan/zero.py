@@ -15,26 +15,26 @@ from ..config.shared import DistributedConfig
 from .table import HOST, Item
 
 FP32 = 4
-LOADED_WHOLE = True  # whether a rank has the whole model before ZeRO-3 divides it
 BUCKET = 500_000_000  # numbers of a reduction bucket, whole however small the model is
 LIVE = 1_000_000_000  # weights that stage 3 keeps gathered at most, beside the one it gathers
 
 
 @dataclass(frozen=True)
 class Model:
-    """Numbers of a model: trained, frozen, of its largest trained weight; bytes of one weight."""
+    """Numbers of a model: trained, frozen, of its largest trained and its largest weight; bytes of one number."""
 
     trained: int
     frozen: int
     largest: int
+    widest: int
     width: int
 
     @classmethod
     def of(cls, module: nn.Module, width: int) -> Model:
         """Of a module as it is, with what it freezes; the weights will take `width` bytes each."""
         trained = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
-        frozen = sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad)
-        return cls(sum(trained), frozen, max(trained, default=0), width)
+        every = [parameter.numel() for parameter in module.parameters()]
+        return cls(sum(trained), sum(every) - sum(trained), max(trained, default=0), max(every), width)
 
     @property
     def numbers(self) -> int:
@@ -69,16 +69,16 @@ class Zero:
         lower = "bf16, zero_stage 3" if self.stage < 3 else "bf16, more ranks"
         return Item(f"{name}: weights", model.bytes / self.share(3), lower)
 
-    def undivided(self, model: Model) -> list[Item]:
-        """What stage 3 holds of a model that is being loaded, beside its share."""
-        whole = LOADED_WHOLE and self.stage == 3
-        return [Item("the whole model, until ZeRO-3 divides it", model.bytes)] if whole else []
+    def on_its_way(self, name: str, model: Model) -> Item:
+        """What a load holds on the host: the whole model, under stage 3 one weight after the other."""
+        size = model.bytes if self.stage < 3 else model.widest * model.width
+        return Item(name, size, "zero_stage 3, fewer ranks a host", HOST)
 
     def gathered(self, model: Model) -> list[Item]:
         """What stage 3 has together in a forward or backward pass."""
         if self.stage < 3:
             return []
-        return [Item("weights gathered by ZeRO-3", min(model.numbers, LIVE + model.largest) * model.width)]
+        return [Item("weights gathered by ZeRO-3", min(model.numbers, LIVE + model.widest) * model.width)]
 
     def optimizer(self, name: str, model: Model, stepped: bool = True) -> list[Item]:
         """fp32 weights and, after the first step, Adam's moments; on the host with adam_offload."""
