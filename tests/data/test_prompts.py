@@ -149,12 +149,15 @@ def bad_rows(folder):
         "text not Unicode": ({"prompt": "q \ud800"}, "not valid Unicode"),
         "nested too deep": ({"prompt": "q", "extra": reduce(lambda inner, _: [inner], range(99), 1)}, "nested deeper"),
         "number too long": ({"prompt": "q", "reference": 10**4000}, "more than 300 digits"),
+        "reference not finite": ({"prompt": "q", "reference": [1, float("nan")]}, "the reference holds nan"),
+        "media form": ({"prompt": "q", "images": [5]}, "a int is no path, URL"),
     }
 
 
 CAUSES = [
     "file missing", "not an image", "column missing", "placeholders", "not fetched", "video options", "video too large",
     "image aspect ratio", "text not Unicode", "nested too deep", "number too long",
+    "reference not finite", "media form",
 ]  # fmt: skip
 
 
@@ -411,3 +414,14 @@ def test_labels_beyond_max_rows_are_read_when_asked_for(folder):
     data = open_rows(f"{first},{second}", max_rows=2)
     assert data.labels == {"a"} and data.labels_cut_away() == {"b", "c"}
     assert open_rows(second).labels_cut_away() == set()
+
+
+def test_rows_whose_label_has_no_recipe_are_bad_where_labels_are_told(folder, jsonl):
+    told = RowChecks(labels=frozenset({"colour", "n"}))
+    data = open_rows(jsonl, checks=told, on_bad_row="skip")
+    assert data.labels == {"colour", "n"} and data.bad.causes == {"label without a recipe": 1}
+    with pytest.raises(DataError, match="the label 'text' has no reward recipe.*--on_bad_row skip"):
+        open_rows(jsonl, checks=told)
+    (folder / "none.jsonl").write_text(json.dumps({"prompt": "q"}) + "\n")
+    with pytest.raises(DataError, match="the row has no label"):
+        open_rows(folder / "none.jsonl", checks=told)

@@ -8,7 +8,7 @@ from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.remote.ray_pool import RaySource
-from lightrft_visual.rewards.settings import check_reward_config, engine_arguments
+from lightrft_visual.rewards.settings import check_reward_config, engine_arguments, scored_labels
 
 
 @pytest.fixture
@@ -88,3 +88,12 @@ def test_a_reward_that_compares_needs_references(settings, words):
 def test_other_rewards_need_no_references(rewards_file):
     for config in (RewardConfig(reward_fn=f"{rewards_file}:anything"), RewardConfig(components={"format": 1.0})):
         engine_arguments(config, references=False)
+
+
+def test_which_labels_a_configuration_scores():
+    assert scored_labels(RewardConfig()) is None
+    assert (
+        scored_labels(RewardConfig(reward_recipe='{"a": [["rule", "exact", 1]], "*": [["rule", "exact", 1]]}')) is None
+    )
+    recipe = '{"a": [["rule", "exact", 1]], "b": [["rule", "exact", 1]]}'
+    assert scored_labels(RewardConfig(reward_recipe=recipe)) == {"a", "b"}
