@@ -1,6 +1,7 @@
 """Draw the learning curve of one or several runs: python scripts/plot_curve.py RUN_DIR [RUN_DIR …] -o curve.png
 
-Thin line: reward of each step's rollouts; points: held-out reward, sampled at the training temperature.
+Thin line: reward of each step's rollouts; points: held-out reward, round ones sampled at the
+training temperature, square ones greedy (where the run has them).
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ def column(path: Path, name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in rows], [value for _, value in rows]
 
 
+def has_greedy(path: Path) -> bool:
+    """Whether a run measured the likeliest answers too; one that draws images has none."""
+    with open(path, newline="") as file:
+        return "eval_reward_greedy" in (csv.DictReader(file).fieldnames or [])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
@@ -57,7 +64,11 @@ def draw(runs: list[Path], output: Path) -> None:
         steps, rewards = column(run / "metrics.csv", "reward_mean")
         line = axes.plot(steps, rewards, linewidth=0.9, alpha=0.75, label=f"{run.name}: rollouts")[0]
         steps, rewards = column(run / "eval_metrics.csv", "eval_reward")
-        axes.plot(steps, rewards, "o--", color=line.get_color(), markersize=6, label=f"{run.name}: held-out")
+        colour = line.get_color()
+        axes.plot(steps, rewards, "o--", color=colour, markersize=6, label=f"{run.name}: held-out, sampled")
+        if has_greedy(run / "eval_metrics.csv"):
+            steps, rewards = column(run / "eval_metrics.csv", "eval_reward_greedy")
+            axes.plot(steps, rewards, "s:", color=colour, markersize=5, label=f"{run.name}: held-out, greedy")
     axes.set(xlabel="step", ylabel="reward", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")

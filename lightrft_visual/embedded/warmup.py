@@ -1,9 +1,10 @@
-"""The embedded default: a tiny checkpoint, warmed up by supervised steps on the embedded task, cached on disk.
+"""The embedded default: a tiny checkpoint, warmed up by supervised steps on demonstrations, cached on disk.
 
-The steps on clean answers go on until the loss is low: how soon that is depends on the last bits of a machine's
-arithmetic, and what the base cannot see RL will not teach it. In the steps after them a large share of the answers is
-random: that leaves the base with entropy that RL can sharpen, while one trained on clean answers alone collapses (no
-groups with different rewards, nothing to learn from).
+The warm-up is a cold start and no more: right answers to questions of the demonstrations split, until the loss is down
+to a bound. The base then knows the form of the answers and a part of the task; it is unsure of the rest, and has not
+seen every combination of colour and shape. RL has the rest to teach, from rewards on questions of another split. The
+bound is on the loss and not on the steps, because how soon it is reached depends on the last bits of a machine's
+arithmetic.
 """
 
 from __future__ import annotations
@@ -27,31 +28,31 @@ from ..batches.vision import VisionTensors
 from ..data.media import load_image
 from ..models.vlm.actor import Actor
 from ..models.vlm.families import family_of_processor
+from ..observe.console import RunConsole
+from . import questions
 from .questions import EmbeddedTask, SupervisedPair, build_embedded_task, supervised_pairs, vocabulary_texts
 from .tiny_vlm import VISION_FAMILIES, build_tiny_checkpoint
 
-CACHE_VERSION = 2
-CLEAN_WINDOW = 40
+CACHE_VERSION = 3
+LOSS_WINDOW = 10  # steps whose mean loss is compared with the bound
 RISING_STEPS = 40  # over which the learning rate comes up
-NOISY_RATE = 0.7  # where the noisy steps start, in learning rates; they end near zero
+REPORT_EVERY = 20  # steps between two lines of progress
 
 
 @dataclass(frozen=True)
 class WarmUp:
     """Settings of the warm-up; all of them name the cache folder.
 
-    clean_steps: the most steps on clean answers. clean_loss: nats a token; they end where the mean of the last
-    `CLEAN_WINDOW` losses is below it. random_share: of the answers in the `noisy_steps` after them.
+    max_steps: the most steps; 0 leaves the model untrained. until_loss: nats a token; the steps end where the mean of
+    the last `LOSS_WINDOW` losses is below it.
     """
 
     family: str = "qwen2_5_vl"
     tie_embeddings: bool = False
-    clean_steps: int = 600
-    clean_loss: float = 0.08
-    noisy_steps: int = 80
+    max_steps: int = 300
+    until_loss: float = 0.55
     batch_size: int = 32
     learning_rate: float = 1e-3
-    random_share: float = 0.7
     seed: int = 0
 
 
@@ -67,18 +68,19 @@ def embedded_task(root: Path | None = None) -> EmbeddedTask:
 
 
 def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print) -> Path:
-    """The warmed-up checkpoint folder; built within a minute on two cores when the cache does not hold it.
+    """The warmed-up checkpoint folder; built within half a minute on two cores when the cache does not hold it.
 
     It appears in one rename, so it is complete or absent, and several processes may build it at once.
     """
-    text = json.dumps(asdict(settings) | {"version": CACHE_VERSION}, sort_keys=True)
+    made_of = asdict(settings) | {"version": CACHE_VERSION, "questions": questions.VERSION}
+    text = json.dumps(made_of, sort_keys=True)
     root = root or cache_root()
     target = root / "models" / f"{settings.family}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if target.is_dir():
         return target
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.rmtree(scratch, ignore_errors=True)
-    report(f"building the embedded {settings.family} model by supervised steps, once; takes about a minute")
+    report(f"building the embedded {settings.family} model by supervised steps, once; takes less than a minute")
     build_tiny_checkpoint(
         scratch,
         settings.family,
@@ -86,7 +88,7 @@ def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print
         tie_embeddings=settings.tie_embeddings,
         seed=settings.seed,
     )
-    if settings.clean_steps + settings.noisy_steps:
+    if settings.max_steps:
         warm_up(scratch, embedded_task(root), settings)
     try:
         os.rename(scratch, target)
@@ -119,21 +121,22 @@ def warm_up(folder: Path, task: EmbeddedTask, settings: WarmUp) -> list[float]:
         return loss.item()
 
     losses: list[float] = []
-    clean, noisy = (_batches(task, settings, vision, share) for share in (0.0, settings.random_share))
-    while len(losses) < settings.clean_steps and not _learned(losses, settings.clean_loss):
-        losses.append(step(next(clean), min(1.0, (len(losses) + 1) / RISING_STEPS)))
-    for left in range(settings.noisy_steps, 0, -1):
-        losses.append(step(next(noisy), NOISY_RATE * left / settings.noisy_steps))
+    batches = _batches(task, settings, vision)
+    console = RunConsole(settings.max_steps, line_every=REPORT_EVERY, table_every=0, title="warm-up")
+    while len(losses) < settings.max_steps and not _below(losses, settings.until_loss):
+        losses.append(step(next(batches), min(1.0, (len(losses) + 1) / RISING_STEPS)))
+        console.step(len(losses), {"loss": losses[-1]})
+    console.close()
     model.save_pretrained(folder)
     return losses
 
 
-def _learned(losses: list[float], bound: float) -> bool:
-    return len(losses) >= CLEAN_WINDOW and sum(losses[-CLEAN_WINDOW:]) < bound * CLEAN_WINDOW
+def _below(losses: list[float], bound: float) -> bool:
+    return len(losses) >= LOSS_WINDOW and sum(losses[-LOSS_WINDOW:]) < bound * LOSS_WINDOW
 
 
-def _batches(task: EmbeddedTask, settings: WarmUp, vision: bool, random_share: float) -> Iterator[list[SupervisedPair]]:
-    pairs = supervised_pairs(task.train, seed=settings.seed, random_share=random_share)
+def _batches(task: EmbeddedTask, settings: WarmUp, vision: bool) -> Iterator[list[SupervisedPair]]:
+    pairs = supervised_pairs(task.demonstrations, seed=settings.seed)
     chosen = pairs if vision else (pair for pair in pairs if not pair.images)
     while True:
         yield list(islice(chosen, settings.batch_size))

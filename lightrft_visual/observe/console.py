@@ -69,11 +69,14 @@ class RunConsole:
         table_every: int = 10,
         stream: TextIO | None = None,
         active: bool | None = None,
+        title: str = "",
     ):
-        """`first_step`: steps already done when a run resumes. `table_every`: 0 turns the table off."""
+        """`first_step`: steps already done when a run resumes. `table_every`: 0 turns the table off. `title`: of steps
+        that are not those of the run itself; it stands before each line."""
         self.total = total_steps
         self.line_every = line_every
         self.table_every = table_every
+        self.title = title
         self.active = rank() == 0 if active is None else active
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
@@ -84,7 +87,7 @@ class RunConsole:
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         text = TextColumn("[bold]{task.description}")
         self._progress = Progress(text, *columns, console=self._console, transient=True)
-        self._task = self._progress.add_task("training", total=self.total, completed=first_step)
+        self._task = self._progress.add_task(self.title or "training", total=self.total, completed=first_step)
         self._progress.start()
 
     def message(self, text: str) -> None:
@@ -99,7 +102,7 @@ class RunConsole:
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
         if step % self.line_every == 0 or step == self.total:
-            self.message(step_line(step, self.total, metrics))
+            self.message(f"{self.title} {step_line(step, self.total, metrics)}".lstrip())
 
     def resumed(self, step: int) -> None:
         """Put the bar where a resumed run continues."""

@@ -1,4 +1,4 @@
-"""The embedded visual question task: files, determinism, answers that fit the drawing, warm-up pairs."""
+"""The embedded visual question task: files, determinism, splits without overlap, answers that fit the drawing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ import pytest
 from PIL import Image
 
 from lightrft_visual.embedded import questions
-from lightrft_visual.errors import DataError
+from lightrft_visual.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    return questions.build_embedded_task(tmp_path_factory.mktemp("task"), seed=3, n_train=60, n_eval=20)
+    return build(tmp_path_factory.mktemp("task"), seed=3)
+
+
+def build(folder, seed=3, n_train=60):
+    return questions.build_embedded_task(folder, seed=seed, n_train=n_train, n_eval=20, n_demonstrations=60)
 
 
 def read(path):
@@ -41,23 +45,49 @@ def test_every_kind_has_its_share(task):
 
 
 def test_same_arguments_give_the_same_bytes_and_longer_tasks_extend_shorter_ones(task, tmp_path):
-    again = questions.build_embedded_task(tmp_path, seed=3, n_train=80, n_eval=20)
+    again = build(tmp_path, n_train=80)
     assert read(again.train)[:60] == read(task.train)
     for row in read(task.train):
         for name in row["images"]:
             assert (again.folder / name).read_bytes() == (task.folder / name).read_bytes()
 
 
-def test_splits_and_seeds_differ(task, tmp_path):
-    other = questions.build_embedded_task(tmp_path, seed=4, n_train=60, n_eval=20)
+def contents(task, split):
+    """What the rows of a split show: the pixels of images, and the text of questions without one."""
+    images = {Image.open(path).tobytes() for path in (task.folder / "images" / split).iterdir()}
+    return images | {row["prompt"].encode() for row in read(task.folder / f"{split}.jsonl") if not row["images"]}
+
+
+def test_no_image_is_in_two_splits_whatever_the_seed(task, tmp_path):
+    other = build(tmp_path, seed=4)
     assert read(other.train) != read(task.train)
-    test_images = {path.read_bytes() for path in (task.folder / "images/test").iterdir()}
-    assert not test_images & {path.read_bytes() for path in (task.folder / "images/train").iterdir()}
+    shown = {split: contents(task, split) | contents(other, split) for split in questions.SPLITS}
+    for split, own in shown.items():
+        assert own and {questions.split_of(content) for content in own} == {split}
+    assert sum(map(len, shown.values())) == len(set().union(*shown.values()))
+
+
+def test_only_the_demonstrations_lack_combinations_of_colour_and_shape():
+    def looks(split):
+        rng, found = random.Random(1), set()
+        for _ in range(150):
+            found |= questions.draw_question("shape", split, rng, 56).looks
+        return found
+
+    every = {(colour, shape) for colour in questions.COLOURS for shape in questions.SHAPES}
+    assert looks("demonstrations") == questions.SHOWN_LOOKS < every
+    assert looks("train") == looks("dev") == looks("test") == every
+
+
+def test_evaluation_is_on_dev_or_test(task):
+    assert (task.held_out("dev"), task.held_out("test")) == (task.dev, task.test)
+    with pytest.raises(ConfigError, match="eval_split is 'train'.*dev or test"):
+        task.held_out("train")
 
 
 def test_a_finished_task_is_found_and_not_written_again(task):
     before = task.train.stat().st_mtime_ns
-    assert questions.build_embedded_task(task.folder.parent, seed=3, n_train=60, n_eval=20) == task
+    assert build(task.folder.parent) == task
     assert task.train.stat().st_mtime_ns == before
     assert [path.name for path in task.folder.parent.iterdir()] == [task.folder.name]
 
@@ -69,7 +99,7 @@ def test_losing_the_race_to_another_process_keeps_its_files(task, tmp_path):
     assert not scratch.exists() and len(read(task.train)) == 60
 
 
-@pytest.mark.parametrize("sizes", [{"n_train": 0}, {"n_eval": -1}, {"size": 8}])
+@pytest.mark.parametrize("sizes", [{"n_train": 0}, {"n_demonstrations": 0}, {"n_eval": -1}, {"size": 8}])
 def test_impossible_sizes_are_refused(tmp_path, sizes):
     with pytest.raises(DataError, match="embedded task"):
         questions.build_embedded_task(tmp_path, **sizes)
@@ -89,6 +119,12 @@ def separate_shapes(scene) -> int:
     return count
 
 
+def extent(scene) -> int:
+    """Height in pixels of what is drawn."""
+    ink = np.argwhere(np.any(np.asarray(questions.draw_scene(scene, 56)) != questions.BACKGROUND, axis=-1))
+    return int(ink[:, 0].max() - ink[:, 0].min() + 1)
+
+
 @pytest.mark.parametrize("kind", questions.KINDS)
 def test_the_answer_is_what_is_drawn(kind):
     rng = random.Random(0)
@@ -101,20 +137,12 @@ def test_the_answer_is_what_is_drawn(kind):
             assert drawn == {questions.BACKGROUND, questions.COLOURS[answer]}
         elif kind == "shape":
             assert scenes[0].shape == answer
-        elif kind == "position":
-            ink = (
-                np.argwhere(
-                    np.any(np.asarray(questions.draw_scene(scenes[0], 56)) != questions.BACKGROUND, axis=-1)
-                ).mean(0)
-                - 28
-            )
-            axis, far = int(np.abs(ink).argmax()), ink[int(np.abs(ink).argmax())] > 0
-            assert answer == (("top", "bottom"), ("left", "right"))[axis][int(far)]
-        elif kind == "comparison":
-            first, second = map(separate_shapes, scenes)
-            assert answer == ("first" if first > second else "second")
+        elif kind == "size":
+            assert answer == ("large" if extent(scenes[0]) > 28 else "small")
+        elif kind == "two_images":
+            assert scenes[0].colour == answer != scenes[1].colour
         else:
-            assert eval(question.removeprefix("what is ").rstrip("?").replace("plus", "+")) == int(answer)
+            assert question.removesuffix(" which word is last?").split()[-1] == answer
 
 
 def test_vocabulary_holds_every_word_of_the_task(task):
@@ -126,16 +154,13 @@ def test_vocabulary_holds_every_word_of_the_task(task):
         assert words(row["prompt"]) | words(row["reference"]) <= known
 
 
-def test_warm_up_pairs_are_reproducible_and_noisy_to_the_asked_degree(task):
-    pairs = list(questions.supervised_pairs(task.train, seed=1, random_share=0.0, epochs=1))
-    rows = read(task.train)
-    assert sorted((pair.prompt, pair.answer) for pair in pairs) == sorted((r["prompt"], r["reference"]) for r in rows)
+def test_warm_up_pairs_are_the_demonstrations_with_their_answers_in_a_reproducible_order(task):
+    pairs = list(questions.supervised_pairs(task.demonstrations, seed=1, epochs=1))
+    rows = read(task.demonstrations)
+    assert sorted((p.prompt, p.answer) for p in pairs) == sorted((r["prompt"], r["reference"]) for r in rows)
     assert all(path.startswith(str(task.folder)) for pair in pairs for path in pair.images)
-    endless = questions.supervised_pairs(task.train, seed=1)
-    first = list(islice(endless, 6000))
-    assert first == list(islice(questions.supervised_pairs(task.train, seed=1), 6000))
-    truth = {(r["prompt"], tuple(str(task.folder / n) for n in r["images"])): r["reference"] for r in rows}
-    visual = [pair for pair in first if pair.kind != "text"]
-    right = np.mean([pair.answer == truth[pair.prompt, pair.images] for pair in visual])
-    chance = np.mean([1 / len(questions.ANSWERS[pair.kind]) for pair in visual])
-    assert right == pytest.approx(0.4 + 0.6 * chance, abs=0.03)
+    endless = list(islice(questions.supervised_pairs(task.demonstrations, seed=1), 150))
+    assert endless[:60] == pairs and endless == list(
+        islice(questions.supervised_pairs(task.demonstrations, seed=1), 150)
+    )
+    assert endless[60:120] != pairs and set(endless[60:120]) == set(pairs)

@@ -1,4 +1,4 @@
-"""The supervised warm-up: when its clean steps end, and that prompts encoded together equal those encoded alone."""
+"""The supervised warm-up: when it ends, what it shows, and that prompts encoded together equal those encoded alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ from itertools import islice
 import pytest
 from transformers import AutoProcessor
 
+from lightrft_visual.embedded import questions
 from lightrft_visual.embedded.questions import supervised_pairs, vocabulary_texts
 from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
-from lightrft_visual.embedded.warmup import CLEAN_WINDOW, PairEncoder, WarmUp, embedded_task, warm_up
+from lightrft_visual.embedded.warmup import (
+    LOSS_WINDOW,
+    REPORT_EVERY,
+    PairEncoder,
+    WarmUp,
+    embedded_checkpoint,
+    embedded_task,
+    warm_up,
+)
+from lightrft_visual.observe.console import short
 
 
 @pytest.fixture(scope="module")
@@ -19,20 +29,33 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "settings, steps",
-    [
-        (WarmUp(clean_steps=3, noisy_steps=2, batch_size=4), 5),
-        (WarmUp(clean_steps=60, clean_loss=1e9, noisy_steps=1, batch_size=2), CLEAN_WINDOW + 1),
-        (WarmUp(clean_steps=0, noisy_steps=2, batch_size=2), 2),
-    ],
+    [(WarmUp(max_steps=3, batch_size=4), 3), (WarmUp(max_steps=60, until_loss=1e9, batch_size=2), LOSS_WINDOW)],
 )
-def test_clean_steps_end_at_the_loss_or_at_the_limit(folder, cache_root, settings, steps):
+def test_steps_end_at_the_loss_or_at_the_limit(folder, cache_root, settings, steps):
     losses = warm_up(folder, embedded_task(cache_root), settings)
     assert len(losses) == steps
 
 
+def test_another_warm_up_or_other_questions_make_another_checkpoint(tmp_path, monkeypatch):
+    def build(**settings):
+        return embedded_checkpoint(WarmUp(max_steps=0, **settings), tmp_path, report=lambda text: None)
+
+    first = build()
+    assert build() == first and build(until_loss=0.1) != first
+    monkeypatch.setattr(questions, "VERSION", questions.VERSION + 1)
+    assert build() != first
+
+
+def test_the_warm_up_shows_its_steps_and_losses(folder, cache_root, capsys):
+    losses = warm_up(folder, embedded_task(cache_root), WarmUp(max_steps=REPORT_EVERY + 2, batch_size=2))
+    first, last = capsys.readouterr().out.splitlines()[-2:]
+    assert first == f"warm-up step {REPORT_EVERY}/{REPORT_EVERY + 2}  loss {short(losses[REPORT_EVERY - 1])}"
+    assert last == f"warm-up step {REPORT_EVERY + 2}/{REPORT_EVERY + 2}  loss {short(losses[-1])}"
+
+
 def test_prompts_encoded_together_equal_those_encoded_alone(folder, cache_root):
     processor = AutoProcessor.from_pretrained(folder)
-    pairs = list(islice(supervised_pairs(embedded_task(cache_root).train, seed=3, random_share=0.0), 40))
+    pairs = list(islice(supervised_pairs(embedded_task(cache_root).train, seed=3), 40))
     assert {len(pair.images) for pair in pairs} == {0, 1, 2}
     together = PairEncoder(processor.tokenizer, processor)
     together.batch(pairs)

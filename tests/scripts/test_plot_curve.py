@@ -31,6 +31,16 @@ def test_a_run_is_drawn(run: Path) -> None:
     assert Image.open(run.parent / "curve.png").size[0] > 100
 
 
+def test_greedy_rewards_are_drawn_where_there_are_some(run: Path) -> None:
+    def picture() -> bytes:
+        draw(run.parent, "run", "-o", "curve.png")
+        return Image.open(run.parent / "curve.png").tobytes()
+
+    without = picture()
+    (run / "eval_metrics.csv").write_text("step,eval_reward,eval_reward_greedy\n0,0.2,0.3\n4,0.6,0.9\n")
+    assert picture() != without
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

@@ -163,7 +163,7 @@ def _resolve_embedded(config: RunConfig) -> None:
         task = embedded_task()
         config.data.prompt_data = str(task.train)
         if config.data.eval_data is None:
-            config.data.eval_data = str(task.test)
+            config.data.eval_data = str(task.held_out(config.data.eval_split))
     config.model.pretrain = resolve_checkpoint(config.model, config.model.pretrain)
     if config.model.critic_pretrain is not None:
         config.model.critic_pretrain = resolve_checkpoint(config.model, config.model.critic_pretrain)

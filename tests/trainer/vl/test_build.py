@@ -1,4 +1,4 @@
-"""What of a configuration depends on the model that it names."""
+"""What of a configuration depends on the model that it names, and what stands behind `embedded`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlavaConfig, Qwen2Config
 
-from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.config.vl import DataConfig, ModelConfig, RunConfig
+from lightrft_visual.embedded.warmup import embedded_task
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.vlm.families import family_of
-from lightrft_visual.trainer.vl.build import _resolve_sharing
+from lightrft_visual.trainer.vl.build import _resolve_embedded, _resolve_sharing
 
 PROVEN, UNPROVEN = (SimpleNamespace(family=family_of(config())) for config in (Qwen2Config, LlavaConfig))
 
@@ -52,3 +53,19 @@ def test_one_sample_shares_with_nobody():
     config.algorithm.advantage_estimator = "reinforce"
     with pytest.raises(ConfigError, match="n_samples_per_prompt is 1"):
         config.check()
+
+
+def embedded_data(**settings) -> DataConfig:
+    config = RunConfig(model=ModelConfig(pretrain="some/model"), data=DataConfig(**settings))
+    _resolve_embedded(config)
+    return config.data
+
+
+def test_the_embedded_task_reports_on_test_and_is_tuned_on_dev(cache_root):
+    task = embedded_task(cache_root)
+    assert embedded_data().prompt_data == str(task.train)
+    assert embedded_data().eval_data == str(task.test)
+    assert embedded_data(eval_split="dev").eval_data == str(task.dev)
+    assert embedded_data(eval_split="dev", eval_data="mine.jsonl").eval_data == "mine.jsonl"
+    with pytest.raises(ConfigError, match="eval_split is 'train'"):
+        embedded_data(eval_split="train")

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Trains the embedded vision-language task by every algorithm, with equal numbers of samples and of optimizer steps (two
+# updates a rollout, but for the first row), and writes OUT/learning.md (test rewards, mean and standard deviation over
+# seeds) and OUT/learning.png (curves). A run that is there is not repeated.
+#   OUT    folder of the runs (default outputs/learning)
+#   SEEDS  default "1 2 3"
+#   RUNS   names of rows, default all of them
+#   Arguments are passed on to every run: bash scripts/bench/learning.sh --eval_split dev
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+[ -x .venv/bin/python ] && export PATH="$PWD/.venv/bin:$PATH"
+out=${OUT:-outputs/learning}
+declare -A flags=(
+  [quickstart]=""
+  [grpo]="--train_batch_size 128"
+  [rloo]="--train_batch_size 128 --advantage_estimator rloo"
+  [gae]="--train_batch_size 128 --advantage_estimator gae"
+  [reinforce_baseline]="--train_batch_size 128 --advantage_estimator reinforce_baseline --advantages_norm true"
+  [dr_grpo]="--train_batch_size 128 --advantage_estimator dr_grpo"
+  [gspo]="--train_batch_size 128 --policy_loss gspo"
+  [gmpo]="--train_batch_size 128 --policy_loss gmpo"
+  [cispo]="--train_batch_size 128 --policy_loss cispo"
+  [cpgd]="--train_batch_size 128 --advantage_estimator cpgd --policy_loss cpgd"
+  [sapo]="--train_batch_size 128 --policy_loss sapo"
+)
+for name in ${RUNS:-quickstart grpo rloo gae reinforce_baseline dr_grpo gspo gmpo cispo cpgd sapo}; do
+  [ -v "flags[$name]" ] || { echo "learning.sh: no run $name; there are: ${!flags[*]}" >&2; exit 2; }
+  for seed in ${SEEDS:-1 2 3}; do
+    run=$out/$name-$seed
+    [ -d "$run/checkpoint-final" ] && continue
+    mkdir -p "$run"
+    # shellcheck disable=SC2086
+    deepspeed examples/train_grpo_vl.py --seed "$seed" --output_dir "$run" ${flags[$name]} "$@" >"$run/log.txt" 2>&1 ||
+      { tail -n 20 "$run/log.txt" >&2; exit 1; }
+    tail -n 1 "$run/eval_metrics.csv"
+  done
+done
+python scripts/bench/learning.py "$out"
