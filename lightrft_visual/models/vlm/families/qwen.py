@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from ....batches.model_inputs import ModelInputs
 from ....batches.vision import VisionTensors
+from ..patches import PatchConv3d
 from ..positions import GridCursor, MRopePositions
 from ..vision_cache import share_repeated_media
 from .base import T, VLMFamily, name_of, one_dimensional_positions, spans_of
@@ -37,10 +38,12 @@ class QwenVL(VLMFamily):
         return {name: value for name, value in bounds.items() if value is not None}
 
     def attach(self, base: nn.Module) -> None:
-        """Positions by the model's own rule; the tower runs once for each different image or video."""
+        """Positions by the model's own rule; the tower runs once for each different image or video, without its slow
+        convolution."""
         self.mrope = MRopePositions(base)
         if hasattr(base, "visual"):
             share_repeated_media(base.visual)
+            PatchConv3d.adopt(base.visual.patch_embed.proj)
 
     def positions(self, inputs: ModelInputs, types: T) -> T:
         """(4, rows, S): text positions, then M-RoPE's three, worked out on the host, where patterns are compared."""
