@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
+from types import SimpleNamespace
 
 import pytest
 
 from lightrft_visual import launch
 from lightrft_visual.config.vl import RunConfig
-from lightrft_visual.errors import RewardError
+from lightrft_visual.errors import RewardError, StoppedBySignal
 from lightrft_visual.strategy import watchdog
 
 
@@ -29,6 +31,8 @@ def ended(monkeypatch, tmp_path):
     config.output.output_dir = str(tmp_path / "run")
     config.reward.remote_rm_url = "http://host/score?token=urlsecret123"
 
+    before = signal.getsignal(signal.SIGTERM)
+
     def run(error):
         def build():
             if callable(error):
@@ -39,7 +43,8 @@ def ended(monkeypatch, tmp_path):
             launch._run(config, build)
         return caught.value.args[0]
 
-    return run
+    yield run
+    signal.signal(signal.SIGTERM, before)
 
 
 def log_of(folder):
@@ -61,6 +66,27 @@ def test_the_process_cannot_be_left_behind_the_runs_back(ended, capsys):
 def test_ctrl_c_has_the_code_that_shells_give_it(ended, capsys):
     assert ended(KeyboardInterrupt()) == 130
     assert "error: interrupted before the run was done" in capsys.readouterr().err
+
+
+def test_sigterm_before_the_first_step_ends_the_run_at_once(ended, capsys):
+    handlers = []
+    ended(lambda: handlers.append(signal.getsignal(signal.SIGTERM)))
+    with pytest.raises(Ended, match="143"):
+        handlers[0](signal.SIGTERM, None)
+    assert "ended by SIGTERM before the first step" in capsys.readouterr().err
+
+
+def test_a_reward_that_hangs_in_the_first_evaluation_leaves_the_code_of_sigterm(ended):
+    assert ended(StoppedBySignal("it did not return")) == 143
+
+
+def test_a_run_that_was_stopped_ends_with_the_code_that_was_asked_for(monkeypatch):
+    monkeypatch.setattr(launch, "_leave", lambda: None)
+    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
+    trainer = SimpleNamespace(fit=lambda: None, close=lambda: None, state=SimpleNamespace(exit_code=75))
+    with pytest.raises(SystemExit) as left:
+        launch._run(RunConfig(), lambda: trainer)
+    assert left.value.code == 75
 
 
 def test_the_stage_stands_in_the_first_line_and_the_file_with_the_rest_in_the_last(ended, capsys, tmp_path):
