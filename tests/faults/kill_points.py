@@ -54,7 +54,7 @@ class KilledRuns:
 
         Raises AssertionError when it ends otherwise, or not within LIMIT seconds.
         """
-        timeout = 60 if place else 600  # the first run may have to build the embedded model
+        timeout = 30 if place else 600  # the first run may have to build the embedded model
         own = (
             f"--output_dir {folder} --max_steps {self.steps} --save_steps 1 --max_ckpt_num 2 "
             f"--collective_timeout {timeout} "

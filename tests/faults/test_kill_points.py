@@ -1,6 +1,6 @@
 """kill -9 at every place between a rollout and its checkpoint: the run goes on as if nothing had happened.
 
-Two ranks are killed at three places here, and at all of them by scripts/kill_points.py.
+Two ranks are killed at two places here, and at all of them by scripts/kill_points.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from small_pipeline import given_flags
 from whole_runs import rollouts, weights
 
-TWO = {"rewards computed": (1,), "state written": (0,), "folder renamed": (0,)}  # and the ranks that die there
+TWO = {"rewards computed": (1,), "folder renamed": (0,)}  # and the ranks that die there
 
 
 @pytest.fixture(scope="module")
