@@ -89,7 +89,12 @@ class Run:
 
     @property
     def peak(self) -> str:
-        return f"{self.measured['peak_bytes'] / 2**30:.1f} GiB"
+        """Of torch's allocator, and what the run's plan expected in its fullest phase."""
+        peak, planned = (self.measured[name] for name in ("peak_bytes", "planned_bytes"))
+        told = f"{peak / 2**30:.1f} GiB"
+        if planned is None:
+            return f"{told}, not planned"
+        return f"{told}, planned {planned / 2**30:.1f} GiB in phase {self.measured['planned_phase']}"
 
     def median(self, name: str, skip: int = 1) -> float:
         """Of a column over the steps after the first `skip`, which warm up."""
@@ -159,7 +164,7 @@ def _speed(run: Run, folder: Path, size: str) -> Rows:
     yield "phases, medians", run.phases()
     tokens = run.median("tokens")
     yield "tokens trained per second of a step", f"{tokens / run.median('time_step'):.0f}"
-    yield "peak memory of torch", run.peak
+    yield "peak memory of torch, and of the plan", run.peak
     weights = sum(f.stat().st_size for f in (folder / "models" / f"qwen2_5_vl_{size}").glob("*.safetensors"))
     parameters = weights / (2 if size == "real" else 4)
     flops = next((value for name, value in PEAK_FLOPS.items() if name in host()["device"]), None)
@@ -172,7 +177,7 @@ def zero_3(folder: Path, size: str) -> Rows:
     """ZeRO-3 on one card: its hooks and its weight sync."""
     run = _seeing(folder, size, "zero_3", f"--zero_stage 3 --lora_rank 32 --engine_mem_util 0.25 {EAGER}", steps=2)
     yield "phases, medians", run.phases()
-    yield "peak memory of torch", run.peak
+    yield "peak memory of torch, and of the plan", run.peak
 
 
 def packing(folder: Path, size: str) -> Rows:
@@ -188,7 +193,8 @@ def sleep(folder: Path, size: str) -> Rows:
     for name, extra in (("asleep", "true"), ("awake", "false")):
         flags = f"--lora_rank 32 --engine_mem_util 0.25 {EAGER} --enable_engine_sleep {extra}"
         run = _seeing(folder, size, f"engine_{name}", flags, steps=2)
-        yield f"engine {name}: peak memory of torch, sync", f"{run.peak}, {run.median('time_sync'):.2f} s"
+        yield f"engine {name}: peak memory of torch, and of the plan", run.peak
+        yield f"engine {name}: sync phase", f"{run.median('time_sync'):.2f} s"
 
 
 def resume(folder: Path, size: str) -> Rows:
@@ -220,7 +226,7 @@ def flow_grpo(folder: Path, size: str) -> Rows:
     run = Run("train_flow_grpo.py", folder / "flow_grpo", flags)
     yield "phases, medians", run.phases()
     yield "images per second of a step", f"{16 / run.median('time_step'):.3f}"
-    yield "peak memory of torch", run.peak
+    yield "peak memory of torch, and of the plan", run.peak
 
 
 def reward_fl(folder: Path, size: str) -> Rows:
@@ -237,7 +243,7 @@ def reward_fl(folder: Path, size: str) -> Rows:
     )
     run = Run("train_reward_fl.py", folder / "reward_fl", flags)
     yield "seconds a step", f"{run.median('time_step'):.2f}"
-    yield "peak memory of torch", run.peak
+    yield "peak memory of torch, and of the plan", run.peak
 
 
 PARTS: dict[str, tuple[Callable[[Path, str], Rows], int]] = {  # with its time limit in seconds; 25 minutes in sum

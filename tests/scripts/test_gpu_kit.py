@@ -51,7 +51,7 @@ def test_the_runs_of_a_part_that_is_cut_off_end_too(tmp_path, monkeypatch):
     run = f"import pathlib, time\nwhile True:\n    pathlib.Path({str(alive)!r}).touch()\n    time.sleep(0.05)"
     (tmp_path / "parts.py").write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {run!r}])\n")
     monkeypatch.setitem(parts.LIMITS, "slow", 1)
-    assert "cut off after 1 s" in check.run_part("slow", tmp_path, "tiny")["error"]
+    assert "cut off after 1 s" in check.run_part("slow", tmp_path, "real")["error"]
     alive.unlink(missing_ok=True)
     time.sleep(0.3)
     assert not alive.exists()
@@ -65,10 +65,10 @@ def test_a_part_that_is_cut_off_keeps_its_rows_and_the_others_follow(tmp_path, m
     )
     (tmp_path / "parts.py").write_text(script)
     monkeypatch.setitem(parts.LIMITS, "slow", 5)
-    result = check.run_part("slow", tmp_path, "tiny")
+    result = check.run_part("slow", tmp_path, "real")
     assert result["rows"] == [["a", "1"]] and "cut off after 5 s" in result["error"]
     (tmp_path / "parts.py").write_text("raise SystemExit(3)\n")
-    assert "exit code 3" in check.run_part("slow", tmp_path, "tiny")["error"]
+    assert "exit code 3" in check.run_part("slow", tmp_path, "real")["error"]
     assert json.loads((tmp_path / "slow.json").read_text())["part"] == "slow"
     lines = check.table([result], {"device": "some card", "torch": "2"}).splitlines()
     assert lines[0] == "Device: some card. torch 2." and "| slow | a | 1 |" in lines
