@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from .config.vl import RunConfig
 from .errors import LightRFTVisualError, StoppedBySignal
 from .strategy.host import bound_spinning
+from .strategy.start_up import importing, say
 from .usercode.calls import TERMINATED, describe_error, masked
 from .usercode.surroundings import no_silent_exit
 
@@ -44,8 +46,9 @@ def run_vl(config: RunConfig) -> None:
     """Build and run a vision-language trainer; any error ends the process with a few lines and a code other than 0."""
 
     def build():
-        from .plan.check import check_fits
-        from .trainer.vl.trainer import build_trainer
+        with importing():
+            from .plan.check import check_fits
+            from .trainer.vl.trainer import build_trainer
 
         check_fits(config)
         return build_trainer(config)
@@ -57,10 +60,11 @@ def run_diffusion(config: DiffusionRunConfig) -> None:
     """The same for a diffusion trainer."""
 
     def build():
-        from diffusers.utils import logging as diffusers_logging
+        with importing():
+            from diffusers.utils import logging as diffusers_logging
 
-        from .plan.check import check_fits
-        from .trainer.diffusion.build import build_diffusion_trainer
+            from .plan.check import check_fits
+            from .trainer.diffusion.build import build_diffusion_trainer
 
         check_fits(config)
         diffusers_logging.disable_progress_bar()
@@ -74,6 +78,7 @@ def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
     quiet_libraries()
     signal.signal(signal.SIGTERM, _end_at_once)  # until the trainer has a handler of its own
     try:
+        say("importing libraries")
         with no_silent_exit():
             from transformers.utils import logging as transformers_logging
 
@@ -137,3 +142,4 @@ def _leave() -> None:
     watchdog.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.freeze()  # the interpreter's last collection would walk through everything that was ever imported

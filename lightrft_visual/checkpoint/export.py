@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
 from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTuner
 from safetensors.torch import save_file
@@ -123,6 +122,9 @@ def export_diffusers_lora(
     components: {"transformer" | "transformer_2" | "unet": (model with a peft adapter, gathered weights or None)}. Rank
     and alpha travel in the file's metadata, so that a scale other than 1 survives.
     """
+    # Imported late: exports of language models never need diffusers, which takes seconds.
+    from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
+
     weights: dict[str, torch.Tensor] = {}
     metadata: dict[str, Any] = {}
     for prefix, (model, state_dict) in components.items():

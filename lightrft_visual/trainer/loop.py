@@ -25,6 +25,7 @@ from ..report.writer import ReportWriter
 from ..strategy import watchdog
 from ..strategy.deepspeed import StepResult
 from ..strategy.phase_timer import PhaseTimer
+from ..strategy.start_up import say
 from .run_state import RunState, final_folder
 
 logger = logging.getLogger(__name__)
@@ -141,10 +142,13 @@ class PolicyTrainer(ABC):
         """
         try:
             self.state.resume()
+            say("giving the engine its weights, and comparing it with the trainer")
             with self.timer.phase("sync"):
                 self.start()
             if self.step == 0:
+                say("first evaluation")
                 self._evaluate()
+            say(f"training from step {self.step + 1}")
             self.timer.collect()
             with start_up_objects_aside():
                 finished = self._steps()

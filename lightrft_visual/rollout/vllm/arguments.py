@@ -14,6 +14,7 @@ from ...errors import ConfigError, did_you_mean
 from ...models.loading import Checkpoint
 from ...strategy import collectives
 from ...strategy.host import free_port
+from ...strategy.start_up import importing
 
 # Arguments of vLLM that a setting of the run decides.
 DECIDED_BY = {
@@ -27,6 +28,7 @@ DECIDED_BY = {
 }  # fmt: skip
 SECOND_RUNNERS_RULES = "vllm.v1.worker.gpu.sample.logits_processor"
 MOST_SEQUENCES, FEWEST_BATCHED_TOKENS = 256, 8192
+_CHECKED: dict[str, bool] = {}
 
 
 @dataclass
@@ -93,6 +95,8 @@ def prepare_environment() -> None:
     if get_accelerator().device_name() == "cpu":
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        # On CPU vLLM compiles one small function of its sampler by torch.compile, in seconds, and nothing else.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
@@ -152,8 +156,18 @@ def runs_on_second_runner(arguments: dict[str, Any]) -> bool:
     """Whether vLLM will use its second model runner. Runs all of vLLM's own checks: ConfigError with what they say.
 
     The arguments come without our sampling rules, whose kind depends on the answer. A vLLM whose second runner knows no
-    rules (0.26) takes the first one once it is given some.
+    rules (0.26) takes the first one once it is given some. The checks take a second; of the same arguments they are run
+    once.
     """
+    from vllm.platforms import current_platform
+
+    key = f"{type(current_platform).__name__} {sorted(arguments.items())}"
+    if key not in _CHECKED:
+        _CHECKED[key] = _check_by_vllm(arguments)
+    return _CHECKED[key]
+
+
+def _check_by_vllm(arguments: dict[str, Any]) -> bool:
     from vllm import EngineArgs
 
     try:
@@ -166,5 +180,7 @@ def runs_on_second_runner(arguments: dict[str, Any]) -> bool:
 def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
     """ConfigError for engine settings that vLLM would refuse, before any model is loaded."""
     prepare_environment()
+    with importing():
+        from vllm import EngineArgs  # noqa: F401
     on_cpu = get_accelerator().device_name() == "cpu"
     runs_on_second_runner(engine_arguments(VLLMSettings.from_config(config, checkpoint), on_cpu))

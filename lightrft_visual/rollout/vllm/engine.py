@@ -15,6 +15,7 @@ from ...config.vl import RunConfig
 from ...errors import RolloutError
 from ...models.loading import Checkpoint
 from ...strategy.deepspeed import TrainEngine
+from ...strategy.start_up import importing
 from .arguments import VLLMSettings, engine_arguments, prepare_environment, runs_on_second_runner
 from .first_token import FIRST_TOKEN_SCALE
 from .rules import sampling_rules
@@ -48,7 +49,8 @@ class VLLMEngine:
 
     def _build(self):
         # Imported late: vLLM detects its platform and reads the environment at import.
-        from vllm import LLM
+        with importing():
+            from vllm import LLM
 
         from .shared_memory import use_private_name
 

@@ -34,6 +34,7 @@ from ...rollout.weight_sync import named_weights
 from ...strategy import collectives
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
 from ...strategy.phase_timer import PhaseTimer
+from ...strategy.start_up import say
 from ..fast_exp_maker import FastExperienceMaker, MakerSettings
 from ..loop import LoopSettings
 from ..run_parts import open_recorder, start_strategy, synchronize
@@ -54,9 +55,11 @@ def build_parts(config: RunConfig) -> VLParts:
     _check_ranks(config)
     resume_folder = check_output(config.output)
     named = config.model.pretrain
+    say("reading tokenizer and processor, checking the engine's settings")
     config, checkpoint = _open(config)
     model = _fingerprint(named, config, checkpoint)
     check_model(resume_folder, model, config.output.resume_other_model)
+    say("reading the data")
     dataset, eval_set = _datasets(config, checkpoint)
     sets = [each for each in (dataset, eval_set) if each is not None]
     timer = PhaseTimer(synchronize)
@@ -76,7 +79,9 @@ def build_parts(config: RunConfig) -> VLParts:
     recorder = open_recorder(config, resumed=resume_folder is not None)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
     total_steps, sampler = _schedule(config, dataset)
+    say("loading the models")
     actor, critic, reference = _models(config, strategy, checkpoint, total_steps)
+    say(f"starting the engine ({config.rollout.engine_type})")
     engine = build_engine(config, checkpoint, actor)
     maker = _maker(config, strategy, checkpoint, (actor, critic, reference), engine, rewards, timer)
     first = collectives.is_rank_0()
