@@ -92,6 +92,12 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
     )
 
 
+def add_rewards(batch: Experience | ExperienceVL, rollouts: list[Rollout]) -> None:
+    """Rewards and validity of rollouts that were scored after `collate` had made the batch of them."""
+    batch.info |= _rewards(rollouts)
+    batch.valid = torch.tensor([rollout.valid for rollout in rollouts])
+
+
 def _rewards(rollouts: list[Rollout]) -> dict[str, Any]:
     if rollouts[0].reward is None:
         return {}

@@ -60,6 +60,10 @@ class PromptSampler:
         """The next batch_size indices, for all ranks together."""
         return self.take(self.batch_size)
 
+    def peek(self) -> list[int]:
+        """What `next_batch` would give now."""
+        return [self._at(place) for place in range(self.consumed, self.consumed + self.batch_size)]
+
     def take(self, count: int) -> list[int]:
         """The next `count` indices of the stream."""
         batch = [self._at(place) for place in range(self.consumed, self.consumed + count)]

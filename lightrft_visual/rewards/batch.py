@@ -246,6 +246,22 @@ class PendingSource(ABC):
         return self.submit(batch, call).result()
 
 
+class StreamingSource(PendingSource):
+    """A pending source that takes its samples in parts, as they come."""
+
+    @abstractmethod
+    def submit_parts(self, parts: Sequence[Future[RewardBatch]], call: Call) -> Future[Scores]:
+        """Start scoring; a part is worked on once its future is set. The scores are those of all parts, in order."""
+
+    def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
+        """Start scoring."""
+        parts: list[Future[RewardBatch]] = []
+        for part in batch.chunks(call.chunk):
+            parts.append(Future())
+            parts[-1].set_result(part)
+        return self.submit_parts(parts, call)
+
+
 @dataclass
 class RewardOutput:
     """Rewards of B samples, in order.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,21 +53,28 @@ def to_column(job: Job, scores: Scores, places: Sequence[int], size: int) -> Col
     return Column(job, values.where(asked & ~failed, NAN), failed & asked, {})
 
 
-def run_jobs(jobs: Sequence[Job], batch: RewardBatch, call: Call) -> tuple[list[Column], dict[str, Counter[str]]]:
-    """A column for each job, in order, and why samples failed, by the names of the jobs.
-
-    Jobs of one source share one run of it, over the samples that any of them needs; the further outputs of the run
-    go with the first of them.
-    """
+def by_source(jobs: Sequence[Job]) -> tuple[list[list[Job]], list[list[int]]]:
+    """The jobs of each source together, and the samples (ascending) that any of them needs."""
     groups: dict[int, list[Job]] = {}
     for job in jobs:
         groups.setdefault(id(job.source), []).append(job)
-    places = [sorted({i for job in group for i in job.indices}) for group in groups.values()]
+    return list(groups.values()), [sorted({i for job in group for i in job.indices}) for group in groups.values()]
+
+
+def run_jobs(
+    jobs: Sequence[Job], batch: RewardBatch, call: Call, early: Mapping[int, Future[Scores]] | None = None
+) -> tuple[list[Column], dict[str, Counter[str]]]:
+    """A column for each job, in order, and why samples failed, by the names of the jobs.
+
+    Jobs of one source share one run of it, over the samples that any of them needs; the further outputs of the run
+    go with the first of them. early: what is at work already, by id of the source.
+    """
+    groups, places = by_source(jobs)
     parts = [batch if len(rows) == len(batch) else batch.select(rows) for rows in places]
-    results = run_all([(group[0].source, part) for group, part in zip(groups.values(), parts)], call)
+    results = run_all([(group[0].source, part) for group, part in zip(groups, parts)], call, early or {})
     columns: dict[int, Column] = {}
     reasons: dict[str, Counter[str]] = {}
-    for group, rows, scores in zip(groups.values(), places, results):
+    for group, rows, scores in zip(groups, places, results):
         reasons[", ".join(dict.fromkeys(job.name for job in group))] = scores.reasons
         for job in group:
             columns[id(job)] = to_column(job, pick_output(scores, job.name, job.score_key), rows, len(batch))
@@ -75,11 +83,13 @@ def run_jobs(jobs: Sequence[Job], batch: RewardBatch, call: Call) -> tuple[list[
     return [columns[id(job)] for job in jobs], reasons
 
 
-def run_all(jobs: Sequence[tuple[Any, RewardBatch]], call: Call) -> list[Scores]:
-    """Scores of every (source, batch): those that work elsewhere start first and run beside the local ones, which take
-    their turns."""
+def run_all(jobs: Sequence[tuple[Any, RewardBatch]], call: Call, early: Mapping[int, Future[Scores]]) -> list[Scores]:
+    """Scores of every (source, batch): those that work elsewhere start first, if they have not yet, and run beside the
+    local ones, which take their turns."""
     pending = {
-        i: source.submit(part, call) for i, (source, part) in enumerate(jobs) if isinstance(source, PendingSource)
+        i: early.get(id(source)) or source.submit(part, call)
+        for i, (source, part) in enumerate(jobs)
+        if isinstance(source, PendingSource)
     }
     local = {i: source.score(part, call) for i, (source, part) in enumerate(jobs) if i not in pending}
     return [pending[i].result() if i in pending else local[i] for i in range(len(jobs))]

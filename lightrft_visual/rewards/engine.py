@@ -19,8 +19,17 @@ from ..errors import ConfigError, RewardError, StoppedBySignal
 from ..strategy.collectives import all_gather_object, all_reduce_max, all_reduce_sum
 from ..usercode.calls import ended_by_sigterm
 from ..usercode.loading import callable_name
-from .batch import Call, RewardBatch, RewardOutput, batch_from_media, batch_from_rollouts, batch_from_samples
-from .combine import NAN, Column, Job, named_components, run_jobs, scatter, weighted_sum
+from .batch import (
+    Call,
+    RewardBatch,
+    RewardOutput,
+    StreamingSource,
+    batch_from_media,
+    batch_from_rollouts,
+    batch_from_samples,
+)
+from .combine import NAN, Column, Job, by_source, named_components, run_jobs, scatter, weighted_sum
+from .early import EarlyScores
 from .local.callables import Signature, aggregates
 from .recipe import Recipe, parse_recipe
 from .scorers import Catalogue
@@ -151,17 +160,31 @@ class RewardComputationEngine:
             start = part.stop
         return result
 
+    def begin(self, labels: Sequence[str | None], chunk: int) -> EarlyScores | None:
+        """Let remote scorers work while samples are generated, of which the labels are known; None without any.
+
+        What is returned takes the samples as they are finished, and goes to `score_rollouts` with all of them.
+        """
+        groups, places = by_source(self._plan(labels))
+        streaming = {group[0].source: at for group, at in zip(groups, places)}
+        streaming = {source: at for source, at in streaming.items() if isinstance(source, StreamingSource)}
+        return EarlyScores(streaming, Call(chunk, model_device())) if streaming else None
+
     def score_rollouts(
-        self, rollouts: Sequence[Rollout], chunk: int, device: torch.device | str | None = None
+        self,
+        rollouts: Sequence[Rollout],
+        chunk: int,
+        device: torch.device | str | None = None,
+        early: EarlyScores | None = None,
     ) -> RewardOutput:
         """Rewards of N rollouts, in order; the rollouts are only read. chunk: samples a remote request. device: as in
-        `compute_rewards`.
+        `compute_rewards`. early: what `begin` has started for these rollouts.
 
         Raises as `compute_rewards`, which is the same for padded micro-batches.
         """
         if not rollouts:
             raise RewardError("score_rollouts was given no rollouts")
-        return self.score(batch_from_rollouts(rollouts), chunk, device)
+        return self.score(batch_from_rollouts(rollouts), chunk, device, early)
 
     def score_media(
         self,
@@ -181,14 +204,20 @@ class RewardComputationEngine:
         """
         return self.score(batch_from_media(prompts, images, videos, **columns), chunk, device)
 
-    def score(self, batch: RewardBatch, chunk: int, device: torch.device | str | None = None) -> RewardOutput:
+    def score(
+        self,
+        batch: RewardBatch,
+        chunk: int,
+        device: torch.device | str | None = None,
+        early: EarlyScores | None = None,
+    ) -> RewardOutput:
         """Score any batch; `chunk`: samples a remote request. device, and what it raises: as `compute_rewards`."""
         started = time.perf_counter()
-        jobs = self._plan(batch)
+        jobs = self._plan(batch.labels)
         call = Call(chunk, model_device() if device is None else device)
         device = "cpu" if device is None else device
         with _stopped_together(device):
-            columns, reasons = run_jobs(jobs, batch, call)
+            columns, reasons = run_jobs(jobs, batch, call, early.scores if early is not None else None)
             if self._aggregate is not None:
                 score, valid, named = self._aggregate_by_hand(batch, columns, call, reasons)
             else:
@@ -218,17 +247,17 @@ class RewardComputationEngine:
             return {}
         return {column.job.name: column.job.weights.float().to(device) for column in columns}
 
-    def _plan(self, batch: RewardBatch) -> list[Job]:
+    def _plan(self, labels: Sequence[str | None]) -> list[Job]:
         if self.recipe is None:
-            ones = torch.ones(len(batch), dtype=torch.float64)
-            return [Job(name, source, list(range(len(batch))), ones) for name, source in self._sources.items()]
+            ones = torch.ones(len(labels), dtype=torch.float64)
+            return [Job(name, source, list(range(len(labels))), ones) for name, source in self._sources.items()]
         jobs: dict[tuple, Job] = {}
-        for index, label in enumerate(batch.labels):
+        for index, label in enumerate(labels):
             for entry in self.recipe.for_label(label):
                 if entry.weight == 0:
                     continue
                 if entry.identity not in jobs:
-                    weights = torch.zeros(len(batch), dtype=torch.float64)
+                    weights = torch.zeros(len(labels), dtype=torch.float64)
                     source = self._by_identity[entry.identity]
                     jobs[entry.identity] = Job(entry.name, source, [], weights, entry.score_key)
                 job = jobs[entry.identity]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -14,16 +14,20 @@ from ..config.vl import RunConfig
 from ..models.loading import Checkpoint
 from ..strategy.deepspeed import TrainEngine
 
+Finished = Callable[[int, list[Completion]], None]
+
 
 class RolloutEngine(Protocol):
     """Generation on this rank. All calls are made by all ranks of a tensor-parallel group together.
 
     shares_weights: it samples from the trainer's own parameters, not from a copy that `update_weights` replaces.
-    lacks_weights: it slept without them, and must be given new ones before it generates.
+    lacks_weights: it slept without them, and must be given new ones before it generates. streams: whether `generate`
+    takes a third argument, which it calls with the number of each prompt and its completions once they are finished.
     """
 
     shares_weights: bool
     lacks_weights: bool
+    streams: bool
 
     def generate(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> list[list[Completion]]:
         """n completions a prompt, in order."""

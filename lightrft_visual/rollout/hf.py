@@ -23,6 +23,7 @@ from ..models.vlm.actor import Actor
 from ..strategy import collectives
 from ..strategy.deepspeed import TrainEngine
 from ..strategy.seeding import derive_seed
+from .engine import Finished
 
 T = torch.Tensor
 
@@ -47,6 +48,7 @@ class TransformersEngine:
 
     shares_weights = True
     lacks_weights = False
+    streams = True
 
     def __init__(
         self,
@@ -70,15 +72,23 @@ class TransformersEngine:
         return self.source.module if isinstance(self.source, TrainEngine) else self.source
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> list[list[Completion]]:
-        """n completions per prompt, in order. log_probs are None where top_p or top_k leave no softmax."""
+    def generate(
+        self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, finished: Finished | None = None
+    ) -> list[list[Completion]]:
+        """n completions per prompt, in order. log_probs are None where top_p or top_k leave no softmax.
+
+        finished(number, completions) is called for each prompt as soon as all its completions are there.
+        """
         rows = [_Row(prompt, copy) for prompt in prompts for copy in range(settings.n)]
         size = self.micro_batch_size
         rounds = self._most(math.ceil(len(rows) / size))
         completions: list[Completion] = []
         with self._evaluating():
             for start in range(0, rounds * size, size):
+                told = len(completions) // settings.n
                 completions += self._decode(rows[start : start + size], settings)
+                for number in range(told, len(completions) // settings.n) if finished is not None else ():
+                    finished(number, completions[number * settings.n : (number + 1) * settings.n])
         return [completions[i : i + settings.n] for i in range(0, len(completions), settings.n)]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..batches.prompts import PromptBatch
 from ..batches.rollouts import PromptFeatures, Rollout
 from ..batches.sampling import Completion, SamplingSettings
@@ -9,6 +11,8 @@ from ..errors import RolloutError
 from ..strategy.seeding import derive_seed
 from .engine import RolloutEngine
 from .multimodal import MultimodalDataProcessor
+
+Taker = Callable[[int, list[Rollout]], None]
 
 
 class RolloutStage:
@@ -18,9 +22,18 @@ class RolloutStage:
         self.engine, self.data_processor, self.run_seed = engine, data_processor, run_seed
 
     def generate(
-        self, batch: PromptBatch, settings: SamplingSettings, *, policy_version: int = 0, purpose: str = "rollout"
+        self,
+        batch: PromptBatch,
+        settings: SamplingSettings,
+        *,
+        policy_version: int = 0,
+        purpose: str = "rollout",
+        finished: Taker | None = None,
     ) -> list[Rollout]:
         """P * n rollouts, prompt-major. Seeds come from (run seed, purpose, prompt id) alone.
+
+        finished(first, rollouts) gets the rollouts of each prompt, and the number of the first of them, once all of
+        them are made; engines that do not tell give all of them at the end.
 
         Raises DataError for prompts that cannot be used, and RolloutError when the engine's prompt ids are not the
         trainer's (then images would land on other tokens).
@@ -28,23 +41,38 @@ class RolloutStage:
         prompts = self.data_processor.features(batch)
         for prompt in prompts:
             prompt.seed = derive_seed(self.run_seed, purpose, prompt.group_id)
-        completions = self.engine.generate(prompts, settings)
-        rollouts = []
-        for prompt, responses in zip(prompts, completions, strict=True):
-            for place, response in enumerate(responses):
-                check_prompt_ids(prompt, response)
-                rollouts.append(
-                    Rollout(
-                        prompt,
-                        response.token_ids,
-                        response.log_probs,
-                        response.text,
-                        response.truncated,
-                        sample_id=prompt.group_id * settings.n + place,
-                        policy_version=policy_version,
-                    )
-                )
-        return rollouts
+        made: dict[int, list[Rollout]] = {}
+
+        def take(number: int, responses: list[Completion]) -> None:
+            made[number] = _rollouts(prompts[number], responses, settings.n, policy_version)
+            if finished is not None:
+                finished(number * settings.n, made[number])
+
+        if finished is not None and getattr(self.engine, "streams", False):
+            completions = self.engine.generate(prompts, settings, take)
+        else:
+            completions = self.engine.generate(prompts, settings)
+        for number, responses in enumerate(completions):
+            if number not in made:
+                take(number, responses)
+        return [rollout for number in range(len(prompts)) for rollout in made[number]]
+
+
+def _rollouts(prompt: PromptFeatures, responses: list[Completion], n: int, policy_version: int) -> list[Rollout]:
+    for response in responses:
+        check_prompt_ids(prompt, response)
+    return [
+        Rollout(
+            prompt,
+            response.token_ids,
+            response.log_probs,
+            response.text,
+            response.truncated,
+            sample_id=prompt.group_id * n + place,
+            policy_version=policy_version,
+        )
+        for place, response in enumerate(responses)
+    ]
 
 
 def check_prompt_ids(prompt: PromptFeatures, response: Completion) -> None:

@@ -13,12 +13,13 @@ from ..algorithms.advantages import assign_advantages, get_advantage_calculator,
 from ..algorithms.dynamic_sampling import DynamicSampling
 from ..batches.experience import Experience, ExperienceDiffusion, ExperienceVL
 from ..batches.prompts import PromptBatch
-from ..batches.rollouts import Rollout, collate, samples_of
+from ..batches.rollouts import Rollout, add_rewards, collate, samples_of
 from ..batches.samples import Samples, SamplesVL
 from ..batches.sampling import SamplingSettings
 from ..config.diffusion import DiffusionAlgorithmConfig
 from ..config.vl import AlgorithmConfig
 from ..errors import ConfigError
+from ..rewards.early import EarlyScores
 from ..rewards.engine import RewardComputationEngine
 from ..rollout.engine import RolloutEngine
 from ..rollout.multimodal import MultimodalDataProcessor
@@ -145,10 +146,21 @@ class FastExperienceMaker:
     def make(self, batch: PromptBatch, more: MorePrompts | None = None, **generate_kwargs: Any) -> MadeExperience:
         """As `make_experience_list`, for a batch with ids and metadata. `more` brings prompts for dynamic sampling."""
         sampling, estimator_kwargs = self._split_kwargs(generate_kwargs)
-        rollouts, metrics = self._scored_rollouts(batch, sampling, more)
-        experiences = [collate(part, self.tokenizer.pad_token_id, self.vision) for part in self._parts(rollouts)]
-        with self._phase("forward"):
+        early: EarlyScores | None = None
+        resampling = more is not None and self.settings.dynamic_sampling_tries > 1
+        if resampling:
+            rollouts, metrics = self._resampled(batch, sampling, more)
+        else:
+            rollouts, early = self._generate_early(batch, sampling)
+            self._rest()
+        parts = self._parts(rollouts)
+        experiences = [collate(part, self.tokenizer.pad_token_id, self.vision) for part in parts]
+        with self._phase("forward"):  # remote scorers work beside it
             self.forward_stage.run(experiences, sampling.scoring)
+        if not resampling:
+            metrics = over_rounds([self.score(rollouts, early)])
+            for experience, part in zip(experiences, parts):
+                add_rewards(experience, part)
         estimator_kwargs["max_new_tokens"] = sampling.max_new_tokens
         rewards = [each.info["reward"] for each in experiences]
         experiences = assign_advantages(
@@ -174,17 +186,41 @@ class FastExperienceMaker:
         rollouts = self.generate(batch, sampling)
         return [samples_of(part, self.tokenizer.pad_token_id, self.vision) for part in self._parts(rollouts)]
 
-    def generate(self, batch: PromptBatch, sampling: SamplingSettings, purpose: str = "rollout") -> list[Rollout]:
-        """Unscored rollouts, prompt-major."""
+    def generate(
+        self,
+        batch: PromptBatch,
+        sampling: SamplingSettings,
+        purpose: str = "rollout",
+        early: EarlyScores | None = None,
+    ) -> list[Rollout]:
+        """Unscored rollouts, prompt-major. early: is given each prompt's as they are finished."""
         with self._phase("sync"):
             self.engine.wake()
         with self._phase("generate"):
-            return self.rollout_stage.generate(batch, sampling, policy_version=self.policy_version, purpose=purpose)
+            return self.rollout_stage.generate(
+                batch,
+                sampling,
+                policy_version=self.policy_version,
+                purpose=purpose,
+                finished=None if early is None else early.add,
+            )
 
-    def score(self, rollouts: list[Rollout]) -> dict[str, float]:
-        """Score rollouts in place with the reward engine; its counts of this rank."""
+    def score(self, rollouts: list[Rollout], early: EarlyScores | None = None) -> dict[str, float]:
+        """Score rollouts in place with the reward engine, which may have begun; its counts of this rank."""
         with self._phase("reward"):
-            return self.reward_stage.run(rollouts)
+            return self.reward_stage.run(rollouts, early)
+
+    def _generate_early(
+        self, batch: PromptBatch, sampling: SamplingSettings
+    ) -> tuple[list[Rollout], EarlyScores | None]:
+        """Rollouts that remote scorers have worked on since each was finished."""
+        early = self.reward_stage.begin(batch, sampling.n)
+        try:
+            return self.generate(batch, sampling, early=early), early
+        except BaseException:
+            if early is not None:
+                early.cancel()
+            raise
 
     def get_advantages_and_returns(
         self, values: T, rewards: T, action_mask: T, gamma: float, lambd: float
@@ -192,23 +228,20 @@ class FastExperienceMaker:
         """GAE of (B, A) values and token rewards: (advantages, returns), each (B, A)."""
         return get_advantages_and_returns(values, rewards, action_mask, gamma, lambd)
 
-    def _scored_rollouts(
-        self, batch: PromptBatch, sampling: SamplingSettings, more: MorePrompts | None
+    def _resampled(
+        self, batch: PromptBatch, sampling: SamplingSettings, more: MorePrompts
     ) -> tuple[list[Rollout], dict[str, float]]:
-        """Rollouts of the batch, by dynamic sampling where it is on, and metrics. The engine sleeps afterwards."""
+        """Scored rollouts by dynamic sampling, and metrics. The engine sleeps afterwards."""
         rounds: list[dict[str, float]] = []
-        tries = self.settings.dynamic_sampling_tries if more is not None else 1
+        tries = self.settings.dynamic_sampling_tries
 
         def sample_round(number: int) -> list[Rollout]:
-            prompts = batch if number == 0 else more()
-            rollouts = self.generate(prompts, sampling)
+            rollouts, early = self._generate_early(batch if number == 0 else more(), sampling)
             if number + 1 == tries:
                 self._rest()  # before rewards, which may be models that need the memory
-            rounds.append(self.score(rollouts))
+            rounds.append(self.score(rollouts, early))
             return rollouts
 
-        if tries == 1:
-            return sample_round(0), over_rounds(rounds)
         dynamic = DynamicSampling(len(batch), tries)
         rollouts = dynamic.collect(sample_round)
         self._rest()

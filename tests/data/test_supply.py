@@ -126,3 +126,19 @@ def test_two_ranks_take_turns_in_the_batch_that_one_rank_gets(path, monkeypatch)
         if [len(reports[rank]) for rank in (0, 1)] == before:
             break
     assert [index for pair in zip(*batches) for index in pair] == alone
+
+
+def test_rows_that_were_loaded_ahead_are_the_same_and_loaded_once(path, monkeypatch):
+    plain, ahead = supply(path), supply(path)
+    loads = []
+    load = ahead.dataset.load
+    monkeypatch.setattr(ahead.dataset, "load", lambda index: loads.append(index) or load(index))
+    for step in (1, 2, 3):
+        before = len(loads)
+        ahead.look_ahead()
+        ahead.look_ahead()
+        assert ahead.sampler.consumed == plain.sampler.consumed
+        assert indices(ahead.next_rows(step)) == indices(plain.next_rows(step))
+        assert ahead.sampler.consumed == plain.sampler.consumed
+        of_this_step = loads[before:]
+        assert len(of_this_step) == len(set(of_this_step)) >= 4

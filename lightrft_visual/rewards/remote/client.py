@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ from ...errors import ConfigError, RewardError
 from ...masking import KEY_IN_URL, MASK, mask_urls
 from ...usercode.background import BackgroundLoop
 from ...usercode.calls import masked
-from ..batch import Call, PendingSource, RewardBatch, Scores
+from ..batch import Call, RewardBatch, Scores, StreamingSource
 from .wire import BadReply, decode_reply, encode_request
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
@@ -267,7 +267,7 @@ def _said(data: bytes | None, token: str | None) -> str:
     return f": {shown}" if shown else ""
 
 
-class RemoteReward(PendingSource):
+class RemoteReward(StreamingSource):
     """One remote reward: `url`, or `url|url|...` for replicas that serve the same one."""
 
     def __init__(self, entry: str, client: RemoteClient, wire: str | None = None) -> None:
@@ -277,16 +277,16 @@ class RemoteReward(PendingSource):
         self.name = server_name(self.replicas[0])
         self._client, self._wire = client, wire or client.config.reward_wire
 
-    def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
-        """Send all chunks at once; the future never fails for what a server does."""
-        return self._client.loop.submit(self._score(batch, call))
+    def submit_parts(self, parts: Sequence[Future[RewardBatch]], call: Call) -> Future[Scores]:
+        """Send each part as soon as it is there, one request a part; the future never fails for what a server does."""
+        return self._client.loop.submit(self._score(parts, call))
 
-    async def _score(self, batch: RewardBatch, call: Call) -> Scores:
+    async def _score(self, parts: Sequence[Future[RewardBatch]], call: Call) -> Scores:
         phase = Phase()
-        chunks = batch.chunks(call.chunk)
-        return Scores.join(await asyncio.gather(*(self._chunk(c, call, i, phase) for i, c in enumerate(chunks))))
+        return Scores.join(await asyncio.gather(*(self._part(p, call, i, phase) for i, p in enumerate(parts))))
 
-    async def _chunk(self, batch: RewardBatch, call: Call, place: int, phase: Phase) -> Scores:
+    async def _part(self, part: Future[RewardBatch], call: Call, place: int, phase: Phase) -> Scores:
+        batch = await asyncio.wrap_future(part)
         content = await asyncio.to_thread(self._body, batch, call)
         decode = partial(decode_reply, size=len(batch))
         try:

@@ -159,9 +159,11 @@ def runs_on_second_runner(arguments: dict[str, Any]) -> bool:
     rules (0.26) takes the first one once it is given some. The checks take a second; of the same arguments they are run
     once.
     """
+    from vllm import envs
     from vllm.platforms import current_platform
 
-    key = f"{type(current_platform).__name__} {sorted(arguments.items())}"
+    runner = getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", None)
+    key = f"{type(current_platform).__name__} {runner} {sorted(arguments.items())}"
     if key not in _CHECKED:
         _CHECKED[key] = _check_by_vllm(arguments)
     return _CHECKED[key]

@@ -3,7 +3,8 @@ TRL's colocated mode. Tested with vLLM 0.26 to 0.32."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ...errors import RolloutError
 from ...models.loading import Checkpoint
 from ...strategy.deepspeed import TrainEngine
 from ...strategy.start_up import importing
+from ..engine import Finished
 from .arguments import VLLMSettings, engine_arguments, prepare_environment, runs_on_second_runner
 from .first_token import FIRST_TOKEN_SCALE
 from .rules import sampling_rules
@@ -32,6 +34,7 @@ class VLLMEngine:
     """
 
     shares_weights = False
+    streams = True
 
     def __init__(self, settings: VLLMSettings):
         self.sharing = PromptSharing(settings.tensor_parallel_size)
@@ -65,13 +68,31 @@ class VLLMEngine:
         except Exception as error:
             raise RolloutError(f"vLLM could not load {s.model}: {type(error).__name__}: {error}") from error
 
-    def generate(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> list[list[Completion]]:
-        """n completions per prompt, in order. With FIRE the first token is drawn at its own temperature."""
+    def generate(
+        self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, finished: Finished | None = None
+    ) -> list[list[Completion]]:
+        """n completions per prompt, in order. With FIRE the first token is drawn at its own temperature.
+
+        finished(number, completions) is called for each prompt as soon as all its completions are there.
+        """
         prompts, own = self.sharing.share(prompts)
         entries = [self._entry(prompt) for prompt in prompts]
         params = [self._params(settings, prompt.seed) for prompt in prompts]
-        outputs = self._run(entries, params) if entries else []
-        return [self._completions(output, settings) for output in outputs[own]]
+        if not entries:
+            return []
+        first = self.llm.request_counter.counter + own.start
+        made: dict[int, list[Completion]] = {}
+
+        def take(output) -> None:
+            number = int(output.request_id) - first
+            if 0 <= number < own.stop - own.start:
+                made[number] = self._completions(output, settings)
+                if finished is not None:
+                    finished(number, made[number])
+
+        with watched(self.llm.llm_engine, take):
+            self._run(entries, params)
+        return [made[number] for number in range(len(made))]
 
     def _run(self, prompts: list[dict[str, Any]], params: list) -> list:
         if self.failure is not None:
@@ -163,6 +184,25 @@ class VLLMEngine:
     def close(self) -> None:
         """Shut the engine down, and with it torch's process group, which vLLM takes to be its own: do it last."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def watched(engine: Any, finished: Callable[[Any], None]) -> Iterator[None]:
+    """Inside, every finished output of vLLM's engine goes to `finished` at the step that ends it."""
+    step = engine.step
+
+    def told() -> list[Any]:
+        outputs = step()
+        for output in outputs:
+            if output.finished:
+                finished(output)
+        return outputs
+
+    engine.step = told
+    try:
+        yield
+    finally:
+        engine.step = step
 
 
 def _refresh_tied_head(model: torch.nn.Module) -> None:

@@ -11,8 +11,10 @@ import torch
 from ...algorithms.kl import compute_approx_kl
 from ...batches.experience import Experience, ExperienceVL
 from ...batches.model_inputs import ModelInputs
+from ...batches.prompts import PromptBatch
 from ...batches.rollouts import Rollout
 from ...batches.sampling import ScoringRule
+from ...rewards.early import EarlyScores
 from ...rewards.engine import RewardComputationEngine
 
 T = torch.Tensor
@@ -38,9 +40,13 @@ class RewardStage:
     rewards: RewardComputationEngine
     chunk: int
 
-    def run(self, rollouts: list[Rollout]) -> dict[str, float]:
+    def begin(self, prompts: PromptBatch, n: int) -> EarlyScores | None:
+        """Remote scorers at work on n samples a prompt that are still to be generated; None without any."""
+        return self.rewards.begin([label for label in prompts.labels for _ in range(n)], self.chunk)
+
+    def run(self, rollouts: list[Rollout], early: EarlyScores | None = None) -> dict[str, float]:
         """The reward engine's `counts` of this rank. Raises as `RewardComputationEngine.compute_rewards`."""
-        output = self.rewards.score_rollouts(rollouts, self.chunk)
+        output = self.rewards.score_rollouts(rollouts, self.chunk, early=early)
         scores, valid = output.score.tolist(), output.valid.tolist()
         components = {name: values.tolist() for name, values in output.components.items()}
         weights = {name: values.tolist() for name, values in output.weights.items()}

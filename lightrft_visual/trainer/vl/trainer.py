@@ -95,6 +95,8 @@ class VLTrainer(PolicyTrainer):
         self.maker.engine.reset_caches()
         batch = self._next_prompts()
         made = self.maker.make(batch, more=self._next_prompts)
+        if self.step + 1 < self.settings.total_steps:
+            self.supply.look_ahead()  # files and remote images, while this step is trained on
         self.probe = self._probe_of(batch)
         data = StepData(made.experiences, records=self._records(made.rollouts))
         if self.config.algorithm.reads_log_probs:

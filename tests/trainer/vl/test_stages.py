@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,8 @@ from lightrft_visual.batches.rollouts import PromptFeatures, Rollout, collate
 from lightrft_visual.batches.sampling import SamplingSettings, ScoringRule
 from lightrft_visual.data.evaluation_rows import Fetched
 from lightrft_visual.observe.metrics import MetricsAccumulator
+from lightrft_visual.rewards.batch import Scores, StreamingSource
+from lightrft_visual.rewards.engine import RewardComputationEngine
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.trainer import fast_exp_maker
 from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
@@ -39,9 +42,9 @@ class ToldEngine(TransformersEngine):
         super().__init__(actor, tokenizer)
         self.told = told
 
-    def generate(self, prompts, settings):
+    def generate(self, prompts, settings, finished=None):
         self.told.append("generate")
-        return super().generate(prompts, settings)
+        return super().generate(prompts, settings, finished)
 
     def wake(self) -> None:
         self.told.append("wake")
@@ -84,7 +87,42 @@ def test_without_a_reader_the_training_forward_scores_the_policy(checkpoint):
 def test_the_engine_sleeps_before_rewards_and_forward_passes(checkpoint):
     told: list[str] = []
     maker_of(checkpoint, told).make(PROMPTS)
-    assert told == ["wake", "generate", "sleep", "reward", "forward", "forward"]
+    assert told == ["wake", "generate", "sleep", "forward", "forward", "reward"]
+
+
+class Noting(StreamingSource):
+    """A remote scorer that is at work once its samples are there, and done when it is told."""
+
+    name = "noting"
+
+    def __init__(self, told):
+        self.told, self.pool = told, ThreadPoolExecutor(1)
+
+    def submit_parts(self, parts, call):
+        for number, part in enumerate(parts):
+            part.add_done_callback(lambda _, number=number: self.told.append(f"request {number}"))
+        ones = lambda part: Scores(torch.ones(len(part)).double(), torch.zeros(len(part)).bool())  # noqa: E731
+        return self.pool.submit(lambda: Scores.join([ones(part.result(timeout=60)) for part in parts]))
+
+
+@pytest.mark.parametrize("tries", [1, 2])
+def test_remote_scorers_work_while_others_are_generated_and_beside_the_forward_passes(checkpoint, tries):
+    told: list[str] = []
+    maker = maker_of(checkpoint, told, dynamic_sampling_tries=tries)
+    maker.reward_stage.rewards = RewardComputationEngine(reward_model=Noting(told))
+    decode = maker.engine._decode
+
+    def noted(rows, settings):
+        told.append("decode")
+        return decode(rows, settings)
+
+    maker.engine._decode = noted
+    maker.engine.micro_batch_size = 2
+    made = maker.make(PROMPTS, more=lambda: PROMPTS)
+    one_round = ["wake", "generate", "decode", "decode", "request 0", "decode", "request 1"]
+    assert told[: len(one_round)] == one_round
+    assert [each for each in told if each == "forward"] == ["forward"] * 2 and told.index("forward") > 6
+    assert all(each.info["reward"].tolist() == [1.0] * 3 and each.valid.all() for each in made.experiences)
 
 
 def test_with_dynamic_sampling_it_sleeps_once_no_round_can_follow(checkpoint):
