@@ -4,6 +4,9 @@
 
 The servers run in a process of their own. A serial client takes urls * micro_batches * delay seconds. Prints one JSON
 line with the median and the worst time of a phase, and exits with status 1 when the median is above --limit.
+
+With --generation S the micro-batches are finished one after the other over S seconds, and --forward S seconds of other
+work (log-probs, reference, critic) follow before the rewards are read. The times are then what the rewards add to both.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from lightrft_visual.batches.rollouts import PromptFeatures, Rollout
 from lightrft_visual.batches.samples import Samples
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.rewards.batch import RewardOutput
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay: float) -> None:
@@ -73,6 +78,24 @@ def micro_batch(size: int, first: int) -> Samples:
     )
 
 
+def beside_generation(engine: RewardComputationEngine, arguments: argparse.Namespace) -> RewardOutput:
+    size = arguments.batch_size
+    prompts = [
+        PromptFeatures("What is in the picture? " * 8, [1] * 32, group_id=i) for i in range(arguments.micro_batches)
+    ]
+    rollouts = [
+        Rollout(prompt, [2] * 32, None, "Two red circles and a square. " * 4, False, sample_id=size * number + place)
+        for number, prompt in enumerate(prompts)
+        for place in range(size)
+    ]
+    early = engine.begin([None] * len(rollouts), size)
+    for start in range(0, len(rollouts), size):
+        time.sleep(arguments.generation / arguments.micro_batches)
+        early.add(start, rollouts[start : start + size])
+    time.sleep(arguments.forward)
+    return engine.score_rollouts(rollouts, size, early=early)
+
+
 def measure(arguments: argparse.Namespace) -> list[float]:
     """Seconds of each phase, the first of which also opens the connections."""
     ours, theirs = multiprocessing.Pipe()
@@ -85,8 +108,11 @@ def measure(arguments: argparse.Namespace) -> list[float]:
     try:
         for _ in range(arguments.repeats):
             started = time.perf_counter()
-            result = engine.compute_rewards(outputs, vlm_mode=False)
-            seconds.append(time.perf_counter() - started)
+            if arguments.generation:
+                result = beside_generation(engine, arguments)
+            else:
+                result = engine.compute_rewards(outputs, vlm_mode=False)
+            seconds.append(time.perf_counter() - started - arguments.generation - arguments.forward)
             if not bool(result.valid.all()) or set(result.score.tolist()) != {float(arguments.urls)}:
                 raise SystemExit("the rewards are not what the servers sent")
     finally:
@@ -104,6 +130,8 @@ def main() -> int:
     parser.add_argument("--delay", type=float, default=0.2)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--generation", type=float, default=0.0)
+    parser.add_argument("--forward", type=float, default=0.0)
     parser.add_argument("--limit", type=float, default=0.4, help="seconds that the median phase may take")
     arguments = parser.parse_args()
     seconds = measure(arguments)

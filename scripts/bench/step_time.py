@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import csv
+import json
 import os
 import statistics
 import sys
@@ -50,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--profile", type=Path, help="write cProfile's figures of the loop to this file")
+    parser.add_argument("--json", type=Path, help="write the medians to this file")
     arguments, rest = parser.parse_known_args()
 
     from lightrft_visual.config.load import load_config
@@ -71,7 +73,10 @@ def main() -> None:
             profiler.disable()
             profiler.dump_stats(arguments.profile)
         trainer.close()
-        show(medians(Path(folder) / "metrics.csv"))
+        figures = medians(Path(folder) / "metrics.csv")
+        show(figures)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""TRL's side of against_trl.sh: seconds of GRPO steps by TRL 1.16 with vLLM in the same process. Run in TRL's environment.
+"""TRL's side of against_trl.sh: seconds of GRPO steps by TRL 1.16 with vLLM in its process, in its environment.
 
     python trl_steps.py MODEL ROWS --prompts 8 --samples 8 --tokens 32 --micro 64 --steps 10 --out seconds.json
 
@@ -6,8 +6,8 @@ What TRL 1.16 needs to run a Qwen2.5-VL beside vLLM 0.32 on CPU, each said where
 
 1. vLLM's engine core in this process, and its CPU settings.
 2. Prompt ids with one placeholder an image: TRL gives vLLM ids that are expanded already, and vLLM expands them again.
-3. Weights by vLLM's `reload_weights`: TRL's `load_weights` of single tensors fails on packed CPU weights. What TRL itself
-   would do per tensor is done for all at once, which is the faster form.
+3. Weights by vLLM's `reload_weights`: TRL's `load_weights` of single tensors fails on packed CPU weights. What TRL
+   itself would do per tensor is done for all at once, which is the faster form.
 4. After a sync the caches of images and of their features are reset beside the prefix cache: else vLLM ends with
    'Encoder cache miss', or serves features of the old weights.
 5. Tokens of images are never sampled, by `bad_words` of the sampling parameters: else the forward ends with 'image
