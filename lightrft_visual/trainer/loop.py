@@ -146,7 +146,6 @@ class PolicyTrainer(ABC):
             with self.timer.phase("sync"):
                 self.start()
             if self.step == 0:
-                say("first evaluation")
                 self._evaluate()
             say(f"training from step {self.step + 1}")
             self.timer.collect()

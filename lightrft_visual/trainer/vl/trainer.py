@@ -25,6 +25,7 @@ from ...rollout.weight_sync import gathered_state_dict, named_weights
 from ...strategy import collectives
 from ...strategy.deepspeed import TrainEngine
 from ...strategy.seeding import derive_seed
+from ...strategy.start_up import say
 from ..loop import Evaluated, PolicyTrainer, StepData
 from ..stage_metrics import add_stage_metrics
 from .build import build_parts
@@ -169,6 +170,8 @@ class VLTrainer(PolicyTrainer):
         """See `Evaluation.run`; with the EMA weights where `eval_ema` asks for them."""
         if self.parts.evaluation is None:
             return Evaluated({}, [])
+        if self.step == 0:
+            say("evaluating the model as it is")
         with self._evaluated_weights():
             return self.parts.evaluation.run(self.step)
 
