@@ -38,7 +38,7 @@ from PIL import Image, ImageDraw
 from ..errors import ConfigError, DataError
 from ..strategy.seeding import derive_seed
 
-VERSION = 6  # part of the folder's name: a change of the drawing must change it
+VERSION = 7  # part of the folder's name and of every draw: a change of the drawing must change it
 SPLITS = ("demonstrations", "train", "dev", "test")
 HELD_OUT = ("dev", "test")
 _BUCKETS = {"demonstrations": 4, "train": 8, "dev": 2, "test": 2}  # shares of all images, by their pixels' hash
@@ -160,7 +160,7 @@ def _write_split(folder: Path, split: str, rows: int, seed: int, size: int) -> N
     (folder / "images" / split).mkdir(parents=True)
     with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
         for index in range(rows):
-            rng = random.Random(derive_seed(seed, "embedded", split, index))
+            rng = random.Random(derive_seed(seed, "embedded", VERSION, split, index))
             question = draw_question(_CYCLE[index % len(_CYCLE)], split, rng, size)
             names = [f"images/{split}/{index:06d}-{place}.png" for place in range(len(question.images))]
             for name, image in zip(names, question.images):
