@@ -262,6 +262,13 @@ buffer.append(make_experience_batch(many if rank == 0 else [vision_item(0, sampl
 buffer.plan(1)
 kept = [item.vision for item in buffer]
 print("shared", sum(len(each.names) > 0 for each in kept), VisionTensors.gather(kept).nbytes() - shared.nbytes())
+own = range(12) if rank == 0 else range(12, 16)
+groups = [text_item(9, 1, sample_id=torch.tensor(i), group_id=torch.tensor(i // 4)) for i in own]
+buffer = NaiveReplayBuffer(2, share_prefix=True)
+buffer.append(make_experience_batch(groups))
+plan = buffer.plan(1, step_size=8)
+print("groups", *[" ".join(str({buffer[i].group_id.item() for i in batch.indices}) for batch in step) for step in plan])
+print("sizes", *[len(batch.indices) for step in plan for batch in step])
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -298,5 +305,8 @@ def test_two_ranks_agree(tmp_path):
     # Four or five of nine samples each, and one copy of the patches that all of them show.
     assert sorted([first["shared"][0], second["shared"][0]]) in (["3", "5"], ["4", "4"])
     assert first["shared"][1] == second["shared"][1] == "0"
+    # Two steps of two groups: each rank computes one of them, whole, in one micro-batch: not more than two samples alone.
+    assert sorted(first["groups"] + second["groups"]) == ["{0}", "{1}", "{2}", "{3}"]
+    assert first["sizes"] == second["sizes"] == ["4", "4"]
     assert first["by-tokens"] == ["2"]
     assert first["fillers"] == ["0"] or second["fillers"] == ["0"]
