@@ -305,7 +305,7 @@ def test_two_ranks_agree(tmp_path):
     # Four or five of nine samples each, and one copy of the patches that all of them show.
     assert sorted([first["shared"][0], second["shared"][0]]) in (["3", "5"], ["4", "4"])
     assert first["shared"][1] == second["shared"][1] == "0"
-    # Two steps of two groups: each rank computes one of them, whole, in one micro-batch: not more than two samples alone.
+    # Two steps of two groups: each rank computes one of them, whole, in one micro-batch.
     assert sorted(first["groups"] + second["groups"]) == ["{0}", "{1}", "{2}", "{3}"]
     assert first["sizes"] == second["sizes"] == ["4", "4"]
     assert first["by-tokens"] == ["2"]
