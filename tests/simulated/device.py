@@ -33,6 +33,9 @@ def load() -> types.ModuleType:
     """Compile (once a machine) and register the device; the C++ module."""
     from torch.utils.cpp_extension import load as compile_extension
 
+    from lightrft_visual.strategy.extension_builds import watch_locks
+
+    watch_locks()  # a test that was killed while it compiled leaves a lock behind
     native = compile_extension(
         "lightrft_simulated_device", [str(Path(__file__).with_name("device.cpp"))], extra_cflags=["-O1"], verbose=False
     )
