@@ -141,7 +141,8 @@ class RolloutConfig(Section):
     engine_kv_cache_dtype: str = "auto"  # vLLM's names, such as fp8
     engine_quantization: str | None = None  # vLLM's names, such as fp8: weights are quantised as they are loaded
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # other engine arguments by vLLM's names
-    offload_trainer: bool = False  # optimizer states and fp32 weights wait on the host while not training; ZeRO 1, 2
+    offload_trainer: bool = False  # optimizer states, gradients and weights wait on the host while they are not used
+    offload_reference: bool = False  # the reference model's weights are on the device for its forwards only
     limit_mm_image_per_prompt: PositiveInt = 10
     limit_mm_video_per_prompt: NonNegativeInt = 1
     rollout_batch_size: PositiveInt = 128  # prompts a step, over all ranks
@@ -314,13 +315,22 @@ class RunConfig(Section):
         """What several sections must agree on."""
         self._check_algorithm()
         self._check_lengths()
-        require(
-            not self.rollout.offload_trainer
-            or (self.distributed.zero_stage in (1, 2) and not self.distributed.adam_offload),
-            "offload_trainer moves the states of ZeRO 1 and 2: it needs zero_stage 1 or 2 (DeepSpeed moves those of "
-            "stage 3 with its own fused Adam only), and no adam_offload, which keeps them on the host anyway",
-        )
+        self._check_offload()
         self.output.follow_ema(self.train.enable_ema)
+
+    def _check_offload(self) -> None:
+        zero, rollout = self.distributed, self.rollout
+        require(
+            not rollout.offload_trainer or (zero.zero_stage > 0 and not zero.adam_offload),
+            "offload_trainer moves the states of ZeRO 1 to 3: it needs a zero_stage of 1 to 3, and no adam_offload, "
+            "which keeps them on the host anyway",
+        )
+        require(
+            not rollout.offload_reference
+            or (self.algorithm.init_kl_coef > 0 and self.model.lora_rank == 0 and zero.zero_stage < 3),
+            "offload_reference moves a whole reference model: it needs init_kl_coef > 0, lora_rank 0 (the reference of "
+            "LoRA is the actor without its adapters) and zero_stage 0 to 2 (stage 3 divides it over the ranks)",
+        )
 
     def _check_algorithm(self) -> None:
         algorithm, rollout, train = self.algorithm, self.rollout, self.train

@@ -20,7 +20,6 @@ import deepspeed
 import torch
 import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from transformers import get_scheduler
 
@@ -32,6 +31,7 @@ from . import collectives, watchdog
 from .dividing import Divide, divide, loading_divided
 from .extension_builds import watch_locks
 from .host import unlink_buffers
+from .offload import HostStay
 from .safe_loading import use_safe_loading
 from .seeding import seed_everything
 
@@ -151,17 +151,19 @@ class DeepspeedStrategy:
         use_safe_loading(engine)
         return TrainEngine(engine, self.config.zero_stage, settings.max_norm)
 
-    def prepare_inference(self, module: nn.Module) -> nn.Module:
-        """Place a frozen module (reference, reward model): sharded under ZeRO-3, whole on the device otherwise.
+    def prepare_inference(self, module: nn.Module, on_host: bool = False) -> nn.Module:
+        """Place a frozen module (reference, reward model): sharded under ZeRO-3, whole otherwise.
 
         Weights take this run's precision and buffers keep theirs, as in a module that is trained: rotary frequencies in
-        bfloat16 would turn positions far into a text by whole radians.
+        bfloat16 would turn positions far into a text by whole radians. on_host: weights stay there, for a `Guest`.
         """
         module.eval().requires_grad_(False)
         if self.config.zero_stage != 3:
             for parameter in module.parameters():
-                parameter.data = parameter.data.to(self.device, self.dtype)
-            return module.to(self.device)
+                parameter.data = parameter.data.to("cpu" if on_host else self.device, self.dtype)
+            for buffer in module.buffers():
+                buffer.data = buffer.data.to(self.device)
+            return module
         self._divided(module)
         engine, *_ = deepspeed.initialize(model=module, config=self._divided_config(), dist_init_required=False)
         return engine
@@ -267,12 +269,14 @@ class TrainEngine:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, zero_stage: int, max_norm: float):
         self.engine, self.zero_stage, self.max_norm = engine, zero_stage, max_norm
-        self.poisoned = self.offloaded = False
+        self.poisoned = False
+        self._states, self._weights = HostStay(), HostStay()
         self._training(False)
 
     @property
     def module(self) -> nn.Module:
-        """The module under DeepSpeed."""
+        """The module under DeepSpeed, its weights on the device."""
+        self.bring_back()
         return self.engine.module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -337,24 +341,53 @@ class TrainEngine:
         return [p for p in self.engine.module.parameters() if p.requires_grad]
 
     def offload(self) -> None:
-        """Move the optimizer's states and fp32 weights to the host until they are needed next; ZeRO 1 and 2.
+        """Move optimizer states, fp32 weights and gradient buffers to the host until training needs them; ZeRO 1 to 3.
 
-        The weights that forward passes and the rollout engine read stay where they are. Every rank calls it.
+        Every rank calls it, between optimizer steps.
         """
-        if not self.offloaded:
-            on_host = get_accelerator().device_name() == "cpu"
-            states = [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params]
-            self.engine.offload_states(include=states, pin_memory=not on_host)
-            self.offloaded = True
+        if not self._states.away:
+            self._states.leave(self._state_tensors(), self._gradient_buckets())
+
+    def offload_weights(self) -> None:
+        """Move the weights to the host, which come back when the module is next used. Every rank calls it."""
+        if not self._weights.away:
+            self._weights.leave(self._weight_tensors())
+
+    def bring_back(self) -> None:
+        """The weights to the device, for those who hold the parameters themselves; every use of this engine does it."""
+        self._weights.come_back()
 
     def _reload(self) -> None:
-        if self.offloaded:
-            self.engine.reload_states()
-            self.offloaded = False
+        self.bring_back()
+        self._states.come_back()
+
+    def _state_tensors(self) -> Iterator[torch.Tensor]:
+        """What only training reads."""
+        zero = self.engine.optimizer
+        for state in zero.optimizer.state.values():
+            yield from (value for value in state.values() if torch.is_tensor(value) and value.dim())
+        if self.zero_stage < 3:
+            yield from zero.single_partition_of_fp32_groups
+            return
+        yield from zero.fp32_partitioned_groups_flat
+        yield zero.grad_partitions_flat_buffer
+
+    def _gradient_buckets(self) -> list[torch.Tensor]:
+        """Where ZeRO-3 puts gradients together before it reduces them: a gigabyte in bfloat16, kept between steps."""
+        if self.zero_stage < 3:
+            return []
+        return [bucket.buffer for bucket in self.engine.optimizer.ipg_buckets.values() if bucket.buffer is not None]
+
+    def _weight_tensors(self) -> Iterator[torch.Tensor]:
+        for parameter in self.engine.module.parameters():
+            yield parameter.data
+            if is_zero_param(parameter):
+                yield from (part for part in (parameter.ds_tensor, parameter.ds_secondary_tensor) if part is not None)
 
     @contextmanager
     def gathered(self, parameters: list[nn.Parameter]) -> Iterator[None]:
         """Whole parameters inside the block; a collective under ZeRO-3, nothing otherwise."""
+        self.bring_back()
         if self.zero_stage != 3:
             yield
             return

@@ -1,12 +1,16 @@
-"""Models that take turns on an accelerator."""
+"""Models and tensors that take turns on an accelerator."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
+
+T = torch.Tensor
 
 
 @contextmanager
@@ -19,3 +23,90 @@ def on_device(module: nn.Module, device: torch.device | str, offload: bool) -> I
     finally:
         if offload and torch.device(device).type != "cpu":
             module.to("cpu")
+
+
+def pinned(tensor: T) -> T:
+    """A host tensor in page-locked memory where there is an accelerator that copies faster from it."""
+    accelerator = get_accelerator()
+    return tensor if accelerator.device_name() == "cpu" else accelerator.pin_memory(tensor)
+
+
+class HostStay:
+    """Tensors that give their memory on the device back for a while, their numbers waiting on the host.
+
+    Storages are emptied and filled again, as FSDP does it, so the tensors, their views and whoever holds them stay what
+    they are. Inside, nobody may touch them. The host memory is kept for the next time.
+    """
+
+    def __init__(self) -> None:
+        self._away: list[tuple[torch.UntypedStorage, int, T | None]] = []
+        self.kept: dict[int, list[T]] = {}  # host memory for the next time, by size
+
+    @property
+    def away(self) -> bool:
+        """Whether tensors are on the host."""
+        return bool(self._away)
+
+    def leave(self, tensors: Iterable[T], scratch: Iterable[T] = ()) -> None:
+        """Move the whole storages of these tensors; those that lie in a file's memory map stay there.
+
+        scratch: tensors of which nobody needs the numbers again; they come back with others.
+        """
+        away = [(each, True) for each in _storages(tensors)] + [(each, False) for each in _storages(scratch)]
+        for storage, kept in away:
+            size, waiting = storage.nbytes(), None
+            if kept:
+                same_size = self.kept.get(size)
+                waiting = same_size.pop() if same_size else pinned(torch.empty(size, dtype=torch.uint8))
+                waiting.untyped_storage().copy_(storage)
+            storage.resize_(0)
+            self._away.append((storage, size, waiting))
+        get_accelerator().empty_cache()
+
+    def come_back(self) -> None:
+        """Move what is away to the device again; nothing where nothing is."""
+        for storage, size, waiting in self._away:
+            storage.resize_(size)
+            if waiting is not None:
+                storage.copy_(waiting.untyped_storage())
+                self.kept.setdefault(size, []).append(waiting)
+        self._away.clear()
+
+
+def _storages(tensors: Iterable[T]) -> list[torch.UntypedStorage]:
+    """The distinct storages under tensors that hold something and can be emptied."""
+    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return [storage for storage in found.values() if storage.nbytes() and storage.resizable()]
+
+
+class Guest:
+    """A frozen model whose weights live on the host, and are on the device inside `with guest:` and while it is called.
+
+    score: what a call does, a function of the model's inputs.
+    """
+
+    def __init__(self, module: nn.Module, score: Callable[..., Any], device: torch.device) -> None:
+        self.module, self.score, self.device = module, score, device
+        self._home = [pinned(parameter.data.to("cpu")) for parameter in module.parameters()]
+        self._leave()
+        self._visits = 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        with self:
+            return self.score(*arguments)
+
+    def __enter__(self) -> Guest:
+        if not self._visits:
+            for parameter, home in zip(self.module.parameters(), self._home):
+                parameter.data = home.to(self.device, non_blocking=True)
+        self._visits += 1
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._visits -= 1
+        if not self._visits:
+            self._leave()
+
+    def _leave(self) -> None:
+        for parameter, home in zip(self.module.parameters(), self._home):
+            parameter.data = home

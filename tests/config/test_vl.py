@@ -27,9 +27,11 @@ def load(text: str) -> RunConfig:
         ("--reward_running_norm_minus_mean", "belongs to --reward_running_norm"),
         ("--init_kl_coef 0 --kl_target 0.1", "kl_target steers"),
         ("--eval_ema", "add --enable_ema"),
-        ("--offload_trainer --zero_stage 0", "offload_trainer moves the states of ZeRO 1 and 2"),
-        ("--offload_trainer --zero_stage 3", "offload_trainer moves the states of ZeRO 1 and 2"),
-        ("--offload_trainer --adam_offload", "offload_trainer moves the states of ZeRO 1 and 2"),
+        ("--offload_trainer --zero_stage 0", "offload_trainer moves the states of ZeRO 1 to 3"),
+        ("--offload_trainer --adam_offload", "offload_trainer moves the states of ZeRO 1 to 3"),
+        ("--offload_reference --init_kl_coef 0", "offload_reference moves a whole reference model"),
+        ("--offload_reference --init_kl_coef 0.1 --lora_rank 4", "offload_reference moves a whole reference model"),
+        ("--offload_reference --init_kl_coef 0.1 --zero_stage 3", "offload_reference moves a whole reference model"),
     ],
 )
 def test_refused(flags, message):

@@ -32,6 +32,8 @@ SEEING = {
     "grpo_3": "--zero_stage 3 --init_kl_coef 0.05",
     "offload": "--zero_stage 2 --adam_offload true",
     "states_moved": "--zero_stage 2 --offload_trainer true --gradient_checkpointing true --reward_running_norm true",
+    "states_moved_3": "--zero_stage 3 --init_kl_coef 0.05 --offload_trainer true",
+    "reference_moved": "--zero_stage 0 --init_kl_coef 0.05 --offload_reference true",
     "ppo": f"--zero_stage 2 {PPO} {SAVED} 1",
     "ppo_resumed": f"copy:ppo --zero_stage 2 {PPO} {SAVED} 2 --resume_from auto",
     "ppo_3": f"--zero_stage 3 {PPO}",
@@ -128,5 +130,8 @@ def test_the_metrics_are_the_cpu_s(simulated, plain, name):
     compare(simulated[1] / name, plain / name, 1e-4)
 
 
-def test_states_that_wait_on_the_host_change_nothing(simulated):
-    compare(simulated[1] / "states_moved", simulated[1] / "grpo_2", 1e-6)
+@pytest.mark.parametrize(
+    "moved,plain", [("states_moved", "grpo_2"), ("states_moved_3", "grpo_3"), ("reference_moved", "grpo_0")]
+)
+def test_what_waits_on_the_host_changes_nothing(simulated, moved, plain):
+    compare(simulated[1] / moved, simulated[1] / plain, 1e-6)

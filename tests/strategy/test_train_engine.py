@@ -123,10 +123,10 @@ def test_the_reference_is_the_starting_policy_in_bfloat16_at_every_zero_stage(ch
     assert max(differences.values()) <= 1e-3, differences
 
 
-def test_states_that_wait_on_the_host_change_no_step(tmp_path):
-    out = tmp_path / "weights.json"
-    run_ranks("offload_ranks.py", str(out), ranks=1, folder=Path(__file__).parent)
-    results = json.loads(out.read_text())
-    assert results.keys() == {"1", "2"}
-    for stage, result in results.items():
-        assert result["seen"] and result["moved"] == result["plain"], stage
+def test_states_and_weights_that_wait_on_the_host_change_no_step(tmp_path):
+    run_ranks("offload_ranks.py", str(tmp_path), folder=Path(__file__).parent)
+    for rank in (0, 1):
+        results = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert results.keys() == {"1", "2", "3"}
+        for stage, result in results.items():
+            assert result["seen"] and result["moved"] == result["plain"], stage

@@ -7,6 +7,7 @@ train, a frozen copy that is swapped in.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -19,6 +20,7 @@ import torch
 from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
+from PIL import Image
 from torch import nn
 
 from ...config import registry
@@ -163,13 +165,17 @@ class DiffusionPolicy(nn.Module):
     def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> dict[str, T]:
         """Conditions of B first frames (PIL images), to be merged with those of the prompts; image-to-video only.
 
-        An image that stands there several times, as for the samples of a prompt, is encoded once.
+        Each image is encoded once and by itself, and remembered as prompts are: its samples and later steps have it.
         """
-        different = {id(image): image for image in images}
-        index = torch.tensor([list(different).index(id(image)) for image in images], device=self.device)
-        with self._at_work("vae", "image_encoder"):
-            encoded = self.family.encode_first_frames(list(different.values()), height, width, frames)
-        return {name: value[index] for name, value in encoded.items()}
+        different = {(_digest(image), height, width, frames): image for image in images}
+        known = all(key in self._encoded for key in different)
+        with nullcontext() if known else self._at_work("vae", "image_encoder"):
+            encoded = {
+                key: self._encoded.get(key, partial(self.family.encode_first_frames, [image], height, width, frames))
+                for key, image in different.items()
+            }
+        rows = [encoded[_digest(image), height, width, frames] for image in images]
+        return {name: torch.cat([row[name] for row in rows]).to(self.device) for name in rows[0]}
 
     def decode(self, latents: T) -> T:
         """Media in about 0..1 (not clamped): (B, 3, H, W) or (B, 3, T, H, W). Differentiable in the latents."""
@@ -309,6 +315,11 @@ class DiffusionPolicy(nn.Module):
                 ),
                 adapter_name=ADAPTER,
             )
+
+
+def _digest(image: Image.Image) -> str:
+    """The same for images of the same pixels."""
+    return hashlib.sha256(repr((image.mode, image.size)).encode() + image.tobytes()).hexdigest()
 
 
 def saved_text_length(folder: str | Path) -> int | None:

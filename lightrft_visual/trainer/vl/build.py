@@ -33,6 +33,7 @@ from ...rollout.parity import ParityGate
 from ...rollout.weight_sync import named_weights
 from ...strategy import collectives
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from ...strategy.offload import Guest
 from ...strategy.phase_timer import PhaseTimer
 from ...strategy.start_up import say
 from ..fast_exp_maker import FastExperienceMaker, MakerSettings
@@ -241,8 +242,13 @@ def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Check
         return without_adapters
     with strategy.loading():
         transformer = load_transformer(checkpoint.path, config.model, strategy.dtype)
-    frozen = strategy.prepare_inference(new_actor(transformer))
-    return lambda inputs, rule: frozen(inputs, rule, with_entropy=False).log_probs
+    on_host = config.rollout.offload_reference
+    frozen = strategy.prepare_inference(new_actor(transformer), on_host)
+
+    def score(inputs, rule):
+        return frozen(inputs, rule, with_entropy=False).log_probs
+
+    return Guest(frozen, score, strategy.device) if on_host else score
 
 
 def _maker(config, strategy, checkpoint, models, engine, rewards, timer) -> FastExperienceMaker:

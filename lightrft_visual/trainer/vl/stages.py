@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from ...batches.rollouts import Rollout
 from ...batches.sampling import ScoringRule
 from ...rewards.early import EarlyScores
 from ...rewards.engine import RewardComputationEngine
+from ...strategy.offload import Guest
 
 T = torch.Tensor
 
@@ -83,8 +85,9 @@ class ForwardStage:
                 experience.action_log_probs = output.log_probs.cpu()
                 experience.action_entropy = output.entropy.cpu()
         if self.reference is not None:
-            for experience, each in zip(batches, inputs):
-                experience.base_action_log_probs = self.reference(each.to(self.device), rule).cpu()
+            with self.reference if isinstance(self.reference, Guest) else nullcontext():
+                for experience, each in zip(batches, inputs):
+                    experience.base_action_log_probs = self.reference(each.to(self.device), rule).cpu()
         if self.critic is not None:
             for experience, each in zip(batches, inputs):
                 experience.values = self.critic(each.to(self.device)).cpu()

@@ -182,8 +182,9 @@ class VLTrainer(PolicyTrainer):
             yield
             return
         shared = self.maker.engine.shares_weights
+        self.actor.bring_back()
         with self.parts.ema.swapped():
-            self._load_engine_weights()
+            self._load_engine_weights(lent=True)
             if shared:
                 yield
         if not shared:
@@ -209,13 +210,22 @@ class VLTrainer(PolicyTrainer):
     # -- engine and parity ---------------------------------------------------------------------------------------
 
     def _offload(self) -> None:
-        """Room for the engine, where it is asked for; training takes its states back by itself."""
+        """Room for the engine, where it is asked for; training takes back by itself what it needs."""
         if self.config.rollout.offload_trainer:
             for _, engine in self._engines():
                 engine.offload()
+            if self.parts.critic is not None:
+                self.parts.critic.offload_weights()
 
-    def _load_engine_weights(self) -> None:
-        self.maker.engine.update_weights(named_weights(self.actor))
+    def _load_engine_weights(self, lent: bool = False) -> None:
+        """lent: the actor has other weights for a while, and stays where it is."""
+        self.maker.engine.update_weights(self._handed_over(self.config.rollout.offload_trainer and not lent))
+
+    def _handed_over(self, offload: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """The actor's weights for an engine that keeps a copy; offload: they then make room for what it wakes next."""
+        yield from named_weights(self.actor)
+        if offload:
+            self.actor.offload_weights()
 
     def _check_parity(self) -> None:
         if self.parts.gate is not None and self.probe is not None:

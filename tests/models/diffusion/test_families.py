@@ -12,6 +12,7 @@ from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.algorithms.diffusion.rows import experience_of, samples_at, trainable_steps
 from lightrft_visual.batches.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.diffusion.families import qwen_image
 from lightrft_visual.models.diffusion.families.base import pack
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of, takes_first_frame
 from lightrft_visual.models.diffusion.schedule import flow_match_schedule
@@ -201,6 +202,21 @@ def test_the_qwen_image_ode_matches_the_stock_pipeline():
     negative = ["a dog"] * 2
     theirs = pipeline(prompts, negative_prompt=negative, latents=pack(start), output_type="latent", **settings).images
     torch.testing.assert_close(pack(ours.latents), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_qwen_image_runs_over_as_much_of_the_texts_as_the_longest_one_takes(monkeypatch):
+    policy = DiffusionPolicy(family_of(tiny_families.qwen_image(), 200))
+    conditions = policy.encode_prompts(["a red circle", "a blue cross"])
+    latents, lengths = torch.randn(2, *policy.latent_shape(32, 32)), []
+    policy.family.pipeline.transformer.register_forward_pre_hook(
+        lambda module, arguments, named: lengths.append(named["encoder_hidden_states"].shape[1]), with_kwargs=True
+    )
+    short = policy.velocity(latents, torch.tensor([500.0, 300.0]), conditions)
+    monkeypatch.setattr(qwen_image, "TEXT_STEP", 200)
+    whole = policy.velocity(latents, torch.tensor([500.0, 300.0]), conditions)
+    longest = int(conditions["mask"].sum(dim=1).max())
+    assert conditions["context"].shape[1] == 200 and lengths == [-(-longest // 64) * 64, 200] and lengths[0] < 200
+    torch.testing.assert_close(short, whole, atol=1e-5, rtol=1e-5)
 
 
 def test_the_ddim_ode_matches_the_stock_scheduler_up_to_its_last_step():

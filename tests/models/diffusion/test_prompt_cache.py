@@ -2,7 +2,9 @@
 
 from contextlib import contextmanager
 
+import tiny_families
 import torch
+from PIL import Image
 
 from lightrft_visual.embedded.tiny_sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.models.diffusion import policy as policy_module
@@ -72,3 +74,19 @@ def test_encoders_and_the_decoder_are_on_the_device_for_their_turns_only(monkeyp
     assert turns == [("vae", True)]
     policy.decode(latents.requires_grad_())  # stays for the backward pass
     assert turns == [("vae", True)]
+
+
+def test_a_first_frame_is_encoded_once_however_often_it_is_asked_for(monkeypatch):
+    policy, seen = DiffusionPolicy(family_of(tiny_families.wan_i2v(), 5)), []
+    encode = policy.family.encode_first_frames
+    monkeypatch.setattr(
+        policy.family, "encode_first_frames", lambda images, *size: seen.extend(images) or encode(images, *size)
+    )
+    red, blue = Image.new("RGB", (32, 32), "red"), Image.new("RGB", (32, 32), "blue")
+    both = policy.encode_first_frames([red, blue, red.copy()], 32, 32, 5)
+    assert len(seen) == 2 and torch.equal(both["first_frame"][0], both["first_frame"][2])
+    assert not torch.equal(both["first_frame"][0], both["first_frame"][1])
+    later = policy.encode_first_frames([blue.copy()], 32, 32, 5)
+    assert len(seen) == 2 and all(torch.equal(later[name], both[name][1:2]) for name in both)
+    policy.encode_first_frames([blue], 32, 32, 9)
+    assert len(seen) == 3  # of another length of video

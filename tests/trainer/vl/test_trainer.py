@@ -22,12 +22,15 @@ def trainer_with_average(shares_weights: bool) -> SimpleNamespace:
         config=RunConfig(output=OutputConfig(eval_ema=True), train=TrainConfig(enable_ema=True)),
         parts=SimpleNamespace(ema=ema),
         maker=SimpleNamespace(engine=SimpleNamespace(shares_weights=shares_weights)),
+        actor=SimpleNamespace(bring_back=lambda: trainer.used.append("brought back")),
         weight=weight,
         held=1.0,
+        used=[],
     )
 
-    def load() -> None:
+    def load(lent: bool = False) -> None:
         trainer.held = weight.item()
+        trainer.used.append(lent)
 
     trainer._load_engine_weights = load
     return trainer
@@ -40,6 +43,7 @@ def test_either_engine_samples_from_the_average(shares_weights):
         sampled_from = trainer.weight.item() if shares_weights else trainer.held
     assert sampled_from == 0.0
     assert trainer.weight.item() == 1.0 and trainer.held == 1.0
+    assert trainer.used == ["brought back", True, False]  # weights that are lent to the average are not sent away
 
 
 class Stateful:

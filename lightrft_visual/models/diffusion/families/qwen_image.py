@@ -9,12 +9,15 @@ from ..schedule import upcast
 from .base import Conditions, DiffusionFamily, channel_statistics, pack, spatial_latent, unpack
 
 T = torch.Tensor
+TEXT_STEP = 64  # tokens
 
 
 class QwenImage(DiffusionFamily):
     """Latents are kept unpacked, (C, h, w); guidance keeps the norm of every token, as the stock pipeline does.
 
-    Texts are padded to the full text length and masked, so that samples of any prompts fit into one batch.
+    Texts are padded to the full text length and masked, so that samples of any prompts fit into one batch. A forward
+    reads as much of them as its longest text takes, in steps of `TEXT_STEP`: nearly always the same for all batches,
+    as sums over another number of masked places round differently.
     """
 
     default_text_length = 1024
@@ -31,10 +34,12 @@ class QwenImage(DiffusionFamily):
         """Velocity, fp32; guidance_scale enters where the model takes it as an embedding."""
         height, width = latents.shape[-2:]
         transformer, dtype = self.pipeline.transformer, self.dtype
+        used = -(-int(conditions["mask"].sum(dim=1).max()) // TEXT_STEP) * TEXT_STEP
+        context, mask = conditions["context"][:, :used], conditions["mask"][:, :used]
         guidance = torch.full_like(timesteps, guidance_scale) if transformer.config.guidance_embeds else None
         tokens = transformer(
             hidden_states=pack(latents).to(dtype), timestep=timesteps / 1000, guidance=guidance,
-            encoder_hidden_states=conditions["context"].to(dtype), encoder_hidden_states_mask=conditions["mask"],
+            encoder_hidden_states=context.to(dtype), encoder_hidden_states_mask=mask,
             img_shapes=[[(1, height // 2, width // 2)]] * len(latents), return_dict=False,
         )[0]  # fmt: skip
         return upcast(unpack(tokens, height, width))

@@ -1,0 +1,91 @@
+"""Run by two ranks: bytes of the device while a model is divided, while states are away, and around a guest."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from simulated.accelerator import install
+
+from lightrft_visual.config.vl import DistributedConfig, ModelConfig
+from lightrft_visual.models.loading import load_transformer
+from lightrft_visual.strategy import collectives
+from lightrft_visual.strategy.deepspeed import DeepspeedStrategy, OptimizerSettings
+from lightrft_visual.strategy.offload import Guest
+
+
+def allocated() -> int:
+    gc.collect()
+    return get_accelerator().memory_allocated()
+
+
+def divided(folder: str) -> dict[str, int]:
+    """Loading a model that is divided, and one of which the device gets everything."""
+    strategy = DeepspeedStrategy(DistributedConfig(zero_stage=3))
+    strategy.setup_distributed()
+    before = allocated()
+    get_accelerator().reset_peak_memory_stats()
+    with strategy.loading():
+        model = load_transformer(folder, ModelConfig(), torch.float32)
+    peak = get_accelerator().max_memory_allocated() - before
+    whole = load_transformer(folder, ModelConfig(), torch.float32)
+    own = [sum(each.nbytes for each in module.parameters(recurse=False)) for module in whole.modules()]
+    total = sum(parameter.nbytes for parameter in whole.parameters())
+    held = allocated() - before
+    assert held > 0 and model is not None
+    return {"peak": peak, "held": held, "total": total, "module": max(own)}
+
+
+def trained(stage: int) -> dict[str, int]:
+    """An engine after a step, without its states, without its weights too, and before and after the next step."""
+    strategy = DeepspeedStrategy(DistributedConfig(zero_stage=stage))
+    before = allocated()
+    module = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 256))
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    engine = strategy.prepare(module, OptimizerSettings(1e-2, total_steps=9))
+    inputs = torch.randn(6, 64).to(strategy.device)
+
+    def step() -> int:
+        engine.accumulate(engine(inputs).square().sum(), last=True)
+        engine.step()
+        return allocated() - before
+
+    seen = {"weights": weights, "after": step()}
+    engine.offload()
+    seen["states_away"] = allocated() - before
+    engine.offload_weights()
+    seen["all_away"] = allocated() - before
+    seen["next"] = step()
+    return seen
+
+
+def visited() -> dict[str, int]:
+    """A guest at home, inside, and at home again."""
+    strategy = DeepspeedStrategy(DistributedConfig(zero_stage=0))
+    before = allocated()
+    module = strategy.prepare_inference(torch.nn.Linear(512, 512), on_host=True)
+    guest = Guest(module, module, strategy.device)
+    home = allocated() - before
+    with guest:
+        inside = allocated() - before
+        answer = guest(torch.ones(1, 512).to(strategy.device)).cpu()
+    assert torch.allclose(answer, module(torch.ones(1, 512)), atol=1e-5)
+    del answer
+    return {"home": home, "inside": inside, "again": allocated() - before, "size": 512 * 513 * 4}
+
+
+def main(folder: str, out: str) -> None:
+    install()
+    results = {"divided": divided(folder), "guest": visited()}
+    results |= {f"stage_{stage}": trained(stage) for stage in (2, 3)}
+    Path(out, f"{collectives.rank()}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,43 @@
+"""What a rank holds on its device, counted by the simulated one's allocator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from launched import run_ranks
+from tiny_models import checkpoint_of
+
+SLACK = 64 * 1024  # bytes of buffers, numbers of steps and what a collective needs
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    root = tmp_path_factory.mktemp("memory")
+    path = checkpoint_of(root, "qwen2_5_vl").path
+    run_ranks("memory_ranks.py", path, str(root), folder=Path(__file__).parent)
+    return [json.loads((root / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_a_divided_model_is_never_whole_on_the_device(ranks):
+    for rank in ranks:
+        seen = rank["divided"]
+        assert seen["total"] / 2 <= seen["held"] <= seen["total"] / 2 + SLACK
+        assert seen["peak"] <= seen["total"] / 2 + 1.5 * seen["module"] + SLACK < seen["total"]
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_states_and_weights_leave_the_device_and_come_back(ranks, stage):
+    for rank in ranks:
+        seen = rank[f"stage_{stage}"]
+        # Adam's two states and the fp32 weights are divided over both ranks.
+        assert seen["after"] - seen["states_away"] >= 1.5 * seen["weights"] - SLACK
+        assert seen["all_away"] <= SLACK
+        assert abs(seen["next"] - seen["after"]) <= SLACK
+
+
+def test_a_guest_is_on_the_device_for_its_visits_only(ranks):
+    for rank in ranks:
+        seen = rank["guest"]
+        assert seen["home"] <= 1024 and seen["inside"] >= seen["size"] and seen["again"] <= 1024
