@@ -242,8 +242,7 @@ class VLPlanner:
             "zero_stage 2": zero.zero_stage >= 2,
             "zero_stage 3": zero.zero_stage == 3,
             "adam_offload": zero.adam_offload,
-            # DeepSpeed moves the states of these stages only
-            "offload_trainer": c.rollout.offload_trainer or zero.adam_offload or zero.zero_stage not in (1, 2),
+            "offload_trainer": c.rollout.offload_trainer or zero.adam_offload or zero.zero_stage == 0,  # ZeRO moves it
         }
         return frozenset(name for name, there in on.items() if there)
 
