@@ -204,8 +204,12 @@ class Catalogue:
         return self._source(moved, name, given)
 
     def _source(self, function: Any, name: str, given: Mapping[str, Any]) -> Source:
-        lenient = self.config.on_reward_error == "skip"
-        return CallableSource(function, name, given, self.config.reward_form, self.device, lenient)
+        return CallableSource(function, name, given, self.config.reward_form, self.device, self.lenient)
+
+    @property
+    def lenient(self) -> bool:
+        """Whether samples that a function fails on are left out."""
+        return self.config.on_reward_error == "skip"
 
     def _remote_by_url(self, entry: RecipeEntry) -> Source:
         return self._remote(entry.name, entry.key)
@@ -225,7 +229,7 @@ class Catalogue:
             self._closing.append(scorer.close)
         if isinstance(scorer, Source):
             return scorer
-        return CallableSource(scorer, entry.name)
+        return CallableSource(scorer, entry.name, lenient=self.lenient)
 
     def _transport(self, entry: RecipeEntry) -> str:
         return entry.transport or self.config.reward_transport
@@ -239,6 +243,6 @@ class Catalogue:
         if self.config.reward_fn_timeout is not None and ".py:" in key:
             raise ConfigError("reward_fn_timeout is for functions in this process; calls of Ray have reward_timeout")
         limits = {"actors": self.config.reward_ray_actors, "timeout": self.config.reward_timeout}
-        source = RaySource(name, key, kwargs, form=self.config.reward_form, **limits)
+        source = RaySource(name, key, kwargs, form=self.config.reward_form, lenient=self.lenient, **limits)
         self._closing.append(source.close)
         return source

@@ -167,8 +167,9 @@ def _warnings() -> Restore:
         added = [each for each in warnings.filters if each[0] == "error" and each not in before]
         if not added:
             return None
-        warnings.filters[:] = [each for each in warnings.filters if each not in added]
-        warnings._filters_mutated()
+        kept = [each for each in warnings.filters if each not in added]
+        warnings.resetwarnings()  # which also makes Python forget what it has decided by the old ones
+        warnings.filters.extend(kept)
         return "turns warnings into errors"
 
     return restore

@@ -36,12 +36,14 @@ def connect() -> Any:
     return ray
 
 
-def build_source(name: str, target: Callable[..., Any] | str, settings: Mapping[str, Any], form: str) -> Source:
-    """A scorer from its class or function, or from `path.py:name`, called as `form` says."""
+def build_source(
+    name: str, target: Callable[..., Any] | str, settings: Mapping[str, Any], form: str, lenient: bool = False
+) -> Source:
+    """A scorer from its class or function, or from `path.py:name`, called as `form` says. lenient: see there."""
     if isinstance(target, str):
-        return CallableSource(load_reward_fn(target), name, settings, form)
+        return CallableSource(load_reward_fn(target), name, settings, form, lenient=lenient)
     scorer = instantiate(target, settings)
-    return scorer if isinstance(scorer, Source) else CallableSource(scorer, name)
+    return scorer if isinstance(scorer, Source) else CallableSource(scorer, name, lenient=lenient)
 
 
 class _Actor:
@@ -61,8 +63,8 @@ class RaySource(PendingSource):
     """A pool of actors that each hold the scorer; a batch is shared out between them.
 
     key: a registered scorer or `path.py:name`. A part that is not scored within `timeout` seconds, or whose actor dies,
-    is failed, and the actor replaced; what the scorer itself raises is a RewardError. actor_options: for Ray, such as
-    {"num_gpus": 1, "num_cpus": 0}.
+    is failed, and the actor replaced; what the scorer itself raises is a RewardError, but for a lenient one (see
+    CallableSource). actor_options: for Ray, such as {"num_gpus": 1, "num_cpus": 0}.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class RaySource(PendingSource):
         timeout: float = 60.0,
         device: str = "cpu",
         form: str = AUTO,
+        lenient: bool = False,
         actor_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.name, self.timeout, self.device = name, timeout, device
@@ -90,7 +93,7 @@ class RaySource(PendingSource):
             self._ray.cloudpickle.register_pickle_by_value(module)
         options = {"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}}
         factory = self._ray.remote(_Actor).options(**options, **(actor_options or {}))
-        self._start = lambda: factory.remote(name, target, dict(settings or {}), form)
+        self._start = lambda: factory.remote(name, target, dict(settings or {}), form, lenient)
         self._actors = [self._start() for _ in range(actors)]
         self._wait_until_ready(self._actors)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"ray-{name}")

@@ -74,6 +74,17 @@ def test_user_function_hang_and_exception_on_ray(cluster, tmp_path):
         source.close()
 
 
+def test_samples_that_a_function_on_ray_fails_on_are_left_out_by_the_policy(cluster, tmp_path):
+    (tmp_path / "mine.py").write_text("def score(completions):\n    return [1 / (len(c) - 2) for c in completions]\n")
+    config = RewardConfig(
+        reward_fn=f"{tmp_path}/mine.py:score", reward_transport="ray", on_reward_error="skip", reward_max_invalid=0.5
+    )
+    engine = RewardComputationEngine.from_config(config)
+    result = engine.compute_rewards([make_samples(["a", "bb", "ccc"])])
+    engine.close()
+    assert result.valid.tolist() == [True, False, True] and result.score[[0, 2]].tolist() == [-1, 1]
+
+
 def test_bad_scorer_is_found_on_construction(cluster):
     with pytest.raises(ConfigError, match="did you mean 'exact'"):
         RaySource("x", "exct")
