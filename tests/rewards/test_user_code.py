@@ -261,6 +261,7 @@ def test_a_slow_function_is_named_with_its_place(monkeypatch):
 def test_sigterm_ends_a_function_that_does_not_return(monkeypatch):
     """The trainer's own handler is asked first; what hangs afterwards ends with an error that says so."""
     monkeypatch.setattr(calls, "TERM_SECONDS", 0.05)
+    monkeypatch.setattr(calls, "REMINDERS", 10_000)
     asked = []
     before = signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 
@@ -288,6 +289,7 @@ def test_sigterm_ends_a_function_that_does_not_return(monkeypatch):
 def sigterm(monkeypatch):
     """A handler as the trainer's, and little patience; sends the signal when called."""
     monkeypatch.setattr(calls, "TERM_SECONDS", 0.05)
+    monkeypatch.setattr(calls, "REMINDERS", 10_000)  # a busy machine must not end the tests' own process
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     yield lambda: os.kill(os.getpid(), signal.SIGTERM)
     signal.signal(signal.SIGTERM, before)
@@ -305,6 +307,7 @@ def test_sigterm_ends_the_wait_for_a_server_that_does_not_answer(sigterm):
 
 def test_a_function_that_swallows_the_interruption_ends_the_process(sigterm, monkeypatch, capsys):
     left = threading.Event()
+    monkeypatch.setattr(calls, "REMINDERS", 3)
     monkeypatch.setattr(calls.os, "_exit", lambda code: left.set() if code == 143 else None)
 
     def swallows(completions):

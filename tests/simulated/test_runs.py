@@ -51,7 +51,11 @@ DRAWING = {
     "reward_fl": "--diffusion_algorithm reward_fl --mid_timestep 1 --final_timestep 2 --warmup_steps 0 "
     "--gradient_checkpointing true --use_gradient_checkpointing_offload true",
 }
-RUNS = {1: (*SEEING, *DRAWING), 2: ("grpo_2", "grpo_3", "ppo_3", "rloo_lora", "flow_grpo", "flow_grpo_3", "nft")}
+TWO_RANKS = (
+    "grpo_0", "grpo_1", "grpo_2", "grpo_3", "ppo", "ppo_resumed", "ppo_3", "rloo_lora", "models",
+    "flow_grpo", "flow_grpo_3", "nft", "reward_fl",
+)  # fmt: skip
+RUNS = {1: (*SEEING, *DRAWING), 2: TWO_RANKS}
 COMPARED = ("grpo_0", "grpo_3", "ppo", "rloo_lora", "flow_grpo", "nft", "reward_fl")
 METRICS = ("loss", "policy_loss", "grad_norm", "reward", "reward_mean", "kl", "entropy", "value_loss")
 
