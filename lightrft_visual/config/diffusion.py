@@ -34,10 +34,12 @@ from .shared import (
     PlanConfig,
     RewardConfig,
     WeightDecay,
+    accumulated,
 )
 
 SCHEDULES = {"constant": "constant_with_warmup", "cosine": "cosine", "linear": "linear"}
 ROLL_DENOISERS = {"dit": "transformer", "dit2": "transformer_2"}
+PARTS = ".json"  # how `pretrain` ends where it names the parts of a model
 MEANING = {"flow": "a velocity", "epsilon": "noise (DDIM)"}
 
 
@@ -55,10 +57,11 @@ def gradient_steps(num_steps: int, first: int, last: int) -> list[int]:
 
 @dataclass
 class DiffusionModelConfig(Section):
-    """What is trained: a diffusers pipeline folder, a hub name, or 'embedded' for the built-in tiny SD3 or (family
-    sd15) Stable Diffusion 1.5."""
+    """What is trained: a diffusers pipeline folder, a hub name, a .json file that names the parts of a model, or
+    'embedded' for the built-in tiny SD3 or (family sd15) Stable Diffusion 1.5."""
 
     pretrain: str = EMBEDDED
+    tokenizer_path: str | None = None  # of the text encoder; only for a .json file of parts
     family: Annotated[str, registered(registry.diffusion_families, "auto")] = (
         "auto"  # checked against the pipeline's class; auto takes what the pipeline is
     )
@@ -70,7 +73,7 @@ class DiffusionModelConfig(Section):
     max_sequence_length: PositiveInt | None = None  # tokens of the T5 or LLM encoder; default: the family's own
     gradient_checkpointing: bool = False
     vae_tiling: bool = False  # decode large images in overlapping tiles: less memory, blended at the seams
-    use_gradient_checkpointing_offload: bool = False  # keep checkpointed activations in host memory
+    use_gradient_checkpointing_offload: bool = False  # keep checkpointed activations in host memory; checkpoints too
 
     @property
     def trained_denoisers(self) -> tuple[str, ...] | None:
@@ -80,10 +83,12 @@ class DiffusionModelConfig(Section):
         return tuple(ROLL_DENOISERS.get(name, name) for name in self.trainable_models.split(","))
 
     def check(self) -> None:
-        """What offloads checkpointed activations needs them to be checkpointed."""
+        """Offloading checkpointed activations checkpoints them; a tokenizer belongs to a model in parts."""
+        self.gradient_checkpointing |= self.use_gradient_checkpointing_offload
         require(
-            self.gradient_checkpointing or not self.use_gradient_checkpointing_offload,
-            "use_gradient_checkpointing_offload needs gradient_checkpointing",
+            self.tokenizer_path is None or self.pretrain.endswith(PARTS),
+            f"tokenizer_path belongs to a model given as a {PARTS} file of its parts (model_paths); a pipeline folder "
+            "has its own tokenizer",
         )
 
 
@@ -109,7 +114,7 @@ class DiffusionSamplingConfig(Section):
     width: PositiveInt = 512
     num_frames: PositiveInt = 1
     rollout_batch_size: PositiveInt = 8  # prompts a step, over all ranks
-    n_samples_per_prompt: PositiveInt = 24
+    n_samples_per_prompt: PositiveInt | None = None  # default: 24, reward_fl 1
     micro_rollout_batch_size: PositiveInt = 8  # samples a forward, per rank
 
     def __post_init__(self) -> None:
@@ -197,10 +202,12 @@ class DiffusionAlgorithmConfig(Section):
 class DiffusionTrainConfig(Section):
     """Optimization; batch sizes as in vl.py, counted in samples (each with all its trained steps)."""
 
-    train_batch_size: PositiveInt = 96
+    train_batch_size: PositiveInt | None = None  # of an update, over all ranks; default: 96, reward_fl 8
+    groups_per_update: PositiveInt | None = None  # or: prompts whose samples make an update (VRL)
+    gradient_accumulation_steps: PositiveInt | None = None  # or: micro-batches of a rank that make an update (ROLL)
     micro_train_batch_size: PositiveInt = 8
     steps_per_forward: PositiveInt = 1  # denoising steps of a micro-batch in one forward; memory grows with it
-    max_epochs: PositiveInt = 1
+    max_epochs: PositiveInt = 1  # rounds of updates over the samples of a step
     num_episodes: PositiveInt = 1
     max_steps: Annotated[int, positive_or(-1, "no limit")] = -1
     learning_rate: NonNegativeFloat | None = None  # default: 3e-4, reward_fl 2.5e-6
@@ -277,8 +284,20 @@ class DiffusionRunConfig(Section):
         train.learning_rate = usual.learning_rate if train.learning_rate is None else train.learning_rate
         train.warmup_steps = usual.warmup_steps if train.warmup_steps is None else train.warmup_steps
         self.algorithm.timestep_choice = self.algorithm.timestep_choice or usual.timestep_choice
+        if sampling.n_samples_per_prompt is None:
+            sampling.n_samples_per_prompt = usual.n_samples_per_prompt
         if sampling.noise_level is None:
             sampling.noise_level = 1.0 if self.trajectory == "sde_reflow" else usual.noise_level
+        if train.groups_per_update is not None:
+            groups, prompts = train.groups_per_update, sampling.rollout_batch_size
+            require(
+                prompts % groups == 0, f"rollout_batch_size {prompts} does not divide into groups_per_update {groups}"
+            )
+            train.train_batch_size = groups * sampling.n_samples_per_prompt
+        elif train.gradient_accumulation_steps is not None:
+            train.train_batch_size = accumulated(train.gradient_accumulation_steps, train.micro_train_batch_size)
+        elif train.train_batch_size is None:
+            train.train_batch_size = usual.train_batch_size
 
     def _check_groups(self) -> None:
         sampling, name = self.sampling, self.algorithm.diffusion_algorithm

@@ -33,6 +33,7 @@ def help_text(names: Names) -> str:
     aliases = {name: paths for name, paths in names.aliases.items() if "." not in name}
     parts.append("\nNames of other systems that are understood:")
     parts += [f"  {alias} -> {', '.join(paths)}" for alias, paths in aliases.items()]
+    parts += [f"  {name}: {translation.about}" for name, translation in names.translations.items()]
     hints = {name: names.hint(name) for name in DIFFERENT if not names.find(name)}
     parts.append("\nNames of other systems that are refused with advice:")
     parts += [f"  {name}: {hint}" for name, hint in hints.items() if hint]

@@ -22,7 +22,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from ..errors import ConfigError, nearest
 from .constraints import Constraint, constraints_of
 from .roots import ROOTS
-from .spellings import ALIASES, ALIASES_OF, DIFFERENT
+from .spellings import ALIASES, ALIASES_OF, DIFFERENT, NOT_BUILT
+from .translations import TRANSLATIONS
 
 FLAG = re.compile(r"(?<!deepspeed )--(\w+)")  # in an advice; what stands behind deepspeed is the launcher's
 RUN_KINDS = {"vl": "vision-language", "diffusion": "diffusion"}
@@ -135,6 +136,7 @@ class Names:
         for leaf in self.leaves.values():
             self._paths.setdefault(leaf.name, []).append(leaf.path)
         self._spellings = ALIASES | ALIASES_OF.get(schema.__name__, {})
+        self.translations = TRANSLATIONS.get(schema.__name__, {})
         self.aliases = self._known_aliases()
         self._paths.update({path: [path] for path in self.leaves})
 
@@ -161,8 +163,12 @@ class Names:
         """(leaf, key inside it) pairs that a spelling reaches; empty for an unknown name.
 
         Only mappings have keys inside: ``reward.components.ocr`` is the key ``ocr`` of the leaf ``reward.components``.
-        Several pairs mean an alias that shares its values, one each. Raises ConfigError for a name of several leaves.
+        Several pairs mean an alias that shares its values, one each. A name that `translated` reads gives the leaf that
+        takes the same kind of value. Raises ConfigError for a name of several leaves.
         """
+        translation = self.translations.get(name.replace("-", "_"))
+        if translation is not None:
+            return self.find(translation.like)
         parts = name.split(".")
         for count in range(len(parts), 0, -1):
             spelled, rest = ".".join(parts[:count]).replace("-", "_"), ".".join(parts[count:])
@@ -174,9 +180,23 @@ class Names:
                 return found
         return []
 
+    def translated(self, setting: Setting) -> list[Setting]:
+        """What a setting of another system stands for here; the setting itself where it is one of these. ConfigError
+        for a value that means nothing here."""
+        translation = self.translations.get(setting.name.replace("-", "_"))
+        if translation is None:
+            return [setting]
+        try:
+            return [Setting(name, value, setting.origin) for name, value in translation.read(setting.value).items()]
+        except ConfigError as error:
+            raise ConfigError(f"{error} ({setting.origin})") from None
+
     def unknown(self, name: str, origin: str) -> ConfigError:
         """The error for a name that reaches nothing, with advice."""
         plain = name.replace("-", "_")
+        for beginning, told in NOT_BUILT.items():
+            if f"{plain}.".startswith(f"{beginning}."):
+                return ConfigError(f"{name} ({origin}): {told}")
         if plain in self.sections:
             example = next(path for path in self.leaves if path.startswith(plain + "."))
             return ConfigError(f"{name!r} ({origin}) is a section; set its fields, such as {example}")

@@ -30,7 +30,7 @@ from .plugins import load_plugins, plugins_in
 from .recipes import LayerReader
 from .roots import Preset
 from .shared import EMBEDDED
-from .spellings import COMMA_LISTS, PATHS, SWITCHES
+from .spellings import COMMA_LISTS, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS
 from .vl import RunConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -140,15 +140,27 @@ def _print_once(text: str, file: TextIO | None = None) -> None:
 def merge(names: Names, settings: Iterable[Setting]) -> tuple[DictConfig, dict[str, str]]:
     """Lay settings over the schema's defaults, the last one winning. Returns the tree and the origin of each leaf."""
     tree, sources = OmegaConf.structured(names.schema), {}
-    for setting in settings:
+    for setting in (each for written in settings for each in names.translated(written)):
         found = names.find(setting.name)
         if not found:
             raise names.unknown(setting.name, setting.origin)
         for (leaf, inside), value in zip(found, _shared(setting, len(found)), strict=True):
             path = f"{leaf.path}.{inside}" if inside else leaf.path
-            _assign(tree, path, leaf, _read(leaf, inside, value, setting.origin), setting.origin)
+            read = _read(leaf, inside, value, setting.origin)
+            _assign(tree, path, leaf, read, setting.origin)
             sources[path] = setting.origin
+            if read is not None:
+                _unset_others(names, tree, path, sources)
     return tree, sources
+
+
+def _unset_others(names: Names, tree: DictConfig, path: str, sources: dict[str, str]) -> None:
+    """Of settings that say the same thing the last one counts."""
+    for same in ONE_OF_THESE:
+        for other in same if path in same else ():
+            if other != path and other in names.leaves and names.leaves[other].optional:
+                OmegaConf.update(tree, other, None)
+                sources.pop(other, None)
 
 
 def _shared(setting: Setting, count: int) -> list:
@@ -180,7 +192,7 @@ def _assign(tree: DictConfig, path: str, leaf: Leaf, value: Any, origin: str) ->
 
 def _read(leaf: Leaf, inside: str, value: Any, origin: str) -> Any:
     """A value as the leaf's type wants it, from command line text or from YAML; type checks are left to OmegaConf."""
-    if isinstance(value, str) and value in NULL_WORDS and leaf.optional:
+    if isinstance(value, str) and value in (*NULL_WORDS, *UNSET_WORDS.get(leaf.name, ())) and leaf.optional:
         return None
     if leaf.kind == "text":
         value = _as_text(_json_list(value) if leaf.name in COMMA_LISTS else value)

@@ -82,8 +82,8 @@ class DiffusionAlgorithm(Choice):
     or 'epsilon'; None takes both. trains_on: 'steps' of an SDE, 'data' (finished samples), or 'reward' (its gradient;
     no replay). grouped: compares samples of one prompt. reference: always keeps a reference; else only with beta.
     old_policy: rollouts come from a decayed copy of the weights. clipped_advantages: scales by adv_clip_max. guard:
-    takes grpo_guard. num_steps, learning_rate, warmup_steps, noise_level, timestep_choice: where neither recipe nor
-    flag says. embedded: the recipe of the embedded model.
+    takes grpo_guard. num_steps, learning_rate, warmup_steps, noise_level, timestep_choice, n_samples_per_prompt,
+    train_batch_size: where neither recipe nor flag says. embedded: the recipe of the embedded model.
     """
 
     trajectories: tuple[str, ...] = ("sde",)
@@ -99,6 +99,8 @@ class DiffusionAlgorithm(Choice):
     warmup_steps: int = 0
     noise_level: float = 0.7
     timestep_choice: str = "first"
+    n_samples_per_prompt: int = 24
+    train_batch_size: int = 96
     embedded: str = "embedded/flow_grpo"
 
 
@@ -285,7 +287,7 @@ for _entry in (
     DiffusionAlgorithm(
         "reward_fl", f"{_diffusion}:reward_fl", "the gradient of a differentiable reward", trajectories=("ode",),
         trains_on="reward", grouped=False, num_steps=8, learning_rate=2.5e-6, warmup_steps=10,
-        embedded="embedded/reward_fl",
+        n_samples_per_prompt=1, train_batch_size=8, embedded="embedded/reward_fl",
     ),
 ):  # fmt: skip
     diffusion_algorithms.add(_entry)

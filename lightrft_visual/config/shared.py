@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -22,6 +23,11 @@ WeightDecay = Annotated[float, Constraint(lambda value: value >= 0, "weight deca
 MaxNorm = Annotated[float, Constraint(lambda value: value >= 0, "it must be positive, or 0 for no clipping")]
 BadRows = Annotated[str, one_of("error", "skip")]
 BadShare = Annotated[float, Share]
+
+
+def accumulated(steps: int, micro_batch_size: int) -> int:
+    """Samples of an update that is `steps` micro-batches on each rank, as many as the launcher started."""
+    return steps * micro_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass
@@ -109,6 +115,7 @@ class OutputConfig(Section):
     sigterm_exit_code: Annotated[int, within("[0, 255]")] = 0  # of a run that SIGTERM ended after a checkpoint
     best_metric: str | None = None  # column of eval_metrics.csv by which the best checkpoint is kept
     eval_samples_per_prompt: PositiveInt = 4
+    eval_seed: int | None = None  # of what the evaluation draws; default: seed
     eval_ema: bool | None = None  # evaluate and export the EMA weights; default: with enable_ema
     use_wandb: bool = False
     use_tensorboard: bool = False

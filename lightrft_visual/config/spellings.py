@@ -50,17 +50,70 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "num_image_per_prompt": "n_samples_per_prompt",
     # ROLL and diffusers
     "num_inference_steps": "num_steps",
+    "per_device_train_batch_size": "micro_train_batch_size",
     # VRL
     "trainer.output_dir": "output_dir",
     "trainer.resume_from": "resume_from",
+    "trainer.save_freq": "save_steps",
+    "trainer.total_epochs": "max_steps",  # an epoch is a rollout and its updates there
     "data.manifest": "prompt_data",
     "data.eval_manifest": "eval_data",
+    "rollout.n": "n_samples_per_prompt",
+    "rollout.rollout_batch_size": "rollout_batch_size",
+    "rollout.sample_batch_size": "micro_rollout_batch_size",
+    "actor.gradient_accumulation_steps": "groups_per_update",  # it accumulates prompt groups, not micro-batches
+    "actor.optim.lr": "learning_rate",
+    "eval.manifest": "eval_data",
+    "eval.freq": "eval_steps",
+    "eval.num_steps": "eval_num_steps",
+    "eval.max_prompts": "max_eval_samples",
+    "eval.seed": "eval_seed",
+    "eval.use_ema": "eval_ema",
 }
 
 # The same for one schema only, by its class: the systems that a kind of run comes from mean something else by the name.
 ALIASES_OF: dict[str, dict[str, str]] = {
-    "DiffusionRunConfig": {"num_train_epochs": "max_epochs"},  # ROLL: optimisation rounds per batch of samples
+    "DiffusionRunConfig": {
+        "num_train_epochs": "max_epochs",  # ROLL: optimisation rounds per batch of samples
+        "model_paths": "pretrain",  # ROLL: a JSON file that names a model's parts
+        "num_video_per_prompt": "n_samples_per_prompt",  # FastVideo
+        "num_inner_epochs": "max_epochs",  # FastVideo and Flow-GRPO
+        "kl_beta": "nft_kl_beta",
+        "sample.num_steps": "num_steps",  # Flow-GRPO
+        "sample.eval_num_steps": "eval_num_steps",
+        "sample.guidance_scale": "guidance_scale",
+        "sample.noise_level": "noise_level",
+        "sample.num_image_per_prompt": "n_samples_per_prompt",
+        "sample.global_std": "global_std",
+        "sample.same_latent": "same_latent",
+        "sample.sde_window_size": "sde_window_size",
+        "sample.sde_window_range": "sde_window_range",
+        "train.num_inner_epochs": "max_epochs",
+        "train.timestep_fraction": "timestep_fraction",
+        "train.clip_range": "clip_range",
+        "train.adv_clip_max": "adv_clip_max",
+        "train.beta": "beta",
+        "train.cfg": "cfg_in_training",
+        "train.ema": "enable_ema",
+        "train.learning_rate": "learning_rate",
+        "algorithm.init_kl_coef": "beta",  # VRL
+    },
 }
+
+# Settings that say the same thing in several ways: the one that is written last counts, the others are unset.
+ONE_OF_THESE = (("train.train_batch_size", "train.groups_per_update", "train.gradient_accumulation_steps"),)
+
+# Words for "unset" besides null, by setting.
+UNSET_WORDS: dict[str, tuple[str, ...]] = {"flow_shift": ("inherit",)}  # FastVideo
+
+# Beginnings of names, and layers, of what is not built yet -> what to say.
+RAY = (
+    "placing the trainer and the rollouts by Ray is not built yet: here every GPU trains and draws in turn. Start "
+    "`deepspeed --num_gpus N script.py` (several hosts: --hostfile), with /base/distributed=zero2 or zero3; "
+    "--reward_transport ray runs scorers in Ray"
+)
+NOT_BUILT: dict[str, str] = {"distributed.resources": RAY}
+LAYERS_NOT_BUILT: dict[str, dict[str, str]] = {"/base/distributed": {"ray_": RAY}}
 
 # Settings that may stand alone on the command line without being a bool, and the value they then take.
 BARE_VALUES: dict[str, str] = {"freeze_prefix": "true"}
@@ -75,7 +128,7 @@ COMMA_LISTS = (
 PATHS = (
     "pretrain", "critic_pretrain", "prompt_data", "eval_data", "image_root", "reward_fn", "reward_pretrain",
     "remote_rm_url", "reward_recipe", "differentiable_reward", "output_dir", "save_path", "ckpt_path", "resume_from",
-    "plugins",
+    "plugins", "tokenizer_path",
 )  # fmt: skip
 
 # What to say where one of these is given a value that is neither yes nor no, as it takes elsewhere. It may be a key, so
@@ -108,9 +161,6 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
     "eps_clip": "write --clip_range",
     "clip_ratio": "write --clip_range",
     # batches and epochs
-    "per_device_train_batch_size": "write --micro_train_batch_size (samples per rank and forward) and "
-    "--train_batch_size (samples per optimizer step over all ranks)",
-    "gradient_accumulation_steps": "it follows from --train_batch_size, --micro_train_batch_size and the rank count",
     "num_epochs": "passes over the prompts are --num_episodes, rollout steps --max_steps, passes over each rollout's "
     "samples --max_epochs",
     "max_train_steps": "rollout steps are --max_steps",

@@ -38,6 +38,7 @@ from .shared import (
     PlanConfig,
     RewardConfig,
     WeightDecay,
+    accumulated,
 )
 
 SamplingTemperature = Constraint(lambda value: value > 0, "log-probs need a positive temperature")
@@ -257,6 +258,7 @@ class TrainConfig(Section):
     """Optimization. Batch sizes count samples over all ranks, micro-batch sizes count samples per rank."""
 
     train_batch_size: PositiveInt = 128
+    gradient_accumulation_steps: PositiveInt | None = None  # or: micro-batches of a rank that make an update (TRL)
     micro_train_batch_size: PositiveInt = 8
     max_tokens_per_batch: int = 0  # with packing: fill each micro-batch up to this many tokens instead of by count
     packing_samples: bool = False
@@ -284,7 +286,9 @@ class TrainConfig(Section):
         return self.lr_scheduler, self.lr_warmup_ratio
 
     def check(self) -> None:
-        """The budget of packed batches."""
+        """The size of an update, and the budget of packed batches."""
+        if self.gradient_accumulation_steps is not None:
+            self.train_batch_size = accumulated(self.gradient_accumulation_steps, self.micro_train_batch_size)
         require(
             self.max_tokens_per_batch == 0 or (self.max_tokens_per_batch > 0 and self.packing_samples),
             "max_tokens_per_batch is a positive budget of packed batches: add --packing_samples (0 turns it off)",

@@ -10,6 +10,8 @@ from typing import Any
 from ..config import registry
 from ..errors import ConfigError, did_you_mean
 
+OTHER_NAMES = {"model_name": "model", "model_path": "model"}  # of a scorer's settings in VRL
+
 
 def register_scorer(name: str, about: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: make a function or class known to recipes as `name`.
@@ -34,11 +36,19 @@ def check_scorer(name: str, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError when the name is unknown or takes no such setting; builds nothing."""
     target = find_scorer(name)
     parameters = inspect.signature(target).parameters
+    settings = own_settings(target, settings)
     if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
         return
     for key in settings:
         if key not in parameters:
             raise ConfigError(f"scorer {name!r} has no setting {key!r}{did_you_mean(key, parameters)}")
+
+
+def own_settings(target: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings under the names that the scorer has for them: what other systems call `model_name` may be `model`."""
+    parameters = inspect.signature(target).parameters
+    renamed = {there: here for there, here in OTHER_NAMES.items() if here in parameters and there not in parameters}
+    return {renamed.get(key, key): value for key, value in settings.items()}
 
 
 def build_scorer(name: str, settings: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -49,6 +59,7 @@ def build_scorer(name: str, settings: Mapping[str, Any] | None = None) -> Callab
     settings = dict(settings or {})
     check_scorer(name, settings)
     target = find_scorer(name)
+    settings = own_settings(target, settings)
     parameters = inspect.signature(target).parameters.values()
     needed = [
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)

@@ -29,8 +29,9 @@ class RolloutStage:
         policy_version: int = 0,
         purpose: str = "rollout",
         finished: Taker | None = None,
+        seed: int | None = None,
     ) -> list[Rollout]:
-        """P * n rollouts, prompt-major. Seeds come from (run seed, purpose, prompt id) alone.
+        """P * n rollouts, prompt-major. Seeds come from (seed, by default the run's, purpose, prompt id) alone.
 
         finished(first, rollouts) gets the rollouts of each prompt, and the number of the first of them, once all of
         them are made; engines that do not tell give all of them at the end.
@@ -40,7 +41,7 @@ class RolloutStage:
         """
         prompts = self.data_processor.features(batch)
         for prompt in prompts:
-            prompt.seed = derive_seed(self.run_seed, purpose, prompt.group_id)
+            prompt.seed = derive_seed(self.run_seed if seed is None else seed, purpose, prompt.group_id)
         made: dict[int, list[Rollout]] = {}
 
         def take(number: int, responses: list[Completion]) -> None:

@@ -192,8 +192,10 @@ class FastExperienceMaker:
         sampling: SamplingSettings,
         purpose: str = "rollout",
         early: EarlyScores | None = None,
+        seed: int | None = None,
     ) -> list[Rollout]:
-        """Unscored rollouts, prompt-major. early: is given each prompt's as they are finished."""
+        """Unscored rollouts, prompt-major. early: is given each prompt's as they are finished. seed: see
+        `RolloutStage.generate`."""
         with self._phase("sync"):
             self.engine.wake()
         with self._phase("generate"):
@@ -203,6 +205,7 @@ class FastExperienceMaker:
                 policy_version=self.policy_version,
                 purpose=purpose,
                 finished=None if early is None else early.add,
+                seed=seed,
             )
 
     def score(self, rollouts: list[Rollout], early: EarlyScores | None = None) -> dict[str, float]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import load_config
@@ -16,6 +18,10 @@ PROJECT = Path(__file__).resolve().parents[2]
 PACKAGE = PROJECT / "lightrft_visual"
 SCHEMA = [PACKAGE / "config" / f"{name}.py" for name in ("vl", "diffusion", "shared")]
 REFUSED = {"distributed.sp_size": "2"}  # known to users, not built: any value but the default is an error
+FOLDED = {  # other ways to say what another leaf says, into which they are worked at once
+    "train.groups_per_update": ("train.train_batch_size", "2"),
+    "train.gradient_accumulation_steps": ("train.train_batch_size", "2"),
+}
 LOADER = {"plugins"}  # read by the loader itself, before there is a configuration: tests/config/test_plugins.py
 
 
@@ -52,7 +58,18 @@ def attributes_read() -> set[str]:
 def test_every_leaf_is_read_somewhere(root) -> None:
     read = attributes_read()
     unread = sorted(leaf.path for leaf in names_of(root.schema).leaves.values() if leaf.name not in read)
-    assert not set(unread) - set(REFUSED) - LOADER, f"accepted but never read: {', '.join(unread)}"
+    assert not set(unread) - set(REFUSED) - set(FOLDED) - LOADER, f"accepted but never read: {', '.join(unread)}"
+
+
+@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)
+def test_what_is_worked_into_another_leaf_changes_it(root) -> None:
+    for path in FOLDED.keys() & names_of(root.schema).leaves:
+        target, value = FOLDED[path]
+        usual, changed = (
+            OmegaConf.select(OmegaConf.create(asdict(load_config(root.schema, argv, preset=None))), target)
+            for argv in ([], [f"{path}={value}"])
+        )
+        assert usual != changed, path
 
 
 @pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)

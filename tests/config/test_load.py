@@ -366,7 +366,7 @@ def test_nothing_heavy_is_imported() -> None:
 
 FOREIGN = {  # typed, in a vision-language and in a diffusion run -> what the answer must say ('' for: nothing special)
     "beta": ("--init_kl_coef X --use_kl_loss", None),
-    "train.beta": ("--init_kl_coef X --use_kl_loss", "did you mean 'algorithm.beta'"),
+    "train.beta": ("--init_kl_coef X --use_kl_loss", None),
     "kl_loss_coef": ("--init_kl_coef", "--beta"),
     "max_new_tokens": (None, ""),
     "num_epochs": ("--num_episodes", "--num_episodes"),
@@ -385,7 +385,7 @@ FOREIGN = {  # typed, in a vision-language and in a diffusion run -> what the an
     "master_port": ("deepspeed --master_port", "deepspeed --master_port"),
     "deepspeed": ("--zero_stage", "--zero_stage"),
     "flash_attn": ("--attn_implementation", ""),
-    "reward_model_path": ("--reward_pretrain", "--reward_pretrain"),
+    "reward_model_path": ("--reward_pretrain", None),
     "resolution": ("", "--height and --width"),
     "lr_scheduler": (None, "--lr_scheduler_type"),
     "betas": ("--adam_betas", "--adam_betas"),

@@ -19,6 +19,15 @@ def test_unknown_name_and_setting_give_the_nearest():
         build_scorer("aesthetic")
 
 
+def test_settings_under_the_names_of_other_systems(tmp_path):
+    with pytest.raises(ConfigError, match="needs the setting 'head'"):
+        build_scorer("aesthetic", {"model_name": "openai/clip-vit-large-patch14"})
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        build_scorer("clip_score", {"model_name": str(tmp_path / "clip")})
+    with pytest.raises(ConfigError, match="no setting 'model_name'"):
+        check_scorer("numeric", {"model_name": "x"})
+
+
 def test_register_function_and_class(monkeypatch):
     monkeypatch.setattr(registry.scorers, "_entries", dict(registry.scorers._entries))
 

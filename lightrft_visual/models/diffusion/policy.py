@@ -24,7 +24,7 @@ from PIL import Image
 from torch import nn
 
 from ...config import registry
-from ...config.diffusion import DiffusionModelConfig
+from ...config.diffusion import PARTS, DiffusionModelConfig
 from ...errors import ConfigError
 from ...strategy import collectives
 from ...strategy.dividing import Divide
@@ -34,6 +34,7 @@ from .decoding import checkpoint_decoder, in_parts
 from .divided import load_divided
 from .families.base import NEGATIVE, DiffusionFamily
 from .prompt_cache import PromptCache
+from .wan_parts import load_wan_parts, wan_pipeline_name
 
 T = torch.Tensor
 ADAPTER = "default"
@@ -83,15 +84,19 @@ class DiffusionPolicy(nn.Module):
     def from_pretrained(
         cls, path: str, *, lora: LoraSettings | None = None, dtype: torch.dtype = torch.float32,
         trainable: tuple[str, ...] | None = None, text_length: int | None = None, family: str = "auto",
-        divide: Divide | None = None,
+        divide: Divide | None = None, tokenizer: str | None = None,
     ) -> DiffusionPolicy:  # fmt: skip
-        """Load a diffusers pipeline folder or hub id. text_length: T5 or LLM tokens; default: what the folder's
-        `PIPELINE_SETTINGS` says, else the family's own. divide: the strategy's, under ZeRO-3: the denoisers are then
-        divided over the ranks while they load, and all ranks load together.
+        """Load a diffusers pipeline folder, a hub id, or the parts that a JSON file names (wan_parts.py).
+
+        text_length: T5 or LLM tokens; default: what the folder's `PIPELINE_SETTINGS` says, else the family's own.
+        divide: the strategy's, under ZeRO-3: the denoisers of a folder or hub id are then divided over the ranks while
+        they load, and all ranks load together. tokenizer: of a model in parts.
 
         Raises ConfigError when no family here reads the pipeline's class, or when it is not the one named.
         """
         adapter = named_family(pipeline_class(path), family)
+        if path.endswith(PARTS):
+            return cls(adapter(load_wan_parts(path, dtype, tokenizer), text_length), lora, trainable)
         parts = adapter.loading()
         if divide is not None:
             trained = () if lora is not None and lora.rank else trainable or adapter.denoiser_names
@@ -311,7 +316,7 @@ class DiffusionPolicy(nn.Module):
                     r=self.lora.rank,
                     lora_alpha=self.lora.alpha,
                     init_lora_weights=self.lora.init_weights,
-                    target_modules=list(self.lora.target_modules or self.family.lora_targets),
+                    target_modules=self.family.own_modules(self.lora.target_modules or self.family.lora_targets),
                 ),
                 adapter_name=ADAPTER,
             )
@@ -370,7 +375,9 @@ def takes_first_frame(path: str, family: str = "auto") -> bool:
 
 
 def pipeline_class(path: str) -> str:
-    """The name of the pipeline's class, from its model_index.json. Raises ConfigError where there is none."""
+    """The name of the pipeline's class, from its model_index.json or its parts. ConfigError where there is none."""
+    if path.endswith(PARTS):
+        return wan_pipeline_name(path)
     try:
         return DiffusionPipeline.load_config(path)["_class_name"]
     except OSError as error:

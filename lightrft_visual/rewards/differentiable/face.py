@@ -45,6 +45,7 @@ def face_similarity(
 
 def load_face_model(embedder: str, weights: str | None = None) -> nn.Module:
     """The frozen model in evaluation mode; see `face_similarity`."""
+    embedder = _in_folder(embedder)
     if weights is not None and ".py:" not in embedder:
         raise ConfigError(f"{NAME}: weights belong to an embedder given as path.py:build")
     if ".py:" in embedder:
@@ -66,6 +67,23 @@ def load_face_model(embedder: str, weights: str | None = None) -> nn.Module:
     else:
         model = torch.jit.load(existing(embedder), map_location="cpu")
     return model.eval().requires_grad_(False)
+
+
+def _in_folder(embedder: str) -> str:
+    """The torch model in a folder, such as ROLL's reward_model_path; anything else as it is. ConfigError where the
+    folder has none."""
+    if not Path(embedder).is_dir():
+        return embedder
+    names = sorted(file.name for file in Path(embedder).iterdir())
+    models = [name for name in names if Path(name).suffix in (".pt2", ".pt", ".ts")]
+    if len(models) == 1:
+        return str(Path(embedder, models[0]))
+    found = f"{len(models)} torch models" if models else f"no torch model ({', '.join(names[:5]) or 'nothing'})"
+    raise ConfigError(
+        f"{NAME}: the folder {embedder} holds {found}, and ONNX files such as antelopev2's have no gradient here. Give "
+        "the same face model (antelopev2: glintr100, an iResNet100) as torch: embedder=path.py:build with its weights, "
+        "or a torch.export program (.pt2) in the folder; its ONNX file scores evaluations as the rule face_similarity"
+    )
 
 
 def existing(path: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     images = ImageSettings.from_config(config)
     sampling = DiffusionSampling(model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), images)
     drawing = DiffusersEngine(sampling, config.sampling.n_samples_per_prompt, old)
-    evaluated = DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), images)
+    fixed = images if config.output.eval_seed is None else replace(images, run_seed=config.output.eval_seed)
+    evaluated = DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), fixed)
     held_out = _held_out(strategy) if embedded else None
     records_to_keep = max(SHEET_IMAGES, config.output.num_trajectories_to_save)
     parts = DiffusionParts(
@@ -205,6 +207,7 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
         text_length=model.max_sequence_length,
         family=model.family,
         divide=strategy.divide,
+        tokenizer=model.tokenizer_path,
     )
     if algorithm.prediction is not None and policy.prediction != algorithm.prediction:
         fitting = [each.name for each in registry.diffusion_families if each.prediction == algorithm.prediction]

@@ -43,7 +43,8 @@ class Evaluation:
     """Scores the held-out prompts with the maker's engine and rewards.
 
     sampling: at the training temperature, several responses a prompt; the greedy pass takes one. Seeds depend on the
-    prompt's number alone, so every evaluation draws alike. rows: of the prompts, for media that are fetched now.
+    prompt's number alone, so every evaluation draws alike; they come from `seed`, by default that of the run. rows: of
+    the prompts, for media that are fetched now.
     """
 
     maker: FastExperienceMaker
@@ -52,6 +53,7 @@ class Evaluation:
     greedy: SamplingSettings
     records_to_keep: int
     run_seed: int
+    seed: int | None = None
     rows: EvaluationRows | None = None
     labels: set[str] = field(init=False)
 
@@ -83,7 +85,7 @@ class Evaluation:
 
     def _rollouts(self, batch: PromptBatch, real: list[bool], settings: SamplingSettings) -> list[Rollout]:
         """Scored responses to this rank's prompts, of those that are real."""
-        rollouts = self.maker.generate(batch, settings, purpose="eval")
+        rollouts = self.maker.generate(batch, settings, purpose="eval", seed=self.seed)
         self.maker.score(rollouts)
         kept = [is_real for is_real in real for _ in range(settings.n)]
         return [rollout for rollout, is_real in zip(rollouts, kept) if is_real]

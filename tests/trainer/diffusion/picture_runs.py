@@ -39,7 +39,17 @@ def broken(images):
     return [float("nan")] * len(images)
 """
 EMA = "--enable_ema true --ema_interval 1 --ema_beta 0.5"
+VRL = (
+    "--reward_fn {folder}/scores.py:red --enable_ema true --ema_interval 1 --ema_beta 0.5 rollout.n=4 "
+    "rollout.rollout_batch_size=2 rollout.sample_batch_size=4 actor.gradient_accumulation_steps=1 "
+    "eval.num_steps=2 eval.max_prompts=2 eval.use_ema=true trainer.total_epochs=2 trainer.save_freq=1"
+)
 RUNS = {
+    "vrl": f"{VRL} eval.seed=7",
+    "vrl_resumed": f"{VRL} eval.seed=7 trainer.resume_from={{folder}}/vrl/checkpoint-000001",
+    "vrl_own_weights": f"{VRL} eval.seed=7 eval.use_ema=false",
+    "vrl_run_seed": f"{VRL} eval.seed=7 --seed 5 --max_steps 1",
+    "vrl_eval_seed": f"{VRL} eval.seed=8 --max_steps 1",
     "plain": f"--reward_fn {{folder}}/scores.py:red {EMA} --eval_ema false",
     "averaged": f"--reward_fn {{folder}}/scores.py:red {EMA}",
     "some": "--reward_fn {folder}/scores.py:some --max_steps 1 --save_steps 1",
@@ -90,7 +100,7 @@ def run(folder: Path, name: str, flags: str) -> dict[str, object]:
         trainer.close()
     except LightRFTVisualError as error:
         return {"error": type(error).__name__, "text": str(error), "steps": steps_done(output)}
-    return {"figures": figures, "steps": steps_done(output)}
+    return {"figures": figures, "steps": steps_done(output), "updates": trainer.updates}
 
 
 def main(folder: Path) -> None:

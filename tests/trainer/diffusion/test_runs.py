@@ -73,6 +73,25 @@ def test_ema_weights_are_what_is_evaluated_and_exported(folder):
     assert left.keys() == right.keys() and any(not torch.equal(left[key], right[key]) for key in left)
 
 
+def test_two_prompt_groups_of_one_an_update_make_two_updates_a_rollout(folder):
+    assert facts(folder, "vrl")["updates"] == 2 * 2 and facts(folder, "plain")["updates"] == 3
+
+
+def test_the_fixed_evaluation_has_prompts_steps_seed_and_weights_of_its_own(folder):
+    drawn = {name: sheet(folder, name, 0) for name in ("vrl", "vrl_run_seed", "vrl_eval_seed", "plain")}
+    assert np.array_equal(drawn["vrl"], drawn["vrl_run_seed"])  # another seed of the run
+    assert not np.array_equal(drawn["vrl"], drawn["vrl_eval_seed"])
+    assert drawn["vrl"].shape != drawn["plain"].shape  # two prompts in place of three
+    assert not np.array_equal(sheet(folder, "vrl", 2), sheet(folder, "vrl_own_weights", 2))  # EMA or not
+
+
+def test_the_fixed_evaluation_goes_on_alike_after_a_resume(folder):
+    whole, resumed = (rows(folder, name, "eval_metrics.csv") for name in ("vrl", "vrl_resumed"))
+    assert whole[-1]["step"] == resumed[-1]["step"] == "2"
+    assert whole[-1]["eval_reward"] == resumed[-1]["eval_reward"] != whole[0]["eval_reward"]
+    assert np.array_equal(sheet(folder, "vrl", 2), sheet(folder, "vrl_resumed", 2))
+
+
 def test_the_exported_lora_changes_the_stock_pipeline(folder):
     pipeline = StableDiffusion3Pipeline.from_pretrained(folder / "pipeline")
     pipeline.set_progress_bar_config(disable=True)

@@ -41,11 +41,19 @@ def test_evaluated_videos_are_a_strip_and_mp4_files(folder) -> None:
 
 
 def test_only_the_expert_inside_the_boundaries_moves(folder) -> None:
-    assert facts(folder, "high") == {"moved": ["transformer"], "adapted": ["transformer", "transformer_2"]}
+    found = facts(folder, "high")
+    assert (found["moved"], found["adapted"]) == (["transformer"], ["transformer", "transformer_2"])
 
 
 def test_trainable_models_adapts_no_other_expert(folder) -> None:
-    assert facts(folder, "low") == {"moved": ["transformer_2"], "adapted": ["transformer_2"]}
+    found = facts(folder, "low")
+    assert found["moved"] == found["adapted"] == ["transformer_2"]
+
+
+def test_the_settings_of_roll_train_the_low_noise_expert_in_rounds_of_updates(folder) -> None:
+    found = facts(folder, "roll")
+    assert found["moved"] == found["adapted"] == ["transformer_2"]
+    assert found["updates"] == 4  # two samples, one an update, two rounds (num_train_epochs)
 
 
 def test_faces_are_scored_against_the_first_frame_of_the_csv(folder) -> None:

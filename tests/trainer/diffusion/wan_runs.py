@@ -15,6 +15,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
 import tiny_families
+import tiny_wan_parts
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
@@ -52,6 +53,17 @@ def weights(trainer) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in named if "lora" in name}
 
 
+def roll(folder: Path) -> str:
+    """ROLL's block of settings on files as its example has them; two videos a step, each an update, in two rounds."""
+    return (
+        "--model_name wan2_2 --trainable_models dit2 --extra_inputs input_image --use_gradient_checkpointing_offload "
+        f"--model_paths {folder}/paths.json --tokenizer_path {folder}/umt5-xxl --num_inference_steps 8 "
+        "--max_timestep_boundary 1.0 --min_timestep_boundary 0.9 --per_device_train_batch_size 1 "
+        "--gradient_accumulation_steps 1 --n_samples_per_prompt 1 --num_train_epochs 2 --lr_scheduler_type constant "
+        "--mid_timestep 6 --final_timestep 7 --lora_target_modules q k v o"
+    )
+
+
 def train(folder: Path, pipeline: str, flags: str) -> dict[str, object]:
     trainer = trainer_of(folder, pipeline, flags)
     before = weights(trainer)
@@ -59,7 +71,8 @@ def train(folder: Path, pipeline: str, flags: str) -> dict[str, object]:
     trainer.close()
     after = weights(trainer)
     moved = {name.split(".")[1] for name in before if not torch.equal(before[name], after[name])}
-    return {"moved": sorted(moved), "adapted": sorted({name.split(".")[1] for name in before})}
+    adapted = sorted({name.split(".")[1] for name in before})
+    return {"moved": sorted(moved), "adapted": adapted, "updates": trainer.updates}
 
 
 def prepare(folder: Path) -> None:
@@ -92,6 +105,7 @@ def main(folder: Path) -> None:
     prepare(folder)
     text = f"--prompt_data {folder}/prompts.jsonl --eval_data {folder}/prompts.jsonl --eval_split train --num_steps 3"
     first, out = reward_fl(folder), f"--output_dir {folder}/out"
+    tiny_wan_parts.write_parts(folder)
     facts = {
         "text": train(folder, "wan", f"{text} --components.pixel 1.0 {out}_text"),
         "high": train(folder, "wan_i2v", f"{first} --max_timestep_boundary 0.358 {out}_high"),
@@ -100,6 +114,7 @@ def main(folder: Path) -> None:
             f"--use_gradient_checkpointing_offload {out}_low"
         ),
         "faceless": train(folder, "wan_i2v", f"{reward_fl(folder, 'no_face')} --l2 0 {out}_faceless"),
+        "roll": train(folder, "wan_i2v", f"{first} {roll(folder)} {out}_roll"),
     }  # fmt: skip
     (folder / "facts.json").write_text(json.dumps(facts))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class DiffusionFamily(ABC):
     lora_targets: tuple[str, ...] = ATTENTION_TARGETS
     default_text_length = 256
     takes_first_frame = False
+    module_names: dict[str, str] = {}  # of LoRA's modules in the model's own code -> in diffusers
     uses_negative = True  # whether classifier-free guidance runs a second, unguided forward
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
@@ -44,6 +46,10 @@ class DiffusionFamily(ABC):
         self.text_length = text_length or self.default_text_length
         self.detach_guidance = False  # whether the unguided branch carries no gradient
         self.required: frozenset[str] = frozenset()  # networks that run in every forward, needed there or not
+
+    def own_modules(self, names: Iterable[str]) -> list[str]:
+        """Module suffixes by diffusers' names."""
+        return [self.module_names.get(name, name) for name in names]
 
     def denoisers(self) -> dict[str, nn.Module]:
         """The networks that RL trains, by their name in the pipeline."""

@@ -22,6 +22,9 @@ class Wan(DiffusionFamily):
     denoiser_names = ("transformer", "transformer_2")
     lora_targets = ATTENTION
     default_text_length = 512
+    module_names = {  # ROLL and DiffSynth-Studio
+        "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
+    }  # fmt: skip
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """UMT5: context (B, L, D)."""

@@ -1,0 +1,221 @@
+"""Commands of other systems, as their users type them, the script's name aside."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightrft_visual.config.diffusion import DiffusionRunConfig
+from lightrft_visual.config.load import config_or_exit, parse_run, resolved_yaml
+from lightrft_visual.config.roots import DIFFUSION_PRESET
+from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.errors import ConfigError
+
+VRL = "--config experiment/diffusion/sd3_5/online_grpo_ocr "
+RAY = (
+    "/base/distributed=ray_rollout distributed.resources.trainer.num_gpus=1 "
+    "distributed.resources.rollout.num_gpus=auto",
+    "/base/distributed=ray_rollout_colocated_single_gpu",
+    "/base/distributed=ray_rollout_cross_node distributed.resources.rollout.num_gpus=1 "
+    "distributed.resources.rollout.num_workers=1",
+    "distributed.resources.visible_devices='[0,1,2,3]' distributed.resources.trainer.devices='[0]' "
+    "distributed.resources.rollout.devices='[1,2,3]'",
+)
+REWARD_FL = """
+learning_rate: 2.5e-6
+lr_scheduler_type: constant
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 1
+warmup_steps: 10
+weight_decay: 0.01
+num_train_epochs: 1
+
+model_name: "wan2_2"
+
+# wan2_2 related
+model_paths: FOLDER/paths.json
+reward_model_path: FOLDER/antelopev2/
+tokenizer_path: FOLDER/umt5-xxl/
+model_id_with_origin_paths: null
+trainable_models: dit2
+use_gradient_checkpointing_offload: true
+extra_inputs: input_image
+max_timestep_boundary: 1.0
+min_timestep_boundary: 0.9
+num_inference_steps: 8
+"""
+
+
+def dry_run(line: str, capsys, algorithm: str = "flow_grpo", schema: type = DiffusionRunConfig) -> dict:
+    """What the script prints for the line and `--dry_run`; a run is refused before it, and an error is printed."""
+    preset = DIFFUSION_PRESET if schema is DiffusionRunConfig else "embedded_vl"
+    defaults = {"diffusion_algorithm": algorithm} if schema is DiffusionRunConfig else {}
+    with pytest.raises(SystemExit) as left:
+        config_or_exit(schema, [*shlex.split(line), "--dry_run"], preset=preset, defaults=defaults)
+    printed = capsys.readouterr()
+    assert left.value.code == 0, printed.err
+    return yaml.safe_load(printed.out)
+
+
+class TestVRL:
+    def test_output_and_resume(self, capsys, tmp_path: Path) -> None:
+        (tmp_path / "checkpoint-60").mkdir()
+        found = dry_run(f"{VRL} trainer.output_dir={tmp_path} trainer.resume_from={tmp_path}/checkpoint-60", capsys)
+        assert found["output"]["output_dir"] == str(tmp_path)
+        assert found["output"]["resume_from"] == f"{tmp_path}/checkpoint-60"
+
+    def test_another_reward_and_another_manifest(self, capsys, tmp_path: Path) -> None:
+        (tmp_path / "prompts.txt").write_text("a cat\n")
+        found = dry_run(
+            f"{VRL} reward.components.ocr=0.0 reward.components.aesthetic=1.0 "
+            "reward.kwargs.aesthetic.model_name=openai/clip-vit-large-patch14 "
+            f"data.manifest={tmp_path}/prompts.txt data.eval_manifest={tmp_path}/prompts.txt",
+            capsys,
+        )
+        assert found["reward"]["components"] == {"ocr": 0.0, "aesthetic": 1.0}
+        assert found["reward"]["kwargs"] == {"aesthetic": {"model_name": "openai/clip-vit-large-patch14"}}
+        assert found["data"]["prompt_data"] == found["data"]["eval_data"] == f"{tmp_path}/prompts.txt"
+
+    def test_two_updates_per_rollout_with_eight_prompt_groups(self, capsys) -> None:
+        found = dry_run(
+            f"{VRL} rollout.n=8 rollout.rollout_batch_size=8 rollout.sample_batch_size=8 "
+            "actor.gradient_accumulation_steps=4",
+            capsys,
+        )
+        sampling, train = found["sampling"], found["train"]
+        assert [sampling[name] for name in ("n_samples_per_prompt", "rollout_batch_size")] == [8, 8]
+        assert sampling["micro_rollout_batch_size"] == 8
+        assert (train["groups_per_update"], train["train_batch_size"]) == (4, 32)  # of 64 samples: two updates
+
+    def test_fixed_evaluation(self, capsys) -> None:
+        found = dry_run(f"{VRL} eval.num_steps=40 eval.max_prompts=16 eval.seed=20260504 eval.use_ema=true", capsys)
+        assert found["sampling"]["eval_num_steps"] == 40 and found["data"]["max_eval_samples"] == 16
+        assert found["output"]["eval_seed"] == 20260504 and found["output"]["eval_ema"] is True
+
+    @pytest.mark.parametrize("line", RAY)
+    def test_ray_placement_says_what_to_use(self, line: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            parse_run(DiffusionRunConfig, shlex.split(VRL + line))
+        text = str(caught.value)
+        assert "not built yet" in text and "/base/distributed=zero2" in text and "deepspeed --num_gpus" in text
+        assert "unknown" not in text and "command line" in text
+
+    def test_ray_placement_in_a_recipe(self, tmp_path: Path) -> None:
+        recipe = tmp_path / "mine.yaml"
+        recipe.write_text("defaults:\n  - /base/distributed: ray_rollout\n")
+        with pytest.raises(ConfigError, match=r"mine.yaml\): .* is not built yet"):
+            parse_run(DiffusionRunConfig, ["--config", str(recipe)])
+        recipe.write_text("distributed:\n  resources:\n    trainer: {num_gpus: 1}\n")
+        with pytest.raises(ConfigError, match=r"num_gpus \(.*mine.yaml:3\): .* is not built yet"):
+            parse_run(DiffusionRunConfig, ["--config", str(recipe)])
+
+
+class TestRewardFL:
+    @pytest.fixture
+    def block(self, tmp_path: Path) -> str:
+        (tmp_path / "antelopev2").mkdir()
+        parts = ("high_noise_model/a.safetensors", "low_noise_model/b.safetensors", "t5.pth", "vae.pth")
+        (tmp_path / "paths.json").write_text(json.dumps([str(tmp_path / part) for part in parts]))
+        return REWARD_FL.replace("FOLDER", str(tmp_path))
+
+    def check(self, found: dict, folder: Path) -> None:
+        train, model, algorithm = found["train"], found["model"], found["algorithm"]
+        assert train["learning_rate"] == 2.5e-6 and train["lr_scheduler_type"] == "constant"
+        assert train["warmup_steps"] == 10 and train["l2"] == 0.01 and train["max_epochs"] == 1
+        assert (train["micro_train_batch_size"], train["train_batch_size"]) == (1, 1)
+        assert found["sampling"]["num_steps"] == 8 and found["sampling"]["n_samples_per_prompt"] == 1
+        assert model["family"] == "wan_i2v" and model["pretrain"] == f"{folder}/paths.json"
+        assert model["tokenizer_path"] == f"{folder}/umt5-xxl/" and model["trainable_models"] == "dit2"
+        assert model["use_gradient_checkpointing_offload"] and model["gradient_checkpointing"]
+        assert found["data"]["image_key"] == "input_image"
+        assert (algorithm["min_timestep_boundary"], algorithm["max_timestep_boundary"]) == (0.9, 1.0)
+        assert algorithm["diffusion_algorithm"] == "reward_fl"
+        assert algorithm["differentiable_reward"] == "face_similarity"
+        assert algorithm["differentiable_kwargs"] == {"embedder": f"{folder}/antelopev2/"}
+
+    def test_its_block_as_a_file(self, block: str, capsys, tmp_path: Path) -> None:
+        (tmp_path / "reward_fl.yaml").write_text(block)
+        self.check(dry_run(f"--config {tmp_path}/reward_fl.yaml", capsys, "reward_fl"), tmp_path)
+
+    def test_its_block_as_flags(self, block: str, capsys, tmp_path: Path) -> None:
+        line = " ".join(f"--{key} {value}" for key, value in yaml.safe_load(block).items())
+        self.check(dry_run(line, capsys, "reward_fl"), tmp_path)
+
+    def test_an_update_is_what_all_ranks_accumulate(self, block: str, capsys, tmp_path: Path, monkeypatch) -> None:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        (tmp_path / "reward_fl.yaml").write_text(block)
+        found = dry_run(f"--config {tmp_path}/reward_fl.yaml --gradient_accumulation_steps 2", capsys, "reward_fl")
+        assert found["train"]["train_batch_size"] == 4
+
+    @pytest.mark.parametrize(
+        "setting,told",
+        [
+            ("model_name=flux", "--pretrain"),
+            ("extra_inputs=end_image", "input_image"),
+            ("model_id_with_origin_paths=Wan-AI/Wan2.1:*.pth", "--model_paths"),
+        ],
+    )
+    def test_values_that_mean_nothing_here(self, setting: str, told: str) -> None:
+        with pytest.raises(ConfigError, match=rf"{told}.*\(command line\)"):
+            parse_run(DiffusionRunConfig, [setting])
+
+
+class TestFastVideo:
+    def test_schedule(self, capsys) -> None:
+        found = dry_run(
+            "--diffusion_algorithm diffusion_nft --scheduler flow_match_euler --trajectory sde_reflow "
+            "--flow_shift inherit --num_steps 25 --num_video_per_prompt 24 --num_inner_epochs 1 --kl_beta 0.0001 "
+            "--decay_type 1 --adv_mode all --adv_clip_max 5 --timestep_fraction 0.99",
+            capsys,
+        )
+        assert found["sampling"]["flow_shift"] is None and found["sampling"]["trajectory"] == "sde_reflow"
+        assert found["algorithm"]["nft_kl_beta"] == 1e-4
+
+
+class TestLightRFT:
+    def test_kl_target(self, capsys) -> None:
+        found = dry_run("--kl_target 0.02 --init_kl_coef 0.01", capsys, schema=RunConfig)
+        assert found["algorithm"]["kl_target"] == 0.02
+
+
+class TestSizesOfUpdates:
+    """Settings that say the same thing: the one written last counts."""
+
+    @pytest.mark.parametrize(
+        "line,expected",
+        [
+            ("groups_per_update=2 train_batch_size=4", (4, None, None)),
+            ("train_batch_size=4 groups_per_update=2", (8, 2, None)),
+            ("groups_per_update=2 gradient_accumulation_steps=2", (16, None, 2)),
+            ("gradient_accumulation_steps=2 groups_per_update=2", (8, 2, None)),
+            ("groups_per_update=2 groups_per_update=null", (96, None, None)),
+        ],
+    )
+    def test_the_last_one_counts(self, line: str, expected: tuple) -> None:
+        argv = ["rollout.n=4", "rollout_batch_size=48", "micro_train_batch_size=8", *line.split()]
+        config = parse_run(DiffusionRunConfig, argv, preset=None).config
+        train = config.train
+        assert (train.train_batch_size, train.groups_per_update, train.gradient_accumulation_steps) == expected
+
+    def test_what_is_written_down_loads_to_the_same(self, tmp_path: Path) -> None:
+        argv = ["rollout.n=4", "actor.gradient_accumulation_steps=2"]
+        config = parse_run(DiffusionRunConfig, argv, preset=None).config
+        (tmp_path / "resolved.yaml").write_text(resolved_yaml(config))
+        again = parse_run(DiffusionRunConfig, ["--config", str(tmp_path / "resolved.yaml")], preset=None).config
+        assert again == config and config.train.train_batch_size == 8
+
+    def test_of_a_vision_language_run(self) -> None:
+        argv = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "8"]
+        train = parse_run(RunConfig, argv, preset=None).config.train
+        assert (train.micro_train_batch_size, train.train_batch_size) == (4, 32)
+        assert (
+            parse_run(RunConfig, [*argv, "--train_batch_size", "64"], preset=None).config.train.train_batch_size == 64
+        )
+
+    def test_groups_divide_the_rollout(self) -> None:
+        with pytest.raises(ConfigError, match="groups_per_update 3"):
+            parse_run(DiffusionRunConfig, ["groups_per_update=3"], preset=None)
