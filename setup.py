@@ -12,6 +12,8 @@ requirements = [
     if line.split("#")[0].strip()
 ]
 development = {"pytest", "ray", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "setuptools", "wheel"}
+# Recipes and small prompt sets, which a wheel has no examples/ for.
+SHIPPED = {f"lightrft_visual.{name}": f"examples/{name}" for name in ("configs", "datasets")}
 
 
 def package_name(requirement: str) -> str:
@@ -25,13 +27,14 @@ setup(
     version=version,
     description="RL post-training for models that see and models that draw",
     python_requires=">=3.11,<3.14",
-    packages=[*find_packages(include=["lightrft_visual", "lightrft_visual.*"]), "lightrft_visual.configs"],
-    package_dir={"lightrft_visual.configs": "examples/configs"},  # the recipes, which a wheel has no examples/ for
+    packages=[*find_packages(include=["lightrft_visual", "lightrft_visual.*"]), *SHIPPED],
+    package_dir=SHIPPED,
     package_data={
         "lightrft_visual": ["py.typed"],
         "lightrft_visual.report": ["templates/*"],
         "lightrft_visual.plan": ["shapes/*.json"],
         "lightrft_visual.configs": ["**/*.yaml"],
+        "lightrft_visual.datasets": ["**/*.txt", "**/*.jsonl"],
     },
     install_requires=[r for r in requirements if package_name(r) not in development],
     # Called by PyTorch where it is imported: the launchers let SIGTERM to the ranks (strategy/launchers.py).

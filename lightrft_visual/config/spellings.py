@@ -55,7 +55,6 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "trainer.output_dir": "output_dir",
     "trainer.resume_from": "resume_from",
     "trainer.save_freq": "save_steps",
-    "trainer.total_epochs": "max_steps",  # an epoch is a rollout and its updates there
     "data.manifest": "prompt_data",
     "data.eval_manifest": "eval_data",
     "rollout.n": "n_samples_per_prompt",
@@ -73,8 +72,61 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
 
 # The same for one schema only, by its class: the systems that a kind of run comes from mean something else by the name.
 ALIASES_OF: dict[str, dict[str, str]] = {
+    "RunConfig": {
+        # verl
+        "actor_rollout_ref.model.path": "pretrain",
+        "actor_rollout_ref.model.lora_rank": "lora_rank",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": "gradient_checkpointing",
+        "actor_rollout_ref.actor.optim.lr": "actor_learning_rate",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": "groups_per_update",  # prompts there, not samples
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "micro_train_batch_size",
+        "actor_rollout_ref.actor.ppo_epochs": "max_epochs",
+        "actor_rollout_ref.actor.clip_ratio": "eps_clip",
+        "actor_rollout_ref.actor.clip_ratio_low": "eps_clip",
+        "actor_rollout_ref.actor.clip_ratio_high": "eps_clip_high",
+        "actor_rollout_ref.actor.clip_ratio_c": "dual_clip",
+        "actor_rollout_ref.actor.entropy_coeff": "entropy_coef",
+        "actor_rollout_ref.actor.grad_clip": "max_norm",
+        "actor_rollout_ref.actor.loss_agg_mode": "loss_agg_mode",
+        "actor_rollout_ref.actor.use_kl_loss": "use_kl_loss",
+        "actor_rollout_ref.actor.kl_loss_coef": "init_kl_coef",
+        "actor_rollout_ref.rollout.name": "engine_type",
+        "actor_rollout_ref.rollout.n": "n_samples_per_prompt",
+        "actor_rollout_ref.rollout.temperature": "temperature",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": "engine_tp_size",
+        "actor_rollout_ref.rollout.gpu_memory_utilization": "engine_mem_util",
+        "critic.optim.lr": "critic_learning_rate",
+        "critic.cliprange_value": "value_clip",
+        "algorithm.lam": "lambd",
+        "algorithm.kl_ctrl.kl_coef": "init_kl_coef",
+        "data.train_files": "prompt_data",
+        "data.val_files": "eval_data",
+        "data.train_batch_size": "rollout_batch_size",  # prompts of a rollout there
+        "data.prompt_key": "input_key",
+        "data.max_prompt_length": "prompt_max_len",
+        "data.max_response_length": "generate_max_len",
+        "trainer.total_epochs": "num_episodes",
+        "trainer.total_training_steps": "max_steps",
+        "trainer.test_freq": "eval_steps",
+        "trainer.experiment_name": "run_name",
+        "trainer.default_local_dir": "output_dir",
+        # EasyR1
+        "data.rollout_batch_size": "rollout_batch_size",
+        "data.answer_key": "reference_key",
+        "data.image_key": "images_key",
+        "worker.actor.model.model_path": "pretrain",
+        "worker.actor.optim.lr": "actor_learning_rate",
+        "worker.actor.global_batch_size": "groups_per_update",  # prompts there
+        "worker.actor.micro_batch_size_per_device_for_update": "micro_train_batch_size",
+        "worker.rollout.n": "n_samples_per_prompt",
+        "worker.rollout.tensor_parallel_size": "engine_tp_size",
+        "algorithm.kl_coef": "init_kl_coef",
+        "trainer.save_limit": "max_ckpt_num",
+        "trainer.save_checkpoint_path": "output_dir",
+    },
     "DiffusionRunConfig": {
         "num_train_epochs": "max_epochs",  # ROLL: optimisation rounds per batch of samples
+        "trainer.total_epochs": "max_steps",  # VRL: an epoch is a rollout and its updates
         "model_paths": "pretrain",  # ROLL: a JSON file that names a model's parts
         "num_video_per_prompt": "n_samples_per_prompt",  # FastVideo
         "num_inner_epochs": "max_epochs",  # FastVideo and Flow-GRPO
@@ -194,6 +246,16 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
         "leave it out: --engine_type vllm is the default, hf the other choice",
         "leave it out: pictures are drawn by diffusers",
     ),
+    **dict.fromkeys(
+        ("colocate_all_models", "colocate_actor_ref"),
+        "leave it out: every rank trains, holds the reference and generates",
+    ),
+    **{
+        f"{role}_num_{unit}": "processes are not placed by role: every rank has every role, and deepspeed --num_gpus N "
+        "script.py says how many there are"
+        for role in ("actor", "ref", "critic", "reward")
+        for unit in ("nodes", "gpus_per_node")
+    },
     "vllm_num_engines": "leave it out: every rank takes part in an engine, of --engine_tp_size ranks",
     **dict.fromkeys(
         ("deepspeed", "deepspeed_config", "ds_config"),

@@ -258,6 +258,7 @@ class TrainConfig(Section):
     """Optimization. Batch sizes count samples over all ranks, micro-batch sizes count samples per rank."""
 
     train_batch_size: PositiveInt = 128
+    groups_per_update: PositiveInt | None = None  # or: prompts whose samples make an update (verl)
     gradient_accumulation_steps: PositiveInt | None = None  # or: micro-batches of a rank that make an update (TRL)
     micro_train_batch_size: PositiveInt = 8
     max_tokens_per_batch: int = 0  # with packing: fill each micro-batch up to this many tokens instead of by count
@@ -317,6 +318,8 @@ class RunConfig(Section):
 
     def check(self) -> None:
         """What several sections must agree on."""
+        if self.train.groups_per_update is not None:
+            self.train.train_batch_size = self.train.groups_per_update * self.rollout.n_samples_per_prompt
         self._check_algorithm()
         self._check_lengths()
         self._check_offload()

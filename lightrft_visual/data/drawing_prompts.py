@@ -13,6 +13,7 @@ from ..errors import DataError
 from .bounds import check_reference, check_values
 from .media import image_size, is_path, resolve_source
 from .prompts import PromptDataset, PromptRow, RowChecks
+from .roots import located
 from .sources import RowSource
 
 FIRST_FRAME = "input_image"  # where rewards find the first frame in a row's metadata: its path, where it has one
@@ -49,7 +50,7 @@ class DrawPrompts(PromptDataset):
         return self._decoded(row)
 
     def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
-        root = self.config.image_root or source.folder
+        root = located(self.config.image_root) if self.config.image_root else source.folder
         parsed = _parse(source[row], source.name(row), root, self.config, self.first_frames)
         return replace(parsed, index=index)
 

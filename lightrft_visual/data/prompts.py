@@ -19,6 +19,7 @@ from ..strategy import collectives
 from .bad_rows import LONG_PROMPT, BadRow, BadRows
 from .media import image_size, is_remote, load_image
 from .placeholders import MediaConventions, ModelInput
+from .roots import located
 from .rows import PromptRow, parse_row
 from .sampler import PromptSampler
 from .sources import RowSource, open_source
@@ -163,7 +164,7 @@ class PromptDataset:
         return self.config.on_long_prompt if bad.cause == LONG_PROMPT else self.config.on_bad_row
 
     def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
-        root = self.config.image_root or source.folder
+        root = located(self.config.image_root) if self.config.image_root else source.folder
         return parse_row(source[row], self.config, source=source.name(row), root=root, index=index)
 
     @property

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Protocol
 from ..errors import DataError
 from .arrow import FolderSource, ParquetSource
 from .bounds import MAX_ROW_BYTES, check_whole_file
+from .roots import ROOT_VARIABLES, located
 
 
 class RowSource(Protocol):
@@ -178,11 +179,13 @@ READERS: dict[str, Callable[[Path], RowSource]] = {
 def open_source(path: str | Path, split: str) -> RowSource:
     """The rows of a .jsonl, .json, .csv, .txt or .parquet file, or of a Hugging Face data set folder's `split`.
 
-    Raises DataError for a path that does not exist, is of another kind, or holds no such split.
+    A relative path may lie below a data root, see `data/roots.py`. Raises DataError for a path that does not exist, is
+    of another kind, or holds no such split.
     """
-    path = Path(path).expanduser()
+    path = located(path)
     if not path.exists():
-        raise DataError(f"data set not found: {path}{_hub_advice(str(path))}")
+        where = "" if path.is_absolute() else f" (nor below ${ROOT_VARIABLES[0]})"
+        raise DataError(f"data set not found: {path}{where}{_hub_advice(str(path))}")
     if path.is_dir():
         return FolderSource(path, split)
     if path.suffix not in READERS:

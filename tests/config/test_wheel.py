@@ -46,6 +46,13 @@ def test_it_holds_every_recipe_and_layer(unpacked: Path) -> None:
     assert [path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"] == ["lightrft_visual"]
 
 
+def test_it_holds_the_small_prompt_sets(unpacked: Path) -> None:
+    source = ROOT / "examples" / "datasets"
+    names = {file.relative_to(source) for file in source.rglob("*") if file.is_file()}
+    shipped = unpacked / "lightrft_visual" / "datasets"
+    assert names and {file.relative_to(shipped) for file in shipped.rglob("*") if file.is_file()} == names
+
+
 def test_it_holds_the_templates_of_the_report(unpacked: Path) -> None:
     folder = Path("lightrft_visual") / "report" / "templates"
     names = sorted(file.name for file in (ROOT / folder).iterdir())

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from diffusers import DDIMScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,6 +84,27 @@ def test_dance_by_hand():
     # x0 = 1.5, score = -(2 - .75) / .25 = -5, mean = 2 - .25 - .5 * .16 * -5 * -.25 = 1.65
     assert mean.item() == pytest.approx(1.65, abs=1e-14)
     assert std.item() == pytest.approx(0.2, abs=1e-14)
+
+
+@pytest.mark.parametrize("eta", (0.3, 1.0))
+def test_ddim_is_the_stochastic_step_of_the_stock_scheduler(eta):
+    """DDPO's authors sample by it with eta 1."""
+    scheduler = DDIMScheduler(clip_sample=False, beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
+    scheduler.set_timesteps(50)
+    x, eps, noise = latents(dtype=torch.float64)
+    time = int(scheduler.timesteps[20])
+    stock = scheduler.step(eps, time, x, eta=eta, variance_noise=noise).prev_sample
+    sigma, sigma_next = (float((1 - scheduler.alphas_cumprod[t].double()).sqrt()) for t in (time, time - 20))
+    ours = sde_step(x, eps, sigma, sigma_next, eta, rule="ddim", noise=noise).prev
+    torch.testing.assert_close(ours, stock, rtol=1e-6, atol=1e-6)  # the scheduler holds alphas in fp32
+
+
+def test_cps_by_hand():
+    x, v = torch.tensor([[2.0]], dtype=torch.float64), torch.tensor([[1.0]], dtype=torch.float64)
+    mean, std = transition(x, v, 0.5, 0.25, 2 / 3, rule="cps")
+    # x0 = 1.5, x1 = 2.5; std = .25 sin(pi/3); mean = .75 x0 + .25 cos(pi/3) x1 = 1.125 + .3125
+    assert mean.item() == pytest.approx(1.4375, abs=1e-14)
+    assert std.item() == pytest.approx(0.25 * math.sin(math.pi / 3), abs=1e-14)
 
 
 def test_reflow_noises_the_predicted_data_anew():

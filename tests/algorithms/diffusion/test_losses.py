@@ -1,6 +1,8 @@
 """Exact facts about the diffusion losses."""
 
 import math
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +13,12 @@ from lightrft_visual.algorithms.diffusion.advantages import (
     group_advantages,
     group_metrics,
 )
+from lightrft_visual.algorithms.diffusion.context import LossContext
+from lightrft_visual.algorithms.diffusion.ddpo import DDPO, DPOK
 from lightrft_visual.algorithms.diffusion.flow_grpo import gaussian_kl, guarded_log_ratio
 from lightrft_visual.algorithms.diffusion.nft import nft_loss, old_policy_decay, optimality
 from lightrft_visual.algorithms.policy_losses import clipped_surrogate
-from lightrft_visual.rollout.diffusion_steps import sde_step
+from lightrft_visual.rollout.diffusion_steps import sde_step, transition
 
 
 def normal(*shape, seed=0):
@@ -102,6 +106,46 @@ def test_guard_leaves_the_noise_times_the_shift_of_the_mean(reduction):
     torch.testing.assert_close(guarded, product.mean(1) if reduction == "mean" else product.sum(1))
 
 
+class StandingStill:
+    """A policy whose velocity is given, and whose reference has another one."""
+
+    def __init__(self, v, v_reference):
+        self.v, self.v_reference, self.base = v, v_reference, False
+
+    def __call__(self, latents, timesteps, conditions, guidance_scale):
+        return self.v_reference if self.base else self.v
+
+    @contextmanager
+    def reference(self):
+        self.base = True
+        yield
+        self.base = False
+
+
+@pytest.mark.parametrize("kind", (DDPO, DPOK))
+def test_losses_of_ddim_steps_by_hand(kind):
+    """DDPO: max(-A r, -A clip(r)); DPOK: -A log p + beta KL; both of the Gaussian of the step."""
+    x, v, v_reference, noise, drift = (normal(2, 3, 4, seed=seed) for seed in range(5))
+    loss, advantages = kind(noise_level=0.8, clip_range=1e-3, beta=0.01), torch.tensor([1.5, -0.5], dtype=torch.float64)
+    old = sde_step(x, v + 0.1 * drift, 0.8, 0.7, 0.8, rule="ddim", noise=noise)
+    rows = SimpleNamespace(
+        x=x, x_next=old.prev, timesteps=torch.tensor([600.0, 600.0]), sigma=torch.tensor([0.8, 0.8]).double(),
+        sigma_next=torch.tensor([0.7, 0.7]).double(), conditions={}, advantages=advantages, log_probs=old.log_prob,
+        valid=torch.ones(2, dtype=torch.float64), rollout_means=None,
+    )  # fmt: skip
+    policy = StandingStill(v, v_reference)
+    found = loss.loss(LossContext(policy, policy), rows, 2.0).loss
+    mean, std = transition(x, v, 0.8, 0.7, 0.8, rule="ddim")
+    base, _ = transition(x, v_reference, 0.8, 0.7, 0.8, rule="ddim")
+    spread = std.flatten()[0]
+    log_prob = torch.distributions.Normal(mean, spread).log_prob(old.prev).flatten(1).mean(1)
+    kl = ((mean - base) ** 2 / (2 * spread**2)).flatten(1).mean(1)
+    ratio = (log_prob - old.log_prob).exp()
+    clipped = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - 1e-3, 1 + 1e-3))
+    policy_term = clipped if kind is DDPO else -advantages * log_prob
+    assert float(found) == pytest.approx(float((policy_term + 0.01 * kl).sum() / 2), rel=1e-5)
+
+
 # -- DiffusionNFT ------------------------------------------------------------------------------------------------
 
 
@@ -124,6 +168,17 @@ def test_nft_gradient_at_the_old_policy(r):
     torch.testing.assert_close(v.grad, expected, rtol=1e-10, atol=1e-14)
     if r == 0.5:
         assert not v.grad.abs().gt(1e-15).any()
+
+
+def test_nft_loss_by_hand():
+    """One number a sample: data 1, noise 3, t 0.5, so xt = 2; v 2.5, v_old 1, beta 0.5, A_max 5, r 0.8."""
+    mixed, data = torch.tensor([[2.0]]), torch.tensor([[1.0]])
+    found = nft_loss(
+        torch.tensor([[2.5]]), torch.tensor([[1.0]]), mixed, data, torch.tensor([0.5]), torch.tensor([0.8]),
+        beta=0.5, adv_max=5.0,
+    )  # fmt: skip
+    # v+ = 1.75, error 2 - .875 - 1 = .125; v- = .25, error 2 - .125 - 1 = .875; an error over its own size is its size
+    assert float(found) == pytest.approx((0.8 * 0.125 + 0.2 * 0.875) / 0.5 * 5.0)
 
 
 def test_nft_at_the_old_policy_is_the_same_for_r_and_one_minus_r():

@@ -1,0 +1,100 @@
+#!/usr/bin/env python
+"""Fetch prompt sets that are larger than those of examples/datasets.
+
+    python scripts/fetch_prompts.py --list
+    python scripts/fetch_prompts.py ocr pickscore                  into the folder of LIGHTRFT_DATA, else ./data
+    python scripts/fetch_prompts.py ocr --folder /data --base_url https://mirror.example/flow_grpo
+
+Then `data.manifest=ocr/train.txt data.eval_manifest=ocr/test.txt` finds them below LIGHTRFT_DATA. A file that is there
+already stays, unless --again. Each file is read as a run would read it before it takes its name. The sets are those of
+Flow-GRPO's repository, under the licence there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from http.client import HTTPException
+from pathlib import Path
+
+from lightrft_visual.data.roots import ROOT_VARIABLES
+from lightrft_visual.data.sources import open_source
+from lightrft_visual.errors import DataError
+
+BASE_URL = "https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset"
+SETS = {
+    "ocr": ("ocr/train.txt", "ocr/test.txt"),
+    "pickscore": ("pickscore/train.txt", "pickscore/test.txt"),
+    "geneval": ("geneval/train_metadata.jsonl", "geneval/test_metadata.jsonl"),
+}
+MAX_BYTES = 256 * 1024 * 1024
+SECONDS = 60.0  # without an answer
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 when everything that was asked for is there, else 1, with a line for each file that is not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sets", nargs="*", metavar="SET", help=", ".join(SETS))
+    parser.add_argument("--list", action="store_true", help="print the sets and their files")
+    parser.add_argument("--folder", type=Path, help=f"default: ${ROOT_VARIABLES[0]}, else ./data")
+    parser.add_argument("--base_url", default=BASE_URL, help="of a mirror with the same files")
+    parser.add_argument("--again", action="store_true", help="fetch what is there already")
+    chosen = parser.parse_args(arguments)
+    unknown = [name for name in chosen.sets if name not in SETS]
+    if unknown:
+        parser.error(f"no set {', '.join(unknown)}; there are: {', '.join(SETS)}")
+    if chosen.list or not chosen.sets:
+        print("\n".join(f"{name}: {', '.join(files)}" for name, files in SETS.items()))
+        return 0
+    folder = chosen.folder or Path(os.environ.get(ROOT_VARIABLES[0]) or "data")
+    failed = 0
+    for file in (file for name in chosen.sets for file in SETS[name]):
+        target = folder / file
+        if target.exists() and not chosen.again:
+            print(f"{target}: there already")
+            continue
+        try:
+            count = fetch(f"{chosen.base_url.rstrip('/')}/{file}", target)
+            print(f"{target}: {count} prompts")
+        except DataError as error:
+            failed += 1
+            print(f"error: {error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def fetch(url: str, target: Path) -> int:
+    """Fetch one file; the number of its rows. Raises DataError for what cannot be fetched or read, and keeps none."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as place:
+        file = Path(place) / target.name
+        file.write_bytes(_body(url, target))
+        rows = open_source(file, "train")
+        if not len(rows) or not isinstance(rows[0].get("prompt"), str):
+            raise DataError(f"{url} is no prompt set: it has no column prompt")
+        file.replace(target)
+        return len(rows)
+
+
+def _body(url: str, target: Path) -> bytes:
+    try:
+        with urllib.request.urlopen(url, timeout=SECONDS) as answer:
+            body = answer.read(MAX_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        raise DataError(f"{url} answers {error.code} {error.reason}") from None
+    except (OSError, HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise DataError(
+            f"{url} cannot be reached ({reason}). On a host without network bring the file to {target} yourself, name "
+            "a mirror by --base_url, or use the small sets of examples/datasets (data.manifest=datasets/ocr/train.txt)"
+        ) from None
+    if len(body) > MAX_BYTES:
+        raise DataError(f"{url} is larger than {MAX_BYTES >> 20} MiB")
+    return body
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

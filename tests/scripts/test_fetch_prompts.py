@@ -1,0 +1,81 @@
+"""Prompt sets from a server on this machine: what is written is what a run reads, and failures say what to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from lightrft_visual.data.sources import open_source
+
+SPEC = importlib.util.spec_from_file_location("fetch_prompts", Path(__file__).parents[2] / "scripts/fetch_prompts.py")
+fetch_prompts = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(fetch_prompts)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def served(tmp_path: Path):
+    """(URL, folder that it serves)."""
+    folder = tmp_path / "served"
+    (folder / "ocr").mkdir(parents=True)
+    (folder / "ocr" / "train.txt").write_text('A sign that says "One"\nA sign that says "Two"\n')
+    (folder / "ocr" / "test.txt").write_text('A sign that says "Three"\n')
+    server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: Quiet(*args, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", folder
+    server.shutdown()
+    server.server_close()
+
+
+def test_files_are_fetched_once_below_the_data_root(served, tmp_path, monkeypatch, capsys) -> None:
+    url, folder = served
+    monkeypatch.setenv("LIGHTRFT_DATA", str(tmp_path / "root"))
+    assert fetch_prompts.main(["ocr", "--base_url", url]) == 0
+    assert "train.txt: 2 prompts" in capsys.readouterr().out
+    assert [row["prompt"] for row in open_source("ocr/test.txt", "train")] == ['A sign that says "Three"']
+    (folder / "ocr" / "test.txt").write_text("Another\n")
+    assert fetch_prompts.main(["ocr", "--base_url", url]) == 0
+    assert "there already" in capsys.readouterr().out and len(open_source("ocr/train.txt", "train")) == 2
+    assert fetch_prompts.main(["ocr", "--base_url", url, "--again"]) == 0
+    assert open_source("ocr/test.txt", "train")[0]["prompt"] == "Another"
+
+
+def test_a_missing_file_is_named_and_the_others_are_fetched(served, tmp_path, capsys) -> None:
+    url, folder = served
+    (folder / "ocr" / "test.txt").unlink()
+    assert fetch_prompts.main(["ocr", "--base_url", url, "--folder", str(tmp_path / "out")]) == 1
+    assert f"error: {url}/ocr/test.txt answers 404" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "out" / "ocr").iterdir()) == ["train.txt"]
+
+
+def test_without_a_network_it_says_what_to_do(tmp_path, capsys) -> None:
+    assert fetch_prompts.main(["ocr", "--base_url", "http://127.0.0.1:1", "--folder", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "cannot be reached" in told and "--base_url" in told and "datasets/ocr/train.txt" in told
+    assert not list((tmp_path / "ocr").iterdir())
+
+
+def test_what_is_no_prompt_set_leaves_no_file(served, tmp_path, capsys) -> None:
+    url, folder = served
+    (folder / "ocr" / "train.txt").write_text("")
+    (folder / "geneval").mkdir()
+    (folder / "geneval" / "train_metadata.jsonl").write_text('{"tag": "counting"}\n')
+    (folder / "geneval" / "test_metadata.jsonl").write_text("<html>")
+    assert fetch_prompts.main(["ocr", "geneval", "--base_url", url, "--folder", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.count("error: ") == 3
+    assert [path.name for path in (tmp_path / "out").rglob("*") if path.is_file()] == ["test.txt"]
+
+
+def test_the_sets_are_listed_and_an_unknown_one_is_refused(capsys) -> None:
+    assert fetch_prompts.main(["--list"]) == 0 and "ocr: ocr/train.txt" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        fetch_prompts.main(["ocrr"])
+    assert "there are: ocr" in capsys.readouterr().err
