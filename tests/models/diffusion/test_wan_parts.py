@@ -98,7 +98,7 @@ def test_wrong_files_are_named(folder: Path, content: str, told: str) -> None:
 def test_parts_in_another_order_are_told_apart(folder: Path) -> None:
     files = json.loads((folder / "paths.json").read_text())
     (folder / "swapped.json").write_text(json.dumps([*files[:2], files[3], files[2]]))
-    with pytest.raises(ConfigError, match="vae is not Wan's VAE"):
+    with pytest.raises(ConfigError, match="text_encoder is not Wan's UMT5"):
         load(folder, "swapped.json")
 
 

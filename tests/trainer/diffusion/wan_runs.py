@@ -41,8 +41,9 @@ def find(rgb):
 
 def trainer_of(folder: Path, pipeline: str, flags: str):
     argv = [
-        "--pretrain", str(folder / pipeline), *SIZE.split(), *BATCH.split(), *flags.split(), "--max_steps", "1",
+        "--pretrain", str(folder / pipeline), *SIZE.split(), *BATCH.split(), "--max_steps", "1",
         "--micro_train_batch_size", "2", "--learning_rate", "0.01", "--report", "false", "--eval_num_steps", "2",
+        *flags.split(),
     ]  # fmt: skip
     return build_diffusion_trainer(load_config(DiffusionRunConfig, argv, preset=None))
 

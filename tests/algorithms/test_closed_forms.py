@@ -1,0 +1,86 @@
+"""Every algorithm has a test against its closed form, or against its authors' or a stock implementation's numbers."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from lightrft_visual.config import registry
+
+TESTS = Path(__file__).parents[1]
+ADVANTAGES, LOSSES = "algorithms/test_advantages.py", "algorithms/test_policy_losses.py"
+DIFFUSION, STEPS = "algorithms/diffusion/test_losses.py", "rollout/test_diffusion_steps.py"
+
+# registry, or what belongs to no entry -> {name: (file, tests)}
+FORMS = {
+    "advantage_estimators": {
+        "gae": (ADVANTAGES, "test_gae_by_hand", "test_gae_with_lambda_one_is_the_return_minus_the_value"),
+        **{
+            name: (ADVANTAGES, "test_one_group_by_hand")
+            for name in ("group_norm", "dr_grpo", "rloo", "reinforce", "reinforce_baseline", "cpgd")
+        },
+    },
+    "policy_losses": {
+        "ppo": (LOSSES, "test_symmetric_clip", "test_clip_higher", "test_dual_clip_bounds_negative_advantages_only"),
+        "gspo": (LOSSES, "test_gspo_is_the_sequence_form", "test_gspo_clips_whole_sequences"),
+        "gmpo": (LOSSES, "test_gmpo_is_the_geometric_mean", "test_gmpo_clips_tokens_in_log_space"),
+        "cispo": (LOSSES, "test_every_token_keeps_a_gradient", "test_no_lower_bound_from_eps_one"),
+        "cpgd": (LOSSES, "test_clipped_log_ratio", "test_drift_pulls_back_with_a_capped_slope"),
+    },
+    "tis_modes": {
+        name: (LOSSES, "test_weights", "test_off_leaves_the_loss_alone") for name in ("off", "token", "sequence")
+    },
+    "aggregations": {
+        name: (LOSSES, "test_by_hand")
+        for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    },
+    "kl_estimators": {
+        name: ("algorithms/test_kl.py", "test_forms_by_hand", "test_k1_and_k3_have_the_exact_expectation")
+        for name in ("k1", "k2", "k3")
+    },
+    "diffusion_algorithms": {
+        "flow_grpo": (
+            DIFFUSION,
+            "test_surrogate_clips_each_sign_on_its_own_side",
+            "test_kl_is_the_closed_form_and_the_forms_differ_by_dt",
+        ),
+        "dance_grpo": (STEPS, "test_dance_by_hand"),
+        "diffusion_nft": (
+            DIFFUSION,
+            "test_nft_loss_by_hand",
+            "test_nft_gradient_at_the_old_policy",
+            "test_decay_types",
+        ),
+        "ddpo": (DIFFUSION, "test_losses_of_ddim_steps_by_hand"),
+        "dpok": (DIFFUSION, "test_losses_of_ddim_steps_by_hand"),
+        "reward_fl": ("algorithms/diffusion/test_reward_fl.py", "test_gradient_equals_finite_differences"),
+    },
+    "beside": {
+        "steps of Flow-GRPO": (STEPS, "test_flow_grpo_by_hand", "test_flow_grpo_at_sigma_one_divides_by_the_next"),
+        "steps of DDIM": (STEPS, "test_ddim_is_the_stochastic_step_of_the_stock_scheduler"),
+        "CPS": (STEPS, "test_cps_by_hand", "test_cps_surrogate_is_minus_the_squared_distance"),
+        "sde_reflow": (STEPS, "test_reflow_noises_the_predicted_data_anew"),
+        "GRPO-Guard": (DIFFUSION, "test_guard_leaves_the_noise_times_the_shift_of_the_mean"),
+        "kl_target": ("algorithms/test_kl.py", "test_adaptive_controller_moves_towards_the_target_and_resumes"),
+        "overlong penalty": ("algorithms/test_reward_shaping.py", "test_overlong_penalty_by_hand"),
+    },
+}
+
+
+def tests_of(file: str) -> set[str]:
+    nodes = ast.walk(ast.parse((TESTS / file).read_text()))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMS if kind != "beside"])
+def test_no_choice_is_without_one(kind: str) -> None:
+    own = [entry for entry in getattr(registry, kind) if isinstance(entry.target, str | None)]  # not a test's plugin
+    assert {entry.name for entry in own} == set(FORMS[kind])
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_they_are_there(kind: str) -> None:
+    for name, (file, *tests) in FORMS[kind].items():
+        assert set(tests) <= tests_of(file), name
