@@ -349,12 +349,13 @@ def resolve_resume(resume_from: str, root: str | Path) -> Path:
 
 def resolve_here(resume_from: str, root: Path) -> Path:
     """The checkpoint that `resume_from` names: a checkpoint, a run's folder, or auto for the newest below `root`.
+    The step of a checkpoint may be written with or without leading zeros.
 
     Raises CheckpointError where there is none that a run can be resumed from.
     """
     if not resume_from.strip():
         raise CheckpointError("resume_from is empty; name a checkpoint or a run's folder, or write auto")
-    folder = root if resume_from == "auto" else Path(resume_from)
+    folder = root if resume_from == "auto" else _of_this_step(Path(resume_from))
     manager = CheckpointManager(folder)
     if resume_from != "auto" and not manager.has_checkpoints():
         if not verify(folder)["resumable"]:
@@ -367,6 +368,13 @@ def resolve_here(resume_from: str, root: Path) -> Path:
         )
     logger.info("resuming from %s", latest)
     return latest
+
+
+def _of_this_step(path: Path) -> Path:
+    """The folder itself, or where it does not exist the one beside it of the same step: checkpoint-60 is -000060."""
+    match = NUMBERED.match(path.name)
+    padded = path.with_name(f"{PREFIX}{int(match[1]):06d}") if match else path
+    return padded if padded.is_dir() and not path.exists() else path
 
 
 def write_hint(root: Path, name: str) -> None:

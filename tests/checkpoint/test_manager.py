@@ -43,6 +43,13 @@ def test_a_save_is_named_by_step_and_lists_its_files(tmp_path):
     assert (tmp_path / "latest").read_text() == "checkpoint-000012\n"
 
 
+def test_the_step_of_a_checkpoint_needs_no_leading_zeros(tmp_path):
+    saved(tmp_path, 60)
+    assert resolve_resume(str(tmp_path / "checkpoint-60"), tmp_path) == tmp_path / "checkpoint-000060"
+    with pytest.raises(CheckpointError):
+        resolve_resume(str(tmp_path / "checkpoint-6"), tmp_path)
+
+
 def test_rotation_keeps_the_newest(tmp_path):
     saved(tmp_path, 1, 2, 3, 4, max_num=2)
     assert folders(tmp_path) == ["checkpoint-000003", "checkpoint-000004"]

@@ -290,9 +290,9 @@ def _evaluation(config, maker, eval_set, checkpoint) -> Evaluation | None:
         first_token_temperature=None,
     )
     greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1)
-    output, rows = config.output, EvaluationRows(eval_set)
-    kept, seeds = output.num_trajectories_to_save, (config.train.seed, output.eval_seed)
-    return Evaluation(maker, prompts, sampling, greedy, kept, *seeds, rows=rows)
+    kept, seed = config.output.num_trajectories_to_save, config.train.seed
+    rows, own_seed = EvaluationRows(eval_set), config.output.eval_seed
+    return Evaluation(maker, prompts, sampling, greedy, kept, seed, rows, own_seed)
 
 
 def _gate(config, maker, engine, actor, strategy, checkpoint) -> ParityGate | None:

@@ -53,8 +53,8 @@ class Evaluation:
     greedy: SamplingSettings
     records_to_keep: int
     run_seed: int
-    seed: int | None = None
     rows: EvaluationRows | None = None
+    seed: int | None = None
     labels: set[str] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -153,6 +153,17 @@ def test_what_cannot_work_is_said_before_training(settings, message, tmp_path) -
         load_differentiable("face_similarity", {k: v.replace("HERE", str(tmp_path)) for k, v in settings.items()})
 
 
+def test_a_folder_of_onnx_files_says_which_model_has_a_gradient(tmp_path) -> None:
+    """antelopev2, as ROLL's reward_model_path names it."""
+    for name in ("glintr100.onnx", "scrfd_10g_bnkps.onnx"):
+        (tmp_path / name).write_bytes(b"onnx")
+    with pytest.raises(ConfigError, match=r"glintr100.onnx.*no gradient here.*iResNet100\) as torch.*\.pt2"):
+        load_differentiable("face_similarity", {"embedder": str(tmp_path)})
+    exported = torch.export.export(torch.nn.AvgPool2d(4), (torch.zeros(2, 3, 16, 16),))
+    torch.export.save(exported, tmp_path / "glintr100.pt2")
+    assert load_differentiable("face_similarity", {"embedder": str(tmp_path), "size": 16}).size == 16
+
+
 def test_unknown_names_and_settings() -> None:
     with pytest.raises(ConfigError, match="face_similarity"):
         load_differentiable("face_similarty")

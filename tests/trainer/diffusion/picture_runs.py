@@ -46,7 +46,7 @@ VRL = (
 )
 RUNS = {
     "vrl": f"{VRL} eval.seed=7",
-    "vrl_resumed": f"{VRL} eval.seed=7 trainer.resume_from={{folder}}/vrl/checkpoint-000001",
+    "vrl_resumed": f"{VRL} eval.seed=7 trainer.resume_from={{folder}}/vrl/checkpoint-1",
     "vrl_own_weights": f"{VRL} eval.seed=7 eval.use_ema=false",
     "vrl_run_seed": f"{VRL} eval.seed=7 --seed 5 --max_steps 1",
     "vrl_eval_seed": f"{VRL} eval.seed=8 --max_steps 1",

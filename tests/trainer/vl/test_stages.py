@@ -158,6 +158,19 @@ def test_a_masked_row_of_an_evaluation_counts_for_nothing(checkpoint):
     assert len(records) == 4 and not any("where?" in record["prompt"] for record in records)
 
 
+def test_an_evaluation_with_a_seed_of_its_own_draws_alike_in_every_run(checkpoint):
+    sampled = SamplingSettings(n=2, max_new_tokens=4)
+
+    def drawn(run_seed: int, eval_seed: int | None) -> list[list[int]]:
+        maker = maker_of(checkpoint, [], run_seed=run_seed)
+        evaluation = Evaluation(maker, PROMPTS, sampled, sampled, 4, run_seed, seed=eval_seed)
+        rollouts = evaluation._rollouts(PROMPTS, [True] * len(PROMPTS), sampled)
+        return [list(rollout.token_ids) for rollout in rollouts]
+
+    assert drawn(1, 7) == drawn(2, 7) != drawn(1, 8)
+    assert drawn(1, None) == drawn(1, 1) != drawn(2, None)
+
+
 def test_labels_that_are_many_get_no_metrics_each(caplog):
     few = ["count", "colour", None, "count"]
     assert measured_labels(few) == {"count", "colour"} and not caplog.records
