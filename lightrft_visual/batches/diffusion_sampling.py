@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 REDUCTIONS = ("mean", "sum")
-SCHEDULERS = ("model_default", "flow_match_euler")
+SCHEDULERS = ("model_default", "flow_match_euler", "flow_match_euler_stock")
 
 
 TRAJECTORIES = ("ode", "sde", "sde_reflow", "dance", "cps")

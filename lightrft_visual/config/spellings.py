@@ -131,6 +131,32 @@ ALIASES_OF: dict[str, dict[str, str]] = {
         "num_video_per_prompt": "n_samples_per_prompt",  # FastVideo
         "num_inner_epochs": "max_epochs",  # FastVideo and Flow-GRPO
         "kl_beta": "nft_kl_beta",
+        **{
+            f"method.sampling.{name}": name
+            for name in ("num_steps", "scheduler", "trajectory", "flow_shift", "timesteps", "sigmas")
+        },
+        **{
+            f"method.{name}": name
+            for name in (
+                "timestep_fraction",
+                "decay_type",
+                "adv_mode",
+                "adv_clip_max",
+                "num_video_per_prompt",
+                "num_inner_epochs",
+                "kl_beta",
+                "max_grad_norm",
+            )
+        },
+        "method.beta": "nft_beta",
+        "method.ema.enabled": "enable_ema",
+        "method.ema.decay": "ema_beta",
+        "method.ema.validation": "eval_ema",
+        "method.validation.every_steps": "eval_steps",
+        "method.validation.num_steps": "eval_num_steps",
+        "method.validation.num_prompts": "max_eval_samples",
+        "method.validation.seed": "eval_seed",
+        "method.validation.data_path": "eval_data",
         "sample.num_steps": "num_steps",  # Flow-GRPO
         "sample.eval_num_steps": "eval_num_steps",
         "sample.guidance_scale": "guidance_scale",

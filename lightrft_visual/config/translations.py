@@ -52,6 +52,13 @@ def _origin_paths(found: Any) -> dict[str, Any]:
     )
 
 
+def _eval_enable(on: Any) -> dict[str, Any]:
+    known = {"true": {}, "false": {"max_eval_samples": 0}}
+    if str(on).lower() in known:
+        return known[str(on).lower()]
+    raise ConfigError(f"eval.enable is {on!r}; it is true or false")
+
+
 def _precision(word: Any) -> dict[str, Any]:
     known = {"bf16": True, "fp32": False}
     if word in known:
@@ -90,6 +97,7 @@ TRANSLATIONS: dict[str, dict[str, Translation]] = {
             "pretrain", _reward_model_path, "the embedder of --differentiable_reward face_similarity (ROLL)"
         ),
         "model_id_with_origin_paths": Translation("image_root", _origin_paths, "null only (ROLL)"),
+        "eval.enable": Translation("bf16", _eval_enable, "false is --max_eval_samples 0 (VRL)"),
         "precision": Translation("pretrain", _precision, "bf16 is --bf16 (VRL)"),
     },
     "RunConfig": {

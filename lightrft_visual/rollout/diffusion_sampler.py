@@ -21,7 +21,7 @@ from ..batches.diffusion_sampling import (
     check_noise,
 )
 from ..errors import ConfigError
-from ..models.diffusion.schedule import flow_match_schedule, upcast
+from ..models.diffusion.schedule import flow_match_schedule, stock_flow_match_schedule, upcast
 from ..strategy.seeding import derive_seed
 from .diffusion_steps import Step, euler_step, per_sample, sde_step, transition
 
@@ -92,9 +92,10 @@ class DiffusionSampler:
             sigmas = torch.tensor(given, dtype=torch.float64)
             timesteps = sigmas * TRAIN_TIMESTEPS if config.timesteps is None else torch.tensor(config.timesteps)
             return timesteps.float(), sigmas.float()
-        if config.scheduler == "flow_match_euler":
+        if config.scheduler != "model_default":
             shift = model.flow_shift(latent_shape) if config.flow_shift is None else config.flow_shift
-            return flow_match_schedule(config.num_steps, shift)
+            steps = flow_match_schedule if config.scheduler == "flow_match_euler" else stock_flow_match_schedule
+            return steps(config.num_steps, shift)
         return model.default_schedule(config.num_steps, latent_shape, config.flow_shift)
 
     def rule(self, model: VelocityModel) -> str | None:

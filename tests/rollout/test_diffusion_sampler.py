@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from lightrft_visual.batches.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.errors import ConfigError
@@ -128,6 +129,18 @@ def test_flow_match_euler_has_the_models_shift():
     assert torch.equal(sampler.schedule(Gaussian(), (2,))[1], flow_match_schedule(4, 3.0)[1])
     own = DiffusionSampler(SamplingConfig(4, scheduler="flow_match_euler", flow_shift=2.0))
     assert torch.equal(own.schedule(Gaussian(), (2,))[1], flow_match_schedule(4, 2.0)[1])
+
+
+@pytest.mark.parametrize("shift", (1.0, 3.0, 8.0))
+def test_the_stock_schedule_is_that_of_the_stock_scheduler(shift):
+    stock = FlowMatchEulerDiscreteScheduler(shift=shift)
+    stock.set_timesteps(25)
+    sampler = DiffusionSampler(SamplingConfig(25, scheduler="flow_match_euler_stock", flow_shift=shift))
+    timesteps, sigmas = sampler.schedule(Gaussian(), (2,))
+    torch.testing.assert_close(sigmas, stock.sigmas[:-1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(timesteps, stock.timesteps, rtol=1e-5, atol=1e-3)
+    inherited = DiffusionSampler(SamplingConfig(25, scheduler="flow_match_euler_stock"))
+    assert (inherited.schedule(Gaussian(), (2,))[1][-1] == sigmas[-1]) == (shift == 3.0)  # the model's own
 
 
 def test_given_schedules():
