@@ -69,7 +69,7 @@ FORMS = {
 }
 
 
-def tests_of(file: str) -> set[str]:
+def names_in(file: str) -> set[str]:
     nodes = ast.walk(ast.parse((TESTS / file).read_text()))
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
 
@@ -83,4 +83,4 @@ def test_no_choice_is_without_one(kind: str) -> None:
 @pytest.mark.parametrize("kind", FORMS)
 def test_they_are_there(kind: str) -> None:
     for name, (file, *tests) in FORMS[kind].items():
-        assert set(tests) <= tests_of(file), name
+        assert set(tests) <= names_in(file), name
