@@ -27,6 +27,7 @@ FORMS = {
         "gspo": (LOSSES, "test_gspo_is_the_sequence_form", "test_gspo_clips_whole_sequences"),
         "gmpo": (LOSSES, "test_gmpo_is_the_geometric_mean", "test_gmpo_clips_tokens_in_log_space"),
         "cispo": (LOSSES, "test_every_token_keeps_a_gradient", "test_no_lower_bound_from_eps_one"),
+        "sapo": (LOSSES, "test_gate_of_the_paper"),
         "cpgd": (LOSSES, "test_clipped_log_ratio", "test_drift_pulls_back_with_a_capped_slope"),
     },
     "tis_modes": {
