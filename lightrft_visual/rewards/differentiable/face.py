@@ -66,7 +66,9 @@ def load_face_model(embedder: str, weights: str | None = None) -> nn.Module:
         return torch.export.load(existing(embedder)).module().requires_grad_(False)  # holds no training mode
     else:
         model = torch.jit.load(existing(embedder), map_location="cpu")
-    return model.eval().requires_grad_(False)
+    for parameter in model.parameters():  # TorchScript's modules refuse requires_grad_ as a whole
+        parameter.requires_grad_(False)
+    return model.eval()
 
 
 def _in_folder(embedder: str) -> str:
@@ -81,8 +83,9 @@ def _in_folder(embedder: str) -> str:
     found = f"{len(models)} torch models" if models else f"no torch model ({', '.join(names[:5]) or 'nothing'})"
     raise ConfigError(
         f"{NAME}: the folder {embedder} holds {found}, and ONNX files such as antelopev2's have no gradient here. Give "
-        "the same face model (antelopev2: glintr100, an iResNet100) as torch: embedder=path.py:build with its weights, "
-        "or a torch.export program (.pt2) in the folder; its ONNX file scores evaluations as the rule face_similarity"
+        "the same face model (antelopev2: glintr100, an iResNet100) as torch: a torch.export program (.pt2) in the "
+        "folder, or differentiable_kwargs.embedder=path.py:build with its weights; its ONNX file scores evaluations as "
+        "the rule face_similarity"
     )
 
 

@@ -60,12 +60,13 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     check_model(resume_folder, fingerprinted, config.output.resume_other_model)
     prompts, eval_prompts = _prompts(config)
     sets = [each for each in (prompts, eval_prompts) if each is not None]
+    asked = differentiable is None or eval_prompts is not None  # Reward FL asks it for evaluations only
     rewards = RewardComputationEngine.from_config(
         config.reward,
         strategy=strategy,
         labels=prompts.labels | (eval_prompts.labels if eval_prompts is not None else set()),
         columns={FIRST_FRAME, *prompts.columns},
-        references=prompts.has_references,
+        references=prompts.has_references if asked else None,
         labels_cut_away=lambda: set().union(*(each.labels_cut_away() for each in sets)),
     )
     if config.algorithm.gdpo:

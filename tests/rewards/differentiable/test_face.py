@@ -164,6 +164,16 @@ def test_a_folder_of_onnx_files_says_which_model_has_a_gradient(tmp_path) -> Non
     assert load_differentiable("face_similarity", {"embedder": str(tmp_path), "size": 16}).size == 16
 
 
+def test_a_torchscript_model_is_frozen_and_carries_the_gradient_of_the_pixels(tmp_path) -> None:
+    script = torch.jit.script(torch.nn.Sequential(torch.nn.Conv2d(3, 2, 4, stride=4), torch.nn.Flatten(1)))
+    script.save(str(tmp_path / "face.pt"))
+    reward = load_differentiable("face_similarity", {"embedder": str(tmp_path), "size": 16})
+    media = torch.rand(1, 3, 16, 16, requires_grad=True)
+    scores, valid = reward(media, ["a"], [{"input_image": torch.rand(3, 16, 16)}])
+    scores.sum().backward()
+    assert valid.all() and media.grad.any() and not any(each.requires_grad for each in reward.model.parameters())
+
+
 def test_unknown_names_and_settings() -> None:
     with pytest.raises(ConfigError, match="face_similarity"):
         load_differentiable("face_similarty")

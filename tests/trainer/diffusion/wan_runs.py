@@ -115,7 +115,9 @@ def main(folder: Path) -> None:
             f"--use_gradient_checkpointing_offload {out}_low"
         ),
         "faceless": train(folder, "wan_i2v", f"{reward_fl(folder, 'no_face')} --l2 0 {out}_faceless"),
-        "roll": train(folder, "wan_i2v", f"{first} {roll(folder)} {out}_roll"),
+        "roll": train(
+            folder, "wan_i2v", f"{first.replace('--components.pixel 1.0', '')} {roll(folder)} {out}_roll"
+        ),
     }  # fmt: skip
     (folder / "facts.json").write_text(json.dumps(facts))
 
