@@ -50,49 +50,55 @@ num_inference_steps: 8
 """
 
 
-def dry_run(line: str, capsys, algorithm: str = "flow_grpo", schema: type = DiffusionRunConfig) -> dict:
-    """What the script prints for the line and `--dry_run`; a run is refused before it, and an error is printed."""
+def dry_run(line: str, algorithm: str = "flow_grpo", schema: type = DiffusionRunConfig) -> dict:
+    """What the script prints for the line and `--dry_run`, but for the plan of memory, which takes seconds."""
     preset = DIFFUSION_PRESET if schema is DiffusionRunConfig else "embedded_vl"
     defaults = {"diffusion_algorithm": algorithm} if schema is DiffusionRunConfig else {}
-    with pytest.raises(SystemExit) as left:
-        config_or_exit(schema, [*shlex.split(line), "--dry_run"], preset=preset, defaults=defaults)
-    printed = capsys.readouterr()
-    assert left.value.code == 0, printed.err
-    return yaml.safe_load(printed.out)
+    run = parse_run(schema, [*shlex.split(line), "--dry_run"], preset=preset, defaults=defaults)
+    assert run.dry_run
+    return yaml.safe_load(resolved_yaml(run.config))
 
 
 class TestVRL:
-    def test_output_and_resume(self, capsys, tmp_path: Path) -> None:
+    def test_output_and_resume(self, tmp_path: Path) -> None:
         (tmp_path / "checkpoint-60").mkdir()
-        found = dry_run(f"{VRL} trainer.output_dir={tmp_path} trainer.resume_from={tmp_path}/checkpoint-60", capsys)
+        found = dry_run(f"{VRL} trainer.output_dir={tmp_path} trainer.resume_from={tmp_path}/checkpoint-60")
         assert found["output"]["output_dir"] == str(tmp_path)
         assert found["output"]["resume_from"] == f"{tmp_path}/checkpoint-60"
 
-    def test_another_reward_and_another_manifest(self, capsys, tmp_path: Path) -> None:
+    def test_another_reward_and_another_manifest(self, tmp_path: Path) -> None:
         (tmp_path / "prompts.txt").write_text("a cat\n")
         found = dry_run(
             f"{VRL} reward.components.ocr=0.0 reward.components.aesthetic=1.0 "
             "reward.kwargs.aesthetic.model_name=openai/clip-vit-large-patch14 "
             f"data.manifest={tmp_path}/prompts.txt data.eval_manifest={tmp_path}/prompts.txt",
-            capsys,
         )
         assert found["reward"]["components"] == {"ocr": 0.0, "aesthetic": 1.0}
         assert found["reward"]["kwargs"] == {"aesthetic": {"model_name": "openai/clip-vit-large-patch14"}}
         assert found["data"]["prompt_data"] == found["data"]["eval_data"] == f"{tmp_path}/prompts.txt"
 
-    def test_two_updates_per_rollout_with_eight_prompt_groups(self, capsys) -> None:
+    def test_two_updates_per_rollout_with_eight_prompt_groups(self) -> None:
         found = dry_run(
             f"{VRL} rollout.n=8 rollout.rollout_batch_size=8 rollout.sample_batch_size=8 "
             "actor.gradient_accumulation_steps=4",
-            capsys,
         )
         sampling, train = found["sampling"], found["train"]
         assert [sampling[name] for name in ("n_samples_per_prompt", "rollout_batch_size")] == [8, 8]
         assert sampling["micro_rollout_batch_size"] == 8
         assert (train["groups_per_update"], train["train_batch_size"]) == (4, 32)  # of 64 samples: two updates
 
-    def test_fixed_evaluation(self, capsys) -> None:
-        found = dry_run(f"{VRL} eval.num_steps=40 eval.max_prompts=16 eval.seed=20260504 eval.use_ema=true", capsys)
+    def test_the_script_prints_it_and_leaves_with_0(self, capsys) -> None:
+        line = (
+            "rollout.n=8 rollout.rollout_batch_size=8 rollout.sample_batch_size=8 actor.gradient_accumulation_steps=4"
+        )
+        with pytest.raises(SystemExit) as left:
+            config_or_exit(DiffusionRunConfig, [*shlex.split(VRL + line), "--dry_run"], preset=DIFFUSION_PRESET)
+        printed = capsys.readouterr()
+        assert left.value.code == 0, printed.err
+        assert yaml.safe_load(printed.out)["train"]["train_batch_size"] == 32
+
+    def test_fixed_evaluation(self) -> None:
+        found = dry_run(f"{VRL} eval.num_steps=40 eval.max_prompts=16 eval.seed=20260504 eval.use_ema=true")
         assert found["sampling"]["eval_num_steps"] == 40 and found["data"]["max_eval_samples"] == 16
         assert found["output"]["eval_seed"] == 20260504 and found["output"]["eval_ema"] is True
 
@@ -137,18 +143,18 @@ class TestRewardFL:
         assert algorithm["differentiable_reward"] == "face_similarity"
         assert algorithm["differentiable_kwargs"] == {"embedder": f"{folder}/antelopev2/"}
 
-    def test_its_block_as_a_file(self, block: str, capsys, tmp_path: Path) -> None:
+    def test_its_block_as_a_file(self, block: str, tmp_path: Path) -> None:
         (tmp_path / "reward_fl.yaml").write_text(block)
-        self.check(dry_run(f"--config {tmp_path}/reward_fl.yaml", capsys, "reward_fl"), tmp_path)
+        self.check(dry_run(f"--config {tmp_path}/reward_fl.yaml", "reward_fl"), tmp_path)
 
-    def test_its_block_as_flags(self, block: str, capsys, tmp_path: Path) -> None:
+    def test_its_block_as_flags(self, block: str, tmp_path: Path) -> None:
         line = " ".join(f"--{key} {value}" for key, value in yaml.safe_load(block).items())
-        self.check(dry_run(line, capsys, "reward_fl"), tmp_path)
+        self.check(dry_run(line, "reward_fl"), tmp_path)
 
-    def test_an_update_is_what_all_ranks_accumulate(self, block: str, capsys, tmp_path: Path, monkeypatch) -> None:
+    def test_an_update_is_what_all_ranks_accumulate(self, block: str, tmp_path: Path, monkeypatch) -> None:
         monkeypatch.setenv("WORLD_SIZE", "2")
         (tmp_path / "reward_fl.yaml").write_text(block)
-        found = dry_run(f"--config {tmp_path}/reward_fl.yaml --gradient_accumulation_steps 2", capsys, "reward_fl")
+        found = dry_run(f"--config {tmp_path}/reward_fl.yaml --gradient_accumulation_steps 2", "reward_fl")
         assert found["train"]["train_batch_size"] == 4
 
     @pytest.mark.parametrize(
@@ -165,20 +171,19 @@ class TestRewardFL:
 
 
 class TestFastVideo:
-    def test_schedule(self, capsys) -> None:
+    def test_schedule(self) -> None:
         found = dry_run(
             "--diffusion_algorithm diffusion_nft --scheduler flow_match_euler --trajectory sde_reflow "
             "--flow_shift inherit --num_steps 25 --num_video_per_prompt 24 --num_inner_epochs 1 --kl_beta 0.0001 "
             "--decay_type 1 --adv_mode all --adv_clip_max 5 --timestep_fraction 0.99",
-            capsys,
         )
         assert found["sampling"]["flow_shift"] is None and found["sampling"]["trajectory"] == "sde_reflow"
         assert found["algorithm"]["nft_kl_beta"] == 1e-4
 
 
 class TestLightRFT:
-    def test_kl_target(self, capsys) -> None:
-        found = dry_run("--kl_target 0.02 --init_kl_coef 0.01", capsys, schema=RunConfig)
+    def test_kl_target(self) -> None:
+        found = dry_run("--kl_target 0.02 --init_kl_coef 0.01", schema=RunConfig)
         assert found["algorithm"]["kl_target"] == 0.02
 
 
