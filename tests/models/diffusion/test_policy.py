@@ -187,6 +187,30 @@ def test_gradient_checkpointing_changes_no_gradient(folder, offload):
         torch.testing.assert_close(left.grad, right.grad)
 
 
+@pytest.mark.parametrize("guidance", (1.0, 4.5))
+def test_gradient_checkpointing_keeps_a_third_at_most(folder, guidance):
+    sizes = []
+    for checkpointing in (False, True):
+        policy = policy_of(folder)
+        policy.train()
+        if checkpointing:
+            policy.enable_gradient_checkpointing()
+        kept = {}
+
+        def keep(tensor, kept=kept):
+            owner = tensor if tensor._base is None else tensor._base
+            if not isinstance(owner, torch.nn.Parameter):
+                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        conditions = policy.encode_prompts(PROMPTS, "" if guidance > 1 else None)
+        latents, times = torch.randn(3, *policy.latent_shape(32, 32)), torch.full((3,), 300.0)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            assert policy(latents, times, conditions, guidance).requires_grad
+        sizes.append(sum(kept.values()))
+    assert sizes[1] <= sizes[0] / 3
+
+
 def test_refusals(folder):
     with pytest.raises(ConfigError, match="multiples"):
         policy_of(folder).latent_shape(30, 32)
