@@ -87,7 +87,7 @@ def storages(objects: Iterable[Any]) -> dict[int, int]:
         elif isinstance(each, dict):
             left += each.values()
         elif isinstance(each, list | tuple):
-            left += each
+            left += each if each and not isinstance(each[0], int | float) else []
         elif is_dataclass(each):
             left += [getattr(each, item.name) for item in fields(each)]
         elif hasattr(each, "__dict__"):

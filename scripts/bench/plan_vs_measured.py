@@ -22,7 +22,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
-PHASES = {"load": "load", "generate": "generate", "reward": "score", "forward": "score", "train": "train", "sync": "sync"}
+PHASES = {
+    "load": "load",
+    "generate": "generate",
+    "reward": "score",
+    "forward": "score",
+    "train": "train",
+    "sync": "sync",
+}
 VL = "--max_eval_samples 0 --parity_samples 0 --max_steps 2 --no_report --no_save_trajectories".split()
 SHAPES = ("tiny_vlm", "vlm_100m", "sd3_90m")
 
@@ -38,7 +45,9 @@ def vision_language(folder: Path, hidden: int, layers: int, rows: tuple[int, int
     prompts, samples, tokens = rows
     model = build_tiny_checkpoint(folder / "model", "qwen2_5_vl", texts=TEXTS, hidden=hidden, layers=layers)
     data = questions(folder / "data", 2 * prompts, 112)
-    message = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many circles are there?"}]}]
+    message = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many circles are there?"}]}
+    ]
     processor = AutoProcessor.from_pretrained(model)
     length = len(processor.tokenizer(processor.apply_chat_template(message, add_generation_prompt=True))["input_ids"])
     batch = f"--train_batch_size {prompts * samples} --rollout_batch_size {prompts} --n_samples_per_prompt {samples}"
@@ -63,8 +72,8 @@ def drawing(folder: Path) -> list[str]:
         *["--pretrain", str(model), "--prompt_data", f"{folder}/prompts.jsonl", "--lora_rank", "0"],
         *["--reward_recipe", '{"*": [["rule", "shape_match", 1.0]]}', "--max_steps", "2"],
         *["--no_report", "--no_save_trajectories"],
-        *"--height 32 --width 32 --num_steps 4 --rollout_batch_size 4 --n_samples_per_prompt 8".split(),
-        *"--train_batch_size 32 --micro_train_batch_size 32 --micro_rollout_batch_size 32 --beta 0.01".split(),
+        *"--height 32 --width 32 --num_steps 3 --rollout_batch_size 2 --n_samples_per_prompt 4".split(),
+        *"--train_batch_size 8 --micro_train_batch_size 8 --micro_rollout_batch_size 8 --beta 0.01".split(),
     ]
 
 
@@ -135,7 +144,13 @@ def child(shape: str, folder: Path) -> dict:
     steps = [dict(zip(table[0].split(","), row.split(","))) for row in table[1:]]
     if any(float(step["skipped_steps"]) for step in steps):
         raise SystemExit("an optimizer step was skipped: the optimizer's memory would not be measured")
-    return {"baseline": baseline, "program": program, "planned": planned, "measured": sampler.peaks, "text": plan.text()}
+    return {
+        "baseline": baseline,
+        "program": program,
+        "planned": planned,
+        "measured": sampler.peaks,
+        "text": plan.text(),
+    }
 
 
 def compare(shape: str, found: dict, limit: float) -> bool:
