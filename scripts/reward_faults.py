@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-LIMIT = 300.0  # seconds of one run
+LIMIT = 600.0  # seconds of one run; the first one may have to build the embedded model
 MARK = "# <-"  # at the end of the line that must be named
 BUILT = ["lightrft_visual.trainer.vl.trainer", "deepspeed.runtime.zero.muon.muon_optimizer"]
 FLAGS = (
