@@ -33,8 +33,9 @@ class Host:
     local: int
 
     def engine(self, weights: float) -> list[Item]:
-        """vLLM on the CPU: weights, packed for its products, and the part of its cache that is in use."""
-        return [Item("vLLM: weights", weights), Item("vLLM: KV cache and work space", 0.3 * GIB)]
+        """vLLM on the CPU: weights, packed for its products, and its cache, which is all in memory from the start."""
+        cache = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB  # as rollout/vllm/arguments.py sets it
+        return [Item("vLLM: weights", weights), Item("vLLM: KV cache and work space", cache + 0.08 * GIB)]
 
 
 def host_memory() -> float:
