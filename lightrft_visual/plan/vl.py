@@ -239,6 +239,7 @@ class VLPlanner:
             "bf16": c.model.bf16,
             "gradient_checkpointing": c.model.gradient_checkpointing,
             "lora_rank": c.model.lora_rank > 0,
+            "offload_reference": c.rollout.offload_reference,
             "zero_stage 2": zero.zero_stage >= 2,
             "zero_stage 3": zero.zero_stage == 3,
             "adam_offload": zero.adam_offload,
@@ -248,12 +249,15 @@ class VLPlanner:
 
     # -- what stands there all the time --------------------------------------------------------------------------
 
-    def _models(self, train_states: bool = True, stepped: bool = True) -> list[Item]:
-        """Weights of all models; train_states: and what the optimizers keep, unless it waits on the host."""
+    def _models(self, train_states: bool = True, stepped: bool = True, scoring: bool = False) -> list[Item]:
+        """Weights of all models; train_states: and what the optimizers keep, unless it waits on the host.
+
+        scoring: whether the reference is at work; else it may wait on the host.
+        """
         model = self.shape.model
         items = [*program(self.device, self.vllm), *fragments(self.device), self.zero.weights("policy", model)]
         if self.config.model.lora_rank == 0 and self.config.algorithm.init_kl_coef > 0:
-            items.append(self._reference())
+            items.append(self._reference().on_host(self.config.rollout.offload_reference and not scoring))
         waits = self.config.rollout.offload_trainer and not train_states
         items += [item.on_host(waits) for item in self.zero.optimizer("policy", model, stepped)]
         critic = self._critic
@@ -267,7 +271,7 @@ class VLPlanner:
 
     def _reference(self) -> Item:
         size = self.shape.base * self.shape.width / self.zero.share(3)
-        return Item("reference: weights", size, "zero_stage 3, lora_rank, init_kl_coef 0, bf16")
+        return Item("reference: weights", size, "offload_reference, zero_stage 3, lora_rank, init_kl_coef 0, bf16")
 
     @cached_property
     def _critic(self) -> Model | None:
@@ -361,7 +365,7 @@ class VLPlanner:
         prompts = min(self.prompts, ceil(rows / rollout.n_samples_per_prompt))
         peak = self.shape.scoring(rows, self.length, rows * rollout.generate_max_len, prompts, device)
         items = [
-            *self._models(train_states=False),
+            *self._models(train_states=False, scoring=True),
             *self._engine(awake=False),
             *self._batch(),
             *self.zero.gathered(self.shape.model),

@@ -65,6 +65,7 @@ def test_settings_do_what_the_advice_says() -> None:
     for settings, phase, before in [
         (["--engine_mem_util", "0.3"], 1, generate),
         (["--zero_stage", "3"], 1, generate),
+        (["--offload_reference"], 1, generate),
         (["--lora_rank", "16"], 3, train),
         (["--init_kl_coef", "0"], 3, train),
         (["--micro_train_batch_size", "2"], 3, train),
