@@ -1,6 +1,6 @@
 """The plan of a run against what it takes, on the CPU: the largest resident memory of each phase of a real run.
 
-    python scripts/bench/plan_vs_measured.py [--shapes tiny_vlm vlm_100m sd3_90m] [--limit 0.15]
+    python scripts/bench/plan_vs_measured.py [--shapes tiny_vlm vlm_100m vlm_110m sd3_90m] [--limit 0.15]
 
 Every shape runs in a process of its own: libraries are imported and the resident memory is noted (the baseline, which
 the plan calls 'Python and its libraries'); then two steps are trained, and the process's resident memory is read every
@@ -31,7 +31,7 @@ PHASES = {
     "sync": "sync",
 }
 VL = "--max_eval_samples 0 --parity_samples 0 --max_steps 2 --no_report --no_save_trajectories".split()
-SHAPES = ("tiny_vlm", "vlm_100m", "sd3_90m")
+SHAPES = ("tiny_vlm", "vlm_100m", "vlm_110m", "sd3_90m")
 
 
 def vision_language(folder: Path, hidden: int, layers: int, rows: tuple[int, int, int]) -> list[str]:
@@ -83,6 +83,8 @@ def settings_of(shape: str, folder: Path) -> list[str]:
         return [*vision_language(folder, 128, 2, (8, 8, 16)), "--init_kl_coef", "0.01"]
     if shape == "vlm_100m":
         return [*vision_language(folder, 1024, 10, (2, 4, 24)), "--engine_type", "hf", "--init_kl_coef", "0.01"]
+    if shape == "vlm_110m":  # longer answers of more samples: activations count for more
+        return [*vision_language(folder, 1024, 12, (4, 4, 64)), "--engine_type", "hf", "--init_kl_coef", "0.01"]
     return drawing(folder)
 
 

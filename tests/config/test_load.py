@@ -179,7 +179,7 @@ def test_precedence_is_defaults_preset_recipe_command_line(tmp_path: Any) -> Non
 
 
 def test_the_preset_belongs_to_the_embedded_model_only() -> None:
-    assert parse_run(RunConfig, []).config.rollout.rollout_batch_size == 16
+    assert parse_run(RunConfig, []).config.rollout.rollout_batch_size == 32
     assert parse_run(RunConfig, ["--pretrain", "Qwen/Qwen2.5-VL-3B-Instruct"]).config == plain(
         "--pretrain", "Qwen/Qwen2.5-VL-3B-Instruct"
     )
