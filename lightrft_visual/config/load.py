@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -109,7 +110,8 @@ def _show_plan(config: Any) -> int:
     """Print the plan of a run; the exit code of a dry run. What plans stands above this room and is loaded by name."""
     if os.environ.get("RANK", "0") != "0":
         return 0
-    text, code = load_target(PLAN)(config)
+    with redirect_stdout(sys.stderr):  # DeepSpeed logs to the output, which here is one YAML document
+        text, code = load_target(PLAN)(config)
     print("\n".join(f"# {line}".rstrip() for line in text.splitlines()))
     return code
 

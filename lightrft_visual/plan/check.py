@@ -20,7 +20,12 @@ AnyConfig = RunConfig | DiffusionRunConfig
 def dry_run(config: AnyConfig) -> tuple[str, int]:
     """(what to show, exit code) of a run that is only planned: 1 where it does not fit on the device that was named."""
     device, ranks, local = named_device(config.plan)
-    plan = plan_of(config, device, ranks, local)
+    try:
+        plan = plan_of(config, device, ranks, local)
+    except ConfigError:
+        raise
+    except Exception as error:  # of a model that is built otherwise than those planned so far
+        return f"no plan of this run could be made: {type(error).__name__}: {error}", 0
     if plan is None:
         return unknown(config), 0
     named = config.plan.plan_device is not None

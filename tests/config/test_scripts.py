@@ -71,6 +71,6 @@ def test_a_recipe_chooses_the_advantage_estimator(resolved, script: str) -> None
     assert resolved(script)["algorithm"]["advantage_estimator"] == VL[script]
     recipe = ["--config", "experiment/vl/geometry3k_rloo"]
     assert resolved(script, *recipe)["algorithm"]["advantage_estimator"] == "rloo"
-    swapped = resolved(script, *recipe, "/base/algorithm=ppo")
+    swapped = resolved(script, *recipe, "/base/algorithm=ppo", "offload_trainer=true")
     assert swapped["algorithm"]["advantage_estimator"] == "gae"
     assert resolved(script, *recipe, "advantage_estimator=dr_grpo")["algorithm"]["advantage_estimator"] == "dr_grpo"

@@ -90,8 +90,9 @@ def test_bad_input_is_named_before_any_model_loads(one_rank, name):
 
 @pytest.mark.parametrize(("name", "word"), [("short", "31"), ("nan", "nan")])
 def test_a_broken_reward_function_is_named(one_rank, name, word):
-    last = (one_rank / name / "failed.txt").read_text().strip().splitlines()[-1]
-    assert "RewardError: " in last and name in last and word in last.lower()
+    *_, said, line = (one_rank / name / "failed.txt").read_text().strip().splitlines()
+    assert "RewardError: " in said and name in said and word in said.lower()
+    assert "my_reward.py" in line and line.endswith(f"in {name}")
 
 
 def test_the_launcher_hands_errors_on(cache_root, tmp_path):
