@@ -14,6 +14,8 @@ cases=${CASES:-8x8x32@56/64 4x16x64@448/16}
 ours=.venv/bin/python
 env=${TRL_ENV:-outputs/bench/trl}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} GOMP_SPINCOUNT=50000 HF_HUB_OFFLINE=1
+# TRL's environment sees this package's entry point for PyTorch (setup.py), but not the package.
+theirs=(env TORCH_DEVICE_BACKEND_AUTOLOAD=0 "$env/bin/python")
 
 if [ ! -x "$env/bin/python" ]; then
   "$ours" -m venv "$env"
@@ -39,7 +41,7 @@ for case in $cases; do
       --generate_max_len "$tokens" --min_new_tokens "$tokens" --prompt_max_len 512 \
       --train_batch_size $((prompts * samples)) --micro_rollout_batch_size "$micro" \
       --micro_train_batch_size "$micro" --init_kl_coef 0 --actor_learning_rate 1e-6 ${OURS:-} >&2
-    "$env/bin/python" scripts/bench/trl_steps.py "$model" "$rows" --prompts "$prompts" --samples "$samples" \
+    "${theirs[@]}" scripts/bench/trl_steps.py "$model" "$rows" --prompts "$prompts" --samples "$samples" \
       --tokens "$tokens" --micro "$micro" --steps "$steps" --out "$work/$name.trl.$round.json" >&2
   done
 done
