@@ -44,9 +44,13 @@ def all_captions() -> list[ShapeCaption]:
     return [ShapeCaption(colour, shape) for colour in range(len(COLOURS)) for shape in range(len(SHAPES))]
 
 
-def held_out(caption: ShapeCaption) -> bool:
-    """Whether a caption is for evaluation only: one shape of each colour; its words are trained on in others."""
-    return caption.shape == (caption.colour + 1 + caption.colour // len(SHAPES)) % len(SHAPES)
+def held_out(caption: ShapeCaption, split: str = "test") -> bool:
+    """Whether a caption is for evaluation only: one shape of each colour; its words are trained on in others.
+
+    split: 'test', or 'dev', which holds out another shape of each colour, for tuning.
+    """
+    first = 1 if split == "test" else 2
+    return caption.shape == (caption.colour + first + caption.colour // len(SHAPES)) % len(SHAPES)
 
 
 def parse_caption(text: str) -> ShapeCaption | None:

@@ -21,9 +21,10 @@ PAIRS_A_CAPTION = 16
 SIZE = 32  # pixels
 
 
-def embedded_pairs(root: Path) -> Path:
-    """A jsonl file of pairs (prompt, chosen, rejected) of the embedded training captions, below `root`."""
-    train, _ = embedded_prompts(root)
+def embedded_pairs(root: Path, split: str = "test") -> Path:
+    """A jsonl file of pairs (prompt, chosen, rejected) of the captions to train on, below `root`; split: what is held
+    out, see `embedded_prompts`."""
+    train, _ = embedded_prompts(root, split)
     texts = [json.loads(line)["prompt"] for line in train.read_text().splitlines()]
     digest = hashlib.sha256(repr((texts, PAIRS_A_CAPTION, SIZE)).encode()).hexdigest()[:12]
     folder = root / "data" / f"drawn-pairs-v1-{digest}"

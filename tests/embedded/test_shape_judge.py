@@ -11,6 +11,8 @@ from safetensors import safe_open
 from lightrft_visual.embedded.captions import EVAL_REPEATS, embedded_prompts
 from lightrft_visual.embedded.drawn_shapes import COLOURS, SHAPES, all_captions, held_out, random_images
 from lightrft_visual.embedded.shape_judge import JudgeSettings, embedded_judge, judge_file, kinds_of, no_drawings
+from lightrft_visual.embedded.task import HELD_OUT
+from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards.functions.shape_judge import ShapeJudgeScorer, judge_images
 from lightrft_visual.rewards.functions.shape_match import shape_match
 
@@ -30,6 +32,18 @@ def test_held_out_captions_share_words_but_no_combination_with_training(tmp_path
         assert all(any(word in caption for caption in train) for word in words)
         assert all(any(word in caption for caption in test) for word in words)
     assert sorted(c.colour for c in all_captions() if held_out(c)) == list(range(6))
+
+
+def test_captions_for_tuning_leave_those_of_the_test_alone(tmp_path):
+    read = {
+        split: [set(path.read_text().splitlines()) for path in embedded_prompts(tmp_path, split)] for split in HELD_OUT
+    }
+    (train, dev), (all_trained, test) = read["dev"], read["test"]
+    assert (len(train), len(dev)) == (12, 6) and train | dev == all_trained and not (train | dev) & test
+    for words in (COLOURS, SHAPES):
+        assert all(any(word in caption for caption in train) for word in words)
+    with pytest.raises(ConfigError, match="eval_split is 'train'; the embedded captions are held out as dev or test"):
+        embedded_prompts(tmp_path, "train")
 
 
 def test_the_judge_knows_clean_drawings_and_says_how_well(cache_root):

@@ -205,9 +205,10 @@ def with_reward(config: DiffusionRunConfig) -> DiffusionRunConfig:
 def _resolve_embedded(config: DiffusionRunConfig) -> DiffusionRunConfig:
     config = copy.deepcopy(config)
     if config.data.prompt_data == EMBEDDED:
-        train, test = embedded_prompts(cache_root())
-        config.data.prompt_data = str(embedded_pairs(cache_root()) if config.offline else train)
-        config.data.eval_data = config.data.eval_data or str(test)
+        split = "test" if config.data.eval_data else config.data.eval_split  # of a file of one's own it says its part
+        train, kept = embedded_prompts(cache_root(), split)
+        config.data.prompt_data = str(embedded_pairs(cache_root(), split) if config.offline else train)
+        config.data.eval_data = config.data.eval_data or str(kept)
     return config
 
 
