@@ -44,7 +44,10 @@ class PromptFeatures:
 
 @dataclass
 class Rollout:
-    """One response. `log_probs` are the engine's; reward fields are set once it is scored. image: what was drawn."""
+    """One response. `log_probs` are the engine's; reward fields are set once it is scored. image: what was drawn.
+
+    distorted: it was drawn from noisy copies of the prompt's images, so `log_probs` are not of `prompt`.
+    """
 
     prompt: PromptFeatures
     token_ids: list[int]
@@ -58,13 +61,14 @@ class Rollout:
     components: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     image: Any = None
+    distorted: bool = False
 
 
 def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | ExperienceVL:
     """A padded micro-batch of B rollouts, in order; ExperienceVL for vision models, also without any image.
 
     Log-probs, values and advantages of the trainer are still to come. info: response_length, total_length, truncated,
-    drawn (1 where the response is an image) (B) float32 and, where the rollouts are scored, reward (B) and
+    drawn (1 where the response is an image), distorted (B) float32 and, where the rollouts are scored, reward (B) and
     reward_metrics {name: (B)}, NaN where a component did not apply; reward_weights {name: (B)} where their weighted sum
     is the reward. Vision tensors are referred to, not copied; the images themselves stay behind.
     """
@@ -76,6 +80,7 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
         "total_length": attention_mask.sum(dim=1).float(),
         "truncated": torch.tensor([float(rollout.truncated) for rollout in rollouts]),
         "drawn": torch.tensor([float(rollout.prompt.draws) for rollout in rollouts]),
+        "distorted": torch.tensor([float(rollout.distorted) for rollout in rollouts]),
     }
     shared: dict[str, Any] = dict.fromkeys(
         ("action_log_probs", "base_action_log_probs", "values", "returns", "advantages")

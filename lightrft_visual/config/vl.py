@@ -165,6 +165,10 @@ class RolloutConfig(Section):
     guidance_scale: PositiveFloat = 1.0  # classifier-free guidance of drawn images; 1 is none
     # of drawn tokens: of what they are drawn from, or of the prompt alone (one forward pass less to train on)
     guidance_log_probs: Annotated[str, one_of("guided", "conditional")] = "guided"
+    noisy_rollout_share: Annotated[float, within("[0, 1)")] = 0.0  # of a prompt's responses, from a noisy image
+    noisy_rollout_strength: Annotated[int, within("[1, 999]")] = 500  # of the noise at first: a step of 1,000
+    noisy_rollout_decay: PositiveFloat = 30.0  # how suddenly the noise vanishes
+    noisy_rollout_midpoint: Annotated[float, within("[0, 1]")] = 0.67  # share of the run at which half of it is left
     dynamic_sampling: bool = False  # DAPO: resample until the batch holds only groups with different rewards
     dynamic_sampling_max_tries: PositiveInt = 4
     parity_samples: NonNegativeInt = 4  # prompts of the parity gate's probe; 0 turns the gate off
@@ -173,7 +177,8 @@ class RolloutConfig(Section):
     parity_tolerance: NonNegativeFloat | None = None  # default: 1e-4 in fp32 (largest), 0.05 in bf16 (mean over tokens)
 
     def check(self) -> None:
-        """Lengths, and what the engine can do."""
+        """Lengths, what the engine can do, and shares that leave nothing."""
+        samples = self.n_samples_per_prompt
         require(
             self.min_new_tokens <= self.generate_max_len,
             f"min_new_tokens {self.min_new_tokens} is above generate_max_len {self.generate_max_len}",
@@ -181,6 +186,11 @@ class RolloutConfig(Section):
         require(
             self.engine_tp_size == 1 or registry.engines[self.engine_type].tensor_parallel,
             f"engine_tp_size is {self.engine_tp_size}, but engine {self.engine_type} runs on one rank",
+        )
+        require(
+            self.noisy_rollout_share == 0 or 0 < round(self.noisy_rollout_share * samples) < samples,
+            f"noisy_rollout_share {self.noisy_rollout_share} of {samples} samples leaves none with, or none without a "
+            "noisy image",
         )
 
 

@@ -38,6 +38,7 @@ def records_from_rollouts(rollouts: Sequence[Rollout]) -> list[Record]:
         }
         | {name: list(media) for name, media in _media(rollout).items() if media}
         | ({"kind": "drawing"} if rollout.prompt.draws else {})
+        | ({"distorted": True} if rollout.distorted else {})
         for rollout in rollouts
     ]
 

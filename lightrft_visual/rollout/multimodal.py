@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
@@ -120,6 +121,18 @@ class MultimodalDataProcessor:
             )
             for i in range(len(batch))
         ]
+
+    def with_images(self, prompts: list[PromptFeatures], images: list[list]) -> list[PromptFeatures]:
+        """The same prompts with other images, decoded ones; those that have none are handed on as they are."""
+        chosen = [number for number, own in enumerate(images) if own]
+        token_ids, vision = self._prepare(
+            [prompts[i].text for i in chosen], [images[i] for i in chosen], [prompts[i].videos for i in chosen]
+        )
+        changed = {
+            number: replace(prompts[number], images=images[number], token_ids=ids, vision=tensors)
+            for number, ids, tensors in zip(chosen, token_ids, vision)
+        }
+        return [changed.get(number, prompt) for number, prompt in enumerate(prompts)]
 
     def _caption(self, batch: PromptBatch, index: int) -> str | None:
         prompt = batch.prompts[index]

@@ -21,6 +21,7 @@ from ..config.vl import AlgorithmConfig
 from ..errors import ConfigError
 from ..rewards.early import EarlyScores
 from ..rewards.engine import RewardComputationEngine
+from ..rollout.distortion import Distortion
 from ..rollout.engine import RolloutEngine
 from ..rollout.multimodal import MultimodalDataProcessor
 from ..rollout.self_questions import SelfQuestions
@@ -49,7 +50,7 @@ class MakerSettings:
     constructor's arguments. dynamic_sampling_tries: 1 turns dynamic sampling off. weights_follow: the engine is given
     new weights after each batch, so that it need not keep the old ones while it sleeps. score_policy: False leaves the
     policy's log-probs and entropies to the training forward, where nothing reads them before. self_questions: makes
-    what asks the model about the images that it drew.
+    what asks the model about the images that it drew. distortion: of images, for some responses of each rollout.
     """
 
     engine: RolloutEngine | DiffusersEngine | None = None
@@ -65,6 +66,7 @@ class MakerSettings:
     weights_follow: bool = False
     score_policy: bool = True
     self_questions: Callable[[RolloutStage], SelfQuestions] | None = None
+    distortion: Distortion | None = None
 
 
 class FastExperienceMaker:
@@ -209,6 +211,7 @@ class FastExperienceMaker:
                 purpose=purpose,
                 finished=None if early is None else early.add,
                 seed=seed,
+                distortion=self.settings.distortion if purpose == "rollout" else None,
             )
             if self.settings.self_questions is not None:
                 self.settings.self_questions(self.rollout_stage).ask(rollouts)

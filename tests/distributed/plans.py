@@ -69,7 +69,7 @@ FLAG_RUNS = {
         "fire": "--use_fire true --first_token_temperature 3 --dual_clip 3 --eps_clip_high 0.28",
         "dynamic": "--dynamic_sampling true --dynamic_sampling_max_tries 3",
         "top_p": "--top_p 0.9 --temperature 0.8 --loss_agg_mode seq-mean-token-sum",
-        "linear": "--lr_scheduler linear --lr_warmup_ratio 0.5 --l2 0.1 --max_norm 0.1",
+        "linear": "--lr_scheduler linear --lr_warmup_ratio 0.5 --l2 0.1 --max_norm 0.1 --noisy_rollout_share 0.5",
         "bf16": "--bf16 true",
     }.items()
 }

@@ -93,6 +93,13 @@ def test_papo_beside_measured_dependence(one_rank):
     assert "image_dependence" not in second  # measured every tenth step
 
 
+def test_responses_to_noisy_images_train_on_the_clean_ones(one_rank):
+    """The gate of the run would refuse the engine's log-probs of noisy images beside the trainer's of clean ones."""
+    for row in rows(one_rank / "linear"):
+        assert 0 <= row["reward_distorted_mean"] <= 1 and row["rollout_logp_diff_max"] < 1e-4
+    assert [row["noise_strength"] for row in rows(one_rank / "linear")] == [499, 496]
+
+
 def test_fire_heats_the_first_token(one_rank):
     assert rows(one_rank / "fire")[0]["entropy"] > 1.5 * rows(one_rank / "no_ema")[0]["entropy"]
 

@@ -29,6 +29,7 @@ from ...models.weight_copies import FollowingWeights, WeightAverage
 from ...observe.console import RunConsole
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config, scored_labels
+from ...rollout.distortion import Distortion
 from ...rollout.engine import build_engine, check_engine
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate
@@ -91,6 +92,7 @@ def build_parts(config: RunConfig) -> VLParts:
     say(f"starting the engine ({config.rollout.engine_type})")
     engine = build_engine(config, checkpoint, actor)
     maker = _maker(config, strategy, checkpoint, (actor, critic, reference), engine, rewards, timer)
+    maker.settings.distortion = _distortion(config, total_steps)
     return VLParts(
         config=config,
         strategy=strategy,
@@ -169,6 +171,8 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
         checkpoint.family.require_packing()
     if config.algorithm.papo_coef > 0 and checkpoint.processor is None:
         raise ConfigError("papo_coef hides parts of images: this model reads text only")
+    if config.rollout.noisy_rollout_share > 0 and checkpoint.processor is None:
+        raise ConfigError("noisy_rollout_share adds noise to images: this model reads text only")
     _resolve_sharing(config, checkpoint)
     heads, size = checkpoint.config.get_text_config().num_attention_heads, config.rollout.engine_tp_size
     if heads % size:
@@ -361,6 +365,19 @@ def _maker(config, strategy, checkpoint, models, engine, rewards, timer) -> Fast
         get_kl_controller(config.algorithm), strategy, packing_samples=config.train.packing_samples,
         processor=checkpoint.processor, settings=settings,
     )  # fmt: skip
+
+
+def _distortion(config: RunConfig, total_steps: int) -> Distortion | None:
+    rollout = config.rollout
+    if rollout.noisy_rollout_share == 0:
+        return None
+    return Distortion(
+        rollout.noisy_rollout_share,
+        rollout.noisy_rollout_strength,
+        rollout.noisy_rollout_decay,
+        rollout.noisy_rollout_midpoint,
+        total_steps,
+    )
 
 
 def _self_questions(config: RunConfig, checkpoint: Checkpoint) -> Callable[[RolloutStage], SelfQuestions] | None:

@@ -74,6 +74,13 @@ def add_text_metrics(metrics: MetricsAccumulator, rollouts: Sequence[Rollout]) -
         metrics.add(name, value)
 
 
+def add_distorted(metrics: MetricsAccumulator, rollouts: Sequence[Rollout], strength: int) -> None:
+    """`reward_distorted`: of responses that were drawn from noisy images; `noise_strength`: of that noise."""
+    metrics.add("noise_strength", float(strength))
+    rewards = [each.reward for each in rollouts if each.distorted and each.valid]
+    metrics.add_moments("reward_distorted", torch.tensor(rewards))
+
+
 def gold_scores(gold: RewardComputationEngine, rollouts: Sequence[Rollout]) -> list[tuple[float, bool]]:
     """(score, whether it counts) of each rollout, which is only read. A collective."""
     scored = gold.score_rollouts(rollouts, len(rollouts))

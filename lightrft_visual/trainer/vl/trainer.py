@@ -30,10 +30,10 @@ from ..loop import Evaluated, PolicyTrainer, StepData
 from ..stage_metrics import add_stage_metrics
 from .build import build_parts
 from .image_dependence import ImageDependence
-from .metrics import add_gold, add_rollout_metrics, add_text_metrics, kl_per_token
+from .metrics import add_distorted, add_gold, add_rollout_metrics, add_text_metrics, kl_per_token
 from .parts import VLParts, prompt_batch
 from .prompts_ahead import PromptsAhead
-from .updates import PolicyUpdate, TrainBatch, ValueUpdate, has_dropout, plan_batch
+from .updates import PolicyUpdate, TrainBatch, ValueUpdate, comparable, has_dropout, plan_batch
 
 
 class VLTrainer(PolicyTrainer):
@@ -114,7 +114,7 @@ class VLTrainer(PolicyTrainer):
         if self.config.algorithm.reads_log_probs:
             check = self._rollout_check()
             for each in made.experiences:
-                check.add(each.action_log_probs, each.rollout_log_probs, each.action_mask)
+                check.add(each.action_log_probs, each.rollout_log_probs, comparable(each, each.action_mask))
             check.settle()
             self._report_check(check, data.metrics)
         if self.dependence is not None and self.dependence.due(self.step + 1):
@@ -122,6 +122,8 @@ class VLTrainer(PolicyTrainer):
                 self.dependence.measure(made.rollouts, data.metrics)
         add_rollout_metrics(data.metrics, made.experiences, draws=self.image_tokens is not None)
         add_stage_metrics(data.metrics, made.metrics)
+        if self.maker.settings.distortion is not None:
+            add_distorted(data.metrics, made.rollouts, self.maker.settings.distortion.strength(self.step))
         for name, weight in weights.items():
             data.metrics.add(f"reward_weight/{name}", weight)
         if self.config.guard.watch:

@@ -193,19 +193,23 @@ class PolicyUpdate:
         scores = output.log_probs.detach()
         buffer.fill(micro_batch, "action_log_probs", scores)
         if check is not None:
-            check.add(scores, per_action(experience, "rollout_log_probs"), inputs.action_mask)
+            check.add(scores, per_action(experience, "rollout_log_probs"), comparable(experience, inputs.action_mask))
 
     def loss_inputs(self, experience, output, batch: TrainBatch, index: int, hidden=None) -> LossInputs:
         """What the loss reads of micro-batch number `index` and the actor's outputs for it, all (B, A)."""
         device = output.log_probs.device
         policy_mask = batch.policy_masks[index].to(device) if batch.policy_masks is not None else None
         old = per_action(experience, "action_log_probs")
+        old = output.log_probs.detach() if old is None else old
+        sampled = per_action(experience, "rollout_log_probs")
+        if sampled is not None:  # of another prompt where an image was noisy: nothing to correct by
+            sampled = torch.where(comparable(experience, torch.ones_like(sampled, dtype=torch.bool)), sampled, old)
         return LossInputs(
             log_probs=output.log_probs,
-            old_log_probs=output.log_probs.detach() if old is None else old,
+            old_log_probs=old,
             advantages=per_action(experience, "advantages"),
             action_mask=batch.token_masks[index].to(device),
-            rollout_log_probs=per_action(experience, "rollout_log_probs"),
+            rollout_log_probs=sampled,
             entropy=output.entropy,
             ref_log_probs=per_action(experience, "base_action_log_probs"),
             policy_mask=policy_mask,
@@ -273,3 +277,9 @@ def per_action(experience, name: str) -> T | None:
     if values is None or not experience.is_packed:
         return values
     return unpack_actions(values, experience.num_actions)
+
+
+def comparable(experience, mask: T) -> T:
+    """A mask (B, A) without the responses that the engine drew from other images than the trainer scores them with."""
+    distorted = experience.info.get("distorted")
+    return mask if distorted is None else mask & ~distorted.bool().to(mask.device).unsqueeze(1)
