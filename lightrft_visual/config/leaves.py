@@ -22,7 +22,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from ..errors import ConfigError, nearest
 from .constraints import Constraint, constraints_of
 from .roots import ROOTS
-from .spellings import ALIASES, ALIASES_OF, DIFFERENT, NOT_BUILT
+from .spellings import ALIASES, ALIASES_OF, DIFFERENT
 from .translations import TRANSLATIONS
 
 FLAG = re.compile(r"(?<!deepspeed )--(\w+)")  # in an advice; what stands behind deepspeed is the launcher's
@@ -194,9 +194,6 @@ class Names:
     def unknown(self, name: str, origin: str) -> ConfigError:
         """The error for a name that reaches nothing, with advice."""
         plain = name.replace("-", "_")
-        for beginning, told in NOT_BUILT.items():
-            if f"{plain}.".startswith(f"{beginning}."):
-                return ConfigError(f"{name} ({origin}): {told}")
         if plain in self.sections:
             example = next(path for path in self.leaves if path.startswith(plain + "."))
             return ConfigError(f"{name!r} ({origin}) is a section; set its fields, such as {example}")

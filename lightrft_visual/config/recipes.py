@@ -28,7 +28,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..errors import ConfigError, nearest
 from .leaves import COMMAND_LINE, Names, Setting
-from .spellings import LAYERS_NOT_BUILT
 
 SUFFIXES = (".yaml", ".yml", ".json")
 OVERRIDE = "override "
@@ -46,8 +45,6 @@ class LayerReader:
 
     def read(self, name: str | os.PathLike[str]) -> list[Setting]:
         """All settings of a recipe in order of increasing precedence. Raises ConfigError naming the file."""
-        for group, layer in self.swaps.items():
-            _refuse_unbuilt(group, layer, COMMAND_LINE)
         file = self._locate(str(name), (Path.cwd(), *self.roots), "no config")
         home = next((parent for parent in file.parents if parent.name == "configs"), file.parent)
         return list(self._compose(file, (home, *self.roots), self.swaps, ()))
@@ -55,7 +52,6 @@ class LayerReader:
     def check_swaps(self, swaps: Mapping[str, str], origin: str = COMMAND_LINE) -> None:
         """Raises ConfigError for a swap of a group that no recipe read so far has."""
         for group in swaps:
-            _refuse_unbuilt(group, swaps[group], origin)
             if group not in self.groups:
                 known = ", ".join(sorted(self.groups - {""})) or "none; --config names a recipe"
                 raise ConfigError(f"{group}={swaps[group]} ({origin}) swaps a layer that is not there; layers: {known}")
@@ -92,7 +88,6 @@ class LayerReader:
                 yield Setting(name, value, f"{show(file)}:{lines[name]}" if name in lines else show(file))
 
     def _layer(self, group: str, layer: str, file: Path, roots: tuple[Path, ...]) -> Path:
-        _refuse_unbuilt(group, layer, show(file))
         path = f"{group}/{layer}" if group else layer
         folders = roots if path.startswith("/") else (file.parent,)
         return self._locate(path.lstrip("/"), folders, f"{show(file)}: no layer")
@@ -106,13 +101,6 @@ class LayerReader:
         near = nearest(name, available(folders))
         advice = f"did you mean {near!r}?" if near else f"looked in {', '.join(map(show, folders))}"
         raise ConfigError(f"{problem} {name!r}; {advice}")
-
-
-def _refuse_unbuilt(group: str, layer: str, origin: str) -> None:
-    """Raise ConfigError for a layer of another system whose feature is not there yet."""
-    for beginning, told in LAYERS_NOT_BUILT.get(group, {}).items():
-        if layer.startswith(beginning):
-            raise ConfigError(f"{group}={layer} ({origin}): {told}")
 
 
 def read_defaults(entries: Any, file: Path) -> tuple[list[tuple[str, str]], dict[str, str]]:

@@ -120,11 +120,15 @@ class Engine(Choice):
     """target: a function of (RunConfig, Checkpoint, the actor's TrainEngine) to a `rollout.engine.RolloutEngine`.
 
     tensor_parallel: whether engine_tp_size may be above 1. check: 'module:function' of
-    (RunConfig, Checkpoint) that refuses settings before any model is loaded.
+    (RunConfig, Checkpoint) that refuses settings before any model is loaded. worker: 'module:function' of the same to
+    an engine with weights of its own, for a process beside the trainer's (placement split). adapters_alone: whether
+    that one, with LoRA, takes the adapters alone, by the names that the trainer's model has for them.
     """
 
     tensor_parallel: bool = False
     check: str | None = field(default=None, repr=False)
+    worker: str | None = field(default=None, repr=False)
+    adapters_alone: bool = field(default=False, repr=False)
 
     def check_settings(self, *arguments: object) -> None:
         """What `check` says; nothing where there is none."""
@@ -260,9 +264,11 @@ for _entry in (
     Engine(
         "vllm", "lightrft_visual.rollout.vllm.engine:VLLMEngine.from_config", "vLLM in this process",
         tensor_parallel=True, check="lightrft_visual.rollout.vllm.arguments:check_engine",
+        worker="lightrft_visual.rollout.vllm.engine:worker_engine",
     ),
     Engine(
-        "hf", "lightrft_visual.rollout.hf:TransformersEngine.from_config", "the trainer's own model: where vLLM is not"
+        "hf", "lightrft_visual.rollout.hf:TransformersEngine.from_config", "the trainer's own model: where vLLM is not",
+        worker="lightrft_visual.rollout.hf:worker_engine", adapters_alone=True,
     ),
 ):  # fmt: skip
     engines.add(_entry)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from ..errors import ConfigError, did_you_mean
 from .constraints import Constraint, NonNegativeInt, PositiveFloat, PositiveInt, Section, Share, one_of, require, within
 from .devices import NAMES
+from .placement import ResourcesConfig
 
 EMBEDDED = "embedded"  # the built-in models, and the task that belongs to each
 EMBEDDED_REASONING = "embedded_reasoning"  # prompt_data: the built-in task of longer responses
@@ -82,11 +83,24 @@ class DistributedConfig(Section):
     sp_size: int = 1
     local_rank: int = -1
     collective_timeout: PositiveFloat = 600.0  # seconds after which a dead or stalled rank ends all ranks
+    # colocated: every rank generates and trains in turn; split: rollouts are made by workers on Ray, which is the
+    # default where resources names devices of the rollouts
+    placement: Annotated[str | None, one_of("colocated", "split")] = None
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
 
     def check(self) -> None:
-        """What is not built, and what belongs to one ZeRO stage."""
+        """What is not built, what belongs to one ZeRO stage, and the placement where none was named."""
         require(self.sp_size == 1, "sp_size above 1 (sequence parallelism) is not built yet; leave it at 1")
         require(self.zpg == 1 or self.zero_stage == 3, "zpg belongs to ZeRO stage 3: add --zero_stage 3")
+        divided = self.resources.rollout_devices is not None
+        if self.placement is None:
+            self.placement = "split" if divided else "colocated"
+        require(self.split or not divided, "rollout_devices belongs to --placement split")
+
+    @property
+    def split(self) -> bool:
+        """Whether rollouts are made by workers of their own."""
+        return self.placement == "split"
 
 
 @dataclass

@@ -68,6 +68,11 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "eval.max_prompts": "max_eval_samples",
     "eval.seed": "eval_seed",
     "eval.use_ema": "eval_ema",
+    "distributed.resources.trainer.num_gpus": "trainer_num_gpus",
+    "distributed.resources.trainer.devices": "trainer_devices",
+    "distributed.resources.rollout.num_gpus": "rollout_num_gpus",
+    "distributed.resources.rollout.num_workers": "rollout_num_workers",
+    "distributed.resources.rollout.devices": "rollout_devices",
 }
 
 # The same for one schema only, by its class: the systems that a kind of run comes from mean something else by the name.
@@ -183,15 +188,6 @@ ONE_OF_THESE = (("train.train_batch_size", "train.groups_per_update", "train.gra
 
 # Words for "unset" besides null, by setting.
 UNSET_WORDS: dict[str, tuple[str, ...]] = {"flow_shift": ("inherit",)}  # FastVideo
-
-# Beginnings of names, and layers, of what is not built yet -> what to say.
-RAY = (
-    "placing the trainer and the rollouts by Ray is not built yet: here every GPU trains and draws in turn. Start "
-    "`deepspeed --num_gpus N script.py` (several hosts: --hostfile), with /base/distributed=zero2 or zero3; "
-    "--reward_transport ray runs scorers in Ray"
-)
-NOT_BUILT: dict[str, str] = {"distributed.resources": RAY}
-LAYERS_NOT_BUILT: dict[str, dict[str, str]] = {"/base/distributed": {"ray_": RAY}}
 
 # Settings that may stand alone on the command line without being a bool, and the value they then take.
 BARE_VALUES: dict[str, str] = {"freeze_prefix": "true"}

@@ -53,7 +53,12 @@ def check_fits(config: AnyConfig) -> None:
 
 
 def unknown(config: AnyConfig) -> str:
-    """What is said where a model's shape is nowhere to be found."""
+    """What is said where there is no plan."""
+    if config.distributed.split:
+        return (
+            "no plan: rollout workers of this kind are not planned yet (those of vision-language runs on accelerators "
+            "are); --placement colocated plans the trainer and the engine on one device"
+        )
     return (
         f"no plan: the shape of {config.model.pretrain} is not known here; give a folder that has its configuration "
         "(config.json, or model_index.json and those of its parts)"
@@ -79,7 +84,10 @@ def _started() -> tuple[int, int]:
 
 
 def plan_of(config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False) -> Plan | None:
-    """The plan of a run on a device; None where the shape of its model is not known. online: the hub may be asked."""
+    """The plan of a run on a device; None where the shape of its model is not known, or its workers share the host.
+    online: the hub may be asked."""
+    if config.distributed.split and (device.on_cpu or isinstance(config, DiffusionRunConfig)):
+        return None
     if isinstance(config, DiffusionRunConfig):
         from .diffusion import plan_diffusion
         from .pipelines import pipeline_policy

@@ -36,7 +36,8 @@ class VLPlanner:
         self.samples = ceil(rollout.rollout_batch_size * rollout.n_samples_per_prompt / ranks)
         self.prompts = ceil(rollout.rollout_batch_size / ranks)
         self.length = rollout.prompt_max_len + rollout.generate_max_len
-        self.vllm = rollout.engine_type == "vllm"
+        self.split = config.distributed.split  # the engine is on devices of its own, which are not planned here
+        self.vllm = rollout.engine_type == "vllm" and not self.split
         self.host = Host(device, local)
 
     def plan(self) -> Plan:
@@ -47,6 +48,8 @@ class VLPlanner:
             f"{self.config.model.pretrain}, {self.shape.base / 1e9:.2f} billion weights{trained}, "
             f"ZeRO-{self.zero.stage}, {self.samples} samples a rank and step"
         )
+        if self.split:
+            about += "; a trainer's device alone, those of the rollout workers hold an engine each"
         phases = (self._load(), self._generate(), self._score(), self._train(), self._sync())
         return Plan(about, self.device, self.ranks, self.local, phases, self._in_use())
 
@@ -168,7 +171,7 @@ class VLPlanner:
 
     def _generate(self) -> Phase:
         items = [*self._models(train_states=False), *self._engine(awake=True), *self._batch()]
-        if not self.vllm:
+        if not self.vllm and not self.split:
             rows = self._in_flight()
             items.append(Item("keys and values", rows * self.length * self.shape.cache_bytes(self.shape.width),
                               "micro_rollout_batch_size"))  # fmt: skip
@@ -279,6 +282,9 @@ class VLPlanner:
             items.append(Item("a weight on its way", self.shape.model.largest * self.shape.width))
             items += self.zero.handed_over(self.shape.model)
         moved = sum(item.bytes for item in items if item.where == HOST and "fp32" in item.name)
+        if self.split:
+            items += [Item("two versions of the weights for the workers", 2 * size / self.local, where=HOST)]
+            items += self.zero.handed_over(self.shape.model)
         return Phase.fullest("sync", size * 10 / self.device.bandwidth + 2 * moved / self.device.link, items)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from ..batches.model_inputs import ModelInputs
@@ -19,7 +20,7 @@ from ..batches.rollouts import PromptFeatures
 from ..batches.sampling import Completion, SamplingSettings
 from ..batches.vision import VisionTensors
 from ..config.vl import RunConfig
-from ..models.loading import Checkpoint
+from ..models.loading import Checkpoint, add_lora, load_transformer
 from ..models.vlm.actor import Actor
 from ..strategy import collectives
 from ..strategy.deepspeed import TrainEngine
@@ -212,6 +213,31 @@ class TransformersEngine:
         if self.in_step:
             waiting = collectives.all_reduce_max(waiting.float().reshape(1)) > 0
         return not bool(waiting)
+
+
+class OwnWeightsEngine(TransformersEngine):
+    """The same over a model of its own, for a process beside the trainer's.
+
+    Weights come by the names of the checkpoint; with LoRA adapters alone, by their names in the trainer's model.
+    """
+
+    shares_weights = False
+
+    @torch.no_grad()
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy them into the parameters of these names."""
+        own = dict(self.actor.model.named_parameters())
+        for name, tensor in named_tensors:
+            own[name].copy_(tensor)
+
+
+def worker_engine(config: RunConfig, checkpoint: Checkpoint) -> OwnWeightsEngine:
+    """The engine of a process that does nothing else."""
+    model = config.model
+    transformer = load_transformer(checkpoint.path, model, torch.bfloat16 if model.bf16 else torch.float32)
+    actor = Actor(add_lora(transformer, model), checkpoint.family.banned_ids(checkpoint.tokenizer), checkpoint.eos_ids)
+    actor.to(get_accelerator().current_device_name()).requires_grad_(False)
+    return OwnWeightsEngine(actor.eval(), checkpoint.tokenizer, config.rollout.micro_rollout_batch_size)
 
 
 @dataclass

@@ -51,6 +51,14 @@ def named_weights(
                 yield weight.name, _cast(weight.value(), dtype)
 
 
+def adapter_weights(engine: TrainEngine) -> Iterator[tuple[str, T]]:
+    """(name in the trainer's model, tensor) of LoRA's adapters alone, whole. Each rank must read all of them."""
+    named = [(name, parameter) for name, parameter in engine.module.model.named_parameters() if ".lora_" in name]
+    with engine.gathered([parameter for _, parameter in named]):
+        for name, parameter in named:
+            yield name, parameter.detach()
+
+
 def _buckets(weights: Iterable[_Weight], most: int) -> Iterator[list[_Weight]]:
     """Neighbours of together at most `most` bytes, or one weight that is larger."""
     bucket, size = [], 0

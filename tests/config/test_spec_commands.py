@@ -16,15 +16,15 @@ from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
 
 VRL = "--config experiment/diffusion/sd3_5/online_grpo_ocr "
-RAY = (
+RAY = {
     "/base/distributed=ray_rollout distributed.resources.trainer.num_gpus=1 "
-    "distributed.resources.rollout.num_gpus=auto",
-    "/base/distributed=ray_rollout_colocated_single_gpu",
+    "distributed.resources.rollout.num_gpus=auto": "split",
+    "/base/distributed=ray_rollout_colocated_single_gpu": "colocated",
     "/base/distributed=ray_rollout_cross_node distributed.resources.rollout.num_gpus=1 "
-    "distributed.resources.rollout.num_workers=1",
+    "distributed.resources.rollout.num_workers=1": "split",
     "distributed.resources.visible_devices='[0,1,2,3]' distributed.resources.trainer.devices='[0]' "
-    "distributed.resources.rollout.devices='[1,2,3]'",
-)
+    "distributed.resources.rollout.devices='[1,2,3]'": "split",
+}
 REWARD_FL = """
 learning_rate: 2.5e-6
 lr_scheduler_type: constant
@@ -102,22 +102,29 @@ class TestVRL:
         assert found["sampling"]["eval_num_steps"] == 40 and found["data"]["max_eval_samples"] == 16
         assert found["output"]["eval_seed"] == 20260504 and found["output"]["eval_ema"] is True
 
-    @pytest.mark.parametrize("line", RAY)
-    def test_ray_placement_says_what_to_use(self, line: str) -> None:
-        with pytest.raises(ConfigError) as caught:
-            parse_run(DiffusionRunConfig, shlex.split(VRL + line))
-        text = str(caught.value)
-        assert "not built yet" in text and "/base/distributed=zero2" in text and "deepspeed --num_gpus" in text
-        assert "unknown" not in text and "command line" in text
+    @pytest.mark.parametrize(("line", "placement"), RAY.items())
+    def test_ray_placement(self, line: str, placement: str) -> None:
+        config = parse_run(DiffusionRunConfig, shlex.split(VRL + line), preset=DIFFUSION_PRESET).config
+        assert config.distributed.placement == placement
+        resources = config.distributed.resources
+        if "devices" in line:
+            assert (resources.visible_devices, resources.trainer_devices) == ([0, 1, 2, 3], [0])
+            assert resources.rollout_devices == [1, 2, 3]
+        assert resources.rollout_num_gpus == ("1" if "rollout.num_gpus=1" in line else "auto")
+        assert resources.trainer_num_gpus == (1 if "trainer.num_gpus=1" in line else None)
+        assert resources.require_cluster == ("cross_node" in line)
 
     def test_ray_placement_in_a_recipe(self, tmp_path: Path) -> None:
         recipe = tmp_path / "mine.yaml"
         recipe.write_text("defaults:\n  - /base/distributed: ray_rollout\n")
-        with pytest.raises(ConfigError, match=r"mine.yaml\): .* is not built yet"):
-            parse_run(DiffusionRunConfig, ["--config", str(recipe)])
-        recipe.write_text("distributed:\n  resources:\n    trainer: {num_gpus: 1}\n")
-        with pytest.raises(ConfigError, match=r"num_gpus \(.*mine.yaml:3\): .* is not built yet"):
-            parse_run(DiffusionRunConfig, ["--config", str(recipe)])
+        arguments = ["--config", str(recipe)]
+        assert parse_run(DiffusionRunConfig, arguments).config.distributed.split
+        recipe.write_text("distributed:\n  resources:\n    rollout: {devices: [1], num_gpus: 2}\n")
+        with pytest.raises(ConfigError, match="rollout_num_gpus is 2, but rollout_devices names 1"):
+            parse_run(DiffusionRunConfig, arguments)
+        recipe.write_text("distributed:\n  placement: colocated\n  resources:\n    rollout: {devices: [1]}\n")
+        with pytest.raises(ConfigError, match="belongs to --placement split"):
+            parse_run(DiffusionRunConfig, arguments)
 
 
 class TestRewardFL:

@@ -6,13 +6,13 @@ it lives in Ray actors of a local cluster, or of the one that RAY_ADDRESS names.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ...errors import ConfigError, RewardError
+from ...strategy.ray_cluster import connect, process_environment
 from ...usercode.calls import describe_error, masked
 from ...usercode.loading import MODULE_PREFIX, load_reward_fn
 from ..batch import Call, PendingSource, RewardBatch, Scores, Source
@@ -21,19 +21,6 @@ from ..local.forms import AUTO
 from ..registry import check_scorer, find_scorer, instantiate
 
 START_SECONDS = 180.0
-
-
-def connect() -> Any:
-    """The ray module, connected: to RAY_ADDRESS where set, else to a cluster started here. Raises ConfigError without
-    the package."""
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError("reward_transport ray needs the package ray: pip install 'lightrft_visual[ray]'") from error
-    if not ray.is_initialized():
-        local = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
-        ray.init(log_to_driver=False, logging_level="warning", **local)
-    return ray
 
 
 def build_source(
@@ -87,11 +74,11 @@ class RaySource(PendingSource):
         else:
             check_scorer(key, settings or {})
             target = find_scorer(key)
-        self._ray = connect()
+        self._ray = connect("reward_transport ray")
         module = sys.modules.get(getattr(target, "__module__", ""))
         if module is not None and module.__name__.startswith(MODULE_PREFIX):  # a plugin's: its code goes along
             self._ray.cloudpickle.register_pickle_by_value(module)
-        options = {"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}}
+        options = {"num_cpus": 0, "runtime_env": process_environment()}
         factory = self._ray.remote(_Actor).options(**options, **(actor_options or {}))
         self._start = lambda: factory.remote(name, target, dict(settings or {}), form, lenient)
         self._actors = [self._start() for _ in range(actors)]

@@ -205,6 +205,11 @@ def watched(engine: Any, finished: Callable[[Any], None]) -> Iterator[None]:
         engine.step = step
 
 
+def worker_engine(config: RunConfig, checkpoint: Checkpoint) -> VLLMEngine:
+    """The engine of a process that does nothing else."""
+    return VLLMEngine(VLLMSettings.from_config(config, checkpoint))
+
+
 def _refresh_tied_head(model: torch.nn.Module) -> None:
     """Repack `lm_head` after a reload: on CPU its packed copy of tied embeddings would stay at the old weights."""
     if get_accelerator().device_name() != "cpu":

@@ -55,6 +55,8 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
 
     Raises ConfigError or DataError before any model is loaded for whatever can be known by then.
     """
+    if config.distributed.split:
+        raise ConfigError("placement split is built for vision-language runs; use --placement colocated")
     config = with_reward(config)
     check_reward_config(config.reward)
     differentiable = _differentiable(config)

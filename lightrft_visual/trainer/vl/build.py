@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,12 +30,13 @@ from ...observe.console import RunConsole
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.distortion import Distortion
-from ...rollout.engine import build_engine, check_engine
+from ...rollout.engine import RolloutEngine, build_engine, check_engine
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate
+from ...rollout.remote.engine import RemoteEngine, check_remote
 from ...rollout.self_questions import SelfQuestions
 from ...rollout.stage import RolloutStage
-from ...rollout.weight_sync import named_weights
+from ...rollout.weight_sync import adapter_weights, named_weights
 from ...strategy import collectives
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
 from ...strategy.offload import Guest
@@ -90,7 +91,8 @@ def build_parts(config: RunConfig) -> VLParts:
     say("loading the models")
     (actor, critic, reference), following = _models(config, strategy, checkpoint, total_steps)
     say(f"starting the engine ({config.rollout.engine_type})")
-    engine = build_engine(config, checkpoint, actor)
+    split = config.distributed.split
+    engine = RemoteEngine.from_config(config, checkpoint) if split else build_engine(config, checkpoint, actor)
     maker = _maker(config, strategy, checkpoint, (actor, critic, reference), engine, rewards, timer)
     maker.settings.distortion = _distortion(config, total_steps)
     return VLParts(
@@ -178,6 +180,8 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     if heads % size:
         raise ConfigError(f"engine_tp_size {size} does not divide the model's {heads} attention heads")
     check_engine(config, checkpoint)
+    if config.distributed.split:
+        check_remote(config)
     return config, checkpoint
 
 
@@ -411,9 +415,16 @@ def _gate(config, maker, engine, actor, strategy, checkpoint) -> ParityGate | No
         stage=maker.rollout_stage,
         engine=engine,
         score=lambda inputs, rule: actor(inputs, rule, with_entropy=False).log_probs,
-        reload=lambda: engine.update_weights(named_weights(actor)),
+        reload=lambda: engine.update_weights(engine_weights(engine, actor)),
         device=strategy.device,
     )
+
+
+def engine_weights(engine: RolloutEngine, actor: TrainEngine) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the engine takes of the actor's weights: all, or LoRA's adapters alone."""
+    if isinstance(engine, RemoteEngine) and engine.adapters_alone:
+        return adapter_weights(actor)
+    return named_weights(actor)
 
 
 def _ema(config: RunConfig, actor: TrainEngine) -> WeightAverage | None:

@@ -21,14 +21,14 @@ from ...observe.metrics import MetricsAccumulator
 from ...observe.rollouts import Record, gather_records, records_from_rollouts
 from ...replay.buffer import NaiveReplayBuffer
 from ...rollout.parity import RolloutCheck
-from ...rollout.weight_sync import gathered_state_dict, named_weights
+from ...rollout.weight_sync import gathered_state_dict
 from ...strategy import collectives
 from ...strategy.deepspeed import TrainEngine
 from ...strategy.seeding import derive_seed
 from ...strategy.start_up import say
 from ..loop import Evaluated, PolicyTrainer, StepData
 from ..stage_metrics import add_stage_metrics
-from .build import build_parts
+from .build import build_parts, engine_weights
 from .image_dependence import ImageDependence
 from .metrics import add_distorted, add_gold, add_rollout_metrics, add_text_metrics, kl_per_token
 from .parts import VLParts, prompt_batch
@@ -257,7 +257,7 @@ class VLTrainer(PolicyTrainer):
 
     def _handed_over(self, offload: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """The actor's weights for an engine that keeps a copy; offload: they then make room for what it wakes next."""
-        yield from named_weights(self.actor)
+        yield from engine_weights(self.maker.engine, self.actor)
         if offload:
             self.actor.offload_weights()
 

@@ -1,0 +1,58 @@
+"""Where rollouts are made, and how far they may run ahead of the trainer; see docs/scale_out.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from .constraints import (
+    Constraint,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    one_of,
+    require,
+)
+
+AUTO = "auto"
+
+
+def _gpus(value: object) -> bool:
+    return value == AUTO or (str(value).isdigit() and int(str(value)) > 0)
+
+
+def _devices(value: list[int]) -> bool:
+    return all(device >= 0 for device in value) and len(set(value)) == len(value) > 0
+
+
+Devices = Annotated[list[int] | None, Constraint(_devices, "it is a list of different device numbers, such as [0, 1]")]
+
+
+@dataclass
+class ResourcesConfig(Section):
+    """Devices of the trainer and of the rollout workers, with placement split. Numbers are those of the host."""
+
+    visible_devices: Devices = None  # those that the run may use; default: all that a launcher left visible
+    trainer_devices: Devices = None  # default: the first of them, one a rank
+    rollout_devices: Devices = None  # default: the others
+    trainer_num_gpus: PositiveInt | None = None  # ranks; as many as the launcher has to start
+    rollout_num_gpus: Annotated[str, Constraint(_gpus, "it is a positive number, or auto")] = AUTO  # auto: all others
+    rollout_num_workers: PositiveInt | None = None  # engines; default: one a GPU of the rollouts, one without GPUs
+    rollout_num_cpus: NonNegativeFloat = 1.0  # that Ray reserves for each worker
+    weight_transfer: Annotated[str, one_of("auto", "shared_memory", "object_store")] = "auto"
+    worker_timeout: PositiveFloat = 3600.0  # seconds after which a worker that has not answered is started again
+    require_cluster: bool = False  # refuse to start without RAY_ADDRESS
+
+    def check(self) -> None:
+        """Devices of the two sides, which must not overlap."""
+        trainer, rollout = set(self.trainer_devices or ()), set(self.rollout_devices or ())
+        require(not trainer & rollout, f"devices {sorted(trainer & rollout)} are the trainer's and the rollouts' alike")
+        if self.visible_devices is not None:
+            beyond = sorted((trainer | rollout) - set(self.visible_devices))
+            require(not beyond, f"devices {beyond} are not among visible_devices {self.visible_devices}")
+        if self.rollout_devices and self.rollout_num_gpus != AUTO:
+            require(
+                int(self.rollout_num_gpus) == len(self.rollout_devices),
+                f"rollout_num_gpus is {self.rollout_num_gpus}, but rollout_devices names {len(self.rollout_devices)}",
+            )

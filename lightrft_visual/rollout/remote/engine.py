@@ -1,0 +1,134 @@
+"""A rollout engine whose work is done by workers in other processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ...batches.rollouts import PromptFeatures
+from ...batches.sampling import Completion, SamplingSettings
+from ...config import registry
+from ...config.choice import load_target
+from ...config.vl import RunConfig
+from ...errors import ConfigError
+from ...models.loading import Checkpoint, open_checkpoint
+from ...strategy import collectives
+from ..engine import Finished, RolloutEngine
+from .pool import WorkerPool
+from .ray_workers import Cluster
+from .worker import Blueprint
+
+T = torch.Tensor
+SHARES = 2  # pieces of a batch for each worker: whoever is done first takes more
+
+
+class Workers:
+    """The workers of a run with the way to them: pool, weights and their versions. All ranks make one together.
+
+    blueprint: of each worker's engine.
+    """
+
+    def __init__(self, config: Any, blueprint: Blueprint) -> None:
+        self.cluster = Cluster(config.distributed.resources, blueprint)
+        several = collectives.world_size() > 1
+        self.pool = WorkerPool(self.cluster.workers, collectives.is_rank_0(), shared=several)
+        self.post = self.cluster.post() if collectives.is_rank_0() else None
+        self.version = 0
+
+    def update(self, named_tensors: Iterable[tuple[str, T]], at_once: bool = True) -> None:
+        """Give the workers the next version of the weights. A collective: each rank reads all tensors, rank 0 hands
+        them over. Raises RolloutError on every rank where a worker refuses them."""
+        posted, failure = None, None
+        if self.post is not None:
+            posted = self.post.post(named_tensors)
+        else:
+            for _ in named_tensors:
+                pass
+        self.version += 1
+        try:
+            self.pool.give_weights(self.version, posted, at_once)
+        except Exception as error:
+            failure = error
+        failure = collectives.broadcast_object(failure)
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """End the workers."""
+        self.pool.close()
+        collectives.barrier()
+        self.cluster.close()
+
+
+class RemoteEngine:
+    """The engine that `rollout.engine_type` names, once in each worker. See `RolloutEngine`.
+
+    adapters_alone: whether `update_weights` takes LoRA's adapters by the names of the trainer's model, and nothing
+    else, because the workers' models have adapters too.
+    """
+
+    shares_weights = False
+    lacks_weights = False
+    streams = True
+
+    def __init__(self, workers: Workers, adapters_alone: bool = False) -> None:
+        self.workers, self.adapters_alone = workers, adapters_alone
+
+    @classmethod
+    def from_config(cls, config: RunConfig, checkpoint: Checkpoint) -> RemoteEngine:
+        """The engine of a run. checkpoint: what the trainer opened, by a path that the workers can read too."""
+        entry = registry.engines[config.rollout.engine_type]
+        blueprint = Blueprint(f"{__name__}:worker_engine", (config,), torch.get_num_threads(), config.plugins)
+        return cls(Workers(config, blueprint), entry.adapters_alone and config.model.lora_rank > 0)
+
+    def generate(
+        self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, finished: Finished | None = None
+    ) -> list[list[Completion]]:
+        """n completions a prompt, in order; a prompt's are made by one worker. finished: see `RolloutEngine`."""
+        count = len(self.workers.pool.workers)
+        size = len(prompts) if count == 1 else math.ceil(len(prompts) / (count * SHARES))
+        parts = [list(prompts[start : start + size]) for start in range(0, len(prompts), max(1, size))]
+        waiting = [self.workers.pool.submit(part, settings) for part in parts]
+        made: list[list[Completion]] = []
+        for future in waiting:
+            for completions in future.result()[0]:
+                made.append(completions)
+                if finished is not None:
+                    finished(len(made) - 1, completions)
+        return made
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, T]]) -> None:
+        """Give every worker the next version; see `Workers.update`."""
+        self.workers.update(named_tensors)
+
+    def reset_caches(self) -> None:
+        """Each worker does before its next piece of work."""
+        self.workers.pool.forget()
+
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Nothing to free: the workers have devices of their own."""
+
+    def wake(self) -> None:
+        """Nothing to restore."""
+
+    def close(self) -> None:
+        """End the workers."""
+        self.workers.close()
+
+
+def check_remote(config: RunConfig) -> None:
+    """Raise ConfigError for a run whose engine cannot be in workers of its own."""
+    entry = registry.engines[config.rollout.engine_type]
+    if entry.worker is None:
+        raise ConfigError(f"placement split: engine {entry.name} cannot run in a worker of its own; use vllm or hf")
+    if config.rollout.engine_tp_size > 1:
+        raise ConfigError("placement split: each worker has one device, engine_tp_size above 1 is not built for it")
+
+
+def worker_engine(config: RunConfig) -> RolloutEngine:
+    """The engine of a worker, in its process."""
+    checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
+    return load_target(registry.engines[config.rollout.engine_type].worker)(config, checkpoint)

@@ -1,0 +1,222 @@
+"""Rollout workers behind one queue: work goes to whoever is free, and what a dead worker held is done by another."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ...errors import RolloutError
+from .weights import Posted
+from .worker import LacksWeights, Order
+
+logger = logging.getLogger(__name__)
+MOST_DEATHS = 5  # of workers over one piece of work, which then is taken to be their cause
+RETRY_SECONDS = 0.2  # between questions to a worker that waits for its weights
+
+
+class WorkerDied(Exception):
+    """The process of a worker is gone, or did not answer in time and was ended."""
+
+
+class WorkerHandle(Protocol):
+    """A worker as the pool sees it. Both methods raise WorkerDied; it starts again by itself."""
+
+    name: str
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """A method of `worker.Worker`, and what it returns or raises."""
+
+    def wait_until_back(self) -> None:
+        """Until a process that has died is there again, without weights. Raises RolloutError where it does not come."""
+
+
+@dataclass(order=True)
+class _Piece:
+    """A piece of work in the queue, in the order in which it is done."""
+
+    rank: int  # 0 before 1
+    number: int
+    arguments: tuple = field(compare=False)
+    result: Future = field(compare=False)
+    deaths: int = field(compare=False, default=0)
+
+
+class WorkerPool:
+    """Hands pieces of work to workers, one at a time to each, from one queue.
+
+    holds_weights: whether this process posts the weights; another rank's pool waits until that one has given them to a
+    worker that was started again. shared: whether there are other ranks, for whom this one then looks after that.
+    """
+
+    def __init__(self, workers: Sequence[WorkerHandle], holds_weights: bool = True, shared: bool = False) -> None:
+        self.workers, self.holds_weights = list(workers), holds_weights
+        self.deaths = 0
+        self.version, self.caches = 0, 0
+        self.posted: Posted | None = None
+        self._looks_after = 1.0 if shared and holds_weights else None  # seconds between looks at an idle worker
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._working, self._spent = 0, 0.0
+        self._since = self._began = time.perf_counter()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._queue: queue.PriorityQueue[_Piece] = queue.PriorityQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(worker,), name=f"pool-{worker.name}", daemon=True)
+            for worker in self.workers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, *arguments: Any, urgent: bool = False) -> Future:
+        """The future of (what a worker makes of the arguments, version of the weights). urgent: before all others."""
+        piece = _Piece(0 if urgent else 1, next(self._numbers), arguments, Future())
+        if self._failure is not None:
+            piece.result.set_exception(self._failure)
+        else:
+            self._queue.put(piece)
+        return piece.result
+
+    def give_weights(self, version: int, posted: Posted | None, at_once: bool) -> None:
+        """From now on work is begun with this version; posted: where it is, in the process that posts it.
+
+        at_once: all workers take it over now, at the same time, and what they raise is raised here; else each does
+        before its next piece.
+        """
+        with self._lock:
+            self.version, self.posted = version, posted
+        if not at_once or posted is None:
+            return
+        failures: list[BaseException] = []
+        threads = [threading.Thread(target=self._load, args=(worker, failures)) for worker in self.workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def forget(self) -> None:
+        """Workers forget what they computed of earlier prompts, before their next piece."""
+        with self._lock:
+            self.caches += 1
+
+    def busy_share(self) -> float:
+        """The share of the workers' time, since the last call, in which they had work."""
+        with self._lock:
+            self._count(0)
+            now = time.perf_counter()
+            share = self._spent / max(now - self._began, 1e-9) / len(self.workers)
+            self._spent, self._began = 0.0, now
+        return share
+
+    def close(self) -> None:
+        """No work is begun any more; what waits is cancelled. The workers are left to who started them."""
+        self._fail(RolloutError("the pool of workers is closed"))
+        self._closed = True
+
+    def _count(self, change: int) -> None:
+        """Workers at work: `change` more. Under the lock."""
+        now = time.perf_counter()
+        self._spent += self._working * (now - self._since)
+        self._working, self._since = self._working + change, now
+
+    def _load(self, worker: WorkerHandle, failures: list[BaseException]) -> None:
+        try:
+            worker.call("load", self.posted)
+        except WorkerDied:
+            logger.warning("worker %s died while it was given weights; it gets them when it is back", worker.name)
+        except Exception as error:
+            failures.append(error)
+
+    def _serve(self, worker: WorkerHandle) -> None:
+        while not self._closed:
+            try:
+                piece = self._queue.get(timeout=self._looks_after or 1.0)
+            except queue.Empty:
+                if self._looks_after is not None and not self._revived(worker):
+                    return
+                continue
+            with self._lock:
+                self._count(1)
+            died = self._work(worker, piece)
+            with self._lock:
+                self._count(-1)
+            if died and not self._back(worker):
+                return
+
+    def _work(self, worker: WorkerHandle, piece: _Piece) -> bool:
+        """Do a piece; whether the worker died over it."""
+        while True:
+            with self._lock:
+                order = Order(self.version, self.posted, self.caches)
+            try:
+                made = worker.call("run", order, piece.arguments)
+            except LacksWeights as error:
+                if not self.holds_weights and self._failure is None:
+                    time.sleep(RETRY_SECONDS)  # until the rank that posts them has seen to it
+                    continue
+                piece.result.set_exception(error)
+            except WorkerDied as death:
+                self._again(piece, worker, death)
+                return True
+            except BaseException as error:
+                piece.result.set_exception(error)
+            else:
+                piece.result.set_result((made, order.version))
+            return False
+
+    def _again(self, piece: _Piece, worker: WorkerHandle, death: WorkerDied) -> None:
+        """Put back what a dead worker held, before what came later."""
+        self.deaths += 1
+        piece.deaths += 1
+        if self._failure is not None:
+            piece.result.set_exception(self._failure)
+        elif piece.deaths >= MOST_DEATHS:
+            piece.result.set_exception(
+                RolloutError(
+                    f"{piece.deaths} workers died over the same prompts, the last one ({worker.name}): {death}"
+                )
+            )
+        else:
+            logger.warning("rollout worker %s: %s; it is started again, what it held is done anew", worker.name, death)
+            self._queue.put(piece)
+
+    def _back(self, worker: WorkerHandle) -> bool:
+        """Whether a dead worker came back; where none is left, all work fails."""
+        if self._closed:
+            return False
+        try:
+            worker.wait_until_back()
+            return True
+        except (RolloutError, WorkerDied) as error:
+            with self._lock:
+                self.workers.remove(worker)
+            logger.warning("rollout worker %s does not come back: %s", worker.name, error)
+            if not self.workers:
+                self._fail(RolloutError(f"no rollout worker is left; the last one: {error}"))
+            return False
+
+    def _revived(self, worker: WorkerHandle) -> bool:
+        """Give an idle worker that was started again its weights: other ranks wait for them. False where it is gone."""
+        try:
+            if self.posted is not None:
+                worker.call("load", self.posted)
+            return True
+        except WorkerDied:
+            return self._back(worker)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        while True:
+            try:
+                self._queue.get_nowait().result.set_exception(error)
+            except queue.Empty:
+                return

@@ -1,0 +1,177 @@
+"""Weights on their way to engines in other processes: whole versions in buckets, each with a checksum.
+
+A version lies in memory that the workers of this host map (anonymous files, which vanish with the trainer), and in
+Ray's object store for workers of other hosts. A worker checks all buckets before it takes over any tensor, so it has
+either the old version or the new one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+
+from ...errors import RolloutError
+
+T = torch.Tensor
+BUCKET_BYTES = 256 * 2**20
+ALIGNED = 64  # bytes
+
+
+class WeightsRefused(RolloutError):
+    """A version whose bytes are not those that were posted; the worker keeps the weights that it has."""
+
+
+@dataclass(frozen=True)
+class TensorAt:
+    """One tensor inside a bucket."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some tensors in a row. path: of the memory file on the trainer's host; stored: the same in Ray's object store,
+    for workers that cannot reach it."""
+
+    tensors: tuple[TensorAt, ...]
+    bytes: int
+    checksum: int
+    path: str | None = None
+    stored: Any = None
+
+
+@dataclass(frozen=True)
+class Posted:
+    """A version of the weights. number: counts the versions of a run, each of which is other weights."""
+
+    number: int
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors."""
+        return sum(bucket.bytes for bucket in self.buckets)
+
+
+@dataclass
+class MemoryFile:
+    """Memory of `size` bytes that other processes of the host can map by its path, while this object lives."""
+
+    size: int
+    _descriptor: int = field(init=False, default=-1)
+
+    def __post_init__(self) -> None:
+        self._descriptor = os.memfd_create("lightrft_weights")
+        os.ftruncate(self._descriptor, self.size)
+        self._map = mmap.mmap(self._descriptor, self.size)
+        self.content = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    @property
+    def path(self) -> str:
+        """Where a process of the same user and host finds it."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
+class WeightPost:
+    """The trainer's side: writes versions into memory files, two of which take turns for each place.
+
+    store: puts an array into the object store and returns its reference; None where every worker shares this memory.
+    shared: whether any does.
+    """
+
+    def __init__(
+        self, bucket_bytes: int = BUCKET_BYTES, store: Callable[[Any], Any] | None = None, shared: bool = True
+    ) -> None:
+        self.bucket_bytes, self.store, self.shared = bucket_bytes, store, shared
+        self.number = 0
+        self._files: dict[tuple[int, int], MemoryFile] = {}  # by (turn, place)
+
+    def post(self, named_tensors: Iterable[tuple[str, T]]) -> Posted:
+        """The next version: all tensors, copied at once as they come."""
+        self.number += 1
+        buckets = [self._bucket(place, tensors, size) for place, (tensors, size) in enumerate(self._cut(named_tensors))]
+        return Posted(self.number, tuple(buckets))
+
+    def _cut(self, named_tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[list[tuple[str, T, int]], int]]:
+        """((name, tensor, where it begins) of a bucket, its bytes). A tensor stays whole, however large."""
+        bucket, size = [], 0
+        for name, tensor in named_tensors:
+            if bucket and size + tensor.nbytes > self.bucket_bytes:
+                yield bucket, size
+                bucket, size = [], 0
+            bucket.append((name, tensor, size))
+            size = -(-(size + tensor.nbytes) // ALIGNED) * ALIGNED
+        if bucket:
+            yield bucket, size
+
+    def _bucket(self, place: int, tensors: list[tuple[str, T, int]], size: int) -> Bucket:
+        file = self._file(place, size)
+        for _, tensor, start in tensors:
+            into = file.content[start : start + tensor.nbytes]
+            if tensor.nbytes:
+                into.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        content = file.content[:size].numpy()
+        layout = tuple(
+            TensorAt(name, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes) for name, tensor, start in tensors
+        )
+        checksum = xxhash.xxh3_64_intdigest(content)
+        stored = self.store(content) if self.store is not None else None
+        return Bucket(layout, size, checksum, file.path if self.shared else None, stored)
+
+    def _file(self, place: int, size: int) -> MemoryFile:
+        key = (self.number % 2, place)
+        if key not in self._files or self._files[key].size < size:
+            self._files[key] = MemoryFile(max(size, ALIGNED))
+        return self._files[key]
+
+
+def reachable(path: str) -> bool:
+    """Whether this process can map a memory file: it is on the trainer's host, and the same user's."""
+    return os.access(path, os.R_OK)
+
+
+def received(posted: Posted, fetch: Callable[[Any], Any] | None = None) -> list[tuple[str, T]]:
+    """The tensors of a version, all of whose buckets were checked; views of what was mapped or fetched, to be copied.
+
+    fetch: gets an array of the object store. Raises WeightsRefused for other bytes than those that were posted.
+    """
+    contents = []
+    for place, bucket in enumerate(posted.buckets):
+        near = bucket.path is not None and (bucket.stored is None or reachable(bucket.path))
+        content = _mapped(bucket) if near else torch.from_numpy(fetch(bucket.stored))
+        checksum = xxhash.xxh3_64_intdigest(content[: bucket.bytes].numpy())
+        if checksum != bucket.checksum:
+            raise WeightsRefused(
+                f"bucket {place} of weight version {posted.number} has the checksum {checksum:016x}, posted was "
+                f"{bucket.checksum:016x}: it was damaged on its way, and the worker keeps its weights"
+            )
+        contents.append(content)
+    return [
+        (at.name, content[at.start : at.start + at.bytes].view(at.dtype).view(at.shape))
+        for bucket, content in zip(posted.buckets, contents)
+        for at in bucket.tensors
+    ]
+
+
+def _mapped(bucket: Bucket) -> T:
+    try:
+        with open(bucket.path, "rb") as file:
+            # Private and writable, as torch has no read-only tensors; nothing is ever written.
+            memory = mmap.mmap(file.fileno(), bucket.bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError) as error:
+        raise WeightsRefused(f"the trainer's memory {bucket.path} cannot be mapped: {error}") from error
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,51 @@
+"""The Ray cluster of a run: the one that RAY_ADDRESS names, else one on this host that ends with the run.
+
+Ray is optional; it carries reward scorers and rollout workers, never the trainer's collectives.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from ..errors import ConfigError
+
+OBJECT_STORE_BYTES = 256 * 2**20  # of a cluster started here: prompts and responses pass through it
+# What a worker process must find as the trainer does; everything else it has from its own host.
+HANDED_ON = ("LIGHTRFT_", "HF_", "VLLM_", "TRANSFORMERS_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_")
+
+
+def connect(needed_for: str, cpus: float | None = None, address: str | None = None) -> Any:
+    """The ray module, connected: to `address`, to RAY_ADDRESS where set, else to a cluster started here with `cpus`.
+
+    Raises ConfigError without the package, or where the cluster does not answer. needed_for: the setting, for that.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(f"{needed_for} needs the package ray: pip install 'lightrft_visual[ray]'") from error
+    if ray.is_initialized():
+        return ray
+    named = address or os.environ.get("RAY_ADDRESS")
+    local = {} if named else {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    if not named and cpus is not None:
+        local["num_cpus"] = max(1, round(cpus))
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="error", **local)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"at {named}" if named else "on this host"
+        raise ConfigError(f"{needed_for}: the Ray cluster {where} does not answer: {error}") from error
+    return ray
+
+
+def connected() -> bool:
+    """Whether this process is connected to a cluster."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
+def process_environment(**own: str) -> dict[str, Any]:
+    """Ray's runtime_env of a worker that imports what this process imports. own: further variables."""
+    shared = {name: value for name, value in os.environ.items() if name.startswith(HANDED_ON)}
+    return {"env_vars": shared | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | own}

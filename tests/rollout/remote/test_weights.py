@@ -1,0 +1,78 @@
+"""Versions of weights from one process to another: the bytes, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightrft_visual.rollout.remote.weights import WeightPost, WeightsRefused, received
+from lightrft_visual.rollout.remote.worker import Worker
+
+
+def named(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "big": scale * torch.randn(40, 7, generator=generator),
+        "half": (scale * torch.randn(5, generator=generator)).bfloat16(),
+        "transposed": (scale * torch.randn(3, 4, generator=generator)).t(),
+        "scalar": torch.tensor(scale),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+def equal(found: list[tuple[str, torch.Tensor]], wanted: dict[str, torch.Tensor]) -> bool:
+    return [name for name, _ in found] == list(wanted) and all(
+        value.dtype == wanted[name].dtype and torch.equal(value, wanted[name]) for name, value in found
+    )
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_versions_arrive_in_buckets(stored):
+    kept = {}
+
+    def store(content):
+        kept[len(kept)] = content.copy()
+        return len(kept) - 1
+
+    post = WeightPost(bucket_bytes=200, store=store if stored else None, shared=not stored)
+    first = post.post(named(1.0).items())
+    second = post.post(named(2.0).items())
+    assert (first.number, second.number) == (1, 2) and len(first.buckets) > 1
+    assert first.bytes >= sum(tensor.nbytes for tensor in named().values())
+    for posted, scale in ((first, 1.0), (second, 2.0)):
+        assert equal(received(posted, kept.__getitem__ if stored else None), named(scale))
+
+
+def bare_worker() -> Worker:
+    """One without a process and environment of its own; its engine is a dict."""
+    worker = Worker.__new__(Worker)
+    held: dict[str, torch.Tensor] = {}
+
+    class Engine:
+        def update_weights(self, tensors):
+            held.update({name: tensor.clone() for name, tensor in tensors})
+
+    worker.fetch, worker.version, worker.caches, worker.engine, worker.held = None, 0, 0, Engine(), held
+    return worker
+
+
+def test_a_wrong_checksum_is_refused_and_nothing_is_taken_over():
+    post, worker = WeightPost(bucket_bytes=200), bare_worker()
+    first = post.post(named(1.0).items())
+    assert worker.load(first) == 1
+    second = post.post(named(2.0).items())
+    damaged = replace(second.buckets[-1], checksum=second.buckets[-1].checksum ^ 1)
+    with pytest.raises(WeightsRefused, match="version 2 has the checksum"):
+        worker.load(replace(second, buckets=(*second.buckets[:-1], damaged)))
+    assert worker.version == 1 and equal(list(worker.held.items()), named(1.0))
+    assert worker.load(second) == 2 and equal(list(worker.held.items()), named(2.0))
+
+
+def test_a_byte_that_changes_on_the_way_is_noticed():
+    post = WeightPost()
+    posted = post.post(named().items())
+    post._files[1, 0].content[100] += 1
+    with pytest.raises(WeightsRefused, match="was damaged on its way"):
+        received(posted)
