@@ -232,6 +232,10 @@ class DiffusionRunConfig(Section):
             not self.model.compile or self.distributed.zero_stage < 3,
             "compile needs whole weights on every rank, and ZeRO stage 3 divides them: set zero_stage 0 to 2",
         )
+        require(
+            self.distributed.sp_size == 1,
+            "sp_size divides the tokens of vision-language models; denoisers train on whole samples: leave it at 1",
+        )
         evaluation_sampling(self)
         self.output.follow_ema(self.train.enable_ema)
         require(

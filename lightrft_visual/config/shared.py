@@ -80,7 +80,7 @@ class DistributedConfig(Section):
     zpg: PositiveInt = 1  # ZeRO++ hierarchical partition size
     overlap_comm: bool = False
     grad_accum_dtype: Annotated[str | None, one_of("fp32", "bf16")] = None
-    sp_size: int = 1
+    sp_size: PositiveInt = 1  # ranks that hold a micro-batch together, each a slice of its tokens (Ulysses)
     local_rank: int = -1
     collective_timeout: PositiveFloat = 600.0  # seconds after which a dead or stalled rank ends all ranks
     # colocated: every rank generates and trains in turn; split: rollouts are made by workers on Ray, which is the
@@ -89,8 +89,7 @@ class DistributedConfig(Section):
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
 
     def check(self) -> None:
-        """What is not built, what belongs to one ZeRO stage, and the placement where none was named."""
-        require(self.sp_size == 1, "sp_size above 1 (sequence parallelism) is not built yet; leave it at 1")
+        """What belongs to one ZeRO stage, and the placement where none was named."""
         require(self.zpg == 1 or self.zero_stage == 3, "zpg belongs to ZeRO stage 3: add --zero_stage 3")
         divided = self.resources.rollout_devices is not None
         if self.placement is None:

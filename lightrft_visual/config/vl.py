@@ -359,6 +359,11 @@ class RunConfig(Section):
         self._check_lengths()
         self._check_offload()
         self._check_reference()
+        require(
+            self.train.gradient_accumulation_steps is None or self.distributed.sp_size == 1,
+            "gradient_accumulation_steps counts micro-batches of single ranks, and with sp_size several train on one: "
+            "set train_batch_size",
+        )
         self.output.follow_ema(self.train.enable_ema)
 
     def _check_reference(self) -> None:

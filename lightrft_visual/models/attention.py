@@ -14,16 +14,19 @@ import logging
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from inspect import signature
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from deepspeed.sequence.layer import DistributedAttention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
 from ..errors import ConfigError
+from ..strategy.sequence import SequenceGroup
 
 T = torch.Tensor
 
@@ -39,11 +42,13 @@ class Segments:
 
     continues: for each segment the index of the one that it goes on from, None for one that stands alone; without the
     list all stand alone. A segment that others continue stands alone itself, and before them.
+    group: the ranks that hold the row together, each a slice of its tokens; None where this rank has all of them.
     """
 
     lengths: list[int]
     device: torch.device
     continues: list[int | None] | None = None
+    group: SequenceGroup | None = None
     used: bool = False
     _masks: dict[tuple[int, int, int | None], T] = field(default_factory=dict, repr=False)
 
@@ -78,7 +83,7 @@ class Segments:
         """The same with `count` tokens behind it that stand alone."""
         if not count:
             return self
-        return Segments([*self.lengths, count], self.device, self.continues and [*self.continues, None])
+        return Segments([*self.lengths, count], self.device, self.continues and [*self.continues, None], self.group)
 
     @property
     def _continues(self) -> list[int | None]:
@@ -137,9 +142,36 @@ def segment_attention(
     if window is not None and window >= max(segments.key_lengths):
         window = None
     settings = {"scale": kwargs.get("scaling"), "dropout": kwargs.get("dropout", 0.0), "window": window}
+    if segments.group is not None:
+        return _over_ranks(query, key, value, segments, settings), None
+    return _attend(query, key, value, segments, settings), None
+
+
+def _attend(query: T, key: T, value: T, segments: Segments, settings: dict[str, Any]) -> T:
     if not settings["dropout"] and takes_varlen(query):
-        return _varlen(query, key, value, segments, settings["scale"], window), None
-    return _one_by_one(query, key, value, segments, **settings), None
+        return _varlen(query, key, value, segments, settings["scale"], settings["window"])
+    return _one_by_one(query, key, value, segments, **settings)
+
+
+def _over_ranks(query: T, key: T, value: T, segments: Segments, settings: dict[str, Any]) -> T:
+    """Slices of the tokens with all heads -> the same of the result: in between each rank has all tokens of some heads.
+
+    By DeepSpeed's Ulysses (arXiv 2309.14509). Where the ranks do not share out the heads of keys evenly, each head is
+    repeated as often as it takes, so that queries stay on the rank of their key.
+    """
+    heads, repeats = key.shape[1], 1
+    while heads * repeats % segments.group.size:
+        repeats += 1
+    if query.shape[1] % (heads * repeats):  # as many as queries fit any split that these fit
+        repeats = query.shape[1] // heads
+    if repeats > 1:
+        key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+
+    def attend(*whole: T) -> T:
+        return _attend(*(each.transpose(1, 2) for each in whole), segments, settings)
+
+    exchange = DistributedAttention(attend, segments.group.tensors, scatter_idx=2, gather_idx=1)
+    return exchange(*(each.transpose(1, 2) for each in (query, key, value)), batch_dim_idx=0)
 
 
 def _one_by_one(

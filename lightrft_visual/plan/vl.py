@@ -105,11 +105,15 @@ class VLPlanner:
         dropped = 0 if head is self.shape.whole.get_input_embeddings().weight else head.numel()
         return replace(whole, trained=whole.trained - dropped)
 
-    def _batch(self) -> list[Item]:
-        """The step's samples on the host: each prompt's patches once, its images, and numbers by token."""
+    def _batch(self, copies: int = 1) -> list[Item]:
+        """The step's samples on the host: each prompt's patches once, its images, and numbers by token.
+
+        copies: ranks whose samples this one holds.
+        """
+        tokens = copies * self.samples * self.length * TOKEN_BYTES
         return [
-            Item("patches and images of the batch", self._media_bytes(), "max_pixels, prompt_max_len", HOST),
-            Item("tokens of the batch", self.samples * self.length * TOKEN_BYTES, where=HOST),
+            Item("patches and images of the batch", copies * self._media_bytes(), "max_pixels, prompt_max_len", HOST),
+            Item("tokens of the batch", tokens, where=HOST),
         ]
 
     def _next_batch(self) -> Item:
@@ -221,8 +225,8 @@ class VLPlanner:
         ]
 
     def _own(self) -> int:
-        """Samples of an update on one rank."""
-        return max(1, self.config.train.train_batch_size // self.ranks)
+        """Samples of an update on one rank, or on the ranks that hold them together."""
+        return max(1, self.config.train.train_batch_size * self.shape.sequence // self.ranks)
 
     def _micro_batch(self) -> MicroBatch:
         """The largest of training, as the replay buffer plans them."""
@@ -247,13 +251,13 @@ class VLPlanner:
         train, zero, model = self.config.train, self.zero, self.shape.model
         batch, own = self._micro_batch(), self._own()
         activations = self.shape.training(batch, self.device)
-        lower = "gradient_checkpointing, bf16, "
+        lower = "gradient_checkpointing, sp_size, bf16, "
         lower += "max_tokens_per_batch" if train.max_tokens_per_batch else "micro_train_batch_size"
         micro_batches = ceil(computed_tokens(self._samples(own)) / (batch.rows * batch.length))
         always = [
             *self._models(),
             *self._engine(awake=False),
-            *self._batch(),
+            *self._batch(self.shape.sequence),
             self._next_batch(),
             *zero.gathered(model),
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 
 import torch
 from torch import nn
@@ -35,6 +36,16 @@ class MicroBatch:
     prompts: int
     lengths: list[int] | None = None
     continues: list[int | None] | None = None
+
+    def over(self, ranks: int) -> MicroBatch:
+        """What one of several ranks computes that hold the micro-batch together: a slice of a packed row.
+
+        All answers of a row may lie in one slice.
+        """
+        if ranks == 1:
+            return self
+        length = ceil(self.rows * self.length / ranks)
+        return MicroBatch(1, length, min(self.actions, length), ceil(self.prompts / ranks), [length])
 
 
 @dataclass
@@ -128,10 +139,11 @@ class VLShape:
     def scoring(self, batch: MicroBatch, device: Device) -> float:
         """Most bytes of a forward without gradient over a micro-batch."""
         self.trained.eval()
+        batch, embedded = batch.over(self.sequence), self._embedded(batch)
         held = self._decoded(batch, backward=False)
         own = batch.rows * batch.length * self.text.hidden_size * self.width
         head = own + self._head(batch.actions, device, backward=False)
-        return max(held.peak, head) + self._tower(batch.prompts, backward=False)
+        return max(held.peak, head) + self._tower(batch.prompts, backward=False) + embedded
 
     def training(self, batch: MicroBatch, device: Device) -> float:
         """Most bytes of a forward and backward over a micro-batch.
@@ -139,9 +151,19 @@ class VLShape:
         Backward starts at the head, while all that the layers keep is there.
         """
         self.trained.train()
+        batch, embedded = batch.over(self.sequence), 2 * self._embedded(batch)
         held = self._decoded(batch, backward=True)
         head = held.kept + self._head(batch.actions, device, backward=True)
-        return max(held.peak, head) + self._tower(batch.prompts, backward=True)
+        return max(held.peak, head) + self._tower(batch.prompts, backward=True) + embedded
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that hold a micro-batch together."""
+        return self.config.distributed.sp_size
+
+    def _embedded(self, batch: MicroBatch) -> int:
+        """The embeddings of a row that several ranks hold together, which each of them has whole before it is cut."""
+        return 0 if self.sequence == 1 else batch.rows * batch.length * self.text.hidden_size * self.width
 
     def _decoded(self, batch: MicroBatch, backward: bool) -> Held:
         """The decoder over a micro-batch, with the mask of a padded one.

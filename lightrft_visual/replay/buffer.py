@@ -12,6 +12,7 @@ import torch
 from ..batches.fields import Kind, replay_fields
 from ..errors import CheckpointError, ConfigError, DataError
 from ..strategy import collectives
+from ..strategy.sequence import SequenceGroup
 from . import plan as sampling
 from .codecs import packed_lengths
 from .items import AnyExperience, AnyItem, BufferItemDiffusion, make_experience_batch, strip_padding
@@ -35,7 +36,7 @@ class NaiveReplayBuffer:
     sample_batch_size: samples of a micro-batch; limit: samples kept, the oldest dropped first, 0 for all; cpu_offload:
     hold samples on the CPU and move batches to the accelerator; packing_samples: give out packed batches; seed: of the
     draws of `sample`; share_prefix: the models compute the prompt of a group once, so `plan` keeps groups together;
-    keep_groups: so does it because their losses meet in one term.
+    keep_groups: so does it because their losses meet in one term; sequence: the ranks that train on the same samples.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class NaiveReplayBuffer:
         seed: int = 42,
         share_prefix: bool = False,
         keep_groups: bool = False,
+        sequence: SequenceGroup | None = None,
     ) -> None:
         if sample_batch_size < 1:
             raise ConfigError(f"sample_batch_size must be at least 1, not {sample_batch_size}")
@@ -56,6 +58,7 @@ class NaiveReplayBuffer:
         self.packing_samples = packing_samples
         self.share_prefix = share_prefix
         self.keep_groups = keep_groups
+        self.sequence = sequence
         self.items: list[AnyItem] = []
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -70,6 +73,30 @@ class NaiveReplayBuffer:
         self.items.extend(strip_padding(experience))
         if self.limit > 0:
             del self.items[: -self.limit]
+
+    def share(self) -> None:
+        """Give each rank of a sequence group the samples of all its members, once all are appended. A collective."""
+        if self.sequence is None:
+            return
+        first, own = self._first, collectives.rank()
+        members = range(first, first + self.sequence.size)
+        parcels = [self.items if rank in members else [] for rank in range(collectives.world_size())]
+        received = collectives.exchange_objects(parcels)
+        self.items = [item for rank in members for item in (self.items if rank == own else received[rank])]
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts its samples: of the ranks that have the same ones, the first does."""
+        return self.sequence is None or self.sequence.leads
+
+    @property
+    def _first(self) -> int:
+        """The first rank of those that have the same samples."""
+        return collectives.rank() - (0 if self.sequence is None else self.sequence.place)
+
+    @property
+    def _copies(self) -> int:
+        return 1 if self.sequence is None else self.sequence.size
 
     def clear(self) -> None:
         """Drop all samples."""
@@ -130,11 +157,11 @@ class NaiveReplayBuffer:
         if token_budget is not None and not self.packing_samples:
             raise ConfigError("a token budget needs packing_samples")
         steps = self._steps(seed, step_size, by_tokens=token_budget is not None)
-        ranks, rank = collectives.world_size(), collectives.rank()
+        ranks, own = self._parts(), collectives.rank() // self._copies
         plans = []
         for step in steps:
             plan = sampling.micro_batches(step, ranks, self.sample_batch_size, token_budget)
-            plans.append(sampling.own_micro_batches(plan[rank]))
+            plans.append(sampling.own_micro_batches(plan[own]))
         return plans
 
     def _steps(self, seed: int, step_size: int | None, by_tokens: bool) -> list[list[SampleRef]]:
@@ -142,20 +169,25 @@ class NaiveReplayBuffer:
         steps = sampling.shuffled_steps(samples, step_size, seed)
         if not self.cpu_offload or not sampling.have_keys(samples):
             return steps
-        ranks = collectives.world_size()
+        ranks = self._parts()
         moves = [move for step in steps for move in sampling.moves_between_ranks(step, ranks, by_tokens)]
         if not moves:
             return steps
         self._exchange(moves)
         return sampling.shuffled_steps(self._references(), step_size, seed)
 
+    def _parts(self) -> int:
+        """Of the samples: as many as ranks, or as groups of ranks that have the same ones."""
+        return collectives.world_size() // self._copies
+
     def _exchange(self, moves: Sequence[tuple[SampleRef, int]]) -> None:
         """Give the listed samples to their new ranks. All ranks call it with the same moves.
 
-        The samples of a prompt that go to one rank take its patches along once.
+        The samples of a prompt that go to one rank take its patches along once. Members of a group send to those of
+        another that have their place in it.
         """
-        rank = collectives.rank()
-        leaving = {sample.index: target for sample, target in moves if sample.rank == rank}
+        part, place = divmod(collectives.rank(), self._copies)
+        leaving = {sample.index: target * self._copies + place for sample, target in moves if sample.rank == part}
         parcels = [
             [self.items[index] for index, target in leaving.items() if target == other]
             for other in range(collectives.world_size())
@@ -170,13 +202,13 @@ class NaiveReplayBuffer:
             yield from map(self.load, step)
 
     def _references(self) -> list[SampleRef]:
-        """All samples of all ranks, by rank."""
-        rank, shared = collectives.rank(), self._shared_prompts()
+        """All samples of all ranks, by rank or group of ranks."""
+        rank, shared = collectives.rank() // self._copies, self._shared_prompts()
         own = [
             SampleRef(rank, index, _token_count(item), _number(item.sample_id), *shared[index])
             for index, item in enumerate(self.items)
         ]
-        gathered = collectives.all_gather_object(own)
+        gathered = collectives.all_gather_object(own)[:: self._copies]
         if not all(gathered):
             raise DataError(f"replay buffer without samples; samples by rank: {[len(each) for each in gathered]}")
         return [sample for each in gathered for sample in each]

@@ -133,16 +133,34 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
     return box[0]
 
 
-def neighbours(size: int) -> dist.ProcessGroup | None:
-    """This rank's group of `size` ranks in a row, for objects; None for a size of 1. A collective of all ranks.
+def sum_in_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum over the ranks of a group; a new tensor, on the argument's device."""
+    moved = _reachable(tensor)
+    result = moved.clone() if moved is tensor else moved
+    dist.all_reduce(result, group=group)
+    return result.to(tensor.device)
 
-    `size` must divide the number of ranks.
+
+def gather_in_group(tensor: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Each group member's tensor (sizes[member], ...), in rank order; the sizes are known to all of them."""
+    moved = _reachable(tensor.detach())
+    padded = moved.new_zeros(max(sizes), *moved.shape[1:])
+    padded[: len(moved)] = moved
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded, group=group)
+    return [each[:size].to(tensor.device) for each, size in zip(found, sizes, strict=True)]
+
+
+def neighbours(size: int, tensors: bool = False) -> dist.ProcessGroup | None:
+    """This rank's group of `size` ranks in a row; None for a size of 1. A collective of all ranks.
+
+    `size` must divide the number of ranks. tensors: for tensors of the accelerator instead of objects.
     """
     own = None
     for first in range(0, world_size(), size) if size > 1 else ():
         # Every rank makes every group; objects go through the host, whatever the accelerator's backend is.
         ranks = list(range(first, first + size))
-        group = dist.new_group(ranks, backend="gloo")
+        group = dist.new_group(ranks, backend=None if tensors else "gloo")
         own = group if rank() in ranks else own
     return own
 

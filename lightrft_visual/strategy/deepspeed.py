@@ -34,6 +34,7 @@ from .host import keep_freed_memory, unlink_buffers
 from .offload import HostStay
 from .safe_loading import use_safe_loading
 from .seeding import seed_everything
+from .sequence import SequenceGroup
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class DeepspeedStrategy:
 
     def __init__(self, config: DistributedConfig, *, bf16: bool = False, micro_batch_size: int = 1, seed: int = 42):
         self.config, self.bf16, self.micro_batch_size, self.seed = config, bf16, micro_batch_size, seed
+        self.sequence: SequenceGroup | None = None  # this rank's, from `setup_distributed` on
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,7 +101,10 @@ class DeepspeedStrategy:
         return torch.device(accelerator.current_device_name())
 
     def setup_distributed(self) -> None:
-        """Join the process group of the launcher (a group of one without a launcher) and seed this rank."""
+        """Join the process group of the launcher (a group of one without a launcher) and seed this rank.
+
+        Raises ConfigError where sp_size does not divide the ranks.
+        """
         import os
 
         from .host import free_port
@@ -124,6 +129,7 @@ class DeepspeedStrategy:
             unlink_buffers(collectives.rank())
             keep_freed_memory()
         watchdog.start(self.config.collective_timeout)
+        self.sequence = SequenceGroup.of(self.config.sp_size)
         seed_everything(self.seed)
 
     def loading(self) -> AbstractContextManager[None]:

@@ -17,7 +17,6 @@ from lightrft_visual.errors import ConfigError
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGE = PROJECT / "lightrft_visual"
 SCHEMA = [PACKAGE / "config" / f"{name}.py" for name in ("vl", "diffusion", "diffusion_algorithm", "shared")]
-REFUSED = {"distributed.sp_size": "2"}  # known to users, not built: any value but the default is an error
 FOLDED = {  # other ways to say what another leaf says, into which they are worked at once
     "train.groups_per_update": ("train.train_batch_size", "2"),
     "train.gradient_accumulation_steps": ("train.train_batch_size", "2"),
@@ -58,7 +57,7 @@ def attributes_read() -> set[str]:
 def test_every_leaf_is_read_somewhere(root) -> None:
     read = attributes_read()
     unread = sorted(leaf.path for leaf in names_of(root.schema).leaves.values() if leaf.name not in read)
-    assert not set(unread) - set(REFUSED) - set(FOLDED) - LOADER, f"accepted but never read: {', '.join(unread)}"
+    assert not set(unread) - set(FOLDED) - LOADER, f"accepted but never read: {', '.join(unread)}"
 
 
 @pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)
@@ -72,8 +71,15 @@ def test_what_is_worked_into_another_leaf_changes_it(root) -> None:
         assert usual != changed, path
 
 
-@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)
-@pytest.mark.parametrize("path,value", REFUSED.items())
-def test_what_is_not_built_is_refused(root, path: str, value: str) -> None:
-    with pytest.raises(ConfigError, match="not built"):
-        load_config(root.schema, [f"{path}={value}"], preset=None)
+@pytest.mark.parametrize(
+    "root,argv,text",
+    [
+        ("diffusion", ["--sp_size", "2"], "denoisers train on whole samples"),
+        ("vl", ["--sp_size", "2", "--gradient_accumulation_steps", "2"], "set train_batch_size"),
+        ("vl", ["--sp_size", "0"], "sp_size"),
+    ],
+)
+def test_what_does_not_go_with_sequences_over_ranks_is_refused(root: str, argv: list[str], text: str) -> None:
+    (schema,) = [each.schema for each in ROOTS if each.kind == root]
+    with pytest.raises(ConfigError, match=text):
+        load_config(schema, argv, preset=None)

@@ -113,6 +113,7 @@ ONE_RANK = {
 }
 TWO_RANKS = {
     **{f"stage_{stage}": small(f"--max_steps 5 --zero_stage {stage} --max_eval_samples 8") for stage in STAGES},
+    "sequence": small("--max_steps 5 --zero_stage 2 --sp_size 2 --max_eval_samples 8"),
     "mixed": small(
         f"--zero_stage 3 --prompt_data {{rows}} --max_steps {MIXED_STEPS} "
         f"--rollout_batch_size {MIXED_BATCH} --train_batch_size {MIXED_BATCH * 4}"

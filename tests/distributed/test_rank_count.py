@@ -13,9 +13,10 @@ def largest_difference(left: list[dict], right: list[dict], names=NAMES) -> floa
     return max(abs(a[name] - b[name]) for a, b in zip(left, right, strict=True) for name in names)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_ranks_train_like_one(one_rank, two_ranks, stage):
-    ours, theirs = rows(one_rank / "base"), rows(two_ranks / f"stage_{stage}")
+@pytest.mark.parametrize("name", [*(f"stage_{stage}" for stage in STAGES), "sequence"])
+def test_two_ranks_train_like_one(one_rank, two_ranks, name):
+    """In `sequence` both ranks train on each sample, half of its tokens each."""
+    ours, theirs = rows(one_rank / "base"), rows(two_ranks / name)
     assert len(ours) == 5
     assert largest_difference(ours, theirs) < 1e-4
     assert all(row["loss"] != 0 and row["grad_norm"] > 0.1 for row in ours[1:2])

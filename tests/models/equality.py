@@ -27,12 +27,15 @@ def loss_and_gradients(actor: Actor, batches: list[ModelInputs], rule=PLAIN) -> 
     actor.zero_grad(set_to_none=True)
     total = 0.0
     for inputs in batches:
-        output = actor(inputs, rule)
-        rows = (inputs.sample_ids % 10 + 1).unsqueeze(1) * torch.arange(1, inputs.action_mask.shape[1] + 1)
-        share = ((output.log_probs * rows.cos() - 0.1 * output.entropy) * inputs.action_mask).sum() / 30
+        share = weighed(actor(inputs, rule), inputs)
         share.backward()
         total += share.item()
     return total, {n: p.grad.clone() for n, p in actor.named_parameters() if p.grad is not None}
+
+
+def weighed(output, inputs: ModelInputs) -> torch.Tensor:
+    rows = (inputs.sample_ids % 10 + 1).unsqueeze(1) * torch.arange(1, inputs.action_mask.shape[1] + 1)
+    return ((output.log_probs * rows.cos() - 0.1 * output.entropy) * inputs.action_mask).sum() / 30
 
 
 def assert_same(left, right, tolerance: float) -> None:

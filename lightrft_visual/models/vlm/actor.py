@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 from ...batches.model_inputs import ModelInputs
 from ...batches.sampling import ScoringRule
+from ...errors import ConfigError
+from ...strategy.sequence import SequenceGroup
 from ..logprobs import LogProbLinear
 from .backbone import Backbone
 
@@ -30,7 +32,7 @@ class Actor(nn.Module):
 
     model: a transformers model with a language-model head, or a peft model around one. banned_ids: tokens that the
     engine never samples; they leave the softmax here too. eos_ids: end tokens, banned on the first tokens of a response
-    where the rule says so. share_prefix: see `Backbone`.
+    where the rule says so. share_prefix, sequence: see `Backbone`; ConfigError for a sequence of a model that draws.
     """
 
     def __init__(
@@ -39,13 +41,16 @@ class Actor(nn.Module):
         banned_ids: list[int],
         eos_ids: list[int],
         share_prefix: bool = False,
+        sequence: SequenceGroup | None = None,
     ):
         super().__init__()
         self.model = model
         transformer = self.transformer
         self.head = [LogProbLinear.adopt(transformer.get_output_embeddings())]  # in a list: not a second child module
-        self.backbone = Backbone(transformer, share_prefix)
+        self.backbone = Backbone(transformer, share_prefix, sequence)
         self.drawing = self.backbone.family.drawing(transformer)
+        if sequence is not None and self.drawing is not None:
+            raise ConfigError("sp_size: the halves of guided images are not divided over ranks; leave it at 1")
         self.register_buffer("banned_ids", torch.tensor(banned_ids, dtype=torch.long), persistent=False)
         self.register_buffer("eos_ids", torch.tensor(sorted(set(eos_ids)), dtype=torch.long), persistent=False)
         with_eos = sorted({*banned_ids, *eos_ids})
@@ -69,7 +74,8 @@ class Actor(nn.Module):
         columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)[mask]
         if self.drawing is None:
             hidden = self.backbone.hidden_at(inputs, rows)
-            log_probs, entropy = self._score(hidden, targets, columns, rule, with_entropy)
+            scores = self._score(hidden.values, targets[hidden.own], columns[hidden.own], rule, with_entropy)
+            log_probs, entropy = (None if each is None else hidden.joined(each) for each in scores)
         else:
             log_probs, entropy = self._score_either(inputs, rows, targets, columns, rule, with_entropy)
         return ActorOutput(_scatter(log_probs, mask), _scatter(entropy, mask) if with_entropy else None)
@@ -85,7 +91,7 @@ class Actor(nn.Module):
         if guided:
             inputs, places = self.drawing.with_halves(inputs, samples)
             rows = torch.cat([rows, places[inputs.action_mask[len(samples) :]]])
-        hidden = self.backbone.hidden_at(inputs, rows)
+        hidden = self.backbone.hidden_at(inputs, rows).values
         text = self._score(hidden[:count][~drawn], targets[~drawn], columns[~drawn], rule, with_entropy)
         features = self.drawing.guided(hidden[:count][drawn], hidden[count:] if guided else None, rule.guidance_scale)
         codes, temperature = targets[drawn] - self.drawing.first, _temperature(columns[drawn], rule)

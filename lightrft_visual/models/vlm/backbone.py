@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from types import EllipsisType
 
 import torch
 import torch.nn as nn
@@ -14,32 +16,52 @@ from ...batches.model_inputs import ModelInputs
 from ...batches.vision import VisionTensors
 from ...errors import ConfigError
 from ...strategy import collectives
+from ...strategy.sequence import SequenceGroup
 from ..attention import Segments, attend_by_segments
 from .families import family_of
+from .sequence import SlicedRow
 from .shared_prefix import SharedRow
 
 T = torch.Tensor
+
+
+@dataclass
+class HiddenStates:
+    """values (n, H): of the tokens that were asked for, or of the `own` (n) among those N that are on this rank."""
+
+    values: T
+    own: T | EllipsisType = ...
+    count: int = 0
+    sequence: SequenceGroup | None = None
+
+    def joined(self, results: T) -> T:
+        """(N, ...) from results (n, ...) of this rank's tokens: with those of the other ranks; see
+        `SequenceGroup.joined`."""
+        return results if self.sequence is None else self.sequence.joined(results, self.own, self.count)
 
 
 class Backbone:
     """Runs the base model (without its head) of a transformers checkpoint over `ModelInputs`.
 
     A helper beside the module tree, not a module: the parameters belong to the model that it is given.
-    share_prefix: compute the prompt of a group once (`shared_prefix.py`); ConfigError where that is not proven.
+    share_prefix: compute the prompt of a group once (`shared_prefix.py`); sequence: the ranks that hold a batch
+    together (`sequence.py`). ConfigError where one of them is not proven.
     """
 
-    def __init__(self, model: PreTrainedModel, share_prefix: bool = False):
+    def __init__(self, model: PreTrainedModel, share_prefix: bool = False, sequence: SequenceGroup | None = None):
         self.config = model.config
         self.base: nn.Module = model.base_model
         self.family = family_of(self.config)
         self.family.attach(self.base)
         self.by_segments = self.config.model_type in self.family.packed and attend_by_segments(self.base)
-        self.share_prefix = share_prefix
-        if share_prefix and not self.by_segments:
-            raise ConfigError(
-                f"share_prefix is not proven for model type {self.config.model_type!r} with attention "
-                f"{self.config._attn_implementation}: set share_prefix to false"
-            )
+        self.share_prefix, self.sequence = share_prefix, sequence
+        for name, wanted in (("share_prefix", share_prefix), ("sp_size", sequence is not None)):
+            if wanted and not self.by_segments:
+                raise ConfigError(
+                    f"{name} is not proven for model type {self.config.model_type!r} with attention "
+                    f"{self.config._attn_implementation}: leave it out"
+                )
+        self.slices = None if sequence is None else SlicedRow(sequence, self.base, self.family.towers)
 
     def hidden_states(self, inputs: ModelInputs) -> T:
         """(rows * S, H): last hidden states. Raises DataError when images and placeholders do not match."""
@@ -48,23 +70,31 @@ class Backbone:
         positions, types = self._positions(inputs)
         return self._forward(inputs, positions, types, use_cache=False).flatten(0, 1)
 
-    def hidden_at(self, inputs: ModelInputs, places: T) -> T:
-        """(*places, H): last hidden states of some tokens, numbered over the flattened (rows * S) sequences.
+    def hidden_at(self, inputs: ModelInputs, places: T) -> HiddenStates:
+        """Last hidden states of some tokens (N), numbered over the flattened (rows * S) sequences.
 
-        Where `share_prefix` is on, the prompt of a group is computed once. Raises as `hidden_states`.
+        Where `share_prefix` is on, the prompt of a group is computed once. With ranks that hold a batch together each
+        has those of its slice alone; all of them call it with the same batch. Raises as `hidden_states`.
         """
         shared = SharedRow.of(inputs) if self.share_prefix else None
-        if shared is None:
-            return self.hidden_states(inputs)[places]
+        if shared is None and self.sequence is None:
+            return HiddenStates(self.hidden_states(inputs)[places])
+        shared = shared or SharedRow.alone(inputs)
         positions, types = self._positions(inputs)
-        hidden = self._forward(
-            shared.inputs(inputs),
-            shared.select(positions),
-            shared.select(types),
-            shared.segments(),
-            use_cache=False,
-        )
-        return hidden.squeeze(0)[shared.places[places]]
+        with self.slices or nullcontext():
+            hidden = self._forward(
+                shared.inputs(inputs),
+                shared.select(positions),
+                shared.select(types),
+                shared.segments(self.sequence),
+                use_cache=False,
+            )
+        tokens, hidden = shared.places[places], hidden.squeeze(0)
+        if self.sequence is None:
+            return HiddenStates(hidden[tokens])
+        first = self.sequence.place * len(hidden)
+        own = ((tokens >= first) & (tokens < first + len(hidden))).nonzero().squeeze(1)
+        return HiddenStates(hidden[tokens[own] - first], own, len(places), self.sequence)
 
     def prefill(self, inputs: ModelInputs, cache: Cache) -> tuple[T, T]:
         """Run left-padded prompts (B, S) into `cache`: (last hidden states (B, H), positions of the next token).
@@ -98,10 +128,12 @@ class Backbone:
         return self.family.positions(inputs, types), types
 
     def _forward(self, inputs: ModelInputs, positions: T, types: T, segments: Segments | None = None, **cache) -> T:
-        """(rows, S, H). segments: of a packed row, None for its samples."""
+        """(rows, S, H), or this rank's slice of the row. segments: of a packed row, None for its samples."""
         length = inputs.sequences.shape[1]
         for kind in self._missing_media(inputs):
             inputs, positions, types = self._with_blank(kind, inputs, positions, types)
+        if self.slices is not None and self.slices.active:
+            inputs, positions, types = self._evened(inputs, positions, types)
         blank = inputs.sequences.shape[1] - length
         arguments: dict = {
             "input_ids": inputs.sequences,
@@ -120,7 +152,7 @@ class Backbone:
             segments.check_used()
         if blank and "past_key_values" in cache:
             cache["past_key_values"].crop(-blank)
-        return hidden[:, :length]
+        return hidden if self.slices is not None and self.slices.active else hidden[:, :length]
 
     def _missing_media(self, inputs: ModelInputs) -> list[str]:
         """Kinds of media that this batch lacks and a blank one must stand for, so that all ranks run the same modules.
@@ -140,6 +172,14 @@ class Backbone:
         if not wanted.any():
             return kinds[:1]
         return [kind for kind, has, needs in zip(kinds, present, wanted) if needs and not has]
+
+    def _evened(self, inputs: ModelInputs, positions: T, types: T) -> tuple[ModelInputs, T, T]:
+        """The row with as many tokens behind it as the ranks need for slices of one length."""
+        count = -inputs.sequences.shape[1] % self.sequence.size
+        media = self.family.image_token_id, self.family.video_token_id
+        text = next(token for token in range(3) if token not in media)
+        longer = replace(inputs, sequences=F.pad(inputs.sequences, (0, count), value=text))
+        return longer, F.pad(positions, (0, count)), F.pad(types, (0, count))
 
     def _with_blank(self, kind: str, inputs: ModelInputs, positions: T, types: T) -> tuple[ModelInputs, T, T]:
         """The inputs with the tokens of a blank image or video at the end of the first row.

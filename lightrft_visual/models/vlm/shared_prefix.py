@@ -15,6 +15,7 @@ import torch
 from ...batches.fields import values_equal
 from ...batches.model_inputs import ModelInputs
 from ...batches.vision import Named, VisionTensors
+from ...strategy.sequence import SequenceGroup
 from ..attention import Segments
 
 T = torch.Tensor
@@ -73,6 +74,19 @@ class SharedRow:
             saved=sum(each.stop - each.start for each in samples) - len(columns),
         )
 
+    @classmethod
+    def alone(cls, inputs: ModelInputs) -> SharedRow:
+        """The row of a batch in which nothing is shared: each sample's own tokens, without padding."""
+        mask, offset, columns, lengths = inputs.attention_mask.cpu().flatten() != 0, 0, [], []
+        for width in inputs.sample_lengths:
+            columns.append(offset + mask[offset : offset + width].nonzero().flatten())
+            lengths.append(len(columns[-1]))
+            offset += width
+        row, device = torch.cat(columns), inputs.sequences.device
+        places = torch.zeros(len(mask), dtype=torch.long)
+        places[row] = torch.arange(len(row))
+        return cls(row.to(device), places.to(device), lengths, [None] * len(lengths), inputs.vision, 0)
+
     def inputs(self, inputs: ModelInputs) -> ModelInputs:
         """What the model reads: the row in place of the samples."""
         row = self.select(inputs.sequences)
@@ -82,9 +96,9 @@ class SharedRow:
         """Values (..., rows, S) of each token of the inputs to (..., 1, tokens of the row)."""
         return values.flatten(-2)[..., self.columns].unsqueeze(-2)
 
-    def segments(self) -> Segments:
-        """Who attends to whom in the row."""
-        return Segments(self.lengths, self.columns.device, self.continues)
+    def segments(self, group: SequenceGroup | None = None) -> Segments:
+        """Who attends to whom in the row. group: the ranks that hold it together."""
+        return Segments(self.lengths, self.columns.device, self.continues, group)
 
 
 @dataclass

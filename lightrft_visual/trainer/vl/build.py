@@ -41,6 +41,7 @@ from ...strategy import collectives
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
 from ...strategy.offload import Guest
 from ...strategy.phase_timer import PhaseTimer
+from ...strategy.sequence import own_scores
 from ...strategy.start_up import say
 from ..fast_exp_maker import FastExperienceMaker, MakerSettings
 from ..loop import LoopSettings
@@ -151,12 +152,12 @@ def with_reward(config: RunConfig) -> RunConfig:
 
 def _check_ranks(config: RunConfig) -> None:
     world, rollout, train = collectives.world_size(), config.rollout, config.train
-    for name, value in (
-        ("rollout_batch_size", rollout.rollout_batch_size),
-        ("train_batch_size", train.train_batch_size),
+    for name, value, parts in (
+        ("rollout_batch_size", rollout.rollout_batch_size, world),
+        ("train_batch_size", train.train_batch_size, world // config.distributed.sp_size),
     ):
-        if value % world:
-            raise ConfigError(f"{name} {value} does not divide over {world} ranks")
+        if value % parts:
+            raise ConfigError(f"{name} {value} does not divide over {parts} ranks")
     if world % rollout.engine_tp_size:
         raise ConfigError(f"engine_tp_size {rollout.engine_tp_size} does not divide {world} ranks")
 
@@ -176,13 +177,21 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     if config.rollout.noisy_rollout_share > 0 and checkpoint.processor is None:
         raise ConfigError("noisy_rollout_share adds noise to images: this model reads text only")
     _resolve_sharing(config, checkpoint)
-    heads, size = checkpoint.config.get_text_config().num_attention_heads, config.rollout.engine_tp_size
-    if heads % size:
-        raise ConfigError(f"engine_tp_size {size} does not divide the model's {heads} attention heads")
+    _check_heads(config, checkpoint)
     check_engine(config, checkpoint)
     if config.distributed.split:
         check_remote(config)
     return config, checkpoint
+
+
+def _check_heads(config: RunConfig, checkpoint: Checkpoint) -> None:
+    heads, sequence = checkpoint.config.get_text_config().num_attention_heads, config.distributed.sp_size
+    for name, size in (("engine_tp_size", config.rollout.engine_tp_size), ("sp_size", sequence)):
+        if heads % size:
+            raise ConfigError(f"{name} {size} does not divide the model's {heads} attention heads")
+    refused = checkpoint.family.sharing_refused(config.model.attn_implementation)
+    if sequence > 1 and refused:
+        raise ConfigError(f"sp_size {sequence} divides packed rows over ranks: {refused}; leave it at 1")
 
 
 def _fingerprint(named: str, config: RunConfig, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -299,8 +308,8 @@ def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoi
         transformer = load_transformer(checkpoint.path, model, strategy.dtype)
     freeze(transformer, model.freeze_prefix)
     banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
-    shared = bool(config.train.share_prefix)
-    new_actor = partial(Actor, banned_ids=banned, eos_ids=checkpoint.eos_ids, share_prefix=shared)
+    extra = {"share_prefix": bool(config.train.share_prefix), "sequence": strategy.sequence}
+    new_actor = partial(Actor, banned_ids=banned, eos_ids=checkpoint.eos_ids, **extra)
     policy = new_actor(add_lora(transformer, model))
     actor = strategy.prepare(policy, _actor_optimizer(config, checkpoint.family, policy, total_steps))
     critic = None
@@ -309,7 +318,7 @@ def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoi
             backbone = load_transformer(model.critic_pretrain or checkpoint.path, model, strategy.dtype)
         freeze(backbone, model.freeze_prefix)
         critic = strategy.prepare(
-            Critic(backbone, shared), _optimizer(config, config.train.critic_learning_rate, total_steps)
+            Critic(backbone, **extra), _optimizer(config, config.train.critic_learning_rate, total_steps)
         )
     reference, following = None, None
     if config.algorithm.init_kl_coef > 0:
@@ -326,15 +335,16 @@ def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Check
             with actor.module.model.disable_adapter():
                 return actor(inputs, rule, with_entropy=False).log_probs
 
-        return without_adapters, None
+        return own_scores(without_adapters, strategy.sequence), None
     with strategy.loading():
         transformer = load_transformer(checkpoint.path, config.model, strategy.dtype)
     on_host = config.rollout.offload_reference
     frozen = strategy.prepare_inference(new_actor(transformer), on_host)
 
-    def score(inputs, rule):
+    def scored(inputs, rule):
         return frozen(inputs, rule, with_entropy=False).log_probs
 
+    score = own_scores(scored, strategy.sequence)
     every, mixup = config.algorithm.ref_update_steps, config.algorithm.ref_update_mixup
     reference = Guest(frozen, score, strategy.device) if on_host else score
     following = FollowingWeights(frozen, lambda: actor.module.parameters(), every, mixup) if every else None
@@ -343,6 +353,7 @@ def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Check
 
 def _maker(config, strategy, checkpoint, models, engine, rewards, timer) -> FastExperienceMaker:
     actor, critic, reference = models
+    actor, critic = (None if each is None else own_scores(each, strategy.sequence) for each in (actor, critic))
     rollout, data = config.rollout, config.data
     settings = MakerSettings(
         engine=engine,
@@ -414,7 +425,7 @@ def _gate(config, maker, engine, actor, strategy, checkpoint) -> ParityGate | No
         checkpoint,
         stage=maker.rollout_stage,
         engine=engine,
-        score=lambda inputs, rule: actor(inputs, rule, with_entropy=False).log_probs,
+        score=own_scores(lambda inputs, rule: actor(inputs, rule, with_entropy=False).log_probs, strategy.sequence),
         reload=lambda: engine.update_weights(engine_weights(engine, actor)),
         device=strategy.device,
     )

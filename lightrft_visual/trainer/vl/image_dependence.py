@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +10,9 @@ import torch
 from ...batches.model_inputs import ModelInputs
 from ...batches.rollouts import Rollout, collate
 from ...batches.sampling import ScoringRule
+from ...models.vlm.actor import ActorOutput
 from ...models.vlm.masked_images import beside_hidden, halves
 from ...observe.metrics import MetricsAccumulator
-from ...strategy.deepspeed import TrainEngine
 
 NAME = "image_dependence"
 MOVED = 0.1  # nats by which the log-prob of a sampled token, or the entropy, must move
@@ -26,7 +27,7 @@ class ImageDependence:
     every: steps between two measurements. labels: of all prompts; up to MAX_LABELS of them get columns of their own.
     """
 
-    actor: TrainEngine
+    actor: Callable[..., ActorOutput]
     rule: ScoringRule
     pad_id: int
     device: torch.device

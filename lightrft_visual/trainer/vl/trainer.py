@@ -25,6 +25,7 @@ from ...rollout.weight_sync import gathered_state_dict
 from ...strategy import collectives
 from ...strategy.deepspeed import TrainEngine
 from ...strategy.seeding import derive_seed
+from ...strategy.sequence import own_scores
 from ...strategy.start_up import say
 from ..loop import Evaluated, PolicyTrainer, StepData
 from ..stage_metrics import add_stage_metrics
@@ -53,6 +54,7 @@ class VLTrainer(PolicyTrainer):
             packing_samples=train.packing_samples,
             seed=train.seed,
             share_prefix=bool(train.share_prefix),
+            sequence=parts.strategy.sequence,
         )
         self.policy_update = PolicyUpdate(parts.actor, algorithm, parts.maker.settings.sampling.scoring, train.seed)
         self.value_update = ValueUpdate(parts.critic, algorithm) if parts.critic else None
@@ -142,6 +144,7 @@ class VLTrainer(PolicyTrainer):
         self._steer_kl(data)
         while data.batches:
             self.buffer.append(data.batches.pop(0))
+        self.buffer.share()
         check = None if config.algorithm.reads_log_probs else self._rollout_check()
         for epoch in range(config.train.max_epochs):
             seed = derive_seed(config.train.seed, "replay", self.step, epoch)
@@ -354,7 +357,8 @@ def _image_dependence(parts: VLParts) -> ImageDependence | None:
         return None
     rule = parts.maker.settings.sampling.scoring
     pad, device = checkpoint.tokenizer.pad_token_id, parts.strategy.device
-    return ImageDependence(parts.actor, rule, pad, device, every, parts.dataset.labels)
+    score = own_scores(parts.actor, parts.strategy.sequence)
+    return ImageDependence(score, rule, pad, device, every, parts.dataset.labels)
 
 
 def check_trainer(kind: type[VLTrainer], estimator: str) -> None:

@@ -82,7 +82,8 @@ def plan_batch(
     policy_masks = None
     if config.high_entropy_token_ratio < 1:
         policy_masks = high_entropy_masks(entropies, masks, config.high_entropy_token_ratio)
-    whole = global_denominators(masks, max_tokens)
+    counted = masks if buffer.counts else [torch.zeros_like(mask) for mask in masks]
+    whole = global_denominators(counted, max_tokens)
     kinds = [KindShare("", 1.0, masks, whole)]
     if image_tokens is not None:
         answers = [mask & ~images for mask, images in zip(masks, drawn)]
@@ -161,7 +162,7 @@ class PolicyUpdate:
             output, hidden = self._forward(inputs, experience.action_entropy is None)
             losses = self._losses(self.loss_inputs(experience, output, batch, index, hidden), batch, index, kl_coef)
             self.actor.accumulate(losses.loss, index == last)
-            _record(metrics, losses, index == last, first)
+            _record(metrics, losses, index == last, buffer.counts, first)
             if experience.action_log_probs is None:
                 self._keep(buffer, micro_batch, experience, output, inputs, check)
         if check is not None:
@@ -240,7 +241,7 @@ class ValueUpdate:
                 batch.denominators,
             )
             self.critic.accumulate(losses.loss, index == last)
-            _record(metrics, losses, index == last)
+            _record(metrics, losses, index == last, buffer.counts)
         return self.critic.step()
 
 
@@ -260,11 +261,12 @@ def _joined(kinds: Sequence[KindShare], parts: Sequence[LossOutputs]) -> LossOut
     return LossOutputs(loss, metrics | {"loss": loss.detach()}, maxima=maxima)
 
 
-def _record(metrics: MetricsAccumulator, losses: LossOutputs, last: bool, first: bool = False) -> None:
-    """Shares add up to the train batch's value; the mean over updates of the step is reported."""
+def _record(metrics: MetricsAccumulator, losses: LossOutputs, last: bool, counts: bool, first: bool = False) -> None:
+    """Shares of the ranks that count add up to the train batch's value; the mean over updates of the step is
+    reported."""
     updates = 1.0 if last and collectives.is_rank_0() else 0.0
     for name, share in losses.metrics.items():
-        metrics.add(name, share, updates)
+        metrics.add(name, share if counts else 0.0, updates)
     for name, value in losses.maxima.items():
         metrics.add_max(name, value)
     if first:
