@@ -296,6 +296,17 @@ class GDPOCalculator(GroupNormCalculator):
         return torch.where(statistics.comparable, white, 0.0)
 
 
+class DistillationCalculator(AdvantageCalculator):
+    """On-policy distillation alone: rewards are reported and teach nothing; `finish_advantages` adds the teacher's."""
+
+    def preprocess_rewards(
+        self, rewards: T | Sequence[T], experiences: list, max_new_tokens: int
+    ) -> tuple[list, list[T]]:
+        """As in the base, with final rewards of 0."""
+        experiences, finals = super().preprocess_rewards(rewards, experiences, max_new_tokens)
+        return experiences, [torch.zeros_like(final) for final in finals]
+
+
 def decoupled_rewards(
     components: Mapping[str, T], weights: Mapping[str, T], group_ids: T, valid: T, correction: int, eps: float = STD_EPS
 ) -> T:
@@ -357,15 +368,18 @@ def assign_advantages(
 
 
 def finish_advantages(experiences: list, config: AlgorithmConfig) -> list:
-    """Whiten (advantages_norm) and clip (advantage_clip) the advantages of all micro-batches in place.
+    """Whiten (advantages_norm), add the teacher's term and clip (advantage_clip) the advantages, all in place.
 
     Whitening: masked mean and masked standard deviation over all micro-batches and ranks, of answers and of drawn
-    images apart; samples that are invalid, or not comparable, stay out and stay 0. The clip adds info
-    `advantage_clip_frac` (B), taken before the clamp.
+    images apart; samples that are invalid, or not comparable, stay out and stay 0. Teacher: plus teacher_coef times
+    `distillation_gain`. The clip adds info `advantage_clip_frac` (B), taken before the clamp.
     """
     if config.advantages_norm:
         for images in (False, True):
             _whiten(experiences, images)
+    if config.teacher_coef > 0:
+        for experience in experiences:
+            experience.advantages = experience.advantages + config.teacher_coef * distillation_gain(experience)
     if config.advantage_clip > 0:
         for experience in experiences:
             mask = experience.action_mask.bool()
@@ -373,6 +387,19 @@ def finish_advantages(experiences: list, config: AlgorithmConfig) -> list:
             experience.info["advantage_clip_frac"] = beyond.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
             experience.advantages = experience.advantages.clamp(-config.advantage_clip, config.advantage_clip)
     return experiences
+
+
+def distillation_gain(experience: Any) -> T:
+    """(B, A): log teacher - log policy of each sampled token, 0 where masked and of invalid samples.
+
+    As advantages without a look ahead, weighed by REINFORCE, they give the gradient of each token's reverse KL(policy
+    || teacher) on the policy's own samples: on-policy distillation (MiniLLM, arXiv 2306.08543; GKD, 2306.13649; Lu et
+    al., "On-Policy Distillation", Thinking Machines 2025).
+    """
+    if experience.teacher_log_probs is None or experience.action_log_probs is None:
+        raise ValueError("teacher_coef needs the log-probs of policy and teacher, which this experience does not have")
+    gain = experience.teacher_log_probs - experience.action_log_probs
+    return torch.where(experience.action_mask.bool() & _valid(experience).unsqueeze(1), gain, 0.0)
 
 
 def _whiten(experiences: list, images: bool) -> None:

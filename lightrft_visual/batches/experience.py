@@ -103,10 +103,11 @@ class KlField:
 
 @dataclass
 class TextExtras:
-    """Per-action extras: entropy of the policy, and the engine's log-probs at the sampling temperature."""
+    """Per-action extras: entropy of the policy, log-probs of the engine at the sampling temperature, of a teacher."""
 
     action_entropy: T | None = replay_field(Kind.ACTIONS, default=None)
     rollout_log_probs: T | None = replay_field(Kind.ACTIONS, default=None)
+    teacher_log_probs: T | None = replay_field(Kind.ACTIONS, default=None)
 
 
 @dataclass

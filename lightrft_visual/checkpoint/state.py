@@ -64,6 +64,8 @@ class Encoder:
         if isinstance(value, np.generic) and value.dtype.kind in "biuf":
             data = base64.b64encode(value.tobytes()).decode()
             return {TAG: "number", "dtype": value.dtype.str, "data": data}
+        if isinstance(value, torch.dtype):
+            return {TAG: "dtype", "name": str(value).removeprefix("torch.")}
         if isinstance(value, bytes):
             return {TAG: "bytes", "data": base64.b64encode(value).decode()}
         if isinstance(value, Image.Image) and value.mode in IMAGE_MODES:
@@ -97,6 +99,8 @@ def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return np.frombuffer(data, dtype=np.dtype(node["dtype"])).reshape(node["shape"]).copy()
     if kind == "number":
         return np.frombuffer(base64.b64decode(node["data"]), dtype=np.dtype(node["dtype"]))[0]
+    if kind == "dtype":
+        return _dtype(node["name"])
     if kind == "bytes":
         return base64.b64decode(node["data"])
     if kind == "image":
@@ -104,8 +108,16 @@ def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     raise CheckpointError(f"state of unknown type {kind!r}: written by a newer version?")
 
 
+def _dtype(name: str) -> torch.dtype:
+    """torch's dtype of that name, and nothing else of torch."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"state with the unknown dtype {name!r}: written by a newer version?")
+    return found
+
+
 def save_state(path: str | Path, state: Any) -> None:
-    """Write nested dicts, lists, tuples of tensors, arrays, numbers, text, bytes and PIL images, whole or not at all.
+    """Write nested dicts, lists, tuples of tensors, arrays, dtypes, numbers, text, bytes, images; whole or not at all.
 
     CheckpointError names the place of anything else (a function, an object of a class): state must be plain.
     """

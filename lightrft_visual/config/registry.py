@@ -221,6 +221,10 @@ for _entry in (
         "gdpo", f"{_advantages}:GDPOCalculator", "GDPO: each reward over its own std in the group, then their sum",
         grouped=True, components=True,
     ),
+    AdvantageEstimator(
+        "distillation", f"{_advantages}:DistillationCalculator", "0: the teacher's term alone teaches",
+        reads_log_probs=True,
+    ),
 ):  # fmt: skip
     advantage_estimators.add(_entry)
 

@@ -200,9 +200,10 @@ COMMA_LISTS = (
 
 # Settings that name files or folders, in which a leading ~ is the home folder; the others of COMMA_LISTS name modules.
 PATHS = (
-    "pretrain", "critic_pretrain", "prompt_data", "eval_data", "image_root", "reward_fn", "reward_pretrain",
-    "remote_rm_url", "reward_recipe", "differentiable_reward", "output_dir", "save_path", "ckpt_path", "resume_from",
-    "plugins", "tokenizer_path", "gold_fn", "gold_recipe", "pair_data", "reward_weights_file",
+    "pretrain", "critic_pretrain", "teacher_pretrain", "prompt_data", "eval_data", "image_root", "reward_fn",
+    "reward_pretrain", "remote_rm_url", "reward_recipe", "differentiable_reward", "output_dir", "save_path",
+    "ckpt_path", "resume_from", "plugins", "tokenizer_path", "gold_fn", "gold_recipe", "pair_data",
+    "reward_weights_file",
 )  # fmt: skip
 
 # What to say where one of these is given a value that is neither yes nor no, as it takes elsewhere. It may be a key, so

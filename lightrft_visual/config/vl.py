@@ -72,6 +72,7 @@ class ModelConfig(Section):
 
     pretrain: str = EMBEDDED
     critic_pretrain: str | None = None  # default: the actor's checkpoint with a fresh value head
+    teacher_pretrain: str | None = None  # on-policy distillation: a model of the same tokens, often a larger one
     bf16: bool = False
     attn_implementation: Annotated[str, one_of("auto", "sdpa", "eager", "flash_attention_2")] = "auto"
     gradient_checkpointing: bool = False
@@ -229,6 +230,9 @@ class AlgorithmConfig(Section):
     papo_coef: NonNegativeFloat = 0.0  # weight of PAPO's perception loss: KL between seeing and half-hidden images
     papo_mask_ratio: Annotated[float, within("(0, 1]")] = 0.6  # share of image patches that are hidden for it
     papo_entropy_coef: NonNegativeFloat = 0.0  # weight against the entropy of both policies (double entropy loss)
+    teacher_coef: NonNegativeFloat = 0.0  # weight of log teacher - log policy in each token's advantage
+    selective_replay: NonNegativeInt = 0  # samples kept to stand in for those without advantage (VL-Rethinker); 0: off
+    selective_replay_alpha: NonNegativeFloat = 1.0  # they are drawn by |advantage| to this power
     overlong_buffer: bool = False
     overlong_buffer_len: PositiveInt = 1024
     overlong_buffer_penalty_factor: NonNegativeFloat = 1.0
@@ -245,13 +249,16 @@ class AlgorithmConfig(Section):
 
     @property
     def reads_log_probs(self) -> bool:
-        """Whether the policy's log-probs are read before its first update: by the KL to the reference, beside a critic,
-        to choose tokens by entropy, or by an estimator that says so."""
+        """Whether the policy's log-probs are read before its first update: by the KL to the reference, beside a critic
+        or a teacher, to choose tokens by entropy, by later steps that replay samples, or by an estimator that says
+        so."""
         return (
             self.init_kl_coef > 0
             or self.estimator.critic
             or self.estimator.reads_log_probs
             or self.high_entropy_token_ratio < 1
+            or self.teacher_coef > 0
+            or self.selective_replay > 0
         )
 
     @property
@@ -266,6 +273,15 @@ class AlgorithmConfig(Section):
             "kl_target steers a coefficient that starts at init_kl_coef: at 0 it would stay there",
         )
         require(self.corrects_rollouts or not self.tis_mask, "tis_mask belongs to --tis_mode token or sequence")
+        require(
+            self.advantage_estimator != "distillation" or self.teacher_coef > 0,
+            "advantage_estimator distillation learns from a teacher alone: it needs a teacher_coef above 0",
+        )
+        require(
+            self.selective_replay == 0 or self.estimator.grouped,
+            f"selective_replay replaces samples of groups whose rewards are all equal: advantage_estimator "
+            f"{self.advantage_estimator} compares no groups",
+        )
         require(self.papo_coef > 0 or self.papo_entropy_coef == 0, "papo_entropy_coef belongs to a papo_coef above 0")
         require(
             self.ref_update_steps == 0 or self.init_kl_coef > 0,
@@ -421,6 +437,10 @@ class RunConfig(Section):
         require(
             self.model.critic_pretrain is None or estimator.critic,
             "critic_pretrain is the start of a critic: it needs advantage_estimator gae",
+        )
+        require(
+            (self.model.teacher_pretrain is None) == (algorithm.teacher_coef == 0),
+            "teacher_pretrain names the model of on-policy distillation, teacher_coef its weight: give both, or none",
         )
         require(
             not algorithm.corrects_rollouts or (rollout.top_p == 1 and rollout.top_k == -1),

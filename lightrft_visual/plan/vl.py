@@ -15,6 +15,7 @@ from ..config.devices import GIB, Device
 from ..config.vl import RunConfig
 from ..replay.plan import SampleRef, computed_tokens, most_tokens
 from .process import Host, fragments, program
+from .shapes import language_model
 from .table import HOST, Item, Phase, Plan
 from .vl_shape import MicroBatch, VLShape, patch_side
 from .zero import BUCKETS, FP32, Model, Zero
@@ -79,6 +80,8 @@ class VLPlanner:
         items = [*program(self.device, self.vllm), *fragments(self.device), self.zero.weights("policy", model)]
         if self.config.model.lora_rank == 0 and self.config.algorithm.init_kl_coef > 0:
             items.append(self._reference().on_host(self.config.rollout.offload_reference and not scoring))
+        if self._teacher is not None:
+            items.append(self._teacher)
         waits = self.config.rollout.offload_trainer and not train_states
         items += [item.on_host(waits) for item in self.zero.optimizer("policy", model, stepped)]
         critic = self._critic
@@ -89,6 +92,18 @@ class VLPlanner:
             share = self.zero.share(3)
             items.append(Item("average of the weights (EMA), fp32", FP32 * model.trained / share, "enable_ema false"))
         return items
+
+    @cached_property
+    def _teacher(self) -> Item | None:
+        """None without a teacher, or where its shape is nowhere to be found."""
+        path = self.config.model.teacher_pretrain
+        if path is None:
+            return None
+        own = language_model(replace(self.config.model, pretrain=path), task=self.config.data.prompt_data)
+        if own is None:
+            return None
+        size = VLShape(self.config, own).base * self.shape.width / self.zero.share(3)
+        return Item("teacher: weights", size, "zero_stage 3, bf16")
 
     def _reference(self) -> Item:
         size = self.shape.base * self.shape.width / self.zero.share(3)
@@ -168,7 +183,8 @@ class VLPlanner:
         copy = self.zero.on_its_way("the checkpoint on its way", self.shape.model)
         models = self._models(stepped=False)
         loaded = [*models, *self._engine(awake=True)]
-        copies = 1 + (self._critic is not None) + any("reference" in item.name for item in models)
+        frozen = sum(item.name.startswith(("reference", "teacher")) for item in models)
+        copies = 1 + (self._critic is not None) + frozen
         seconds = copies * self.shape.model.bytes / 2e9 + (30 if self.vllm else 2)
         moments = [loaded] if self.device.on_cpu else [[*loaded, copy]]
         return Phase.fullest("load", seconds, *moments)

@@ -58,8 +58,9 @@ class BufferItem(KlField, Provenance, TextExtras, TextFields):
     """One text sample.
 
     sequences (S) long: prompt and response, the last A tokens are the actions; action_log_probs,
-    base_action_log_probs, action_entropy, rollout_log_probs, kl (A); values, returns, advantages (A), or (1) for the
-    whole sample; attention_mask (S) long; action_mask (A) bool; group_id, sample_id, policy_version, valid ().
+    base_action_log_probs, action_entropy, rollout_log_probs, teacher_log_probs, kl (A); values, returns, advantages
+    (A), or (1) for the whole sample; attention_mask (S) long; action_mask (A) bool; group_id, sample_id,
+    policy_version, valid ().
     """
 
 

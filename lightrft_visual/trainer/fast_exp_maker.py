@@ -51,6 +51,7 @@ class MakerSettings:
     new weights after each batch, so that it need not keep the old ones while it sleeps. score_policy: False leaves the
     policy's log-probs and entropies to the training forward, where nothing reads them before. self_questions: makes
     what asks the model about the images that it drew. distortion: of images, for some responses of each rollout.
+    teacher: scores rollouts as a reference does, for on-policy distillation.
     """
 
     engine: RolloutEngine | DiffusersEngine | None = None
@@ -67,6 +68,7 @@ class MakerSettings:
     score_policy: bool = True
     self_questions: Callable[[RolloutStage], SelfQuestions] | None = None
     distortion: Distortion | None = None
+    teacher: Callable[..., T] | None = None
 
 
 class FastExperienceMaker:
@@ -118,7 +120,7 @@ class FastExperienceMaker:
         self.reward_stage = RewardStage(self.rewards, settings.micro_batch_size)
         scored = actor if settings.score_policy else None
         self.forward_stage = ForwardStage(
-            scored, initial_model, critic, strategy.device, kl_estimator=settings.algorithm.kl_estimator
+            scored, initial_model, critic, strategy.device, settings.algorithm.kl_estimator, settings.teacher
         )
         self.calculator = get_advantage_calculator(settings.algorithm.advantage_estimator, settings.algorithm)
 

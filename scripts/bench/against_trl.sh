@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # A GRPO step beside TRL 1.16: the same embedded model, prompts and machine, runs alternating. Prints a markdown table.
-#   bash scripts/bench/against_trl.sh [ROUNDS [STEPS]]      default: 3 rounds of 10 steps after a warm-up of 3
+#   bash scripts/bench/against_trl.sh [--learn] [ROUNDS [STEPS]]      default: 3 rounds of 10 steps after a warm-up of 3
+# --learn prints the training reward against the number of samples instead, on the embedded questions with one image
+# (default: 3 rounds, each with another seed, of 160 steps with 32 x 8 samples); FIRST is the first seed (default 1).
 # Needs .venv (scripts/setup.sh). TRL, pinned, gets an environment of its own that shares .venv's torch, vLLM and
 # transformers, so both sides run on the same libraries; what TRL needs to run there is said in trl_steps.py.
 #   TRL_ENV           folder of that environment (default: outputs/bench/trl)
@@ -9,7 +11,9 @@
 #   CASES             default: '8x8x32@56/64 4x16x64@448/16', prompts x samples x tokens @ image size / micro-batch
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-rounds=${1:-3} steps=${2:-10}
+learn=false
+if [ "${1:-}" = --learn ]; then learn=true && shift; fi
+rounds=${1:-3} steps=${2:-$($learn && echo 160 || echo 10)}
 cases=${CASES:-8x8x32@56/64 4x16x64@448/16}
 ours=.venv/bin/python
 env=${TRL_ENV:-outputs/bench/trl}
@@ -29,6 +33,20 @@ trap 'rm -rf "$work"' EXIT
 read -r model data < <("$ours" -c '
 from lightrft_visual.embedded.warmup import WarmUp, embedded_checkpoint, embedded_task
 print(embedded_checkpoint(WarmUp(), report=lambda text: None), embedded_task().train)' | tail -n 1)
+
+if $learn; then
+  "$ours" scripts/bench/picture_rows.py "$data" "$work/rows" 56 10000
+  for seed in $(seq "${FIRST:=1}" $((FIRST + rounds - 1))); do
+    # shellcheck disable=SC2086
+    "$ours" examples/train_grpo_vl.py --config examples/configs/embedded_vl.yaml --pretrain "$model" \
+      --prompt_data "$work/rows/rows.jsonl" --seed "$seed" --reward.components.exact 1.0 --max_steps "$steps" --max_eval_samples 0 --eval_steps 0 \
+      --output_dir "$work/ours-$seed" ${OURS:-} >&2
+    PYTHONPATH=. "${theirs[@]}" scripts/bench/trl_learn.py "$model" "$work/rows/rows.jsonl" --steps "$steps" \
+      --seed "$seed" --out "$work/trl-$seed.json" >&2
+  done
+  "$ours" scripts/bench/trl_learn_table.py "$work" 256
+  exit
+fi
 
 for case in $cases; do
   IFS='x@/' read -r prompts samples tokens size micro <<<"$case"

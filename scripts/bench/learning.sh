@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Trains the embedded vision-language task by every algorithm, with equal numbers of samples and of optimizer steps (two
-# updates a rollout, but for the first row), and writes OUT/learning.md (test rewards, mean and standard deviation over
-# seeds) and OUT/learning.png (curves). A run that is there is not repeated. learning_drawing.sh is the drawing half.
+# updates a rollout, but for the first row, at half of its learning rate after a warm-up), and writes OUT/learning.md
+# (test rewards, mean and standard deviation over seeds) and OUT/learning.png (curves). A run that is there is not
+# repeated. learning_drawing.sh is the drawing half.
 #   OUT    folder of the runs (default outputs/learning)
 #   SEEDS  default "1 2 3"
 #   RUNS   names of rows, default all of them
@@ -10,18 +11,19 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 [ -x .venv/bin/python ] && export PATH="$PWD/.venv/bin:$PATH"
 out=${OUT:-outputs/learning}
+two="--train_batch_size 128 --actor_learning_rate 2.5e-4 --lr_warmup_ratio 0.05"
 declare -A flags=(
   [quickstart]=""
-  [grpo]="--train_batch_size 128"
-  [rloo]="--train_batch_size 128 --advantage_estimator rloo"
-  [gae]="--train_batch_size 128 --advantage_estimator gae"
-  [reinforce_baseline]="--train_batch_size 128 --advantage_estimator reinforce_baseline --advantages_norm true"
-  [dr_grpo]="--train_batch_size 128 --advantage_estimator dr_grpo"
-  [gspo]="--train_batch_size 128 --policy_loss gspo"
-  [gmpo]="--train_batch_size 128 --policy_loss gmpo"
-  [cispo]="--train_batch_size 128 --policy_loss cispo"
-  [cpgd]="--train_batch_size 128 --advantage_estimator cpgd --policy_loss cpgd"
-  [sapo]="--train_batch_size 128 --policy_loss sapo"
+  [grpo]="$two"
+  [rloo]="$two --advantage_estimator rloo"
+  [gae]="$two --advantage_estimator gae"
+  [reinforce_baseline]="$two --advantage_estimator reinforce_baseline --advantages_norm true"
+  [dr_grpo]="$two --advantage_estimator dr_grpo"
+  [gspo]="$two --policy_loss gspo"
+  [gmpo]="$two --policy_loss gmpo"
+  [cispo]="$two --policy_loss cispo"
+  [cpgd]="$two --advantage_estimator cpgd --policy_loss cpgd"
+  [sapo]="$two --policy_loss sapo"
 )
 for name in ${RUNS:-quickstart grpo rloo gae reinforce_baseline dr_grpo gspo gmpo cispo cpgd sapo}; do
   [ -v "flags[$name]" ] || { echo "learning.sh: no run $name; there are: ${!flags[*]}" >&2; exit 2; }

@@ -1,4 +1,4 @@
-"""`picture_rows.py SOURCE.jsonl FOLDER SIZE`: the first 128 rows with one image, the images resized to SIZE x SIZE."""
+"""`picture_rows.py SOURCE.jsonl FOLDER SIZE [ROWS]`: the first 128 rows with one image, resized to SIZE x SIZE."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from PIL import Image
 ROWS = 128
 
 
-def main(source: Path, folder: Path, size: int) -> None:
+def main(source: Path, folder: Path, size: int, count: int = ROWS) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if len(row.get("images") or []) == 1][:ROWS]
+    rows = [row for row in rows if len(row.get("images") or []) == 1][:count]
     for number, row in enumerate(rows):
         Image.open(source.parent / row["images"][0]).convert("RGB").resize((size, size)).save(folder / f"{number}.png")
         row["images"] = [f"{number}.png"]
@@ -22,4 +22,4 @@ def main(source: Path, folder: Path, size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lightrft_visual.algorithms.advantages import (
     assign_advantages,
+    distillation_gain,
     finish_advantages,
     get_advantage_calculator,
     get_advantages_and_returns,
@@ -254,6 +255,49 @@ class TestCompute:
             get_advantage_calculator("grop", AlgorithmConfig())
 
 
+class TestDistillation:
+    """On-policy distillation: the teacher's log-probs on the policy's own samples."""
+
+    def batch(self):
+        batch = experience([1, 1], lengths=[3, 2], valid=[True, False])
+        batch.action_log_probs = torch.tensor([[-1.0, -2.0, -3.0, 0], [-1.0, -1.0, 0, 0]])
+        batch.teacher_log_probs = torch.tensor([[-1.5, -0.5, -3.0, 0], [-2.0, -2.0, 0, 0]])
+        return batch
+
+    def test_rewards_teach_nothing_and_each_token_has_its_own_advantage(self):
+        batch = self.batch()
+        calculator = get_advantage_calculator("distillation", AlgorithmConfig(teacher_coef=2.0))
+        assign_advantages(calculator, [batch], torch.tensor([5.0, 9.0]), 0.0, KWARGS)
+        assert batch.advantages.tolist() == [[-1.0, 3.0, 0.0, 0.0], [0.0] * 4]  # no sum over later tokens
+
+    def test_beside_a_reward_it_is_one_more_term(self):
+        batch = self.batch()
+        batch.valid = torch.tensor([True, True])
+        calculator = get_advantage_calculator("dr_grpo", AlgorithmConfig(teacher_coef=0.5))
+        assign_advantages(calculator, [batch], torch.tensor([1.0, 0.0]), 0.0, KWARGS)
+        assert batch.advantages.tolist() == [[0.25, 1.25, 0.5, 0.0], [-1.0, -1.0, 0.0, 0.0]]
+
+    def test_the_gradient_is_that_of_the_reverse_kl(self):
+        """Over all tokens of a vocabulary, each as often as the policy draws it: d KL(policy || teacher) / d logits."""
+        make = torch.Generator().manual_seed(0)
+        logits = torch.randn(7, generator=make, dtype=torch.float64).requires_grad_()
+        teacher = torch.randn(7, generator=make, dtype=torch.float64).log_softmax(0)
+        log_probs = logits.log_softmax(0)
+        kl = (log_probs.exp() * (log_probs - teacher)).sum()
+        (expected,) = torch.autograd.grad(kl, logits, retain_graph=True)
+        batch = experience([0] * 7, width=1)
+        batch.action_log_probs, batch.teacher_log_probs = log_probs.detach().unsqueeze(1), teacher.unsqueeze(1)
+        loss = -(log_probs.detach().exp() * distillation_gain(batch)[:, 0] * log_probs).sum()
+        (found,) = torch.autograd.grad(loss, logits)
+        torch.testing.assert_close(found, expected)
+
+    def test_it_says_what_it_lacks(self):
+        with pytest.raises(ValueError, match="teacher_coef needs the log-probs of policy and teacher"):
+            finish_advantages([experience([1])], AlgorithmConfig(teacher_coef=1.0))
+        with pytest.raises(ConfigError, match="distillation learns from a teacher alone"):
+            AlgorithmConfig(advantage_estimator="distillation").check()
+
+
 class TestFinish:
     def batches(self):
         first, second = experience([1, 1], lengths=[3, 1]), experience([1], lengths=[2], valid=[True])
@@ -306,10 +350,13 @@ def test_finite_for_any_mix_of_masks_groups_and_validity(data):
         kl, values = torch.full((size, 4), math.nan), torch.full((size, 4), math.nan)
         batch = experience(lists["groups"], lists["lengths"], lists["valid"], values=values, kl=kl)
         batch.kl[batch.action_mask], batch.values[batch.action_mask] = 0.3, 1.5
+        batch.action_log_probs, batch.teacher_log_probs = kl.clone(), kl.clone()
+        batch.action_log_probs[batch.action_mask], batch.teacher_log_probs[batch.action_mask] = -1.0, -2.0
         batches.append(batch)
         rewards.append(torch.where(torch.tensor(lists["valid"]), torch.tensor(lists["rewards"]), math.nan))
     config = AlgorithmConfig(
-        advantage_estimator=name, advantages_norm=data.draw(st.booleans()), advantage_clip=5.0,
+        advantage_estimator=name, teacher_coef=data.draw(st.sampled_from([1.0] + [0.0] * (name != "distillation"))),
+        advantages_norm=data.draw(st.booleans()), advantage_clip=5.0,
         reward_running_norm=data.draw(st.booleans()), overlong_buffer=True, overlong_buffer_len=4, reward_clip=10.0,
     )  # fmt: skip
     assign_advantages(get_advantage_calculator(name, config), batches, rewards, 0.1, KWARGS)

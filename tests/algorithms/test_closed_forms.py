@@ -19,6 +19,11 @@ FORMS = {
     "advantage_estimators": {
         "gae": (ADVANTAGES, "test_gae_by_hand", "test_gae_with_lambda_one_is_the_return_minus_the_value"),
         "gdpo": (ADVANTAGES, "test_rewards_are_normalised_apart_then_summed_then_over_the_batch"),
+        "distillation": (
+            ADVANTAGES,
+            "test_rewards_teach_nothing_and_each_token_has_its_own_advantage",
+            "test_the_gradient_is_that_of_the_reverse_kl",
+        ),
         **{
             name: (ADVANTAGES, "test_one_group_by_hand")
             for name in ("group_norm", "dr_grpo", "rloo", "reinforce", "reinforce_baseline", "cpgd")
@@ -70,6 +75,12 @@ FORMS = {
     "beside": {
         "steps of Flow-GRPO": (STEPS, "test_flow_grpo_by_hand", "test_flow_grpo_at_sigma_one_divides_by_the_next"),
         "steps of DDIM": (STEPS, "test_ddim_is_the_stochastic_step_of_the_stock_scheduler"),
+        "NoisyRollout": (
+            "rollout/test_distortion.py",
+            "test_the_schedule_is_the_papers_sigmoid",
+            "test_the_noise_is_a_step_of_the_forward_process",
+        ),
+        "selective replay": ("replay/test_selective.py", "test_the_draw_is_in_proportion_to_the_advantage"),
         "CPS": (STEPS, "test_cps_by_hand", "test_cps_surrogate_is_minus_the_squared_distance"),
         "sde_reflow": (STEPS, "test_reflow_noises_the_predicted_data_anew"),
         "GRPO-Guard": (DIFFUSION, "test_guard_leaves_the_noise_times_the_shift_of_the_mean"),

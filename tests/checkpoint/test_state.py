@@ -64,6 +64,7 @@ def test_arrays_numbers_images_and_special_floats(tmp_path):
         "scalar": np.float32(0.1),
         "image": image,
         "mask": image.convert("1"),
+        "dtypes": [torch.int64, torch.bfloat16],
         "floats": [math.inf, -math.inf, -0.0, 5e-324],
         "__type__": "a key of the user's",
     }
@@ -73,6 +74,7 @@ def test_arrays_numbers_images_and_special_floats(tmp_path):
     assert type(loaded["scalar"]) is np.float32 and loaded["scalar"] == state["scalar"]
     assert loaded["image"].mode == "RGB" and loaded["image"].tobytes() == image.tobytes()
     assert loaded["mask"].tobytes() == state["mask"].tobytes()
+    assert loaded["dtypes"] == [torch.int64, torch.bfloat16]
     assert loaded["floats"] == state["floats"] and math.copysign(1, loaded["floats"][2]) == -1
     assert loaded["__type__"] == state["__type__"]
 

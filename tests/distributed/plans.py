@@ -23,7 +23,7 @@ PPO = (
 )
 RESUMED = {
     "grpo_2": "--zero_stage 2 --train_batch_size 16 --max_epochs 2",
-    "grpo_3": "--zero_stage 3 --packing_samples true --papo_coef 0.02 --papo_entropy_coef 0.03",
+    "grpo_3": "--zero_stage 3 --packing_samples true --papo_coef 0.02 --papo_entropy_coef 0.03 --selective_replay 64",
     "ppo_2": f"--zero_stage 2 {PPO}",
     "ppo_3": "--zero_stage 3 --ref_update_steps 2 --ref_update_mixup 0.5 --vision_learning_rate 1e-5 "
     f"--projector_learning_rate 1e-4 {PPO}",
@@ -66,7 +66,8 @@ FLAG_RUNS = {
         "ema": "--enable_ema true --eval_ema true --ema_beta 0.5",
         "no_ema": "",
         "freeze": "--freeze_prefix true --gradient_checkpointing true --papo_coef 0.1",
-        "fire": "--use_fire true --first_token_temperature 3 --dual_clip 3 --eps_clip_high 0.28",
+        "fire": "--use_fire true --first_token_temperature 3 --dual_clip 3 --eps_clip_high 0.28 "
+        "--teacher_pretrain embedded --teacher_coef 0.5",
         "dynamic": "--dynamic_sampling true --dynamic_sampling_max_tries 3",
         "top_p": "--top_p 0.9 --temperature 0.8 --loss_agg_mode seq-mean-token-sum",
         "linear": "--lr_scheduler linear --lr_warmup_ratio 0.5 --l2 0.1 --max_norm 0.1 --noisy_rollout_share 0.5",

@@ -100,6 +100,11 @@ def test_responses_to_noisy_images_train_on_the_clean_ones(one_rank):
     assert [row["noise_strength"] for row in rows(one_rank / "linear")] == [499, 496]
 
 
+def test_a_teacher_that_is_the_policy_has_nothing_to_say_at_first(one_rank):
+    first, second = rows(one_rank / "fire")
+    assert abs(first["teacher_kl"]) < 1e-6 and abs(second["teacher_kl"]) > 1e-5
+
+
 def test_fire_heats_the_first_token(one_rank):
     assert rows(one_rank / "fire")[0]["entropy"] > 1.5 * rows(one_rank / "no_ema")[0]["entropy"]
 

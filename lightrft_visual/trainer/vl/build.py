@@ -91,10 +91,11 @@ def build_parts(config: RunConfig) -> VLParts:
     gold = _gold(config, strategy, checkpoint, sets, named_data)
     say("loading the models")
     (actor, critic, reference), following = _models(config, strategy, checkpoint, total_steps)
+    teacher = _teacher(config, strategy, checkpoint)
     say(f"starting the engine ({config.rollout.engine_type})")
     split = config.distributed.split
     engine = RemoteEngine.from_config(config, checkpoint) if split else build_engine(config, checkpoint, actor)
-    maker = _maker(config, strategy, checkpoint, (actor, critic, reference), engine, rewards, timer)
+    maker = _maker(config, strategy, checkpoint, (actor, critic, reference, teacher), engine, rewards, timer)
     maker.settings.distortion = _distortion(config, total_steps)
     return VLParts(
         config=config,
@@ -240,6 +241,8 @@ def _resolve_embedded(config: RunConfig) -> None:
         if config.data.eval_data is None:
             config.data.eval_data = str(held_out)
     config.model.pretrain = resolve_checkpoint(config.model, config.model.pretrain, name)
+    if config.model.teacher_pretrain is not None:
+        config.model.teacher_pretrain = resolve_checkpoint(config.model, config.model.teacher_pretrain, name)
     if config.model.critic_pretrain is not None:
         config.model.critic_pretrain = resolve_checkpoint(config.model, config.model.critic_pretrain, name)
 
@@ -351,8 +354,25 @@ def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Check
     return reference, following
 
 
+def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint):
+    """Log-probs of the model to learn from, None without one. Raises ConfigError where it reads other tokens."""
+    path = config.model.teacher_pretrain
+    if path is None:
+        return None
+    teacher = open_checkpoint(path, config.model, config.data)
+    if type(teacher.family) is not type(checkpoint.family):
+        raise ConfigError(f"teacher_pretrain {path} is a {teacher.config.model_type}, the policy is of another family")
+    if teacher.tokenizer.get_vocab() != checkpoint.tokenizer.get_vocab():
+        raise ConfigError(f"teacher_pretrain {path} has other tokens than the policy: it cannot score its responses")
+    with strategy.loading():
+        transformer = load_transformer(path, config.model, strategy.dtype)
+    banned, shared = checkpoint.family.banned_ids(checkpoint.tokenizer), bool(config.train.share_prefix)
+    frozen = strategy.prepare_inference(Actor(transformer, banned, checkpoint.eos_ids, shared))
+    return own_scores(lambda inputs, rule: frozen(inputs, rule, with_entropy=False).log_probs, strategy.sequence)
+
+
 def _maker(config, strategy, checkpoint, models, engine, rewards, timer) -> FastExperienceMaker:
-    actor, critic, reference = models
+    actor, critic, reference, teacher = models
     actor, critic = (None if each is None else own_scores(each, strategy.sequence) for each in (actor, critic))
     rollout, data = config.rollout, config.data
     settings = MakerSettings(
@@ -374,6 +394,7 @@ def _maker(config, strategy, checkpoint, models, engine, rewards, timer) -> Fast
         rewards=rewards,
         timer=timer,
         self_questions=_self_questions(config, checkpoint),
+        teacher=teacher,
     )
     return FastExperienceMaker(
         actor, critic, None, reference, checkpoint.tokenizer, rollout.prompt_max_len,

@@ -20,6 +20,13 @@ def _entropy(experience: Experience):
     return None if experience.action_entropy is None else (experience.action_entropy, experience.action_mask)
 
 
+def _teacher_kl(experience: Experience):
+    """None without a teacher."""
+    if experience.teacher_log_probs is None:
+        return None
+    return experience.action_log_probs - experience.teacher_log_probs, experience.action_mask
+
+
 # name -> what it is, and its values of one micro-batch; a plugin's stand beside them in the registry.
 for _name, _about, _read in (
     ("reward_invalid_share", "share of samples without a usable reward", lambda e: (~e.valid.bool()).float()),
@@ -27,6 +34,7 @@ for _name, _about, _read in (
     ("truncated_share", "share of responses cut at generate_max_len", lambda e: e.info["truncated"]),
     ("kl", "KL to the reference, per token", lambda e: (e.kl, e.action_mask)),
     ("entropy", "of the token distribution, nats", _entropy),
+    ("teacher_kl", "KL(policy || teacher) per sampled token", _teacher_kl),
     ("advantage_abs", "size of the advantages", lambda e: (e.advantages.abs(), e.action_mask)),
     ("comparable", "share of samples in groups of two valid ones or more", lambda e: e.info.get("comparable")),
     ("shaped_reward", "reward after penalty, norm and clip", lambda e: e.info.get("shaped_reward")),

@@ -65,8 +65,8 @@ class ForwardStage:
 
     Micro-batches lie on the host; one at a time goes to `device`, and what comes out goes back to the host.
     actor(inputs, rule) returns log_probs and entropy (None: the training forward will give them);
-    reference(inputs, rule) the reference's log_probs (None: no KL); critic(inputs) values (None without one). All are
-    (B, A).
+    reference(inputs, rule) the reference's log_probs (None: no KL), teacher(inputs, rule) those of a model to learn
+    from; critic(inputs) values (None without one). All are (B, A).
     """
 
     actor: Callable[..., Any] | None
@@ -74,10 +74,12 @@ class ForwardStage:
     critic: Callable[..., T] | None
     device: torch.device
     kl_estimator: str = "k1"
+    teacher: Callable[..., T] | None = None
 
     @torch.no_grad()
     def run(self, batches: Sequence[Experience | ExperienceVL], rule: ScoringRule) -> None:
-        """Fill action_log_probs, action_entropy, base_action_log_probs, values and kl of padded micro-batches."""
+        """Fill action_log_probs, action_entropy, base_action_log_probs, teacher_log_probs, values and kl of padded
+        micro-batches."""
         inputs = [ModelInputs.of(each) for each in batches]
         if self.actor is not None:
             for experience, each in zip(batches, inputs):
@@ -88,6 +90,9 @@ class ForwardStage:
             with self.reference if isinstance(self.reference, Guest) else nullcontext():
                 for experience, each in zip(batches, inputs):
                     experience.base_action_log_probs = self.reference(each.to(self.device), rule).cpu()
+        if self.teacher is not None:
+            for experience, each in zip(batches, inputs):
+                experience.teacher_log_probs = self.teacher(each.to(self.device), rule).cpu()
         if self.critic is not None:
             for experience, each in zip(batches, inputs):
                 experience.values = self.critic(each.to(self.device)).cpu()

@@ -13,13 +13,14 @@ from ...batches.prompts import PromptBatch
 from ...batches.rollouts import Rollout
 from ...checkpoint.export import export_hf, export_lora
 from ...config import registry
-from ...config.vl import RunConfig
+from ...config.vl import AlgorithmConfig, RunConfig
 from ...data.prompts import PromptRow
 from ...data.supply import PromptSupply
 from ...errors import ConfigError
 from ...observe.metrics import MetricsAccumulator
 from ...observe.rollouts import Record, gather_records, records_from_rollouts
 from ...replay.buffer import NaiveReplayBuffer
+from ...replay.selective import SelectiveReplay
 from ...rollout.parity import RolloutCheck
 from ...rollout.weight_sync import gathered_state_dict
 from ...strategy import collectives
@@ -57,6 +58,7 @@ class VLTrainer(PolicyTrainer):
             sequence=parts.strategy.sequence,
         )
         self.policy_update = PolicyUpdate(parts.actor, algorithm, parts.maker.settings.sampling.scoring, train.seed)
+        self.replay = _selective_replay(algorithm, train.seed)
         self.value_update = ValueUpdate(parts.critic, algorithm) if parts.critic else None
         self.separate_scores = train.separate_old_log_probs or has_dropout(parts.actor.module)
         drawing = parts.actor.module.drawing
@@ -144,6 +146,8 @@ class VLTrainer(PolicyTrainer):
         self._steer_kl(data)
         while data.batches:
             self.buffer.append(data.batches.pop(0))
+        if self.replay is not None:
+            self._replay(data.metrics)
         self.buffer.share()
         check = None if config.algorithm.reads_log_probs else self._rollout_check()
         for epoch in range(config.train.max_epochs):
@@ -160,6 +164,13 @@ class VLTrainer(PolicyTrainer):
         if check is not None:
             self._report_check(check, data.metrics)
         self.buffer.clear()
+
+    def _replay(self, metrics: MetricsAccumulator) -> None:
+        """Samples of earlier steps in the places of those without advantage."""
+        refilled = self.replay.refill(self.buffer, self.step)
+        metrics.add("replayed_share", refilled.replaced / refilled.samples)
+        for version in refilled.versions:
+            metrics.add("replayed_age", self.step - version)
 
     def _steer_kl(self, data: StepData) -> None:
         """The controller sees the mean KL per token and the number of samples, over all ranks."""
@@ -298,6 +309,7 @@ class VLTrainer(PolicyTrainer):
             "kl_controller": self.maker.kl_controller.state_dict(),
             "calculator": self.maker.calculator.state_dict(),
             "ema": self.parts.ema.state_dict() if self.parts.ema is not None else None,
+            "replay": self.replay.state_dict() if self.replay is not None else None,
             "reference": self.parts.following.state_dict() if self.parts.following is not None else None,
         }
 
@@ -314,6 +326,8 @@ class VLTrainer(PolicyTrainer):
         self.maker.calculator.load_state_dict(state["calculator"])
         if self.parts.ema is not None:
             self.parts.ema.resume(state["ema"])
+        if self.replay is not None and state.get("replay") is not None:
+            self.replay.load_state_dict(state["replay"])
         if self.parts.following is not None and state.get("reference") is not None:
             self.parts.following.load_state_dict(state["reference"])
 
@@ -348,6 +362,13 @@ class VLTrainer(PolicyTrainer):
             state = {name: parameter.detach().cpu().clone() for name, parameter in named.items()}
         if collectives.is_rank_0():
             export_lora(model, folder / "lora", state)
+
+
+def _selective_replay(algorithm: AlgorithmConfig, seed: int) -> SelectiveReplay | None:
+    if algorithm.selective_replay == 0:
+        return None
+    share = max(1, algorithm.selective_replay // collectives.world_size())
+    return SelectiveReplay(share, algorithm.selective_replay_alpha, seed)
 
 
 def _image_dependence(parts: VLParts) -> ImageDependence | None:

@@ -1,0 +1,42 @@
+"""`trl_learn_table.py FOLDER SAMPLES_A_STEP`: the two sides of `against_trl.sh --learn` as one markdown table."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+import sys
+from pathlib import Path
+
+WINDOW, WANTED = 10, 0.8  # steps of a mean; the reward whose samples are counted
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.mean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
+
+
+def samples_to(rewards: list[float], samples: int) -> int | None:
+    """Samples drawn until the mean of the last WINDOW steps was WANTED for the first time."""
+    for step in range(WINDOW, len(rewards) + 1):
+        if statistics.mean(rewards[step - WINDOW : step]) >= WANTED:
+            return step * samples
+    return None
+
+
+def main(folder: Path, samples: int) -> None:
+    ours = []
+    for path in sorted(folder.glob("ours-*/metrics.csv")):
+        with open(path, newline="") as file:
+            ours.append([float(row["reward_mean"]) for row in csv.DictReader(file)])
+    theirs = [json.loads(path.read_text())["rewards"] for path in sorted(folder.glob("trl-*.json"))]
+    print(f"| samples | reward, ours ({len(ours)} seeds) | reward, TRL ({len(theirs)} seeds) |\n|---|---|---|")
+    steps = len(ours[0])
+    for start in [*range(0, steps - WINDOW, 2 * WINDOW), steps - WINDOW]:
+        cells = [spread([statistics.mean(run[start : start + WINDOW]) for run in side]) for side in (ours, theirs)]
+        print(f"| {start * samples} to {(start + WINDOW) * samples} | {' | '.join(cells)} |")
+    reached = [", ".join(str(samples_to(run, samples)) for run in side) for side in (ours, theirs)]
+    print(f"| until {WANTED} over {WINDOW} steps | {' | '.join(reached)} |")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,95 @@
+"""Selective sample replay: what is replaced, what is drawn, and that the number of ranks does not matter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from launched import run_ranks
+from replay_cases import text_item, vision_item
+from selective_ranks import filled_buffer, sample
+
+from lightrft_visual.checkpoint.state import load_state, save_state
+from lightrft_visual.config.vl import AlgorithmConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.replay.selective import SelectiveReplay, advantage_size
+
+ADVANTAGES = [1.0, 0.0, -2.0, 0.0, 0.0, 0.5]
+
+
+def numbers(items) -> list[int]:
+    return [int(item.sample_id) for item in items]
+
+
+def test_samples_without_advantage_give_their_places_to_kept_ones():
+    replay = SelectiveReplay(capacity=8, alpha=1.0, seed=0)
+    first = filled_buffer(ADVANTAGES)
+    assert replay.refill(first, step=0).replaced == 0  # nothing is kept yet
+    assert numbers(first) == [0, 1, 2, 3, 4, 5] and numbers(replay.kept) == [0, 2, 5]
+    second = filled_buffer([0.0, 0.0, 3.0, 0.0, 0.0], start=6, version=1)
+    refilled = replay.refill(second, step=1)
+    assert refilled.samples == 5 and refilled.replaced == 3 and refilled.versions == [0, 0, 0]
+    assert sorted(numbers(second)) == [0, 2, 5, 8, 10]  # one lacks a stand-in and stays
+    assert numbers(second)[2] == 8
+    assert numbers(replay.kept) == [0, 2, 5, 8]  # a replayed sample is not kept twice
+    stand_in = second[numbers(second).index(2)]
+    assert stand_in.action_log_probs.tolist() == sample(2, -2.0, 0).action_log_probs.tolist()  # of the old policy
+
+
+def test_the_oldest_go_first_and_invalid_ones_never_stay():
+    replay = SelectiveReplay(capacity=2, alpha=1.0, seed=0)
+    buffer = filled_buffer([1.0, 1.0, 1.0, 1.0])
+    buffer.items[3].valid = torch.tensor(False)
+    replay.refill(buffer, step=0)
+    assert numbers(replay.kept) == [1, 2]
+    masked = text_item(advantages=torch.tensor([1.0, 9.0]), action_mask=torch.tensor([True, False]))
+    assert advantage_size(masked) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("alpha", "shares"), [(1.0, [0.1, 0.2, 0.7]), (2.0, [1 / 54, 4 / 54, 49 / 54]), (0.0, [1 / 3] * 3)]
+)
+def test_the_draw_is_in_proportion_to_the_advantage(alpha, shares):
+    """P(j) = |A_j|^alpha / sum_k |A_k|^alpha of the paper, for a single place."""
+    counts, steps = [0, 0, 0], 1500
+    replay = SelectiveReplay(capacity=3, alpha=alpha, seed=1)
+    replay.refill(filled_buffer([1.0, -2.0, 7.0]), step=0)
+    for step in range(steps):
+        buffer = filled_buffer([0.0], start=3)
+        replay.refill(buffer, step)
+        counts[numbers(buffer)[0]] += 1
+    assert [count / steps for count in counts] == pytest.approx(shares, abs=0.04)
+
+
+def test_the_kept_samples_survive_a_checkpoint(tmp_path):
+    replay = SelectiveReplay(capacity=4, alpha=1.0, seed=0)
+    buffer = filled_buffer([1.0, -1.0])
+    buffer.items.append(vision_item(images=2, sample_id=torch.tensor(7), advantages=torch.tensor([0.5, 0.5])))
+    replay.refill(buffer, step=0)
+    save_state(tmp_path / "state.safetensors", replay.state_dict())
+    again = SelectiveReplay(capacity=4, alpha=1.0, seed=0)
+    again.load_state_dict(load_state(tmp_path / "state.safetensors"))
+    assert len(again.kept) == 3
+    for ours, theirs in zip(replay.kept, again.kept):
+        assert torch.equal(ours.sequences, theirs.sequences) and torch.equal(ours.advantages, theirs.advantages)
+    assert torch.equal(replay.kept[2].pixel_values, again.kept[2].pixel_values)
+
+
+def test_two_ranks_draw_what_one_would(tmp_path):
+    run_ranks("selective_ranks.py", str(tmp_path), folder=Path(__file__).parent)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    alone = SelectiveReplay(capacity=100, alpha=1.0, seed=0)
+    for step, advantages in enumerate(([1.0, -2.0, 0.5, 3.0, 0.0, 0.1], [0.0, 0.0, 1.0, 0.0, 0.0, 2.0])):
+        whole = filled_buffer(advantages, start=6 * step, version=step)
+        refilled = alone.refill(whole, step)
+    assert refilled.replaced == 4 and all(each["replaced"] == 4 for each in ranks)
+    assert sorted(ranks[0]["numbers"] + ranks[1]["numbers"]) == sorted(numbers(whole))
+    assert [len(each["numbers"]) for each in ranks] == [3, 3]
+
+
+def test_it_needs_groups():
+    with pytest.raises(ConfigError, match="selective_replay replaces samples of groups"):
+        AlgorithmConfig(selective_replay=64, advantage_estimator="reinforce").check()
+    assert AlgorithmConfig(selective_replay=64, init_kl_coef=0.0).reads_log_probs
