@@ -44,6 +44,7 @@ from .evaluation import SHEET_IMAGES, DiffusionEvaluation
 from .maker import DiffusersEngine, DiffusionExperienceMaker
 from .pairs import PairExperience
 from .parts import DiffusionParts
+from .remote import check_remote, remote_drawing
 from .stages import DiffusionSampling, DrawingBatch, ImageSettings, TrainedVelocity
 from .trainer import DiffusionTrainer
 
@@ -56,7 +57,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     Raises ConfigError or DataError before any model is loaded for whatever can be known by then.
     """
     if config.distributed.split:
-        raise ConfigError("placement split is built for vision-language runs; use --placement colocated")
+        check_remote(config)
     config = with_reward(config)
     check_reward_config(config.reward)
     differentiable = _differentiable(config)
@@ -83,6 +84,8 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     images = ImageSettings.from_config(config)
     sampling = DiffusionSampling(model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), images)
     drawing = DiffusersEngine(sampling, config.sampling.n_samples_per_prompt, old)
+    if config.distributed.split:
+        drawing = remote_drawing(config, drawing, resolve_pipeline(config.model.pretrain, config.model.family))
     gold = _gold(config, strategy, eval_prompts, embedded)
     parts = DiffusionParts(
         config=config,

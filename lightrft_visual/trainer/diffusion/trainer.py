@@ -24,6 +24,7 @@ from ..stage_metrics import add_stage_metrics
 from .evaluation import SHEET_IMAGES
 from .maker import DrawnExperience
 from .parts import DiffusionParts
+from .remote import RemoteDrawing
 from .stages import DrawingBatch, k_repeat_prompts, update_rows
 from .updates import ReplayUpdate, RewardUpdate, Scored, without_zero_advantages
 from .watching import add_gold, add_image_metrics
@@ -52,7 +53,8 @@ class DiffusionTrainer(PolicyTrainer):
     # -- stages --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Sampling uses the trained weights themselves: there is nothing to bring over."""
+        """Sampling uses the trained weights themselves, or those that workers are given."""
+        self._hand_over()
 
     def sync(self) -> None:
         """See `start`; the old policy of DiffusionNFT follows the weights here, after the updates of the step."""
@@ -60,9 +62,16 @@ class DiffusionTrainer(PolicyTrainer):
             algorithm = self.config.algorithm
             count = self.updates if algorithm.decay_counts == "updates" else self.step
             self.parts.old.update(old_policy_decay(count, algorithm.decay_type))
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        if isinstance(self.maker.engine, RemoteDrawing):
+            self.maker.engine.hand_over()
 
     def close(self) -> None:
-        """Release the reward workers."""
+        """Release the rollout and reward workers."""
+        if isinstance(self.maker.engine, RemoteDrawing):
+            self.maker.engine.workers.close()
         self.maker.rewards.close()
         if self.parts.evaluation is not None and self.parts.evaluation.gold is not None:
             self.parts.evaluation.gold.rewards.close()

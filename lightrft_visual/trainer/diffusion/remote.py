@@ -1,0 +1,133 @@
+"""Images and videos drawn by workers in other processes, with the weights that the trainer hands them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ...config.diffusion import DiffusionRunConfig, rollout_noise, rollout_sampling
+from ...errors import ConfigError
+from ...models.diffusion.policy import DiffusionPolicy, LoraSettings
+from ...models.weight_copies import gathered
+from ...rollout.diffusion_sampler import DiffusionSampler
+from ...rollout.remote.engine import SHARES, Workers
+from ...rollout.remote.worker import Blueprint
+from .maker import DiffusersEngine
+from .stages import DiffusionSampling, DrawingBatch, ImageSettings, Sampled, TrainedVelocity
+
+T = torch.Tensor
+
+
+@dataclass
+class RemoteDrawing(DiffusersEngine):
+    """The `diffusers` engine once in each worker. `sampling` is the trainer's own, for evaluations."""
+
+    workers: Workers | None = None
+
+    def generate(self, rows: DrawingBatch, step: int) -> list[Sampled]:
+        """Rollouts by micro-batch, in the order of the rows, on the trainer's device."""
+        return self.collect(self.begin(rows, step))[0]
+
+    def begin(self, rows: DrawingBatch, step: int) -> list[Future]:
+        """Hand the rows to the workers, in pieces of whole micro-batches."""
+        size, count = self.sampling.settings.micro_batch_size, len(self.workers.pool.workers)
+        batches = math.ceil(len(rows) / size)
+        each = size * (batches if count == 1 else math.ceil(batches / (count * SHARES)))
+        pieces = [rows.select(slice(start, start + each)) for start in range(0, len(rows), each)]
+        return [self.workers.pool.submit(piece, step) for piece in pieces]
+
+    def collect(self, begun: list[Future]) -> tuple[list[Sampled], list[int]]:
+        """(micro-batches, the version of the weights that drew each) of what `begin` has begun."""
+        device = self.sampling.model.policy.device
+        made, versions = [], []
+        for future in begun:
+            part, version = future.result()
+            made += [_moved(each, device) for each in part]
+            versions += [version] * len(part)
+        return made, versions
+
+    def hand_over(self, at_once: bool = True) -> None:
+        """The workers get the weights that rollouts are drawn with: the old policy's where there is one."""
+        with self.old.swapped() if self.old is not None else nullcontext():
+            self.workers.update(trained_weights(self.sampling.model.policy), at_once)
+
+
+def remote_drawing(config: DiffusionRunConfig, local: DiffusersEngine, path: str) -> RemoteDrawing:
+    """The engine of a run with placement split. path: of the pipeline, which the workers read too."""
+    blueprint = Blueprint(f"{__name__}:WorkerDrawing", (config, path), torch.get_num_threads(), config.plugins)
+    return RemoteDrawing(local.sampling, local.n_samples_per_prompt, local.old, Workers(config, blueprint))
+
+
+def check_remote(config: DiffusionRunConfig) -> None:
+    """Raise ConfigError for a run that has no rollouts of its own to be made elsewhere."""
+    if config.offline or config.algorithm.entry.trains_on == "reward":
+        what = "pairs of a file" if config.offline else "images drawn while it learns"
+        raise ConfigError(f"placement split: this run trains on {what}, without rollouts; use --placement colocated")
+
+
+def trained_weights(policy: DiffusionPolicy) -> Iterator[tuple[str, T]]:
+    """(name, tensor) of every parameter that trains, whole. Each rank must read all of them."""
+    for name, parameter in policy.named_parameters():
+        if parameter.requires_grad:
+            with gathered([parameter]):
+                yield name, parameter.detach()
+
+
+class WorkerDrawing:
+    """What a worker holds: pipeline, policy and sampler, as the trainer has them, without an optimizer."""
+
+    def __init__(self, config: DiffusionRunConfig, path: str) -> None:
+        model = config.model
+        policy = DiffusionPolicy.from_pretrained(
+            path,
+            lora=LoraSettings.from_config(model),
+            dtype=torch.bfloat16 if model.bf16 else torch.float32,
+            trainable=model.trained_denoisers,
+            text_length=model.max_sequence_length,
+            family=model.family,
+            tokenizer=model.tokenizer_path,
+        )
+        policy.family.detach_guidance = config.algorithm.detach_guidance
+        if model.vae_tiling:
+            policy.family.pipeline.vae.enable_tiling()
+        device = torch.device(get_accelerator().current_device_name())
+        policy.place(device)
+        self.policy = policy.to(device).eval()
+        self.parameters = {name: each for name, each in policy.named_parameters() if each.requires_grad}
+        sampler = DiffusionSampler(rollout_sampling(config), rollout_noise(config))
+        self.sampling = DiffusionSampling(TrainedVelocity(policy, policy), sampler, ImageSettings.from_config(config))
+
+    @torch.no_grad()
+    def update_weights(self, named_tensors: Iterable[tuple[str, T]]) -> None:
+        """Copy what trains into the policy."""
+        for name, tensor in named_tensors:
+            self.parameters[name].copy_(tensor)
+
+    def reset_caches(self) -> None:
+        """Nothing to do: encoded prompts do not depend on what trains."""
+
+    def generate(self, rows: DrawingBatch, step: int) -> list[Sampled]:
+        """Rollouts by micro-batch, on the host."""
+        return [_moved(each, torch.device("cpu")) for each in self.sampling.draw(rows, step)]
+
+    def close(self) -> None:
+        """Nothing to shut down."""
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A batch with its tensors on a device; media stay on the host."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: _moved(each, device) for name, each in value.items()}
+    if is_dataclass(value):
+        names = [item.name for item in fields(value) if item.name != "media"]
+        return replace(value, **{name: _moved(getattr(value, name), device) for name in names})
+    return value
