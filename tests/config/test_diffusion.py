@@ -114,8 +114,18 @@ def test_the_published_figures() -> None:
 # of the authors' repositories: scxue/advantage_weighted_matching (geneval_sd3_no_cfg_1node), Luo-Yihong/DGPO
 # (config/dgpo.py),
 # SalesforceAIResearch/DiffusionDPO (launchers/sd15.sh), Tencent-Hunyuan/MixGRPO (finetune_flux_grpo_MixGRPO.sh),
-# Tencent-Hunyuan/UniRL (FlowDPPO/config.yaml)
+# Tencent-Hunyuan/UniRL (FlowDPPO/config.yaml), NVlabs/DiffusionNFT (config/nft.py, sd3_geneval),
+# XueZeyue/DanceGRPO (scripts/finetune/finetune_flux_grpo.sh)
 PUBLISHED = {
+    "diffusion_nft": {
+        "nft_beta": 1.0, "nft_kl_beta": 1e-4, "decay_type": 1, "adv_mode": "all", "adv_clip_max": 5.0,
+        "global_std": True, "guidance_scale": 1.0, "num_steps": 10, "n_samples_per_prompt": 24, "learning_rate": 3e-4,
+    },
+    "dance_grpo": {
+        "noise_level": 0.3, "clip_range": 1e-4, "adv_clip_max": 5.0, "num_steps": 16, "flow_shift": 3.0,
+        "n_samples_per_prompt": 12, "timestep_fraction": 0.6, "timestep_choice": "random", "same_latent": True,
+        "learning_rate": 1e-5, "l2": 1e-4,
+    },
     "awm": {
         "num_steps": 14, "guidance_scale": 1.0, "awm_power": 0.25, "clip_range": 1.0, "global_std": True, "beta": 1e-3,
         "old_beta": 1.0, "adv_clip_max": 5.0,
