@@ -32,6 +32,7 @@ from .dividing import Divide, divide, loading_divided
 from .extension_builds import watch_locks
 from .host import keep_freed_memory, unlink_buffers
 from .offload import HostStay
+from .precision import FP32Kept
 from .safe_loading import use_safe_loading
 from .seeding import seed_everything
 from .sequence import SequenceGroup
@@ -55,14 +56,18 @@ class OptimizerSettings:
     warmup_ratio: float = 0.03
     rate_of: Callable[[str], float | None] | None = None
 
-    def groups(self, module: nn.Module) -> list[dict[str, Any]]:
-        """The trained parameters by their learning rates, those of `learning_rate` first."""
-        found: dict[float, list[nn.Parameter]] = {self.learning_rate: []}
+    def groups(self, module: nn.Module, dtype: torch.dtype) -> list[dict[str, Any]]:
+        """The trained parameters by their learning rates and types, those of `learning_rate` and `dtype` first.
+
+        DeepSpeed flattens each group into one tensor, and takes its own precision from the first one.
+        """
+        found: dict[tuple[float, torch.dtype], list[nn.Parameter]] = {(self.learning_rate, dtype): []}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 own = self.rate_of(name) if self.rate_of is not None else None
-                found.setdefault(self.learning_rate if own is None else own, []).append(parameter)
-        return [{"params": parameters, "lr": rate} for rate, parameters in found.items() if parameters]
+                found.setdefault((self.learning_rate if own is None else own, parameter.dtype), []).append(parameter)
+        by_type = sorted(found.items(), key=lambda group: group[0][1] != dtype)
+        return [{"params": parameters, "lr": rate} for (rate, _), parameters in by_type if parameters]
 
     @classmethod
     def from_config(
@@ -144,23 +149,31 @@ class DeepspeedStrategy:
         """What leaves this rank its part of parameters that are whole; None where the ZeRO stage divides none."""
         return partial(divide, settings=self._divided_config()) if self.config.zero_stage == 3 else None
 
-    def _divided(self, module: nn.Module) -> None:
+    def _divided(self, module: nn.Module, kept: FP32Kept) -> None:
         """Under ZeRO-3: what of a module is still whole takes the run's precision and is divided; buffers are moved."""
         if self.divide is not None:
             for parameter in module.parameters():
-                if not is_zero_param(parameter):
+                if not is_zero_param(parameter) and parameter not in kept:
                     parameter.data = parameter.data.to(self.dtype)
             self.divide(module.parameters())
             module.to(self.device)
 
     def prepare(self, module: nn.Module, settings: OptimizerSettings) -> TrainEngine:
         """Wrap a module for training."""
-        parameters = settings.groups(module)
-        if not parameters:
+        if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigError("nothing to train: every parameter is frozen (freeze_prefix)")
-        self._divided(module)
-        optimizer = self._optimizer(parameters, settings)
-        scheduler = self._scheduler(optimizer, settings)
+        kept = FP32Kept(module, divided=self.divide is not None)
+        self._divided(module, kept)
+
+        def optimizer(_: None) -> torch.optim.Optimizer:
+            kept.restore()  # DeepSpeed has cast the weights, and takes the optimizer's as they are
+            return self._optimizer(settings.groups(module, self.dtype), settings)
+
+        def scheduler(made: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+            if self.config.zero_stage == 0:
+                made.state.clear()  # in bf16 DeepSpeed has stepped on gradients of zero, which Adam would count
+            return self._scheduler(made, settings)
+
         engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
@@ -168,6 +181,7 @@ class DeepspeedStrategy:
             config=self._train_config(settings),
             dist_init_required=False,
         )
+        kept.warn(self.dtype)
         use_safe_loading(engine)
         return TrainEngine(engine, self.config.zero_stage, settings.max_norm)
 
@@ -178,13 +192,15 @@ class DeepspeedStrategy:
         bfloat16 would turn positions far into a text by whole radians. on_host: weights stay there, for a `Guest`.
         """
         module.eval().requires_grad_(False)
+        kept = FP32Kept(module, divided=self.divide is not None)
         if self.config.zero_stage != 3:
             for parameter in module.parameters():
-                parameter.data = parameter.data.to("cpu" if on_host else self.device, self.dtype)
+                dtype = torch.float32 if parameter in kept else self.dtype
+                parameter.data = parameter.data.to("cpu" if on_host else self.device, dtype)
             for buffer in module.buffers():
                 buffer.data = buffer.data.to(self.device)
             return module
-        self._divided(module)
+        self._divided(module, kept)
         engine, *_ = deepspeed.initialize(model=module, config=self._divided_config(), dist_init_required=False)
         return engine
 

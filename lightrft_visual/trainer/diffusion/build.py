@@ -26,7 +26,6 @@ from ...errors import ConfigError
 from ...guard.gold import EMBEDDED_GOLD, DrawingGold, embedded_gold
 from ...models.diffusion.families.base import DiffusionFamily
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, named_family, pipeline_class, takes_first_frame
-from ...models.diffusion.precision import fp32_kept
 from ...models.weight_copies import WeightAverage, WeightCopy
 from ...observe.console import RunConsole
 from ...rewards.differentiable import check_scores, load_differentiable
@@ -274,8 +273,7 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
     policy.place(strategy.device)
     _keep_prompts(policy, model.prompt_cache_gib)
     settings = OptimizerSettings.from_config(config.train, config.train.learning_rate, config.updates(total_steps))
-    with fp32_kept(policy.denoisers.values()):
-        engine = strategy.prepare(policy, settings)
+    engine = strategy.prepare(policy, settings)
     if config.algorithm.beta > 0 or algorithm.reference:
         policy.keep_reference()
     return policy, engine
