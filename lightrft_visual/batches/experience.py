@@ -32,7 +32,8 @@ class BatchLayout:
 
     spans: first and last + 1 token column of each sample in padded form (None in packed form); prompt_width: columns
     before the actions; absent: samples that lack a field which others have; single: samples that hold one number for
-    all their actions; text_only: samples that came as BufferItem into a vision batch; mask_dtype: of the items'
+    all their actions; lengths: of tensors by name that are padded to the longest, how long each sample's own is;
+    text_only: samples that came as BufferItem into a vision batch; mask_dtype: of the items'
     attention masks.
     """
 
@@ -40,6 +41,7 @@ class BatchLayout:
     prompt_width: int = 0
     absent: dict[str, list[int]] = field(default_factory=dict)
     single: dict[str, list[int]] = field(default_factory=dict)
+    lengths: dict[str, list[int]] = field(default_factory=dict)
     text_only: list[int] = field(default_factory=list)
     mask_dtype: torch.dtype = torch.long
     info: InfoLayout = field(default_factory=InfoLayout)

@@ -250,10 +250,11 @@ def takes_varlen(query: T) -> bool:
 
 @cache
 def has_varlen_kernel(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether this kind of device has a kernel for segments in this precision that continue one another.
+    """Whether this kind of device has a kernel for segments in this precision that continue one another, and for parts
+    that attend to all of themselves, as in a vision tower.
 
-    Tried once on small ones: kernels differ in which keys they let the queries of a shorter segment see, so what it
-    gives is held against PyTorch's attention of each segment.
+    Tried once on small ones: kernels differ in which keys they let the queries of a shorter segment see, and in how
+    they are told that nothing is hidden, so what it gives is held against PyTorch's attention of each segment and part.
     """
     if device_type in ("cpu", "meta") or dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -262,12 +263,16 @@ def has_varlen_kernel(device_type: str, dtype: torch.dtype) -> bool:
     tried = (probe, probe[:, :1], probe[:, :1])  # two heads of queries to one of keys, as most models have them
     segments = Segments([8, 12, 4], device, [None, 0, 0])
     try:
-        made = _varlen(*tried, segments, None, None)
+        made = _varlen(*tried, segments, None, None), attend_to_all(*[probe] * 3, segments.ends, 12, None)
     except (ImportError, NotImplementedError, RuntimeError, TypeError) as error:  # no such kernel, or one too old
         logger.warning(f"no varlen attention kernel: {error}; each packed sample is a call of its own, which is slower")
         return False
-    wanted = _one_by_one(*(each.float() for each in tried), segments, None, 0.0, None)
-    right = bool((made.float() - wanted).abs().max() < _PROBE_TOLERANCE)
+    parts = [F.scaled_dot_product_attention(part, part, part) for part in probe.float().split(segments.lengths, dim=2)]
+    wanted = (
+        _one_by_one(*(each.float() for each in tried), segments, None, 0.0, None),
+        torch.cat(parts, dim=2).transpose(1, 2),
+    )
+    right = all(bool((ours - theirs).abs().max() < _PROBE_TOLERANCE) for ours, theirs in zip(made, wanted))
     if not right:
         logger.warning("the varlen attention kernel reads other keys than it should; each packed sample is a call")
     return right

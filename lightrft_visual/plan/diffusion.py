@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ..algorithms.diffusion import training_guidance
+from ..batches.conditions import NEGATIVE
 from ..config.devices import Device
 from ..config.diffusion import DiffusionRunConfig, gradient_steps, rollout_noise
 from ..models.diffusion.decoding import LATENTS_AT_ONCE
-from ..models.diffusion.families.base import NEGATIVE
 from ..models.diffusion.policy import DiffusionPolicy
 from .meta import Held, held_bytes, weights_bytes
 from .process import fragments, program

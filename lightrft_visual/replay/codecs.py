@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..batches.conditions import texts, widened
 from ..batches.experience import BatchLayout
 from ..batches.fields import FieldSpec, Kind, replay_fields, tensors_equal
 from ..batches.ragged import gather_rows, scatter_rows
@@ -233,7 +234,7 @@ class Sample(Codec):
 
 
 class Samples(Sample):
-    """A dict of such tensors."""
+    """A dict of such tensors. Masked texts of different lengths are padded with zeros behind, and cut again."""
 
     def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> dict[str, T] | None:
         present = [value for value in column if value is not None]
@@ -246,12 +247,18 @@ class Samples(Sample):
                     f"sample {index}: {name} has {sorted(value)}, where others of its batch have {sorted(keys)}"
                 )
         columns = {key: [value and value[key] for value in column] for key in keys}
+        for key in texts(present[0]):
+            lengths = [0 if value is None else len(value) for value in columns[key]]
+            frame.layout.lengths[key] = lengths
+            columns[key] = [value if value is None else widened(value[None], max(lengths))[0] for value in columns[key]]
         return {key: super(Samples, self).make(each, f"{name}[{key}]", spec, frame) for key, each in columns.items()}
 
     def split(self, value: dict[str, T], name: str, spec: FieldSpec, frame: Splitting) -> list[dict[str, T]]:
         rows = {key: super(Samples, self).split(each, name, spec, frame) for key, each in value.items()}
         if any(len(each) != frame.size for each in rows.values()):
             raise DataError(f"{name} does not hold {frame.size} samples under each key")
+        for key, lengths in frame.layout.lengths.items():
+            rows[key] = [row[:length].clone() for row, length in zip(rows[key], lengths, strict=True)]
         return [{key: each[index] for key, each in rows.items()} for index in range(frame.size)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -104,21 +105,27 @@ def test_pytorchs_own_kernel_takes_the_call_on_cuda(continues):
     assert made.shape == (1, TOTAL, 4, 64) and made.dtype == torch.bfloat16 and made.device.type == "cuda"
 
 
-def test_a_kernel_that_hides_keys_of_a_continued_segment_is_not_used(monkeypatch):
-    """A kernel may let the first query see the first key alone, however many keys there are."""
+@pytest.mark.parametrize("wrong", [None, "aligned to the first key", "causal in the tower"])
+def test_a_kernel_that_hides_keys_is_not_used(monkeypatch, wrong):
+    """A kernel may let the first query see the first key alone, however many keys there are, or hide what follows a
+    token where nothing is to be hidden."""
+
+    def kernel(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size, enable_gqa=False):
+        causal, made = window_size[1] == 0 or wrong == "causal in the tower", []
+        for (q0, q1), (k0, k1) in zip(pairwise(ends_q.tolist()), pairwise(ends_k.tolist())):
+            mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool)
+            if causal:
+                mask = mask.tril(0 if wrong == "aligned to the first key" else k1 - k0 - (q1 - q0))
+            rows = (q[q0:q1].transpose(0, 1), k[k0:k1].transpose(0, 1), v[k0:k1].transpose(0, 1))
+            made.append(F.scaled_dot_product_attention(*rows, mask, enable_gqa=enable_gqa).transpose(0, 1))
+        return torch.cat(made)
+
     attention.has_varlen_kernel.cache_clear()
     monkeypatch.setattr(torch, "device", lambda kind: torch._C.device("cpu"))
-    answers = []
-    for aligned in (True, False):
-
-        def kernel(query, key, value, segments, scale, window, aligned=aligned):
-            given = segments if aligned else Segments(segments.lengths, segments.device)
-            return attention._one_by_one(query, key, value, given, scale, 0.0, window)
-
-        monkeypatch.setattr(attention, "_varlen", kernel)
-        answers.append(attention.has_varlen_kernel("cuda", torch.bfloat16))
-        attention.has_varlen_kernel.cache_clear()
-    assert answers == [True, False]
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    answer = attention.has_varlen_kernel("cuda", torch.bfloat16)
+    attention.has_varlen_kernel.cache_clear()
+    assert answer is (wrong is None)
 
 
 def test_the_host_and_float32_have_no_kernel():

@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from ...batches.conditions import text_lengths
 from ...batches.diffusion_sampling import SamplingResult
-from ...batches.experience import ExperienceDiffusion
+from ...batches.experience import BatchLayout, ExperienceDiffusion
 from ...strategy.seeding import derive_seed
 
 T = torch.Tensor
@@ -68,6 +69,7 @@ def experience_of(
         sample_id=sample_id,
         policy_version=torch.full((count,), policy_version),
         valid=torch.ones(count, dtype=torch.bool),
+        layout=BatchLayout(lengths=text_lengths(conditions)),
     )
 
 

@@ -24,6 +24,7 @@ from peft.utils import get_peft_model_state_dict
 from PIL import Image, ImageOps
 from torch import nn
 
+from ...batches.conditions import NEGATIVE, joined
 from ...config import registry
 from ...config.diffusion import PARTS, DiffusionModelConfig
 from ...errors import ConfigError
@@ -34,7 +35,7 @@ from ..lora import lora_config
 from ..weight_copies import WeightCopy, gathered
 from .decoding import checkpoint_decoder, in_parts
 from .divided import load_divided
-from .families.base import NEGATIVE, DiffusionFamily
+from .families.base import DiffusionFamily
 from .prompt_cache import PromptCache, PromptFiles, encoder_digest
 from .wan_parts import load_wan_parts, wan_pipeline_name
 
@@ -189,9 +190,10 @@ class DiffusionPolicy(nn.Module):
         guided = negative is not None and self.family.uses_negative
         known = self.remember_prompts([*prompts, negative] if guided else prompts)
         names = known[prompts[0]]
-        conditions = {name: torch.cat([known[text][name] for text in prompts]).to(self.device) for name in names}
+        conditions = {name: joined([known[text][name] for text in prompts]).to(self.device) for name in names}
         for name in names if guided else ():
-            conditions[NEGATIVE + name] = known[negative][name].to(self.device).expand_as(conditions[name])
+            without = known[negative][name].to(self.device)
+            conditions[NEGATIVE + name] = without.expand(len(prompts), *without.shape[1:])
         return conditions
 
     @torch.no_grad()

@@ -19,9 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ...batches.conditions import Conditions
+
 logger = logging.getLogger(__name__)
 T = torch.Tensor
-Conditions = dict[str, T]
 SUFFIX = ".safetensors"
 _LEFT = 0.9  # of the limit, after files were deleted
 

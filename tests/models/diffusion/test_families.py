@@ -15,12 +15,13 @@ from lightrft_visual.algorithms.diffusion.diffusion_dpo import pair_preference
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.algorithms.diffusion.rows import experience_of, samples_at, trainable_steps
 from lightrft_visual.algorithms.diffusion.rwr import RewardWeighted
-from lightrft_visual.batches.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
+from lightrft_visual.batches.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig, SamplingResult
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.families import qwen_image
 from lightrft_visual.models.diffusion.families.base import pack
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of, takes_first_frame
 from lightrft_visual.models.diffusion.schedule import flow_match_schedule
+from lightrft_visual.replay.items import make_experience_batch, split_experience_batch
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
 from lightrft_visual.rollout.diffusion_steps import euler_step
 from lightrft_visual.strategy import collectives
@@ -236,12 +237,12 @@ def test_the_flux_ode_matches_the_stock_pipeline():
 
 
 def test_the_qwen_image_ode_matches_the_stock_pipeline():
-    prompts = ["a red circle", "a blue cross on a green square"]  # ours are padded to the text length, theirs are not
+    prompts = ["a red circle", "a blue cross on a green square"]
     policy = DiffusionPolicy(family_of(build("qwen_image"), 200))
     start = torch.randn(2, *policy.latent_shape(32, 32))
     conditions = policy.encode_prompts(prompts, "a dog")
     lengths = conditions["mask"].sum(1).tolist()
-    assert lengths[0] < lengths[1] < conditions["mask"].shape[1] == 200
+    assert lengths[0] < lengths[1] == conditions["mask"].shape[1]
     batch = DiffusionBatch(conditions, start.shape[1:], 2, 3.0, start)
     ours = DiffusionSampler(SamplingConfig(4)).sample(policy, batch, generator=torch.Generator())
     pipeline = build("qwen_image")
@@ -258,7 +259,7 @@ def test_the_z_image_ode_matches_the_stock_pipeline():
     start = torch.randn(2, *policy.latent_shape(32, 32))
     conditions = policy.encode_prompts(prompts, "a dog")
     lengths = conditions["mask"].sum(1).tolist()
-    assert lengths[0] < lengths[1] < conditions["mask"].shape[1] == 60
+    assert lengths[0] < lengths[1] == conditions["mask"].shape[1]
     batch = DiffusionBatch(conditions, start.shape[1:], 2, 3.0, start)
     ours = DiffusionSampler(SamplingConfig(4)).sample(policy, batch, generator=torch.Generator())
     pipeline = build("z_image")
@@ -294,8 +295,27 @@ def test_qwen_image_runs_over_as_much_of_the_texts_as_the_longest_one_takes(monk
     monkeypatch.setattr(qwen_image, "TEXT_STEP", 200)
     whole = policy.velocity(latents, torch.tensor([500.0, 300.0]), conditions)
     longest = int(conditions["mask"].sum(dim=1).max())
-    assert conditions["context"].shape[1] == 200 and lengths == [-(-longest // 64) * 64, 200] and lengths[0] < 200
+    assert conditions["context"].shape[1] == longest and lengths == [-(-longest // 64) * 64, 200] and lengths[0] < 200
     torch.testing.assert_close(short, whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen_image", "z_image"])
+def test_texts_are_kept_by_their_own_lengths(name):
+    """In the cache of prompts and as items of the replay buffer; another neighbour changes nothing in the numbers."""
+    policy = DiffusionPolicy(family_of(build(name), 200))
+    prompts = ["a red circle", "a blue cross on a green square"]
+    lengths = [policy.remember_prompts([text])[text]["mask"].shape[1] for text in prompts]
+    result = SamplingResult(torch.zeros(2, *policy.latent_shape(32, 32)), torch.ones(1), torch.ones(1))
+    ids = {"group_id": torch.arange(2), "sample_id": torch.arange(2)}
+    items = split_experience_batch(experience_of(result, policy.encode_prompts(prompts, "a dog"), **ids))
+    kept = [{key: len(value) for key, value in item.prompt_embeds.items()} for item in items]
+    (without,) = {row["negative_mask"] for row in kept}
+    assert [(row["context"], row["mask"]) for row in kept] == list(zip(lengths, lengths)) and lengths[0] < lengths[1]
+    assert all(row["negative_context"] == without != lengths[0] for row in kept)
+    again = make_experience_batch([items[1], items[0]])
+    for key, value in policy.encode_prompts(prompts[::-1], "a dog").items():
+        assert torch.equal(again.prompt_embeds[key], value)
+    assert [len(item.prompt_embeds["context"]) for item in split_experience_batch(again)] == lengths[::-1]
 
 
 def test_the_ddim_ode_matches_the_stock_scheduler_up_to_its_last_step():

@@ -15,12 +15,11 @@ from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import nn
 
+from ....batches.conditions import NEGATIVE, Conditions, joined
 from ....errors import ConfigError
 from ..schedule import flow_match_schedule, upcast
 
 T = torch.Tensor
-Conditions = dict[str, T]
-NEGATIVE = "negative_"  # conditions of the unguided branch carry this prefix
 ATTENTION_TARGETS = (
     "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
     "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
@@ -178,7 +177,7 @@ class DiffusionFamily(ABC):
 def _stack(conditions: Conditions, key: str) -> T:
     """Negative and positive rows of one condition; conditions without a negative (a first frame) serve both."""
     positive = conditions[key]
-    return torch.cat([conditions.get(NEGATIVE + key, positive), positive])
+    return joined([conditions.get(NEGATIVE + key, positive), positive])
 
 
 def pack(latents: T) -> T:

@@ -14,8 +14,9 @@ import torch
 from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
 from torch import nn
 
+from ....batches.conditions import Conditions
 from ..schedule import flow_match_schedule, upcast
-from .base import Conditions, DiffusionFamily, channel_statistics, encoded_mean, spatial_latent
+from .base import DiffusionFamily, channel_statistics, encoded_mean, spatial_latent
 from .wan import ATTENTION
 
 T = torch.Tensor

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ....batches.conditions import Conditions
 from ..schedule import upcast
-from .base import Conditions, DiffusionFamily, encoded_mean, pack, spatial_latent, unpack
+from .base import DiffusionFamily, encoded_mean, pack, spatial_latent, unpack
 
 T = torch.Tensor
 

@@ -7,8 +7,9 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
+from ....batches.conditions import Conditions
 from ..schedule import flow_match_schedule, upcast
-from .base import Conditions, DiffusionFamily, encoded_mean, spatial_latent
+from .base import DiffusionFamily, encoded_mean, spatial_latent
 
 T = torch.Tensor
 USUAL_STEPS = 50  # of the pipeline; its shift depends on them

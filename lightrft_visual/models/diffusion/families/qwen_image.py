@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import pad
 
+from ....batches.conditions import Conditions, widened
 from ..schedule import upcast
-from .base import Conditions, DiffusionFamily, channel_statistics, encoded_mean, pack, spatial_latent, unpack
+from .base import DiffusionFamily, channel_statistics, encoded_mean, pack, spatial_latent, unpack
 
 T = torch.Tensor
 TEXT_STEP = 64  # tokens
@@ -15,7 +15,7 @@ TEXT_STEP = 64  # tokens
 class QwenImage(DiffusionFamily):
     """Latents are kept unpacked, (C, h, w); guidance keeps the norm of every token, as the stock pipeline does.
 
-    Texts are padded to the full text length and masked, so that samples of any prompts fit into one batch. A forward
+    Texts are kept by their own lengths, and padded and masked where samples of several prompts are one batch. A forward
     reads as much of them as its longest text takes, in steps of `TEXT_STEP`: nearly always the same for all batches,
     as sums over another number of masked places round differently.
     """
@@ -23,19 +23,18 @@ class QwenImage(DiffusionFamily):
     default_text_length = 1024
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
-        """context (B, L, D) and its mask (B, L), padded to the text length L."""
+        """context (B, L, D) and its mask (B, L), padded to the longest of these texts."""
         context, mask = self.pipeline.encode_prompt(prompts, device=self.device, max_sequence_length=self.text_length)
         if mask is None:  # the pipeline leaves it out where no text is padded
             mask = torch.ones(context.shape[:2], dtype=torch.long, device=context.device)
-        missing = self.text_length - context.shape[1]
-        return {"context": pad(context, (0, 0, 0, missing)), "mask": pad(mask, (0, missing))}
+        return {"context": context, "mask": mask}
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """Velocity, fp32; guidance_scale enters where the model takes it as an embedding."""
         height, width = latents.shape[-2:]
         transformer, dtype = self.pipeline.transformer, self.dtype
         used = -(-int(conditions["mask"].sum(dim=1).max()) // TEXT_STEP) * TEXT_STEP
-        context, mask = conditions["context"][:, :used], conditions["mask"][:, :used]
+        context, mask = (widened(each[:, :used], used) for each in (conditions["context"], conditions["mask"]))
         guidance = torch.full_like(timesteps, guidance_scale) if transformer.config.guidance_embeds else None
         tokens = transformer(
             hidden_states=pack(latents).to(dtype), timestep=timesteps / 1000, guidance=guidance,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from diffusers import DDIMScheduler
 
+from ....batches.conditions import Conditions
 from ....errors import ConfigError
 from ..schedule import upcast
-from .base import Conditions, DiffusionFamily, encoded_mean, spatial_latent
+from .base import DiffusionFamily, encoded_mean, spatial_latent
 from .wan import ATTENTION
 
 T = torch.Tensor

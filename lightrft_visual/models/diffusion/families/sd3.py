@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ....batches.conditions import Conditions
 from ....errors import ConfigError
 from ..schedule import upcast
-from .base import Conditions, DiffusionFamily, encoded_mean, spatial_latent
+from .base import DiffusionFamily, encoded_mean, spatial_latent
 
 T = torch.Tensor
 

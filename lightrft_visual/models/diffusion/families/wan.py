@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from ....batches.conditions import Conditions
 from ....errors import ConfigError
 from ....strategy import collectives
 from ..schedule import flow_match_schedule, upcast
-from .base import Conditions, DiffusionFamily, channel_statistics, spatial_latent
+from .base import DiffusionFamily, channel_statistics, spatial_latent
 
 T = torch.Tensor
 ATTENTION = tuple(f"{block}.{part}" for block in ("attn1", "attn2") for part in ("to_q", "to_k", "to_v", "to_out.0"))

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from ....batches.conditions import Conditions
 from ..schedule import flow_match_schedule, upcast
-from .base import Conditions, DiffusionFamily, encoded_mean, spatial_latent
+from .base import DiffusionFamily, encoded_mean, spatial_latent
 
 T = torch.Tensor
 
@@ -23,14 +24,13 @@ class ZImage(DiffusionFamily):
     lora_targets = tuple(f"attention.{name}" for name in ("to_k", "to_out.0", "to_q", "to_v"))
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
-        """context (B, L, D) and its mask (B, L), padded to the text length L."""
+        """context (B, L, D) and its mask (B, L), padded to the longest of these texts."""
         texts, _ = self.pipeline.encode_prompt(
             list(prompts), self.device, do_classifier_free_guidance=False, max_sequence_length=self.text_length
         )
         lengths = torch.tensor([len(text) for text in texts], device=self.device)
-        missing = self.text_length - int(lengths.max())
-        context = torch.nn.functional.pad(pad_sequence(texts, batch_first=True), (0, 0, 0, missing))
-        return {"context": context, "mask": torch.arange(self.text_length, device=self.device) < lengths[:, None]}
+        context = pad_sequence(texts, batch_first=True)
+        return {"context": context, "mask": torch.arange(context.shape[1], device=self.device) < lengths[:, None]}
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """Velocity, fp32."""
