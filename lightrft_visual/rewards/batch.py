@@ -287,6 +287,14 @@ class RewardOutput:
 
 
 @runtime_checkable
+class DividedSource(Protocol):
+    """A source of which each rank may hold a part: where `all_ranks`, all ranks run it at once, one without samples
+    for it too."""
+
+    all_ranks: bool
+
+
+@runtime_checkable
 class Source(Protocol):
     """Scores a batch. `name` is what errors and metrics call it."""
 

@@ -62,16 +62,24 @@ def by_source(jobs: Sequence[Job]) -> tuple[list[list[Job]], list[list[int]]]:
 
 
 def run_jobs(
-    jobs: Sequence[Job], batch: RewardBatch, call: Call, early: Mapping[int, Future[Scores]] | None = None
+    jobs: Sequence[Job],
+    batch: RewardBatch,
+    call: Call,
+    early: Mapping[int, Future[Scores]] | None = None,
+    together: Sequence[Any] = (),
 ) -> tuple[list[Column], dict[str, Counter[str]]]:
     """A column for each job, in order, and why samples failed, by the names of the jobs.
 
     Jobs of one source share one run of it, over the samples that any of them needs; the further outputs of the run
-    go with the first of them. early: what is at work already, by id of the source.
+    go with the first of them. early: what is at work already, by id of the source. together: sources that all ranks run
+    at once; each takes its turn here too, in this order, without samples where no job needs it.
     """
     groups, places = by_source(jobs)
     parts = [batch if len(rows) == len(batch) else batch.select(rows) for rows in places]
-    results = run_all([(group[0].source, part) for group, part in zip(groups, parts)], call, early or {})
+    asked = [(group[0].source, part) for group, part in zip(groups, parts)]
+    idle = [source for source in together if all(source is not other for other, _ in asked)]
+    asked += [(source, batch.select([])) for source in idle]
+    results = run_all(asked, call, early or {}, together)[: len(groups)]
     columns: dict[int, Column] = {}
     reasons: dict[str, Counter[str]] = {}
     for group, rows, scores in zip(groups, places, results):
@@ -83,15 +91,22 @@ def run_jobs(
     return [columns[id(job)] for job in jobs], reasons
 
 
-def run_all(jobs: Sequence[tuple[Any, RewardBatch]], call: Call, early: Mapping[int, Future[Scores]]) -> list[Scores]:
+def run_all(
+    jobs: Sequence[tuple[Any, RewardBatch]],
+    call: Call,
+    early: Mapping[int, Future[Scores]],
+    together: Sequence[Any] = (),
+) -> list[Scores]:
     """Scores of every (source, batch): those that work elsewhere start first, if they have not yet, and run beside the
-    local ones, which take their turns."""
+    local ones, which take their turns, those of `together` first."""
     pending = {
         i: early.get(id(source)) or source.submit(part, call)
         for i, (source, part) in enumerate(jobs)
         if isinstance(source, PendingSource)
     }
-    local = {i: source.score(part, call) for i, (source, part) in enumerate(jobs) if i not in pending}
+    order = {id(source): turn for turn, source in enumerate(together)}
+    turns = sorted(range(len(jobs)), key=lambda i: order.get(id(jobs[i][0]), len(order)))
+    local = {i: jobs[i][0].score(jobs[i][1], call) for i in turns if i not in pending}
     return [pending[i].result() if i in pending else local[i] for i in range(len(jobs))]
 
 

@@ -21,6 +21,7 @@ from ..usercode.calls import ended_by_sigterm
 from ..usercode.loading import callable_name
 from .batch import (
     Call,
+    DividedSource,
     RewardBatch,
     RewardOutput,
     StreamingSource,
@@ -71,7 +72,7 @@ class RewardComputationEngine:
         self.config = config or RewardConfig()
         self.strategy = strategy
         self.recipe = None if reward_recipe is None else parse_recipe(reward_recipe)
-        self._catalogue = Catalogue(self.config, tokenizer, packing_samples, model_device())
+        self._catalogue = Catalogue(self.config, tokenizer, packing_samples, model_device(), strategy)
         custom = custom_reward_func if isinstance(custom_reward_func, (list, tuple)) else [custom_reward_func]
         functions = [function for function in custom if function is not None]
         given = {"label_map": reward_fn_label_map}
@@ -84,6 +85,8 @@ class RewardComputationEngine:
         if self.recipe is not None:
             self.recipe = self.recipe.map(lambda entry: self._catalogue.canonical(entry, self._sources))
         self._by_identity = self._recipe_sources()
+        built = [*self._sources.values(), *self._by_identity.values()]
+        self._together = {id(each): each for each in built if isinstance(each, DividedSource) and each.all_ranks}
         self._watched = self._watch(self.config.reward_weights_file)
 
     @classmethod
@@ -236,7 +239,8 @@ class RewardComputationEngine:
         call = Call(chunk, model_device() if device is None else device)
         device = "cpu" if device is None else device
         with _stopped_together(device):
-            columns, reasons = run_jobs(jobs, batch, call, early.scores if early is not None else None)
+            begun = early.scores if early is not None else None
+            columns, reasons = run_jobs(jobs, batch, call, begun, list(self._together.values()))
             if self._aggregate is not None:
                 score, valid, named = self._aggregate_by_hand(batch, columns, call, reasons)
             else:

@@ -49,8 +49,14 @@ class Catalogue:
     """Builds sources from a configuration and closes them again."""
 
     def __init__(
-        self, config: RewardConfig, tokenizer: Any = None, packing_samples: bool = False, device: Any = "cpu"
+        self,
+        config: RewardConfig,
+        tokenizer: Any = None,
+        packing_samples: bool = False,
+        device: Any = "cpu",
+        strategy: Any = None,
     ) -> None:
+        self.strategy = strategy
         self.config, self.tokenizer, self.packing_samples, self.device = config, tokenizer, packing_samples, device
         self._closing: list[Callable[[], None]] = []
         self._client: Any = None
@@ -161,7 +167,7 @@ class Catalogue:
             return model
         from .local.models import local_model_source
 
-        return local_model_source(name, model, self.config, self.tokenizer, self.packing_samples)
+        return local_model_source(name, model, self.config, self.tokenizer, self.packing_samples, self.strategy)
 
     def _remote(self, name: str, entry: str) -> Source:
         if entry.endswith(".py"):

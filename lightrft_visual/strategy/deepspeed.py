@@ -201,6 +201,13 @@ class DeepspeedStrategy:
                 buffer.data = buffer.data.to(self.device)
             return module
         self._divided(module, kept)
+        return self.prepare_divided(module)
+
+    def prepare_divided(self, module: nn.Module) -> nn.Module:
+        """Divide a frozen module over the ranks in the precision that it has; only under ZeRO-3."""
+        module.eval().requires_grad_(False)
+        self.divide(module.parameters())
+        module.to(self.device)
         engine, *_ = deepspeed.initialize(model=module, config=self._divided_config(), dist_init_required=False)
         return engine
 

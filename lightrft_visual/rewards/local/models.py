@@ -1,5 +1,7 @@
 """Local reward models: checkpoints of sequence classifiers and vision-language models, torch modules, engine-backed
-models. Each is on the accelerator only while it scores, one after the other, unless reward_cpu_offload is off."""
+models. Each is on the accelerator only while it scores, one after the other, unless reward_cpu_offload is off.
+
+Checkpoints are divided over the ranks where the run divides its models (ZeRO-3)."""
 
 from __future__ import annotations
 
@@ -23,16 +25,19 @@ from ...strategy.offload import on_device
 from ...usercode.calls import describe_error, masked
 from ...usercode.loading import callable_name
 from ..batch import Call, RewardBatch, Scores, Source
+from .holding import held, loading
 from .results import MAX_SCORE, as_list
 
 T = torch.Tensor
 BATCH_SIZE = 8
 
 
-def local_model_source(name: str, model: Any, config: RewardConfig, tokenizer: Any, packing: bool) -> Source:
+def local_model_source(
+    name: str, model: Any, config: RewardConfig, tokenizer: Any, packing: bool, strategy: Any = None
+) -> Source:
     """The source for a checkpoint folder or hub name, a torch module, or an engine-backed model."""
     if isinstance(model, (str, Path)):
-        return load_reward_model(name, str(model), config.reward_cpu_offload)
+        return load_reward_model(name, str(model), config.reward_cpu_offload, strategy)
     if not callable(model):
         raise ConfigError(f"reward model {name} is a {type(model).__name__}; give a folder, a module or a callable")
     target = model.forward if isinstance(model, nn.Module) else model
@@ -42,25 +47,29 @@ def local_model_source(name: str, model: Any, config: RewardConfig, tokenizer: A
     return TorchModel(name, model, pad_id, config.reward_cpu_offload, packing)
 
 
-def load_reward_model(name: str, path: str, offload: bool) -> Source:
-    """A checkpoint as a source. Raises ConfigError when it is missing or is no reward model."""
+def load_reward_model(name: str, path: str, offload: bool, strategy: Any = None) -> Source:
+    """A checkpoint as a source; all ranks load it together where `strategy` divides models. Raises ConfigError when it
+    is missing or is no reward model."""
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"reward model {name}: {path} is no transformers checkpoint") from error
     architecture = (config.architectures or [""])[0]
     if Path(path, HEAD_FILE).is_file() or (config.to_dict().get("vision_config") and "Sequence" not in architecture):
-        return VLModel(name, VLRewardModel.from_pretrained(path), AutoProcessor.from_pretrained(path), offload)
+        with loading(strategy):
+            judge = VLRewardModel.from_pretrained(path)
+        return VLModel(name, judge, AutoProcessor.from_pretrained(path), offload, strategy)
     if not architecture.endswith("ForSequenceClassification"):
         raise ConfigError(
             f"reward model {name}: {path} holds {architecture or 'no model class'}; a reward model is a "
             f"...ForSequenceClassification checkpoint, or a vision-language one with {HEAD_FILE}"
         )
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForSequenceClassification.from_pretrained(path)
+    with loading(strategy):
+        model = AutoModelForSequenceClassification.from_pretrained(path)
     if model.config.num_labels != 1:
         raise ConfigError(f"reward model {name}: {path} has {model.config.num_labels} outputs; a reward model has one")
-    return TextModel(name, model, tokenizer, offload)
+    return TextModel(name, model, tokenizer, offload, strategy)
 
 
 def to_scores(raw: Sequence[float | None], too_long: int = 0) -> Scores:
@@ -91,49 +100,66 @@ def by_length(lengths: Sequence[int], exact: bool = False) -> list[list[int]]:
 class TextModel:
     """A transformers sequence classifier with one output, over prompt and response as one text."""
 
-    def __init__(self, name: str, model: nn.Module, tokenizer: Any, offload: bool) -> None:
+    def __init__(self, name: str, model: nn.Module, tokenizer: Any, offload: bool, strategy: Any = None) -> None:
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         model.config.pad_token_id = tokenizer.pad_token_id
-        self.name, self.model, self.tokenizer, self.offload = name, model, tokenizer, offload
+        self.name, self.tokenizer, self.held = name, tokenizer, held(model, offload, strategy)
         known = model.config.get_text_config().to_dict().get("max_position_embeddings") or math.inf
         self.limit = min(known, tokenizer.model_max_length)
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
         """A text longer than the model's limit is failed, not cut."""
-        ids = self.tokenizer(batch.queries, add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(batch.queries, add_special_tokens=False)["input_ids"] if len(batch) else []
         fitting = [i for i, row in enumerate(ids) if 0 < len(row) <= self.limit]
         raw: list[float | None] = [None] * len(batch)
-        with on_device(self.model, call.device, self.offload) as model:
-            for group in by_length([len(ids[i]) for i in fitting]):
-                places = [fitting[i] for i in group]
-                padded = self.tokenizer.pad({"input_ids": [ids[i] for i in places]}, return_tensors="pt")
-                logits = model(**padded.to(call.device)).logits.float().flatten().tolist()
-                for place, value in zip(places, logits):
-                    raw[place] = value
+
+        def forward(model: nn.Module, group: Sequence[int] | None) -> None:
+            places = [fitting[i] for i in group or ()]
+            rows = [ids[i] for i in places] or [[self.tokenizer.pad_token_id]]
+            padded = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+            logits = model(**padded.to(call.device)).logits.float().flatten().tolist()
+            for place, value in zip(places, logits):
+                raw[place] = value
+
+        self.held.run(by_length([len(ids[i]) for i in fitting]), forward, call.device)
         return to_scores(raw, too_long=len(batch) - len(fitting))
+
+    @property
+    def all_ranks(self) -> bool:
+        """Whether all ranks score at once."""
+        return self.held.all_ranks
 
 
 class VLModel:
     """A `VLRewardModel` over prompt, response and images, by its own processor. The prompt's image placeholders
     must be those of the reward model's family."""
 
-    def __init__(self, name: str, model: VLRewardModel, processor: Any, offload: bool) -> None:
-        self.name, self.model, self.processor, self.offload = name, model, processor, offload
+    def __init__(self, name: str, model: VLRewardModel, processor: Any, offload: bool, strategy: Any = None) -> None:
+        self.name, self.processor, self.held = name, processor, held(model, offload, strategy)
+
+    @property
+    def all_ranks(self) -> bool:
+        """Whether all ranks score at once."""
+        return self.held.all_ranks
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
         """Scores of prompt, response and images, in batches of similar length."""
         raw: list[float | None] = [None] * len(batch)
-        with on_device(self.model, call.device, self.offload) as model:
-            for group in by_length([len(query) for query in batch.queries]):
-                values = model(self._inputs(batch.select(group), call.device)).tolist()
-                for place, value in zip(group, values):
-                    raw[place] = value
+
+        def forward(model: nn.Module, group: Sequence[int] | None) -> None:
+            part = batch.select(group or ())
+            images = [image for row in part.images for image in row if image is not None]
+            values = model(self._inputs(part.queries or ["?"], images, call.device)).tolist()
+            for place, value in zip(group or (), values):
+                raw[place] = value
+
+        self.held.run(by_length([len(query) for query in batch.queries]), forward, call.device)
         return to_scores(raw)
 
-    def _inputs(self, part: RewardBatch, device: Any) -> ModelInputs:
-        images = [image for row in part.images for image in row if image is not None]
-        given = self.processor(text=part.queries, images=images or None, padding=True, return_tensors="pt").to(device)
+    def _inputs(self, texts: Sequence[str], images: Sequence[Any], device: Any) -> ModelInputs:
+        given = self.processor(text=list(texts), images=list(images) or None, padding=True, return_tensors="pt")
+        given = given.to(device)
         mask = given["attention_mask"]
         return ModelInputs(
             sequences=given["input_ids"],

@@ -1,5 +1,9 @@
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from launched import run_ranks
 from PIL import Image
 from reward_rollouts import make_samples
 
@@ -207,3 +211,25 @@ def test_vision_language_reward_model(tmp_path):
     assert torch.allclose(together, torch.cat(single), atol=1e-5)
     other = engine.compute_rewards([make_samples(["1"], prompts=[prompts[0]], images=[[pictures[1]]])]).score
     assert not torch.allclose(other, single[0], atol=1e-4)
+
+
+def test_zero_3_divides_reward_models_and_all_ranks_score_together(tmp_path, classifier):
+    """One rank has three batches of texts and one of images, the other one batch of texts and none of images."""
+    from transformers import AutoModelForImageTextToText
+
+    from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
+    from lightrft_visual.models.reward_model import VLRewardModel
+
+    judge = tmp_path / "judge"
+    build_tiny_checkpoint(judge, texts=["count no is more picture 1 2 3"])
+    torch.manual_seed(0)
+    VLRewardModel(AutoModelForImageTextToText.from_pretrained(judge)).save_head(judge)
+    here = Path(__file__).parent
+    run_ranks("divided_ranks.py", classifier, str(judge), str(tmp_path), folder=here)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for rank in ranks:
+        whole, divided = rank["whole"], rank["divided"]
+        assert divided["scores"][0] == pytest.approx(whole["scores"][0], abs=1e-5)
+        assert divided["scores"][0] == divided["scores"][1] and len(set(divided["scores"][0])) > 2
+        for name in ("judge", "text"):
+            assert divided["held"][name] < 0.55 * whole["held"][name]
