@@ -33,7 +33,7 @@ def samples_of(rank: int):
 
 
 def held(engine: RewardComputationEngine, whole: bool) -> dict[str, int]:
-    """Numbers of each model that this rank keeps; DeepSpeed also leaves small weights together after their first use."""
+    """Numbers of each model in this rank's part; small weights DeepSpeed also leaves together after a first use."""
     found = {}
     for name, source in engine._sources.items():
         module = source.held.module if whole else source.held.engine.module
