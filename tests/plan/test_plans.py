@@ -51,6 +51,12 @@ def test_seven_billion_weights_fit_while_the_optimizer_waits_on_the_host() -> No
     assert waiting.where == HOST and waiting.bytes == 12 * 8_292_166_656 / 8
 
 
+def test_a_teacher_is_counted_by_its_own_shape() -> None:
+    teaching = ["--teacher_pretrain", "Qwen/Qwen2.5-VL-3B-Instruct", "--teacher_coef", "1", "--offload_trainer"]
+    items = {item.name: item for item in plan_of(*SEVEN, *teaching).phases[1].items}
+    assert 3e9 < items["teacher: weights"].bytes / 2 < 5e9 < items["policy: weights"].bytes / 2
+
+
 def test_without_that_they_are_refused_with_what_would_help() -> None:
     plan = plan_of(*SEVEN)
     assert not plan.fits

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny_models import actor_of, checkpoint_of
+import torch
+from tiny_models import actor_of, checkpoint_of, inputs_of, rollouts_of, text_prompts
 from transformers import LlavaConfig, Qwen2Config
 
+from lightrft_visual.batches.sampling import ScoringRule
 from lightrft_visual.config.vl import AlgorithmConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
+from lightrft_visual.embedded.questions import vocabulary_texts
+from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
 from lightrft_visual.embedded.warmup import embedded_task
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.vlm.families import family_of
 from lightrft_visual.trainer.vl import build
-from lightrft_visual.trainer.vl.build import _actor_optimizer, _resolve_embedded, _resolve_sharing
+from lightrft_visual.trainer.vl.build import _actor_optimizer, _resolve_embedded, _resolve_sharing, _teacher
 
 PROVEN, UNPROVEN = (SimpleNamespace(family=family_of(config())) for config in (Qwen2Config, LlavaConfig))
 
@@ -105,6 +110,37 @@ def test_tower_and_projector_have_learning_rates_of_their_own(tmp_path, kind, pr
     assert all("visual" in name or "vision_tower" in name for name in by_rate[1e-7])
     assert not any("visual" in name or "vision" in name for name in by_rate[1e-6])
     assert set(rates(kind, tmp_path).values()) == {1e-6}
+
+
+HERE = SimpleNamespace(loading=nullcontext, dtype=torch.float32, prepare_inference=lambda module: module, sequence=None)
+
+
+def teacher_for(checkpoint, path) -> object:
+    config = RunConfig(model=ModelConfig(teacher_pretrain=str(path)), algorithm=AlgorithmConfig(teacher_coef=1.0))
+    return _teacher(config, HERE, checkpoint)
+
+
+def test_a_larger_model_of_the_same_tokens_can_teach(tmp_path):
+    student = checkpoint_of(tmp_path, "qwen2")
+    larger = build_tiny_checkpoint(tmp_path / "larger", "qwen2", texts=vocabulary_texts(), hidden=192, layers=3)
+    inputs = inputs_of(student, rollouts_of(student, text_prompts()))
+    found = teacher_for(student, larger)(inputs, ScoringRule())
+    assert found.shape == inputs.action_mask.shape and (found[inputs.action_mask] < 0).all()
+    own = actor_of(student)(inputs, ScoringRule(), with_entropy=False).log_probs
+    assert not torch.allclose(found, own)
+    same = teacher_for(student, student.path)(inputs, ScoringRule())
+    torch.testing.assert_close(same, own)
+
+
+def test_a_teacher_of_other_tokens_or_family_is_refused(tmp_path):
+    student = checkpoint_of(tmp_path, "qwen2")
+    other = build_tiny_checkpoint(tmp_path / "other", "qwen2", texts=["quite other words"])
+    with pytest.raises(ConfigError, match="has other tokens than the policy"):
+        teacher_for(student, other)
+    with pytest.raises(ConfigError, match="is a qwen2_5_vl, the policy is of another family"):
+        teacher_for(student, checkpoint_of(tmp_path, "qwen2_5_vl").path)
+    with pytest.raises(ConfigError, match="give both, or none"):
+        RunConfig(algorithm=AlgorithmConfig(teacher_coef=1.0)).check()
 
 
 def test_a_learning_rate_of_nothing_is_refused(tmp_path):
