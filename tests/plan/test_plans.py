@@ -94,6 +94,18 @@ def test_a_prompt_counts_once_where_a_run_computes_it_once() -> None:
     assert {item.name: item.bytes for item in padded.items}["activations of a micro-batch"] == used[1]
 
 
+def test_ranks_that_share_a_sequence_keep_a_part_of_its_activations() -> None:
+    settings = [*SEVEN, "--init_kl_coef", "0", "--lora_rank", "16", "--micro_train_batch_size", "16"]
+    plans = [plan_of(*settings, "--sp_size", size) for size in ("1", "4")]
+    one, four = (
+        {item.name: item.bytes for item in plan.phases[3].items}["activations of a micro-batch"] for plan in plans
+    )
+    assert one / 4 < four < one / 3  # each has the embeddings of the whole row
+    hosts = [{item.name: item.bytes for item in plan.phases[3].items}["tokens of the batch"] for plan in plans]
+    assert hosts[1] == 4 * hosts[0]  # the samples of all four
+    assert plans[0].phases[3].seconds == plans[1].phases[3].seconds
+
+
 def test_gradients_of_one_micro_batch_come_as_its_activations_go() -> None:
     settings = [*SEVEN, "--train_batch_size", "64", "--share_prefix", "false"]
     one, two = (plan_of(*settings, "--micro_train_batch_size", str(size)) for size in (8, 4))

@@ -26,8 +26,9 @@ from lightrft_visual.strategy.sequence import SequenceGroup
 Result = tuple[float, dict[str, torch.Tensor]]
 
 
-def grouped(checkpoint: Checkpoint, completions: int = 2) -> list[Rollout]:
-    draw, prompts = np.random.default_rng(0), features_of(checkpoint, prompts_for(checkpoint))
+def grouped(checkpoint: Checkpoint, videos: bool, completions: int = 2) -> list[Rollout]:
+    """Text alone, one to three images, and videos."""
+    draw, prompts = np.random.default_rng(0), features_of(checkpoint, prompts_for(checkpoint, videos))
     return [
         Rollout(replace(prompt, group_id=place), draw.integers(0, 256, draw.integers(1, 8)).tolist(), None, "", False,
                 sample_id=place + 7 * turn)
@@ -61,14 +62,13 @@ def plain_cases(checkpoint: Checkpoint, rollouts: list[Rollout], groups: dict[in
     """Padded and packed, prompts shared or not, without DeepSpeed."""
     actor = actor_of(checkpoint)
     whole = loss_and_gradients(actor, [inputs_of(checkpoint, rollouts)])
-    for size, group in groups.items():
-        for packed, shared in ((False, True), (True, False)):
-            own = Actor(actor.model, actor.banned_ids.tolist(), checkpoint.eos_ids, shared, group)
-            inputs = inputs_of(checkpoint, own_part(rollouts, size), packed)
-            parts = summed(loss_and_gradients(own, [inputs]), size)
-            yield f"{size} ranks{' packed' * packed}{' shared' * shared}", difference(whole, parts)
-            for hook in own.backbone.slices.hooks:
-                hook.remove()
+    for size, packed in ((2, True), (4, False)):
+        own = Actor(actor.model, actor.banned_ids.tolist(), checkpoint.eos_ids, not packed, groups[size])
+        inputs = inputs_of(checkpoint, own_part(rollouts, size), packed)
+        parts = summed(loss_and_gradients(own, [inputs]), size)
+        yield f"{size} ranks{' packed' if packed else ' shared'}", difference(whole, parts)
+        for hook in own.backbone.slices.hooks:
+            hook.remove()
 
 
 def critic_cases(checkpoint: Checkpoint, rollouts: list[Rollout], groups: dict[int, SequenceGroup]):
@@ -87,13 +87,12 @@ def critic_cases(checkpoint: Checkpoint, rollouts: list[Rollout], groups: dict[i
 
 def zero_cases(checkpoint: Checkpoint, rollouts: list[Rollout], groups: dict[int, SequenceGroup]):
     """Under ZeRO, by micro-batches; the gradients as DeepSpeed reduces them."""
-    for wrap in (lambda model: model, adapters):
+    for wrap, cases in ((lambda model: model, ((0, 2), (0, 4), (2, 2), (2, 4), (3, 2), (3, 4))), (adapters, ((3, 2),))):
         whole = loss_and_gradients(actor_of(checkpoint, wrap=wrap), [inputs_of(checkpoint, rollouts)])
-        for stage in (0, 2, 3):
-            for size, group in groups.items() if wrap is not adapters else [(2, groups[2])]:
-                strategy = DeepspeedStrategy(DistributedConfig(zero_stage=stage))
-                found = under_zero(strategy, checkpoint, wrap, own_part(rollouts, size), group)
-                yield f"{size} ranks ZeRO-{stage}{' lora' * (wrap is adapters)}", difference(whole, found)
+        for stage, size in cases:
+            strategy = DeepspeedStrategy(DistributedConfig(zero_stage=stage))
+            found = under_zero(strategy, checkpoint, wrap, own_part(rollouts, size), groups[size])
+            yield f"{size} ranks ZeRO-{stage}{' lora' * (wrap is adapters)}", difference(whole, found)
 
 
 def under_zero(strategy: DeepspeedStrategy, checkpoint: Checkpoint, wrap, part: list, group: SequenceGroup) -> Result:
@@ -153,7 +152,7 @@ def main(folders: str, full: str, out: str) -> None:
     found: dict[str, dict[str, float]] = {}
     for kind, folder in json.loads(folders).items():
         checkpoint = open_checkpoint(folder, ModelConfig(), DataConfig())
-        rollouts = grouped(checkpoint)
+        rollouts = grouped(checkpoint, videos=kind == full)
         for cases in (plain_cases, *((critic_cases, together, zero_cases, buffers) if kind == full else ())):
             found.setdefault(kind, {}).update(cases(checkpoint, rollouts, groups))
     if not collectives.rank():
