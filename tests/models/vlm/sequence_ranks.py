@@ -87,7 +87,7 @@ def critic_cases(checkpoint: Checkpoint, rollouts: list[Rollout], groups: dict[i
 
 def zero_cases(checkpoint: Checkpoint, rollouts: list[Rollout], groups: dict[int, SequenceGroup]):
     """Under ZeRO, by micro-batches; the gradients as DeepSpeed reduces them."""
-    for wrap, cases in ((lambda model: model, ((0, 2), (0, 4), (2, 2), (2, 4), (3, 2), (3, 4))), (adapters, ((3, 2),))):
+    for wrap, cases in ((lambda model: model, ((0, 2), (2, 4), (3, 2), (3, 4))), (adapters, ((3, 2),))):
         whole = loss_and_gradients(actor_of(checkpoint, wrap=wrap), [inputs_of(checkpoint, rollouts)])
         for stage, size in cases:
             strategy = DeepspeedStrategy(DistributedConfig(zero_stage=stage))

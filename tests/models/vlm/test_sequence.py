@@ -32,7 +32,7 @@ def differences(root) -> dict[str, dict[str, float]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_gradients_are_those_of_one_rank(differences, kind):
-    assert len(differences[kind]) == 2 + (2 + 2 + 7 + 2) * (kind == FULL)
+    assert len(differences[kind]) == 2 + (2 + 2 + 5 + 2) * (kind == FULL)
     assert max(differences[kind].values()) <= 1e-5, differences[kind]
 
 
