@@ -15,6 +15,7 @@ from ..config.devices import GIB, Device
 from ..config.vl import RunConfig
 from ..replay.plan import SampleRef, computed_tokens, most_tokens
 from .process import Host, fragments, program
+from .reward_models import reward_items, reward_models
 from .shapes import language_model
 from .table import HOST, Item, Phase, Plan
 from .vl_shape import MicroBatch, VLShape, patch_side
@@ -71,10 +72,12 @@ class VLPlanner:
 
     # -- what stands there all the time --------------------------------------------------------------------------
 
-    def _models(self, train_states: bool = True, stepped: bool = True, scoring: bool = False) -> list[Item]:
+    def _models(
+        self, train_states: bool = True, stepped: bool = True, scoring: bool = False, judge: str | None = None
+    ) -> list[Item]:
         """Weights of all models; train_states: and what the optimizers keep, unless it waits on the host.
 
-        scoring: whether the reference is at work; else it may wait on the host.
+        scoring: whether the reference is at work; else it may wait on the host. judge: the reward model at work.
         """
         model = self.shape.model
         items = [*program(self.device, self.vllm), *fragments(self.device), self.zero.weights("policy", model)]
@@ -91,7 +94,12 @@ class VLPlanner:
         if self.config.train.enable_ema:
             share = self.zero.share(3)
             items.append(Item("average of the weights (EMA), fp32", FP32 * model.trained / share, "enable_ema false"))
-        return items
+        waits = self.config.reward.reward_cpu_offload and not self.device.on_cpu
+        return items + reward_items(self._judges, self.zero, waits, judge)
+
+    @cached_property
+    def _judges(self) -> dict[str, Model]:
+        return reward_models(self.config.reward)
 
     @cached_property
     def _teacher(self) -> Item | None:
@@ -211,16 +219,13 @@ class VLPlanner:
         samples = self._samples(min(self.samples, rollout.micro_rollout_batch_size))
         prompts = ceil(len(samples) / rollout.n_samples_per_prompt)
         peak = self.shape.scoring(self._batch_of(samples, computed_tokens(samples), prompts), device)
-        items = [
-            *self._models(train_states=False, scoring=True),
-            *self._engine(awake=False),
-            *self._batch(),
-            *self.zero.gathered(self.shape.model),
-            Item("forward of a micro-batch", peak, "micro_rollout_batch_size"),
-        ]
+        always = [*self._engine(awake=False), *self._batch()]
+        forward = Item("forward of a micro-batch", peak, "micro_rollout_batch_size")
+        moments = [[*self._models(False, scoring=True), *always, *self.zero.gathered(self.shape.model), forward]]
+        moments += [[*self._models(False, judge=name), *always] for name in self._judges]
         models = 1 + (self.config.algorithm.init_kl_coef > 0) + (self._critic is not None)
         seconds = models * 2 * self.shape.base * self._tokens() / (SCORING_USE * device.flops)
-        return Phase.fullest("score", seconds, items)
+        return Phase.fullest("score", seconds, *moments)
 
     def _tokens(self) -> int:
         """That are computed in a pass over the step's samples."""

@@ -82,6 +82,29 @@ def test_settings_do_what_the_advice_says() -> None:
     assert plan_of(*SEVEN, "--no_gradient_checkpointing").phases[3].total("device") > train + 50 * GIB
 
 
+def test_a_reward_model_is_counted_where_it_is(tmp_path) -> None:
+    """One of 7 billion weights: on the host at rest, whole or a part of it on the device while it scores."""
+    from lightrft_visual.config.vl import ModelConfig
+    from lightrft_visual.plan.shapes import language_model
+
+    shape = language_model(ModelConfig(pretrain="Qwen/Qwen2.5-VL-7B-Instruct"))
+    shape.dtype = "bfloat16"
+    shape.save_pretrained(tmp_path)
+    whole, judged = 2 * 8_292_166_656, ["--reward_pretrain", f"judge={tmp_path}"]
+    name = "reward model judge: weights"
+
+    def held(phase: int, *settings: str) -> tuple[str, float]:
+        own = "--init_kl_coef 0 --micro_rollout_batch_size 1 --offload_trainer".split()  # less than the judge needs
+        phases = plan_of(*SEVEN, *own, *judged, *settings).phases
+        found = next(item for item in phases[phase].items if item.name == name)
+        return found.where, found.bytes
+
+    assert held(1) == (HOST, whole) and held(2) == ("device", whole)
+    assert held(1, "--no_reward_cpu_offload") == ("device", whole)
+    assert held(1, "--zero_stage", "3") == (HOST, whole / 8)
+    assert held(1, "--zero_stage", "3", "--no_reward_cpu_offload") == ("device", whole / 8)
+
+
 def test_a_prompt_counts_once_where_a_run_computes_it_once() -> None:
     """Eight answers of 64 tokens to a prompt of 1,024: 1,536 tokens in place of 8,704, in activations and in time."""
     settings = [*SEVEN, "--generate_max_len", "64", "--n_samples_per_prompt", "8", "--train_batch_size", "64"]
