@@ -105,11 +105,13 @@ class KlField:
 
 @dataclass
 class TextExtras:
-    """Per-action extras: entropy of the policy, log-probs of the engine at the sampling temperature, of a teacher."""
+    """Per-action extras: entropy of the policy, log-probs of the engine at the sampling temperature, of a teacher;
+    versions of the policy that drew each token, where they may differ."""
 
     action_entropy: T | None = replay_field(Kind.ACTIONS, default=None)
     rollout_log_probs: T | None = replay_field(Kind.ACTIONS, default=None)
     teacher_log_probs: T | None = replay_field(Kind.ACTIONS, default=None)
+    token_versions: T | None = replay_field(Kind.ACTIONS, default=None, fill=-1)
 
 
 @dataclass

@@ -61,6 +61,7 @@ class Rollout:
     components: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     image: Any = None
+    versions: list[int] | None = None  # of the policy that drew each token; None where all are policy_version
     distorted: bool = False
 
 
@@ -90,6 +91,7 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
         "action_mask": action_mask,
         "info": info | _rewards(rollouts),
         "rollout_log_probs": _pad_log_probs(rollouts, action_mask),
+        "token_versions": _pad_versions(rollouts, action_mask),
         "group_id": torch.tensor([rollout.prompt.group_id for rollout in rollouts]),
         "sample_id": torch.tensor([rollout.sample_id for rollout in rollouts]),
         "policy_version": torch.tensor([rollout.policy_version for rollout in rollouts]),
@@ -136,6 +138,15 @@ def _pad_log_probs(rollouts: list[Rollout], action_mask: T) -> T | None:
     return padded
 
 
+def _pad_versions(rollouts: list[Rollout], action_mask: T) -> T | None:
+    if any(rollout.versions is None for rollout in rollouts):
+        return None
+    padded = torch.full(action_mask.shape, -1)
+    for row, rollout in enumerate(rollouts):
+        padded[row, : len(rollout.versions)] = torch.tensor(rollout.versions)
+    return padded
+
+
 def samples_of(rollouts: list[Rollout], pad_id: int, vision: bool) -> Samples | SamplesVL:
     """The same micro-batch with its texts and images, for those who score samples by themselves."""
     batch, prompts = collate(rollouts, pad_id, vision), [rollout.prompt for rollout in rollouts]
@@ -153,6 +164,7 @@ def samples_of(rollouts: list[Rollout], pad_id: int, vision: bool) -> Samples | 
         "metadata": [prompt.metadata for prompt in prompts],
         "rollout_log_probs": batch.rollout_log_probs,
         "policy_version": rollouts[0].policy_version,
+        "token_versions": batch.token_versions,
     }
     if not isinstance(batch, ExperienceVL):
         return Samples(**fields)

@@ -40,6 +40,7 @@ class Samples:
     metadata: list[dict[str, Any]]  # the other columns of the data row
     rollout_log_probs: T | None = None
     policy_version: int = 0
+    token_versions: T | None = None  # (B, A) of the policy that drew each token, -1 beside them; None where all are one
     rewards: T | None = None
     reward_valid: T | None = None
     reward_metrics: dict[str, T] = field(default_factory=dict)

@@ -78,7 +78,8 @@ class SamplingSettings:
 class Completion:
     """One response. `log_probs` has one number per token; None when truncated sampling leaves no softmax.
 
-    image: what was drawn, as PIL, where the prompt asked for one.
+    image: what was drawn, as PIL, where the prompt asked for one. versions: of the policy that drew each token, where
+    they may differ from the present one's.
     """
 
     token_ids: list[int]
@@ -87,3 +88,4 @@ class Completion:
     truncated: bool
     prompt_token_ids: list[int]
     image: Any = None
+    versions: list[int] | None = None

@@ -31,6 +31,7 @@ from .constraints import (
     within,
 )
 from .diffusion_algorithm import DiffusionAlgorithmConfig
+from .placement import AsyncConfig
 from .shared import (
     EMBEDDED,
     AdamBetas,
@@ -208,6 +209,7 @@ class DiffusionRunConfig(Section):
     algorithm: DiffusionAlgorithmConfig = field(default_factory=DiffusionAlgorithmConfig)
     train: DiffusionTrainConfig = field(default_factory=DiffusionTrainConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    asynchronous: AsyncConfig = field(default_factory=AsyncConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
@@ -238,6 +240,7 @@ class DiffusionRunConfig(Section):
         )
         evaluation_sampling(self)
         self.output.follow_ema(self.train.enable_ema)
+        self.asynchronous.settle(self.distributed.split, corrected=False)
         require(
             self.output.eval_samples_per_prompt == OutputConfig.eval_samples_per_prompt,
             "eval_samples_per_prompt belongs to vision-language runs: a diffusion evaluation draws each row of "

@@ -8,6 +8,7 @@ from typing import Annotated
 from .constraints import (
     Constraint,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -56,3 +57,41 @@ class ResourcesConfig(Section):
                 int(self.rollout_num_gpus) == len(self.rollout_devices),
                 f"rollout_num_gpus is {self.rollout_num_gpus}, but rollout_devices names {len(self.rollout_devices)}",
             )
+
+
+@dataclass
+class AsyncConfig(Section):
+    """How far rollouts run ahead of the trainer, with placement split."""
+
+    # policy versions that a trained token may be old; 0: rollouts and training one after the other
+    max_staleness: NonNegativeInt = 0
+    batches_ahead: PositiveInt | None = None  # batches that are generated ahead; default: max_staleness
+    # old log-probs of the loss: behaviour: the engine's, so that these bound the ratio; none: the trainer's as
+    # of this step, for tis_mode or without any correction. Default: none with a tis_mode, else behaviour
+    stale_correction: Annotated[str | None, one_of("behaviour", "none")] = None
+
+    @property
+    def ahead(self) -> int:
+        """Batches that are generated ahead of the one that is trained on."""
+        return (self.batches_ahead or self.max_staleness) if self.max_staleness else 0
+
+    def check(self) -> None:
+        """What belongs to runs with a staleness."""
+        others = self.batches_ahead, self.stale_correction
+        require(
+            self.max_staleness > 0 or others == (None, None),
+            "batches_ahead and stale_correction belong to a max_staleness above 0",
+        )
+
+    def settle(self, split: bool, corrected: bool) -> None:
+        """What a run of this placement does about stale tokens. corrected: whether its loss weighs by the engine's
+        log-probs. Raises ConfigError."""
+        if not self.max_staleness:
+            return
+        require(split, "max_staleness above 0 runs rollouts beside training: add --placement split")
+        if self.stale_correction is None:
+            self.stale_correction = "none" if corrected else "behaviour"
+        require(
+            not (corrected and self.stale_correction == "behaviour"),
+            "tis_mode and stale_correction behaviour both correct for the engine's policy: use one of them",
+        )

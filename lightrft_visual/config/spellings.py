@@ -73,6 +73,9 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "distributed.resources.rollout.num_gpus": "rollout_num_gpus",
     "distributed.resources.rollout.num_workers": "rollout_num_workers",
     "distributed.resources.rollout.devices": "rollout_devices",
+    "async.max_staleness": "max_staleness",
+    "async.batches_ahead": "batches_ahead",
+    "async.stale_correction": "stale_correction",
 }
 
 # The same for one schema only, by its class: the systems that a kind of run comes from mean something else by the name.

@@ -27,6 +27,7 @@ from .constraints import (
     require,
     within,
 )
+from .placement import AsyncConfig
 from .shared import (
     EMBEDDED,
     AdamBetas,
@@ -357,6 +358,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    asynchronous: AsyncConfig = field(default_factory=AsyncConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
@@ -381,6 +383,23 @@ class RunConfig(Section):
             "set train_batch_size",
         )
         self.output.follow_ema(self.train.enable_ema)
+        self._check_async()
+
+    def _check_async(self) -> None:
+        rollout, algorithm = self.rollout, self.algorithm
+        self.asynchronous.settle(self.distributed.split, algorithm.corrects_rollouts)
+        if not self.asynchronous.max_staleness:
+            return
+        for name, used in (
+            ("dynamic_sampling", rollout.dynamic_sampling),
+            ("eval_ema", self.output.eval_ema),
+            ("ask_key", self.data.ask_key),
+        ):
+            require(not used, f"max_staleness above 0 generates ahead, and {name} cannot be part of that; leave it out")
+        require(
+            self.asynchronous.stale_correction == "none" or (rollout.top_p == 1 and rollout.top_k == -1),
+            "stale_correction behaviour reads sampled log-probs, which top_p < 1 or top_k leave undefined",
+        )
 
     def _check_reference(self) -> None:
         require(

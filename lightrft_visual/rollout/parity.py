@@ -180,8 +180,8 @@ class RolloutCheck:
     compared: bool = False
 
     def add(self, ours: T, theirs: T | None, mask: T) -> None:
-        """One micro-batch, all (B, A). Without log-probs of the engine there is nothing to compare."""
-        if theirs is None:
+        """One micro-batch, all (B, A). Without log-probs of the engine, or tokens, there is nothing to compare."""
+        if theirs is None or not mask.any():
             return
         self.compared = True
         self.largest = max(self.largest, log_prob_difference(ours, theirs, mask))

@@ -44,9 +44,7 @@ class RolloutStage:
         Raises DataError for prompts that cannot be used, and RolloutError when the engine's prompt ids are not the
         trainer's (then images would land on other tokens).
         """
-        prompts = self.data_processor.features(batch) if batch.prepared is None else batch.prepared
-        for prompt in prompts:
-            prompt.seed = derive_seed(self.run_seed if seed is None else seed, purpose, prompt.group_id)
+        prompts = self._seeded(batch, purpose, seed)
         made: dict[int, list[Rollout]] = {number: [] for number in range(len(prompts))}
         noisy = 0 if distortion is None else distortion.distorted(settings.n)
 
@@ -68,6 +66,17 @@ class RolloutStage:
                 finished is not None,
             )
         return [rollout for number in range(len(prompts)) for rollout in made[number]]
+
+    def announce(self, batch: PromptBatch, settings: SamplingSettings) -> None:
+        """Let an engine that can begin on a batch for which `generate` will ask later."""
+        batch.prepared = self._seeded(batch, "rollout", None)
+        self.engine.begin(batch.prepared, settings)
+
+    def _seeded(self, batch: PromptBatch, purpose: str, seed: int | None) -> list[PromptFeatures]:
+        prompts = self.data_processor.features(batch) if batch.prepared is None else batch.prepared
+        for prompt in prompts:
+            prompt.seed = derive_seed(self.run_seed if seed is None else seed, purpose, prompt.group_id)
+        return prompts
 
     def _draw(self, prompts: list[PromptFeatures], settings: SamplingSettings, take: Given, at_once: bool) -> None:
         """take(number, responses) for each prompt; at_once: as soon as its responses are there, if the engine can."""
@@ -107,7 +116,8 @@ def _rollouts(
             response.text,
             response.truncated,
             sample_id=first + place,
-            policy_version=policy_version,
+            policy_version=policy_version if response.versions is None else min(response.versions),
+            versions=response.versions,
             image=response.image,
             distorted=distorted,
         )

@@ -29,6 +29,7 @@ from ..rollout.stage import RolloutStage
 from ..strategy import collectives
 from ..strategy.phase_timer import PhaseTimer
 from .stage_metrics import over_rounds
+from .vl.ahead import leave_out_stale
 from .vl.stages import ForwardStage, MadeExperience, RewardStage
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class MakerSettings:
     diffusion: how advantages of that engine's samples are made. data_processor, rewards: None builds them from the
     constructor's arguments. dynamic_sampling_tries: 1 turns dynamic sampling off. weights_follow: the engine is given
     new weights after each batch, so that it need not keep the old ones while it sleeps. score_policy: False leaves the
-    policy's log-probs and entropies to the training forward, where nothing reads them before. self_questions: makes
+    policy's log-probs and entropies to the training forward, where nothing reads them before. max_staleness: responses
+    with tokens of a policy that is more versions old are left out; 0 looks at none. self_questions: makes
     what asks the model about the images that it drew. distortion: of images, for some responses of each rollout.
     teacher: scores rollouts as a reference does, for on-policy distillation.
     """
@@ -66,6 +68,7 @@ class MakerSettings:
     timer: PhaseTimer | None = None
     weights_follow: bool = False
     score_policy: bool = True
+    max_staleness: int = 0
     self_questions: Callable[[RolloutStage], SelfQuestions] | None = None
     distortion: Distortion | None = None
     teacher: Callable[..., T] | None = None
@@ -166,6 +169,8 @@ class FastExperienceMaker:
             self.forward_stage.run(experiences, sampling.scoring)
         if not resampling:
             metrics = over_rounds([self.score(rollouts, early)])
+            if self.settings.max_staleness:
+                metrics |= leave_out_stale(rollouts, self.policy_version, self.settings.max_staleness)
             for experience, part in zip(experiences, parts):
                 add_rewards(experience, part)
         estimator_kwargs["max_new_tokens"] = sampling.max_new_tokens

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -28,14 +30,14 @@ SHARES = 2  # pieces of a batch for each worker: whoever is done first takes mor
 class Workers:
     """The workers of a run with the way to them: pool, weights and their versions. All ranks make one together.
 
-    blueprint: of each worker's engine.
+    blueprint: of each worker's engine. turns: versions of the weights that are kept, see `WeightPost`.
     """
 
-    def __init__(self, config: Any, blueprint: Blueprint) -> None:
+    def __init__(self, config: Any, blueprint: Blueprint, turns: int = 2) -> None:
         self.cluster = Cluster(config.distributed.resources, blueprint)
         several = collectives.world_size() > 1
         self.pool = WorkerPool(self.cluster.workers, collectives.is_rank_0(), shared=several)
-        self.post = self.cluster.post() if collectives.is_rank_0() else None
+        self.post = self.cluster.post(turns) if collectives.is_rank_0() else None
         self.version = 0
 
     def update(self, named_tensors: Iterable[tuple[str, T]], at_once: bool = True) -> None:
@@ -67,46 +69,87 @@ class RemoteEngine:
     """The engine that `rollout.engine_type` names, once in each worker. See `RolloutEngine`.
 
     adapters_alone: whether `update_weights` takes LoRA's adapters by the names of the trainer's model, and nothing
-    else, because the workers' models have adapters too.
+    else, because the workers' models have adapters too. ahead: whether batches are begun before they are asked for;
+    workers then take over weights between two pieces of work, and each completion tells the policies of its tokens.
     """
 
     shares_weights = False
     lacks_weights = False
     streams = True
 
-    def __init__(self, workers: Workers, adapters_alone: bool = False) -> None:
-        self.workers, self.adapters_alone = workers, adapters_alone
+    def __init__(self, workers: Workers, adapters_alone: bool = False, ahead: bool = False) -> None:
+        self.workers, self.adapters_alone, self.ahead = workers, adapters_alone, ahead
+        self.policies: dict[int, int] = {}  # version of the weights -> policy version
+        self.waited, self._asked = 0.0, time.perf_counter()
+        self._begun: dict[tuple[int, ...], list[Future]] = {}  # by the prompts' seeds
 
     @classmethod
     def from_config(cls, config: RunConfig, checkpoint: Checkpoint) -> RemoteEngine:
         """The engine of a run. checkpoint: what the trainer opened, by a path that the workers can read too."""
         entry = registry.engines[config.rollout.engine_type]
         blueprint = Blueprint(f"{__name__}:worker_engine", (config,), torch.get_num_threads(), config.plugins)
-        return cls(Workers(config, blueprint), entry.adapters_alone and config.model.lora_rank > 0)
+        ahead = config.asynchronous.ahead
+        workers = Workers(config, blueprint, turns=ahead + 2)
+        return cls(workers, entry.adapters_alone and config.model.lora_rank > 0, ahead=ahead > 0)
 
     def generate(
         self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, finished: Finished | None = None
     ) -> list[list[Completion]]:
-        """n completions a prompt, in order; a prompt's are made by one worker. finished: see `RolloutEngine`."""
-        count = len(self.workers.pool.workers)
-        size = len(prompts) if count == 1 else math.ceil(len(prompts) / (count * SHARES))
-        parts = [list(prompts[start : start + size]) for start in range(0, len(prompts), max(1, size))]
-        waiting = [self.workers.pool.submit(part, settings) for part in parts]
+        """n completions a prompt, in order; a prompt's are made by one worker. finished: see `RolloutEngine`.
+
+        What was begun before is waited for; anything else goes before what was.
+        """
+        begun = self._begun.pop(_key(prompts), None)
+        waiting = self._submit(prompts, settings, urgent=True) if begun is None else begun
         made: list[list[Completion]] = []
         for future in waiting:
-            for completions in future.result()[0]:
+            asked = time.perf_counter()
+            part, version = future.result()
+            self.waited += time.perf_counter() - asked if begun is not None else 0.0
+            for completions in part:
+                self._tell_versions(completions, version)
                 made.append(completions)
                 if finished is not None:
                     finished(len(made) - 1, completions)
         return made
 
+    def begin(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> None:
+        """Start on prompts for which `generate` will ask later, with whatever weights are there until then."""
+        self._begun[_key(prompts)] = self._submit(prompts, settings, urgent=False)
+
+    def _submit(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, urgent: bool) -> list[Future]:
+        count = len(self.workers.pool.workers)
+        size = len(prompts) if count == 1 else math.ceil(len(prompts) / (count * SHARES))
+        parts = [list(prompts[start : start + size]) for start in range(0, len(prompts), max(1, size))]
+        return [self.workers.pool.submit(part, settings, urgent=urgent) for part in parts]
+
+    def _tell_versions(self, completions: list[Completion], version: int) -> None:
+        for each in completions if self.ahead else ():
+            each.versions = [self.policies.get(version, 0)] * len(each.token_ids)
+
+    def note_policy(self, version: int) -> None:
+        """The weights that were given last are those of this policy version."""
+        self.policies[self.workers.version] = version
+
+    def measured(self) -> dict[str, float]:
+        """Since the last call: `idle_trainer`, seconds that it waited for rollouts begun before; `idle_engines`, the
+        share of the workers' time without work; and `buffer_level`, batches that are finished and wait."""
+        waited, self.waited = self.waited, 0.0
+        full = sum(all(future.done() for future in futures) for futures in self._begun.values())
+        return {
+            "idle_trainer": waited,
+            "idle_engines": 1 - self.workers.pool.busy_share(),
+            "buffer_level": float(full),
+        }
+
     def update_weights(self, named_tensors: Iterable[tuple[str, T]]) -> None:
         """Give every worker the next version; see `Workers.update`."""
-        self.workers.update(named_tensors)
+        self.workers.update(named_tensors, at_once=not self.ahead)
 
     def reset_caches(self) -> None:
-        """Each worker does before its next piece of work."""
-        self.workers.pool.forget()
+        """Each worker does before its next piece of work; not where work runs ahead, which takes them over."""
+        if not self.ahead:
+            self.workers.pool.forget()
 
     def sleep(self, keep_weights: bool = True) -> None:
         """Nothing to free: the workers have devices of their own."""
@@ -117,6 +160,10 @@ class RemoteEngine:
     def close(self) -> None:
         """End the workers."""
         self.workers.close()
+
+
+def _key(prompts: Sequence[PromptFeatures]) -> tuple[int, ...]:
+    return tuple(prompt.seed for prompt in prompts)
 
 
 def check_remote(config: RunConfig) -> None:

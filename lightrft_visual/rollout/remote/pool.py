@@ -76,7 +76,7 @@ class WorkerPool:
             thread.start()
 
     def submit(self, *arguments: Any, urgent: bool = False) -> Future:
-        """The future of (what a worker makes of the arguments, version of the weights). urgent: before all others."""
+        """The future of what `Worker.run` returns, (what it made, version of its weights). urgent: before all else."""
         piece = _Piece(0 if urgent else 1, next(self._numbers), arguments, Future())
         if self._failure is not None:
             piece.result.set_exception(self._failure)
@@ -170,7 +170,7 @@ class WorkerPool:
             except BaseException as error:
                 piece.result.set_exception(error)
             else:
-                piece.result.set_result((made, order.version))
+                piece.result.set_result(made)
             return False
 
     def _again(self, piece: _Piece, worker: WorkerHandle, death: WorkerDied) -> None:

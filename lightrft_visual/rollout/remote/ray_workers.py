@@ -144,7 +144,7 @@ class Cluster:
         self.ray = connect(SETTING, address=address)
         self._actors = [self.ray.get_actor(name, namespace=NAMESPACE) for name in names]
 
-    def post(self) -> WeightPost:
+    def post(self, turns: int = 2) -> WeightPost:
         """What hands weights to these workers: by shared memory to those that have it, else by the object store."""
         transfer = self.resources.weight_transfer
         sharing = [each["shares_memory"] for each in self.described]
@@ -152,7 +152,7 @@ class Cluster:
             raise ConfigError("weight_transfer shared_memory: a rollout worker is on another host; use auto")
         shared = transfer != "object_store" and any(sharing)
         stored = transfer == "object_store" or not all(sharing)
-        return WeightPost(store=self.ray.put if stored else None, shared=shared)
+        return WeightPost(turns=turns, store=self.ray.put if stored else None, shared=shared)
 
     def close(self) -> None:
         """End the actors, and the connection that was made here, with it a cluster that was started by it."""

@@ -87,15 +87,23 @@ class MemoryFile:
 
 
 class WeightPost:
-    """The trainer's side: writes versions into memory files, two of which take turns for each place.
+    """The trainer's side: writes versions into memory files, of which `turns` take turns for each place.
+
+    A worker may still read a version when the next ones are written: there are two turns where all take over a version
+    at once, and one more for each batch that is generated ahead, which is how long work with an old version can take.
 
     store: puts an array into the object store and returns its reference; None where every worker shares this memory.
     shared: whether any does.
     """
 
     def __init__(
-        self, bucket_bytes: int = BUCKET_BYTES, store: Callable[[Any], Any] | None = None, shared: bool = True
+        self,
+        bucket_bytes: int = BUCKET_BYTES,
+        turns: int = 2,
+        store: Callable[[Any], Any] | None = None,
+        shared: bool = True,
     ) -> None:
+        self.turns = turns
         self.bucket_bytes, self.store, self.shared = bucket_bytes, store, shared
         self.number = 0
         self._files: dict[tuple[int, int], MemoryFile] = {}  # by (turn, place)
@@ -133,7 +141,7 @@ class WeightPost:
         return Bucket(layout, size, checksum, file.path if self.shared else None, stored)
 
     def _file(self, place: int, size: int) -> MemoryFile:
-        key = (self.number % 2, place)
+        key = (self.number % self.turns, place)
         if key not in self._files or self._files[key].size < size:
             self._files[key] = MemoryFile(max(size, ALIGNED))
         return self._files[key]

@@ -69,11 +69,12 @@ class Worker:
         return self.version
 
     def run(self, order: Order, arguments: tuple) -> Any:
-        """The engine's `generate` of the arguments, with the weights that the order names.
+        """(the engine's `generate` of the arguments, version of its weights): of the order's version, or a later one
+        that another process of the run has given it.
 
         Raises LacksWeights, and what the engine raises.
         """
-        if order.version != self.version:
+        if order.version != self.version and (order.posted is not None or order.version > self.version):
             if order.posted is None:
                 raise LacksWeights(f"the worker has weight version {self.version}, asked for is {order.version}")
             self.load(order.posted)
@@ -81,7 +82,7 @@ class Worker:
             self.engine.reset_caches()
             self.caches = order.caches
         try:
-            return self.engine.generate(*arguments)
+            return self.engine.generate(*arguments), self.version
         except LightRFTVisualError:
             raise
         except Exception as error:

@@ -383,6 +383,7 @@ def _maker(config, strategy, checkpoint, models, engine, rewards, timer) -> Fast
         dynamic_sampling_tries=rollout.dynamic_sampling_max_tries if rollout.dynamic_sampling else 1,
         run_seed=config.train.seed,
         weights_follow=True,
+        max_staleness=config.asynchronous.max_staleness,
         score_policy=config.algorithm.reads_log_probs,
         data_processor=MultimodalDataProcessor(
             checkpoint.tokenizer,

@@ -30,6 +30,7 @@ from ...strategy.sequence import own_scores
 from ...strategy.start_up import say
 from ..loop import Evaluated, PolicyTrainer, StepData
 from ..stage_metrics import add_stage_metrics
+from .ahead import RolloutsAhead, add_staleness
 from .build import build_parts, engine_weights
 from .image_dependence import ImageDependence
 from .metrics import add_distorted, add_gold, add_rollout_metrics, add_text_metrics, kl_per_token
@@ -58,6 +59,7 @@ class VLTrainer(PolicyTrainer):
             sequence=parts.strategy.sequence,
         )
         self.policy_update = PolicyUpdate(parts.actor, algorithm, parts.maker.settings.sampling.scoring, train.seed)
+        self.policy_update.behaviour = parts.config.asynchronous.stale_correction == "behaviour"
         self.replay = _selective_replay(algorithm, train.seed)
         self.value_update = ValueUpdate(parts.critic, algorithm) if parts.critic else None
         self.separate_scores = train.separate_old_log_probs or has_dropout(parts.actor.module)
@@ -67,6 +69,15 @@ class VLTrainer(PolicyTrainer):
         self.supply = PromptSupply(parts.dataset, parts.sampler)
         features = parts.maker.rollout_stage.data_processor.features
         self.prompts_ahead = PromptsAhead(self.supply, self._prompts, features)
+        self.most_stale, self.ahead = parts.config.asynchronous.max_staleness, None
+        if self.most_stale:
+            stage, sampling = parts.maker.rollout_stage, parts.maker.settings.sampling
+            self.ahead = RolloutsAhead(
+                parts.config.asynchronous.ahead,
+                self._next_prompts,
+                self._prompts_state,
+                lambda batch: stage.announce(batch, sampling),
+            )
         self.rounds = 0  # batches of prompts taken so far; numbers the prompts of the run
         self.probe: PromptBatch | None = None
         self.parity = 0.0
@@ -91,7 +102,7 @@ class VLTrainer(PolicyTrainer):
         say("giving the engine its weights, and comparing it with the trainer")
         self._offload()
         self._load_engine_weights()
-        self.maker.policy_version = self.step
+        self._policy_is_new()
         # A few rows for the first parity check; the sampler's order stays as it is.
         rows = self.supply.first_rows(max(1, self.config.rollout.parity_samples), self.step)
         self.probe = self._probe_of(self._prompts(rows, torch.arange(-len(rows), 0)))
@@ -109,7 +120,8 @@ class VLTrainer(PolicyTrainer):
         # another order than a fresh one, which shows in the last bits.
         self.maker.engine.reset_caches()
         weights = self.maker.rewards.refresh_weights()
-        batch = self._next_prompts()
+        left = self.settings.total_steps - self.step
+        batch = self._next_prompts() if self.ahead is None else self.ahead.next(left)
         made = self.maker.make(batch, more=self._next_prompts)
         if self.step + 1 < self.settings.total_steps:
             self.prompts_ahead.begin(self._next_ids())  # while this step is trained on
@@ -118,7 +130,8 @@ class VLTrainer(PolicyTrainer):
         if self.config.algorithm.reads_log_probs:
             check = self._rollout_check()
             for each in made.experiences:
-                check.add(each.action_log_probs, each.rollout_log_probs, comparable(each, each.action_mask))
+                mask = comparable(each, each.action_mask, self.step)
+                check.add(each.action_log_probs, each.rollout_log_probs, mask)
             check.settle()
             self._report_check(check, data.metrics)
         if self.dependence is not None and self.dependence.due(self.step + 1):
@@ -134,6 +147,10 @@ class VLTrainer(PolicyTrainer):
             add_text_metrics(data.metrics, made.rollouts)
             if self.parts.gold is not None and self._gold_due():
                 add_gold(data.metrics, self.parts.gold, made.rollouts)
+        if self.ahead is not None:
+            add_staleness(data.metrics, made.experiences, self.step, self.most_stale)
+            for name, value in self.maker.engine.measured().items():
+                data.metrics.add(name, value)
         data.metrics.add("policy_version", self.maker.policy_version)
         data.metrics.add("epoch", self.parts.sampler.epoch)
         data.metrics.add("bad_rows", len(self.parts.dataset.bad))
@@ -143,6 +160,7 @@ class VLTrainer(PolicyTrainer):
         """One KL controller update, then `max_epochs` passes over the step's samples."""
         config = self.config
         budget = config.train.max_tokens_per_batch or None
+        self.policy_update.version = self.step
         self._steer_kl(data)
         while data.batches:
             self.buffer.append(data.batches.pop(0))
@@ -197,7 +215,7 @@ class VLTrainer(PolicyTrainer):
         self._offload()
         self.maker.engine.wake()
         self._load_engine_weights()
-        self.maker.policy_version = self.step
+        self._policy_is_new()
         every = self.config.rollout.parity_every
         evaluated = self.parts.evaluation is not None and self.evaluation_due()
         unseen = not self.maker.settings.sampling.full_distribution
@@ -265,6 +283,11 @@ class VLTrainer(PolicyTrainer):
             if self.parts.critic is not None:
                 self.parts.critic.offload_weights()
 
+    def _policy_is_new(self) -> None:
+        self.maker.policy_version = self.step
+        if self.ahead is not None:
+            self.maker.engine.note_policy(self.step)
+
     def _load_engine_weights(self, lent: bool = False) -> None:
         """lent: the actor has other weights for a while, and stays where it is."""
         self.maker.engine.update_weights(self._handed_over(self.config.rollout.offload_trainer and not lent))
@@ -301,9 +324,7 @@ class VLTrainer(PolicyTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the prompts, the KL controller, the reward statistics and the averages stand."""
-        return {
-            "sampler": self.parts.sampler.state_dict(),
-            "rounds": self.rounds,
+        return (self._prompts_state() if self.ahead is None else self.ahead.state_now()) | {
             "parity": self.parity,
             "init_kl_coef": self.config.algorithm.init_kl_coef,
             "kl_controller": self.maker.kl_controller.state_dict(),
@@ -312,6 +333,9 @@ class VLTrainer(PolicyTrainer):
             "replay": self.replay.state_dict() if self.replay is not None else None,
             "reference": self.parts.following.state_dict() if self.parts.following is not None else None,
         }
+
+    def _prompts_state(self) -> dict[str, Any]:
+        return {"sampler": self.parts.sampler.state_dict(), "rounds": self.rounds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s; an `init_kl_coef` that the resuming command changed counts from here on."""

@@ -129,6 +129,8 @@ class PolicyUpdate:
     config: AlgorithmConfig
     rule: ScoringRule
     seed: int = 42  # of what PAPO hides
+    behaviour: bool = False  # old log-probs are the engine's: of the policies that drew the tokens
+    version: int | None = None  # of the policy, where tokens may be older
 
     @torch.no_grad()
     def score(self, buffer: NaiveReplayBuffer, batches: Sequence[TrainBatch], check: RolloutCheck) -> None:
@@ -194,7 +196,8 @@ class PolicyUpdate:
         scores = output.log_probs.detach()
         buffer.fill(micro_batch, "action_log_probs", scores)
         if check is not None:
-            check.add(scores, per_action(experience, "rollout_log_probs"), comparable(experience, inputs.action_mask))
+            mask = comparable(experience, inputs.action_mask, self.version)
+            check.add(scores, per_action(experience, "rollout_log_probs"), mask)
 
     def loss_inputs(self, experience, output, batch: TrainBatch, index: int, hidden=None) -> LossInputs:
         """What the loss reads of micro-batch number `index` and the actor's outputs for it, all (B, A)."""
@@ -207,7 +210,7 @@ class PolicyUpdate:
             sampled = torch.where(comparable(experience, torch.ones_like(sampled, dtype=torch.bool)), sampled, old)
         return LossInputs(
             log_probs=output.log_probs,
-            old_log_probs=old,
+            old_log_probs=sampled if self.behaviour else old,
             advantages=per_action(experience, "advantages"),
             action_mask=batch.token_masks[index].to(device),
             rollout_log_probs=sampled,
@@ -281,7 +284,10 @@ def per_action(experience, name: str) -> T | None:
     return unpack_actions(values, experience.num_actions)
 
 
-def comparable(experience, mask: T) -> T:
-    """A mask (B, A) without the responses that the engine drew from other images than the trainer scores them with."""
-    distorted = experience.info.get("distorted")
-    return mask if distorted is None else mask & ~distorted.bool().to(mask.device).unsqueeze(1)
+def comparable(experience, mask: T, version: int | None = None) -> T:
+    """A mask (B, A) without the responses that the engine drew from other images than the trainer scores them with, and
+    without tokens that another policy than `version` drew, where that is given."""
+    distorted, versions = experience.info.get("distorted"), per_action(experience, "token_versions")
+    if distorted is not None:
+        mask = mask & ~distorted.bool().to(mask.device).unsqueeze(1)
+    return mask if versions is None or version is None else mask & (versions == version).to(mask.device)

@@ -23,7 +23,7 @@ class Handle:
         assert method == "run"
         made = self.work(self, order, arguments)
         self.done.append(arguments)
-        return made
+        return made, order.version
 
     def wait_until_back(self):
         self.restarts += 1
