@@ -1,0 +1,373 @@
+"""How long a step takes on N trainers and M rollout engines: a simulation of events, without a model or a device.
+
+It follows `rollout/remote` and the loop of a trainer. A batch's prompts go to the engines in pieces, from one queue,
+one piece at a time to each; the trainer waits for all pieces of its batch, trains, and posts new weights, which an
+engine takes over before its next piece. With a staleness k, up to k batches are begun behind the one that is trained
+on. With partial rollouts an engine takes prompt after prompt as it has room, and new weights in between. Without
+engines of its own a run is colocated: every device generates its share, and all wait for the slowest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..errors import ConfigError
+
+Lengths = Callable[[int], np.ndarray]  # number of a batch -> tokens of its responses (prompts, samples)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds. token: a decode step of an engine, row: more of it for each response at work; prompt: reading one;
+    slots: responses that an engine works on at once; load: an engine takes over weights; learn: scoring and training
+    of a response's token on one trainer; step: what a step takes besides, however many trainers there are."""
+
+    token: float
+    row: float = 0.0
+    prompt: float = 0.0
+    slots: int = 256
+    load: float = 0.0
+    learn: float = 0.0
+    step: float = 0.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """engines 0: colocated on the trainers. shares: pieces of a batch for each engine."""
+
+    trainers: int
+    engines: int = 0
+    staleness: int = 0
+    partial: bool = False
+    shares: int = 2
+
+    def __post_init__(self) -> None:
+        if self.trainers < 1 or self.engines < 0 or self.staleness < 0:
+            raise ConfigError("a layout has one trainer or more, and no negative numbers")
+        if not self.engines and (self.staleness or self.partial):
+            raise ConfigError("engines on the trainers' devices work when these do not: no staleness, nothing partial")
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        if not self.engines:
+            return f"{self.trainers} colocated"
+        ahead = f", max_staleness {self.staleness}" if self.staleness else ""
+        return f"{self.trainers} trainers + {self.engines} engines{ahead}{', partial' if self.partial else ''}"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of a step: seconds, the shares of time in which trainers and engines wait, and how many versions old its tokens
+    are, on average and at most."""
+
+    layout: Layout
+    step_seconds: float
+    idle_trainers: float
+    idle_engines: float
+    staleness: float = 0.0
+    staleness_max: int = 0
+
+
+def simulate(costs: Costs, layout: Layout, lengths: Lengths, steps: int = 24) -> Forecast:
+    """A run of `steps` steps, of which the first ones, while batches begin to run ahead, do not count."""
+    if not layout.engines:
+        return _colocated(costs, layout, lengths, steps)
+    return _Run(costs, layout, lengths, steps).run()
+
+
+def decode_seconds(lengths: Sequence[int] | np.ndarray, costs: Costs) -> float:
+    """Of one engine for responses that are all there; those beyond its slots wait for the first ones to end."""
+    lengths = np.asarray(lengths).ravel()
+    if len(lengths) <= costs.slots:
+        ordered = np.sort(lengths)
+        active = len(ordered) - np.arange(len(ordered))
+        return float(np.diff(ordered, prepend=0) @ (costs.token + costs.row * active))
+    running = [int(each) for each in lengths[: costs.slots]]
+    heapq.heapify(running)
+    done, seconds = 0, 0.0
+    for waiting in itertools.chain(lengths[costs.slots :], itertools.repeat(None, costs.slots)):
+        first = running[0]
+        seconds += (first - done) * (costs.token + costs.row * len(running))
+        done = first
+        heapq.heappop(running)
+        if waiting is not None:
+            heapq.heappush(running, done + int(waiting))
+    return seconds
+
+
+def generate_seconds(lengths: np.ndarray, costs: Costs) -> float:
+    """Of one engine for the responses (prompts, samples) of some prompts."""
+    return costs.prompt * len(lengths) + decode_seconds(lengths, costs)
+
+
+def _learn_seconds(lengths: np.ndarray, costs: Costs, layout: Layout) -> float:
+    return costs.step + costs.learn * float(lengths.sum()) / layout.trainers
+
+
+def _colocated(costs: Costs, layout: Layout, lengths: Lengths, steps: int) -> Forecast:
+    total, waited = 0.0, 0.0
+    for number in range(steps):
+        batch = lengths(number)
+        shares = [batch[first :: layout.trainers] for first in range(min(layout.trainers, len(batch)))]
+        own = np.zeros(layout.trainers)
+        own[: len(shares)] = [generate_seconds(share, costs) for share in shares]
+        waited += float((own.max() - own).mean())
+        total += float(own.max()) + costs.load + _learn_seconds(batch, costs, layout)
+    return Forecast(layout, total / steps, waited / total, waited / total)
+
+
+@dataclass
+class _Work:
+    """Prompts that one engine does together. begun, version: when, and with which weights."""
+
+    batch: int
+    lengths: np.ndarray
+    begun: float = 0.0
+    version: int = 0
+    left: int = 0
+
+
+@dataclass
+class _Engine:
+    """held: version of its weights. ends: (tokens at which a response ends, its number, its work), as a heap; tokens:
+    that each response at work since the beginning would have; clock: when that was so."""
+
+    held: int = 0
+    busy: float = 0.0
+    free: bool = True
+    tokens: float = 0.0
+    clock: float = 0.0
+    epoch: int = 0
+    ends: list[tuple[float, int, _Work]] = field(default_factory=list)
+
+
+class _Run:
+    """One simulated run with engines of its own."""
+
+    def __init__(self, costs: Costs, layout: Layout, lengths: Lengths, steps: int) -> None:
+        self.costs, self.layout, self.lengths, self.steps = costs, layout, lengths, steps
+        self.engines = [_Engine() for _ in range(layout.engines)]
+        self.now, self.version, self.announced = 0.0, 0, 0
+        self.queue: deque[_Work] = deque()
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.numbers = itertools.count()
+        self.left: dict[int, int] = {}  # pieces of a batch that are not done
+        self.batches: dict[int, np.ndarray] = {}
+        self.waiting: int | None = None  # the batch that the trainer waits for
+        self.asked: list[float] = []
+        self.worked: list[float] = []
+        self.ages: list[list[tuple[float, int, float]]] = [[] for _ in range(steps)]  # (mean, most, tokens) of a piece
+        self.changes = [(0.0, 0.0)]  # (when a version came, the integral of the version over time until then)
+        self.busy_at: list[float] = []
+
+    def run(self) -> Forecast:
+        self._ask(0)
+        while self.events:
+            self.now, _, happens = heapq.heappop(self.events)
+            happens()
+        # Until every batch that is trained on was begun behind another one; the last ones have none behind them.
+        first, last = min(2 * self.layout.staleness + 1, self.steps - 1), self.steps - self.layout.staleness
+        last = max(last, first + 1)
+        seconds = (self.asked[last] - self.asked[first]) / (last - first)
+        work = sum(self.worked[first:last]) / (last - first)
+        busy = (self.busy_at[last] - self.busy_at[first]) / (last - first) / len(self.engines)
+        ages = [each for step in self.ages[first:last] for each in step]
+        tokens = sum(count for *_, count in ages)
+        mean = sum(age * count for age, _, count in ages) / max(tokens, 1)
+        return Forecast(self.layout, seconds, 1 - work / seconds, 1 - busy / seconds, mean, max(a[1] for a in ages))
+
+    def _at(self, when: float, happens: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (when, next(self.numbers), happens))
+
+    # -- the trainer ---------------------------------------------------------------------------------------------
+
+    def _ask(self, step: int) -> None:
+        self.asked.append(self.now)
+        self.busy_at.append(sum(engine.busy for engine in self.engines))
+        if step == self.steps:
+            return
+        while self.announced <= min(step + self.layout.staleness, self.steps - 1):
+            self._announce(self.announced)
+            self.announced += 1
+        self.waiting = step
+        self._begin_work()
+        self._train_if_ready()
+
+    def _announce(self, number: int) -> None:
+        batch = self.batches[number] = self.lengths(number)
+        count = len(self.engines)
+        size = 1 if self.layout.partial else -(-len(batch) // (count * self.layout.shares if count > 1 else 1))
+        pieces = [batch[start : start + size] for start in range(0, len(batch), size)]
+        self.left[number] = len(pieces)
+        self.queue.extend(_Work(number, piece) for piece in pieces)
+
+    def _train_if_ready(self) -> None:
+        step = self.waiting
+        if step is None or self.left[step]:
+            return
+        self.waiting = None
+        seconds = _learn_seconds(self.batches.pop(step), self.costs, self.layout)
+        self.worked.append(seconds)
+        self._at(self.now + seconds, lambda: self._trained(step))
+
+    def _trained(self, step: int) -> None:
+        when, integral = self.changes[-1]
+        self.changes.append((self.now, integral + self.version * (self.now - when)))
+        self.version += 1
+        if self.layout.partial:
+            for engine in self.engines:
+                self._take_weights(engine)
+        self._ask(step + 1)
+
+    def _mean_version(self, begun: float, ended: float) -> float:
+        """Of the weights over a time, where an engine takes each version at once."""
+        if ended <= begun:
+            return float(self.version)
+        times, integrals = zip(*self.changes)
+
+        def until(when: float) -> float:
+            place = int(np.searchsorted(times, when, side="right")) - 1
+            return integrals[place] + place * (when - times[place])
+
+        return (until(ended) - until(begun)) / (ended - begun)
+
+    # -- engines -------------------------------------------------------------------------------------------------
+
+    def _begin_work(self) -> None:
+        if self.layout.partial:
+            self._stream()
+            return
+        for engine in self.engines:
+            if self.queue and engine.free:
+                self._begin_piece(engine, self.queue.popleft())
+
+    def _begin_piece(self, engine: _Engine, piece: _Work) -> None:
+        loading = self.costs.load if engine.held != self.version else 0.0
+        engine.held, engine.free = self.version, False
+        piece.version = self.version
+        seconds = loading + generate_seconds(piece.lengths, self.costs)
+        self._at(self.now + seconds, lambda: self._piece_done(engine, piece, seconds))
+
+    def _piece_done(self, engine: _Engine, piece: _Work, seconds: float) -> None:
+        engine.free, engine.busy = True, engine.busy + seconds
+        age = piece.batch - piece.version
+        self._done(piece, age, age)
+        if self.queue:
+            self._begin_piece(engine, self.queue.popleft())
+
+    def _done(self, work: _Work, mean: float, most: int) -> None:
+        self.ages[work.batch].append((mean, most, float(work.lengths.sum())))
+        self.left[work.batch] -= 1
+        self._train_if_ready()
+
+    # -- engines that take prompt after prompt -------------------------------------------------------------------
+
+    def _stream(self) -> None:
+        """Each prompt to the engine with the fewest responses, while one has room."""
+        room = [(len(engine.ends), place) for place, engine in enumerate(self.engines)]
+        heapq.heapify(room)
+        changed = set()
+        while self.queue and room:
+            active, place = room[0]
+            work = self.queue[0]
+            if active and active + work.lengths.size > self.costs.slots:
+                break
+            self.queue.popleft()
+            self._add(self.engines[place], work)
+            changed.add(place)
+            heapq.heapreplace(room, (len(self.engines[place].ends), place))
+        for place in changed:
+            self._next_end(self.engines[place])
+
+    def _advance(self, engine: _Engine) -> None:
+        """To now: tokens and working time."""
+        seconds = self.now - engine.clock
+        if seconds <= 0:
+            return  # it is at something that takes until `clock`
+        if engine.ends:
+            engine.tokens += seconds / self._pace(engine)
+            engine.busy += seconds
+        engine.clock = self.now
+
+    def _pace(self, engine: _Engine) -> float:
+        return self.costs.token + self.costs.row * len(engine.ends)
+
+    def _pause(self, engine: _Engine, seconds: float) -> None:
+        engine.clock = max(engine.clock, self.now) + seconds
+        engine.busy += seconds
+
+    def _take_weights(self, engine: _Engine) -> None:
+        self._advance(engine)
+        self._pause(engine, self.costs.load)
+        self._next_end(engine)
+
+    def _add(self, engine: _Engine, work: _Work) -> None:
+        self._advance(engine)
+        work.begun, work.version, work.left = self.now, self.version, work.lengths.size
+        self._pause(engine, self.costs.prompt * len(work.lengths))
+        for length in work.lengths.ravel():
+            heapq.heappush(engine.ends, (engine.tokens + float(length), next(self.numbers), work))
+
+    def _next_end(self, engine: _Engine) -> None:
+        engine.epoch += 1
+        if engine.ends:
+            epoch = engine.epoch
+            left = max(0.0, engine.ends[0][0] - engine.tokens)
+            self._at(max(engine.clock, self.now) + left * self._pace(engine), lambda: self._ended(engine, epoch))
+
+    def _ended(self, engine: _Engine, epoch: int) -> None:
+        if epoch != engine.epoch:
+            return  # something came in between
+        self._advance(engine)
+        first = engine.ends[0][0]
+        engine.tokens = first
+        while engine.ends and engine.ends[0][0] <= first:
+            work = heapq.heappop(engine.ends)[2]
+            work.left -= 1
+            if not work.left:
+                mean = work.batch - self._mean_version(work.begun, self.now)
+                self._done(work, mean, work.batch - work.version)
+        self._stream()
+        self._next_end(engine)
+
+
+# -- lengths of responses ----------------------------------------------------------------------------------------
+
+
+def drawn_from(found: Sequence[int], prompts: int, samples: int, seed: int = 0) -> Lengths:
+    """Batches drawn from lengths that a run had."""
+    found = np.asarray(found)
+    return lambda number: np.random.default_rng((seed, number)).choice(found, (prompts, samples))
+
+
+def long_tailed(mean: float, spread: float, longest: int, prompts: int, samples: int, seed: int = 0) -> Lengths:
+    """Log-normal lengths: spread is the standard deviation of the logarithm; those above `longest` are cut off."""
+
+    def lengths(number: int) -> np.ndarray:
+        draw = np.random.default_rng((seed, number))
+        drawn = draw.lognormal(np.log(mean) - spread**2 / 2, spread, (prompts, samples))
+        return np.clip(np.rint(drawn), 1, longest).astype(int)
+
+    return lengths
+
+
+# -- the best division -------------------------------------------------------------------------------------------
+
+
+def layouts(gpus: int, stalenesses: Iterable[int] = (0, 1, 2)) -> list[Layout]:
+    """Colocated, and the divisions of some GPUs by eighths."""
+    parts = sorted({max(1, gpus * eighth // 8) for eighth in range(1, 8)} - {gpus})
+    return [Layout(gpus)] + [Layout(part, gpus - part, staleness) for part in parts for staleness in stalenesses]
+
+
+def best(costs: Costs, tried: Sequence[Layout], lengths: Lengths, steps: int = 12) -> list[Forecast]:
+    """Forecasts of layouts, the quickest first; of equally quick ones (2 %) the least stale."""
+    found = [simulate(costs, layout, lengths, steps) for layout in tried]
+    return sorted(found, key=lambda each: (round(np.log(each.step_seconds) / 0.02), each.layout.staleness))
