@@ -26,12 +26,16 @@ MAX_WIDTH = 1400  # pixels; wide cells stand in fewer columns
 
 
 def score_text(record: Mapping[str, Any]) -> str:
-    """Reward and its components in one short line, without those that did not apply."""
+    """Reward, gold and the reward's components in one short line, without those that did not apply; a sole component
+    that is the reward itself is not said twice."""
     reward = record.get("reward")
     if not record.get("valid", True) or not isinstance(reward, int | float):
         return "no valid reward"
-    applied = [(name, value) for name, value in (record.get("components") or {}).items() if value == value]
-    parts = [f"{name} {value:.3g}" for name, value in applied]
+    applied = {name: value for name, value in (record.get("components") or {}).items() if value == value}
+    gold = {"gold": applied.pop("gold")} if "gold" in applied else {}
+    if [f"{value:.3f}" for value in applied.values()] == [f"{reward:.3f}"]:
+        applied = {}
+    parts = [f"{name} {value:.3g}" for name, value in (gold | applied).items()]
     return "  ".join([f"{reward:.3f}", *parts])
 
 

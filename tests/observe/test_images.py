@@ -67,6 +67,9 @@ def test_words_under_a_picture():
     from PIL import ImageFont
 
     assert score_text({"reward": 0.25, "components": {"ocr": 1.0}}) == "0.250  ocr 1"
+    assert score_text({"reward": 0.25, "components": {"match": 0.25, "gold": 0.9}}) == "0.250  gold 0.9"
+    two = {"reward": 0.5, "components": {"match": 0.25, "form": 0.25, "gold": 0.9}}
+    assert score_text(two) == "0.500  gold 0.9  match 0.25  form 0.25"
     assert score_text({"reward": 0.25, "valid": False}) == "no valid reward"
     lines = wrap("word " * 100, ImageFont.load_default(12), 120, 2)
     assert len(lines) == 2 and lines[-1].endswith("…")
