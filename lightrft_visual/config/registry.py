@@ -17,6 +17,7 @@ Entries of the package name their code as 'module:attribute', which is imported 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from .choice import Choice, Registry, load_target
 
@@ -120,14 +121,14 @@ class Engine(Choice):
     """target: a function of (RunConfig, Checkpoint, the actor's TrainEngine) to a `rollout.engine.RolloutEngine`.
 
     tensor_parallel: whether engine_tp_size may be above 1. check: 'module:function' of
-    (RunConfig, Checkpoint) that refuses settings before any model is loaded. worker: 'module:function' of the same to
-    an engine with weights of its own, for a process beside the trainer's (placement split). adapters_alone: whether
-    that one, with LoRA, takes the adapters alone, by the names that the trainer's model has for them.
+    (RunConfig, Checkpoint) that refuses settings before any model is loaded. worker: a function of the same, or
+    'module:function', to an engine with weights of its own, for a process beside the trainer's (placement split).
+    adapters_alone: whether that one, with LoRA, takes the adapters alone, by the names of the trainer's model.
     """
 
     tensor_parallel: bool = False
     check: str | None = field(default=None, repr=False)
-    worker: str | None = field(default=None, repr=False)
+    worker: Any = field(default=None, repr=False)
     adapters_alone: bool = field(default=False, repr=False)
 
     def check_settings(self, *arguments: object) -> None:

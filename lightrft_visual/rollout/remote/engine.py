@@ -178,4 +178,5 @@ def check_remote(config: RunConfig) -> None:
 def worker_engine(config: RunConfig) -> RolloutEngine:
     """The engine of a worker, in its process."""
     checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
-    return load_target(registry.engines[config.rollout.engine_type].worker)(config, checkpoint)
+    made_by = registry.engines[config.rollout.engine_type].worker
+    return (load_target(made_by) if isinstance(made_by, str) else made_by)(config, checkpoint)
