@@ -58,6 +58,11 @@ class Workers:
         if failure is not None:
             raise failure
 
+    def measured(self, waited: float, begun: Iterable[list[Future]]) -> dict[str, float]:
+        """What `RemoteEngine.measured` says; begun: batches that are under way."""
+        full = sum(all(future.done() for future in futures) for futures in begun)
+        return {"idle_trainer": waited, "idle_engines": 1 - self.pool.busy_share(), "buffer_level": float(full)}
+
     def close(self) -> None:
         """End the workers."""
         self.pool.close()
@@ -80,7 +85,7 @@ class RemoteEngine:
     def __init__(self, workers: Workers, adapters_alone: bool = False, ahead: bool = False) -> None:
         self.workers, self.adapters_alone, self.ahead = workers, adapters_alone, ahead
         self.policies: dict[int, int] = {}  # version of the weights -> policy version
-        self.waited, self._asked = 0.0, time.perf_counter()
+        self.waited = 0.0
         self._begun: dict[tuple[int, ...], list[Future]] = {}  # by the prompts' seeds
 
     @classmethod
@@ -135,12 +140,7 @@ class RemoteEngine:
         """Since the last call: `idle_trainer`, seconds that it waited for rollouts begun before; `idle_engines`, the
         share of the workers' time without work; and `buffer_level`, batches that are finished and wait."""
         waited, self.waited = self.waited, 0.0
-        full = sum(all(future.done() for future in futures) for futures in self._begun.values())
-        return {
-            "idle_trainer": waited,
-            "idle_engines": 1 - self.workers.pool.busy_share(),
-            "buffer_level": float(full),
-        }
+        return self.workers.measured(waited, self._begun.values())
 
     def update_weights(self, named_tensors: Iterable[tuple[str, T]]) -> None:
         """Give every worker the next version; see `Workers.update`."""

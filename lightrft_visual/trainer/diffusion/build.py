@@ -92,7 +92,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
         engine=engine,
         algorithm=algorithm,
         loss=algorithm.load()(config),
-        maker=DiffusionExperienceMaker(drawing, rewards, config.algorithm, timer),
+        maker=DiffusionExperienceMaker(drawing, rewards, config.algorithm, timer, config.asynchronous.max_staleness),
         prompts=prompts,
         evaluation=_evaluation(config, model, eval_prompts, rewards, gold),
         loop=LoopSettings(total_steps, config.output, config.train, resume_folder, fingerprinted, config.guard),

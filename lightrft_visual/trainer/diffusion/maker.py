@@ -77,6 +77,7 @@ class DiffusionExperienceMaker:
     rewards: RewardComputationEngine
     algorithm: DiffusionAlgorithmConfig
     timer: PhaseTimer | None = None
+    max_staleness: int = 0  # 0 looks at no sample's age
 
     def make(self, rows: DrawingBatch, step: int) -> DrawnExperience:
         """Experience of one step's rows; `step` is the policy's version, by which noise is drawn. A collective."""
@@ -90,7 +91,17 @@ class DiffusionExperienceMaker:
             part = slice(start, start + len(each.media))
             experiences.append(scored_experience(each, rows.select(part), rewards_at(scored, part), step))
             start = part.stop
-        return DrawnExperience(experiences, media, scored.counts | self._advantages(experiences, scored))
+        counts = scored.counts | self._leave_out_stale(experiences, step)
+        return DrawnExperience(experiences, media, counts | self._advantages(experiences, scored))
+
+    def _leave_out_stale(self, experiences: list[ExperienceDiffusion], step: int) -> dict[str, float]:
+        """Samples of a policy that is more than `max_staleness` versions old become invalid; their share."""
+        if not self.max_staleness:
+            return {}
+        stale = [step - each.policy_version > self.max_staleness for each in experiences]
+        for each, old in zip(experiences, stale):
+            each.valid = each.valid & ~old
+        return {"dropped_stale_share": torch.cat(stale).float().mean().item()}
 
     def experiences_of(self, batch: PromptBatch, step: int, **generate_kwargs: Any) -> list[ExperienceDiffusion]:
         """`make` for prompts with ids. Raises ConfigError for generation arguments: the sampler has its settings."""
@@ -157,8 +168,9 @@ def rewards_at(output: RewardOutput, part: slice) -> RewardOutput:
 
 def scored_experience(drawn: Sampled, rows: DrawingBatch, scored: RewardOutput, step: int) -> ExperienceDiffusion:
     """The experience of one micro-batch; advantages are still to come."""
+    version = step if drawn.policy_version is None else drawn.policy_version
     experience = experience_of(
-        drawn.result, drawn.conditions, group_id=rows.group_ids, sample_id=rows.sample_ids, policy_version=step
+        drawn.result, drawn.conditions, group_id=rows.group_ids, sample_id=rows.sample_ids, policy_version=version
     )
     experience.valid = scored.valid
     experience.info |= {"reward": scored.score, "reward_metrics": scored.components}

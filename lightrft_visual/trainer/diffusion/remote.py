@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -27,15 +28,39 @@ T = torch.Tensor
 
 @dataclass
 class RemoteDrawing(DiffusersEngine):
-    """The `diffusers` engine once in each worker. `sampling` is the trainer's own, for evaluations."""
+    """The `diffusers` engine once in each worker. `sampling` is the trainer's own, for evaluations.
+
+    ahead: batches that are begun before they are asked for.
+    """
 
     workers: Workers | None = None
+    ahead: int = 0
+    waited: float = 0.0
+    _policies: dict[int, int] = field(default_factory=dict)  # version of the weights -> policy version
+    _begun: dict[int, list[Future]] = field(default_factory=dict)  # by step
 
     def generate(self, rows: DrawingBatch, step: int) -> list[Sampled]:
-        """Rollouts by micro-batch, in the order of the rows, on the trainer's device."""
-        return self.collect(self.begin(rows, step))[0]
+        """Rollouts by micro-batch, in the order of the rows, on the trainer's device; of a step that was begun, those
+        that come of it."""
+        begun = self._begun.pop(step, None)
+        if begun is None:
+            return self._collect(self._begin(rows, step))
+        asked = time.perf_counter()
+        made = self._collect(begun)
+        self.waited += time.perf_counter() - asked
+        return made
 
-    def begin(self, rows: DrawingBatch, step: int) -> list[Future]:
+    def announce(self, step: int, rows: Callable[[], DrawingBatch]) -> None:
+        """Begin on a step, unless that was done, with whatever weights are there until it is asked for."""
+        if step not in self._begun:
+            self._begun[step] = self._begin(rows(), step)
+
+    def measured(self) -> dict[str, float]:
+        """See `RemoteEngine.measured`."""
+        waited, self.waited = self.waited, 0.0
+        return self.workers.measured(waited, self._begun.values())
+
+    def _begin(self, rows: DrawingBatch, step: int) -> list[Future]:
         """Hand the rows to the workers, in pieces of whole micro-batches."""
         size, count = self.sampling.settings.micro_batch_size, len(self.workers.pool.workers)
         batches = math.ceil(len(rows) / size)
@@ -43,26 +68,28 @@ class RemoteDrawing(DiffusersEngine):
         pieces = [rows.select(slice(start, start + each)) for start in range(0, len(rows), each)]
         return [self.workers.pool.submit(piece, step) for piece in pieces]
 
-    def collect(self, begun: list[Future]) -> tuple[list[Sampled], list[int]]:
-        """(micro-batches, the version of the weights that drew each) of what `begin` has begun."""
+    def _collect(self, begun: list[Future]) -> list[Sampled]:
         device = self.sampling.model.policy.device
-        made, versions = [], []
+        made = []
         for future in begun:
             part, version = future.result()
-            made += [_moved(each, device) for each in part]
-            versions += [version] * len(part)
-        return made, versions
+            drawn_by = self._policies.get(version, 0) if self.ahead else None
+            made += [replace(_moved(each, device), policy_version=drawn_by) for each in part]
+        return made
 
-    def hand_over(self, at_once: bool = True) -> None:
+    def hand_over(self, policy_version: int) -> None:
         """The workers get the weights that rollouts are drawn with: the old policy's where there is one."""
         with self.old.swapped() if self.old is not None else nullcontext():
-            self.workers.update(trained_weights(self.sampling.model.policy), at_once)
+            self.workers.update(trained_weights(self.sampling.model.policy), at_once=not self.ahead)
+        self._policies[self.workers.version] = policy_version
 
 
 def remote_drawing(config: DiffusionRunConfig, local: DiffusersEngine, path: str) -> RemoteDrawing:
     """The engine of a run with placement split. path: of the pipeline, which the workers read too."""
     blueprint = Blueprint(f"{__name__}:WorkerDrawing", (config, path), torch.get_num_threads(), config.plugins)
-    return RemoteDrawing(local.sampling, local.n_samples_per_prompt, local.old, Workers(config, blueprint))
+    ahead = config.asynchronous.ahead
+    workers = Workers(config, blueprint, turns=ahead + 2)
+    return RemoteDrawing(local.sampling, local.n_samples_per_prompt, local.old, workers, ahead)
 
 
 def check_remote(config: DiffusionRunConfig) -> None:

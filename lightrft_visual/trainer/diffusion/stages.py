@@ -90,11 +90,15 @@ class ImageSettings:
 
 @dataclass
 class Sampled:
-    """One micro-batch as drawn: result of the sampler, its conditions, decoded media (B, 3, …) in 0..1 on the host."""
+    """One micro-batch as drawn: result of the sampler, its conditions, decoded media (B, 3, …) in 0..1 on the host.
+
+    policy_version: of the weights that drew it, where that may not be the present one.
+    """
 
     result: Any
     conditions: dict[str, T]
     media: T
+    policy_version: int | None = None
 
 
 class DiffusionSampling:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ...strategy.seeding import derive_seed
 from ...strategy.start_up import say
 from ..loop import Evaluated, PolicyTrainer, StepData
 from ..stage_metrics import add_stage_metrics
+from ..staleness import add_ages
 from .evaluation import SHEET_IMAGES
 from .maker import DrawnExperience
 from .parts import DiffusionParts
@@ -49,6 +51,7 @@ class DiffusionTrainer(PolicyTrainer):
                 parts.engine, sampling, parts.loss, parts.differentiable, train.seed, train.micro_train_batch_size
             )
         self.updates = 0
+        self.ahead = parts.config.asynchronous.ahead
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -66,7 +69,7 @@ class DiffusionTrainer(PolicyTrainer):
 
     def _hand_over(self) -> None:
         if isinstance(self.maker.engine, RemoteDrawing):
-            self.maker.engine.hand_over()
+            self.maker.engine.hand_over(self.step)
 
     def close(self) -> None:
         """Release the rollout and reward workers."""
@@ -87,8 +90,9 @@ class DiffusionTrainer(PolicyTrainer):
         if self.parts.pairs is not None:
             with self.timer.phase("encode"):
                 return StepData(self.parts.pairs.make(self.step, seed))
-        per_rank = total // collectives.world_size()
-        rows = k_repeat_prompts(self.parts.prompts, per_rank, sampling.n_samples_per_prompt, seed)
+        rows = self._rows(self.step)
+        for later in range(self.step, min(self.step + self.ahead + 1, self.settings.total_steps)) if self.ahead else ():
+            self.maker.engine.announce(later, partial(self._rows, later))
         weights = self.maker.rewards.refresh_weights()
         made = self.maker.make(rows, self.step)
         data = StepData(made.experiences, records=self._records_of(rows, made))
@@ -97,8 +101,22 @@ class DiffusionTrainer(PolicyTrainer):
         for name, weight in weights.items():
             data.metrics.add(f"reward_weight/{name}", weight)
         add_stage_metrics(data.metrics, made.metrics)
+        if self.ahead:
+            self._add_staleness(data)
         self._watch(data.metrics, rows, made.media)
         return data
+
+    def _rows(self, step: int) -> DrawingBatch:
+        """This rank's rows of a step."""
+        seed = derive_seed(self.config.train.seed, "k_repeat", step)
+        per_rank = self._samples_a_step() // collectives.world_size()
+        return k_repeat_prompts(self.parts.prompts, per_rank, self.config.sampling.n_samples_per_prompt, seed)
+
+    def _add_staleness(self, data: StepData) -> None:
+        ages = self.step - torch.cat([each.policy_version for each in data.batches])
+        add_ages(data.metrics, ages, torch.ones_like(ages, dtype=torch.bool), self.config.asynchronous.max_staleness)
+        for name, value in self.maker.engine.measured().items():
+            data.metrics.add(name, value)
 
     def _watch(self, metrics: MetricsAccumulator, rows: DrawingBatch, media: torch.Tensor) -> None:
         """What the guard reads of the images of a step, where it looks."""
@@ -146,7 +164,7 @@ class DiffusionTrainer(PolicyTrainer):
 
     def _context(self, on_policy: bool = False) -> LossContext:
         seed = derive_seed(self.config.train.seed, "loss", self.step, self.updates)
-        return LossContext(self.engine, self.parts.policy, self.parts.old, seed, on_policy)
+        return LossContext(self.engine, self.parts.policy, self.parts.old, seed, on_policy and not self.ahead)
 
     def _finish_update(self, result: StepResult, metrics: MetricsAccumulator) -> None:
         self.updates += 1

@@ -10,6 +10,7 @@ from ...batches.experience import Experience
 from ...batches.prompts import PromptBatch
 from ...batches.rollouts import Rollout
 from ...observe.metrics import MetricsAccumulator
+from ..staleness import add_ages
 
 
 class RolloutsAhead:
@@ -52,14 +53,7 @@ def leave_out_stale(rollouts: Sequence[Rollout], version: int, most: int) -> dic
 
 
 def add_staleness(metrics: MetricsAccumulator, experiences: Sequence[Experience], version: int, most: int) -> None:
-    """`staleness_mean`, `staleness_max`, and `staleness_0` to `staleness_<most>`, the share of tokens of each age; the
-    last one holds those that are older too."""
+    """The ages of all tokens; see `add_ages`."""
     for each in experiences:
-        if each.token_versions is None:
-            continue
-        ages = (version - each.token_versions).clamp(min=0)
-        metrics.add_mean("staleness_mean", ages.float(), each.action_mask)
-        metrics.add_max("staleness_max", float(ages[each.action_mask].max()))
-        for age in range(most + 1):
-            of_age = ages == age if age < most else ages >= age
-            metrics.add_mean(f"staleness_{age}", of_age.float(), each.action_mask)
+        if each.token_versions is not None:
+            add_ages(metrics, version - each.token_versions, each.action_mask, most)
