@@ -10,6 +10,7 @@ from ..config.diffusion import DiffusionRunConfig
 from ..config.shared import PlanConfig
 from ..config.vl import RunConfig
 from ..errors import ConfigError
+from .advice import advice
 from .process import cpu, present
 from .table import Plan
 
@@ -29,7 +30,10 @@ def dry_run(config: AnyConfig) -> tuple[str, int]:
     if plan is None:
         return unknown(config), 0
     named = config.plan.plan_device is not None
-    return plan.text(), int(named and not plan.fits and not config.plan.force)
+    text = plan.text()
+    if isinstance(config, RunConfig) and (advised := advice(config, plan)):
+        text = f"{text}\n{advised}"
+    return text, int(named and not plan.fits and not config.plan.force)
 
 
 def check_fits(config: AnyConfig) -> None:

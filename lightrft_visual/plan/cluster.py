@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -172,7 +172,7 @@ class _Run:
         while self.events:
             self.now, _, happens = heapq.heappop(self.events)
             happens()
-        # Until every batch that is trained on was begun behind another one; the last ones have none behind them.
+        # At first batches do not run ahead yet, and behind the last ones there is none.
         first, last = min(2 * self.layout.staleness + 1, self.steps - 1), self.steps - self.layout.staleness
         last = max(last, first + 1)
         seconds = (self.asked[last] - self.asked[first]) / (last - first)
@@ -181,7 +181,8 @@ class _Run:
         ages = [each for step in self.ages[first:last] for each in step]
         tokens = sum(count for *_, count in ages)
         mean = sum(age * count for age, _, count in ages) / max(tokens, 1)
-        return Forecast(self.layout, seconds, 1 - work / seconds, 1 - busy / seconds, mean, max(a[1] for a in ages))
+        idle = (max(0.0, 1 - spent / seconds) for spent in (work, busy))
+        return Forecast(self.layout, seconds, *idle, mean, max(most for _, most, _ in ages))
 
     def _at(self, when: float, happens: Callable[[], None]) -> None:
         heapq.heappush(self.events, (when, next(self.numbers), happens))
@@ -356,6 +357,26 @@ def long_tailed(mean: float, spread: float, longest: int, prompts: int, samples:
         return np.clip(np.rint(drawn), 1, longest).astype(int)
 
     return lengths
+
+
+# -- costs that were measured ------------------------------------------------------------------------------------
+
+
+def measured(times: Mapping[str, float], ranks: int, lengths: Lengths, slots: int = 256) -> Costs:
+    """Costs of a colocated run from the seconds of its phases (generate, reward, forward, train, sync) on `ranks`.
+
+    What a response costs a decode step beside others cannot be told from that: all of it goes to the step.
+    """
+    batches = range(4)
+    decoding = _colocated(Costs(1.0, slots=slots), Layout(ranks), lengths, len(batches)).step_seconds
+    tokens = np.mean([lengths(number).sum() for number in batches])
+    return Costs(
+        token=float(times["generate"] / decoding),
+        slots=slots,
+        load=times["sync"],
+        learn=float((times["forward"] + times["train"]) * ranks / tokens),
+        step=times["reward"],
+    )
 
 
 # -- the best division -------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from lightrft_visual.plan.cluster import (
     drawn_from,
     layouts,
     long_tailed,
+    measured,
     simulate,
 )
 
@@ -111,6 +112,14 @@ def test_the_best_division_follows_the_costs():
     sampling = best(Costs(token=0.1, learn=1e-5, slots=64), layouts(8), batch)[0].layout
     assert learning.trainers > sampling.trainers or not learning.engines
     assert sampling.engines == 0 or sampling.engines > 4
+
+
+def test_costs_of_a_run_give_its_times_back():
+    lengths = long_tailed(60, 0.9, 500, 16, 4)
+    times = {"generate": 8.0, "reward": 0.5, "forward": 2.0, "train": 3.0, "sync": 0.25}
+    costs = measured(times, 4, lengths)
+    found = simulate(costs, Layout(4), lengths, steps=4)
+    assert found.step_seconds == pytest.approx(sum(times.values()))
 
 
 def test_layouts_that_cannot_be_are_refused():

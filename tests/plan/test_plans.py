@@ -13,6 +13,7 @@ from lightrft_visual.config.load import config_or_exit, parse_run
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.plan import check
+from lightrft_visual.plan.advice import advice, forecasts
 from lightrft_visual.plan.table import HOST, Item, Phase, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,12 +119,12 @@ def test_a_prompt_counts_once_where_a_run_computes_it_once() -> None:
 
 
 def test_ranks_that_share_a_sequence_keep_a_part_of_its_activations() -> None:
-    settings = [*SEVEN, "--init_kl_coef", "0", "--lora_rank", "16", "--micro_train_batch_size", "16"]
+    settings = [*SEVEN, "--micro_train_batch_size", "16", "--no_gradient_checkpointing"]
     plans = [plan_of(*settings, "--sp_size", size) for size in ("1", "4")]
     one, four = (
         {item.name: item.bytes for item in plan.phases[3].items}["activations of a micro-batch"] for plan in plans
     )
-    assert one / 4 < four < one / 3  # each has the embeddings of the whole row
+    assert one / 4 < four < one / 2  # each has the whole row's embeddings, a chunk of logits, one prompt's images
     hosts = [{item.name: item.bytes for item in plan.phases[3].items}["tokens of the batch"] for plan in plans]
     assert hosts[1] == 4 * hosts[0]  # the samples of all four
     assert plans[0].phases[3].seconds == plans[1].phases[3].seconds
@@ -144,6 +145,18 @@ def test_a_dry_run_shows_the_plan_and_answers_by_its_exit_code(capsys, extra: li
     shown = capsys.readouterr().out
     assert stop.value.code == code
     assert "# plan of one rank of 8 ranks (8 on a host) of h100-80gb" in shown and "# train" in shown
+
+
+def test_a_dry_run_of_several_devices_advises_a_division() -> None:
+    config = parse_run(RunConfig, [*SEVEN, "--offload_trainer"]).config
+    plan = check.plan_of(config, *check.named_device(config.plan))
+    assert advice(config, plan).startswith("division of 8 devices, simulated: colocated")
+    found = {each.layout.engines: each for each in forecasts(config, plan)}
+    planned = sum(phase.seconds for phase in plan.phases[1:])
+    assert found[0].step_seconds == pytest.approx(planned, rel=0.1)  # the costs are those of the plan
+    assert all(128 % each.layout.trainers == 0 for each in found.values())
+    config.distributed.placement = "split"
+    assert advice(config, plan) == ""
 
 
 def test_a_dry_run_of_an_unknown_model_says_so(capsys) -> None:
