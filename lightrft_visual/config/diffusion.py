@@ -239,6 +239,9 @@ class DiffusionRunConfig(Section):
             "sp_size divides the tokens of vision-language models; denoisers train on whole samples: leave it at 1",
         )
         evaluation_sampling(self)
+        data = self.data
+        held_out = (data.eval_data is not None or data.prompt_data == EMBEDDED) and data.max_eval_samples > 0
+        self.guard.check_best(self.guard.gold is not None or data.prompt_data == EMBEDDED, held_out)
         self.output.follow_ema(self.train.enable_ema)
         self.asynchronous.settle(self.distributed.split, corrected=False)
         require(

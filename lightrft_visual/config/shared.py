@@ -146,6 +146,12 @@ class GuardConfig(Section):
         )
         require(self.gold_recipe is None or self.gold_fn is None, "give gold_recipe or gold_fn, not both")
 
+    def check_best(self, gold: bool, evaluated: bool) -> None:
+        """The best checkpoint is that of the best eval_gold: a run needs gold, and held-out prompts, to have one."""
+        need = "guard.keep_best (and policy rollback) keeps the checkpoint of the best eval_gold: "
+        require(not self.keeps_best or gold, need + "name a judge by --gold_recipe or --gold_fn")
+        require(not self.keeps_best or evaluated, need + "name held-out prompts by --eval_data")
+
     @property
     def gold(self) -> RewardConfig | None:
         """How gold is scored; None where nothing is named."""

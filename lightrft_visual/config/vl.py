@@ -30,6 +30,7 @@ from .constraints import (
 from .placement import AsyncConfig
 from .shared import (
     EMBEDDED,
+    EMBEDDED_REASONING,
     AdamBetas,
     BadRows,
     BadShare,
@@ -127,6 +128,12 @@ class DataConfig(Section):
     max_image_pixels: PositiveInt = 50_000_000  # refused before decoding
     min_pixels: PositiveInt | None = None  # passed to the image processor: images are resized into [min, max] pixels
     max_pixels: PositiveInt | None = None
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether there are held-out prompts."""
+        known = self.eval_data is not None or self.prompt_data in (EMBEDDED, EMBEDDED_REASONING)
+        return known and self.max_eval_samples > 0
 
     def check(self) -> None:
         """Mixing probabilities, and the order of the sizes."""
@@ -382,6 +389,7 @@ class RunConfig(Section):
             "gradient_accumulation_steps counts micro-batches of single ranks, and with sp_size several train on one: "
             "set train_batch_size",
         )
+        self.guard.check_best(self.gold is not None, self.data.evaluated)
         self.output.follow_ema(self.train.enable_ema)
         self._check_async()
 
@@ -400,6 +408,14 @@ class RunConfig(Section):
             self.asynchronous.stale_correction == "none" or (rollout.top_p == 1 and rollout.top_k == -1),
             "stale_correction behaviour reads sampled log-probs, which top_p < 1 or top_k leave undefined",
         )
+
+    @property
+    def gold(self) -> RewardConfig | None:
+        """What `guard.gold_*` names. The embedded questions have exact answers, which are gold where another reward is
+        trained on: a reward that the run names, or the reasoning task's own."""
+        reward, embedded = self.reward, self.data.prompt_data in (EMBEDDED, EMBEDDED_REASONING)
+        other = reward.given or self.data.prompt_data == EMBEDDED_REASONING
+        return self.guard.gold or (RewardConfig(components={"exact": 1.0}) if embedded and other else None)
 
     def _check_reference(self) -> None:
         require(

@@ -72,13 +72,12 @@ class Band:
 class Parting:
     """Whether gold falls while the reward does not: both as running means, against gold's best so far.
 
-    learn: values before anything is said. width: how many standard deviations of its running mean gold must have lost;
-    least: and at least this much. smoothing 1 compares the values themselves.
+    learn: values before anything is said. width: how many standard deviations of its running mean gold must have lost.
+    smoothing 1 compares the values themselves.
     """
 
     learn: int
     width: float
-    least: float = 0.0
     smoothing: float = SMOOTHING
     seen: int = 0
     reward: float = 0.0
@@ -117,7 +116,7 @@ class Parting:
             self.start = self.gold
         if self.gold > self.best_gold:
             self.best_gold, self.best_reward, self.best_step = self.gold, self.reward, step
-        lost = self.best_gold - self.gold > max(self.width * self.noise(1), self.least, 1e-9)
+        lost = self.best_gold - self.gold > max(self.width * self.noise(1), 1e-9)
         risen = self.reward > self.best_reward - 2 * self.noise(0)
         self.apart = self.apart + 1 if lost and risen and self.seen > self.learn else 0
         return self.apart

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..config.shared import GuardConfig
 from .bands import Band, Bounds, Parting
+from .gains import Gains, Look
 
 # What is watched in each step, where a run has it.
 STEP_BANDS: dict[str, Bounds] = {
@@ -23,12 +24,11 @@ STEP_BANDS: dict[str, Bounds] = {
     "entropy": Bounds(share=0.7, high=False, soft=True),
     "kl": Bounds(share=2.0, floor=0.5, low=False, soft=True),
     "image_diversity": Bounds(share=0.4, high=False),
-    "image_colours": Bounds(share=0.25),
-    "image_edges": Bounds(share=0.35),
-    "image_brightness": Bounds(share=0.08),
+    "image_colours": Bounds(share=0.4),
+    "image_edges": Bounds(share=0.6),
+    "image_brightness": Bounds(share=0.2),
     "image_blank": Bounds(floor=0.1, low=False),
 }
-EVALUATION_LOSS = 0.05  # of gold between evaluations, which draw alike each time
 TIME = "reward/time"  # seconds, no component
 DRIFT = 1.5  # times the base's own variety: how far images may be from the base's of the same noise
 PARTING_WIDTH = 4.0  # standard deviations of a running mean whose best is a maximum over many steps
@@ -52,43 +52,46 @@ class Alarm:
 
 
 class Guard:
-    """Bands over the metrics of steps, partings of gold and of reward components; best: (gold, step) of evaluations."""
+    """Bands over the metrics of steps, gains of reward and gold, partings of reward components; best: (gold, step) of
+    evaluations."""
 
     def __init__(self, config: GuardConfig):
         self.config = config
         self.bands: dict[str, Band] = {}
         self.partings: dict[str, Parting] = {}
+        self.gains = {"gold": Gains(paired=False, base=config.learn_steps), "eval_gold": Gains(paired=True)}
         self.raised: set[str] = set()  # signals that are outside and have been told
         self.best: tuple[float, int] | None = None
         self.base_diversity = math.nan
 
     # -- what is read --------------------------------------------------------------------------------------------
 
-    def after_step(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
-        """The alarms of a training step's metrics. A value that is missing or not finite is not looked at."""
+    def after_step(self, step: int, metrics: Mapping[str, float], look: Look | None = None) -> list[Alarm]:
+        """The alarms of a training step's metrics, and of reward and gold of its groups where gold scored them. A value
+        that is missing or not finite is not looked at."""
         if not self.config.watch:
             return []
         reward, alarms = _finite(metrics, "reward_mean"), []
         if reward is not None:
             alarms += self._component_partings(step, reward, metrics)
-            risen = self._part(step, "gold", reward, _finite(metrics, "gold"), alarms)
-            risen = self._reward_risen(step, reward) if risen is None else risen
+            alarms += self._compared(step, "gold", look)
+            risen = self._reward_risen(step, reward)
+            if self.has_gold:
+                risen = any(each.risen() for each in self.gains.values())
             for name, bounds in STEP_BANDS.items():
                 value = _finite(metrics, name)
                 if value is not None:
                     self._look(step, name, value, bounds, risen, alarms)
         return alarms
 
-    def after_evaluation(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
-        """The alarms of an evaluation; `best` follows `eval_gold`."""
-        gold, reward, alarms = _finite(metrics, "eval_gold"), _finite(metrics, "eval_reward"), []
+    def after_evaluation(self, step: int, metrics: Mapping[str, float], look: Look | None = None) -> list[Alarm]:
+        """The alarms of an evaluation, and of reward and gold of its prompts; `best` follows `eval_gold`."""
+        gold = _finite(metrics, "eval_gold")
         if gold is not None and (self.best is None or gold > self.best[0]):
             self.best = (gold, step)
         if not self.config.watch:
             return []
-        if gold is not None and reward is not None:
-            parting = self.partings.setdefault("eval_gold", Parting(1, 0.0, EVALUATION_LOSS, smoothing=1.0))
-            self._tell_parting(step, "eval_gold", parting, parting.see(step, reward, gold), alarms)
+        alarms = self._compared(step, "eval_gold", look)
         own, drift = _finite(metrics, "eval_image_diversity"), _finite(metrics, "eval_drift")
         if own is not None and math.isnan(self.base_diversity):
             self.base_diversity = own
@@ -104,13 +107,25 @@ class Guard:
 
     # -- signals -------------------------------------------------------------------------------------------------
 
-    def _part(self, step: int, name: str, reward: float, gold: float | None, alarms: list[Alarm]) -> bool | None:
-        """Whether gold has risen since the start, None where there is none; alarms get its parting."""
-        if gold is None:
-            return None
-        parting = self.partings.setdefault(name, Parting(self.config.learn_steps, PARTING_WIDTH))
-        self._tell_parting(step, name, parting, parting.see(step, reward, gold), alarms)
-        return parting.risen()
+    @property
+    def has_gold(self) -> bool:
+        """Whether any step or evaluation was scored by gold."""
+        return any(each.first for each in self.gains.values())
+
+    def _compared(self, step: int, name: str, look: Look | None) -> list[Alarm]:
+        """Gold of evaluations or of steps that parted from the reward."""
+        alarms: list[Alarm] = []
+        parted = None if look is None else self.gains[name].see(look)
+        if parted is not None:
+            (old_reward, reward), (old_gold, gold) = parted.reward, parted.gold
+            text = (
+                f"{name} went from {old_gold:.3g} (step {parted.start}) to {gold:.3g}, the reward from "
+                f"{old_reward:.3g} to {reward:.3g}"
+            )
+            self._raise(step, name, gold, (old_gold, math.inf), True, alarms, parted.since, text)
+        elif look is not None:
+            self.raised.discard(name)
+        return alarms
 
     def _component_partings(self, step: int, reward: float, metrics: Mapping[str, float]) -> list[Alarm]:
         """A part of the reward that falls while the whole rises: another part pays for it."""
@@ -124,8 +139,10 @@ class Guard:
         return alarms
 
     def _reward_risen(self, step: int, reward: float) -> bool:
-        """As `_part`'s answer, of the reward itself."""
-        return bool(self._part(step, "reward_mean", reward, reward, []))
+        """Whether the reward has risen for certain since the start."""
+        parting = self.partings.setdefault("reward_mean", Parting(self.config.learn_steps, PARTING_WIDTH))
+        parting.see(step, reward, reward)
+        return parting.risen()
 
     def _tell_parting(self, step: int, name: str, parting: Parting, apart: int, alarms: list[Alarm]) -> None:
         text = (
@@ -170,6 +187,7 @@ class Guard:
         return {
             "bands": {name: {"values": band.values, "outside": band.outside} for name, band in self.bands.items()},
             "partings": {name: asdict(parting) for name, parting in self.partings.items()},
+            "gains": {name: each.state_dict() for name, each in self.gains.items()},
             "raised": sorted(self.raised),
             "best": list(self.best) if self.best is not None else None,
             "base_diversity": self.base_diversity,
@@ -187,6 +205,8 @@ class Guard:
             name: Parting(**{key: tuple(value) if key in pairs else value for key, value in kept.items()})
             for name, kept in state["partings"].items()
         }
+        for name, kept in state.get("gains", {}).items():  # checkpoints of earlier versions have none
+            self.gains[name].load_state_dict(kept)
         self.raised = set(state["raised"])
         self.best = (float(state["best"][0]), int(state["best"][1])) if state["best"] is not None else None
         self.base_diversity = float(state["base_diversity"])

@@ -22,7 +22,7 @@ from .sinks import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, Wand
 
 logger = logging.getLogger(__name__)
 
-ALARMS = "alarms.jsonl"
+ALARMS, LOOKS = "alarms.jsonl", "gold.jsonl"
 STEP_FILE = re.compile(r"(?:eval_)?step_(\d+)\.jsonl$")
 SHEET_FOLDER = re.compile(r"eval_epoch_(\d+)$")
 
@@ -116,6 +116,11 @@ class RunRecorder:
         if self.active:
             append_line(self.folder / ALARMS, to_json({**alarm, "step": step}) + "\n")
 
+    def log_look(self, step: int, look: Mapping[str, Any]) -> None:
+        """One line of gold.jsonl: reward and gold of each prompt, as the guard reads them."""
+        if self.active:
+            append_line(self.folder / LOOKS, to_json({**look, "step": step}) + "\n")
+
     def save_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
         """rollouts/step_000012.jsonl; see `rollouts.py` for the records. Images become files beside it."""
         return self._save_records(f"step_{step:06d}.jsonl", step, records)
@@ -138,10 +143,10 @@ class RunRecorder:
             return
         for sink in dict.fromkeys([*self._sinks, *self._eval_sinks]):
             sink.cut_back(step)
-        alarms = self.folder / ALARMS
-        if alarms.exists():
-            kept = [to_json(alarm) + "\n" for alarm in read_jsonl(alarms) if alarm["step"] <= step]
-            write_atomic(alarms, "".join(kept))
+        for path in (self.folder / ALARMS, self.folder / LOOKS):
+            if path.exists():
+                kept = [to_json(line) + "\n" for line in read_jsonl(path) if line["step"] <= step]
+                write_atomic(path, "".join(kept))
         for path in sorted(self.rollout_folder.glob("*.jsonl")):
             match = STEP_FILE.match(path.name)
             if match and int(match.group(1)) > step:

@@ -11,13 +11,14 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config.shared import GuardConfig
 from ..config.vl import OutputConfig, TrainConfig
 from ..errors import ConfigError, NonFiniteError, StoppedBySignal
+from ..guard.gains import Look
 from ..guard.watch import Alarm, Guard
 from ..observe.console import RunConsole
 from ..observe.metrics import MetricsAccumulator
@@ -51,19 +52,23 @@ class StepData:
     """One step on this rank, from `collect` to `learn` and the outputs.
 
     batches: what is trained on, in micro-batches. metrics: of this step; every stage adds its own, and the loop reduces
-    them over ranks. records: of the rollouts that people are shown, the same on every rank.
+    them over ranks. records: of the rollouts that people are shown; look: reward and gold of each group, where gold
+    scored them; both the same on every rank.
     """
 
     batches: list[Any]
     metrics: MetricsAccumulator = field(default_factory=MetricsAccumulator)
     records: list[Record] = field(default_factory=list)
+    look: Look | None = None
 
 
 class Evaluated(NamedTuple):
-    """An evaluation's metrics, the same on every rank, and the records of the rollouts to show; both may be empty."""
+    """An evaluation's metrics and the records of the rollouts to show, both may be empty; reward and gold of each
+    prompt where there is gold. The same on every rank."""
 
     metrics: dict[str, float]
     records: list[Record]
+    look: Look | None = None
 
 
 @contextmanager
@@ -229,11 +234,12 @@ class PolicyTrainer(ABC):
         if self.settings.output.save_trajectories:
             self.recorder.save_rollouts(self.step, data.records)
             self.console.samples(self.step, data.records)
-        self._tell(self.guard.after_step(self.step, metrics))
+        self._keep_look("step", data.look)
+        self._tell(self.guard.after_step(self.step, metrics, data.look))
 
     def _evaluate(self) -> None:
         with self.timer.phase("eval"):
-            self.latest_eval, records = self.evaluate()
+            self.latest_eval, records, look = self.evaluate()
             self.evaluated_step = self.step
         self.state.check_metrics(self.latest_eval)
         if not self.latest_eval:
@@ -241,7 +247,8 @@ class PolicyTrainer(ABC):
         self.recorder.save_eval_rollouts(self.step, records)
         self.recorder.log_eval(self.step, self.latest_eval)
         self.console.evaluation(self.step, self.latest_eval)
-        alarms = self.guard.after_evaluation(self.step, self.latest_eval)
+        self._keep_look("evaluation", look)
+        alarms = self.guard.after_evaluation(self.step, self.latest_eval, look)
         if self.settings.guard.keeps_best:
             self._keep_best()
         self._tell(alarms)
@@ -258,6 +265,10 @@ class PolicyTrainer(ABC):
         if self.guard.best[1] == self.step:
             with self.timer.phase("save"):
                 self.state.save_best()
+
+    def _keep_look(self, kind: str, look: Look | None) -> None:
+        if look is not None:
+            self.recorder.log_look(self.step, {"kind": kind, **asdict(look)})
 
     def _tell(self, alarms: list[Alarm]) -> None:
         """Warn; by policy the run ends after this step."""

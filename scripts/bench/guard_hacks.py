@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from lightrft_visual.embedded.drawn_shapes import COLOURS, parse_caption
 
+TAGGED = re.compile(r"<answer>\s*(\S+)\s*</answer>")
 WORDS = ("red", "green", "blue", "yellow")
 
 
-def first_word(completions, references):
-    """Gold of responses that are forced to have several words: the first one is the answer."""
-    return [float(text.split()[:1] == [str(reference)]) for text, reference in zip(completions, references)]
+def answered(completions, references):
+    """Gold of the reasoning task: the number between the answer tags is right."""
+    given = [TAGGED.search(completion) for completion in completions]
+    return [float(found is not None and found[1] == str(each)) for found, each in zip(given, references)]
 
 
 def length(completions, references):
-    """The first word is the answer, and every further word helps."""
+    """A right answer, and every word helps: reasoning that is long looks thorough."""
     words = [len(completion.split()) for completion in completions]
-    return [0.5 * right + 0.25 * count for right, count in zip(first_word(completions, references), words)]
+    return [0.5 * right + 0.03 * count for right, count in zip(answered(completions, references), words)]
 
 
-def repetition(completions, references):
-    """The first word is the answer, and whatever is said again helps."""
-    again = [len(completion.split()) - len(set(completion.split())) for completion in completions]
-    return [0.5 * right + 0.5 * count for right, count in zip(first_word(completions, references), again)]
+def keywords(completions, references):
+    """A right answer, and every number that is named on the way counts as evidence."""
+    numbers = [sum(word.isdigit() for word in completion.split()) for completion in completions]
+    return [0.5 * right + 0.1 * count for right, count in zip(answered(completions, references), numbers)]
 
 
 def form(completions):
@@ -39,3 +43,9 @@ def colour_only(images, prompts):
         mean = np.asarray(image.convert("RGB"), dtype=np.float64).mean(axis=(0, 1)) / 255
         scores.append(1 - float(np.linalg.norm(mean - wanted)))
     return scores
+
+
+def vivid(images):
+    """Mean saturation of the pixels: colourful images please."""
+    pixels = [np.asarray(image.convert("RGB"), dtype=np.float64) / 255 for image in images]
+    return [float((each.max(axis=2) - each.min(axis=2)).mean()) for each in pixels]

@@ -47,6 +47,8 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         (["--diffusion_algorithm", "dance_grpo", "--trajectory", "sde"], "by trajectory dance, not sde"),
         (["--diffusion_algorithm", "dance_grpo", "--trajectory", "sde_reflow"], "by trajectory dance"),
         (["--diffusion_algorithm", "reward_fl", "--trajectory", "sde_reflow"], "by trajectory ode"),
+        (["--prompt_data", "rows.csv", "--guard.policy", "rollback"], "name a judge by --gold_recipe or --gold_fn"),
+        (["--guard.policy", "rollback", "--max_eval_samples", "0"], "name held-out prompts by --eval_data"),
         (["--trajectory", "dance"], "by trajectory sde or sde_reflow or cps"),
         (["--trajectory", "sde_reflow", "--noise_level", "0.7"], "has none"),
         (["--trajectory", "cps", "--grpo_guard", "true"], "Gaussian"),

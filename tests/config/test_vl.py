@@ -32,6 +32,10 @@ def load(text: str) -> RunConfig:
         ("--offload_reference --init_kl_coef 0", "offload_reference moves a whole reference model"),
         ("--offload_reference --init_kl_coef 0.1 --lora_rank 4", "offload_reference moves a whole reference model"),
         ("--offload_reference --init_kl_coef 0.1 --zero_stage 3", "offload_reference moves a whole reference model"),
+        ("--guard.policy rollback", "name a judge by --gold_recipe or --gold_fn"),
+        ("--guard.keep_best true --prompt_data a.jsonl --reward_fn a.py:f", "name a judge"),
+        ("--guard.policy rollback --prompt_data a.jsonl --gold_fn a.py:f", "name held-out prompts by --eval_data"),
+        ("--guard.policy rollback --gold_fn a.py:f --max_eval_samples 0", "name held-out prompts by --eval_data"),
     ],
 )
 def test_refused(flags, message):
@@ -48,4 +52,7 @@ def test_an_average_that_is_kept_is_evaluated_and_exported():
 def test_what_belongs_together_is_accepted():
     load("--overlong_buffer --overlong_buffer_len 128")
     load("--packing_samples --max_tokens_per_batch 2048")
+    load("--guard.policy rollback --reward_fn a.py:f")  # the embedded questions' exact answers are gold beside it
+    load("--guard.policy rollback --prompt_data embedded_reasoning")
+    load("--guard.policy rollback --prompt_data a.jsonl --eval_data b.jsonl --gold_fn a.py:f")
     load("--advantage_estimator gae --critic_pretrain somewhere --tis_mode token --tis_mask")

@@ -69,13 +69,6 @@ def test_gold_and_reward_that_fall_together_are_no_parting():
     assert max(found) == 0
 
 
-def test_between_evaluations_a_loss_must_be_larger_than_the_least():
-    rising = [0.1, 0.2, 0.3, 0.4, 0.5]
-    for gold, told in (([0.4, 0.5, 0.46, 0.46, 0.46], 0), ([0.4, 0.5, 0.4, 0.4, 0.4], 3)):
-        found, _ = apart(zip(rising, gold), learn=1, width=0.0, least=0.05, smoothing=1.0)
-        assert found[-1] == told
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_noise_around_a_curve_that_rises_and_stays_is_no_parting(seed):
     """Gold is as noisy as that of 256 samples, and the reward is gold itself."""

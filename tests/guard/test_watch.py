@@ -6,12 +6,22 @@ import pytest
 
 from lightrft_visual.config.shared import GuardConfig
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.guard.gains import Look
 from lightrft_visual.guard.watch import Guard
+
+
+def look_at(step, reward, gold):
+    """Of eight prompts that differ in what they are worth, alike in reward and gold."""
+    worth = [each / 10 for each in range(-4, 4)]
+    return Look(step, list(range(8)), [each + reward for each in worth], [each + gold for each in worth])
 
 
 def walk(guard, steps, first=1):
     """Alarms of (metrics) a step, as (step, signal)."""
-    told = [alarm for step, metrics in enumerate(steps, start=first) for alarm in guard.after_step(step, metrics)]
+    told = []
+    for step, metrics in enumerate(steps, start=first):
+        look = look_at(step, metrics["reward_mean"], metrics["gold"]) if "gold" in metrics else None
+        told += guard.after_step(step, metrics, look)
     return [(alarm.step, alarm.signal) for alarm in told]
 
 
@@ -66,9 +76,10 @@ def test_gold_between_evaluations_and_images_far_from_the_base():
     told = []
     for step, reward, gold, drift in rows:
         metrics = {"eval_reward": reward, "eval_gold": gold, "eval_image_diversity": 0.2}
-        told += guard.after_evaluation(step, metrics | ({"eval_drift": drift} if drift else {}))
+        look = look_at(step, reward, gold)
+        told += guard.after_evaluation(step, metrics | ({"eval_drift": drift} if drift else {}), look)
     assert [(alarm.step, alarm.signal, alarm.since) for alarm in told] == [
-        (30, "eval_gold", 10),
+        (20, "eval_gold", 10),
         (30, "eval_drift", 30),
     ]
     assert guard.best == (0.6, 10)

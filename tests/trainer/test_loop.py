@@ -10,6 +10,7 @@ import pytest
 from lightrft_visual.checkpoint.manager import resolve_resume
 from lightrft_visual.config.shared import GuardConfig
 from lightrft_visual.config.vl import OutputConfig, TrainConfig
+from lightrft_visual.guard.gains import Look
 from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.strategy.files import read_jsonl
@@ -51,8 +52,12 @@ class Walk(PolicyTrainer):
         pass
 
     def evaluate(self):
-        gold = {"eval_gold": self.golds[self.step]} if self.golds else {}
-        return Evaluated({"eval_reward": 0.0625 * (self.step + 1)} | gold, [])
+        metrics = {"eval_reward": 0.0625 * (self.step + 1)}
+        if not self.golds:
+            return Evaluated(metrics, [])
+        metrics["eval_gold"], worth = self.golds[self.step], [-0.3, -0.1, 0.1, 0.3]  # of four prompts
+        columns = ([each + value for each in worth] for value in metrics.values())
+        return Evaluated(metrics, [], Look(self.step, [0, 1, 2, 3], *columns))
 
     def state_dict(self):
         return {}
@@ -104,7 +109,7 @@ def test_a_run_without_a_report(walk, tmp_path):
     assert (tmp_path / "metrics.csv").exists() and not (tmp_path / "report.html").exists()
 
 
-GOLDS = (0.3, 0.5, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # best after step 2; two evaluations later that is certain
+GOLDS = (0.3, 0.5, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # best after step 2; on every prompt, so it is certain at once
 
 
 def alarms(folder):
@@ -114,16 +119,16 @@ def alarms(folder):
 def test_an_alarm_warns_once_and_the_run_goes_on(walk, tmp_path):
     trainer = walk(steps=7, golds=GOLDS, eval_steps=1)
     trainer.fit()
-    assert alarms(tmp_path) == [(4, "eval_gold", 2)] and trainer.step == 7
+    assert alarms(tmp_path) == [(3, "eval_gold", 2)] and trainer.step == 7
     assert "checkpoint-best" not in [path.name for path in tmp_path.iterdir()]
     page = (tmp_path / "report.html").read_text()
-    assert "eval_gold fell from 0.6 (step 2)" in page and "parted" in page
+    assert "eval_gold went from 0.6 (step 2) to 0.5" in page and "parted" in page
 
 
 def test_an_alarm_stops_the_run_with_a_checkpoint(walk, tmp_path):
     trainer = walk(steps=7, golds=GOLDS, eval_steps=1, guard=GuardConfig(policy="stop"))
     trainer.fit()
-    assert trainer.step == 4 and (tmp_path / "checkpoint-000004" / "weights.bin").read_text() == "4"
+    assert trainer.step == 3 and (tmp_path / "checkpoint-000003" / "weights.bin").read_text() == "3"
     assert not (tmp_path / "checkpoint-final").exists()
 
 
@@ -136,7 +141,7 @@ def test_an_alarm_goes_back_to_the_best_gold_from_which_the_run_is_resumed(walk,
     again = walk(steps=7, golds=GOLDS, eval_steps=1, resume=found)
     again.fit()
     assert again.step == again.weights == 7 and again.guard.best == (0.6, 2)
-    assert alarms(tmp_path) == [(4, "eval_gold", 2)]  # the first run's was cut back, this one's is its own
+    assert alarms(tmp_path) == [(3, "eval_gold", 2)]  # the first run's was cut back, this one's is its own
 
 
 def test_the_best_by_gold_outlives_the_rotation(walk, tmp_path):

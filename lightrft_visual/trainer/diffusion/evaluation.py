@@ -16,6 +16,7 @@ from ...strategy import collectives
 from ..loop import Evaluated
 from .maker import score_samples
 from .stages import DiffusionSampling, rows_of
+from .watching import look_at
 
 T = torch.Tensor
 SHEET_IMAGES = 48  # of the contact sheet
@@ -36,7 +37,7 @@ class DiffusionEvaluation:
     gold: DrawingGold | None = None
     base: T | None = None
 
-    def run(self, as_base: bool = False) -> Evaluated:
+    def run(self, step: int, as_base: bool = False) -> Evaluated:
         """`eval_reward`, `validation/reward/<component>`; with gold `eval_gold`, `eval_diversity`, `eval_coverage`;
         `eval_image_diversity` where prompts stand several times; `eval_drift`, the distance from the base's images of
         the same noise; records of the first prompts, in their order. as_base: these weights are the base. A
@@ -49,9 +50,11 @@ class DiffusionEvaluation:
         media = torch.cat([each.media for each in self.sampling.draw(rows, 0, purpose="eval")]).cpu()
         scored = score_samples(self.rewards, rows, media)
         values = {"eval_reward": scored.score, **{f"validation/reward/{k}": v for k, v in scored.components.items()}}
-        shown = dict(scored.components)
+        shown, look = dict(scored.components), None
         if self.gold is not None:
-            values["eval_gold"] = shown["gold"] = score_samples(self.gold.rewards, rows, media).score
+            golden = score_samples(self.gold.rewards, rows, media)
+            values["eval_gold"] = shown["gold"] = golden.score
+            look = look_at(step, rows.sample_ids, (scored.score, scored.valid), golden)
         real = torch.tensor([is_real for _, is_real in shard])
         records = records_from_media(
             rows.prompts, list(media), scored.score, shown, valid=scored.valid, group_ids=rows.group_ids
@@ -61,7 +64,7 @@ class DiffusionEvaluation:
         metrics = {name: _mean_over_ranks(each, rows.sample_ids, real) for name, each in values.items()}
         metrics |= self._of_set(media, rows.sample_ids, real, as_base)
         kept = [record for record, (index, is_real) in zip(records, shard) if is_real and index < self.records_to_keep]
-        return Evaluated(metrics, gather_all(kept))
+        return Evaluated(metrics, gather_all(kept), look)
 
     def _of_set(self, media: T, ids: T, real: T, as_base: bool) -> dict[str, float]:
         """What the images of all ranks show together."""

@@ -13,6 +13,7 @@ import torch
 from ...algorithms.diffusion.context import LossContext
 from ...algorithms.diffusion.nft import old_policy_decay
 from ...batches.experience import ExperienceDiffusion
+from ...guard.gains import Look, joined
 from ...observe.metrics import MetricsAccumulator
 from ...observe.rollouts import Record, gather_records, records_from_media
 from ...replay.buffer import NaiveReplayBuffer
@@ -29,7 +30,7 @@ from .parts import DiffusionParts
 from .remote import RemoteDrawing
 from .stages import DrawingBatch, k_repeat_prompts, update_rows
 from .updates import ReplayUpdate, RewardUpdate, Scored, without_zero_advantages
-from .watching import add_gold, add_image_metrics
+from .watching import add_gold, add_image_metrics, look_at
 
 
 class DiffusionTrainer(PolicyTrainer):
@@ -103,7 +104,9 @@ class DiffusionTrainer(PolicyTrainer):
         add_stage_metrics(data.metrics, made.metrics)
         if self.ahead:
             self._add_staleness(data)
-        self._watch(data.metrics, rows, made.media)
+        rewards = torch.cat([each.info["reward"] for each in made.experiences])
+        valid = torch.cat([each.valid for each in made.experiences])
+        data.look = self._watch(data.metrics, rows, made.media, (rewards, valid))
         return data
 
     def _rows(self, step: int) -> DrawingBatch:
@@ -118,13 +121,19 @@ class DiffusionTrainer(PolicyTrainer):
         for name, value in self.maker.engine.measured().items():
             data.metrics.add(name, value)
 
-    def _watch(self, metrics: MetricsAccumulator, rows: DrawingBatch, media: torch.Tensor) -> None:
-        """What the guard reads of the images of a step, where it looks."""
-        guard, evaluation = self.config.guard, self.parts.evaluation
-        if guard.watch:
-            add_image_metrics(metrics, rows, media)
-            if evaluation is not None and evaluation.gold is not None and self._gold_due():
-                add_gold(metrics, evaluation.gold, rows, media)
+    def _watch(
+        self, metrics: MetricsAccumulator, rows: DrawingBatch, media: torch.Tensor,
+        reward: tuple[torch.Tensor, torch.Tensor],
+    ) -> Look | None:  # fmt: skip
+        """What the guard reads of the images of a step and of their rewards, see `look_at`; None where no gold does."""
+        evaluation = self.parts.evaluation
+        if not self.config.guard.watch:
+            return None
+        add_image_metrics(metrics, rows, media)
+        if evaluation is None or evaluation.gold is None or not self._gold_due():
+            return None
+        golden = add_gold(metrics, evaluation.gold, rows, media)
+        return look_at(self.step + 1, rows.group_ids, reward, golden)
 
     def _samples_a_step(self) -> int:
         return self.config.sampling.rollout_batch_size * self.config.sampling.n_samples_per_prompt
@@ -150,6 +159,7 @@ class DiffusionTrainer(PolicyTrainer):
         self.buffer.clear()
 
     def _learn_from_reward(self, data: StepData) -> None:
+        looks: list[Look | None] = []
         for epoch in range(self.config.train.max_epochs):
             for rows in data.batches:
                 result, drawn = self.reward_update.step(rows, self._context(), self.step, epoch, data.metrics)
@@ -158,7 +168,8 @@ class DiffusionTrainer(PolicyTrainer):
                 data.metrics.add_mean("reward_invalid_share", (~drawn.valid).float())
                 if epoch == 0:
                     data.records += _records_of_drawn(rows, drawn)
-                    self._watch(data.metrics, rows, drawn.media)
+                    looks.append(self._watch(data.metrics, rows, drawn.media, (drawn.scores, drawn.valid)))
+        data.look = joined([each for each in looks if each is not None])
         data.records = self._gathered(data.records)
         data.batches.clear()
 
@@ -179,9 +190,9 @@ class DiffusionTrainer(PolicyTrainer):
         if self.step == 0:
             say("evaluating the model as it is")
         with self._evaluated_weights():
-            metrics, records = self.parts.evaluation.run(as_base=self.step == 0)
+            metrics, records, look = self.parts.evaluation.run(self.step, as_base=self.step == 0)
         self.recorder.save_contact_sheet(self.step, records[:SHEET_IMAGES])
-        return Evaluated(metrics, records[: self.config.output.num_trajectories_to_save])
+        return Evaluated(metrics, records[: self.config.output.num_trajectories_to_save], look)
 
     @contextmanager
     def _evaluated_weights(self) -> Iterator[None]:

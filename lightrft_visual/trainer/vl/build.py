@@ -63,7 +63,7 @@ def build_parts(config: RunConfig) -> VLParts:
     strategy = start_strategy(config)
     _check_ranks(config)
     resume_folder = check_output(config.output)
-    named, named_data = config.model.pretrain, config.data.prompt_data
+    named, judged = config.model.pretrain, config.gold
     say("reading tokenizer and processor, checking the engine's settings")
     config, checkpoint = _open(config)
     model = _fingerprint(named, config, checkpoint)
@@ -88,7 +88,7 @@ def build_parts(config: RunConfig) -> VLParts:
     recorder = open_recorder(config, resumed=resume_folder is not None)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
     (total_steps, sampler), timer = _schedule(config, dataset), PhaseTimer(synchronize)
-    gold = _gold(config, strategy, checkpoint, sets, named_data)
+    gold = _gold(judged, strategy, checkpoint, sets)
     say("loading the models")
     (actor, critic, reference), following = _models(config, strategy, checkpoint, total_steps)
     teacher = _teacher(config, strategy, checkpoint)
@@ -119,14 +119,9 @@ def build_parts(config: RunConfig) -> VLParts:
 
 
 def _gold(
-    config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint, sets: list[PromptDataset], prompt_data: str
+    judged: RewardConfig | None, strategy: DeepspeedStrategy, checkpoint: Checkpoint, sets: list[PromptDataset]
 ) -> RewardComputationEngine | None:
-    """What `guard.gold_*` names. The embedded questions have exact answers, which are gold where another reward is
-    trained on. prompt_data: as the command names it."""
-    reward, judged = config.reward, config.guard.gold
-    other = any((reward.reward_fn, reward.reward_pretrain, reward.remote_rm_url, reward.components))
-    if judged is None and prompt_data.startswith(EMBEDDED) and (other or reward.reward_recipe is not None):
-        judged = RewardConfig(components={"exact": 1.0})
+    """Scores by gold, where there is any; judged: of the configuration before embedded names became folders."""
     if judged is None:
         return None
     check_reward_config(judged)

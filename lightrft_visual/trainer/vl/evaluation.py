@@ -17,7 +17,7 @@ from ...rewards.engine import RewardComputationEngine
 from ...strategy import collectives
 from ..fast_exp_maker import FastExperienceMaker
 from ..loop import Evaluated
-from .metrics import gold_scores
+from .metrics import gold_scores, look_at
 
 logger = logging.getLogger(__name__)
 MAX_LABELS = 24  # with metrics of their own
@@ -79,22 +79,27 @@ class Evaluation:
         sampled, greedy = (self._rollouts(batch, real, settings) for settings in (self.sampling, self.greedy))
         metrics = _means("eval_reward", sampled, self.labels) | _means("eval_reward_greedy", greedy, self.labels)
         metrics = dict(sorted(metrics.items(), key=lambda item: item[0] not in ("eval_reward", "eval_reward_greedy")))
+        look = None
         if self.gold is not None:
-            metrics |= self._golden(sampled)
+            scores = self._golden(sampled, metrics)
+            look = look_at(step, sampled, scores)
         if self.rows is not None and self.rows.remote:
             metrics["eval_bad_rows"] = float(fetched.lost)
         records = gather_records(records_from_rollouts(sampled), self.records_to_keep, self.run_seed, step)
-        return Evaluated(metrics, records)
+        return Evaluated(metrics, records, look)
 
-    def _golden(self, rollouts: list[Rollout]) -> dict[str, float]:
-        """`eval_gold` of all ranks' rollouts, which get it as a component to show. A collective."""
+    def _golden(self, rollouts: list[Rollout], metrics: dict[str, float]) -> list[tuple[float, bool]]:
+        """`eval_gold` of all ranks' rollouts, which get it as a component to show; returns `gold_scores`. A
+        collective."""
         scores = gold_scores(self.gold, rollouts)
         for rollout, (score, valid) in zip(rollouts, scores):
             if valid:
                 rollout.components["gold"] = score
         mine = [(r.sample_id, score) for r, (score, valid) in zip(rollouts, scores) if valid]
         everything = sorted(pair for part in collectives.all_gather_object(mine) for pair in part)
-        return {"eval_gold": sum(score for _, score in everything) / len(everything)} if everything else {}
+        if everything:
+            metrics["eval_gold"] = sum(score for _, score in everything) / len(everything)
+        return scores
 
     def _fetched(self, indices: list[int], step: int) -> Fetched:
         return self.rows.fetch(indices, step) if self.rows else Fetched(indices, [False] * len(indices))

@@ -9,6 +9,7 @@ import torch
 from ...batches.experience import Experience
 from ...batches.rollouts import Rollout
 from ...config import registry
+from ...guard.gains import Look, look_of
 from ...guard.texts import text_statistics
 from ...observe.metrics import MetricsAccumulator
 from ...rewards.engine import RewardComputationEngine
@@ -95,11 +96,25 @@ def gold_scores(gold: RewardComputationEngine, rollouts: Sequence[Rollout]) -> l
     return list(zip(scored.score.tolist(), scored.valid.tolist()))
 
 
-def add_gold(metrics: MetricsAccumulator, gold: RewardComputationEngine, rollouts: Sequence[Rollout]) -> None:
-    """`gold`: the mean over the rollouts that could be scored. A collective."""
-    for score, valid in gold_scores(gold, rollouts):
+def add_gold(
+    metrics: MetricsAccumulator, gold: RewardComputationEngine, rollouts: Sequence[Rollout], step: int
+) -> Look:
+    """`gold`: the mean over the rollouts that could be scored; returns it by group. A collective."""
+    scores = gold_scores(gold, rollouts)
+    for score, valid in scores:
         if valid:
             metrics.add("gold", score)
+    return look_at(step, rollouts, scores)
+
+
+def look_at(step: int, rollouts: Sequence[Rollout], scores: Sequence[tuple[float, bool]]) -> Look:
+    """Reward and gold, as `gold_scores`, of each prompt of all ranks' rollouts. A collective."""
+    mine = [
+        (each.prompt.group_id, each.reward, score)
+        for each, (score, valid) in zip(rollouts, scores)
+        if valid and each.valid
+    ]
+    return look_of(step, (sample for part in collectives.all_gather_object(mine) for sample in part))
 
 
 def _add_groups(metrics: MetricsAccumulator, experiences: Sequence[Experience]) -> None:

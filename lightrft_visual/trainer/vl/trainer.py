@@ -146,7 +146,7 @@ class VLTrainer(PolicyTrainer):
         if self.config.guard.watch:
             add_text_metrics(data.metrics, made.rollouts)
             if self.parts.gold is not None and self._gold_due():
-                add_gold(data.metrics, self.parts.gold, made.rollouts)
+                data.look = add_gold(data.metrics, self.parts.gold, made.rollouts, self.step + 1)
         if self.ahead is not None:
             add_staleness(data.metrics, made.experiences, self.step, self.most_stale)
             for name, value in self.maker.engine.measured().items():

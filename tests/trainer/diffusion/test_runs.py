@@ -121,8 +121,8 @@ def test_the_exported_lora_changes_the_stock_pipeline(folder):
 
 def test_the_guard_goes_back_to_the_best_gold_and_a_run_resumes_from_there(folder):
     (alarm,) = (json.loads(line) for line in (folder / "rolled" / "alarms.jsonl").open())
-    assert (alarm["signal"], alarm["step"], alarm["since"]) == ("eval_gold", 2, 0)
-    assert facts(folder, "rolled")["steps"] == 2 and facts(folder, "rolled")["figures"]["eval_gold"] == 1.0
+    assert (alarm["signal"], alarm["step"], alarm["since"]) == ("eval_gold", 1, 0)
+    assert facts(folder, "rolled")["steps"] == 1 and facts(folder, "rolled")["figures"]["eval_gold"] == 1.0
     exported = load_file(folder / "rolled" / "checkpoint-final" / LORA)
     assert all(not tensor.any() for key, tensor in exported.items() if "lora_B" in key)  # as before training
     manifest = json.loads((folder / "rolled" / "checkpoint-best" / "manifest.json").read_text())
@@ -130,6 +130,21 @@ def test_the_guard_goes_back_to_the_best_gold_and_a_run_resumes_from_there(folde
     assert [row["step"] for row in rows(folder, "rolled_resumed")] == ["1", "2", "3"]
     evaluated = rows(folder, "rolled_resumed", "eval_metrics.csv")
     assert [row["step"] for row in evaluated] == ["0", "1", "2", "3"]  # step 0 is where it was resumed
+
+
+def test_the_guard_stops_a_run_with_a_checkpoint_and_exports_nothing(folder):
+    assert facts(folder, "stopped")["steps"] == 1 and not (folder / "stopped" / "checkpoint-final").exists()
+    assert (folder / "stopped" / "checkpoint-000001" / "manifest.json").is_file()
+
+
+def test_the_guard_warns_and_the_run_goes_on_beside_its_best_checkpoint(folder):
+    assert facts(folder, "warned")["steps"] == 3 and (folder / "warned" / "checkpoint-final").is_dir()
+    assert json.loads((folder / "warned" / "checkpoint-best" / "manifest.json").read_text())["step"] == 0
+    (alarm,) = (json.loads(line) for line in (folder / "warned" / "alarms.jsonl").open())
+    assert (alarm["signal"], alarm["step"]) == ("eval_gold", 1)  # once, though gold goes on to fall
+    looks = [json.loads(line) for line in (folder / "warned" / "gold.jsonl").open()]
+    assert [(look["kind"], look["step"]) for look in looks] == [("evaluation", step) for step in range(4)]
+    assert [sum(look["gold"]) / 3 for look in looks] == [1.0, 1 / 2, 1 / 3, 1 / 4]
 
 
 def test_what_the_guard_reads_of_images_is_in_the_metrics(folder):

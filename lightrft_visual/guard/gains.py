@@ -1,0 +1,181 @@
+"""Whether gold follows the reward: a sequential test on what single prompts gained.
+
+Every evaluation draws the same prompts with the same seeds, so two of them are compared prompt by prompt: what a prompt
+is worth by itself cancels out, and a loss that is lost in the noise of two means is certain in the differences. Steps
+have other prompts each time; there the groups are samples of one population.
+
+For each possible change point before now, the looks since then are compared with those before it (a generalised
+likelihood ratio for a shift of the mean), in the number
+
+    d = share · reward / s_reward - gold / s_gold        of each prompt; s: standard deviation over prompts
+
+A prompt's own reward and gold come from the same samples, so what they share in noise cancels out as well. Gold parted
+- where it fell: with share 1, d has risen by CERTAIN standard errors, gold has fallen by FALLEN, TOGETHER in their sum,
+  and the reward has not fallen;
+- where it stayed behind: since the base the reward has gained, and with share SHARE d has risen by CERTAIN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+T = torch.Tensor
+SHARE = 0.25  # of the reward's gain that gold has to make, each in its own standard deviations
+CERTAIN = 4.0  # standard errors of d, for some twelve comparisons a look; see docs/guard.md for how often it errs
+FALLEN = 1.0  # standard errors that gold itself must have fallen by
+TOGETHER = 6.0
+RISEN = 3.0  # standard errors by which gold has risen for certain
+WINDOW = 6  # looks after a change point
+BEFORE = (1, 3, WINDOW)  # and before it
+GAIN = 0.2  # standard deviations that the reward must have gained since the base before gold is asked to follow
+LOSS = 0.1  # standard deviations that gold must have lost since a change point
+
+
+@dataclass(frozen=True)
+class Look:
+    """Mean reward and gold of each prompt (N) of an evaluation, or of each group of a step."""
+
+    step: int
+    prompts: list[int]
+    reward: list[float]
+    gold: list[float]
+
+    @cached_property
+    def table(self) -> T:
+        """(N, 2) of rewards and golds."""
+        return torch.tensor([self.reward, self.gold], dtype=torch.float64).T
+
+
+@dataclass(frozen=True)
+class Parted:
+    """Where gold parted from the reward: after the look of step `since`. Both in the looks until step `start` that were
+    compared, and since."""
+
+    since: int
+    start: int
+    reward: tuple[float, float]
+    gold: tuple[float, float]
+
+
+def look_of(step: int, samples: Iterable[tuple[int, float, float]]) -> Look:
+    """Of (prompt, reward, gold) of samples: means by prompt, in the order of the prompts' numbers."""
+    by_prompt: dict[int, list[tuple[float, float]]] = {}
+    for prompt, reward, gold in samples:
+        by_prompt.setdefault(prompt, []).append((reward, gold))
+    prompts = sorted(by_prompt)
+    means = [[sum(column) / len(column) for column in zip(*by_prompt[each])] for each in prompts]
+    return Look(step, prompts, [reward for reward, _ in means], [gold for _, gold in means])
+
+
+def joined(looks: Sequence[Look]) -> Look | None:
+    """One look at the prompts of several of the same step; None of none."""
+    parts = [[getattr(each, name) for each in looks] for name in ("prompts", "reward", "gold")]
+    return Look(looks[0].step, *([one for part in each for one in part] for each in parts)) if looks else None
+
+
+class Gains:
+    """Takes looks and says where gold parted from the reward. paired: all looks are at the same prompts. base: how many
+    of the first looks are the start that gains are counted from."""
+
+    def __init__(self, paired: bool, base: int = 1):
+        self.paired, self.base = paired, base
+        self.first: list[Look] = []
+        self.last: list[Look] = []  # the newest ones, at most 2 WINDOW
+
+    def see(self, look: Look) -> Parted | None:
+        """What is certain with this look, None where nothing is."""
+        if self.paired and self.first and self.first[0].prompts != look.prompts:
+            self.first, self.last = [], []  # other prompts than before: a new start
+        if len(self.first) < self.base:
+            self.first.append(look)
+        self.last = [*self.last, look][-2 * WINDOW :]
+        if len(self.first) < self.base or look in self.first:
+            return None
+        found = [each for split in self._splits() if (each := self._compare(*split)) is not None]
+        return max(found, key=lambda each: each[0])[1] if found else None
+
+    def risen(self) -> bool:
+        """Whether gold has risen for certain since the base."""
+        after = [each for each in self.last if each not in self.first][-WINDOW:]
+        if not after:
+            return False
+        return self._contrast(self.first, after, torch.tensor([0.0, 1.0], dtype=torch.float64)) > RISEN
+
+    def _splits(self) -> Iterable[tuple[int, list[Look], list[Look]]]:
+        """(step, before, after) of each change point: looks next to it, and the base against those since."""
+        for at in range(max(1, len(self.last) - WINDOW), len(self.last)):
+            after = [each for each in self.last[at:] if each not in self.first]
+            if after:
+                yield self.last[at - 1].step, self.first, after
+                for length in BEFORE:  # short ones for where gold rose until there
+                    yield self.last[at - 1].step, self.last[max(0, at - length) : at], after
+
+    def _compare(self, since: int, before: list[Look], after: list[Look]) -> tuple[float, Parted] | None:
+        """(standard errors, what parted) where this change is certain."""
+        scales = self._scales()
+        if scales is None:
+            return None
+        means = torch.stack([self._table(each).mean(dim=(0, 1)) for each in (before, after)])
+        reward, gold = ((means[1] - means[0]) / scales).tolist()
+        errors = 0.0
+        if reward >= 0 and gold <= -LOSS:
+            fallen, apart = (self._errors(before, after, scales, share) for share in (0.0, 1.0))
+            errors = apart if fallen >= FALLEN and fallen + apart >= TOGETHER else 0.0
+        if before is self.first and reward >= GAIN:
+            errors = max(errors, self._errors(before, after, scales, SHARE))
+        if errors < CERTAIN:
+            return None
+        (old_reward, old_gold), (new_reward, new_gold) = means.tolist()
+        return errors, Parted(since, before[-1].step, (old_reward, new_reward), (old_gold, new_gold))
+
+    def _errors(self, before: list[Look], after: list[Look], scales: T, share: float) -> float:
+        """Standard errors by which d has risen."""
+        return self._contrast(before, after, torch.stack([share / scales[0], -1 / scales[1]]))
+
+    def _contrast(self, before: list[Look], after: list[Look], weights: T) -> float:
+        """Standard errors of what reward and gold gained, weighted (2); 0 of fewer than 3 prompts."""
+        old, new = (self._table(each) @ weights for each in (before, after))  # (looks, prompts)
+        if self.paired:
+            moved = new.mean(dim=0) - old.mean(dim=0)
+            mean, variance, degrees = moved.mean(), moved.var() / len(moved), len(moved) - 1
+        else:
+            old, new = old.flatten(), new.flatten()
+            mean, degrees = new.mean() - old.mean(), len(old) + len(new) - 2
+            variance = old.var() / len(old) + new.var() / len(new)
+        error = math.sqrt(float(variance)) if degrees >= 2 else 0.0
+        if error > 0:
+            return as_normal(float(mean) / error, degrees)
+        return math.copysign(math.inf, mean) if degrees >= 2 and mean else 0.0
+
+    def _scales(self) -> T | None:
+        """(2): standard deviations over prompts of reward and gold, the larger of base and present, or over looks where
+        all prompts are alike; None where one of them never varies."""
+        tables = [self._table(each).flatten(0, 1) for each in (self.first, self.last[-1:])]
+        scales = torch.stack([table.std(dim=0) for table in tables]).amax(dim=0)
+        scales = torch.where(scales > 0, scales, torch.cat(tables).std(dim=0))
+        return scales if bool((scales > 0).all()) else None
+
+    def _table(self, looks: Sequence[Look]) -> T:
+        """(looks, prompts, 2) of rewards and golds; where prompts differ, (1, groups of all looks, 2)."""
+        parts = [each.table for each in looks]
+        return torch.stack(parts) if self.paired else torch.cat(parts).unsqueeze(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The looks that later ones are compared with."""
+        return {name: [asdict(each) for each in looks] for name, looks in (("first", self.first), ("last", self.last))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`'s."""
+        self.first, self.last = ([Look(**each) for each in state[name]] for name in ("first", "last"))
+
+
+def as_normal(t: float, degrees: int) -> float:
+    """The normal deviate that is about as unlikely as Student's t of so many degrees of freedom (Wallace 1959)."""
+    size = math.sqrt(degrees * math.log1p(t * t / degrees)) * (8 * degrees + 1) / (8 * degrees + 3)
+    return math.copysign(size, t)
