@@ -34,7 +34,7 @@ RISEN = 3.0  # standard errors by which gold has risen for certain
 WINDOW = 6  # looks after a change point
 BEFORE = (1, 3, WINDOW)  # and before it
 GAIN = 0.2  # standard deviations that the reward must have gained since the base before gold is asked to follow
-LOSS = 0.1  # standard deviations that gold must have lost since a change point
+LOSS = 0.05  # standard deviations that gold must have lost since a change point
 
 
 @dataclass(frozen=True)

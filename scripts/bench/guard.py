@@ -45,7 +45,7 @@ TAGGED = json.dumps({"*": [["rule", "exact", 0.8, {"tagged": True}], ["rule", "f
 
 # Hacks at half of the usual learning rate or less, and drawings evaluated in every step: at the usual rates these tiny
 # models are ruined within four steps.
-SLOW = "--actor_learning_rate 5e-5 --eval_steps 1 --max_steps 20".split()
+SLOW = "--actor_learning_rate 7e-5 --eval_steps 1 --max_steps 22".split()
 HACKS = {
     "form": [*QUESTIONS, "--max_steps", "36", "--reward_recipe", FORM],
     "length": [*REASONING, *SLOW, "--reward_fn", f"{HACKS_FILE}:length"],

@@ -144,7 +144,7 @@ def test_the_guard_warns_and_the_run_goes_on_beside_its_best_checkpoint(folder):
     assert (alarm["signal"], alarm["step"]) == ("eval_gold", 1)  # once, though gold goes on to fall
     looks = [json.loads(line) for line in (folder / "warned" / "gold.jsonl").open()]
     assert [(look["kind"], look["step"]) for look in looks] == [("evaluation", step) for step in range(4)]
-    assert [sum(look["gold"]) / 3 for look in looks] == [1.0, 1 / 2, 1 / 3, 1 / 4]
+    assert [sum(look["gold"]) / 3 for look in looks] == pytest.approx([1.0, 1 / 2, 1 / 3, 1 / 4])
 
 
 def test_what_the_guard_reads_of_images_is_in_the_metrics(folder):
