@@ -364,6 +364,10 @@ for _entry in (
         model_types=("janus",), processors=("JanusProcessor",),
     ),
     VLMFamily(
+        "emu3", f"{_families}.emu3:Emu3", "Emu3: answers in text or images, prompts of text; engine hf",
+        model_types=("emu3",), processors=("Emu3Processor",),
+    ),
+    VLMFamily(
         "llava", f"{_families}.llava:Llava", "LLaVA 1.5; padded, images only",
         model_types=("llava",), processors=("LlavaProcessor",),
     ),

@@ -100,10 +100,13 @@ def draw(colours: T, shapes: T, area: T, x: T, y: T, size: int) -> T:
     return mask * ink + (1 - mask) * BACKGROUND
 
 
-def random_images(colours: T, shapes: T, size: int, generator: torch.Generator) -> T:
-    """Images of the given colours and shapes at random sizes and places, drawn from the generator."""
-    count = colours.shape[0]
-    uniform = torch.rand(3, count, generator=generator)
+def random_images(colours: T, shapes: T, size: int, generator: torch.Generator, variety: float = 1.0) -> T:
+    """Images of the given colours and shapes at random sizes and places, drawn from the generator.
+
+    variety: of sizes and places, 0 for the mean ones only.
+    """
+    uniform = torch.rand(3, colours.shape[0], generator=generator)
+    uniform = torch.lerp(torch.full_like(uniform, 0.5), uniform, variety)
     area = 0.12 + 0.16 * uniform[0]
     x, y = 0.5 + 0.16 * (uniform[1] - 0.5), 0.5 + 0.16 * (uniform[2] - 0.5)
     return draw(colours, shapes, area, x, y, size)

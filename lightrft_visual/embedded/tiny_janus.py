@@ -30,7 +30,7 @@ from . import questions
 from .drawn_shapes import COLOURS, SHAPES, all_captions, random_images
 from .questions import vocabulary_texts
 from .task import EmbeddedTask, supervised_pairs
-from .tiny_vlm import JANUS_SIDE, build_tiny_checkpoint
+from .tiny_vlm import JANUS_DRAWN, build_tiny_checkpoint
 from .warmup import PairEncoder, built_once, cache_root, embedded_task
 
 T = torch.Tensor
@@ -41,25 +41,30 @@ REPORT_EVERY = 50  # steps between two lines of progress
 class UnifiedWarmUp:
     """What the warm-up of the embedded Janus does; all of it names the cache folder.
 
-    images: drawn and coded once; wrong_colour, wrong_shape, no_caption: shares of their captions. question_share:
-    weight of the questions' loss beside the drawings'; it counts while it is above until_question_loss (nats a token).
+    variety: of the images, see `random_images`. vq_plain_share: of the VQ model's steps without codes. images: drawn
+    and coded once. wrong_colour, wrong_shape, no_caption: shares of their captions; the first right_share of the steps
+    has no wrong ones, so that captions are learned before they are doubted. question_share: weight of the questions'
+    loss beside the drawings'; it counts while it is above until_question_loss (nats a token).
     """
 
-    vq_steps: int = 600
+    variety: float = 0.25
+    vq_steps: int = 700
+    vq_plain_share: float = 0.25
     vq_batch_size: int = 16
     vq_rate: float = 5e-3
     images: int = 4096
-    steps: int = 800
+    steps: int = 450
     batch_size: int = 32
     learning_rate: float = 2e-3
-    wrong_colour: float = 0.25
-    wrong_shape: float = 0.25
+    right_share: float = 0.65
+    wrong_colour: float = 0.5
+    wrong_shape: float = 0.5
     no_caption: float = 0.1
     question_share: float = 0.3
     until_question_loss: float = 0.6
     tie_embeddings: bool = False
     seed: int = 0
-    version: int = 1
+    version: int = 2
 
 
 def embedded_janus(settings: UnifiedWarmUp | None = None, root: Path | None = None, report=print) -> Path:
@@ -90,6 +95,7 @@ def warm_up(folder: Path, task: EmbeddedTask, settings: UnifiedWarmUp) -> tuple[
     errors = train_vq(model.model.vqmodel, settings, generator)
     processor, tokenizer = AutoProcessor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     actor = Actor(model, [], [])
+    actor.backbone.stands_in = False
     drawings = Drawings(actor, tokenizer, settings, generator)
     encode, pairs = PairEncoder(tokenizer, processor), supervised_pairs(task.demonstrations, seed=settings.seed)
     trained = [parameter for parameter in actor.parameters() if parameter.requires_grad]
@@ -132,10 +138,10 @@ class Drawings:
 
     def __init__(self, actor: Actor, tokenizer, settings: UnifiedWarmUp, generator: torch.Generator):
         self.actor, self.tokenizer, self.settings = actor, tokenizer, settings
-        self.rng = random.Random(settings.seed)
+        self.rng, self.steps = random.Random(settings.seed), 0
         colours = torch.randint(len(COLOURS), (settings.images,), generator=generator)
         shapes = torch.randint(len(SHAPES), (settings.images,), generator=generator)
-        pixels = random_images(colours, shapes, JANUS_SIDE, generator) * 2 - 1
+        pixels = random_images(colours, shapes, JANUS_DRAWN, generator, settings.variety) * 2 - 1
         self.codes = codes_of(actor.model.model.vqmodel, pixels) + actor.drawing.first
         self.shown = list(zip(colours.tolist(), shapes.tolist()))
         self.prompts = {caption.text: self._prompt(caption.text) for caption in all_captions()}
@@ -147,9 +153,10 @@ class Drawings:
 
     def _caption(self, colour: int, shape: int) -> list[int]:
         settings, rng = self.settings, self.rng
-        if rng.random() < settings.wrong_colour:
+        wrong = self.steps > settings.right_share * settings.steps
+        if wrong and rng.random() < settings.wrong_colour:
             colour = rng.randrange(len(COLOURS))
-        if rng.random() < settings.wrong_shape:
+        if wrong and rng.random() < settings.wrong_shape:
             shape = rng.randrange(len(SHAPES))
         ids = self.prompts[f"a {list(COLOURS)[colour]} {SHAPES[shape]}"]
         if rng.random() < settings.no_caption:
@@ -158,6 +165,7 @@ class Drawings:
 
     def batch(self, size: int) -> ModelInputs:
         """Padded model inputs whose actions are drawn tokens."""
+        self.steps += 1
         chosen = [self.rng.randrange(len(self.codes)) for _ in range(size)]
         prompts = [self._caption(*self.shown[index]) for index in chosen]
         codes = [self.codes[index].tolist() for index in chosen]
@@ -176,7 +184,8 @@ def train_vq(vqmodel: PreTrainedModel, settings: UnifiedWarmUp, generator: torch
     """Supervised steps of the VQ model on drawn shapes; mean squared errors of its reconstructions, in -1..1.
 
     Codes lie on the unit sphere, as the stock decoder reads them, and follow the mean of what they stand for
-    (exponential moving averages as in VQ-VAE, arXiv 1711.00937). Unused ones start again at an encoded patch.
+    (exponential moving averages as in VQ-VAE, arXiv 1711.00937). Unused ones start again at an encoded patch. They come
+    in when encoder and decoder know the images.
     """
     vqmodel.requires_grad_(True)
     book = vqmodel.quantize.embedding.weight
@@ -191,7 +200,10 @@ def train_vq(vqmodel: PreTrainedModel, settings: UnifiedWarmUp, generator: torch
     losses: list[float] = []
     for pixels in _images(settings, generator):
         encoded = F.normalize(vqmodel.quant_conv(vqmodel.encoder(pixels)), dim=1)
-        quantised = codes.nearest(encoded)
+        if len(losses) < settings.vq_plain_share * settings.vq_steps:
+            quantised = encoded
+        else:
+            quantised = codes.nearest(encoded)
         straight = encoded + (quantised - encoded).detach()
         made = vqmodel.decoder(vqmodel.post_quant_conv(straight))
         error = F.mse_loss(made, pixels)
@@ -210,7 +222,7 @@ def _images(settings: UnifiedWarmUp, generator: torch.Generator) -> Iterator[T]:
     for _ in range(settings.vq_steps):
         colours = torch.randint(len(COLOURS), (settings.vq_batch_size,), generator=generator)
         shapes = torch.randint(len(SHAPES), (settings.vq_batch_size,), generator=generator)
-        yield random_images(colours, shapes, JANUS_SIDE, generator) * 2 - 1
+        yield random_images(colours, shapes, JANUS_DRAWN, generator, settings.variety) * 2 - 1
 
 
 class _Codebook:
@@ -221,7 +233,7 @@ class _Codebook:
     def __init__(self, book: T, generator: torch.Generator):
         self.book, self.generator = book, generator
         book.copy_(F.normalize(book, dim=1))
-        self.sums, self.uses = book.clone(), torch.ones(len(book))
+        self.sums, self.uses = book.clone(), torch.zeros(len(book))
 
     @torch.no_grad()
     def nearest(self, encoded: T) -> T:

@@ -172,9 +172,8 @@ class TransformersEngine:
         rows, drawing = choice.drawn.nonzero().flatten().tolist(), self.actor.drawing
         if drawing is None or not self._most(len(rows)):
             return {}
-        codes = chosen[choice.drawn][:, : drawing.tokens] - drawing.first
-        if not rows:
-            codes = chosen.new_zeros(1, drawing.tokens)
+        tokens = chosen[choice.drawn][:, : drawing.tokens]
+        codes = drawing.codes(tokens if rows else chosen.new_full((1, drawing.tokens), drawing.first))
         return dict(zip(rows, drawing.images(codes)))
 
     def _completion(self, row: _Row, drawn: T, scores: T, settings: SamplingSettings, image: Any) -> Completion:
@@ -277,13 +276,17 @@ class Choice:
     def _code(self, hidden: T, noise: T, step: int) -> tuple[T, T]:
         drawing, scale, count = self.actor.drawing, self.settings.guidance_scale, len(self.drawn)
         own = hidden[:count][self.drawn]
-        unguided = hidden[count:] if self.guided else None
-        temperature = step_temperature(step, self.settings)
-        logits = drawing.head(drawing.guided(own, unguided, scale), in_float32=True) / temperature
-        codes, log_probs = draw(logits, noise, self.settings)
-        if unguided is not None and self.settings.guidance_log_probs == "conditional":
-            alone = drawing.head(drawing.guided(own, None, 1.0), in_float32=True) / temperature
-            log_probs = alone.log_softmax(dim=-1).gather(1, codes.unsqueeze(1)).squeeze(1)
+        read = drawing.guided(own, hidden[count:] if self.guided else None, scale)
+        conditional = scale != 1 and self.settings.guidance_log_probs == "conditional"
+        if conditional:
+            read = torch.cat([read, drawing.features(own)])
+        logits = drawing.head(read, in_float32=True) / step_temperature(step, self.settings)
+        codes, log_probs = draw(logits[: len(own)], noise, self.settings)
+        if conditional:
+            alone = logits[len(own) :].log_softmax(dim=-1)
+            log_probs = alone.gather(1, codes.unsqueeze(1)).squeeze(1)
+        if drawing.ends_row(step):  # given, after the same calls as any other
+            return torch.full_like(codes, drawing.row_end), torch.zeros_like(log_probs)
         return codes + drawing.first, log_probs
 
 

@@ -11,16 +11,11 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import subprocess
 import sys
 from pathlib import Path
 
-from PIL import Image
-
 from lightrft_visual.embedded.unified import unified_task
-from lightrft_visual.rewards.functions.shape_judge import judge_images
-from lightrft_visual.rewards.functions.shape_match import pixels_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {"drawings": "drawings_train.jsonl", "questions": "questions_train.jsonl", "both": "train.jsonl"}
@@ -38,7 +33,6 @@ def train(name: str, folder: Path, prompts: int, arguments: argparse.Namespace, 
         "max_steps": arguments.steps,
         "eval_steps": arguments.steps,
         "seed": arguments.seed,
-        "num_trajectories_to_save": 10_000,
         "output_dir": folder,
     }
     words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
@@ -56,19 +50,10 @@ def measured(folder: Path) -> list[dict[str, float]]:
         {
             "answers": float(row["eval_reward_greedy_answer"]),
             "drawings": float(row["eval_reward_drawing"]),
-            "gold": gold(folder, int(float(row["step"]))),
+            "gold": float(row["eval_gold_drawing"]),
         }
         for row in (rows[0], rows[-1])
     ]
-
-
-def gold(folder: Path, step: int) -> float:
-    """The judge's mean over the images that the evaluation after `step` steps kept."""
-    path = folder / "rollouts" / f"eval_step_{step:06d}.jsonl"
-    drawn = [json.loads(line) for line in path.read_text().splitlines()]
-    drawn = [record for record in drawn if record.get("kind") == "drawing"]
-    images = [Image.open(path.parent / record["images"][0]) for record in drawn]
-    return float(judge_images(pixels_of(images), [record["prompt"] for record in drawn])["both"].mean())
 
 
 def table(runs: dict[str, list[dict[str, float]]]) -> str:

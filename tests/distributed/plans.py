@@ -119,7 +119,7 @@ TWO_RANKS = {
         f"--zero_stage 3 --prompt_data {{rows}} --max_steps {MIXED_STEPS} "
         f"--rollout_batch_size {MIXED_BATCH} --train_batch_size {MIXED_BATCH * 4}"
     ),
-    **{f"unified_{stage}": small(f"{_UNIFIED} --zero_stage {stage}") for stage in (2,)},
+    **{f"unified_{stage}": small(f"{_UNIFIED} --zero_stage {stage}") for stage in (2, 3)},
     **RESUME_RUNS,
     **HOSTILE,
     **HOSTILE_RESUMED,

@@ -12,7 +12,7 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", [2])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_with_one_kind_each_train_like_one_with_both(one_rank, two_ranks, stage):
     ours, theirs = rows(one_rank / "unified"), rows(two_ranks / f"unified_{stage}")
     assert len(ours) == UNIFIED_STEPS

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -26,7 +29,7 @@ from lightrft_visual.rollout.self_questions import SelfQuestions
 from lightrft_visual.trainer.vl.parts import prompt_batch
 
 BEGIN = "<begin_of_image>"
-TOKENS = 64
+TOKENS = 16
 PLAIN = SamplingSettings(n=2, max_new_tokens=6, temperature=0.8)
 GUIDED = SamplingSettings(n=2, max_new_tokens=6, guidance_scale=3.0)
 
@@ -147,6 +150,29 @@ def test_every_part_that_draws_gets_a_gradient_with_and_without_images(rig):
         assert all((each is None) == frozen for named in (drawn, seen) for each in named[name]), name
     for name in ("generation_head", "generation_embeddings", "generation_aligner"):
         assert all(each.abs().sum() > 0 for each in drawn[name]) and not any(each.any() for each in seen[name])
+
+
+@pytest.mark.parametrize("log_probs", ["guided", "conditional"])
+def test_modules_run_equally_often_whatever_a_rank_generates(rig, log_probs):
+    """ZeRO-3 gathers a module's weights from all ranks at each of its calls."""
+    settings = SamplingSettings(n=1, max_new_tokens=TOKENS, min_new_tokens=TOKENS, guidance_scale=3.0)
+    settings = replace(settings, guidance_log_probs=log_probs)
+    calls: Counter = Counter()
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+        for name, module in rig.actor.named_modules()
+        if ("generation_" in name or "lm_head" in name) and list(module.parameters(recurse=False))
+    ]
+    drawn, written, counts = turn("a red circle") + BEGIN, turn("where?"), []
+    for prompts in ([drawn], [written], [drawn, written]):
+        rollouts = rig.stage.generate(PromptBatch.of(prompts), settings)
+        generated = dict(calls)
+        rig.score(inputs_of(rig.checkpoint, rollouts), settings.scoring)
+        counts.append((generated, calls.copy()))
+        calls.clear()
+    for hook in hooks:
+        hook.remove()
+    assert counts[0] == counts[1] == counts[2] and len(counts[0][0]) == len(hooks)
 
 
 def test_an_exported_model_writes_and_draws_in_transformers(rig, tmp_path):

@@ -87,18 +87,21 @@ class Actor(nn.Module):
         process group stay in step."""
         drawn, count = targets >= self.drawing.first, len(rows)
         samples = self.drawing.drawn_samples(inputs)
+        in_image = samples.unsqueeze(1).expand_as(inputs.action_mask)[inputs.action_mask]
+        text = ~(drawn | self.drawing.is_given(targets, in_image))
         guided = rule.guidance_scale != 1 and bool(samples.any())
         if guided:
             inputs, places = self.drawing.with_halves(inputs, samples)
             rows = torch.cat([rows, places[inputs.action_mask[len(samples) :]]])
         hidden = self.backbone.hidden_at(inputs, rows).values
-        text = self._score(hidden[:count][~drawn], targets[~drawn], columns[~drawn], rule, with_entropy)
-        features = self.drawing.guided(hidden[:count][drawn], hidden[count:] if guided else None, rule.guidance_scale)
+        words = self._score(hidden[:count][text], targets[text], columns[text], rule, with_entropy)
+        unguided = hidden[count:][drawn[in_image]] if guided else None
+        features = self.drawing.guided(hidden[:count][drawn], unguided, rule.guidance_scale)
         codes, temperature = targets[drawn] - self.drawing.first, _temperature(columns[drawn], rule)
         image = self.drawing.head(features, codes, temperature, with_entropy=with_entropy)
         return tuple(
-            None if words is None else words.new_zeros(count).masked_scatter(~drawn, words).masked_scatter(drawn, codes)
-            for words, codes in zip(text, image)
+            None if one is None else one.new_zeros(count).masked_scatter(text, one).masked_scatter(drawn, other)
+            for one, other in zip(words, image)
         )
 
     def _score(self, hidden: T, targets: T, columns: T, rule: ScoringRule, with_entropy: bool):

@@ -45,8 +45,11 @@ class Backbone:
 
     A helper beside the module tree, not a module: the parameters belong to the model that it is given.
     share_prefix: compute the prompt of a group once (`shared_prefix.py`); sequence: the ranks that hold a batch
-    together (`sequence.py`). ConfigError where one of them is not proven.
+    together (`sequence.py`). ConfigError where one of them is not proven. stands_in: whether a blank medium stands for
+    one that a batch lacks; a loop without other ranks may leave it out.
     """
+
+    stands_in = True
 
     def __init__(self, model: PreTrainedModel, share_prefix: bool = False, sequence: SequenceGroup | None = None):
         self.config = model.config
@@ -161,7 +164,7 @@ class Backbone:
         once. ZeRO-3 gathers weights in that order: it must run equally often on every rank, and the ranks agree on it
         here.
         """
-        kinds = list(self.family.media)
+        kinds = list(self.family.media) if self.stands_in else []
         if not kinds:
             return []
         tensors = [self.family.media[kind] for kind in kinds]

@@ -89,16 +89,14 @@ class Evaluation:
         return Evaluated(metrics, records, look)
 
     def _golden(self, rollouts: list[Rollout], metrics: dict[str, float]) -> list[tuple[float, bool]]:
-        """`eval_gold` of all ranks' rollouts, which get it as a component to show; returns `gold_scores`. A
-        collective."""
+        """`eval_gold` of all ranks' rollouts, by kind as the rewards; they get it as a component to show. Returns
+        `gold_scores`. A collective."""
         scores = gold_scores(self.gold, rollouts)
         for rollout, (score, valid) in zip(rollouts, scores):
             if valid:
                 rollout.components["gold"] = score
-        mine = [(r.sample_id, score) for r, (score, valid) in zip(rollouts, scores) if valid]
-        everything = sorted(pair for part in collectives.all_gather_object(mine) for pair in part)
-        if everything:
-            metrics["eval_gold"] = sum(score for _, score in everything) / len(everything)
+        mine = [(r.sample_id, None, score, r.prompt.draws) for r, (score, valid) in zip(rollouts, scores) if valid]
+        metrics |= _means_of("eval_gold", mine, set())
         return scores
 
     def _fetched(self, indices: list[int], step: int) -> Fetched:
@@ -116,6 +114,11 @@ def _means(name: str, rollouts: list[Rollout], labels: set[str]) -> dict[str, fl
     """Means over the valid rewards of all ranks: all together, by label, and of answers and drawn images apart where
     there are both. Summed in the prompts' order."""
     mine = [(r.sample_id, r.prompt.label, r.reward, r.prompt.draws) for r in rollouts if r.valid]
+    return _means_of(name, mine, labels)
+
+
+def _means_of(name: str, mine: list[tuple[int, str | None, float, bool]], labels: set[str]) -> dict[str, float]:
+    """The same of (sample, label, score, whether an image was drawn)."""
     everything = sorted((row for rows in collectives.all_gather_object(mine) for row in rows), key=lambda row: row[0])
     rewards: dict[str, list[float]] = defaultdict(list)
     both = len({draws for *_, draws in everything}) == 2

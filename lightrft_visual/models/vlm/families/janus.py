@@ -81,7 +81,8 @@ class Janus(VLMFamily):
         return Drawing(
             first=self.first_drawn,
             tokens=self.tokens_per_row,
-            kept_ids=tuple(token for token in (settings.bos_token_id, begin) if token is not None),
+            begin_id=begin,
+            kept_ids=() if settings.bos_token_id is None else (settings.bos_token_id,),
             blank_id=settings.pad_token_id,
             features=lambda hidden: head.activation_fn(head.proj_out(hidden)),
             head=LogProbLinear.adopt(head.vision_head),

@@ -1,0 +1,118 @@
+"""Emu3 draws with ids of its text vocabulary, and ends each row with a token that is given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_rig import Rig
+from tiny_models import actor_of, checkpoint_of, inputs_of, picture, turn
+from transformers import AutoModelForImageTextToText
+
+from lightrft_visual.batches.model_inputs import ModelInputs
+from lightrft_visual.batches.prompts import PromptBatch
+from lightrft_visual.batches.rollouts import collate
+from lightrft_visual.batches.sampling import SamplingSettings
+from lightrft_visual.checkpoint.export import export_hf
+from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.models.vlm.families.emu3 import Emu3
+from lightrft_visual.rollout.hf import TransformersEngine
+
+SIDE = 4
+PLAIN = SamplingSettings(n=2, max_new_tokens=6, temperature=0.8)
+GUIDED = SamplingSettings(n=2, max_new_tokens=6, guidance_scale=3.0)
+GREEDY = SamplingSettings(n=1, temperature=0.0, guidance_scale=3.0)
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory) -> Rig:
+    checkpoint = checkpoint_of(tmp_path_factory.mktemp("checkpoints"), "emu3")
+    actor = actor_of(checkpoint)
+    return Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, 8))
+
+
+def prompts(rig: Rig) -> PromptBatch:
+    drawn = [Emu3.begin_drawing(turn(text), rig.checkpoint.processor, "") for text in ("a circle", "a blue square 4*4")]
+    return PromptBatch.of([drawn[0], turn("where?"), drawn[1], turn("how many red circles are there?")])
+
+
+@pytest.mark.parametrize("settings", [PLAIN, GUIDED], ids=["plain", "guided"])
+def test_drawn_tokens_are_scored_as_sampled_and_given_ones_as_certain(rig, settings):
+    rollouts = rig.stage.generate(prompts(rig), settings)
+    sampled = collate(rollouts, rig.checkpoint.tokenizer.pad_token_id, True)
+    for packed in (False, True):
+        for shared in (False, True):
+            rig.actor.backbone.share_prefix = shared
+            scored = rig.score(inputs_of(rig.checkpoint, rollouts, packed), settings.scoring)
+            assert (scored - sampled.rollout_log_probs).abs().max() <= 1e-5, (packed, shared)
+    rig.actor.backbone.share_prefix = False
+    drawn = [rollout for rollout in rollouts if rollout.prompt.draws]
+    assert len(drawn) == 4 and drawn[0].image.size == (32, 32)
+    first, end = rig.actor.drawing.first, rig.actor.drawing.row_end
+    for rollout in drawn:
+        rows = torch.tensor(rollout.token_ids).view(SIDE, SIDE + 1)
+        assert (rows[:, :SIDE] >= first).all() and (rows[:, SIDE] == end).all()
+        chances = torch.tensor(rollout.log_probs).view(SIDE, SIDE + 1)
+        assert (chances[:, SIDE] == 0).all() and (chances[:, :SIDE] < 0).all()
+    written = [token for rollout in rollouts if not rollout.prompt.draws for token in rollout.token_ids]
+    assert max(written) < first and end not in written
+
+
+def test_given_tokens_have_no_gradient_and_the_vq_model_none(rig):
+    rollouts = [rollout for rollout in rig.stage.generate(prompts(rig), GUIDED) if rollout.prompt.draws]
+    batch = collate(rollouts, rig.checkpoint.tokenizer.pad_token_id, True)
+    output = rig.actor(ModelInputs.of(batch), GUIDED.scoring)
+    assert (output.entropy.view(-1, SIDE, SIDE + 1)[..., SIDE] == 0).all()
+    rig.actor.zero_grad()
+    output.log_probs.sum().backward()
+    grad = rig.actor.model.lm_head.weight.grad
+    first = rig.actor.drawing.first
+    assert grad[first : first + 64].abs().sum() > 0 and not grad[:first].any()
+    assert all(each.grad is None for each in rig.actor.model.model.vqmodel.parameters())
+
+
+def test_an_exported_model_draws_the_same_in_transformers(rig, tmp_path):
+    model, drawing = rig.actor.model, rig.actor.drawing
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    export_hf(model, rig.checkpoint.processor, tmp_path, weights)
+    stock = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    rollout = rig.stage.generate(prompts(rig), GREEDY)[0]
+    text = rollout.prompt.text.partition("<|image start|>")[0]
+    asked = rig.checkpoint.processor(text=text, return_for_image_generation=True, image_area=32 * 32)
+    assert list(asked["input_ids"][0]) == rollout.prompt.token_ids and list(asked["image_sizes"][0]) == [SIDE, SIDE]
+    ids = torch.tensor([rollout.prompt.token_ids])
+    codes = list(range(drawing.first, drawing.first + 64))
+
+    def allowed(_, sequence):
+        return [drawing.row_end] if drawing.ends_row(len(sequence) - ids.shape[1]) else codes
+
+    theirs = stock.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=drawing.tokens,
+        guidance_scale=3.0,
+        negative_prompt_ids=drawing.without_prompt(ids),
+        negative_prompt_attention_mask=torch.ones_like(ids),
+        prefix_allowed_tokens_fn=allowed,
+    )
+    assert theirs[0, ids.shape[1] :].tolist() == rollout.token_ids
+    assert stock.generate(ids[:, :4], attention_mask=torch.ones(1, 4).long(), max_new_tokens=2).shape[1] > 4
+
+
+def test_the_half_without_the_prompt_keeps_the_size_of_the_image(rig):
+    drawing, tokenizer = rig.actor.drawing, rig.checkpoint.tokenizer
+    ids = torch.tensor(rig.stage.generate(prompts(rig), GREEDY)[2].prompt.token_ids)
+    kept = drawing.without_prompt(torch.stack([ids, ids]))[1]
+    assert tokenizer.decode(kept).replace("<|endoftext|>", "") == "<|image start|>4*4<|image token|>"
+
+
+def test_what_it_cannot_do_is_refused(rig):
+    with pytest.raises(DataError, match="the model takes no images"):
+        rig.stage.generate(PromptBatch.of([turn("what is this?")], [[picture(0)]]), PLAIN)
+    config = type(rig.checkpoint.config)(**rig.checkpoint.config.to_dict())
+    config.vocabulary_map = {name: number for name, number in config.vocabulary_map.items() if "000063" not in name}
+    with pytest.raises(ConfigError, match="visual tokens of this Emu3 checkpoint are not 64 ids in order"):
+        Emu3(config)
+    config.vocabulary_map = None
+    with pytest.raises(ConfigError, match="vocabulary_map of this Emu3 checkpoint's config.json lacks"):
+        Emu3(config)
