@@ -22,6 +22,7 @@ class PromptFeatures:
     trainer will use: an engine's must equal them. images, videos: decoded media; vision: what the model reads of them,
     which an engine that preprocesses by itself leaves aside. seed: fixes the sampling of all its responses, whatever
     else is in the batch. caption: what is to be drawn, where the response is an image; None where it is text.
+    continued: tokens of a response that is already begun, which goes on behind them; copy: which of the prompt's it is.
     """
 
     text: str
@@ -35,6 +36,8 @@ class PromptFeatures:
     vision: VisionTensors = field(default_factory=VisionTensors)
     seed: int = 0
     caption: str | None = None
+    continued: list[int] = field(default_factory=list)
+    copy: int = 0
 
     @property
     def draws(self) -> bool:

@@ -244,6 +244,11 @@ class DiffusionRunConfig(Section):
         self.guard.check_best(self.guard.gold is not None or data.prompt_data == EMBEDDED, held_out)
         self.output.follow_ema(self.train.enable_ema)
         self.asynchronous.settle(self.distributed.split, corrected=False)
+        require(not self.asynchronous.partial_rollouts, "partial_rollouts are for responses in text")
+        require(
+            self.asynchronous.stale_correction != "none",
+            "the old log-probs of diffusion runs are always the rollout's: leave stale_correction out",
+        )
         require(
             self.output.eval_samples_per_prompt == OutputConfig.eval_samples_per_prompt,
             "eval_samples_per_prompt belongs to vision-language runs: a diffusion evaluation draws each row of "

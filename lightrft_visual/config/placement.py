@@ -66,6 +66,8 @@ class AsyncConfig(Section):
     # policy versions that a trained token may be old; 0: rollouts and training one after the other
     max_staleness: NonNegativeInt = 0
     batches_ahead: PositiveInt | None = None  # batches that are generated ahead; default: max_staleness
+    partial_rollouts: bool = False  # responses in segments: weights change, and prompts join, while long ones go on
+    partial_tokens: PositiveInt = 256  # of a segment
     # old log-probs of the loss: behaviour: the engine's, so that these bound the ratio; none: the trainer's as
     # of this step, for tis_mode or without any correction. Default: none with a tis_mode, else behaviour
     stale_correction: Annotated[str | None, one_of("behaviour", "none")] = None
@@ -77,10 +79,10 @@ class AsyncConfig(Section):
 
     def check(self) -> None:
         """What belongs to runs with a staleness."""
-        others = self.batches_ahead, self.stale_correction
+        others = self.batches_ahead, self.stale_correction, self.partial_rollouts
         require(
-            self.max_staleness > 0 or others == (None, None),
-            "batches_ahead and stale_correction belong to a max_staleness above 0",
+            self.max_staleness > 0 or others == (None, None, False),
+            "batches_ahead, stale_correction and partial_rollouts belong to a max_staleness above 0",
         )
 
     def settle(self, split: bool, corrected: bool) -> None:

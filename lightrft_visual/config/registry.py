@@ -124,12 +124,14 @@ class Engine(Choice):
     (RunConfig, Checkpoint) that refuses settings before any model is loaded. worker: a function of the same, or
     'module:function', to an engine with weights of its own, for a process beside the trainer's (placement split).
     adapters_alone: whether that one, with LoRA, takes the adapters alone, by the names of the trainer's model.
+    continues: whether it goes on with responses that are begun (`PromptFeatures.continued`).
     """
 
     tensor_parallel: bool = False
     check: str | None = field(default=None, repr=False)
     worker: Any = field(default=None, repr=False)
     adapters_alone: bool = field(default=False, repr=False)
+    continues: bool = field(default=False, repr=False)
 
     def check_settings(self, *arguments: object) -> None:
         """What `check` says; nothing where there is none."""
@@ -269,11 +271,11 @@ for _entry in (
     Engine(
         "vllm", "lightrft_visual.rollout.vllm.engine:VLLMEngine.from_config", "vLLM in this process",
         tensor_parallel=True, check="lightrft_visual.rollout.vllm.arguments:check_engine",
-        worker="lightrft_visual.rollout.vllm.engine:worker_engine",
+        worker="lightrft_visual.rollout.vllm.engine:worker_engine", continues=True,
     ),
     Engine(
         "hf", "lightrft_visual.rollout.hf:TransformersEngine.from_config", "the trainer's own model: where vLLM is not",
-        worker="lightrft_visual.rollout.hf:worker_engine", adapters_alone=True,
+        worker="lightrft_visual.rollout.hf:worker_engine", adapters_alone=True, continues=True,
     ),
 ):  # fmt: skip
     engines.add(_entry)

@@ -76,6 +76,8 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "async.max_staleness": "max_staleness",
     "async.batches_ahead": "batches_ahead",
     "async.stale_correction": "stale_correction",
+    "async.partial_rollouts": "partial_rollouts",
+    "async.partial_tokens": "partial_tokens",
 }
 
 # The same for one schema only, by its class: the systems that a kind of run comes from mean something else by the name.

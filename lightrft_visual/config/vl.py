@@ -404,6 +404,16 @@ class RunConfig(Section):
             ("ask_key", self.data.ask_key),
         ):
             require(not used, f"max_staleness above 0 generates ahead, and {name} cannot be part of that; leave it out")
+        partial = self.asynchronous.partial_rollouts
+        require(
+            not partial or (rollout.min_new_tokens <= 1 and not rollout.use_fire),
+            "partial_rollouts make responses in segments, and min_new_tokens and use_fire count from a response's "
+            "first token: leave them out",
+        )
+        require(
+            not partial or registry.engines[rollout.engine_type].continues,
+            f"engine {rollout.engine_type} cannot go on with a response, as partial_rollouts need",
+        )
         require(
             self.asynchronous.stale_correction == "none" or (rollout.top_p == 1 and rollout.top_k == -1),
             "stale_correction behaviour reads sampled log-probs, which top_p < 1 or top_k leave undefined",

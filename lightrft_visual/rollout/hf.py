@@ -81,7 +81,7 @@ class TransformersEngine:
 
         finished(number, completions) is called for each prompt as soon as all its completions are there.
         """
-        rows = [_Row(prompt, copy) for prompt in prompts for copy in range(settings.n)]
+        rows = [_Row(prompt, prompt.copy + copy) for prompt in prompts for copy in range(settings.n)]
         size = self.micro_batch_size
         rounds = self._most(math.ceil(len(rows) / size))
         completions: list[Completion] = []
@@ -292,7 +292,7 @@ class Choice:
 
 def prompt_inputs(prompts: Sequence[PromptFeatures], pad_id: int) -> ModelInputs:
     """Left-padded prompts (B, S) with their patches; a single padding token, taken as real, where there is none."""
-    ids = [torch.tensor(prompt.token_ids) for prompt in prompts] or [torch.tensor([pad_id])]
+    ids = [torch.tensor(prompt.token_ids + prompt.continued) for prompt in prompts] or [torch.tensor([pad_id])]
     width = max(len(row) for row in ids)
     sequences = torch.full((len(ids), width), pad_id)
     mask = torch.zeros(len(ids), width, dtype=torch.long)
@@ -309,7 +309,8 @@ def uniform_noise(rows: Sequence[_Row], steps: int) -> T:
     streams = []
     for row in rows:
         generator = torch.Generator().manual_seed(derive_seed(row.prompt.seed, row.copy))
-        streams.append(torch.rand(steps, dtype=torch.float64, generator=generator))
+        begun = len(row.prompt.continued)
+        streams.append(torch.rand(begun + steps, dtype=torch.float64, generator=generator)[begun:])
     return torch.stack(streams) if streams else torch.zeros(1, steps, dtype=torch.float64)
 
 

@@ -26,7 +26,9 @@ class SleepingEngine(OwnWeightsEngine):
     def generate(self, prompts, settings, finished=None):
         began = time.perf_counter()
         made = super().generate(prompts, settings, finished)
-        rest = _seconds("GENERATE_SECONDS", "1.0") - (time.perf_counter() - began)
+        longest = max((len(each.token_ids) for part in made for each in part), default=0)
+        wanted = _seconds("GENERATE_SECONDS", "1.0") + longest * _seconds("TOKEN_SECONDS", "0.0")
+        rest = wanted - (time.perf_counter() - began)
         time.sleep(max(0.0, rest))
         return made
 
@@ -41,7 +43,9 @@ def _refused(*_):
     raise NotImplementedError("engine sleeping is for placement split")
 
 
-registry.engines.register("sleeping", about="stands for an accelerator", worker=sleeping_worker)(_refused)
+registry.engines.register("sleeping", about="stands for an accelerator", worker=sleeping_worker, continues=True)(
+    _refused
+)
 
 
 @registry.policy_losses.register("sleeping", about="PPO's loss, in a stated time")

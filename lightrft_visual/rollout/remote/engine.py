@@ -19,6 +19,7 @@ from ...errors import ConfigError
 from ...models.loading import Checkpoint, open_checkpoint
 from ...strategy import collectives
 from ..engine import Finished, RolloutEngine
+from .partial import PartialRollouts
 from .pool import WorkerPool
 from .ray_workers import Cluster
 from .worker import Blueprint
@@ -76,13 +77,21 @@ class RemoteEngine:
     adapters_alone: whether `update_weights` takes LoRA's adapters by the names of the trainer's model, and nothing
     else, because the workers' models have adapters too. ahead: whether batches are begun before they are asked for;
     workers then take over weights between two pieces of work, and each completion tells the policies of its tokens.
+    partial: makes what is begun in segments, where the run wants that.
     """
 
     shares_weights = False
     lacks_weights = False
     streams = True
 
-    def __init__(self, workers: Workers, adapters_alone: bool = False, ahead: bool = False) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        adapters_alone: bool = False,
+        ahead: bool = False,
+        partial: PartialRollouts | None = None,
+    ) -> None:
+        self.partial = partial
         self.workers, self.adapters_alone, self.ahead = workers, adapters_alone, ahead
         self.policies: dict[int, int] = {}  # version of the weights -> policy version
         self.waited = 0.0
@@ -95,7 +104,8 @@ class RemoteEngine:
         blueprint = Blueprint(f"{__name__}:worker_engine", (config,), torch.get_num_threads(), config.plugins)
         ahead = config.asynchronous.ahead
         workers = Workers(config, blueprint, turns=ahead + 2)
-        return cls(workers, entry.adapters_alone and config.model.lora_rank > 0, ahead=ahead > 0)
+        alone = entry.adapters_alone and config.model.lora_rank > 0
+        return cls(workers, alone, ahead > 0, _partial(config, workers, checkpoint))
 
     def generate(
         self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, finished: Finished | None = None
@@ -120,7 +130,10 @@ class RemoteEngine:
 
     def begin(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> None:
         """Start on prompts for which `generate` will ask later, with whatever weights are there until then."""
-        self._begun[_key(prompts)] = self._submit(prompts, settings, urgent=False)
+        if self.partial is not None:
+            self._begun[_key(prompts)] = self.partial.begin(prompts, settings)
+        else:
+            self._begun[_key(prompts)] = self._submit(prompts, settings, urgent=False)
 
     def _submit(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, urgent: bool) -> list[Future]:
         count = len(self.workers.pool.workers)
@@ -128,9 +141,12 @@ class RemoteEngine:
         parts = [list(prompts[start : start + size]) for start in range(0, len(prompts), max(1, size))]
         return [self.workers.pool.submit(part, settings, urgent=urgent) for part in parts]
 
-    def _tell_versions(self, completions: list[Completion], version: int) -> None:
+    def _tell_versions(self, completions: list[Completion], version: int | None) -> None:
+        """From versions of the weights to those of the policy. version: of all tokens; None where each tells its own,
+        as it was made in segments."""
         for each in completions if self.ahead else ():
-            each.versions = [self.policies.get(version, 0)] * len(each.token_ids)
+            drawn_by = each.versions if version is None else [version] * len(each.token_ids)
+            each.versions = [self.policies.get(one, 0) for one in drawn_by]
 
     def note_policy(self, version: int) -> None:
         """The weights that were given last are those of this policy version."""
@@ -162,6 +178,16 @@ class RemoteEngine:
         self.workers.close()
 
 
+def _partial(config: RunConfig, workers: Workers, checkpoint: Checkpoint) -> PartialRollouts | None:
+    """As many responses in a call as the batches under way have for each worker."""
+    if not config.asynchronous.partial_rollouts:
+        return None
+    rollout = config.rollout
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt * (config.asynchronous.ahead + 1)
+    slots = math.ceil(samples / collectives.world_size() / len(workers.pool.workers))
+    return PartialRollouts(workers.pool, checkpoint.tokenizer, config.asynchronous.partial_tokens, slots)
+
+
 def _key(prompts: Sequence[PromptFeatures]) -> tuple[int, ...]:
     return tuple(prompt.seed for prompt in prompts)
 
@@ -171,6 +197,8 @@ def check_remote(config: RunConfig) -> None:
     entry = registry.engines[config.rollout.engine_type]
     if entry.worker is None:
         raise ConfigError(f"placement split: engine {entry.name} cannot run in a worker of its own; use vllm or hf")
+    if config.asynchronous.partial_rollouts and config.model.embedded_family == "janus":
+        raise ConfigError("partial_rollouts are for responses in text, and this model draws")
     if config.rollout.engine_tp_size > 1:
         raise ConfigError("placement split: each worker has one device, engine_tp_size above 1 is not built for it")
 

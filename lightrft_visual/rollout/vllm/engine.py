@@ -16,6 +16,7 @@ from ...config.vl import RunConfig
 from ...errors import RolloutError
 from ...models.loading import Checkpoint
 from ...strategy.deepspeed import TrainEngine
+from ...strategy.seeding import derive_seed
 from ...strategy.start_up import importing
 from ..engine import Finished
 from .arguments import VLLMSettings, engine_arguments, prepare_environment, runs_on_second_runner
@@ -77,7 +78,7 @@ class VLLMEngine:
         """
         prompts, own = self.sharing.share(prompts)
         entries = [self._entry(prompt) for prompt in prompts]
-        params = [self._params(settings, prompt.seed) for prompt in prompts]
+        params = [self._params(settings, _stream(prompt)) for prompt in prompts]
         if not entries:
             return []
         first = self.llm.request_counter.counter + own.start
@@ -86,7 +87,7 @@ class VLLMEngine:
         def take(output) -> None:
             number = int(output.request_id) - first
             if 0 <= number < own.stop - own.start:
-                made[number] = self._completions(output, settings)
+                made[number] = self._completions(output, settings, len(prompts[own][number].continued))
                 if finished is not None:
                     finished(number, made[number])
 
@@ -108,6 +109,8 @@ class VLLMEngine:
 
     def _entry(self, prompt: PromptFeatures) -> dict[str, Any]:
         entry: dict[str, Any] = {"prompt": prompt.text}
+        if prompt.continued:
+            entry = {"prompt_token_ids": self.tokenizer(prompt.text).input_ids + prompt.continued}
         media = {name: items for name, items in (("image", prompt.images), ("video", prompt.videos)) if items}
         if media:
             entry["multi_modal_data"] = media
@@ -133,12 +136,14 @@ class VLLMEngine:
             detokenize=False,  # token by token it costs as much as a small model; `_completions` does it in one call
         )
 
-    def _completions(self, output, settings: SamplingSettings) -> list[Completion]:
+    def _completions(self, output, settings: SamplingSettings, continued: int) -> list[Completion]:
+        """continued: tokens of the response that stand behind the prompt."""
         if len(output.outputs) != settings.n:
             raise RolloutError(f"vLLM returned {len(output.outputs)} completions where {settings.n} were asked for")
         tokens = [list(one.token_ids) for one in output.outputs]
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=settings.skip_special_tokens)
         prompt = list(output.prompt_token_ids)
+        prompt = prompt[: len(prompt) - continued]
         return [
             Completion(token_ids, self._log_probs(one, settings), text, one.finish_reason == "length", prompt)
             for one, token_ids, text in zip(output.outputs, tokens, texts)
@@ -203,6 +208,13 @@ def watched(engine: Any, finished: Callable[[Any], None]) -> Iterator[None]:
         yield
     finally:
         engine.step = step
+
+
+def _stream(prompt: PromptFeatures) -> int:
+    """The seed of a prompt's responses; of one that is made in segments, each segment has its own."""
+    if not (prompt.copy or prompt.continued):
+        return prompt.seed
+    return derive_seed(prompt.seed, prompt.copy, len(prompt.continued))
 
 
 def worker_engine(config: RunConfig, checkpoint: Checkpoint) -> VLLMEngine:

@@ -1,0 +1,91 @@
+"""Responses in segments: what comes out is what one call would have made, and long ones hold nothing up."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from lightrft_visual.batches.rollouts import PromptFeatures
+from lightrft_visual.batches.sampling import Completion, SamplingSettings
+from lightrft_visual.errors import RolloutError
+from lightrft_visual.rollout.remote.partial import PartialRollouts
+from lightrft_visual.rollout.remote.pool import WorkerPool
+
+END = 9
+
+
+class Tokenizer:
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(str(token) for token in ids if token != END)
+
+
+class Handle:
+    """A worker whose response to copy c of prompt g is c, g, c, g, ... of a length that the prompt's label says."""
+
+    name = "one"
+
+    def __init__(self):
+        self.calls, self.hold = [], None
+
+    def call(self, method, order, arguments):
+        if self.hold is not None:
+            self.hold.wait(5)
+        prompts, settings = arguments
+        self.calls.append([(prompt.group_id, len(prompt.continued)) for prompt in prompts])
+        return [[self.one(prompt, settings)] for prompt in prompts], order.version
+
+    def one(self, prompt, settings):
+        whole = [prompt.copy, prompt.group_id] * 10
+        whole = [*whole[: int(prompt.label) - 1], END]
+        assert prompt.continued == whole[: len(prompt.continued)]
+        ids = whole[len(prompt.continued) :][: settings.max_new_tokens]
+        return Completion(ids, [-0.5] * len(ids), "", ids[-1] != END, prompt.token_ids)
+
+
+def prompts(*lengths: int) -> list[PromptFeatures]:
+    return [PromptFeatures("", [1, 2], group_id=group, label=str(each)) for group, each in enumerate(lengths)]
+
+
+def test_segments_make_whole_responses():
+    handle = Handle()
+    pool = WorkerPool([handle])
+    partial = PartialRollouts(pool, Tokenizer(), tokens=3, slots=8)
+    (future,) = partial.begin(prompts(2, 7, 9), SamplingSettings(n=2, max_new_tokens=8))
+    made, _ = future.result(5)
+    assert [[len(each.token_ids) for each in group] for group in made] == [[2, 2], [7, 7], [8, 8]]
+    assert [each.truncated for group in made for each in group] == [False] * 4 + [True] * 2
+    assert made[1][1].token_ids == [1, 1, 1, 1, 1, 1, END] and made[1][1].text == "1 1 1 1 1 1"
+    assert made[2][0].token_ids == [0, 2, 0, 2, 0, 2, 0, 2] and len(made[2][0].log_probs) == 8
+    assert [len(call) for call in handle.calls] == [6, 4, 4]
+    pool.close()
+
+
+def test_weights_change_and_prompts_join_between_segments():
+    handle = Handle()
+    handle.hold = threading.Event()
+    pool = WorkerPool([handle])
+    partial = PartialRollouts(pool, Tokenizer(), tokens=2, slots=8)
+    settings = SamplingSettings(n=1, max_new_tokens=8)
+    (long,) = partial.begin(prompts(6), settings)
+    (short,) = partial.begin(prompts(2), settings)
+    while not pool._working:
+        threading.Event().wait(0.001)
+    pool.give_weights(1, None, at_once=False)
+    handle.hold.set()
+    assert long.result(5)[0][0][0].versions == [0, 0, 1, 1, 1, 1]
+    assert short.result(5)[0][0][0].versions == [1, 1]
+    assert handle.calls[:2] == [[(0, 0)], [(0, 2), (0, 0)]]  # the second prompt joined the first one's second segment
+    pool.close()
+
+
+def test_an_error_reaches_who_asks():
+    class Broken(Handle):
+        def call(self, *_):
+            raise RolloutError("out of order")
+
+    pool = WorkerPool([Broken()])
+    (future,) = PartialRollouts(pool, Tokenizer(), 2, 8).begin(prompts(4), SamplingSettings(n=2, max_new_tokens=4))
+    with pytest.raises(RolloutError, match="out of order"):
+        future.result(5)
+    pool.close()
