@@ -86,7 +86,7 @@ def critic_cases(checkpoint: Checkpoint, rollouts: list[Rollout], groups: dict[i
 
 
 def zero_cases(checkpoint: Checkpoint, rollouts: list[Rollout], groups: dict[int, SequenceGroup]):
-    """Under ZeRO, by micro-batches; the gradients as DeepSpeed reduces them."""
+    """Under ZeRO, by micro-batches; the gradients as DeepSpeed reduces them. Stage 3 computes activations again."""
     for wrap, cases in ((lambda model: model, ((0, 2), (2, 4), (3, 2), (3, 4))), (adapters, ((3, 2),))):
         whole = loss_and_gradients(actor_of(checkpoint, wrap=wrap), [inputs_of(checkpoint, rollouts)])
         for stage, size in cases:
@@ -96,8 +96,9 @@ def zero_cases(checkpoint: Checkpoint, rollouts: list[Rollout], groups: dict[int
 
 
 def under_zero(strategy: DeepspeedStrategy, checkpoint: Checkpoint, wrap, part: list, group: SequenceGroup) -> Result:
+    recomputed = ModelConfig(gradient_checkpointing=strategy.config.zero_stage == 3)
     with strategy.loading():
-        transformer = load_transformer(checkpoint.path, ModelConfig(), strategy.dtype)
+        transformer = load_transformer(checkpoint.path, recomputed, strategy.dtype)
     banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
     settings = OptimizerSettings(1e-4, total_steps=4)
     actor = strategy.prepare(Actor(wrap(transformer), banned, checkpoint.eos_ids, True, group), settings)
