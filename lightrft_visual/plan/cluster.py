@@ -26,7 +26,8 @@ Lengths = Callable[[int], np.ndarray]  # number of a batch -> tokens of its resp
 class Costs:
     """Seconds. token: a decode step of an engine, row: more of it for each response at work; prompt: reading one;
     slots: responses that an engine works on at once; load: an engine takes over weights; learn: scoring and training
-    of a response's token on one trainer; step: what a step takes besides, however many trainers there are."""
+    of a response's token on one trainer; step: what a step takes besides, however many trainers there are; piece: the
+    way of a piece of work to an engine and back."""
 
     token: float
     row: float = 0.0
@@ -35,6 +36,7 @@ class Costs:
     load: float = 0.0
     learn: float = 0.0
     step: float = 0.0
+    piece: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,7 @@ class _Run:
         loading = self.costs.load if engine.held != self.version else 0.0
         engine.held, engine.free = self.version, False
         piece.version = self.version
-        seconds = loading + generate_seconds(piece.lengths, self.costs)
+        seconds = self.costs.piece + loading + generate_seconds(piece.lengths, self.costs)
         self._at(self.now + seconds, lambda: self._piece_done(engine, piece, seconds))
 
     def _piece_done(self, engine: _Engine, piece: _Work, seconds: float) -> None:

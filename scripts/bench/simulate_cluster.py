@@ -6,7 +6,8 @@
 
 --run reads metrics.csv and rollouts/ of a colocated run: the time of a decode step, of scoring and training a token
 on one rank, and the lengths of its responses. --check starts 1, 2 and 4 workers of `rollout/remote`, with its pool and
-its way of running ahead, whose engines sleep as long as decoding would take; the trainer sleeps too.
+its way of running ahead, whose engines sleep as long as decoding would take; the trainer sleeps too. How long a piece
+takes to a worker and back is measured first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import csv
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from types import SimpleNamespace
@@ -152,6 +154,17 @@ def real_run(workers: Any, costs: Costs, layout: Layout, lengths: Lengths, steps
     return Forecast(layout, seconds, 1 - learn / seconds, idle, mean(ages), max(ages))
 
 
+def way(workers: Any, costs: Costs, times: int = 8) -> float:
+    """Seconds of a piece's way to a worker and back: the median of some pieces, all workers at work."""
+    one, took = SimpleNamespace(seed=(0, 0), lengths=np.full(4, 100)), []
+    for _ in range(times):
+        began = time.perf_counter()
+        for future in [workers.pool.submit([one], None) for _ in workers.pool.workers]:
+            future.result()
+        took.append(time.perf_counter() - began - generate_seconds(one.lengths[None], costs))
+    return max(0.0, median(took))
+
+
 def check(asked: argparse.Namespace) -> None:
     """A table of forecasts and of what real workers took."""
     from lightrft_visual.config.placement import ResourcesConfig
@@ -166,6 +179,8 @@ def check(asked: argparse.Namespace) -> None:
         resources = ResourcesConfig(rollout_num_workers=count, rollout_num_cpus=0.1)
         blueprint = Blueprint("simulate_cluster:SleepingEngine", (costs,), 1)
         workers = Workers(SimpleNamespace(distributed=SimpleNamespace(resources=resources)), blueprint, turns=4)
+        workers.update([("weight", torch.zeros(16))])
+        costs = replace(costs, piece=way(workers, costs))
         for staleness in asked.staleness:
             layout = Layout(1, count, staleness)
             pair = {

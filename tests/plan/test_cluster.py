@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,6 +45,8 @@ def test_without_staleness_generation_and_training_add_up():
     assert split.idle_trainers == pytest.approx(1 - learn / split.step_seconds)
     assert split.idle_engines == pytest.approx(1 - 4.25 / split.step_seconds)
     assert split.staleness == split.staleness_max == 0
+    handed = simulate(replace(costs, piece=0.5), Layout(1, 2), batch)
+    assert handed.step_seconds == pytest.approx(split.step_seconds + 2 * 0.5)
     colocated = simulate(costs, Layout(2), batch)
     assert colocated.step_seconds == pytest.approx(4 * 0.5 + 1.0 + 0.25 + 1.0 + 0.001 * 320 / 2)
     assert colocated.idle_trainers == 0
