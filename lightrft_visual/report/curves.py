@@ -129,6 +129,21 @@ def time_panel(run: RunData) -> Panel | None:
     return panel("seconds a step, by phase", series, 0, stacked=True)
 
 
+def ahead_panels(run: RunData) -> list[Panel]:
+    """Of rollouts that run ahead of the trainer: the shares of tokens by their age, who waits, and what is in stock."""
+    ages = sorted(
+        (name for name in run.metrics if name.startswith("staleness_") and name[10:].isdigit()),
+        key=lambda name: int(name[10:]),
+    )
+    by_age = [
+        Series(f"{name[10:]} versions old", run.metrics[name], PALETTE[index % len(PALETTE)])
+        for index, name in enumerate(ages)
+    ]
+    rest = ("idle_trainer", "idle_engines", "buffer_level", "dropped_stale_share") if ages else ()
+    stacked = panel("share of tokens or samples, by age", by_age, 0, stacked=True) if ages else None
+    return present([stacked, *(metric_panel(name, [run], 300) for name in rest)])
+
+
 def columns_of(runs: Sequence[RunData], kind: str = "metrics") -> list[str]:
     """Names that any run has, in order of appearance."""
     return list(dict.fromkeys(name for run in runs for name in getattr(run, kind)))

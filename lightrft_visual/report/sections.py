@@ -13,7 +13,7 @@ import yaml
 from ..data.bad_rows import FILE_NAME
 from ..strategy.files import read_jsonl
 from .charts import PALETTE, Point
-from .curves import time_panel
+from .curves import ahead_panels, time_panel
 from .data import PhaseTimes, RunData, flat_config, phase_times
 
 HEADLINE = (
@@ -94,7 +94,8 @@ def time_section(run: RunData) -> dict[str, Any] | None:
     ]
     longest = max(phases, key=lambda phase: phase["share"])
     rest = times.unaccounted
-    return {"phases": phases, "longest": longest, "rest": rest, "limits": limits(times), "panel": time_panel(run)}
+    found = {"phases": phases, "longest": longest, "rest": rest, "limits": limits(times), "panel": time_panel(run)}
+    return found | {"ahead": ahead_panels(run)}
 
 
 def bad_rows_section(run: RunData) -> list[dict[str, Any]]:

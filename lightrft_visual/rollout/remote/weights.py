@@ -128,15 +128,17 @@ class WeightPost:
 
     def _bucket(self, place: int, tensors: list[tuple[str, T, int]], size: int) -> Bucket:
         file = self._file(place, size)
-        for _, tensor, start in tensors:
+        content, digest = file.content[:size].numpy(), xxhash.xxh3_64()
+        ends = [*(start for _, _, start in tensors[1:]), size]
+        for (_, tensor, start), end in zip(tensors, ends):
             into = file.content[start : start + tensor.nbytes]
             if tensor.nbytes:
                 into.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        content = file.content[:size].numpy()
+            digest.update(content[start:end])  # at once, while it may still be in a cache
         layout = tuple(
             TensorAt(name, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes) for name, tensor, start in tensors
         )
-        checksum = xxhash.xxh3_64_intdigest(content)
+        checksum = digest.intdigest()
         stored = self.store(content) if self.store is not None else None
         return Bucket(layout, size, checksum, file.path if self.shared else None, stored)
 
