@@ -3,8 +3,9 @@
 It follows `rollout/remote` and the loop of a trainer. A batch's prompts go to the engines in pieces, from one queue,
 one piece at a time to each; the trainer waits for all pieces of its batch, trains, and posts new weights, which an
 engine takes over before its next piece. With a staleness k, up to k batches are begun behind the one that is trained
-on. With partial rollouts an engine takes prompt after prompt as it has room, and new weights in between. Without
-engines of its own a run is colocated: every device generates its share, and all wait for the slowest.
+on. With partial rollouts idle engines share the unfinished responses, for so many tokens of each, and take new weights
+in between. Without engines of its own a run is colocated: every device generates its share, and all wait for the
+slowest.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,13 +42,14 @@ class Costs:
 
 @dataclass(frozen=True)
 class Layout:
-    """engines 0: colocated on the trainers. shares: pieces of a batch for each engine."""
+    """engines 0: colocated on the trainers. shares: pieces of a batch for each engine. partial_tokens: of a segment."""
 
     trainers: int
     engines: int = 0
     staleness: int = 0
     partial: bool = False
     shares: int = 2
+    partial_tokens: int = 256
 
     def __post_init__(self) -> None:
         if self.trainers < 1 or self.engines < 0 or self.staleness < 0:
@@ -126,28 +128,32 @@ def _colocated(costs: Costs, layout: Layout, lengths: Lengths, steps: int) -> Fo
 
 
 @dataclass
-class _Work:
-    """Prompts that one engine does together. begun, version: when, and with which weights."""
+class _Piece:
+    """Prompts that one engine does together."""
 
     batch: int
     lengths: np.ndarray
-    begun: float = 0.0
-    version: int = 0
-    left: int = 0
+
+
+@dataclass
+class _Response:
+    """Of partial rollouts. left: tokens to come; version: of the weights of its first token; versions: their sum over
+    its tokens so far."""
+
+    batch: int
+    length: int
+    left: int
+    version: int | None = None
+    versions: int = 0
 
 
 @dataclass
 class _Engine:
-    """held: version of its weights. ends: (tokens at which a response ends, its number, its work), as a heap; tokens:
-    that each response at work since the beginning would have; clock: when that was so."""
+    """held: the version of its weights; busy: seconds at work so far."""
 
     held: int = 0
     busy: float = 0.0
     free: bool = True
-    tokens: float = 0.0
-    clock: float = 0.0
-    epoch: int = 0
-    ends: list[tuple[float, int, _Work]] = field(default_factory=list)
 
 
 class _Run:
@@ -157,7 +163,9 @@ class _Run:
         self.costs, self.layout, self.lengths, self.steps = costs, layout, lengths, steps
         self.engines = [_Engine() for _ in range(layout.engines)]
         self.now, self.version, self.announced = 0.0, 0, 0
-        self.queue: deque[_Work] = deque()
+        self.queue: deque[_Piece] = deque()
+        self.responses: deque[_Response] = deque()
+        self.samples = 1
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.numbers = itertools.count()
         self.left: dict[int, int] = {}  # pieces of a batch that are not done
@@ -166,7 +174,6 @@ class _Run:
         self.asked: list[float] = []
         self.worked: list[float] = []
         self.ages: list[list[tuple[float, int, float]]] = [[] for _ in range(steps)]  # (mean, most, tokens) of a piece
-        self.changes = [(0.0, 0.0)]  # (when a version came, the integral of the version over time until then)
         self.busy_at: list[float] = []
 
     def run(self) -> Forecast:
@@ -205,11 +212,15 @@ class _Run:
 
     def _announce(self, number: int) -> None:
         batch = self.batches[number] = self.lengths(number)
+        if self.layout.partial:
+            self.left[number], self.samples = batch.size, batch.shape[1]
+            self.responses.extend(_Response(number, int(each), int(each)) for each in batch.ravel())
+            return
         count = len(self.engines)
-        size = 1 if self.layout.partial else -(-len(batch) // (count * self.layout.shares if count > 1 else 1))
+        size = -(-len(batch) // (count * self.layout.shares if count > 1 else 1))
         pieces = [batch[start : start + size] for start in range(0, len(batch), size)]
         self.left[number] = len(pieces)
-        self.queue.extend(_Work(number, piece) for piece in pieces)
+        self.queue.extend(_Piece(number, piece) for piece in pieces)
 
     def _train_if_ready(self) -> None:
         step = self.waiting
@@ -221,124 +232,70 @@ class _Run:
         self._at(self.now + seconds, lambda: self._trained(step))
 
     def _trained(self, step: int) -> None:
-        when, integral = self.changes[-1]
-        self.changes.append((self.now, integral + self.version * (self.now - when)))
         self.version += 1
-        if self.layout.partial:
-            for engine in self.engines:
-                self._take_weights(engine)
         self._ask(step + 1)
-
-    def _mean_version(self, begun: float, ended: float) -> float:
-        """Of the weights over a time, where an engine takes each version at once."""
-        if ended <= begun:
-            return float(self.version)
-        times, integrals = zip(*self.changes)
-
-        def until(when: float) -> float:
-            place = int(np.searchsorted(times, when, side="right")) - 1
-            return integrals[place] + place * (when - times[place])
-
-        return (until(ended) - until(begun)) / (ended - begun)
 
     # -- engines -------------------------------------------------------------------------------------------------
 
     def _begin_work(self) -> None:
         if self.layout.partial:
-            self._stream()
+            self._begin_segments()
             return
         for engine in self.engines:
             if self.queue and engine.free:
                 self._begin_piece(engine, self.queue.popleft())
 
-    def _begin_piece(self, engine: _Engine, piece: _Work) -> None:
-        loading = self.costs.load if engine.held != self.version else 0.0
+    def _occupy(self, engine: _Engine, seconds: float, done: Callable[[], None]) -> None:
+        """An engine works on what takes `seconds` there, with the newest weights."""
+        seconds += self.costs.piece + (self.costs.load if engine.held != self.version else 0.0)
         engine.held, engine.free = self.version, False
-        piece.version = self.version
-        seconds = self.costs.piece + loading + generate_seconds(piece.lengths, self.costs)
-        self._at(self.now + seconds, lambda: self._piece_done(engine, piece, seconds))
 
-    def _piece_done(self, engine: _Engine, piece: _Work, seconds: float) -> None:
-        engine.free, engine.busy = True, engine.busy + seconds
-        age = piece.batch - piece.version
-        self._done(piece, age, age)
-        if self.queue:
-            self._begin_piece(engine, self.queue.popleft())
+        def end() -> None:
+            engine.free, engine.busy = True, engine.busy + seconds
+            done()
 
-    def _done(self, work: _Work, mean: float, most: int) -> None:
-        self.ages[work.batch].append((mean, most, float(work.lengths.sum())))
-        self.left[work.batch] -= 1
+        self._at(self.now + seconds, end)
+
+    def _begin_piece(self, engine: _Engine, piece: _Piece) -> None:
+        age = piece.batch - self.version
+
+        def done() -> None:
+            self._done(piece.batch, age, age, float(piece.lengths.sum()))
+            self._begin_work()
+
+        self._occupy(engine, generate_seconds(piece.lengths, self.costs), done)
+
+    def _done(self, batch: int, mean: float, most: int, tokens: float) -> None:
+        self.ages[batch].append((mean, most, tokens))
+        self.left[batch] -= 1
         self._train_if_ready()
 
-    # -- engines that take prompt after prompt -------------------------------------------------------------------
+    def _begin_segments(self) -> None:
+        """Idle engines share what waits, the oldest first."""
+        idle = [engine for engine in self.engines if engine.free]
+        while idle and self.responses:
+            count = min(self.costs.slots, -(-len(self.responses) // len(idle)))
+            self._begin_segment(idle.pop(0), [self.responses.popleft() for _ in range(count)])
 
-    def _stream(self) -> None:
-        """Each prompt to the engine with the fewest responses, while one has room."""
-        room = [(len(engine.ends), place) for place, engine in enumerate(self.engines)]
-        heapq.heapify(room)
-        changed = set()
-        while self.queue and room:
-            active, place = room[0]
-            work = self.queue[0]
-            if active and active + work.lengths.size > self.costs.slots:
-                break
-            self.queue.popleft()
-            self._add(self.engines[place], work)
-            changed.add(place)
-            heapq.heapreplace(room, (len(self.engines[place].ends), place))
-        for place in changed:
-            self._next_end(self.engines[place])
+    def _begin_segment(self, engine: _Engine, responses: list[_Response]) -> None:
+        tokens = [min(each.left, self.layout.partial_tokens) for each in responses]
+        for each, count in zip(responses, tokens):
+            each.version = self.version if each.version is None else each.version
+            each.versions += count * self.version
+        begun = sum(each.left == each.length for each in responses)  # what they have so far is read from a cache
 
-    def _advance(self, engine: _Engine) -> None:
-        """To now: tokens and working time."""
-        seconds = self.now - engine.clock
-        if seconds <= 0:
-            return  # it is at something that takes until `clock`
-        if engine.ends:
-            engine.tokens += seconds / self._pace(engine)
-            engine.busy += seconds
-        engine.clock = self.now
+        def done() -> None:
+            for each, count in zip(responses, tokens):
+                each.left -= count
+            self.responses.extendleft(each for each in reversed(responses) if each.left)
+            for each in responses:
+                if not each.left:
+                    mean = each.batch - each.versions / each.length
+                    self._done(each.batch, mean, each.batch - each.version, each.length)
+            self._begin_segments()
 
-    def _pace(self, engine: _Engine) -> float:
-        return self.costs.token + self.costs.row * len(engine.ends)
-
-    def _pause(self, engine: _Engine, seconds: float) -> None:
-        engine.clock = max(engine.clock, self.now) + seconds
-        engine.busy += seconds
-
-    def _take_weights(self, engine: _Engine) -> None:
-        self._advance(engine)
-        self._pause(engine, self.costs.load)
-        self._next_end(engine)
-
-    def _add(self, engine: _Engine, work: _Work) -> None:
-        self._advance(engine)
-        work.begun, work.version, work.left = self.now, self.version, work.lengths.size
-        self._pause(engine, self.costs.prompt * len(work.lengths))
-        for length in work.lengths.ravel():
-            heapq.heappush(engine.ends, (engine.tokens + float(length), next(self.numbers), work))
-
-    def _next_end(self, engine: _Engine) -> None:
-        engine.epoch += 1
-        if engine.ends:
-            epoch = engine.epoch
-            left = max(0.0, engine.ends[0][0] - engine.tokens)
-            self._at(max(engine.clock, self.now) + left * self._pace(engine), lambda: self._ended(engine, epoch))
-
-    def _ended(self, engine: _Engine, epoch: int) -> None:
-        if epoch != engine.epoch:
-            return  # something came in between
-        self._advance(engine)
-        first = engine.ends[0][0]
-        engine.tokens = first
-        while engine.ends and engine.ends[0][0] <= first:
-            work = heapq.heappop(engine.ends)[2]
-            work.left -= 1
-            if not work.left:
-                mean = work.batch - self._mean_version(work.begun, self.now)
-                self._done(work, mean, work.batch - work.version)
-        self._stream()
-        self._next_end(engine)
+        seconds = self.costs.prompt * begun / self.samples + decode_seconds(tokens, self.costs)
+        self._occupy(engine, seconds, done)
 
 
 # -- lengths of responses ----------------------------------------------------------------------------------------

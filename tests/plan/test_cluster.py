@@ -75,7 +75,7 @@ def test_partial_rollouts_lose_no_time_to_the_tail():
     lengths = long_tailed(100, 1.0, 2000, 32, 1)
     costs, steps = Costs(token=0.01, slots=4, step=0.5), 40
     synchronous = simulate(costs, Layout(1, 2), lengths, steps)
-    found = simulate(costs, Layout(1, 2, staleness=2, partial=True), lengths, steps)
+    found = simulate(costs, Layout(1, 2, staleness=2, partial=True, partial_tokens=16), lengths, steps)
     work = np.mean([lengths(number).sum() for number in range(steps)]) * 0.01 / (2 * 4)
     assert work <= found.step_seconds * 1.03 and found.step_seconds < 1.25 * work
     assert synchronous.step_seconds > 1.8 * found.step_seconds
