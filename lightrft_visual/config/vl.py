@@ -402,6 +402,7 @@ class RunConfig(Section):
             ("dynamic_sampling", rollout.dynamic_sampling),
             ("eval_ema", self.output.eval_ema),
             ("ask_key", self.data.ask_key),
+            ("noisy_rollout_share", rollout.noisy_rollout_share),
         ):
             require(not used, f"max_staleness above 0 generates ahead, and {name} cannot be part of that; leave it out")
         partial = self.asynchronous.partial_rollouts

@@ -13,7 +13,8 @@ from PIL import Image
 from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.batches.rollouts import collate
 from lightrft_visual.batches.sampling import Completion, SamplingSettings
-from lightrft_visual.config.vl import RolloutConfig
+from lightrft_visual.config.load import parse_run
+from lightrft_visual.config.vl import RolloutConfig, RunConfig
 from lightrft_visual.embedded.questions import vocabulary_texts
 from lightrft_visual.embedded.tiny_vlm import build_processor, build_tokenizer
 from lightrft_visual.errors import ConfigError
@@ -118,3 +119,6 @@ def test_a_share_that_leaves_no_clean_or_no_noisy_response_is_refused():
         with pytest.raises(ConfigError, match="noisy_rollout_share"):
             RolloutConfig(noisy_rollout_share=share, n_samples_per_prompt=n).check()
     RolloutConfig(noisy_rollout_share=0.5, n_samples_per_prompt=8).check()
+    ahead = ["--placement", "split", "--max_staleness", "1", "--noisy_rollout_share", "0.5"]
+    with pytest.raises(ConfigError, match="generates ahead, and noisy_rollout_share cannot be part of that"):
+        parse_run(RunConfig, ahead)
