@@ -39,7 +39,7 @@ INSTALLED, SOURCE = PACKAGE / "configs", PACKAGE.parent / "examples" / "configs"
 CONFIG_DIRS = (INSTALLED if INSTALLED.is_dir() else SOURCE,)
 TILDES = re.compile(r"(?:^|(?<=[,=])|(?<=, ))~[^/,]*(?=/|,|$)")
 SCRIPT = "the script's default"
-PLAN = "lightrft_visual.plan.check:dry_run"  # of a configuration: (text, exit code)
+PLAN = "lightrft_visual.plan.dry_run:dry_run"  # of a configuration: (text, exit code)
 
 
 @dataclass(frozen=True)

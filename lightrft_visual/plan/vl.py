@@ -328,8 +328,3 @@ def _shared_row(samples: list[SampleRef], tokens: int) -> tuple[list[int], list[
     lengths = [min(length, tokens - begin) for length, begin in zip(lengths, accumulate(lengths, initial=0))]
     lengths = [length for length in lengths if length > 0]
     return lengths, continues[: len(lengths)]
-
-
-def plan_vl(config: RunConfig, model_config, device: Device, ranks: int, local: int) -> Plan:
-    """The plan of a run of the model that a transformers configuration describes."""
-    return VLPlanner(config, VLShape(config, model_config), device, ranks, local).plan()

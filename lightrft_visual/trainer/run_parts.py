@@ -17,6 +17,7 @@ from ..data.bad_rows import TooManyBadRows, list_bad_rows
 from ..observe import crash_log
 from ..observe.earlier_runs import holds_results, set_aside
 from ..observe.recorder import RecorderOptions, RunRecorder
+from ..plan.sizes import use_chosen_sizes
 from ..strategy import collectives
 from ..strategy.deepspeed import DeepspeedStrategy
 
@@ -44,6 +45,9 @@ def start_strategy(config: AnyConfig) -> DeepspeedStrategy:
         seed=config.train.seed,
     )
     strategy.setup_distributed()
+    if config.plan.auto_micro_batches:
+        use_chosen_sizes(config)
+        strategy.micro_batch_size = config.train.micro_train_batch_size
     return strategy
 
 
