@@ -83,11 +83,14 @@ def planner_of(
     if config.distributed.split and (device.on_cpu or isinstance(config, DiffusionRunConfig)):
         return None
     if isinstance(config, DiffusionRunConfig):
-        from .diffusion import plan_diffusion
+        from .diffusion import Computed, DiffusionPlanner
         from .pipelines import pipeline_policy
 
         policy = pipeline_policy(config)
-        return policy and (lambda each: plan_diffusion(each, policy, device, ranks, local))
+        if policy is None:
+            return None
+        computed = Computed(config, policy)
+        return lambda each: DiffusionPlanner(each, computed, device, ranks, local).plan()
     from .shapes import language_model
     from .vl import VLPlanner
     from .vl_shape import VLShape

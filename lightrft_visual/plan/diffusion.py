@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from math import ceil, prod
 
 import torch
@@ -29,13 +29,18 @@ SAMPLING_USE, TRAINING_USE = 0.4, 0.35  # of a device's products
 
 
 class Computed:
-    """Forwards of a policy on meta tensors: what they hold for a number of samples."""
+    """Forwards of a policy on meta tensors: what they hold for a number of samples, each worked out once.
+
+    denoised(count, guidance, backward), decoded(count, backward): `Held` of a step of the trained network, and of the
+    decoder.
+    """
 
     def __init__(self, config: DiffusionRunConfig, policy: DiffusionPolicy):
         self.config, self.policy, self.family = config, policy, policy.family
         s = config.sampling
         self.latent_shape = policy.latent_shape(s.height, s.width, s.num_frames)
         self.width = 2 if config.model.bf16 else FP32
+        self.denoised, self.decoded = cache(self._denoise), cache(self._decode)
         if config.model.gradient_checkpointing:
             policy.enable_gradient_checkpointing()  # what it keeps on the host is counted, not moved
 
@@ -74,7 +79,7 @@ class Computed:
         s = self.config.sampling
         return 3 * s.height * s.width * s.num_frames * FP32
 
-    def denoised(self, count: int, guidance: float, backward: bool) -> Held:
+    def _denoise(self, count: int, guidance: float, backward: bool) -> Held:
         """A step of the trained network over `count` samples; of two experts one runs."""
         latents = torch.zeros(count, *self.latent_shape, device="meta")
         times = torch.zeros(count, device="meta")
@@ -93,7 +98,7 @@ class Computed:
         finally:
             self.family.denoiser_names = names
 
-    def decoded(self, count: int, backward: bool) -> Held:
+    def _decode(self, count: int, backward: bool) -> Held:
         """The decoder over as many of `count` samples as go through it at once.
 
         Video decoders take one latent frame after the other: a long video holds what a short one does and so much more
@@ -118,10 +123,10 @@ class Computed:
 class DiffusionPlanner:
     """Puts a plan together; `plan()` is all that others call."""
 
-    def __init__(self, config: DiffusionRunConfig, policy: DiffusionPolicy, device: Device, ranks: int, local: int):
-        self.config, self.policy, self.device, self.ranks, self.local = config, policy, device, ranks, local
+    def __init__(self, config: DiffusionRunConfig, computed: Computed, device: Device, ranks: int, local: int):
+        self.config, self.computed, self.device, self.ranks, self.local = config, computed, device, ranks, local
+        self.policy = computed.policy
         self.zero = Zero(config.distributed, ranks, device.on_cpu)
-        self.computed = Computed(config, policy)
         s = config.sampling
         self.samples = ceil(s.rollout_batch_size * s.n_samples_per_prompt / ranks)
         self.own = max(1, config.train.train_batch_size // ranks)
@@ -319,8 +324,3 @@ class DiffusionPlanner:
     def _sync(self) -> Phase:
         """Sampling uses the trained weights themselves."""
         return Phase.fullest("sync", 0.0, self._always())
-
-
-def plan_diffusion(config: DiffusionRunConfig, policy: DiffusionPolicy, device: Device, ranks: int, local: int) -> Plan:
-    """The plan of a run of a policy on meta tensors."""
-    return DiffusionPlanner(config, policy, device, ranks, local).plan()
