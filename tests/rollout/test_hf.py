@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_rig import Rig
@@ -220,3 +222,24 @@ def test_long_and_short_prompts_together(rig):
     batch = PromptBatch.of([turn("a"), turn("how many " * 80)])
     both = rig.token_ids(batch, PLAIN)
     assert both == rig.token_ids(batch.select([0]), PLAIN) + rig.token_ids(batch.select([1]), PLAIN)
+
+
+def test_a_response_goes_on_as_it_was_begun(rig):
+    """Tokens drawn so far are given back with the prompt: what follows is what one call draws, with its log-probs."""
+    prompts = rig.stage.data_processor.features(mixed_prompts())
+    for seed, prompt in enumerate(prompts):
+        prompt.seed = seed
+    whole = rig.engine.generate(prompts, PLAIN)
+    begun = [
+        replace(prompt, continued=each.token_ids[:2], copy=copy)
+        for prompt, responses in zip(prompts, whole)
+        for copy, each in enumerate(responses)
+    ]
+    rest = rig.engine.generate(begun, replace(PLAIN, n=1, max_new_tokens=4))
+    wanted = [each for responses in whole for each in responses]
+    assert len(rest) == len(wanted) and any(len(each.token_ids) > 2 for each in wanted)
+    for (part,), each in zip(rest, wanted):
+        if len(each.token_ids) > 2:
+            assert part.token_ids == each.token_ids[2:] and part.truncated == each.truncated
+            assert part.prompt_token_ids == each.prompt_token_ids
+            assert torch.allclose(torch.tensor(part.log_probs), torch.tensor(each.log_probs[2:]), atol=1e-5)

@@ -5,6 +5,8 @@ One engine is loaded per kind of model (seconds each); pytest runs all tests of 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_rig import Rig, environment_restored
@@ -257,3 +259,19 @@ def test_tensor_parallel_groups_need_as_many_ranks(root):
 def test_a_missing_model_is_named(tmp_path):
     with environment_restored(), pytest.raises(ConfigError, match=f"(?s)refuses this engine: .*{tmp_path}"):
         VLLMEngine(VLLMSettings(model=str(tmp_path), max_model_len=64))
+
+
+@only_default
+def test_a_response_goes_on_as_it_was_begun(rig):
+    """Tokens drawn so far are given back with the prompt, images and all; the likeliest ones follow as in one call."""
+    prompts = rig.stage.data_processor.features(mixed_prompts(videos=False))
+    greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=6)
+    whole = [each for (each,) in rig.engine.generate(prompts, greedy)]
+    begun = [replace(prompt, continued=each.token_ids[:2]) for prompt, each in zip(prompts, whole)]
+    rest = [each for (each,) in rig.engine.generate(begun, replace(greedy, max_new_tokens=4))]
+    assert any(len(each.token_ids) > 2 for each in whole)
+    for part, each in zip(rest, whole):
+        assert part.prompt_token_ids == each.prompt_token_ids
+        if len(each.token_ids) > 2:
+            assert part.token_ids == each.token_ids[2:]
+            assert torch.allclose(torch.tensor(part.log_probs), torch.tensor(each.log_probs[2:]), atol=1e-5)
