@@ -171,7 +171,8 @@ def check(asked: argparse.Namespace) -> None:
     from lightrft_visual.rollout.remote.engine import Workers
     from lightrft_visual.rollout.remote.worker import Blueprint
 
-    costs = Costs(token=0.004, prompt=0.01, load=0.05, learn=2e-4, step=0.3)
+    slow = asked.slower
+    costs = Costs(token=0.004 * slow, prompt=0.01 * slow, load=0.05 * slow, learn=2e-4 * slow, step=0.3 * slow)
     lengths = long_tailed(100, 0.8, 600, 16, 4)
     print(head("division", "", *COLUMNS[1:]))
     worst = 0.0
@@ -181,6 +182,7 @@ def check(asked: argparse.Namespace) -> None:
         workers = Workers(SimpleNamespace(distributed=SimpleNamespace(resources=resources)), blueprint, turns=4)
         workers.update([("weight", torch.zeros(16))])
         costs = replace(costs, piece=way(workers, costs))
+        print(f"{count} workers: a piece's way takes {costs.piece:.3f} s", flush=True)
         for staleness in asked.staleness:
             layout = Layout(1, count, staleness)
             pair = {
@@ -200,6 +202,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="run real workers beside the simulation")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], help="of --check")
     parser.add_argument("--steps", type=int, default=12, help="of each run of --check")
+    parser.add_argument("--slower", type=float, default=1.0, help="all times of --check: for a busy machine")
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--run", type=Path, help="folder of a colocated run")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
