@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--runs", nargs="+", choices=FILES, default=list(FILES))
     arguments, further = parser.parse_known_args()
     runs = {}
