@@ -23,7 +23,7 @@ from lightrft_visual.trainer.vl.trainer import build_trainer
 VL = (
     "--engine_type hf --report false --eval_steps 0 --max_eval_samples 0 --max_steps 4 --rollout_batch_size 4 "
     "--n_samples_per_prompt 4 --train_batch_size 16 --micro_train_batch_size 16 --generate_max_len 8 "
-    "--image_dependence_every 0"
+    "--image_dependence_every 0 --num_trajectories_to_save 16"
 )
 SPLIT = "--placement split --rollout_num_cpus 0.5"
 ASYNC = f"{SPLIT} async.max_staleness=1 async.partial_rollouts=true async.partial_tokens=1 --save_steps 2"
@@ -57,6 +57,20 @@ def vl(folder: Path, name: str, flags: str, kill_after: int | None = None) -> li
     return train(trainer, folder / name, kill_after)
 
 
+def ahead(folder: Path) -> dict[str, list]:
+    """A run ahead, the same resumed after its second step, and the prompts that the last two steps of both trained on."""
+    first = vl(folder, "ahead", ASYNC)
+    again = vl(folder, "again", f"{ASYNC} --resume_from {folder}/ahead/checkpoint-2")
+    prompts = [
+        [
+            sorted({json.loads(line)["group_id"] for line in path.read_text().splitlines()})
+            for path in sorted((folder / name / "rollouts").glob("step_*.jsonl"))[-2:]
+        ]
+        for name in ("ahead", "again")
+    ]
+    return {"ahead": first, "again": again, "prompts": prompts}
+
+
 def drawn(folder: Path, name: str, flags: str) -> list[dict[str, str]]:
     prompts = str(folder / "prompts.jsonl")
     argv = [
@@ -74,7 +88,7 @@ def main(folder: Path) -> None:
     facts = {
         "colocated": vl(folder, "colocated", ""),
         "killed": vl(folder, "killed", SPLIT, kill_after=2),
-        "ahead": vl(folder, "ahead", ASYNC),
+        **ahead(folder),
         "drawn": drawn(folder, "drawn", ""),
         "drawn_split": drawn(folder, "drawn_split", SPLIT),
     }
