@@ -58,7 +58,7 @@ def vl(folder: Path, name: str, flags: str, kill_after: int | None = None) -> li
 
 
 def ahead(folder: Path) -> dict[str, list]:
-    """A run ahead, the same resumed after its second step, and the prompts that the last two steps of both trained on."""
+    """A run ahead, the same resumed after its second step, and the prompts of the last two steps of both."""
     first = vl(folder, "ahead", ASYNC)
     again = vl(folder, "again", f"{ASYNC} --resume_from {folder}/ahead/checkpoint-2")
     prompts = [
