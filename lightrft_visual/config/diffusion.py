@@ -243,6 +243,7 @@ class DiffusionRunConfig(Section):
         held_out = (data.eval_data is not None or data.prompt_data == EMBEDDED) and data.max_eval_samples > 0
         self.guard.check_best(self.guard.gold is not None or data.prompt_data == EMBEDDED, held_out)
         self.output.follow_ema(self.train.enable_ema)
+        self.distributed.settle()
         self.asynchronous.settle(self.distributed.split, corrected=False)
         require(not self.asynchronous.partial_rollouts, "partial_rollouts are for responses in text")
         require(

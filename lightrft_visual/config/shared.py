@@ -89,8 +89,12 @@ class DistributedConfig(Section):
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
 
     def check(self) -> None:
-        """What belongs to one ZeRO stage, and the placement where none was named."""
+        """What belongs to one ZeRO stage."""
         require(self.zpg == 1 or self.zero_stage == 3, "zpg belongs to ZeRO stage 3: add --zero_stage 3")
+
+    def settle(self) -> None:
+        """The placement where none was named. For a whole configuration: a section's defaults are checked by itself,
+        before other layers name devices. Raises ConfigError."""
         divided = self.resources.rollout_devices is not None
         if self.placement is None:
             self.placement = "split" if divided else "colocated"

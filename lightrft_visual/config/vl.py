@@ -395,6 +395,7 @@ class RunConfig(Section):
 
     def _check_async(self) -> None:
         rollout, algorithm = self.rollout, self.algorithm
+        self.distributed.settle()
         self.asynchronous.settle(self.distributed.split, algorithm.corrects_rollouts)
         if not self.asynchronous.max_staleness:
             return

@@ -118,13 +118,13 @@ class TestVRL:
         recipe = tmp_path / "mine.yaml"
         recipe.write_text("defaults:\n  - /base/distributed: ray_rollout\n")
         arguments = ["--config", str(recipe)]
-        assert parse_run(DiffusionRunConfig, arguments).config.distributed.split
+        assert parse_run(DiffusionRunConfig, arguments, preset=DIFFUSION_PRESET).config.distributed.split
         recipe.write_text("distributed:\n  resources:\n    rollout: {devices: [1], num_gpus: 2}\n")
         with pytest.raises(ConfigError, match="rollout_num_gpus is 2, but rollout_devices names 1"):
-            parse_run(DiffusionRunConfig, arguments)
+            parse_run(DiffusionRunConfig, arguments, preset=DIFFUSION_PRESET)
         recipe.write_text("distributed:\n  placement: colocated\n  resources:\n    rollout: {devices: [1]}\n")
         with pytest.raises(ConfigError, match="belongs to --placement split"):
-            parse_run(DiffusionRunConfig, arguments)
+            parse_run(DiffusionRunConfig, arguments, preset=DIFFUSION_PRESET)
 
 
 class TestRewardFL:
