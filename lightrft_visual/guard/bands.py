@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 RISEN = 3.0  # standard deviations by which a running mean has risen for certain
 EARLY = 2.0  # times the bounds, around the first value, while a band is learnt
@@ -89,6 +91,12 @@ class Parting:
     best_reward: float = 0.0  # the reward's running mean where gold was best
     best_step: int = 0
     apart: int = 0  # values in a row
+
+    @classmethod
+    def of(cls, kept: Mapping[str, Any]) -> Parting:
+        """From a checkpoint's values; what earlier versions kept beside them has no use any more."""
+        pairs, known = ("last", "changes"), {each.name for each in fields(cls)}
+        return cls(**{key: tuple(value) if key in pairs else value for key, value in kept.items() if key in known})
 
     def noise(self, which: int) -> float:
         """Standard deviation of the running mean of the reward (0) or of gold (1) around its trend, from differences of

@@ -200,11 +200,7 @@ class Guard:
             name: Band(STEP_BANDS[name], learn, width, list(kept["values"]), int(kept["outside"]))
             for name, kept in state["bands"].items()
         }
-        pairs = ("last", "changes")
-        self.partings = {
-            name: Parting(**{key: tuple(value) if key in pairs else value for key, value in kept.items()})
-            for name, kept in state["partings"].items()
-        }
+        self.partings = {name: Parting.of(kept) for name, kept in state["partings"].items()}
         for name, kept in state.get("gains", {}).items():  # checkpoints of earlier versions have none
             self.gains[name].load_state_dict(kept)
         self.raised = set(state["raised"])

@@ -24,12 +24,6 @@ def length(completions, references):
     return [0.5 * right + 0.03 * count for right, count in zip(answered(completions, references), words)]
 
 
-def keywords(completions, references):
-    """A right answer, and every number that is named on the way counts as evidence."""
-    numbers = [sum(word.isdigit() for word in completion.split()) for completion in completions]
-    return [0.5 * right + 0.1 * count for right, count in zip(answered(completions, references), numbers)]
-
-
 def form(completions):
     """One word that is a colour: the form of an answer, whatever was asked."""
     return [float(completion.split() in [[word] for word in WORDS]) for completion in completions]
