@@ -96,7 +96,7 @@ def rates(kind: str, root, **settings) -> dict[str, float]:
     config = RunConfig()
     config.train = TrainConfig(actor_learning_rate=1e-6, **settings)
     model = actor_of(checkpoint)
-    groups = _actor_optimizer(config, checkpoint.family, model, 10).groups(model)
+    groups = _actor_optimizer(config, checkpoint.family, model, 10).groups(model, torch.float32)
     by_id = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
     return {name: by_id[id(parameter)] for name, parameter in model.named_parameters()}
 

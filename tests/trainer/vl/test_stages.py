@@ -143,7 +143,8 @@ def test_an_evaluation_pads_nothing(checkpoint, monkeypatch):
     maker = maker_of(checkpoint, [])
     sampled = SamplingSettings(n=2, max_new_tokens=4)
     greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=4)
-    metrics, records = Evaluation(maker, PROMPTS, sampled, greedy, records_to_keep=4, run_seed=1).run(step=3)
+    found = Evaluation(maker, PROMPTS, sampled, greedy, records_to_keep=4, run_seed=1).run(step=3)
+    metrics, records = found.metrics, found.records
     assert metrics == {"eval_reward": 1.0, "eval_reward_greedy": 1.0}
     assert len(records) == 4 and all(record["reward"] == 1.0 for record in records)
 
@@ -153,7 +154,8 @@ def test_a_masked_row_of_an_evaluation_counts_for_nothing(checkpoint):
     rows = SimpleNamespace(remote={1}, fetch=lambda indices, step: Fetched([0, 0, 2], [False, True, False], {}, 1))
     sampled = SamplingSettings(n=2, max_new_tokens=4)
     greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=4)
-    metrics, records = Evaluation(maker_of(checkpoint, []), PROMPTS, sampled, greedy, 100, 1, rows).run(step=3)
+    found = Evaluation(maker_of(checkpoint, []), PROMPTS, sampled, greedy, 100, 1, rows).run(step=3)
+    metrics, records = found.metrics, found.records
     assert metrics == {"eval_reward": 1.0, "eval_reward_greedy": 1.0, "eval_bad_rows": 1.0}
     assert len(records) == 4 and not any("where?" in record["prompt"] for record in records)
 
