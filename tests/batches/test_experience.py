@@ -17,6 +17,8 @@ EVERY_TENSOR = {
     "kl": torch.ones(2),
     "action_entropy": torch.ones(2),
     "rollout_log_probs": torch.ones(2),
+    "teacher_log_probs": torch.ones(2),
+    "token_versions": torch.ones(2, dtype=torch.long),
     "group_id": torch.tensor(1),
     "sample_id": torch.tensor(1),
     "policy_version": torch.tensor(1),

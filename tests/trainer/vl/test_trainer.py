@@ -65,6 +65,7 @@ def resuming_trainer(coefficient: float) -> SimpleNamespace:
         parts=SimpleNamespace(sampler=Stateful(), ema=ema, following=None),
         maker=SimpleNamespace(kl_controller=get_kl_controller(algorithm), calculator=Stateful()),
         console=SimpleNamespace(message=told.append),
+        replay=None,
         told=told,
     )
 
