@@ -154,15 +154,46 @@ def reachable(path: str) -> bool:
     return os.access(path, os.R_OK)
 
 
-def received(posted: Posted, fetch: Callable[[Any], Any] | None = None) -> list[tuple[str, T]]:
+class MappedFiles:
+    """Memory files of the trainer that this process maps. They are kept: finding the pages of a new map takes about as
+    long as copying them."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, T]] = {}  # by path: (inode, content)
+
+    def content(self, bucket: Bucket) -> T:
+        """The bytes of a bucket, or more of its file. Raises WeightsRefused where the file cannot be mapped."""
+        try:
+            inode = os.stat(bucket.path).st_ino  # a path may come back with another file
+            known, content = self._known.get(bucket.path, (None, None))
+            if known != inode or len(content) < bucket.bytes:
+                content = self._map(bucket.path)
+                self._known[bucket.path] = inode, content
+            return content[: bucket.bytes]
+        except (OSError, ValueError) as error:
+            raise WeightsRefused(f"the trainer's memory {bucket.path} cannot be mapped: {error}") from error
+
+    @staticmethod
+    def _map(path: str) -> T:
+        with open(path, "rb") as file:
+            # Private and writable, as torch has no read-only tensors; nothing is ever written.
+            memory = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def received(
+    posted: Posted, fetch: Callable[[Any], Any] | None = None, files: MappedFiles | None = None
+) -> list[tuple[str, T]]:
     """The tensors of a version, all of whose buckets were checked; views of what was mapped or fetched, to be copied.
 
-    fetch: gets an array of the object store. Raises WeightsRefused for other bytes than those that were posted.
+    fetch: gets an array of the object store. files: those that this process has mapped already. Raises WeightsRefused
+    for other bytes than those that were posted.
     """
+    files = files or MappedFiles()
     contents = []
     for place, bucket in enumerate(posted.buckets):
         near = bucket.path is not None and (bucket.stored is None or reachable(bucket.path))
-        content = _mapped(bucket) if near else torch.from_numpy(fetch(bucket.stored))
+        content = files.content(bucket) if near else torch.from_numpy(fetch(bucket.stored))
         checksum = xxhash.xxh3_64_intdigest(content[: bucket.bytes].numpy())
         if checksum != bucket.checksum:
             raise WeightsRefused(
@@ -175,13 +206,3 @@ def received(posted: Posted, fetch: Callable[[Any], Any] | None = None) -> list[
         for bucket, content in zip(posted.buckets, contents)
         for at in bucket.tensors
     ]
-
-
-def _mapped(bucket: Bucket) -> T:
-    try:
-        with open(bucket.path, "rb") as file:
-            # Private and writable, as torch has no read-only tensors; nothing is ever written.
-            memory = mmap.mmap(file.fileno(), bucket.bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-    except (OSError, ValueError) as error:
-        raise WeightsRefused(f"the trainer's memory {bucket.path} cannot be mapped: {error}") from error
-    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -11,7 +11,7 @@ from ...config.choice import load_target
 from ...config.plugins import load_plugins
 from ...errors import LightRFTVisualError, RolloutError
 from ...strategy.host import free_port
-from .weights import Posted, reachable, received
+from .weights import MappedFiles, Posted, reachable, received
 
 
 class LacksWeights(RolloutError):
@@ -53,7 +53,7 @@ class Worker:
 
         torch.set_num_threads(blueprint.threads)
         load_plugins(blueprint.plugins)
-        self.fetch = fetch
+        self.fetch, self.files = fetch, MappedFiles()
         self.engine = load_target(blueprint.target)(*blueprint.arguments)
         self.version, self.caches = 0, 0
 
@@ -64,7 +64,7 @@ class Worker:
     def load(self, posted: Posted) -> int:
         """Take over a version of the weights, all of it or, where it raises WeightsRefused, nothing."""
         if posted.number != self.version:
-            self.engine.update_weights(iter(received(posted, self.fetch)))
+            self.engine.update_weights(iter(received(posted, self.fetch, self.files)))
             self.version = posted.number
         return self.version
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightrft_visual.rollout.remote.weights import WeightPost, WeightsRefused, received
+from lightrft_visual.rollout.remote.weights import MappedFiles, WeightPost, WeightsRefused, received
 from lightrft_visual.rollout.remote.worker import Worker
 
 
@@ -45,6 +45,16 @@ def test_versions_arrive_in_buckets(stored):
         assert equal(received(posted, kept.__getitem__ if stored else None), named(scale))
 
 
+def test_mapped_files_are_kept_and_a_larger_version_is_mapped_anew():
+    post, files = WeightPost(), MappedFiles()
+    for scale in (1.0, 2.0, 3.0, 4.0):
+        assert equal(received(post.post(named(scale).items()), files=files), named(scale))
+    assert len(files._known) == post.turns
+    larger = {name: tensor.repeat(3) if tensor.dim() == 1 else tensor for name, tensor in named(5.0).items()}
+    larger["more"] = torch.arange(100_000.0)
+    assert equal(received(post.post(larger.items()), files=files), larger)
+
+
 def bare_worker() -> Worker:
     """One without a process and environment of its own; its engine is a dict."""
     worker = Worker.__new__(Worker)
@@ -54,7 +64,8 @@ def bare_worker() -> Worker:
         def update_weights(self, tensors):
             held.update({name: tensor.clone() for name, tensor in tensors})
 
-    worker.fetch, worker.version, worker.caches, worker.engine, worker.held = None, 0, 0, Engine(), held
+    worker.fetch, worker.files, worker.version, worker.caches = None, MappedFiles(), 0, 0
+    worker.engine, worker.held = Engine(), held
     return worker
 
 
