@@ -61,7 +61,7 @@ class UnifiedWarmUp:
     wrong_shape: float = 0.5
     no_caption: float = 0.1
     question_share: float = 1.0
-    until_question_loss: float = 0.3
+    until_question_loss: float = 0.4
     tie_embeddings: bool = False
     seed: int = 0
     version: int = 2
