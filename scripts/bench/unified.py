@@ -1,6 +1,6 @@
 """What one model learns of answering and of drawing: each reward alone, both at once; equal samples of a kind a step.
 
-    python scripts/bench/unified.py OUT [--steps 120] [--seed 42] [--runs drawings questions both] [further settings]
+    python scripts/bench/unified.py OUT [--steps 300] [--seed 42] [--runs drawings questions both] [further settings]
 
 Trains the embedded Janus by GRPO and evaluates every run on both kinds of held-out rows. Writes OUT/unified.md: for
 each run the greedy share of right answers, the reward of drawn images and the gold judge's mean of them, before and
@@ -68,7 +68,7 @@ def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--runs", nargs="+", choices=FILES, default=list(FILES))
