@@ -91,12 +91,12 @@ def build_parts(config: RunConfig) -> VLParts:
     gold = _gold(judged, strategy, checkpoint, sets)
     say("loading the models")
     (actor, critic, reference), following = _models(config, strategy, checkpoint, total_steps)
-    teacher = _teacher(config, strategy, checkpoint)
+    models = actor, critic, reference, _teacher(config, strategy, checkpoint)
     say(f"starting the engine ({config.rollout.engine_type})")
-    split = config.distributed.split
-    engine = RemoteEngine.from_config(config, checkpoint) if split else build_engine(config, checkpoint, actor)
-    maker = _maker(config, strategy, checkpoint, (actor, critic, reference, teacher), engine, rewards, timer)
-    maker.settings.distortion = _distortion(config, total_steps)
+    engine, distortion = _engine(config, checkpoint, actor), _distortion(config, total_steps)
+    maker = _maker(
+        config, strategy, checkpoint, (actor, critic, reference, teacher), engine, rewards, timer, distortion
+    )
     return VLParts(
         config=config,
         strategy=strategy,
@@ -366,7 +366,14 @@ def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpo
     return own_scores(lambda inputs, rule: frozen(inputs, rule, with_entropy=False).log_probs, strategy.sequence)
 
 
-def _maker(config, strategy, checkpoint, models, engine, rewards, timer) -> FastExperienceMaker:
+def _engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> RolloutEngine:
+    """The run's own engine, or the way to those of its workers."""
+    if config.distributed.split:
+        return RemoteEngine.from_config(config, checkpoint)
+    return build_engine(config, checkpoint, actor)
+
+
+def _maker(config, strategy, checkpoint, models, engine, rewards, timer, distortion) -> FastExperienceMaker:
     actor, critic, reference, teacher = models
     actor, critic = (None if each is None else own_scores(each, strategy.sequence) for each in (actor, critic))
     rollout, data = config.rollout, config.data
@@ -390,6 +397,7 @@ def _maker(config, strategy, checkpoint, models, engine, rewards, timer) -> Fast
         rewards=rewards,
         timer=timer,
         self_questions=_self_questions(config, checkpoint),
+        distortion=distortion,
         teacher=teacher,
     )
     return FastExperienceMaker(
