@@ -308,7 +308,8 @@ class VLPlanner:
             items += self.zero.handed_over(self.shape.model)
         moved = sum(item.bytes for item in items if item.where == HOST and "fp32" in item.name)
         if self.split:
-            items += [Item("two versions of the weights for the workers", 2 * size / self.local, where=HOST)]
+            versions = self.config.asynchronous.ahead + 2
+            items += [Item("versions of the weights for the workers", versions * size / self.local, where=HOST)]
             items += self.zero.handed_over(self.shape.model)
         return Phase.fullest("sync", size * 10 / self.device.bandwidth + 2 * moved / self.device.link, items)
 

@@ -94,9 +94,7 @@ def build_parts(config: RunConfig) -> VLParts:
     models = actor, critic, reference, _teacher(config, strategy, checkpoint)
     say(f"starting the engine ({config.rollout.engine_type})")
     engine, distortion = _engine(config, checkpoint, actor), _distortion(config, total_steps)
-    maker = _maker(
-        config, strategy, checkpoint, (actor, critic, reference, teacher), engine, rewards, timer, distortion
-    )
+    maker = _maker(config, strategy, checkpoint, models, engine, rewards, timer, distortion)
     return VLParts(
         config=config,
         strategy=strategy,
