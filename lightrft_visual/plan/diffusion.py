@@ -18,6 +18,7 @@ from ..models.diffusion.decoding import LATENTS_AT_ONCE
 from ..models.diffusion.policy import DiffusionPolicy
 from .meta import Held, held_bytes, weights_bytes
 from .process import fragments, program
+from .reward_models import RewardModel, reward_items, reward_models
 from .table import HOST, Item, Phase, Plan
 from .zero import FP32, Model, Zero
 
@@ -158,6 +159,7 @@ class DiffusionPlanner:
             "zero_stage 2": zero.zero_stage >= 2,
             "zero_stage 3": zero.zero_stage == 3,
             "adam_offload": zero.adam_offload,
+            "reward_cpu_offload": self.config.reward.reward_cpu_offload,
             "offload_trainer": True,  # a setting of vision-language runs
         }
         return frozenset(name for name, there in on.items() if there)
@@ -168,8 +170,11 @@ class DiffusionPlanner:
         components = self.policy.family.pipeline.components
         return sum(weights_bytes(components.get(name)) for name in names if isinstance(components.get(name), nn.Module))
 
-    def _always(self, at_work: tuple[str, ...] = (), stepped: bool = True) -> list[Item]:
-        """Denoisers, what their optimizer keeps, and copies; text encoders and VAE wait on the host."""
+    def _always(self, at_work: tuple[str, ...] = (), stepped: bool = True, judge: str | None = None) -> list[Item]:
+        """Denoisers, what their optimizer keeps, and copies; text encoders and VAE wait on the host.
+
+        judge: the reward model at work.
+        """
         config, share = self.config, self.zero.share(3)
         items = [*program(self.device, vllm=False), *fragments(self.device)]
         items.append(self.zero.weights("denoisers", self.model))
@@ -184,7 +189,11 @@ class DiffusionPlanner:
             items.append(Item("old policy, fp32", copy, "lora_rank"))
         if self._reference and config.model.lora_rank == 0:
             items.append(Item("reference: weights", self.model.trained * self.model.width / share, "lora_rank"))
-        return items
+        return items + reward_items(self._judges, self.zero, judge)
+
+    @cached_property
+    def _judges(self) -> dict[str, RewardModel]:
+        return reward_models(reward_model=self.config.reward, gold=self.config.guard.gold)
 
     @property
     def _reference(self) -> bool:
@@ -256,8 +265,10 @@ class DiffusionPlanner:
         return 2 * self.model.numbers / networks * tokens * branches * self.samples * steps
 
     def _score(self) -> Phase:
-        """Rewards by functions and on the host; reward models of one's own are not in this plan."""
-        return Phase.fullest("score", 0.0, [*self._always(), *self._drawn()])
+        """Reward models are at work one after the other, functions on the host."""
+        return Phase.fullest(
+            "score", 0.0, *([*self._always(judge=name), *self._drawn()] for name in self._judges or [None])
+        )
 
     def _train(self) -> Phase:
         always, zero, model = self._always(("vae",) if self.rewarded else ()), self.zero, self.model

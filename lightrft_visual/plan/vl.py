@@ -15,7 +15,7 @@ from ..config.devices import GIB, Device
 from ..config.vl import RunConfig
 from ..replay.plan import SampleRef, computed_tokens, most_tokens
 from .process import Host, fragments, program
-from .reward_models import reward_items, reward_models
+from .reward_models import RewardModel, reward_items, reward_models
 from .shapes import language_model
 from .table import HOST, Item, Phase, Plan
 from .vl_shape import MicroBatch, VLShape, patch_side
@@ -66,6 +66,7 @@ class VLPlanner:
             "zero_stage 2": zero.zero_stage >= 2,
             "zero_stage 3": zero.zero_stage == 3,
             "adam_offload": zero.adam_offload,
+            "reward_cpu_offload": c.reward.reward_cpu_offload,
             "offload_trainer": c.rollout.offload_trainer or zero.adam_offload or zero.zero_stage == 0,  # ZeRO moves it
         }
         return frozenset(name for name, there in on.items() if there)
@@ -94,12 +95,11 @@ class VLPlanner:
         if self.config.train.enable_ema:
             share = self.zero.share(3)
             items.append(Item("average of the weights (EMA), fp32", FP32 * model.trained / share, "enable_ema false"))
-        waits = self.config.reward.reward_cpu_offload and not self.device.on_cpu
-        return items + reward_items(self._judges, self.zero, waits, judge)
+        return items + reward_items(self._judges, self.zero, judge)
 
     @cached_property
-    def _judges(self) -> dict[str, Model]:
-        return reward_models(self.config.reward)
+    def _judges(self) -> dict[str, RewardModel]:
+        return reward_models(reward_model=self.config.reward, gold=self.config.guard.gold)
 
     @cached_property
     def _teacher(self) -> Item | None:
