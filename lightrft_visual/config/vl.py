@@ -105,6 +105,8 @@ class DataConfig(Section):
 
     prompt_data: str = EMBEDDED
     prompt_data_probs: str | None = None  # comma-separated mixing probabilities, one per data set
+    # each batch of rows in any order, with an even share of every data set, or of one data set in turns
+    prompt_mixing: Annotated[str, one_of("shuffled", "even", "turns")] = "shuffled"
     prompt_split: str = "train"
     eval_data: str | None = None  # default: the embedded held-out split when prompt_data is embedded
     eval_split: str = "test"

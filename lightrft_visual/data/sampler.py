@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ class PromptSampler:
 
     With probabilities an epoch holds a fixed share of each data set, as long as no data set must repeat in it; of a
     larger data set each epoch takes the next part of its own permutation, so that all rows come up before one repeats.
+
+    mixing: 'shuffled', rows of all data sets in any order; 'even', each batch has its share of every data set; 'turns',
+    each batch is of one data set. The last two depend on the batch size.
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class PromptSampler:
         seed: int,
         probabilities: Sequence[float] | None = None,
         shuffle: bool = True,
+        mixing: str = "shuffled",
     ) -> None:
         """sizes: rows of each data set, whose indices follow each other. Raises ConfigError or DataError."""
         if batch_size < 1:
@@ -39,9 +44,11 @@ class PromptSampler:
         if not sizes or min(sizes) < 1:
             raise DataError(f"every data set needs at least one row; sizes are {list(sizes)}")
         self.sizes, self.batch_size, self.seed, self.shuffle = list(sizes), batch_size, seed, shuffle
-        self.quotas = epoch_quotas(self.sizes, probabilities)
+        self.quotas, self.mixing = epoch_quotas(self.sizes, probabilities), mixing
+        self.pattern = [] if mixing == "shuffled" else interleaved(self.quotas)
         self.consumed = 0  # rows of the stream handed out so far
-        self._orders: dict[int, list[int]] = {}
+        self._orders: dict[int, list[int]] = {}  # of epochs, or of batches where they are mixed otherwise
+        self._cycles: dict[int, tuple[int, list[int]]] = {}  # of each data set the permutation that was used last
 
     @property
     def epoch_length(self) -> int:
@@ -74,7 +81,7 @@ class PromptSampler:
         """The next `count` indices of the stream."""
         batch = [self._at(place) for place in range(self.consumed, self.consumed + count)]
         self.consumed += count
-        self._forget_before(self.consumed // self.epoch_length)
+        self._forget_before(self.consumed // self._order_length)
         return batch
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -90,32 +97,61 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, and what the stream follows from."""
-        return {"consumed": self.consumed, "seed": self.seed, "sizes": self.sizes, "quotas": self.quotas,
-                "shuffle": self.shuffle}  # fmt: skip
+        state = {"consumed": self.consumed, "seed": self.seed, "sizes": self.sizes, "quotas": self.quotas,
+                 "shuffle": self.shuffle}  # fmt: skip
+        return state if self.mixing == "shuffled" else state | {"mixing": self.mixing, "batch_size": self.batch_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` stopped; the batch size may differ. Raises DataError if the order would not match."""
-        for name in ("seed", "sizes", "quotas", "shuffle"):
-            mine = self.state_dict()[name]
-            if state[name] != mine:
-                raise DataError(f"cannot resume the prompt order: {name} was {state[name]}, now it is {mine}")
+        """Continue where `state` stopped; where rows are shuffled the batch size may differ. Raises DataError if the
+        order would not match."""
+        own = self.state_dict()
+        for name in sorted({*own, *state} - {"consumed"}):
+            if state.get(name) != own.get(name):
+                told = f"{name} was {state.get(name)}, now it is {own.get(name)}"
+                raise DataError(f"cannot resume the prompt order: {told}")
         self.consumed = state["consumed"]
         self._orders = {}
 
-    def _at(self, place: int) -> int:
-        epoch, offset = divmod(place, self.epoch_length)
-        if epoch not in self._orders:
-            self._orders[epoch] = self._epoch_order(epoch)
-        return self._orders[epoch][offset]
+    @property
+    def _order_length(self) -> int:
+        return self.epoch_length if self.mixing == "shuffled" else self.batch_size
 
-    def _forget_before(self, epoch: int) -> None:
-        self._orders = {known: order for known, order in self._orders.items() if known >= epoch}
+    def _at(self, place: int) -> int:
+        number, offset = divmod(place, self._order_length)
+        if number not in self._orders:
+            make = {"shuffled": self._epoch_order, "even": self._even_batch, "turns": self._batch_of_one}[self.mixing]
+            self._orders[number] = make(number)
+        return self._orders[number][offset]
+
+    def _forget_before(self, number: int) -> None:
+        self._orders = {known: order for known, order in self._orders.items() if known >= number}
+
+    def _even_batch(self, number: int) -> list[int]:
+        """Rows of all data sets by the pattern, shuffled, so that ranks have like shares."""
+        rows: list[int] = []
+        for part in range(len(self.sizes)):
+            begin, end = (self._turns(part, (number + ahead) * self.batch_size) for ahead in (0, 1))
+            rows += self._rows(part, begin, end - begin)
+        return [rows[place] for place in self._permutation(len(rows), "mix", number)]
+
+    def _batch_of_one(self, number: int) -> list[int]:
+        part = self.pattern[number % len(self.pattern)]
+        return self._rows(part, self._turns(part, number) * self.batch_size, self.batch_size)
+
+    def _turns(self, part: int, places: int) -> int:
+        """How often a data set has its turn in the first `places` of the pattern without end."""
+        cycles, rest = divmod(places, len(self.pattern))
+        return cycles * self.pattern.count(part) + self.pattern[:rest].count(part)
+
+    def _rows(self, part: int, begin: int, count: int) -> list[int]:
+        """Indices of `count` rows of one data set from place `begin` of its own stream on."""
+        start = sum(self.sizes[:part])
+        return [start + row for row in self._take(part, self.sizes[part], begin, count)]
 
     def _epoch_order(self, epoch: int) -> list[int]:
-        rows, start = [], 0
-        for part, (size, quota) in enumerate(zip(self.sizes, self.quotas)):
-            rows += [start + row for row in self._take(part, size, epoch * quota, quota)]
-            start += size
+        rows: list[int] = []
+        for part, quota in enumerate(self.quotas):
+            rows += self._rows(part, epoch * quota, quota)
         places = self._permutation(len(rows), "mix", epoch)
         return [rows[place] for place in places]
 
@@ -124,7 +160,9 @@ class PromptSampler:
         rows: list[int] = []
         while len(rows) < count:
             cycle, offset = divmod(begin + len(rows), size)
-            rows += self._permutation(size, f"part {part}", cycle)[offset : offset + count - len(rows)]
+            if self._cycles.get(part, (None,))[0] != cycle:
+                self._cycles[part] = cycle, self._permutation(size, f"part {part}", cycle)
+            rows += self._cycles[part][1][offset : offset + count - len(rows)]
         return rows
 
     def _permutation(self, size: int, purpose: str, number: int) -> list[int]:
@@ -147,3 +185,10 @@ def epoch_quotas(sizes: Sequence[int], probabilities: Sequence[float] | None) ->
     shares = mixing_shares(probabilities)
     length = min(size / share for size, share in zip(sizes, shares))
     return [min(size, max(1, round(share * length))) for size, share in zip(sizes, shares)]
+
+
+def interleaved(quotas: Sequence[int]) -> list[int]:
+    """Numbers of data sets whose shares are `quotas`, in the shortest order that spreads each of them evenly."""
+    counts = [quota // math.gcd(*quotas) for quota in quotas]
+    turns = [((turn + 0.5) / count, part) for part, count in enumerate(counts) for turn in range(count)]
+    return [part for _, part in sorted(turns)]

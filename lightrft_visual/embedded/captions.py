@@ -27,9 +27,7 @@ def embedded_prompts(root: Path, split: str = "test") -> tuple[Path, Path]:
     if split not in HELD_OUT:
         raise ConfigError(f"eval_split is {split!r}; the embedded captions are held out as {' or '.join(HELD_OUT)}")
     folder = root / "data" / f"drawn-shapes-v{VERSION}"
-    known = [caption for caption in all_captions() if split == "test" or not held_out(caption)]
-    train = [caption.text for caption in known if not held_out(caption, split)]
-    kept = [caption.text for caption in known if held_out(caption, split)]
+    train, kept = caption_split(split)
     paths = folder / ("train.jsonl" if split == "test" else f"train_{split}.jsonl"), folder / f"{split}.jsonl"
     for path, prompts in zip(paths, (train, kept * EVAL_REPEATS)):
         if not path.is_file():
@@ -38,3 +36,10 @@ def embedded_prompts(root: Path, split: str = "test") -> tuple[Path, Path]:
             scratch.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
             os.replace(scratch, path)
     return paths
+
+
+def caption_split(split: str) -> tuple[list[str], list[str]]:
+    """Captions (to train on, held out), see `embedded_prompts`."""
+    known = [caption for caption in all_captions() if split == "test" or not held_out(caption)]
+    train = [caption.text for caption in known if not held_out(caption, split)]
+    return train, [caption.text for caption in known if held_out(caption, split)]

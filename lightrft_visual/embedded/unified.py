@@ -1,23 +1,25 @@
-"""The embedded task of a model that sees and draws: questions about scenes and captions to draw, in turns in one file.
+"""The embedded task of a model that sees and draws: questions about scenes, and captions to draw.
 
-Six of the 24 looks are drawn in evaluations only. A row that asks for an image says so by `draw`; its label is
-'drawing'. Beside the mixed files lie those of one kind: questions_*.jsonl and drawings_*.jsonl.
+A row that asks for an image says so by `draw`; its label is 'drawing'. To train on there is a file of each kind; what
+is held out is in one file, in turns. Six of the 24 captions are held out for the test; for dev, on which settings are
+chosen, another six of those that are left.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .drawn_shapes import all_captions, held_out
+from .captions import caption_split
 from .task import HELD_OUT
 from .warmup import built_once, cache_root, embedded_task
 
-VERSION = 3  # of the rows and of the split
-EVAL_ROWS = 96  # of each kind
+VERSION = 4  # of the rows and of the split
+EVAL_ROWS = 240  # of each kind
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,17 @@ class UnifiedTask:
 
     folder: Path
 
-    @property
-    def train(self) -> Path:
-        """Questions and captions in turns."""
-        return self.folder / "train.jsonl"
+    def questions(self) -> Path:
+        """To train on."""
+        return self.folder / "questions_train.jsonl"
+
+    def drawings(self, split: str = "test") -> Path:
+        """To train on, where this split is held out."""
+        return self.folder / f"drawings_train_{split}.jsonl"
+
+    def train(self, split: str = "test") -> str:
+        """Both, as `prompt_data`: a data set of each kind."""
+        return f"{self.drawings(split)},{self.questions()}"
 
     def held_out(self, name: str) -> Path:
         """The split to evaluate on. Raises ConfigError for other names than dev and test."""
@@ -45,26 +54,29 @@ def unified_task(root: Path | None = None) -> UnifiedTask:
 
     def build(folder: Path) -> None:
         folder.mkdir(parents=True)
-        for split in ("train", *HELD_OUT):
-            asked = _questions(task.folder, split)
-            drawn = _drawings(split == "train", len(asked))
-            rows = {"questions_": asked, "drawings_": drawn, "": [row for pair in zip(asked, drawn) for row in pair]}
-            for name, own in rows.items():
-                text = "".join(json.dumps(row) + "\n" for row in own)
-                (folder / f"{name}{split}.jsonl").write_text(text, encoding="utf-8")
+        asked = _questions(task.folder, "train")
+        _write(folder / "questions_train.jsonl", asked)
+        for split in HELD_OUT:
+            train, kept = caption_split(split)
+            _write(folder / f"drawings_train_{split}.jsonl", _drawings(train, len(asked)))
+            asked_then = _questions(task.folder, split)[:EVAL_ROWS]
+            pairs = zip(asked_then, _drawings(kept, len(asked_then)), strict=True)
+            _write(folder / f"{split}.jsonl", [row for pair in pairs for row in pair])
 
     return UnifiedTask(built_once(root / "data" / f"unified-v{VERSION}-{task.folder.name}", build))
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _questions(folder: Path, split: str) -> list[dict[str, Any]]:
     with open(folder / f"{split}.jsonl", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
-    rows = rows if split == "train" else rows[:EVAL_ROWS]
     return [row | {"images": [str(folder / name) for name in row["images"]], "draw": False} for row in rows]
 
 
-def _drawings(train: bool, count: int) -> list[dict[str, Any]]:
-    captions = [caption for caption in all_captions() if held_out(caption) != train]
+def _drawings(captions: list[str], count: int) -> list[dict[str, Any]]:
+    """`count` rows, the captions again and again."""
     shared = {"images": [], "label": "drawing", "draw": True}
-    rows = [{"prompt": caption.text, "reference": caption.text, **shared} for caption in captions]
-    return [rows[number % len(rows)] for number in range(count)]
+    return [{"prompt": text, "reference": text, **shared} for text in islice(cycle(captions), count)]

@@ -81,17 +81,20 @@ class TransformersEngine:
 
         finished(number, completions) is called for each prompt as soon as all its completions are there.
         """
-        rows = [_Row(prompt, prompt.copy + copy) for prompt in prompts for copy in range(settings.n)]
+        # Answers apart from images: those are shorter, and decoding goes on to the longest of a micro-batch.
+        order = sorted(range(len(prompts)), key=lambda number: prompts[number].draws)
+        rows = [_Row(prompts[number], prompts[number].copy + copy) for number in order for copy in range(settings.n)]
         size = self.micro_batch_size
         rounds = self._most(math.ceil(len(rows) / size))
-        completions: list[Completion] = []
+        made: list[list[Completion]] = [[] for _ in prompts]
         with self._evaluating():
             for start in range(0, rounds * size, size):
-                told = len(completions) // settings.n
-                completions += self._decode(rows[start : start + size], settings)
-                for number in range(told, len(completions) // settings.n) if finished is not None else ():
-                    finished(number, completions[number * settings.n : (number + 1) * settings.n])
-        return [completions[i : i + settings.n] for i in range(0, len(completions), settings.n)]
+                places = (order[place // settings.n] for place in range(start, len(rows)))
+                for number, completion in zip(places, self._decode(rows[start : start + size], settings)):
+                    made[number].append(completion)
+                    if finished is not None and len(made[number]) == settings.n:
+                        finished(number, made[number])
+        return made
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Nothing to do: it samples from the trainer's own weights. The iterator is not touched, on any rank."""

@@ -1,10 +1,11 @@
-"""What one model learns of answering and of drawing: each reward alone, both at once; equal samples of a kind a step.
+"""What one model learns of answering and of drawing: each alone, both at once, in turns; equal samples of each kind.
 
-    python scripts/bench/unified.py OUT [--steps 300] [--seed 42] [--runs drawings questions both] [further settings]
+    python scripts/bench/unified.py OUT [--split test] [--steps 480] [--seeds 42 1 2] [--runs drawings ...] [settings]
 
-Trains the embedded Janus by GRPO and evaluates every run on both kinds of held-out rows. Writes OUT/unified.md: for
+Trains the embedded Janus by GRPO and evaluates every run on both kinds of held-out prompts. Writes OUT/unified.md: for
 each run the greedy share of right answers, the reward of drawn images and the gold judge's mean of them, before and
-after. A run that is there is not repeated. `--eval_split dev` and other settings are passed on.
+after, means over the seeds; and the share of its own run's gain that each kind has. A run that is there is not
+repeated. Settings that the script does not know are passed on.
 """
 
 from __future__ import annotations
@@ -13,26 +14,58 @@ import argparse
 import csv
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 from lightrft_visual.embedded.unified import unified_task
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = {"drawings": "drawings_train.jsonl", "questions": "questions_train.jsonl", "both": "train.jsonl"}
+MEASURED = {
+    "greedy answers": "eval_reward_greedy_answer",
+    "reward of drawings": "eval_reward_drawing",
+    "gold of drawings": "eval_gold_drawing",
+}
+OWN = {"questions": "greedy answers", "drawings": "gold of drawings"}  # a run of one kind -> what it is to gain
 
 
-def train(name: str, folder: Path, prompts: int, arguments: argparse.Namespace, further: list[str]) -> None:
-    """One run. prompts: of each kind a step."""
-    task = unified_task()
-    count = prompts * (2 if name == "both" else 1)
-    flags = {
-        "prompt_data": task.folder / FILES[name],
-        "eval_data": task.held_out("test"),
-        "rollout_batch_size": count,
-        "train_batch_size": count * 8,
-        "max_steps": arguments.steps,
-        "eval_steps": arguments.steps,
-        "seed": arguments.seed,
+@dataclass(frozen=True)
+class Run:
+    """kinds: of each batch or, in turns, of the run."""
+
+    kinds: tuple[str, ...]
+    mixing: str = "even"
+
+    def flags(self, prompts: int, steps: int) -> dict[str, int | str]:
+        """prompts: of each kind, in each of `steps` steps."""
+        turns = len(self.kinds) if self.mixing == "turns" else 1
+        size = prompts * len(self.kinds) // turns
+        return {
+            "prompt_mixing": self.mixing,
+            "rollout_batch_size": size,
+            "train_batch_size": size * 8,
+            "max_steps": steps * turns,
+        }
+
+
+RUNS = {
+    "drawings": Run(("drawings",)),
+    "questions": Run(("questions",)),
+    "both": Run(("drawings", "questions")),
+    "in turns": Run(("drawings", "questions"), "turns"),
+}
+
+
+def train(name: str, seed: int, folder: Path, arguments: argparse.Namespace, further: list[str]) -> None:
+    """One run."""
+    task, run = unified_task(), RUNS[name]
+    files = {"drawings": task.drawings(arguments.split), "questions": task.questions()}
+    flags = run.flags(arguments.prompts, arguments.steps)
+    flags["eval_steps"] = flags["max_steps"] // arguments.evaluations
+    flags |= {
+        "prompt_data": ",".join(str(files[kind]) for kind in run.kinds),
+        "eval_data": task.held_out(arguments.split),
+        "seed": seed,
         "output_dir": folder,
     }
     words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
@@ -43,42 +76,56 @@ def train(name: str, folder: Path, prompts: int, arguments: argparse.Namespace, 
 
 
 def measured(folder: Path) -> list[dict[str, float]]:
-    """Greedy answers, reward of drawings and gold of drawings, at the first and at the last evaluation."""
+    """What is measured, at the first and at the last evaluation."""
     with open(folder / "eval_metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    return [
-        {
-            "answers": float(row["eval_reward_greedy_answer"]),
-            "drawings": float(row["eval_reward_drawing"]),
-            "gold": float(row["eval_gold_drawing"]),
-        }
-        for row in (rows[0], rows[-1])
-    ]
+    return [{name: float(row[column]) for name, column in MEASURED.items()} for row in (rows[0], rows[-1])]
 
 
-def table(runs: dict[str, list[dict[str, float]]]) -> str:
-    """Rows of runs, columns of what is measured: before -> after."""
-    lines = ["| trained on | greedy answers | reward of drawings | gold of drawings |", "|---|---|---|---|"]
-    for name, (first, last) in runs.items():
-        lines.append(f"| {name} | " + " | ".join(f"{first[key]:.2f} -> {last[key]:.2f}" for key in first) + " |")
+def table(runs: dict[str, dict[int, list[dict[str, float]]]]) -> str:
+    """Rows of runs, columns of what is measured (before -> after, means of the seeds), and of shares of own gains."""
+    head = [*MEASURED, *(f"share of {name}' own gain" for name in OWN if name in runs)]
+    lines = [f"| trained on | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    for name, seeds in runs.items():
+        cells = []
+        for what in MEASURED:
+            first, last = ([each[when][what] for each in seeds.values()] for when in (0, 1))
+            cells.append(f"{mean(first):.3f} -> {mean(last):.3f}" + _range(last))
+        for own, what in ((own, what) for own, what in OWN.items() if own in runs):
+            cells.append(_share(runs[own], seeds, what))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _range(values: list[float]) -> str:
+    return f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
+
+
+def _share(own: dict[int, list[dict[str, float]]], seeds: dict[int, list[dict[str, float]]], what: str) -> str:
+    """Of the own run's gain over the seeds that both have."""
+    both = own.keys() & seeds.keys()
+    gains = [sum(each[seed][1][what] - each[seed][0][what] for seed in both) for each in (seeds, own)]
+    return f"{gains[0] / gains[1]:.0%}" if both else ""
 
 
 def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--split", choices=("dev", "test"), default="test")
+    parser.add_argument("--steps", type=int, default=480)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--runs", nargs="+", choices=FILES, default=list(FILES))
+    parser.add_argument("--evaluations", type=int, default=4)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     arguments, further = parser.parse_known_args()
-    runs = {}
-    for name in arguments.runs:
-        folder = arguments.out.resolve() / name
-        if not (folder / "checkpoint-final").exists():
-            train(name, folder, arguments.prompts, arguments, further)
-        runs[name] = measured(folder)
+    runs: dict[str, dict[int, list[dict[str, float]]]] = {}
+    for seed in arguments.seeds:
+        for name in arguments.runs:
+            folder = arguments.out.resolve() / f"{name.replace(' ', '_')}-{seed}"
+            if not (folder / "checkpoint-final").exists():
+                train(name, seed, folder, arguments, further)
+            runs.setdefault(name, {})[seed] = measured(folder)
     text = table(runs)
     (arguments.out / "unified.md").write_text(text)
     print(text)

@@ -80,6 +80,50 @@ def test_a_larger_data_set_is_walked_through_before_any_row_repeats():
     assert all(counts[row] == 1 for row in range(5, 25))
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=3), st.integers(1, 40), st.integers(0, 2**40))
+def test_even_batches_have_their_share_of_every_data_set(sizes, batch_size, seed):
+    sampler = PromptSampler(sizes, batch_size, seed=seed, mixing="even")
+    total, starts = sum(sizes), [sum(sizes[:part]) for part in range(len(sizes))]
+    for batch in islice(sampler, 6):
+        for start, size in zip(starts, sizes):
+            assert abs(sum(start <= row < start + size for row in batch) - batch_size * size / total) < 2
+    whole = PromptSampler(sizes, total, seed=seed, mixing="even")
+    assert [sorted(whole.next_batch()) for _ in range(2)] == [list(range(total))] * 2
+
+
+def test_batches_of_like_data_sets_have_equally_many_rows_of_each_in_an_order_of_their_own():
+    sampler = PromptSampler([50, 50], 16, seed=1, mixing="even")
+    kinds = [[row < 50 for row in batch] for batch in islice(sampler, 12)]
+    assert all(sum(batch) == 8 for batch in kinds)
+    assert len({tuple(batch) for batch in kinds}) > 6  # ranks take every n-th row
+
+
+def test_in_turns_a_batch_is_of_one_data_set_and_shares_are_met():
+    sampler = PromptSampler([8, 40], 4, seed=1, mixing="turns", probabilities=[0.25, 0.75])
+    batches = [sampler.next_batch() for _ in range(16)]
+    kinds = [{row < 8 for row in batch} for batch in batches]
+    assert all(len(kind) == 1 for kind in kinds)
+    assert [sum(kind == {True} for kind in kinds[start : start + 4]) for start in range(0, 16, 4)] == [1] * 4
+    small = [row for batch in batches for row in batch if row < 8]
+    assert sorted(small[:8]) == sorted(small[8:]) == list(range(8)) and small[:8] != small[8:]
+    assert len({row for batch in batches[:13] for row in batch if row >= 8}) == 40
+
+
+@pytest.mark.parametrize("mixing", ["even", "turns"])
+def test_a_mixed_order_goes_on_where_it_stopped_with_the_same_batches(mixing):
+    def made(size: int = 6, mixing: str = mixing) -> PromptSampler:
+        return PromptSampler([7, 21], size, seed=2, mixing=mixing)
+
+    sampler, resumed = made(), made()
+    stream(sampler, 60)
+    resumed.load_state_dict(sampler.state_dict())
+    assert list(islice(resumed.upcoming(), 30)) == stream(sampler, 30) == stream(resumed, 30)
+    for other, named in ((made(5), "batch_size was 6, now it is 5"), (made(mixing="shuffled"), "batch_size was 6")):
+        with pytest.raises(DataError, match=f"cannot resume the prompt order: {named}"):
+            other.load_state_dict(sampler.state_dict())
+
+
 def test_order_depends_on_seed_and_epoch_and_can_be_plain():
     first = stream(PromptSampler([40], 8, seed=1), 80)
     assert first != stream(PromptSampler([40], 8, seed=2), 80)

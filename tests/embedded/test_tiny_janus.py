@@ -50,13 +50,22 @@ def test_codes_lie_where_the_stock_decoder_reads_them(warmed):
     assert vq.decode(codes).shape == pixels.shape
 
 
-def test_questions_and_captions_are_in_turns_and_held_out_looks_are_drawn_in_evaluations_only(cache_root):
+def test_held_out_captions_are_drawn_in_evaluations_only(cache_root):
     task = unified_task(cache_root)
-    rows = {name: [json.loads(line) for line in open(task.folder / f"{name}.jsonl")] for name in ("train", "dev")}
-    for own in rows.values():
-        assert [row["draw"] for row in own[:4]] == [False, True] * 2 and len(own) % 2 == 0
-    drawn = {name: {row["prompt"] for row in own if row["draw"]} for name, own in rows.items()}
-    assert len(drawn["train"]) == 18 and len(drawn["dev"]) == 6 and not drawn["train"] & drawn["dev"]
-    assert all(held_out(parse_caption(text)) for text in drawn["dev"])
+
+    def rows(path) -> list[dict]:
+        return [json.loads(line) for line in open(path)]
+
+    assert all(not row["draw"] for row in rows(task.questions()))
+    assert task.train("dev") == f"{task.drawings('dev')},{task.questions()}"
+    for split, count in (("test", 18), ("dev", 12)):
+        kept, train = rows(task.held_out(split)), rows(task.drawings(split))
+        assert [row["draw"] for row in kept[:4]] == [False, True] * 2 and len(kept) % 2 == 0
+        drawn = {row["prompt"] for row in kept if row["draw"]}
+        trained = {row["prompt"] for row in train}
+        assert all(row["draw"] for row in train) and len(train) == len(rows(task.questions()))
+        assert len(drawn) == 6 and len(trained) == count and not drawn & trained
+        assert all(held_out(parse_caption(text), split) for text in drawn)
+        assert not any(held_out(parse_caption(text)) for text in trained)
     with pytest.raises(ConfigError, match="eval_split is 'train'; the embedded task evaluates on dev or test"):
         task.held_out("train")

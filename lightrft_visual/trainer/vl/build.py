@@ -226,8 +226,10 @@ def _resolve_embedded(config: RunConfig) -> None:
         family = config.model.embedded_family if config.model.pretrain == EMBEDDED else None
         if name == EMBEDDED_REASONING and family not in (None, *VISION_FAMILIES):
             raise ConfigError(f"prompt_data {name} is for models that see and answer in text, not for {family}")
+        split = config.data.eval_split
         task = unified_task() if family == "janus" else embedded_task(name=name)
-        train, held_out = task.train, task.held_out(config.data.eval_split)
+        train = task.train(split) if family == "janus" else task.train
+        held_out = task.held_out(split)
         if family not in (None, "janus", *VISION_FAMILIES):
             train, held_out = text_questions(train), text_questions(held_out)
         config.data.prompt_data = str(train)
@@ -260,6 +262,7 @@ def _schedule(config: RunConfig, dataset: PromptDataset) -> tuple[int, PromptSam
         config.rollout.rollout_batch_size,
         seed=config.train.seed,
         probabilities=mixing_probabilities(config.data.prompt_data_probs),
+        mixing=config.data.prompt_mixing,
     )
     steps = sampler.num_batches(config.train.num_episodes)
     limit = config.train.max_steps
