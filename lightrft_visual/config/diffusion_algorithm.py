@@ -50,6 +50,7 @@ class DiffusionAlgorithmConfig(Section):
     reward_fl_weight: float = 1.0
     score_mean: float = 0.0
     score_std: PositiveFloat = 1.0
+    score_target: float | None = None  # Reward FL: images that reach this score have no gradient, as in ReFL's hinge
     differentiable_reward: str = "shape_match"  # of Reward FL: shape_match, face_similarity, or path.py:function
     differentiable_kwargs: dict[str, Any] = field(default_factory=dict)  # settings of a named one, {setting: value}
 

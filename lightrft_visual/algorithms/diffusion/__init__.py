@@ -132,4 +132,5 @@ def reward_fl(config: DiffusionRunConfig) -> RewardFL:
         score_mean=algorithm.score_mean,
         score_std=algorithm.score_std,
         kl_beta=algorithm.beta,
+        target=algorithm.score_target,
     )

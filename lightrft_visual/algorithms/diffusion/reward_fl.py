@@ -40,7 +40,11 @@ class Denoised(NamedTuple):
 
 @dataclass(frozen=True)
 class RewardFL:
-    """Settings of Reward FL; steps count from 0 (pure noise). See the module's docstring."""
+    """Settings of Reward FL; steps count from 0 (pure noise). See the module's docstring.
+
+    target: a score that is enough. An image that reaches it has no gradient, as in ReFL's hinge max(0, target - score),
+    so that good images are not pulled on to the one that the reward likes most. None pulls on all of them.
+    """
 
     num_inference_steps: int = 8
     mid_timestep: int = 4
@@ -50,6 +54,7 @@ class RewardFL:
     score_mean: float = 0.0
     score_std: float = 1.0
     kl_beta: float = 0.0
+    target: float | None = None
 
     def __post_init__(self) -> None:
         self.gradient_steps()
@@ -80,17 +85,21 @@ class RewardFL:
         self, context: LossContext, start: T, conditions: dict[str, T], schedule: tuple[T, T],
         reward: Callable[[T], DifferentiableScore], denominator: float | T,
     ) -> LossOutputs:  # fmt: skip
-        """-weight (score - mean) / std + kl_beta |v - v_ref|², over valid samples / denominator.
+        """-weight (min(score, target) - mean) / std + kl_beta |v - v_ref|², over valid samples / denominator.
 
         start (B, …) noise; schedule: timesteps (K) and sigmas (K); reward scores media in 0..1.
         """
         denoised = self.denoise(context, start, conditions, *schedule)
         scored = reward(context.policy.decode(denoised.latents))
-        losses = -self.weight * (scored.scores - self.score_mean) / self.score_std
+        scores = scored.scores
         means = {
-            "reward": weighted_mean(scored.scores.detach(), scored.valid),
+            "reward": weighted_mean(scores.detach(), scored.valid),
             "invalid_share": 1 - float(scored.valid.float().mean()),
         }
+        if self.target is not None:
+            means["target_share"] = weighted_mean((scores.detach() >= self.target).float(), scored.valid)
+            scores = scores.clamp(max=self.target)
+        losses = -self.weight * (scores - self.score_mean) / self.score_std
         if denoised.drift is not None:
             losses = losses + self.kl_beta * denoised.drift
             means["kl"] = weighted_mean(denoised.drift.detach(), scored.valid)

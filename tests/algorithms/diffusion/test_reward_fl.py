@@ -92,6 +92,21 @@ def test_an_invalid_sample_gives_no_gradient_and_is_counted():
     assert start.grad[:2].abs().sum() > 0 and not start.grad[2].any()
 
 
+def test_images_that_reach_the_target_have_no_gradient_and_are_counted():
+    model = TwoExperts()
+    start = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
+    with torch.no_grad():
+        final = RewardFL().denoise(LossContext(model, model), start, {}, *SCHEDULE).latents
+    scores = reward(model.decode(final)).scores[:2]  # the third is invalid
+    settings = RewardFL(target=scores.mean().item())
+    outcome = settings.loss(LossContext(model, model), start, {}, SCHEDULE, reward, 2)
+    outcome.loss.backward()
+    better, worse = scores.argmax(), scores.argmin()
+    assert not start.grad[better].any() and start.grad[worse].abs().sum() > 0
+    assert outcome.means["target_share"] == pytest.approx(0.5)
+    assert outcome.loss.item() == pytest.approx(-(settings.target + scores[worse].item()) / 2)
+
+
 @pytest.mark.parametrize("settings,message", (
     ({"mid_timestep": 8, "final_timestep": 8}, "final_timestep"),
     ({"score_std": 0.0}, "score_std"),
