@@ -120,7 +120,8 @@ class DiffusionAlgorithm(Choice):
 class Engine(Choice):
     """target: a function of (RunConfig, Checkpoint, the actor's TrainEngine) to a `rollout.engine.RolloutEngine`.
 
-    tensor_parallel: whether engine_tp_size may be above 1. check: 'module:function' of
+    tensor_parallel: whether engine_tp_size may be above 1. resident: whether it has weights and a KV cache of its own
+    on the trainer's device, as plans count them. check: 'module:function' of
     (RunConfig, Checkpoint) that refuses settings before any model is loaded. worker: a function of the same, or
     'module:function', to an engine with weights of its own, for a process beside the trainer's (placement split).
     adapters_alone: whether that one, with LoRA, takes the adapters alone, by the names of the trainer's model.
@@ -128,6 +129,7 @@ class Engine(Choice):
     """
 
     tensor_parallel: bool = False
+    resident: bool = False
     check: str | None = field(default=None, repr=False)
     worker: Any = field(default=None, repr=False)
     adapters_alone: bool = field(default=False, repr=False)
@@ -270,12 +272,18 @@ for _entry in (
 for _entry in (
     Engine(
         "vllm", "lightrft_visual.rollout.vllm.engine:VLLMEngine.from_config", "vLLM in this process",
-        tensor_parallel=True, check="lightrft_visual.rollout.vllm.arguments:check_engine",
+        tensor_parallel=True, resident=True, check="lightrft_visual.rollout.vllm.arguments:check_engine",
         worker="lightrft_visual.rollout.vllm.engine:worker_engine", continues=True,
     ),
     Engine(
         "hf", "lightrft_visual.rollout.hf:TransformersEngine.from_config", "the trainer's own model: where vLLM is not",
         worker="lightrft_visual.rollout.hf:worker_engine", adapters_alone=True, continues=True,
+    ),
+    Engine(
+        "sglang", "lightrft_visual.rollout.sglang.engine:SGLangEngine.from_config",
+        "SGLang beside this process: Qwen-VL and text models on CUDA", resident=True,
+        check="lightrft_visual.rollout.sglang.arguments:check_engine",
+        worker="lightrft_visual.rollout.sglang.engine:worker_engine", continues=True,
     ),
 ):  # fmt: skip
     engines.add(_entry)

@@ -271,7 +271,7 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
     "resolution": "write --height and --width (pixels)",
     # engine and processes
     "use_vllm": (
-        "leave it out: --engine_type vllm is the default, hf the other choice",
+        "leave it out: --engine_type vllm is the default, sglang and hf are the other choices",
         "leave it out: pictures are drawn by diffusers",
     ),
     **dict.fromkeys(

@@ -176,7 +176,7 @@ class DiffusionPlanner:
         judge: the reward model at work.
         """
         config, share = self.config, self.zero.share(3)
-        items = [*program(self.device, vllm=False), *fragments(self.device)]
+        items = [*program(self.device, engine=False), *fragments(self.device)]
         items.append(self.zero.weights("denoisers", self.model))
         items += self.zero.optimizer("denoisers", self.model, stepped)
         for name, names in (("text encoders", ENCODERS), ("VAE", ("vae",))):

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from ..config.devices import DEVICES, GIB, Device
 from .table import HOST, Item
 
-PROGRAM, PROGRAM_VLLM = 1.0 * GIB, 3.0 * GIB  # Python with torch, transformers and DeepSpeed; the same with vLLM, CUDA
+PROGRAM, PROGRAM_ENGINE = 1.0 * GIB, 3.0 * GIB  # Python with torch, transformers, DeepSpeed; and with an engine, CUDA
 DRIVER = 1.25 * GIB  # context, loaded kernels, NCCL's buffers
 FRAGMENTS = 0.02  # of a device's memory
 CPU_FLOPS, CPU_BANDWIDTH = 50e9, 10e9  # of a core's float32 products; of a host's memory
 
 
-def program(device: Device, vllm: bool) -> list[Item]:
-    """The process on the host and its context on the device."""
-    items = [Item("Python and its libraries", PROGRAM_VLLM if vllm and not device.on_cpu else PROGRAM, where=HOST)]
+def program(device: Device, engine: bool) -> list[Item]:
+    """The process on the host and its context on the device. engine: whether one with its own weights runs in it."""
+    items = [Item("Python and its libraries", PROGRAM_ENGINE if engine and not device.on_cpu else PROGRAM, where=HOST)]
     return items if device.on_cpu else [*items, Item("driver and NCCL", DRIVER)]
 
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import ceil
 
+from ..config import registry
 from ..config.devices import GIB, Device
 from ..config.vl import RunConfig
 from ..replay.plan import SampleRef, computed_tokens, most_tokens
@@ -22,9 +23,10 @@ from .vl_shape import MicroBatch, VLShape, patch_side
 from .zero import BUCKETS, FP32, Model, Zero
 
 FP8 = 1  # byte
-ASLEEP = 0.75 * GIB  # what vLLM keeps on an accelerator while it sleeps: CUDA graphs, its context
+ASLEEP = 0.75 * GIB  # what an engine keeps on an accelerator while it sleeps: CUDA graphs, its context
 SCORING_USE, TRAINING_USE = 0.45, 0.35  # of a device's products, as large models reach them
 TOKEN_BYTES = 8 + 8 + 1 + 6 * FP32  # of a sample on the host: id, masks, log-probs, values and their like
+TITLES = {"vllm": "vLLM", "sglang": "SGLang"}  # of engines, in items
 MEDIA_CACHE = 4 * GIB  # vLLM's cache of processed images at most
 
 
@@ -39,7 +41,8 @@ class VLPlanner:
         self.prompts = ceil(rollout.rollout_batch_size / ranks)
         self.length = rollout.prompt_max_len + rollout.generate_max_len
         self.split = config.distributed.split  # the engine is on devices of its own, which are not planned here
-        self.vllm = rollout.engine_type == "vllm" and not self.split
+        self.resident = registry.engines[rollout.engine_type].resident and not self.split
+        self.engine = TITLES.get(rollout.engine_type, rollout.engine_type)
         self.host = Host(device, local)
 
     def plan(self) -> Plan:
@@ -81,7 +84,7 @@ class VLPlanner:
         scoring: whether the reference is at work; else it may wait on the host. judge: the reward model at work.
         """
         model = self.shape.model
-        items = [*program(self.device, self.vllm), *fragments(self.device), self.zero.weights("policy", model)]
+        items = [*program(self.device, self.resident), *fragments(self.device), self.zero.weights("policy", model)]
         if self.config.model.lora_rank == 0 and self.config.algorithm.init_kl_coef > 0:
             items.append(self._reference().on_host(self.config.rollout.offload_reference and not scoring))
         if self._teacher is not None:
@@ -152,24 +155,27 @@ class VLPlanner:
 
     def _engine(self, awake: bool) -> list[Item]:
         rollout = self.config.rollout
-        if not self.vllm:
+        if not self.resident:
             return []
         quantised = bool(rollout.engine_quantization)
         weights = self.shape.base * (FP8 if quantised else self.shape.width) / rollout.engine_tp_size
         if self.device.on_cpu:
             return self.host.engine(weights)
         if not awake and rollout.enable_engine_sleep:
-            return [Item("vLLM asleep", ASLEEP)]
+            return [Item(f"{self.engine} asleep", ASLEEP)]
         room = rollout.engine_mem_util * self.device.memory
-        _, _, size = self.shape.media_bytes()
-        return [
-            Item("vLLM: weights", weights, "engine_tp_size, engine_quantization, bf16"),
-            Item("vLLM: KV cache and work space", max(room - weights, self._least_cache()), "engine_mem_util"),
-            Item("vLLM: cache of processed images", min(MEDIA_CACHE, self.prompts * size), where=HOST),
-        ]
+        items = [
+            Item(f"{self.engine}: weights", weights, "engine_tp_size, engine_quantization, bf16"),
+            Item(f"{self.engine}: KV cache and work space", max(room - weights, self._least_cache()),
+                 "engine_mem_util"),
+        ]  # fmt: skip
+        if rollout.engine_type == "vllm":
+            _, _, size = self.shape.media_bytes()
+            items.append(Item("vLLM: cache of processed images", min(MEDIA_CACHE, self.prompts * size), where=HOST))
+        return items
 
     def _least_cache(self) -> float:
-        """Keys and values of one whole sequence, below which vLLM does not start."""
+        """Keys and values of one whole sequence, below which an engine does not start."""
         rollout = self.config.rollout
         width = FP8 if rollout.engine_kv_cache_dtype.startswith("fp8") else self.shape.width
         return self.length * self.shape.cache_bytes(width) / rollout.engine_tp_size
@@ -177,7 +183,7 @@ class VLPlanner:
     def _in_flight(self) -> int:
         """Sequences that the engine works on at once, on one rank's share of it."""
         rollout = self.config.rollout
-        if not self.vllm:
+        if not self.resident:
             return min(self.samples, rollout.micro_rollout_batch_size)
         most = rollout.engine_max_num_seqs or 256
         cache = next((item.bytes for item in self._engine(True) if "KV cache" in item.name), 0.0)
@@ -193,13 +199,13 @@ class VLPlanner:
         loaded = [*models, *self._engine(awake=True)]
         frozen = sum(item.name.startswith(("reference", "teacher")) for item in models)
         copies = 1 + (self._critic is not None) + frozen
-        seconds = copies * self.shape.model.bytes / 2e9 + (30 if self.vllm else 2)
+        seconds = copies * self.shape.model.bytes / 2e9 + (30 if self.resident else 2)
         moments = [loaded] if self.device.on_cpu else [[*loaded, copy]]
         return Phase.fullest("load", seconds, *moments)
 
     def _generate(self) -> Phase:
         items = [*self._models(train_states=False), *self._engine(awake=True), *self._batch()]
-        if not self.vllm and not self.split:
+        if not self.resident and not self.split:
             rows = self._in_flight()
             items.append(Item("keys and values", rows * self.length * self.shape.cache_bytes(self.shape.width),
                               "micro_rollout_batch_size"))  # fmt: skip
@@ -303,7 +309,7 @@ class VLPlanner:
     def _sync(self) -> Phase:
         size = self.shape.base * self.shape.width
         items = [*self._models(train_states=False), *self._engine(awake=True), self._next_batch()]
-        if self.vllm and not self.config.rollout.enable_engine_sleep:  # else the cache comes back after the weights
+        if self.resident and not self.config.rollout.enable_engine_sleep:  # else the cache comes back after the weights
             items.append(Item("a weight on its way", self.shape.model.largest * self.shape.width))
             items += self.zero.handed_over(self.shape.model)
         moved = sum(item.bytes for item in items if item.where == HOST and "fp32" in item.name)

