@@ -20,6 +20,7 @@ from lightrft_visual.checkpoint.export import export_hf
 from lightrft_visual.config.vl import DataConfig, ModelConfig, RunConfig
 from lightrft_visual.data.rows import PromptRow, parse_row
 from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.models import attention as attention_module
 from lightrft_visual.models.loading import add_lora
 from lightrft_visual.rewards.batch import batch_from_rollouts
 from lightrft_visual.rollout.engine import check_engine
@@ -93,6 +94,20 @@ def test_drawn_tokens_are_scored_as_sampled(rig, settings):
     rig.actor.backbone.share_prefix = False
     other = ScoringRule(settings.temperature, guidance_scale=1.5)
     assert (rig.score(inputs, other) - sampled.rollout_log_probs).abs().max() > 0.01
+
+
+def test_sharp_attention_and_guidance_do_not_part_engine_and_trainer(root):
+    checkpoint = checkpoint_of(root, "janus")
+    differences = []
+    for attention in (attention_module.EXACT_NAME, attention_module.NAME):
+        actor = actor_of(checkpoint)
+        for layer in actor.transformer.base_model.language_model.layers:
+            for projection, scale in (("q_proj", 40), ("v_proj", 6), ("o_proj", 4)):
+                getattr(layer.self_attn, projection).weight.data *= scale
+        actor.transformer.base_model.language_model.config._attn_implementation = attention
+        own = Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, 8))
+        differences.append(own.difference(mixed(own), GUIDED))
+    assert differences[0] <= 2e-6 and differences[0] < differences[1] / 3
 
 
 def test_a_gate_probes_with_the_guidance_of_the_run(rig):

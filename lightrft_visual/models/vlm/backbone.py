@@ -56,7 +56,9 @@ class Backbone:
         self.base: nn.Module = model.base_model
         self.family = family_of(self.config)
         self.family.attach(self.base)
-        self.by_segments = self.config.model_type in self.family.packed and attend_by_segments(self.base)
+        self.by_segments = self.config.model_type in self.family.packed and attend_by_segments(
+            self.base, exact=self.family.draws
+        )
         self.share_prefix, self.sequence = share_prefix, sequence
         for name, wanted in (("share_prefix", share_prefix), ("sp_size", sequence is not None)):
             if wanted and not self.by_segments:

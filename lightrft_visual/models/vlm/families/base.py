@@ -31,16 +31,17 @@ _VISION_TOKEN_FIELDS = (
 class VLMFamily(MediaConventions):
     """The adapter of one family. Class methods serve the processor's side, before any weights are loaded.
 
-    vision: false for text-only models. kinds: of media that prompts may hold. packed: model types whose packed rows
-    are shown by tests to equal single ones. served: whether vLLM has models of the family. heads: suffixes of output
-    layers beside the language model's. towers: module prefixes of the vision tower; projectors: of what brings its
-    output to the language model, perhaps inside the tower. vision_tokens: texts of tokens that are never sampled.
-    tensors: what the forward reads of the processor's output. together: those tensors' grids say whose rows they are,
-    so that many prompts go into one call of the processor. media: the kinds that each run the tower by themselves, with
-    their tensor.
+    vision: false for text-only models. draws: whether answers may be images. kinds: of media that prompts may hold.
+    packed: model types whose packed rows are shown by tests to equal single ones. served: whether vLLM has models
+    of the family. heads: suffixes of output layers beside the language model's. towers: module prefixes of the
+    vision tower; projectors: of what brings its output to the language model, perhaps inside the tower.
+    vision_tokens: texts of tokens that are never sampled. tensors: what the forward reads of the processor's
+    output. together: those tensors' grids say whose rows they are, so that many prompts go into one call of the
+    processor. media: the kinds that each run the tower by themselves, with their tensor.
     """
 
     vision: ClassVar[bool] = True
+    draws: ClassVar[bool] = False
     packed: ClassVar[tuple[str, ...]] = ()
     towers: ClassVar[tuple[str, ...]] = ("visual", "vision_tower", "vision_model")
     projectors: ClassVar[tuple[str, ...]] = ("merger", "deepstack_merger_list", "multi_modal_projector", "aligner")

@@ -30,6 +30,7 @@ class Emu3(VLMFamily):
     An image has 720 x 720 pixels, or `image_area` of the model's and of the image processor's configuration.
     """
 
+    draws = True
     packed = ("emu3",)
     towers = ("vqmodel",)
     projectors = ()

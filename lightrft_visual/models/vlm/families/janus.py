@@ -27,6 +27,7 @@ T = torch.Tensor
 class Janus(VLMFamily):
     """Ordinary positions, images of one size, text or images as answers."""
 
+    draws = True
     packed = ("janus",)
     towers = ("vision_model",)
     kinds = ("image",)
