@@ -30,6 +30,12 @@ def joined(values: Sequence[T]) -> T:
     return torch.cat(list(values))
 
 
+def stacked(samples: Sequence[Conditions], device: torch.device) -> Conditions:
+    """Conditions (B, …) on the device of samples that refer to theirs, (1, …) each; what several share moves once."""
+    moved = {id(value): value.to(device) for sample in samples for value in sample.values()}
+    return {name: joined([moved[id(sample[name])] for sample in samples]) for name in samples[0]}
+
+
 def texts(conditions: Conditions) -> dict[str, T]:
     """The mask of each condition, by its name, that is as long as a text is: of one sample (L), of a batch (B, L)."""
     found = {}

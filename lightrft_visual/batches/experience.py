@@ -94,6 +94,7 @@ class DiffusionFields:
     info: dict | None = replay_field(Kind.INFO, default=None)
     sigmas: T | None = replay_field(Kind.SAMPLE, default=None)  # (K+1)
     reference_means: T | None = replay_field(Kind.SAMPLE, default=None)  # (K, C, ...)
+    shared_embeds: dict[str, T] | None = replay_field(Kind.OBJECTS, default=None)  # (1, ...) by name, once a prompt
 
 
 @dataclass
@@ -212,7 +213,8 @@ class ExperienceVL(_Packable, VisionExtras, Provenance, TextExtras, KlField, Vis
 @dataclass
 class ExperienceDiffusion(_Movable, Provenance, DiffusionFields):
     """A batch of denoising trajectories of one shape: latents (B, K+1, C, ...), timesteps and log_probs (B, K),
-    prompt_embeds {name: (B, ...)}, sigmas (B, K+1), advantages (B) or (B, K)."""
+    prompt_embeds {name: (B, ...)}, sigmas (B, K+1), advantages (B) or (B, K). shared_embeds: of models that edit
+    images, what prompt and source images are to the model, for each sample; those of a prompt refer to one copy."""
 
     layout: BatchLayout | None = field(default=None, compare=False, repr=False)
 

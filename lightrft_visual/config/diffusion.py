@@ -130,6 +130,7 @@ class DiffusionSamplingConfig(Section):
     height: PositiveInt = 512
     width: PositiveInt = 512
     num_frames: PositiveInt = 1
+    source_pixels: PositiveInt | None = None  # area that images to edit are scaled to; default: the pipeline's 1024^2
     rollout_batch_size: PositiveInt = 8  # prompts a step, over all ranks
     n_samples_per_prompt: PositiveInt | None = None  # default: 24, reward_fl 1
     micro_rollout_batch_size: PositiveInt = 8  # samples a forward, per rank
@@ -148,7 +149,7 @@ class DiffusionSamplingConfig(Section):
 
 @dataclass
 class DiffusionDataConfig(Section):
-    """Where prompts come from: rows with a prompt and, for image-to-video, a first frame; several files by comma."""
+    """Where prompts come from: rows with a prompt and, for image-to-video and edits, images; several files by comma."""
 
     prompt_data: str = EMBEDDED
     prompt_split: str = "train"
@@ -160,7 +161,7 @@ class DiffusionDataConfig(Section):
     max_samples: PositiveInt = 100_000_000
     max_eval_samples: NonNegativeInt = 96
     input_key: str = "prompt"
-    image_key: str = "input_image"  # first frame of image-to-video models
+    image_key: str = "input_image"  # first frame of image-to-video models, images to edit; else `images`, `image`
     label_key: str = "label"
     reference_key: str = "reference"
     image_root: str | None = None

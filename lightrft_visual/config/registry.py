@@ -402,6 +402,14 @@ for _entry in (
     DiffusionFamily("z_image", f"{_families}.z_image:ZImage", "Z-Image", pipeline="ZImagePipeline"),
     DiffusionFamily("qwen_image", f"{_families}.qwen_image:QwenImage", "Qwen-Image", pipeline="QwenImagePipeline"),
     DiffusionFamily(
+        "qwen_image_edit", f"{_families}.qwen_image_edit:QwenImageEdit", "Qwen-Image-Edit: an image in, one out",
+        pipeline="QwenImageEditPipeline",
+    ),
+    DiffusionFamily(
+        "qwen_image_edit_plus", f"{_families}.qwen_image_edit:QwenImageEditPlus",
+        "Qwen-Image-Edit 2509 and later: up to three images in, one out", pipeline="QwenImageEditPlusPipeline",
+    ),
+    DiffusionFamily(
         "cosmos_predict2", f"{_families}.cosmos:CosmosPredict2", "Cosmos-Predict2",
         pipeline="Cosmos2TextToImagePipeline",
     ),

@@ -48,6 +48,7 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "ppo_epochs": "max_epochs",
     "num_return_sequences_in_group": "n_samples_per_prompt",
     "num_image_per_prompt": "n_samples_per_prompt",
+    "images_key": "image_key",  # of vision-language runs
     # ROLL and diffusers
     "num_inference_steps": "num_steps",
     "per_device_train_batch_size": "micro_train_batch_size",

@@ -1,4 +1,5 @@
-"""Prompts of diffusion runs: rows of text, for image-to-video with a first frame; checked before any model loads."""
+"""Prompts of diffusion runs: rows of text, with a first frame for image-to-video models or with images for models that
+edit; checked before any model loads."""
 
 from __future__ import annotations
 
@@ -16,42 +17,42 @@ from .prompts import PromptDataset, PromptRow, RowChecks
 from .roots import located
 from .sources import RowSource
 
-FIRST_FRAME = "input_image"  # where rewards find the first frame in a row's metadata: its path, where it has one
+FIRST_FRAME = "input_image"  # where rewards find the first image in a row's metadata: its path, where it has one
+USUAL_COLUMNS = ("images", "image")  # of images, where image_key names no other
 ROLES = ("input_key", "label_key", "reference_key")
 
 
 class DrawPrompts(PromptDataset):
     """Rows for models that draw, read, checked and skipped (on_bad_row) as those of models that see.
 
-    Raises DataError naming file and row for a missing prompt, and for a missing or broken first frame when the model
-    needs one. The first frame is the row's one image.
+    Raises DataError naming file and row for a missing prompt, and for missing, broken or too many images when the model
+    needs some.
     """
 
     def __init__(
-        self, spec: str, split: str, limit: int, config: DiffusionDataConfig, first_frames: bool,
+        self, spec: str, split: str, limit: int, config: DiffusionDataConfig, most_images: int,
         labels: frozenset[str] | None = None,
     ):  # fmt: skip
-        """spec, split, limit: as of PromptDataset. first_frames: whether the model starts from one. labels: of
-        RowChecks."""
-        self.first_frames = first_frames
+        """spec, split, limit: as of PromptDataset. most_images: that the model takes of a row, which then has at least
+        one; 0: text alone. labels: of RowChecks."""
+        self.most_images = most_images
         # Pixels are read at the start: what a step draws with is chosen by row, so no row can be left out later.
-        super().__init__(
-            spec, config, split=split, max_rows=limit, checks=RowChecks(decode=first_frames, labels=labels)
-        )
+        checks = RowChecks(decode=most_images > 0, labels=labels)
+        super().__init__(spec, config, split=split, max_rows=limit, checks=checks)
 
     @cached_property
     def rows(self) -> list[PromptRow]:
-        """All rows, their first frames not yet decoded."""
+        """All rows, their images not yet decoded."""
         return [super(DrawPrompts, self).__getitem__(index) for index in range(len(self))]
 
     def __getitem__(self, index: int) -> PromptRow:
-        """The row with its first frame decoded."""
+        """The row with its images decoded."""
         row = self.rows[index]
         return self._decoded(row)
 
     def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
         root = located(self.config.image_root) if self.config.image_root else source.folder
-        parsed = _parse(source[row], source.name(row), root, self.config, self.first_frames)
+        parsed = _parse(source[row], source.name(row), root, self.config, self.most_images)
         return replace(parsed, index=index)
 
     @property
@@ -62,7 +63,7 @@ class DrawPrompts(PromptDataset):
         return image_size(image)
 
 
-def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, first_frames: bool) -> PromptRow:
+def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, most_images: int) -> PromptRow:
     if not isinstance(raw, Mapping):
         raise DataError(f"{name}: a row must be a mapping of columns, not {type(raw).__name__}", "row form")
     check_values(raw)
@@ -72,15 +73,12 @@ def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, first_fr
     if not isinstance(prompt, str) or not prompt.strip():
         columns = ", ".join(map(str, raw))
         raise DataError(f"{name}: no text in column {config.input_key!r}; the row has: {columns}", "prompt form")
-    images = []
-    if first_frames:
-        if raw.get(config.image_key) in (None, ""):
-            text = f"{name}: an image-to-video model needs a first frame in column {config.image_key!r}"
-            raise DataError(text, "media missing")
-        images = [resolve_source(raw[config.image_key], root)]
+    column = _image_column(raw, config)
+    images = _images(raw, column, name, most_images, root) if most_images else []
     # Rewards are given prompt, label and reference anyway; a column that a flag names stays under its own name too.
-    defaults = {config.image_key} | {getattr(DiffusionDataConfig, flag) for flag in ROLES}
-    roles = {config.image_key} | {getattr(config, flag) for flag in ROLES}
+    read = {config.image_key} | ({column} if images else set())
+    defaults = read | {getattr(DiffusionDataConfig, flag) for flag in ROLES}
+    roles = read | {getattr(config, flag) for flag in ROLES}
     metadata = {key: value for key, value in raw.items() if key not in roles & defaults}
     if images and is_path(images[0]):
         metadata[FIRST_FRAME] = os.fspath(images[0])
@@ -93,6 +91,28 @@ def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, first_fr
         metadata=metadata,
         source=name,
     )
+
+
+def _image_column(raw: Mapping[str, Any], config: DiffusionDataConfig) -> str:
+    """The column that the flag names; where nobody has set it and it is empty, one under a usual name."""
+    if config.image_key != DiffusionDataConfig.image_key or not _empty(raw.get(config.image_key)):
+        return config.image_key
+    return next((name for name in USUAL_COLUMNS if not _empty(raw.get(name))), config.image_key)
+
+
+def _images(raw: Mapping[str, Any], column: str, name: str, most: int, root: Any) -> list[Any]:
+    """The row's images, not yet decoded. Raises DataError for none and for more than the model takes."""
+    cell = raw.get(column)
+    found = list(cell) if isinstance(cell, (list, tuple)) else [cell]
+    if any(map(_empty, found)) or not found:
+        raise DataError(f"{name}: this model starts from an image, and column {column!r} has none", "media missing")
+    if len(found) > most:
+        raise DataError(f"{name}: {len(found)} images in column {column!r}; this model takes {most}", "media count")
+    return [resolve_source(image, root) for image in found]
+
+
+def _empty(cell: Any) -> bool:
+    return cell is None or (isinstance(cell, (str, list, tuple)) and not cell)
 
 
 def _check_columns(raw: Mapping[str, Any], name: str, config: DiffusionDataConfig) -> None:

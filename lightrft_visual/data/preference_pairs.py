@@ -30,7 +30,7 @@ class PreferencePairs(DrawPrompts):
 
     def __init__(self, spec: str, split: str, limit: int, config: DiffusionDataConfig):
         """spec, split, limit: as of PromptDataset. Raises DataError naming file and row for what cannot be used."""
-        super().__init__(spec, split, limit, config, first_frames=True)
+        super().__init__(spec, split, limit, config, most_images=2)
 
     def __getitem__(self, index: int) -> PromptRow:
         """The row with its images decoded; rows stay in their file, as they may hold the images themselves."""

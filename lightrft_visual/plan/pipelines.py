@@ -25,7 +25,8 @@ NOT_MODELS = ("tokenizer", "scheduler", "feature_extractor", "image_processor", 
 
 
 def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
-    """The policy of a run on meta tensors, with its adapters; None where the pipeline's shape is not known.
+    """The policy of a run on meta tensors, with its adapters; None where the pipeline's shape is not known,
+    or depends on images to edit.
 
     Raises ConfigError for a family that does not read it, and for settings that the policy refuses.
     """
@@ -34,8 +35,10 @@ def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
         pipeline = _pipeline(config)
     if pipeline is None:
         return None
-    text_length = model.max_sequence_length or saved_text_length(model.pretrain)
-    family = named_family(type(pipeline).__name__, model.family)(pipeline, text_length)
+    adapter = named_family(type(pipeline).__name__, model.family)
+    if adapter.most_source_images:  # whose size only the data know
+        return None
+    family = adapter(pipeline, model.max_sequence_length or saved_text_length(model.pretrain))
     with torch.device("meta"):
         return DiffusionPolicy(family, LoraSettings.from_config(model), model.trained_denoisers)
 

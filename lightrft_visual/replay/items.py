@@ -78,7 +78,7 @@ class BufferItemVL(KlField, VisionExtras, Provenance, TextExtras, VisionFields):
 @dataclass
 class BufferItemDiffusion(Provenance, DiffusionFields):
     """One denoising trajectory of K steps: latents (K+1, C, ...), timesteps (K), log_probs (K), sigmas (K+1),
-    prompt_embeds {name: tensor}, advantages () or (K)."""
+    prompt_embeds {name: tensor}, advantages () or (K); shared_embeds {name: (1, ...)}, shared by a prompt's samples."""
 
 
 AnyItem = BufferItem | BufferItemVL | BufferItemDiffusion

@@ -41,6 +41,7 @@ class RewardBatch:
     None; the one that was drawn, where the response is an image. videos: the sample's videos, each a list of
     frames, a (C, T, H, W) float tensor in 0..1 or a (T, C, H, W) uint8 one. `generated` is true when the media were
     made by the policy (one image or video a sample) and false when they were part of the prompt.
+    source_images: what a generated one was made from, in order: images to edit, a first frame; empty without any.
     sequence_tokens and completion_tokens: (S_i) and (A_i) long without padding, empty for media.
     """
 
@@ -55,6 +56,7 @@ class RewardBatch:
     group_ids: list[int]
     sequence_tokens: list[T] = field(default_factory=list)
     completion_tokens: list[T] = field(default_factory=list)
+    source_images: list[list[Any]] = field(default_factory=list)
     generated: bool = False
     step: int = 0  # updates of the policy that made them
 
@@ -94,6 +96,10 @@ class RewardBatch:
         """All samples of several batches, in order; all of one kind (generated or not)."""
         lists = [name for name, values in vars(batches[0]).items() if isinstance(values, list)]
         merged = {name: [value for batch in batches for value in getattr(batch, name)] for name in lists}
+        if merged["source_images"]:  # of some batches: the others' samples have none
+            merged["source_images"] = [
+                row for batch in batches for row in batch.source_images or [[] for _ in range(len(batch))]
+            ]
         return replace(batches[0], **merged)
 
     def chunks(self, size: int) -> list[RewardBatch]:
@@ -134,6 +140,7 @@ def batch_from_rollouts(rollouts: Sequence[Rollout]) -> RewardBatch:
         metadata=[prompt.metadata for prompt in prompts],
         images=[[rollout.image] if rollout.prompt.draws else list(rollout.prompt.images) for rollout in rollouts],
         videos=[list(prompt.videos) for prompt in prompts],
+        source_images=[list(prompt.images) if prompt.draws else [] for prompt in prompts],
         ids=[rollout.sample_id for rollout in rollouts],
         group_ids=[prompt.group_id for prompt in prompts],
         sequence_tokens=[torch.tensor(rollout.prompt.token_ids + rollout.token_ids) for rollout in rollouts],
@@ -159,16 +166,19 @@ def batch_from_media(
     labels: Sequence[str | None] | None = None,
     references: Sequence[Any] | None = None,
     metadata: Sequence[dict[str, Any]] | None = None,
+    source_images: Sequence[Sequence[Any]] | None = None,
     ids: Sequence[int] | None = None,
     group_ids: Sequence[int] | None = None,
 ) -> RewardBatch:
     """Generated media as a batch: one image (PIL or (C, H, W) float tensor in 0..1) or one video a prompt.
 
+    source_images: the images that each was made from, where it was.
+
     Raises RewardError when a list does not have one entry per prompt.
     """
     size = len(prompts)
     given = {"images": images, "videos": videos, "labels": labels, "references": references, "metadata": metadata}
-    for name, values in {**given, "ids": ids, "group_ids": group_ids}.items():
+    for name, values in {**given, "source_images": source_images, "ids": ids, "group_ids": group_ids}.items():
         if values is not None and len(values) != size:
             raise RewardError(f"{name} has {len(values)} entries for {size} prompts")
     return RewardBatch(
@@ -179,6 +189,7 @@ def batch_from_media(
         metadata=[dict(row) for row in metadata] if metadata is not None else [{} for _ in range(size)],
         images=[[to_pil(image)] for image in images] if images is not None else [[] for _ in range(size)],
         videos=[[video] for video in videos] if videos is not None else [[] for _ in range(size)],
+        source_images=[list(row) for row in source_images] if any(source_images or ()) else [],
         ids=[int(i) for i in ids] if ids is not None else list(range(size)),
         group_ids=[int(i) for i in group_ids] if group_ids is not None else list(range(size)),
         generated=True,

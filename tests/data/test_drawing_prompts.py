@@ -103,3 +103,22 @@ def test_several_files(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name}) + "\n")
     both = DrawPrompts(f"{tmp_path}/one.jsonl,{tmp_path}/two.jsonl", "train", 100, DiffusionDataConfig(), False)
     assert [row.prompt for row in both] == ["one", "two"]
+
+
+def test_images_to_edit_are_read_from_the_usual_columns_and_counted(tmp_path):
+    for name in ("a", "b"):
+        Image.new("RGB", (8, 6), "red").save(tmp_path / f"{name}.png")
+    path = tmp_path / "edits.jsonl"
+    rows = [{"input_image": "a.png"}, {"images": ["a.png", "b.png"]}, {"image": "b.png", "images": []}, {"images": []}]
+    rows += [{"images": ["a.png", "b.png", "a.png"]}, {"images": ["a.png", None]}]
+    path.write_text("".join(json.dumps({"prompt": str(i)} | row) + "\n" for i, row in enumerate(rows)))
+    kept = DrawPrompts(str(path), "train", 100, SKIP, 2)
+    assert [(row.prompt, len(row.images)) for row in kept] == [("0", 1), ("1", 2), ("2", 1)]
+    assert kept.bad.causes == {"media missing": 2, "media count": 1}
+    assert [row.metadata for row in kept.rows] == [
+        {"input_image": str(tmp_path / "a.png")},
+        {"input_image": str(tmp_path / "a.png")},
+        {"input_image": str(tmp_path / "b.png"), "images": []},
+    ]
+    with pytest.raises(DataError, match=r"edits.jsonl:1: .*column 'photo' has none"):
+        DrawPrompts(str(path), "train", 100, DiffusionDataConfig(image_key="photo"), 2)

@@ -16,6 +16,8 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     StableDiffusionPipeline,
@@ -39,7 +41,7 @@ from transformers import (
 )
 
 from lightrft_visual.embedded.tiny_sd3 import build_clip_tokenizer, build_t5_tokenizer
-from lightrft_visual.embedded.tiny_vlm import build_tokenizer, tiny_config
+from lightrft_visual.embedded.tiny_vlm import build_processor, build_tokenizer, tiny_config
 
 WIDTH = 32
 
@@ -165,6 +167,16 @@ def qwen_image():
     )  # fmt: skip
 
 
+def qwen_image_edit(kind=QwenImageEditPipeline):
+    """Qwen-Image, whose text encoder sees images too."""
+    parts = qwen_image().components
+    return kind(**parts, processor=build_processor("qwen2_5_vl", parts["tokenizer"]))
+
+
+def qwen_image_edit_plus():
+    return qwen_image_edit(QwenImageEditPlusPipeline)
+
+
 def flux2_klein():
     transformer = Flux2Transformer2DModel(
         in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
@@ -210,6 +222,8 @@ FAMILIES = {
     "wan_i2v": wan_i2v,
     "cosmos": cosmos,
     "qwen_image": qwen_image,
+    "qwen_image_edit": qwen_image_edit,
+    "qwen_image_edit_plus": qwen_image_edit_plus,
     "z_image": z_image,
     "flux2_klein": flux2_klein,
 }

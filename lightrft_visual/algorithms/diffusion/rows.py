@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ...batches.conditions import text_lengths
+from ...batches.conditions import Conditions, stacked, text_lengths
 from ...batches.diffusion_sampling import SamplingResult
 from ...batches.experience import BatchLayout, ExperienceDiffusion
 from ...strategy.seeding import derive_seed
@@ -45,11 +45,18 @@ class DenoisingBatch:
 
 
 def experience_of(
-    result: SamplingResult, conditions: dict[str, T], *, group_id: T, sample_id: T, policy_version: int = 0
+    result: SamplingResult,
+    conditions: dict[str, T],
+    *,
+    group_id: T,
+    sample_id: T,
+    policy_version: int = 0,
+    shared: list[Conditions] | None = None,
 ) -> ExperienceDiffusion:
     """The batch of experience of one sampler call; advantages (B) start at 0 and valid (B) at true.
 
-    An ODE rollout keeps only its finished latents, as a trajectory of one point: (B, 1, …).
+    An ODE rollout keeps only its finished latents, as a trajectory of one point: (B, 1, …). shared: conditions that
+    each sample refers to, beside its own ones.
     """
     count, steps = result.latents.shape[0], len(result.sigmas)
     sigmas = torch.cat([result.sigmas, result.sigmas.new_zeros(1)])
@@ -69,6 +76,7 @@ def experience_of(
         sample_id=sample_id,
         policy_version=torch.full((count,), policy_version),
         valid=torch.ones(count, dtype=torch.bool),
+        shared_embeds=shared,
         layout=BatchLayout(lengths=text_lengths(conditions)),
     )
 
@@ -127,6 +135,9 @@ def samples_at(experience: ExperienceDiffusion, steps: T) -> DenoisingBatch:
     last = experience.latents.shape[1] - 1
     advantages = experience.advantages if experience.advantages.dim() == 1 else experience.advantages[batch, steps]
     means = experience.info.get(ROLLOUT_MEANS)
+    conditions = experience.prompt_embeds
+    if experience.shared_embeds is not None:
+        conditions = conditions | stacked(experience.shared_embeds, batch.device)
     return DenoisingBatch(
         x=experience.latents[batch, steps.clamp(max=last)],
         x_next=experience.latents[batch, (steps + 1).clamp(max=last)],
@@ -140,7 +151,7 @@ def samples_at(experience: ExperienceDiffusion, steps: T) -> DenoisingBatch:
         sample_id=experience.sample_id,
         group_id=experience.group_id,
         steps=steps,
-        conditions=experience.prompt_embeds,
+        conditions=conditions,
         schedule=experience.sigmas,
         rollout_means=None if means is None else means[batch, steps],
     )

@@ -24,7 +24,7 @@ from peft.utils import get_peft_model_state_dict
 from PIL import Image, ImageOps
 from torch import nn
 
-from ...batches.conditions import NEGATIVE, joined
+from ...batches.conditions import NEGATIVE, Conditions, joined
 from ...config import registry
 from ...config.diffusion import PARTS, DiffusionModelConfig
 from ...errors import ConfigError
@@ -211,6 +211,32 @@ class DiffusionPolicy(nn.Module):
             }
         rows = [encoded[_digest(image), height, width, frames] for image in images]
         return {name: torch.cat([row[name] for row in rows]).to(self.device) for name in rows[0]}
+
+    @torch.no_grad()
+    def encode_edits(
+        self, prompts: list[str], images: list[list[Image.Image]], negative: str | None = None
+    ) -> list[Conditions]:
+        """Conditions (1, …) on the host of B texts with their source images; models that edit only.
+
+        Samples of one prompt with the same images get one dict. Each pair is encoded once and by itself, as texts are.
+        negative: for guidance, None leaves it out.
+        """
+        digests = {id(image): _digest(image) for sources in images for image in sources}
+        keys = [tuple(digests[id(image)] for image in sources) for sources in images]
+        edits = dict(zip(zip(prompts, keys, strict=True), images))
+        texts = [(text, key) for prompt, key in edits for text in (prompt, negative) if text is not None]
+        with nullcontext() if all(each in self._encoded for each in texts) else self._at_work("text_encoder", "vae"):
+            made = {(prompt, key): self._edit(prompt, key, edits[prompt, key], negative) for prompt, key in edits}
+        return [made[pair] for pair in zip(prompts, keys)]
+
+    def _edit(self, prompt: str, key: tuple[str, ...], images: list[Image.Image], negative: str | None) -> Conditions:
+        def read(text: str) -> Conditions:
+            return self._encoded.get((text, key), partial(self.family.encode_edit, text, images))
+
+        found = read(prompt) | self._encoded.get(key, partial(self.family.encode_sources, images))
+        if negative is not None:
+            found |= {NEGATIVE + name: value for name, value in read(negative).items()}
+        return found
 
     @torch.no_grad()
     def encode_images(self, images: list[Image.Image], height: int, width: int) -> T:
@@ -407,13 +433,18 @@ def family_class(pipeline_name: str) -> type[DiffusionFamily]:
 
 
 def takes_first_frame(path: str, family: str = "auto") -> bool:
-    """Whether the model at `path` is an image-to-video model, before it is loaded: family auto reads model_index.json.
+    """Whether the model at `path` is an image-to-video model; see `adapter_of`."""
+    return adapter_of(path, family).takes_first_frame
+
+
+def adapter_of(path: str, family: str = "auto") -> type[DiffusionFamily]:
+    """The class of the model at `path`, before it is loaded: family auto reads model_index.json.
 
     Raises ConfigError where there is no diffusers pipeline, or one that no family reads.
     """
     if family != "auto":
-        return registry.diffusion_families.load(family).takes_first_frame
-    return family_class(pipeline_class(path)).takes_first_frame
+        return registry.diffusion_families.load(family)
+    return family_class(pipeline_class(path))
 
 
 def pipeline_class(path: str) -> str:

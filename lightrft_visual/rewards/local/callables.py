@@ -77,6 +77,7 @@ INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
     "completion_ids": lambda batch: [tokens.tolist() for tokens in batch.completion_tokens],
     "images": _images,
     "videos": _videos,
+    "source_images": lambda batch: batch.source_images or [[] for _ in range(len(batch))],
     "frames": lambda batch: [batch.frames(i) for i in range(len(batch))],
     "labels": lambda batch: batch.labels,
     "references": lambda batch: batch.references,
@@ -86,7 +87,8 @@ INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
     "ids": lambda batch: batch.ids,
     "group_ids": lambda batch: batch.group_ids,
 }
-ON_DEMAND = ("frames", "labels_or_references", "prompt")  # given to a signature that names them, not to **kwargs
+# Given to a signature that names them, not to **kwargs; source images also to **kwargs where there are some.
+ON_DEMAND = ("frames", "labels_or_references", "prompt", "source_images")
 # Dataset columns that the loader reads as prompt, label or reference, under the names that functions ask for.
 FALLBACKS: dict[str, Callable[[RewardBatch], Any]] = {
     "prompt": lambda batch: batch.prompts,
@@ -140,6 +142,7 @@ def bind(
     if signature.takes_all:
         mine = special if form.told else ()
         known = () if form.closed else [k for k in (*INPUTS, *FALLBACKS, *mine) if k not in ON_DEMAND]
+        known = [*known, "source_images"] if any(batch.source_images) and not form.closed else known
         wanted |= dict.fromkeys([*known, *(() if form.closed else sorted(columns)), *given])
     arguments: dict[str, Any] = {}
     for parameter in wanted:

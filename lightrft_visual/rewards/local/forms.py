@@ -189,6 +189,7 @@ FORMS: dict[str, Form] = {
             "images": _pixels,
             "metadatas": lambda batch: batch.metadata,
             "only_strict": lambda batch: True,
+            "ref_images": lambda batch: [row[0] if row else None for row in batch.source_images or [[]] * len(batch)],
         },
         media=True,
         read=flow_grpo_result,
@@ -220,7 +221,7 @@ def recognise(names: Sequence[str], takes_all: bool, function: Callable[..., Any
     if list(names[:1]) == ["response"] and names[1:2] and names[1] in FORMS["roll"].inputs:
         return "roll"
     if list(names[:2]) == ["images", "prompts"] and list(names[2:3]) in (["metadata"], ["metadatas"]):
-        if set(names[3:]) <= {"only_strict"}:  # with further names, such as ids, it was written for us
+        if set(names[3:]) <= {"only_strict", "ref_images"}:  # with further names, such as ids, it was written for us
             return "flow_grpo"
     if list(names[:3]) == ["queries", "prompts", "labels"] and not known & {"refs", "references", "completions"}:
         return "openrlhf"

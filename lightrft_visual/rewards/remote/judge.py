@@ -32,6 +32,11 @@ MEDIA_QUESTION = (
     "The picture was made for this description:\n{prompt}\n\nHow well does it show the description, and how good does "
     "it look, from {low:g} (not at all) to {high:g} (perfectly)? End with a line `Score: <number>`."
 )
+EDIT_QUESTION = (
+    "The last picture was made from what stands before it by this instruction:\n{prompt}\n\nHow well is the "
+    "instruction followed, with everything else left as it was, from {low:g} (not at all) to {high:g} (perfectly)? End "
+    "with a line `Score: <number>`."
+)
 SCORE_PATTERN = r"(?i)score(?:\s+is|\s+of)?[^\w-]{0,5}(-?\d+(?:\.\d+)?)"
 
 
@@ -66,13 +71,17 @@ class Judging:
         return question.format(prompt=prompt, response=response, reference=reference, low=self.low, high=self.high)
 
     def messages(self, batch: RewardBatch, index: int, image_part: Any) -> list[dict[str, Any]]:
-        """Chat messages about one sample, its images first; image_part makes a content part of an image."""
-        question = self.question or (MEDIA_QUESTION if batch.generated else TEXT_QUESTION)
+        """Chat messages about one sample, its images first, before these the ones that it was made from.
+
+        image_part makes a content part of an image."""
+        sources = batch.source_images[index] if batch.source_images else []
+        asked = (EDIT_QUESTION if sources else MEDIA_QUESTION) if batch.generated else TEXT_QUESTION
+        question = self.question or asked
         reference = batch.references[index]
         text = self._fill(
             batch.prompts[index], batch.responses[index], "(none)" if reference is None else str(reference), question
         )
-        images = [image_part(frame) for frame in batch.frames(index)]
+        images = [image_part(image) for image in (*sources, *batch.frames(index))]
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": [*images, {"type": "text", "text": text}]}]
 

@@ -37,6 +37,8 @@ def encode_request(batch: RewardBatch, wire: str, encode: Encode) -> dict[str, A
         body["metadata"] = _plain(batch.metadata)
     if any(batch.images):
         body["images"] = [[encode(image) for image in row] for row in batch.images]
+    if any(batch.source_images):
+        body["source_images"] = [[encode(image) for image in row] for row in batch.source_images]
     if any(batch.videos):
         body["videos"] = [[[encode(f) for f in video_frames(video)] for video in row] for row in batch.videos]
     if batch.generated:
@@ -127,6 +129,7 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
         metadata=[dict(row) for row in metadata],
         images=_pictures(body, "images", size, max_images, max_pixels),
         videos=_videos(body, size, max_images, max_pixels),
+        source_images=_pictures(body, "source_images", size, max_images, max_pixels) if "source_images" in body else [],
         ids=[i if isinstance(i, int) else n for n, i in enumerate(ids)],
         group_ids=list(range(size)),
         generated=body.get("generated") is True,

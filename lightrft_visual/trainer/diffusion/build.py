@@ -25,7 +25,7 @@ from ...embedded.warmup import cache_root
 from ...errors import ConfigError
 from ...guard.gold import EMBEDDED_GOLD, DrawingGold, embedded_gold
 from ...models.diffusion.families.base import DiffusionFamily
-from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, named_family, pipeline_class, takes_first_frame
+from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, named_family, pipeline_class
 from ...models.weight_copies import WeightAverage, WeightCopy
 from ...observe.console import RunConsole
 from ...rewards.differentiable import check_scores, load_differentiable
@@ -170,9 +170,8 @@ def _differentiable(config: DiffusionRunConfig):
 
 
 def _with_first_frames(rows: DrawingBatch) -> list[dict[str, Any]]:
-    """Metadata of the rows, in which the first frame of image-to-video stands as `input_image`."""
-    pairs = zip(rows.metadata, rows.first_frames)
-    return [row if frame is None else {FIRST_FRAME: frame} | row for row, frame in pairs]
+    """Metadata of the rows, in which the first frame of image-to-video, or the image to edit, is `input_image`."""
+    return [{FIRST_FRAME: images[0]} | row if images else row for row, images in zip(rows.metadata, rows.images)]
 
 
 def _check_ranks(config: DiffusionRunConfig) -> None:
@@ -219,7 +218,7 @@ def _resolve_embedded(config: DiffusionRunConfig) -> DiffusionRunConfig:
 def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | None]:
     """Prompts of training and of evaluation, if there are any. Raises DataError, and ConfigError for too few."""
     data, wanted = config.data, config.sampling.rollout_batch_size
-    first_frames = config.model.pretrain != EMBEDDED and takes_first_frame(config.model.pretrain, config.model.family)
+    images = _most_images(config)
     labels = scored_labels(config.reward) if data.on_bad_row == "skip" else None
     if config.offline:
         prompts = PreferencePairs(data.prompt_data, data.prompt_split, data.max_samples, data)
@@ -228,13 +227,28 @@ def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | Non
         if adapter.encode is DiffusionFamily.encode:
             raise ConfigError(f"pair_data holds images, and {adapter.__name__} draws videos: train a model of images")
     else:
-        prompts = DrawPrompts(data.prompt_data, data.prompt_split, data.max_samples, data, first_frames, labels)
+        prompts = DrawPrompts(data.prompt_data, data.prompt_split, data.max_samples, data, images, labels)
     if len(prompts) < wanted:
         kind = "pairs" if config.offline else "prompts"
         raise ConfigError(f"rollout_batch_size is {wanted}, but {data.prompt_data} has {len(prompts)} {kind}")
     if data.eval_data is None or data.max_eval_samples == 0:
         return prompts, None
-    return prompts, DrawPrompts(data.eval_data, data.eval_split, data.max_eval_samples, data, first_frames, labels)
+    return prompts, DrawPrompts(data.eval_data, data.eval_split, data.max_eval_samples, data, images, labels)
+
+
+def _most_images(config: DiffusionRunConfig) -> int:
+    """Images that the model takes of a row. Raises ConfigError for settings of models that edit, where it does not."""
+    model, edits = config.model, 0
+    if model.pretrain == EMBEDDED:
+        images = 0
+    else:
+        adapter = adapter_of(model.pretrain, model.family)
+        edits, images = adapter.most_source_images, adapter.most_source_images or int(adapter.takes_first_frame)
+    if config.sampling.source_pixels is not None and not edits:
+        raise ConfigError("source_pixels is the size of images to edit, and this model edits none: leave it out")
+    if config.offline and edits:
+        raise ConfigError("pair_data has no column of images to edit: train this model on prompts")
+    return images
 
 
 def _total_steps(config: DiffusionRunConfig, rows: int) -> int:
@@ -264,6 +278,7 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
     if algorithm.trains_on == "reward":
         policy.train_only(_trained_experts(config, policy))
     policy.family.detach_guidance = config.algorithm.detach_guidance
+    policy.family.source_pixels = config.sampling.source_pixels
     if model.compile:
         policy.compile_blocks()
     if model.vae_tiling:

@@ -36,10 +36,9 @@ class DiffusersEngine:
     old: WeightCopy | None = None
 
     def rows(self, batch: PromptBatch) -> DrawingBatch:
-        """Every prompt of the batch `n_samples_per_prompt` times, prompt-major; its first image is the first frame."""
+        """Every prompt of the batch `n_samples_per_prompt` times, prompt-major."""
         n = self.n_samples_per_prompt
-        columns = (batch.prompts, [images[0] if images else None for images in batch.images], batch.labels)
-        columns += (batch.references, batch.metadata)
+        columns = (batch.prompts, batch.images, batch.labels, batch.references, batch.metadata)
         repeated = [[cell for cell in column for _ in range(n)] for column in columns]
         ids = batch.ids.repeat_interleave(n)
         return DrawingBatch(*repeated, group_ids=ids, sample_ids=ids * n + torch.arange(n).repeat(len(batch)))
@@ -153,6 +152,7 @@ def score_samples(rewards: RewardComputationEngine, rows: DrawingBatch, media: T
         labels=rows.labels,
         references=rows.references,
         metadata=rows.metadata,
+        source_images=rows.images,
         ids=rows.sample_ids.tolist(),
         group_ids=rows.group_ids.tolist(),
     )
@@ -170,8 +170,9 @@ def scored_experience(drawn: Sampled, rows: DrawingBatch, scored: RewardOutput, 
     """The experience of one micro-batch; advantages are still to come."""
     version = step if drawn.policy_version is None else drawn.policy_version
     experience = experience_of(
-        drawn.result, drawn.conditions, group_id=rows.group_ids, sample_id=rows.sample_ids, policy_version=version
-    )
+        drawn.result, drawn.conditions, group_id=rows.group_ids, sample_id=rows.sample_ids, policy_version=version,
+        shared=drawn.shared,
+    )  # fmt: skip
     experience.valid = scored.valid
     experience.info |= {"reward": scored.score, "reward_metrics": scored.components}
     return experience

@@ -122,6 +122,7 @@ class WorkerDrawing:
             tokenizer=model.tokenizer_path,
         )
         policy.family.detach_guidance = config.algorithm.detach_guidance
+        policy.family.source_pixels = config.sampling.source_pixels
         if model.vae_tiling:
             policy.family.pipeline.vae.enable_tiling()
         device = torch.device(get_accelerator().current_device_name())

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...batches.conditions import Conditions, stacked
 from ...batches.diffusion_sampling import DiffusionBatch
 from ...config.diffusion import DiffusionRunConfig
 from ...data.prompt_sampling import distributed_k_repeat_indices
@@ -22,11 +23,12 @@ T = torch.Tensor
 class DrawingBatch:
     """Prompts of one step on this rank, one row a sample; lists of length B.
 
-    group_ids (B): the prompt; sample_ids (B): place in the global batch, the same for any rank count.
+    images: what comes with the prompt (PIL): the first frame of image-to-video models, or images to edit. group_ids
+    (B): the prompt; sample_ids (B): place in the global batch, the same for any rank count.
     """
 
     prompts: list[str]
-    first_frames: list[Any]
+    images: list[list[Any]]
     labels: list[str | None]
     references: list[Any]
     metadata: list[dict[str, Any]]
@@ -92,13 +94,15 @@ class ImageSettings:
 class Sampled:
     """One micro-batch as drawn: result of the sampler, its conditions, decoded media (B, 3, …) in 0..1 on the host.
 
-    policy_version: of the weights that drew it, where that may not be the present one.
+    policy_version: of the weights that drew it, where that may not be the present one. shared: conditions on the host
+    that samples refer to, one dict a prompt, in the place of those of its own.
     """
 
     result: Any
     conditions: dict[str, T]
     media: T
     policy_version: int | None = None
+    shared: list[Conditions] | None = None
 
 
 class DiffusionSampling:
@@ -114,12 +118,24 @@ class DiffusionSampling:
         return self.model.policy.latent_shape(s.height, s.width, s.frames)
 
     def conditions(self, rows: DrawingBatch) -> dict[str, T]:
-        """Embedded prompts, the negative one under guidance, and first frames where the family takes them."""
+        """Embedded prompts, the negative one under guidance, and images where the family takes them."""
         s, policy = self.settings, self.model.policy
+        if self.edits:
+            return stacked(self.shared(rows), policy.device)
         conditions = policy.encode_prompts(rows.prompts, self._negative)
         if policy.family.takes_first_frame:
-            conditions |= policy.encode_first_frames(rows.first_frames, s.height, s.width, s.frames)
+            first = [images[0] for images in rows.images]
+            conditions |= policy.encode_first_frames(first, s.height, s.width, s.frames)
         return conditions
+
+    @property
+    def edits(self) -> bool:
+        """Whether prompts come with images to edit."""
+        return self.model.policy.family.most_source_images > 0
+
+    def shared(self, rows: DrawingBatch) -> list[Conditions]:
+        """Of models that edit: what each sample refers to, on the host, one dict a prompt."""
+        return self.model.policy.encode_edits(rows.prompts, rows.images, self._negative)
 
     @property
     def _negative(self) -> str | None:
@@ -127,23 +143,31 @@ class DiffusionSampling:
 
     def remember(self, rows: DrawingBatch) -> None:
         """Encode the texts of all rows in one turn of the text encoders, before micro-batches ask for them."""
+        if self.edits:
+            self.shared(rows)
+            return
         negative = [] if self._negative is None else [self._negative]
         self.model.policy.remember_prompts([*rows.prompts, *negative])
 
     def draw(self, rows: DrawingBatch, step: int, purpose: str = "noise") -> list[Sampled]:
         """Micro-batches of all rows, in order. Noise depends on (run seed, purpose, step, sample id)."""
         size = self.settings.micro_batch_size
+        parts = [slice(start, start + size) for start in range(0, len(rows), size)]
+        if self.edits:
+            shared = self.shared(rows)
+            return [self._micro(rows.select(part), step, purpose, shared[part]) for part in parts]
         self.remember(rows)
-        return [self._micro(rows.select(slice(i, i + size)), step, purpose) for i in range(0, len(rows), size)]
+        return [self._micro(rows.select(part), step, purpose) for part in parts]
 
     @torch.no_grad()
-    def _micro(self, rows: DrawingBatch, step: int, purpose: str) -> Sampled:
-        conditions = self.conditions(rows)
+    def _micro(self, rows: DrawingBatch, step: int, purpose: str, shared: list[Conditions] | None = None) -> Sampled:
+        own = self.conditions(rows) if shared is None else {}
+        conditions = own if shared is None else stacked(shared, self.model.policy.device)
         batch = self.batch(rows, conditions, step, purpose)
         generators = sample_generators(self.settings.run_seed, step, rows.sample_ids.tolist(), purpose)
         start = window_start(self.sampler.config.moving_steps, self.sampler.noise, self.settings.run_seed, step)
         result = self.sampler.sample(self.model, batch, generator=generators, window=start)
-        return Sampled(result, conditions, self.model.policy.decode(result.latents).clamp(0, 1).cpu())
+        return Sampled(result, own, self.model.policy.decode(result.latents).clamp(0, 1).cpu(), shared=shared)
 
     def batch(self, rows: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> DiffusionBatch:
         """The sampler's input; with same_latent every sample of a prompt starts from the prompt's own noise."""
@@ -167,7 +191,7 @@ def k_repeat_prompts(dataset: list, per_rank: int, repeats: int, seed: int) -> D
         rank=rank,
         seed=seed,
     )
-    return rows_of([dataset[i] for i in drawn.local_indices], drawn.local_indices, first=rank * per_rank)
+    return _chosen(dataset, drawn.local_indices, first=rank * per_rank)
 
 
 def update_rows(dataset: list, total: int, repeats: int, update_size: int, seed: int) -> list[DrawingBatch]:
@@ -180,14 +204,20 @@ def update_rows(dataset: list, total: int, repeats: int, update_size: int, seed:
     ).local_indices
     mine = update_size // collectives.world_size()
     starts = range(collectives.rank() * mine, total, update_size)
-    return [rows_of([dataset[i] for i in drawn[at : at + mine]], drawn[at : at + mine], first=at) for at in starts]
+    return [_chosen(dataset, drawn[at : at + mine], first=at) for at in starts]
+
+
+def _chosen(dataset: list, indices: list[int], first: int) -> DrawingBatch:
+    """Rows at these places of the data; each is read once, however often it is there."""
+    known = {index: dataset[index] for index in dict.fromkeys(indices)}
+    return rows_of([known[index] for index in indices], indices, first)
 
 
 def rows_of(prompts: list, indices: list[int], first: int) -> DrawingBatch:
     """Rows of data set entries; sample ids count from `first`."""
     return DrawingBatch(
         prompts=[row.prompt for row in prompts],
-        first_frames=[row.images[0] if row.images else None for row in prompts],
+        images=[row.images for row in prompts],
         labels=[row.label for row in prompts],
         references=[row.reference for row in prompts],
         metadata=[row.metadata for row in prompts],

@@ -15,6 +15,7 @@ from lightrft_visual.algorithms.diffusion.diffusion_dpo import pair_preference
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.algorithms.diffusion.rows import experience_of, samples_at, trainable_steps
 from lightrft_visual.algorithms.diffusion.rwr import RewardWeighted
+from lightrft_visual.batches.conditions import stacked
 from lightrft_visual.batches.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig, SamplingResult
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.families import qwen_image
@@ -26,6 +27,7 @@ from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_g
 from lightrft_visual.rollout.diffusion_steps import euler_step
 from lightrft_visual.strategy import collectives
 
+SOURCE_PIXELS = 64 * 64
 PROMPTS = ["a red circle", "a blue cross"]
 # family: size in pixels and frames, guidance, shape of the decoded media of one sample
 CASES = {
@@ -37,6 +39,8 @@ CASES = {
     "qwen_image": ((32, 32, 1), 3.0, (3, 32, 32)),
     "z_image": ((32, 32, 1), 3.0, (3, 32, 32)),
     "flux2_klein": ((32, 32, 1), 3.0, (3, 32, 32)),
+    "qwen_image_edit": ((32, 32, 1), 3.0, (3, 32, 32)),
+    "qwen_image_edit_plus": ((32, 32, 1), 3.0, (3, 32, 32)),
 }
 
 
@@ -50,10 +54,25 @@ def build(name):
 
 
 def policy_of(name):
-    return DiffusionPolicy(family_of(build(name), 5), LoraSettings(rank=2, alpha=4))
+    family = family_of(build(name), None if "edit" in name else 5)
+    family.source_pixels = SOURCE_PIXELS
+    return DiffusionPolicy(family, LoraSettings(rank=2, alpha=4))
+
+
+def sources_of(name):
+    """Of both prompts, in one size or in two."""
+    red, blue = Image.new("RGB", (40, 40), "red"), Image.new("RGB", (80, 20), "blue")
+    return [[red], [red, blue]] if name.endswith("plus") else [[red], [blue]]
+
+
+def shared_of(policy, name):
+    """What samples refer to, for models that edit."""
+    return policy.encode_edits(PROMPTS, sources_of(name), "") if policy.family.most_source_images else None
 
 
 def conditions_of(policy, name, size):
+    if policy.family.most_source_images:
+        return stacked(shared_of(policy, name), policy.device)
     conditions = policy.encode_prompts(PROMPTS, "" if policy.family.uses_negative else None)
     if policy.family.takes_first_frame:
         frames = [Image.new("RGB", (40, 40), colour) for colour in ("red", "blue")]
@@ -67,8 +86,9 @@ def rollout(policy, name):
     batch = DiffusionBatch(conditions, policy.latent_shape(*size), 2, guidance)
     sampler = DiffusionSampler(SamplingConfig(4, trajectory="sde"), NoiseConfig(noise_level=0.5))
     result = sampler.sample(policy, batch, generator=sample_generators(0, 0, range(2)))
-    ids = torch.arange(2)
-    return sampler, guidance, result, experience_of(result, conditions, group_id=ids, sample_id=ids)
+    ids, shared = torch.arange(2), shared_of(policy, name)
+    own = conditions if shared is None else {}
+    return sampler, guidance, result, experience_of(result, own, group_id=ids, sample_id=ids, shared=shared)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,7 +124,7 @@ def test_rollout_replay_update_and_lora(name, tmp_path):
     if name == "wan_i2v":
         stock.load_lora_weights(tmp_path / "transformer_2", load_into_transformer_2=True)
     with torch.no_grad():
-        loaded = family_of(stock, 5).velocity(rows.x, rows.timesteps, rows.conditions, guidance)
+        loaded = family_of(stock, policy.family.text_length).velocity(rows.x, rows.timesteps, rows.conditions, guidance)
     torch.testing.assert_close(loaded, trained, rtol=1e-4, atol=1e-6)
 
 
@@ -369,7 +389,7 @@ def test_images_are_encoded_as_they_are_decoded(name):
     vae = policy.family.pipeline.vae
     pixels = (torch.tensor([200, 30, 60]) / 127.5 - 1).view(1, 3, 1, 1).expand(1, 3, height, width)
     with torch.no_grad():
-        stock = vae.encode(pixels if latents.dim() == 4 and name != "qwen_image" else pixels[:, :, None])
+        stock = vae.encode(pixels if latents.dim() == 4 and not name.startswith("qwen_image") else pixels[:, :, None])
         expected = vae.decode(stock.latent_dist.mode()).sample / 2 + 0.5
         found = policy.decode(latents[:1])
     torch.testing.assert_close(found, expected[:, :, 0] if expected.dim() == 5 else expected, rtol=1e-4, atol=1e-5)

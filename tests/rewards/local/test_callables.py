@@ -3,13 +3,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from reward_rollouts import make_samples
 
 from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.rows import parse_row
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
-from lightrft_visual.rewards.batch import Failed, batch_from_media, batch_from_samples
+from lightrft_visual.rewards.batch import Failed, RewardBatch, batch_from_media, batch_from_samples
 from lightrft_visual.rewards.local.callables import CallableSource
 from lightrft_visual.rewards.local.results import parse_result
 from lightrft_visual.rewards.remote.server import ServerThread, create_app
@@ -228,6 +229,23 @@ def test_images_are_lists_for_rollouts_and_single_pictures_for_generated_media()
     rollouts = batch_from_samples([make_samples(["a"], images=[[seen[0], seen[1]]])])
     CallableSource(lambda images: seen.append(images) or [0]).score(rollouts)
     assert len(seen[-1][0]) == 2
+
+
+def test_functions_see_what_a_generated_image_was_made_from():
+    red, blue = Image.new("RGB", (2, 2), "red"), Image.new("RGB", (3, 2), "blue")
+    edits = batch_from_media(["p", "q"], images=[red, red], source_images=[[blue], [red, blue]])
+
+    def sizes(images, source_images):
+        return [sum(image.width for image in row) for row in source_images]
+
+    assert CallableSource(sizes).score(edits).values.tolist() == [3, 5]
+    assert CallableSource(lambda **given: sizes(None, given["source_images"])).score(edits).values.tolist() == [3, 5]
+    first = CallableSource(lambda images, prompts, metadata, ref_images: [image.width for image in ref_images])
+    assert first.score(edits).values.tolist() == [3, 2]
+    assert CallableSource(sizes).score(edits.select([1])).values.tolist() == [5]
+    drawn = batch_from_media(["r"], images=[red])
+    assert CallableSource(sizes).score(RewardBatch.join([drawn, edits])).values.tolist() == [0, 3, 5]
+    assert CallableSource(lambda **given: ["source_images" in given]).score(drawn).values.tolist() == [0]
 
 
 def test_load_reward_fn(tmp_path):

@@ -11,6 +11,7 @@ from reward_servers import FaultyServer, Handler
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards import RewardComputationEngine, recipe_from_components
+from lightrft_visual.rewards.batch import batch_from_media
 from lightrft_visual.rewards.remote.judge import EngineJudge, Judging
 from lightrft_visual.rewards.remote.wire import BadReply
 
@@ -71,6 +72,13 @@ def test_http_judge_on_generated_media(chat_server):
     engine.close()
     assert result.score.tolist() == pytest.approx([0.3])
     assert [part["type"] for part in chat_server.bodies[0]["messages"][0]["content"]] == ["image_url", "text"]
+
+
+def test_a_judge_sees_what_an_edit_was_made_from():
+    batch = batch_from_media(["bluer"], [PICTURE], source_images=[[PICTURE.resize((2, 2))]])
+    (message,) = Judging().messages(batch, 0, lambda image: image.size)
+    assert message["content"][:2] == [(2, 2), (6, 6)]
+    assert "instruction:\nbluer" in message["content"][2]["text"]
 
 
 def test_reading():

@@ -17,10 +17,10 @@ from reward_rollouts import make_samples
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer
-from lightrft_visual.rewards.batch import Scores
+from lightrft_visual.rewards.batch import Scores, batch_from_media
 from lightrft_visual.rewards.imaging import encode_image
 from lightrft_visual.rewards.remote.server import ServerSettings, ServerThread, bind, create_app
-from lightrft_visual.rewards.remote.wire import encode_reply
+from lightrft_visual.rewards.remote.wire import decode_request, encode_reply, encode_request
 
 ROOT = Path(__file__).parents[3]
 
@@ -173,6 +173,16 @@ def test_a_function_cannot_end_the_server(query, told):
         said = reply.json()["user_error"]
         assert told in said and f'File "{__file__}"' in said
         assert httpx.post(url, json={"queries": ["well"]}).json() == {"rewards": [1.0]}
+
+
+def test_source_images_of_edits_travel_beside_the_drawn_ones():
+    red, blue = Image.new("RGB", (2, 2), "red"), Image.new("RGB", (3, 2), "blue")
+    batch = batch_from_media(["p", "q"], images=[red, red], source_images=[[blue], [red, blue]])
+    body = encode_request(batch, "ours", encode_image)
+    found = decode_request(body, 8, 8)
+    assert [[image.size for image in row] for row in found.source_images] == [[(3, 2)], [(2, 2), (3, 2)]]
+    assert found.generated and [row[0].size for row in found.images] == [(2, 2), (2, 2)]
+    assert "source_images" not in encode_request(batch_from_media(["p"], images=[red]), "ours", encode_image)
 
 
 def test_requests_are_merged_and_answers_go_back_to_theirs():

@@ -36,8 +36,9 @@ class DiffusionFamily(ABC):
     prediction = "flow"
     denoiser_names: tuple[str, ...] = ("transformer",)
     lora_targets: tuple[str, ...] = ATTENTION_TARGETS
-    default_text_length = 256
+    default_text_length: int | None = 256
     takes_first_frame = False
+    most_source_images = 0  # of a prompt, where the model edits images
     module_names: dict[str, str] = {}  # of LoRA's modules in the model's own code -> in diffusers
     uses_negative = True  # whether classifier-free guidance runs a second, unguided forward
 
@@ -45,6 +46,7 @@ class DiffusionFamily(ABC):
         self.pipeline = pipeline
         self.text_length = text_length or self.default_text_length
         self.detach_guidance = False  # whether the unguided branch carries no gradient
+        self.source_pixels: int | None = None  # area that source images are scaled to; None: the pipeline's own
         self.required: frozenset[str] = frozenset()  # networks that run in every forward, needed there or not
 
     def own_modules(self, names: Iterable[str]) -> list[str]:
@@ -107,6 +109,14 @@ class DiffusionFamily(ABC):
     def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> Conditions:
         """Conditions (B, …) of B first frames (PIL); image-to-video families only."""
         raise ConfigError(f"{type(self.pipeline).__name__} takes no first frame")
+
+    def encode_edit(self, prompt: str, images: list[Any]) -> Conditions:
+        """Conditions (1, …) of a text, which may be a negative one, beside the images (PIL) that it is about."""
+        raise ConfigError(f"{type(self.pipeline).__name__} edits no images")
+
+    def encode_sources(self, images: list[Any]) -> Conditions:
+        """Conditions (1, …) of one prompt's images (PIL), whatever its text is."""
+        raise ConfigError(f"{type(self.pipeline).__name__} edits no images")
 
     def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
         """Timesteps (K) and sigmas (K) of the pipeline's scheduler, as the stock pipeline would run it.

@@ -10,6 +10,7 @@ from .base import DiffusionFamily, channel_statistics, encoded_mean, pack, spati
 
 T = torch.Tensor
 TEXT_STEP = 64  # tokens
+Grid = tuple[int, int, int]  # frames, rows and columns of an image's tokens
 
 
 class QwenImage(DiffusionFamily):
@@ -32,16 +33,20 @@ class QwenImage(DiffusionFamily):
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """Velocity, fp32; guidance_scale enters where the model takes it as an embedding."""
         height, width = latents.shape[-2:]
+        grids = [(1, height // 2, width // 2)]
+        return upcast(unpack(self._tokens(pack(latents), grids, timesteps, conditions, guidance_scale), height, width))
+
+    def _tokens(self, tokens: T, grids: list[Grid], timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        """What the transformer makes of tokens (B, L, 4 C) of images of these sizes, behind each other."""
         transformer, dtype = self.pipeline.transformer, self.dtype
         used = -(-int(conditions["mask"].sum(dim=1).max()) // TEXT_STEP) * TEXT_STEP
         context, mask = (widened(each[:, :used], used) for each in (conditions["context"], conditions["mask"]))
         guidance = torch.full_like(timesteps, guidance_scale) if transformer.config.guidance_embeds else None
-        tokens = transformer(
-            hidden_states=pack(latents).to(dtype), timestep=timesteps / 1000, guidance=guidance,
+        return transformer(
+            hidden_states=tokens.to(dtype), timestep=timesteps / 1000, guidance=guidance,
             encoder_hidden_states=context.to(dtype), encoder_hidden_states_mask=mask,
-            img_shapes=[[(1, height // 2, width // 2)]] * len(latents), return_dict=False,
+            img_shapes=[grids] * len(tokens), return_dict=False,
         )[0]  # fmt: skip
-        return upcast(unpack(tokens, height, width))
 
     def combine(self, without: T, with_prompt: T, guidance_scale: float) -> T:
         """Guided, with the norm of every token that the guided branch has."""

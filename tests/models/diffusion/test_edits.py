@@ -1,0 +1,121 @@
+"""Models that edit: the stock pipeline's numbers, source images of several sizes, conditions held once a prompt."""
+
+import diffusers.pipelines.qwenimage.pipeline_qwenimage_edit as stock_edit
+import diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus as stock_plus
+import pytest
+import tiny_families
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from lightrft_visual.algorithms.diffusion.rows import experience_of, rows_at
+from lightrft_visual.batches.conditions import stacked
+from lightrft_visual.batches.diffusion_sampling import DiffusionBatch, SamplingConfig, SamplingResult
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.diffusion.families.qwen_image_edit import READ_PIXELS, SOURCE_PIXELS
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
+from lightrft_visual.replay.buffer import NaiveReplayBuffer
+from lightrft_visual.replay.items import make_experience_batch, split_experience_batch
+from lightrft_visual.replay.state import items_from_state, items_to_state
+from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
+from lightrft_visual.strategy import collectives
+
+PIXELS = 64 * 64
+SQUARE, WIDE = Image.new("RGB", (40, 40), "red"), Image.new("RGB", (80, 20), "blue")
+
+
+def policy_of(name, lora=2):
+    torch.manual_seed(0)
+    pipeline = tiny_families.FAMILIES[name]()
+    for part in pipeline.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.eval()
+    family = family_of(pipeline)
+    family.source_pixels = PIXELS
+    return DiffusionPolicy(family, LoraSettings(rank=lora, alpha=4))
+
+
+def smaller(monkeypatch):
+    """The stock pipelines scale source images to PIXELS as well; by themselves they take a megapixel."""
+    original = stock_edit.calculate_dimensions
+    monkeypatch.setattr(stock_edit, "calculate_dimensions", lambda area, ratio: original(PIXELS, ratio))
+    assert (stock_plus.VAE_IMAGE_SIZE, stock_plus.CONDITION_IMAGE_SIZE) == (SOURCE_PIXELS, READ_PIXELS)
+    for name in ("VAE_IMAGE_SIZE", "CONDITION_IMAGE_SIZE"):
+        monkeypatch.setattr(stock_plus, name, PIXELS)
+
+
+@pytest.mark.parametrize("name", ["qwen_image_edit", "qwen_image_edit_plus"])
+def test_after_training_the_saved_pipeline_draws_what_the_policy_draws(name, tmp_path, monkeypatch):
+    smaller(monkeypatch)
+    policy = policy_of(name, lora=0)
+    sources = [WIDE] if name == "qwen_image_edit" else [SQUARE, WIDE]
+    conditions = stacked(policy.encode_edits(["make it red"], [sources], "a dog"), policy.device)
+    start = torch.randn(1, *policy.latent_shape(32, 32))
+    policy(start, torch.tensor([500.0]), conditions, 3.0).square().sum().backward()
+    torch.optim.SGD(policy.trainable_parameters(), lr=0.1).step()
+    ours = DiffusionSampler(SamplingConfig(3)).sample(
+        policy, DiffusionBatch(conditions, start.shape[1:], 1, 3.0, start), generator=torch.Generator()
+    )
+    policy.save_pretrained(tmp_path)
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path)
+    pipeline.set_progress_bar_config(disable=True)
+    tokens = policy.family.pipeline._pack_latents(start, 1, 16, 4, 4)
+    theirs = pipeline(
+        sources if len(sources) > 1 else sources[0], "make it red", negative_prompt="a dog", true_cfg_scale=3.0,
+        height=32, width=32, num_inference_steps=3, latents=tokens, output_type="pt",
+    ).images  # fmt: skip
+    with torch.no_grad():
+        torch.testing.assert_close(policy.decode(ours.latents).clamp(0, 1), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_source_images_of_several_sizes_and_numbers_give_what_each_gives_alone(monkeypatch):
+    policy = policy_of("qwen_image_edit_plus")
+    sources = [[SQUARE], [WIDE], [SQUARE, WIDE], [SQUARE]]
+    known = policy.encode_edits(["a", "make it blue", "both", "red"], sources, "")
+    latents, timesteps = torch.randn(4, *policy.latent_shape(32, 32)), torch.tensor([900.0, 500.0, 300.0, 100.0])
+    with torch.no_grad():
+        together = policy(latents, timesteps, stacked(known, policy.device), 3.0)
+        for i, each in enumerate(known):
+            alone = policy(latents[i : i + 1], timesteps[i : i + 1], stacked([each], policy.device), 3.0)
+            torch.testing.assert_close(together[i : i + 1], alone, rtol=1e-4, atol=1e-5)
+
+    calls = []
+    policy.family.pipeline.transformer.register_forward_hook(lambda *_: calls.append(1))
+    first = stacked(known[:1], policy.device)
+    alone = policy(latents[:1], timesteps[:1], first, 1.0)
+    monkeypatch.setattr(collectives, "all_reduce_max", lambda value: torch.full_like(value, 3.0))
+    calls.clear()
+    beside = policy(latents[:1], timesteps[:1], first, 1.0)
+    assert len(calls) == 3 and torch.equal(alone, beside)  # as often as the rank with three sizes
+
+
+def test_samples_of_a_prompt_hold_one_copy_of_their_images_and_text():
+    policy = policy_of("qwen_image_edit")
+    known = policy.encode_edits(["red", "blue", "red", "red"], [[SQUARE], [WIDE], [SQUARE.copy()], [WIDE]], None)
+    assert known[0] is known[2] and known[1]["source"] is known[3]["source"] and known[0] is not known[3]
+    again = policy.encode_edits(["red"], [[SQUARE.copy()]], "")[0]
+    assert again["context"] is known[0]["context"] and "negative_context" in again
+    ids = torch.arange(4)
+    result = SamplingResult(torch.zeros(4, *policy.latent_shape(32, 32)), torch.ones(1), torch.ones(1))
+    experience = experience_of(result, {}, group_id=ids, sample_id=ids, shared=known)
+    buffer = NaiveReplayBuffer(2)
+    buffer.append(experience)
+    kept = [item.shared_embeds["source"].untyped_storage().data_ptr() for item in buffer.items]
+    assert kept[0] == kept[2] and kept[1] == kept[3] != kept[0]
+    batch = make_experience_batch([buffer.items[1], buffer.items[0]])
+    rows = rows_at(batch, torch.zeros(2, 1, dtype=torch.long))
+    expected = stacked([known[1], known[0]], policy.device)
+    assert rows.conditions.keys() == expected.keys()
+    assert all(torch.equal(rows.conditions[name], value) for name, value in expected.items())
+    stored = items_from_state(items_to_state(split_experience_batch(batch)))
+    assert torch.equal(stored[0].shared_embeds["source"], known[1]["source"])
+
+
+def test_texts_without_images_and_text_lengths_are_refused():
+    policy = policy_of("qwen_image_edit")
+    with pytest.raises(ConfigError, match="at least one beside each text"):
+        policy.encode_prompts(["a red circle"])
+    with pytest.raises(ConfigError, match="leave max_sequence_length out"):
+        family_of(policy.family.pipeline, 20)
+    with pytest.raises(ConfigError, match="edits no images"):
+        DiffusionPolicy(family_of(tiny_families.flux(), 5)).encode_edits(["a"], [[SQUARE]])

@@ -1,0 +1,55 @@
+"""Edits end to end: rows with images, rewards that see source and drawn images, exact replay, what is saved."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from diffusers import DiffusionPipeline
+from waiting import finished
+from whole_runs import environment
+
+DRIVER = Path(__file__).with_name("edit_runs.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, cache_root):
+    place = tmp_path_factory.mktemp("edits")
+    done = finished([sys.executable, str(DRIVER), str(place)], 280, env=environment(cache_root))
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return place
+
+
+def facts(folder: Path, run: str) -> dict:
+    return json.loads((folder / "facts.json").read_text())[run]
+
+
+def rows(folder: Path, run: str) -> list[dict[str, str]]:
+    with open(folder / run / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("run", ["flow_grpo", "nft", "awm", "many"])
+def test_edits_are_trained_by(folder, run) -> None:
+    assert facts(folder, run) == {"updates": 2}
+    found = rows(folder, run)
+    assert all(-1 <= float(row["reward_mean"]) <= 0 and float(row["reward_invalid_share"]) == 0 for row in found)
+    if run in ("flow_grpo", "many"):
+        assert all(float(row["ratio_max_dev_first"]) == 0.0 for row in found)
+    sheets = [*(folder / run).glob("eval_epoch_*/contact_sheet.png")]
+    assert sheets and (folder / run / "checkpoint-final").is_dir()
+
+
+def test_its_lora_goes_into_the_stock_pipeline(folder) -> None:
+    pipeline = DiffusionPipeline.from_pretrained(folder / "edit")
+    (weights,) = (folder / "flow_grpo" / "checkpoint-final").rglob("pytorch_lora_weights.safetensors")
+    pipeline.load_lora_weights(weights.parent)
+    assert pipeline.get_active_adapters()
+
+
+def test_more_images_than_the_model_takes_and_settings_of_edits_elsewhere_are_refused(folder) -> None:
+    assert "2 images in column 'images'; this model takes 1" in facts(folder, "too_many")["text"]
+    assert "source_pixels" in facts(folder, "no_edits")["text"]
