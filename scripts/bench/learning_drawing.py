@@ -19,7 +19,10 @@ import matplotlib.pyplot as plt
 from omegaconf import OmegaConf
 
 HALF = 0.5  # of the gap between the start's gold and 1: how many samples a run needs to close so much of it
+AIMS = {"diffusion_dpo_offline": 1 / 3}  # share of the gap that a run is asked to close, where it is not half
+KEPT = 0.8  # of the start's diversity that a run is asked to keep
 BASELINE = "flow_grpo"  # whose final gold the others are asked to reach
+SOONER = ("diffusion_nft", "awm")  # asked to reach it with half of its samples, diversity kept
 
 
 @dataclass
@@ -42,9 +45,9 @@ class Run:
         """Diversity at the end over that of the start."""
         return self.diversity[-1] / self.diversity[0]
 
-    def samples_to(self, gold: float) -> float | None:
-        """Samples until the first evaluation that reaches this gold; None where none does."""
-        return next((count for count, value in zip(self.samples, self.gold) if value >= gold), None)
+    def reaching(self, gold: float) -> int | None:
+        """Index of the first evaluation that reaches this gold; None where none does."""
+        return next((index for index, value in enumerate(self.gold) if value >= gold), None)
 
 
 def read(folder: Path) -> Run:
@@ -73,24 +76,49 @@ def spread(values: list[float]) -> str:
     return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
-def counts(values: list[float | None]) -> str:
-    """Numbers of samples, one a seed."""
-    return ", ".join("not reached" if value is None else f"{value:.0f}" for value in values)
+def counts(runs: list[Run], golds: list[float]) -> str:
+    """Samples of each run until its gold, and the diversity there."""
+    cells = []
+    for run, gold in zip(runs, golds):
+        index = run.reaching(gold)
+        there = "" if index is None else f"{run.samples[index]:.0f} ({run.diversity[index] / run.diversity[0]:.0%})"
+        cells.append(there or "not reached")
+    return ", ".join(cells)
+
+
+def missed(name: str, runs: list[Run], baseline: list[Run]) -> list[str]:
+    """What a run was asked for and has not reached, by the means of its seeds."""
+    found, aim = [], AIMS.get(name, HALF)
+    closed, kept = mean(run.closed for run in runs), mean(run.kept for run in runs)
+    if closed < aim:
+        found.append(f"gold: {closed:.0%} of {aim:.0%}")
+    if kept < KEPT:
+        found.append(f"diversity: {kept:.0%} of {KEPT:.0%}")
+    if baseline and name in SOONER:
+        gold, most = mean(run.gold[-1] for run in baseline), mean(run.samples[-1] for run in baseline) / 2
+        for run in runs:
+            index = run.reaching(gold)
+            if index is None or run.samples[index] > most or run.diversity[index] < KEPT * run.diversity[0]:
+                found.append(f"{BASELINE}'s gold with {most:.0f} samples")
+                break
+    return found
 
 
 def table(runs: dict[str, list[Run]]) -> str:
     """Markdown; see the titles of its columns."""
-    aim = mean(run.gold[-1] for run in runs[BASELINE]) if BASELINE in runs else None
+    baseline = runs.get(BASELINE, [])
+    aim = mean(run.gold[-1] for run in baseline) if baseline else None
     titles = ["run", "seeds", "gold before, after", "share of its gap", "diversity, of the start's"]
     titles += [
         "reward before, after",
-        f"samples to {HALF:.0%} of the gap",
-        f"samples to {BASELINE}'s final gold",
+        f"samples to {HALF:.0%} of the gap (diversity there)",
+        f"samples to {BASELINE}'s final gold (diversity there)",
         "seconds",
+        "missed",
     ]
     lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for name, group in runs.items():
-        halfway = [run.samples_to(run.gold[0] + HALF * (1 - run.gold[0])) for run in group]
+        halfway = [run.gold[0] + HALF * (1 - run.gold[0]) for run in group]
         cells = [
             f"`{name}`",
             str(len(group)),
@@ -98,9 +126,10 @@ def table(runs: dict[str, list[Run]]) -> str:
             spread([run.closed for run in group]),
             spread([run.kept for run in group]),
             f"{spread([run.reward[0] for run in group])}, {spread([run.reward[-1] for run in group])}",
-            counts(halfway),
-            "–" if aim is None else counts([run.samples_to(aim) for run in group]),
+            counts(group, halfway),
+            "–" if aim is None else counts(group, [aim] * len(group)),
             ", ".join(f"{run.seconds:.0f}" for run in group),
+            "; ".join(missed(name, group, baseline)) or "–",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
