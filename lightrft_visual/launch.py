@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from .config.vl import RunConfig
 from .errors import LightRFTVisualError, StoppedBySignal
 from .strategy.host import bound_spinning
-from .strategy.start_up import importing, say
+from .strategy.start_up import importing, leaving, say
 from .usercode.calls import TERMINATED, describe_error, masked
 from .usercode.surroundings import no_silent_exit
 
@@ -85,7 +85,8 @@ def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
             transformers_logging.disable_progress_bar()
             trainer = build()
             trainer.fit()
-            trainer.close()
+            with leaving():
+                trainer.close()
     except BaseException as error:  # also sys.exit, os._exit and the like: the steps of the run were not done
         _fail(config, error)
     _leave()

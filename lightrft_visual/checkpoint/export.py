@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTuner
 from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import CheckpointError
+from .adapted import is_adapted
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
 
 StateDict = Mapping[str, torch.Tensor]
 
@@ -60,7 +63,7 @@ def export_hf(
     model: without DeepSpeed's or peft's wrapping. state_dict: its gathered weights (default: the model's own). dtype:
     cast floating weights and note it in the config. Raises CheckpointError for weights that are absent or not gathered.
     """
-    if isinstance(model, PeftModel):
+    if is_adapted(model):
         raise CheckpointError("export_hf takes the unwrapped model with merged weights; export_lora takes the adapter")
     weights = dict(model.state_dict() if state_dict is None else state_dict)
     check_gathered(weights)
@@ -97,6 +100,8 @@ def export_lora(
 
     state_dict: gathered weights under the model's own names; only those of the adapter are needed.
     """
+    from peft import get_peft_model_state_dict
+
     weights = dict(model.state_dict() if state_dict is None else state_dict)
     adapter = get_peft_model_state_dict(model, weights, adapter_name, save_embedding_layers=False)
     check_gathered(adapter)
@@ -142,6 +147,8 @@ def export_diffusers_lora(
 
 def adapter_of(model: torch.nn.Module, state_dict: StateDict | None, adapter_name: str) -> dict[str, torch.Tensor]:
     """The adapter's weights under the base model's module names, without peft's `base_model.model.` in front."""
+    from peft import get_peft_model_state_dict
+
     weights = dict(model.state_dict() if state_dict is None else state_dict)
     adapter = get_peft_model_state_dict(model, weights, adapter_name, save_embedding_layers=False)
     return {name.removeprefix("base_model.model."): tensor for name, tensor in adapter.items()}

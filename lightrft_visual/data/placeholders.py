@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -13,6 +14,12 @@ from .video import Video
 
 _VISION_NAME = re.compile("vision|image|img|video", re.IGNORECASE)
 ModelInput = ProcessorMixin | PreTrainedTokenizerBase
+
+
+@cache
+def _parts(kind: type[ProcessorMixin]) -> frozenset[str]:
+    """What a processor is made of; transformers reads it out of a signature at each call."""
+    return frozenset(kind.get_attributes())
 
 
 class MediaConventions:
@@ -28,7 +35,7 @@ class MediaConventions:
         """The text that stands for one image and for one video, by kind; empty for a text-only model's tokenizer."""
         if not isinstance(model_input, ProcessorMixin):
             return {}
-        parts = model_input.get_attributes()
+        parts = _parts(type(model_input))
         return {kind: getattr(model_input, f"{kind}_token") for kind in cls.kinds if f"{kind}_processor" in parts}
 
     @classmethod

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import get_peft_model
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -23,7 +22,6 @@ from transformers import (
 
 from ..config.vl import DataConfig, ModelConfig
 from ..errors import ConfigError
-from .lora import lora_config
 from .vlm.families import VLMFamily, family_of
 
 logger = logging.getLogger(__name__)
@@ -148,6 +146,10 @@ def add_lora(transformer: PreTrainedModel, model: ModelConfig):
     """The peft model with LoRA adapters, none below `freeze_prefix`, or the model itself when lora_rank is 0."""
     if model.lora_rank == 0:
         return transformer
+    from peft import get_peft_model
+
+    from .lora import lora_config
+
     targets, frozen = model.target_modules, _prefixes(model.freeze_prefix, transformer)
     frozen += family_of(transformer.config).heads  # as log-probs are made of their weights, like the text's head
     below = "|".join(map(re.escape, frozen))

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from ..config.devices import DEVICES, GIB, Device
+from ..rollout.vllm.arguments import HOST_CACHE
 from .table import HOST, Item
 
 PROGRAM, PROGRAM_ENGINE = 1.0 * GIB, 3.0 * GIB  # Python with torch, transformers, DeepSpeed; and with an engine, CUDA
@@ -32,9 +33,13 @@ class Host:
     device: Device
     local: int
 
-    def engine(self, weights: float) -> list[Item]:
-        """vLLM on the CPU: weights, packed for its products, and its cache, which is all in memory from the start."""
-        cache = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB  # as rollout/vllm/arguments.py sets it
+    def engine(self, weights: float, cache: float) -> list[Item]:
+        """vLLM on the CPU: weights, packed for its products, and its cache, which is all in memory from the start.
+
+        cache: bytes of keys and values, unless the environment says otherwise.
+        """
+        given = os.environ.get(HOST_CACHE)
+        cache = cache if given is None else float(given) * GIB
         return [Item("vLLM: weights", weights), Item("vLLM: KV cache and work space", cache + 0.08 * GIB)]
 
 

@@ -15,6 +15,7 @@ from ..config import registry
 from ..config.devices import GIB, Device
 from ..config.vl import RunConfig
 from ..replay.plan import SampleRef, computed_tokens, most_tokens
+from ..rollout.vllm.arguments import host_cache, most_sequences
 from .process import Host, fragments, program
 from .reward_models import RewardModel, reward_items, reward_models
 from .shapes import language_model
@@ -160,7 +161,8 @@ class VLPlanner:
         quantised = bool(rollout.engine_quantization)
         weights = self.shape.base * (FP8 if quantised else self.shape.width) / rollout.engine_tp_size
         if self.device.on_cpu:
-            return self.host.engine(weights)
+            sequences = most_sequences(rollout, self.samples)
+            return self.host.engine(weights, host_cache(self.shape.text, self.shape.width, sequences, self.length))
         if not awake and rollout.enable_engine_sleep:
             return [Item(f"{self.engine} asleep", ASLEEP)]
         room = rollout.engine_mem_util * self.device.memory

@@ -16,7 +16,9 @@ from ..models.attention import Segments, attend_by_segments
 from ..models.loading import add_lora, freeze
 from ..models.logprobs import chunk_rows
 from ..models.vlm.families import family_of
+from ..rollout.vllm.arguments import token_bytes
 from .meta import Held, held_bytes, on_meta
+from .remembered import remembered
 from .zero import FP32, Model
 
 FEW_LAYERS = 3  # that are looked at of a decoder
@@ -112,10 +114,7 @@ class VLShape:
 
     def cache_bytes(self, width: int) -> float:
         """Keys and values of one token."""
-        text = self.text
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return 2 * text.num_hidden_layers * heads * size * width
+        return token_bytes(self.text, width)
 
     def media_bytes(self) -> tuple[float, float, float]:
         """(vision tokens, patches, bytes of patches) of one prompt at most."""
@@ -140,7 +139,7 @@ class VLShape:
         """Most bytes of a forward without gradient over a micro-batch."""
         self.trained.eval()
         batch, embedded = batch.over(self.sequence), self._embedded(batch)
-        held = self._decoded(batch, backward=False)
+        held = self._decoder(batch, backward=False)
         own = batch.rows * batch.length * self.text.hidden_size * self.width
         head = own + self._head(batch.actions, device, backward=False)
         return max(held.peak, head) + self._tower(batch.prompts, backward=False) + embedded
@@ -152,7 +151,7 @@ class VLShape:
         """
         self.trained.train()
         batch, embedded = batch.over(self.sequence), 2 * self._embedded(batch)
-        held = self._decoded(batch, backward=True)
+        held = self._decoder(batch, backward=True)
         head = held.kept + self._head(batch.actions, device, backward=True)
         return max(held.peak, head) + self._tower(batch.prompts, backward=True) + embedded
 
@@ -164,6 +163,14 @@ class VLShape:
     def _embedded(self, batch: MicroBatch) -> int:
         """The embeddings of a row that several ranks hold together, which each of them has whole before it is cut."""
         return 0 if self.sequence == 1 else batch.rows * batch.length * self.text.hidden_size * self.width
+
+    def _decoder(self, batch: MicroBatch, backward: bool) -> Held:
+        """`_decoded`, counted once for each shape. What code of the user's own makes is counted each time."""
+        if self.config.model.trust_remote_code or self.config.plugins:
+            return self._decoded(batch, backward)
+        sizes = self.model_config.to_json_string(use_diff=False)
+        shape = f"{sizes} {self.config.model} {batch} {backward} {self.trained.training}"
+        return remembered(shape, lambda: self._decoded(batch, backward))
 
     def _decoded(self, batch: MicroBatch, backward: bool) -> Held:
         """The decoder over a micro-batch, with the mask of a padded one.

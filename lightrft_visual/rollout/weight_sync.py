@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from peft import PeftModel
-from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from ..checkpoint.adapted import is_adapted
 from ..strategy.deepspeed import TrainEngine
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
 
 T = torch.Tensor
 
@@ -44,7 +48,7 @@ def named_weights(
     themselves as they are.
     """
     model = engine.module.model
-    weights = _merged(model) if isinstance(model, PeftModel) else _plain(model)
+    weights = _merged(model) if is_adapted(model) else _plain(model)
     for bucket in _buckets(weights, bucket_bytes):
         with engine.gathered([parameter for weight in bucket for parameter in weight.parameters]):
             for weight in bucket:
@@ -78,6 +82,8 @@ def _plain(model: nn.Module) -> Iterator[_Weight]:
 
 
 def _merged(model: PeftModel) -> Iterator[_Weight]:
+    from peft.tuners.lora import LoraLayer
+
     base = model.get_base_model()
     adapters = {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
     for name, parameter in base.named_parameters():

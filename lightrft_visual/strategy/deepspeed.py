@@ -29,7 +29,7 @@ from ..config.vl import TrainConfig
 from ..errors import CheckpointError, ConfigError, NonFiniteError
 from . import collectives, watchdog
 from .dividing import Divide, divide, loading_divided
-from .extension_builds import watch_locks
+from .extension_builds import leave_out_shared_memory, watch_locks
 from .host import keep_freed_memory, unlink_buffers
 from .offload import HostStay
 from .precision import FP32Kept
@@ -123,7 +123,10 @@ class DeepspeedStrategy:
         if accelerator.device_name() != "cpu":
             accelerator.set_device(int(os.environ["LOCAL_RANK"]))
         collectives.share_cores()  # images are prepared on the host, whatever the accelerator is
-        watch_locks()
+        if accelerator.device_name() == "cpu" and int(os.environ["WORLD_SIZE"]) == 1:
+            leave_out_shared_memory()
+        else:
+            watch_locks()
         deepspeed.init_distributed(
             dist_backend=accelerator.communication_backend_name() if accelerator.device_name() != "cpu" else "gloo",
             timeout=timedelta(seconds=self.config.collective_timeout),
@@ -281,6 +284,7 @@ def _cpu_adam(parameters: list[dict[str, Any]], arguments: dict[str, Any]) -> to
     """DeepSpeed's Adam on the host, which is compiled at its first use. ConfigError when that fails."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+    watch_locks()
     try:
         return DeepSpeedCPUAdam(parameters, adamw_mode=True, **arguments)
     except Exception as error:  # the builder raises whatever the compiler or the loader raised

@@ -96,3 +96,31 @@ def test_torchs_builder_does_not_hang_on_a_stale_lock(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="the compiler runs"):
         cpp_extension.load("nothing", [str(source)], build_directory=str(tmp_path))
     assert not (tmp_path / "lock").exists()
+
+
+def test_an_owner_is_not_looked_for_all_the_time(lock, holder, monkeypatch):
+    """It is looked for in the open files of all processes: a wait spends a small share of its time on that."""
+    looked = []
+
+    def slow(path):
+        looked.append(path)
+        time.sleep(0.02)
+        return "somebody"
+
+    monkeypatch.setattr(extension_builds, "owner", slow)
+    threading.Timer(0.3, lambda: os.remove(lock)).start()
+    baton_of(lock).wait()
+    assert len(looked) <= 3  # once for the line, once at the first turn
+
+
+def test_environments_build_in_folders_of_their_own(monkeypatch):
+    monkeypatch.setattr(cpp_extension, "FileBaton", cpp_extension.FileBaton)
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    own = extension_builds.environment_name()
+    watch_locks()
+    assert os.path.basename(os.environ.pop("TORCH_EXTENSIONS_DIR")) == own
+    monkeypatch.setattr(sys, "prefix", "/another/environment")
+    assert extension_builds.environment_name() != own
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/chosen")
+    watch_locks()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == "/chosen"

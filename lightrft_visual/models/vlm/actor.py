@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
-from peft import PeftModel
 from transformers import PreTrainedModel
 
 from ...batches.model_inputs import ModelInputs
 from ...batches.sampling import ScoringRule
+from ...checkpoint.adapted import is_adapted
 from ...errors import ConfigError
 from ...strategy.sequence import SequenceGroup
 from ..logprobs import LogProbLinear
 from .backbone import Backbone
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 T = torch.Tensor
 
@@ -59,7 +63,7 @@ class Actor(nn.Module):
     @property
     def transformer(self) -> PreTrainedModel:
         """The transformers model, without a peft wrapper around it."""
-        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        return self.model.get_base_model() if is_adapted(self.model) else self.model
 
     @property
     def config(self):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from ...config.vl import RunConfig
+from ...config.vl import RolloutConfig, RunConfig
 from ...errors import ConfigError, did_you_mean
 from ...models.loading import Checkpoint
 from ...strategy import collectives
@@ -28,6 +31,9 @@ DECIDED_BY = {
 }  # fmt: skip
 SECOND_RUNNERS_RULES = "vllm.v1.worker.gpu.sample.logits_processor"
 MOST_SEQUENCES, FEWEST_BATCHED_TOKENS = 256, 8192
+HOST_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of keys and values on a host without accelerator
+MOST_HOST_CACHE = 2**30  # bytes
+LARGEST_BLOCK = 256  # tokens; a sequence takes whole blocks of the cache
 _CHECKED: dict[str, bool] = {}
 
 
@@ -36,7 +42,8 @@ class VLLMSettings:
     """What the engine is built from. `banned_ids` are never sampled; `max_model_len` counts prompt and response.
 
     max_num_batched_tokens: tokens of one forward at most, default 8192 or one whole sequence; extra: other engine
-    arguments by vLLM's names.
+    arguments by vLLM's names; host_cache: bytes of keys and values on a host without accelerator, all of them written
+    at the start.
     """
 
     model: str
@@ -56,6 +63,7 @@ class VLLMSettings:
     banned_ids: list[int] = field(default_factory=list)
     trust_remote_code: bool = False
     vision: bool = True
+    host_cache: int = MOST_HOST_CACHE
     processor_kwargs: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -64,16 +72,18 @@ class VLLMSettings:
         """Those of a run; samples of all ranks of an engine are in flight at once."""
         rollout, data = config.rollout, config.data
         samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt // collectives.world_size()
+        sequences = most_sequences(rollout, samples)
+        length, width = rollout.prompt_max_len + rollout.generate_max_len, 2 if config.model.bf16 else 4
         return cls(
             model=checkpoint.path,
-            max_model_len=rollout.prompt_max_len + rollout.generate_max_len,
+            max_model_len=length,
             dtype="bfloat16" if config.model.bf16 else "float32",
             tensor_parallel_size=rollout.engine_tp_size,
             memory_utilization=rollout.engine_mem_util,
             enable_sleep=rollout.enable_engine_sleep,
             max_images=rollout.limit_mm_image_per_prompt,
             max_videos=rollout.limit_mm_video_per_prompt,
-            max_num_seqs=rollout.engine_max_num_seqs or max(1, min(MOST_SEQUENCES, samples * rollout.engine_tp_size)),
+            max_num_seqs=sequences,
             max_num_batched_tokens=rollout.engine_max_num_batched_tokens,
             enforce_eager=rollout.engine_enforce_eager,
             kv_cache_dtype=rollout.engine_kv_cache_dtype,
@@ -82,9 +92,34 @@ class VLLMSettings:
             banned_ids=checkpoint.family.banned_ids(checkpoint.tokenizer),
             trust_remote_code=config.model.trust_remote_code,
             vision=checkpoint.vision,
+            host_cache=host_cache(checkpoint.config.get_text_config(), width, sequences, length),
             processor_kwargs=checkpoint.family.processor_arguments(data.min_pixels, data.max_pixels),
             extra=dict(rollout.engine_kwargs),
         )
+
+
+def most_sequences(rollout: RolloutConfig, samples: int) -> int:
+    """Sequences that an engine works on at once; samples: of one rank and step."""
+    return rollout.engine_max_num_seqs or max(1, min(MOST_SEQUENCES, samples * rollout.engine_tp_size))
+
+
+def host_cache(text: Any, width: int, sequences: int, length: int) -> int:
+    """Bytes of keys and values on a host without accelerator: room for all sequences at their longest, or the most.
+
+    text: configuration of the language model; width: bytes of a number; length: tokens of a sequence. A model whose
+    layers keep something else gets the most.
+    """
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if not kinds <= {"full_attention", "sliding_attention"} or getattr(text, "kv_lora_rank", None) is not None:
+        return MOST_HOST_CACHE
+    return min(MOST_HOST_CACHE, sequences * (length + LARGEST_BLOCK) * token_bytes(text, width))
+
+
+def token_bytes(text: Any, width: int) -> int:
+    """Bytes of the keys and values of one token."""
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * size * width
 
 
 def prepare_environment() -> None:
@@ -94,13 +129,30 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if get_accelerator().device_name() == "cpu":
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         # On CPU vLLM compiles one small function of its sampler by torch.compile, in seconds, and nothing else.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(free_port())
+
+
+@contextmanager
+def importing_vllm() -> Iterator[None]:
+    """Around vLLM's first import, as `importing`, and on CPU, where nothing is compiled, without torch's compiler.
+
+    vLLM widens a list in the compiler, if that can be imported, which is the whole compiler and half a second.
+    """
+    compiler = "torch._inductor.lowering"
+    hidden = get_accelerator().device_name() == "cpu" and compiler not in sys.modules
+    with importing():
+        if hidden:
+            sys.modules[compiler] = None  # an ImportError for whoever asks
+        try:
+            yield
+        finally:
+            if hidden:
+                del sys.modules[compiler]
 
 
 def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
@@ -133,6 +185,8 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
     if on_cpu:
         # A prompt that is split over two steps makes vLLM rewind its request's generator, which has no offset on CPU.
         arguments["enable_chunked_prefill"] = False
+        if HOST_CACHE not in os.environ:
+            arguments["kv_cache_memory_bytes"] = s.host_cache
     if s.vision:
         arguments["limit_mm_per_prompt"] = {"image": s.max_images, "video": s.max_videos}
         arguments["mm_processor_kwargs"] = s.processor_kwargs or None
@@ -184,7 +238,7 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
     if not checkpoint.family.served:
         raise ConfigError(f"vLLM has no model of type {checkpoint.config.model_type}: use --engine_type hf")
     prepare_environment()
-    with importing():
+    with importing_vllm():
         from vllm import EngineArgs  # noqa: F401
     on_cpu = get_accelerator().device_name() == "cpu"
     runs_on_second_runner(engine_arguments(VLLMSettings.from_config(config, checkpoint), on_cpu))

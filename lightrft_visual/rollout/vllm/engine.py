@@ -17,9 +17,14 @@ from ...errors import RolloutError
 from ...models.loading import Checkpoint
 from ...strategy.deepspeed import TrainEngine
 from ...strategy.seeding import derive_seed
-from ...strategy.start_up import importing
 from ..engine import Finished
-from .arguments import VLLMSettings, engine_arguments, prepare_environment, runs_on_second_runner
+from .arguments import (
+    VLLMSettings,
+    engine_arguments,
+    importing_vllm,
+    prepare_environment,
+    runs_on_second_runner,
+)
 from .first_token import FIRST_TOKEN_SCALE
 from .rules import sampling_rules
 from .tensor_parallel import PromptSharing
@@ -53,7 +58,7 @@ class VLLMEngine:
 
     def _build(self):
         # Imported late: vLLM detects its platform and reads the environment at import.
-        with importing():
+        with importing_vllm():
             from vllm import LLM
 
         from .shared_memory import use_private_name

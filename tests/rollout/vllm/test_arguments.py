@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,16 @@ def test_every_family_and_option_is_accepted_on_cuda_by_both_runners(root, tmp_p
         assert said["first"] == said["second"] == "ok", (case, said)
         assert "subclass" in said["first, the other's rules"], case
         assert "not a subclass of vllm.v1.worker.gpu.sample" in said["second, the other's rules"], case
+
+
+def test_vllm_is_imported_without_torchs_compiler() -> None:
+    """On CPU it compiles nothing, and the compiler's import takes half a second."""
+    code = (
+        "import sys\n"
+        "from lightrft_visual.rollout.vllm.arguments import importing_vllm, prepare_environment\n"
+        "prepare_environment()\n"
+        "with importing_vllm():\n    from vllm import LLM\n"
+        "assert 'torch._inductor.lowering' not in sys.modules\n"
+        "import torch._inductor.lowering\n"  # and it can be imported afterwards
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
