@@ -410,6 +410,10 @@ for _entry in (
         "Qwen-Image-Edit 2509 and later: up to three images in, one out", pipeline="QwenImageEditPlusPipeline",
     ),
     DiffusionFamily(
+        "glm_image", f"{_families}.glm_image:GlmImage", "GLM-Image: an autoregressive half, then the diffusion half",
+        pipeline="GlmImagePipeline",
+    ),
+    DiffusionFamily(
         "cosmos_predict2", f"{_families}.cosmos:CosmosPredict2", "Cosmos-Predict2",
         pipeline="Cosmos2TextToImagePipeline",
     ),

@@ -26,7 +26,7 @@ NOT_MODELS = ("tokenizer", "scheduler", "feature_extractor", "image_processor", 
 
 def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
     """The policy of a run on meta tensors, with its adapters; None where the pipeline's shape is not known,
-    or depends on images to edit.
+    and for models that edit or have two parts.
 
     Raises ConfigError for a family that does not read it, and for settings that the policy refuses.
     """
@@ -36,7 +36,7 @@ def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
     if pipeline is None:
         return None
     adapter = named_family(type(pipeline).__name__, model.family)
-    if adapter.most_source_images:  # whose size only the data know
+    if adapter.most_source_images or adapter.draws_first:  # sizes that only the data know; a second network
         return None
     family = adapter(pipeline, model.max_sequence_length or saved_text_length(model.pretrain))
     with torch.device("meta"):

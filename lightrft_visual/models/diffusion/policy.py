@@ -77,6 +77,8 @@ class DiffusionPolicy(nn.Module):
         self.denoisers = nn.ModuleDict(family.denoisers())
         self.trainable = tuple(self.denoisers) if trainable is None else trainable
         unknown = set(self.trainable) - set(self.denoisers)
+        for name in unknown & set(family.untrained_parts):
+            raise ConfigError(f"trainable_models names {name}: {family.untrained_parts[name]}")
         if unknown:
             raise ConfigError(
                 f"trainable_models names {', '.join(sorted(unknown))}; this model has: {', '.join(self.denoisers)}"
@@ -237,6 +239,15 @@ class DiffusionPolicy(nn.Module):
         if negative is not None:
             found |= {NEGATIVE + name: value for name, value in read(negative).items()}
         return found
+
+    @torch.no_grad()
+    def first_half(self, prompts: list[str], seeds: list[int], height: int, width: int, count: int) -> Conditions:
+        """Conditions (B, …) on the host that the autoregressive half of a model of two parts draws, `count` samples at
+        once; it is on the device for that turn. A sample depends on its prompt and its seed."""
+        parts = [slice(start, start + count) for start in range(0, len(prompts), count)]
+        with self._at_work("vision_language_encoder"):
+            drawn = [self.family.first_half(prompts[part], seeds[part], height, width) for part in parts]
+        return {name: torch.cat([each[name] for each in drawn]).cpu() for name in drawn[0]}
 
     @torch.no_grad()
     def encode_images(self, images: list[Image.Image], height: int, width: int) -> T:

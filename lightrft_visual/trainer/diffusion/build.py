@@ -238,17 +238,16 @@ def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | Non
 
 def _most_images(config: DiffusionRunConfig) -> int:
     """Images that the model takes of a row. Raises ConfigError for settings of models that edit, where it does not."""
-    model, edits = config.model, 0
-    if model.pretrain == EMBEDDED:
-        images = 0
-    else:
-        adapter = adapter_of(model.pretrain, model.family)
-        edits, images = adapter.most_source_images, adapter.most_source_images or int(adapter.takes_first_frame)
+    model = config.model
+    adapter = DiffusionFamily if model.pretrain == EMBEDDED else adapter_of(model.pretrain, model.family)
+    edits = adapter.most_source_images
     if config.sampling.source_pixels is not None and not edits:
         raise ConfigError("source_pixels is the size of images to edit, and this model edits none: leave it out")
     if config.offline and edits:
         raise ConfigError("pair_data has no column of images to edit: train this model on prompts")
-    return images
+    if config.offline and adapter.draws_first:
+        raise ConfigError("pair_data has no tokens of an autoregressive half: train this model on prompts")
+    return edits or int(adapter.takes_first_frame)
 
 
 def _total_steps(config: DiffusionRunConfig, rows: int) -> int:

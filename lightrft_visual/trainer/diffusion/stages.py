@@ -15,6 +15,7 @@ from ...data.prompt_sampling import distributed_k_repeat_indices
 from ...models.diffusion.policy import DiffusionPolicy
 from ...rollout.diffusion_sampler import DiffusionSampler, sample_generators, window_start
 from ...strategy import collectives
+from ...strategy.seeding import derive_seed
 
 T = torch.Tensor
 
@@ -157,12 +158,31 @@ class DiffusionSampling:
             shared = self.shared(rows)
             return [self._micro(rows.select(part), step, purpose, shared[part]) for part in parts]
         self.remember(rows)
-        return [self._micro(rows.select(part), step, purpose) for part in parts]
+        first = self.first_half(rows, step, purpose)
+        firsts = [{name: value[part] for name, value in first.items()} for part in parts]
+        return [self._micro(rows.select(part), step, purpose, first=each) for part, each in zip(parts, firsts)]
+
+    def first_half(self, rows: DrawingBatch, step: int, purpose: str) -> Conditions:
+        """What the autoregressive half of a model of two parts draws, on the host; {} of other models."""
+        s, policy = self.settings, self.model.policy
+        if not policy.family.draws_first:
+            return {}
+        seeds = [derive_seed(s.run_seed, f"{purpose}/tokens", step, sample) for sample in rows.sample_ids.tolist()]
+        return policy.first_half(rows.prompts, seeds, s.height, s.width, s.micro_batch_size)
 
     @torch.no_grad()
-    def _micro(self, rows: DrawingBatch, step: int, purpose: str, shared: list[Conditions] | None = None) -> Sampled:
-        own = self.conditions(rows) if shared is None else {}
-        conditions = own if shared is None else stacked(shared, self.model.policy.device)
+    def _micro(
+        self,
+        rows: DrawingBatch,
+        step: int,
+        purpose: str,
+        shared: list[Conditions] | None = None,
+        first: Conditions | None = None,
+    ) -> Sampled:
+        device = self.model.policy.device
+        own = {} if shared is not None else self.conditions(rows)
+        own |= {name: value.to(device) for name, value in (first or {}).items()}
+        conditions = own if shared is None else stacked(shared, device)
         batch = self.batch(rows, conditions, step, purpose)
         generators = sample_generators(self.settings.run_seed, step, rows.sample_ids.tolist(), purpose)
         start = window_start(self.sampler.config.moving_steps, self.sampler.noise, self.settings.run_seed, step)

@@ -161,7 +161,9 @@ class RewardUpdate:
         total, purpose = float(len(rows) * collectives.world_size()), f"noise/{epoch}" if epoch else "noise"
         for start in range(0, len(rows), self.micro_batch_size):
             part = rows.select(slice(start, start + self.micro_batch_size))
-            conditions = self.sampling.conditions(part)
+            first = self.sampling.first_half(part, step, purpose)
+            device = self.sampling.model.policy.device
+            conditions = self.sampling.conditions(part) | {name: each.to(device) for name, each in first.items()}
             schedule = self.sampling.sampler.schedule(self.sampling.model, self.sampling.latent_shape)
             noise = self._starting_noise(part, conditions, step, purpose)
             noise = noise * self.sampling.model.starting_scale(float(schedule[1][0]))

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import tiny_families
 import torch
+from diffusers import DiffusionPipeline
 from PIL import Image
 
 from lightrft_visual.algorithms.diffusion.awm import AWM
@@ -39,6 +40,7 @@ CASES = {
     "qwen_image": ((32, 32, 1), 3.0, (3, 32, 32)),
     "z_image": ((32, 32, 1), 3.0, (3, 32, 32)),
     "flux2_klein": ((32, 32, 1), 3.0, (3, 32, 32)),
+    "glm_image": ((32, 64, 1), 3.0, (3, 32, 64)),
     "qwen_image_edit": ((32, 32, 1), 3.0, (3, 32, 32)),
     "qwen_image_edit_plus": ((32, 32, 1), 3.0, (3, 32, 32)),
 }
@@ -74,6 +76,8 @@ def conditions_of(policy, name, size):
     if policy.family.most_source_images:
         return stacked(shared_of(policy, name), policy.device)
     conditions = policy.encode_prompts(PROMPTS, "" if policy.family.uses_negative else None)
+    if policy.family.draws_first:
+        conditions |= policy.first_half(PROMPTS, [1, 2], *size[:2], count=2)
     if policy.family.takes_first_frame:
         frames = [Image.new("RGB", (40, 40), colour) for colour in ("red", "blue")]
         conditions |= policy.encode_first_frames(frames, *size)
@@ -117,7 +121,7 @@ def test_rollout_replay_update_and_lora(name, tmp_path):
 
     policy.save_lora(tmp_path)
     stock = build(name)
-    if name == "cosmos":
+    if name in ("cosmos", "glm_image"):
         stock.transformer.load_lora_adapter(tmp_path, weight_name="pytorch_lora_weights.safetensors")
     else:
         stock.load_lora_weights(tmp_path)
@@ -128,9 +132,38 @@ def test_rollout_replay_update_and_lora(name, tmp_path):
     torch.testing.assert_close(loaded, trained, rtol=1e-4, atol=1e-6)
 
 
-LOSSES = {
-    "awm": AWM(beta=0.1), "rwr": RewardWeighted(), "dgpo": group_preference(10.0, 2), "dpo": pair_preference(10.0),
-}  # fmt: skip
+# How the stock pipeline is asked for what `rollout` draws; text lengths, where the family has one.
+STOCK = {
+    "z_image": (60, {"negative_prompt": ["", ""], "max_sequence_length": 60}),
+    "flux2_klein": (40, {"max_sequence_length": 40}),
+    "glm_image": (40, {"max_sequence_length": 40}),
+}
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_all_trained_weights_draw_the_same_images_in_the_stock_pipeline(name, tmp_path):
+    (height, width, _), guidance, _ = size = CASES[name]
+    text_length, asked = STOCK[name]
+    policy = DiffusionPolicy(family_of(build(name), text_length))
+    conditions = conditions_of(policy, name, size[0])
+    start = torch.randn(2, *policy.latent_shape(height, width))
+    policy(start, torch.tensor([800.0, 300.0]), conditions, guidance).square().sum().backward()
+    torch.optim.SGD(policy.trainable_parameters(), lr=0.01).step()
+    batch = DiffusionBatch(conditions, start.shape[1:], 2, guidance, start)
+    ours = DiffusionSampler(SamplingConfig(3)).sample(policy, batch, generator=torch.Generator())
+    policy.save_pretrained(tmp_path)
+    stock = DiffusionPipeline.from_pretrained(tmp_path)
+    stock.set_progress_bar_config(disable=True)
+    if "prior" in conditions:
+        asked = asked | {"prior_token_ids": conditions["prior"][:, 0]}
+    theirs = stock(
+        prompt=PROMPTS, height=height, width=width, num_inference_steps=3, guidance_scale=guidance, latents=start,
+        output_type="pt", **asked,
+    ).images  # fmt: skip
+    with torch.no_grad():
+        torch.testing.assert_close(policy.decode(ours.latents).clamp(0, 1), theirs, rtol=1e-4, atol=1e-4)
+    untrained = build(name).transformer.state_dict()
+    assert any(not torch.equal(value, untrained[key]) for key, value in stock.transformer.state_dict().items())
 
 
 class Copied:

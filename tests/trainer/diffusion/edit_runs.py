@@ -1,4 +1,4 @@
-"""Runs of a tiny Qwen-Image-Edit pipeline in a process of their own: `edit_runs.py FOLDER` writes FOLDER/facts.json."""
+"""Runs of tiny Qwen-Image-Edit and GLM-Image pipelines: `edit_runs.py FOLDER` writes FOLDER/facts.json."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ SCORES = """
 def mean(image):
     return image.convert("RGB").resize((1, 1)).getpixel((0, 0))
 
+def red(images):
+    return [mean(image)[0] / 255 for image in images]
+
 def nearer(images, prompts, source_images, metadata):
     \"\"\"The prompt's colour, and close to the source's.\"\"\"
     assert [len(row) for row in source_images] == [len(row["sizes"]) for row in metadata]
@@ -39,11 +42,13 @@ RUNS = {
     "many": "--pretrain {folder}/plus --prompt_data {folder}/many.jsonl --eval_data {folder}/many.jsonl",
     "too_many": "--prompt_data {folder}/many.jsonl",
     "no_edits": "--pretrain {folder}/plain",
+    "two_parts": "--pretrain {folder}/glm --source_pixels null --reward_fn {folder}/scores.py:red",
+    "first_half": "--pretrain {folder}/glm --source_pixels null --trainable_models vision_language_encoder",
 }
 
 
 def prepare(folder: Path) -> None:
-    kinds = {"edit": "qwen_image_edit", "plus": "qwen_image_edit_plus", "plain": "qwen_image"}
+    kinds = {"edit": "qwen_image_edit", "plus": "qwen_image_edit_plus", "plain": "qwen_image", "glm": "glm_image"}
     for place, kind in kinds.items():
         torch.manual_seed(0)
         tiny_families.FAMILIES[kind]().save_pretrained(folder / place)

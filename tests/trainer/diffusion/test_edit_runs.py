@@ -1,4 +1,4 @@
-"""Edits end to end: rows with images, rewards that see source and drawn images, exact replay, what is saved."""
+"""Edits and models of two parts end to end: rewards that see source and drawn images, exact replay, what is saved."""
 
 from __future__ import annotations
 
@@ -41,6 +41,15 @@ def test_edits_are_trained_by(folder, run) -> None:
         assert all(float(row["ratio_max_dev_first"]) == 0.0 for row in found)
     sheets = [*(folder / run).glob("eval_epoch_*/contact_sheet.png")]
     assert sheets and (folder / run / "checkpoint-final").is_dir()
+
+
+def test_the_diffusion_half_of_a_model_of_two_parts_is_trained(folder) -> None:
+    assert facts(folder, "two_parts") == {"updates": 2}
+    assert all(float(row["ratio_max_dev_first"]) == 0.0 for row in rows(folder, "two_parts"))
+    pipeline = DiffusionPipeline.from_pretrained(folder / "glm")
+    (weights,) = (folder / "two_parts" / "checkpoint-final").rglob("pytorch_lora_weights.safetensors")
+    pipeline.transformer.load_lora_adapter(weights.parent, weight_name=weights.name)
+    assert "not trained here" in facts(folder, "first_half")["text"]
 
 
 def test_its_lora_goes_into_the_stock_pipeline(folder) -> None:

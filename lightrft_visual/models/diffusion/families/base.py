@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import nn
 
 from ....batches.conditions import NEGATIVE, Conditions, joined
 from ....errors import ConfigError
+from ....strategy import collectives
 from ..schedule import flow_match_schedule, upcast
 
 T = torch.Tensor
@@ -40,6 +42,8 @@ class DiffusionFamily(ABC):
     takes_first_frame = False
     most_source_images = 0  # of a prompt, where the model edits images
     module_names: dict[str, str] = {}  # of LoRA's modules in the model's own code -> in diffusers
+    draws_first = False  # whether an autoregressive half draws tokens that the denoiser starts from
+    untrained_parts: dict[str, str] = {}  # networks that a user might want to train, and why they are not
     uses_negative = True  # whether classifier-free guidance runs a second, unguided forward
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
@@ -118,6 +122,10 @@ class DiffusionFamily(ABC):
         """Conditions (1, …) of one prompt's images (PIL), whatever its text is."""
         raise ConfigError(f"{type(self.pipeline).__name__} edits no images")
 
+    def first_half(self, prompts: list[str], seeds: list[int], height: int, width: int) -> Conditions:
+        """Conditions (B, …) that the autoregressive half draws, each sample by its own seed."""
+        raise ConfigError(f"{type(self.pipeline).__name__} has no autoregressive half")
+
     def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
         """Timesteps (K) and sigmas (K) of the pipeline's scheduler, as the stock pipeline would run it.
 
@@ -184,10 +192,41 @@ class DiffusionFamily(ABC):
         return next(next(iter(self.denoisers().values())).parameters()).device
 
 
+def save_transformer_lora(folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
+    """Of a stock pipeline without a LoRA loader: use `pipeline.transformer.load_lora_adapter(folder,
+    weight_name="pytorch_lora_weights.safetensors")`."""
+    CosmosLoraLoaderMixin.save_lora_weights(
+        folder,
+        transformer_lora_layers=layers["transformer"],
+        transformer_lora_adapter_metadata=configs["transformer"],
+    )
+
+
 def _stack(conditions: Conditions, key: str) -> T:
     """Negative and positive rows of one condition; conditions without a negative (a first frame) serve both."""
     positive = conditions[key]
     return joined([conditions.get(NEGATIVE + key, positive), positive])
+
+
+def by_kind(kinds: Sequence[Hashable], run: Callable[..., T], latents: T, timesteps: T, conditions: Conditions) -> T:
+    """Velocity (B, …) of samples that cannot share a forward where their kinds (B) differ, by
+    run(kind, latents, timesteps, conditions) for those of each kind.
+
+    All ranks run as many forwards as the one with the most kinds: where weights are divided, they compute together.
+    """
+    different = list(dict.fromkeys(kinds))
+    forwards = int(collectives.all_reduce_max(torch.tensor(float(len(different)))).item())
+    if forwards == 1:
+        return run(kinds[0], latents, timesteps, conditions)
+    velocity = torch.zeros_like(latents)
+    for kind in different:
+        rows = torch.tensor([i for i, each in enumerate(kinds) if each == kind], device=latents.device)
+        some = {name: value[rows] for name, value in conditions.items()}
+        velocity = velocity.index_put((rows,), run(kind, latents[rows], timesteps[rows], some))
+    first = {name: value[:1] for name, value in conditions.items()}
+    for _ in range(forwards - len(different)):
+        velocity = velocity + 0 * run(kinds[0], latents[:1], timesteps[:1], first)
+    return velocity
 
 
 def pack(latents: T) -> T:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
 from torch import nn
 
 from ....batches.conditions import Conditions
 from ..schedule import flow_match_schedule, upcast
-from .base import DiffusionFamily, channel_statistics, encoded_mean, spatial_latent
+from .base import DiffusionFamily, channel_statistics, encoded_mean, save_transformer_lora, spatial_latent
 from .wan import ATTENTION
 
 T = torch.Tensor
@@ -96,10 +95,5 @@ class CosmosPredict2(DiffusionFamily):
         return pipeline.transformer.config.in_channels, depth, rows, columns
 
     def save_lora(self, folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
-        """The stock pipeline has no LoRA loader: use `pipeline.transformer.load_lora_adapter(folder,
-        weight_name="pytorch_lora_weights.safetensors")`."""
-        CosmosLoraLoaderMixin.save_lora_weights(
-            folder,
-            transformer_lora_layers=layers["transformer"],
-            transformer_lora_adapter_metadata=configs["transformer"],
-        )
+        """See `save_transformer_lora`."""
+        save_transformer_lora(folder, layers, configs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,8 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dime
 
 from ....batches.conditions import MASK, Conditions
 from ....errors import ConfigError
-from ....strategy import collectives
 from ..schedule import upcast
-from .base import pack, unpack
+from .base import by_kind, pack, unpack
 from .qwen_image import QwenImage
 
 T = torch.Tensor
@@ -24,8 +24,8 @@ READ_PIXELS = 384 * 384  # largest area of the images that the text encoder of t
 class QwenImageEdit(QwenImage):
     """Conditions are of (text, images) pairs: what the text encoder makes of both, and the images' latents.
 
-    Source images keep their proportions, so those of a batch may differ in size: a forward takes samples of one size,
-    and all ranks run as many forwards as the one with the most sizes. `source` (1, L, 4 C) holds the tokens of all
+    Source images keep their proportions, so those of a batch may differ in size; a forward takes samples of one size.
+    `source` (1, L, 4 C) holds the tokens of all
     images of a prompt, `source_grid` (1, N, 2) rows and columns of each.
     """
 
@@ -72,24 +72,10 @@ class QwenImageEdit(QwenImage):
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """Velocity, fp32."""
         sizes = [tuple(map(tuple, sample)) for sample in conditions["source_grid"].tolist()]
-        different = list(dict.fromkeys(sizes))
-        forwards = int(collectives.all_reduce_max(torch.tensor(float(len(different)))).item())
-        if forwards == 1:
-            return self._run(sizes[0], latents, timesteps, conditions, guidance_scale)
-        velocity = torch.zeros_like(latents)
-        for size in different:
-            rows = torch.tensor([i for i, each in enumerate(sizes) if each == size], device=latents.device)
-            some = {name: value[rows] for name, value in conditions.items()}
-            velocity = velocity.index_put(
-                (rows,), self._run(size, latents[rows], timesteps[rows], some, guidance_scale)
-            )
-        first = {name: value[:1] for name, value in conditions.items()}
-        for _ in range(forwards - len(different)):  # another rank's sizes: its collectives need all ranks
-            velocity = velocity + 0 * self._run(sizes[0], latents[:1], timesteps[:1], first, guidance_scale)
-        return velocity
+        return by_kind(sizes, partial(self._run, guidance_scale), latents, timesteps, conditions)
 
     def _run(
-        self, size: tuple[tuple[int, int], ...], latents: T, timesteps: T, conditions: Conditions, guidance_scale: float
+        self, guidance_scale: float, size: tuple[tuple[int, int], ...], latents: T, timesteps: T, conditions: Conditions
     ) -> T:
         """Velocity of samples whose source images have one size, in tokens."""
         grids = [(1, rows, columns) for rows, columns in size if rows]  # a prompt with fewer images is padded by 0
