@@ -29,6 +29,7 @@ ALWAYS = ("loss", "kl", "time_step")  # shown even when they never change
 MAX_REWARDS = 12
 MAX_OTHER = 80
 KINDS_A_PANEL = 8
+RESPONSES = {"answer": "answers", "drawing": "drawn images"}  # of a model that gives both
 
 
 @dataclass
@@ -97,9 +98,45 @@ def gold_panel(run: RunData, limit: int) -> Panel | None:
     return panel("reward against gold", series, limit)
 
 
+def response_panels(run: RunData, limit: int) -> list[Panel | None]:
+    """Of a model that also draws: reward and gold of its answers and of its images, each in a panel."""
+    panels = []
+    for kind, title in RESPONSES.items():
+        trained = [("training", run.metrics.get(f"reward_{kind}_mean"), {"smooth": True})]
+        evaluated = [
+            (name, run.evaluation.get(f"{column}_{kind}"), {"dots": True})
+            for name, column in (
+                ("evaluation", "eval_reward"),
+                ("evaluation, greedy", "eval_reward_greedy"),
+                ("evaluation, gold", "eval_gold"),
+            )
+        ]
+        drawn = [each for each in trained + evaluated if each[1]]
+        series = [Series(name, points, PALETTE[index], **how) for index, (name, points, how) in enumerate(drawn)]
+        panels.append(panel(f"reward of {title}", series, limit) if draws(run) else None)
+    return panels
+
+
+def draws(run: RunData) -> bool:
+    """Whether the run's model answers by images as well as by text."""
+    return any(f"entropy_{kind}" in run.metrics for kind in RESPONSES)
+
+
+def response_metrics(run: RunData, limit: int) -> dict[str, Panel]:
+    """Metrics that the run has of answers and of images apart, both in one panel; by the metric's name."""
+    found = {}
+    for name in (each.removesuffix("_answer") for each in run.metrics if each.endswith("_answer")):
+        columns = {title: run.metrics.get(f"{name}_{kind}") for kind, title in RESPONSES.items()}
+        if all(columns.values()):
+            series = [Series(title, columns[title], PALETTE[index]) for index, title in enumerate(columns)]
+            found[name] = panel(f"{name}, by kind of response", series, limit)
+    return {name: each for name, each in found.items() if each is not None}
+
+
 def kinds_panels(run: RunData, limit: int) -> list[Panel | None]:
     """Evaluation metrics apart from the two totals, greedy ones in panels of their own, eight lines a panel."""
-    names = [name for name in run.evaluation if name not in EVAL_FIRST]
+    shown = {f"{name}_{kind}" for kind in RESPONSES for name in (*EVAL_FIRST, "eval_gold")} if draws(run) else set()
+    names = [name for name in run.evaluation if name not in (*EVAL_FIRST, *shown)]
     greedy = [name for name in names if name.startswith("eval_reward_greedy_")]
     sampled = [name for name in names if name not in greedy]
     panels = []
@@ -163,7 +200,9 @@ def reward_section(runs: Sequence[RunData], limit: int) -> list[Panel]:
     """Did it learn: training and evaluation reward, and their parts."""
     names = reward_names(runs)
     if len(runs) == 1:
-        panels = [reward_panel(runs[0], limit), gold_panel(runs[0], limit), *kinds_panels(runs[0], limit)]
+        run = runs[0]
+        panels = [reward_panel(run, limit), gold_panel(run, limit), *response_panels(run, limit)]
+        panels += kinds_panels(run, limit)
         names = [name for name in names if name != "reward_mean"]
     else:
         panels = [metric_panel(name, runs, limit, "evaluation") for name in columns_of(runs, "evaluation")]
@@ -179,6 +218,10 @@ def training_section(runs: Sequence[RunData], limit: int) -> dict[str, Any] | No
         chosen = [name for name in wanted if name in names and name not in steady]
         used.update(chosen)
         groups.append((title, present([metric_panel(name, runs, limit) for name in chosen])))
+    apart = response_metrics(runs[0], limit) if len(runs) == 1 else {}
+    used |= {f"{name}_{kind}" for name in apart for kind in RESPONSES}
+    used |= {f"reward_{kind}_{part}" for kind in RESPONSES for part in ("mean", "std")} if apart else set()
+    groups.append(("By kind of response", list(apart.values())))
     others = [name for name in names if name not in used and not (len(runs) == 1 and name.startswith("time_"))]
     found = {
         "groups": [(title, panels) for title, panels in groups if panels],

@@ -85,7 +85,19 @@ def card(record: Record, thumbnails: Thumbnails, folder: Path, low: float, high:
 
 
 def cards(records: Sequence[Record], thumbnails: Thumbnails, folder: Path) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Best, worst and random examples of one file, by title."""
+    """Best, worst and random examples of one file, by title; answers and drawn images apart where there are both."""
+    drawn = [record for record in records if record.get("kind") == "drawing"]
+    if not drawn or len(drawn) == len(records):
+        return _cards(records, thumbnails, folder)
+    answers = [record for record in records if record.get("kind") != "drawing"]
+    return [
+        (f"{title}, {kind}", chosen)
+        for kind, own in (("answers", answers), ("drawn images", drawn))
+        for title, chosen in _cards(own, thumbnails, folder)
+    ]
+
+
+def _cards(records: Sequence[Record], thumbnails: Thumbnails, folder: Path) -> list[tuple[str, list[dict[str, Any]]]]:
     values = [value for record in records if (value := score(record)) is not None]
     low, high = (min([0.0, *values]), max(values)) if values else (0.0, 1.0)
     best, worst = best_and_worst(records, EACH)
@@ -118,7 +130,8 @@ def guard_section(run: RunData, thumbnails: Thumbnails) -> list[dict[str, Any]]:
     for alarm in run.alarms[:MAX_ALARMS]:
         path = kept.get(alarm.get("step"))
         groups = dict(cards(read_jsonl(path), thumbnails, path.parent)) if path is not None else {}
-        blocks.append({"step": alarm.get("step"), "text": str(alarm.get("text")), "cards": groups.get("Best", [])})
+        best = [each for title, chosen in groups.items() if title.startswith("Best") for each in chosen]
+        blocks.append({"step": alarm.get("step"), "text": str(alarm.get("text")), "cards": best})
     return blocks
 
 

@@ -16,6 +16,7 @@ from waiting import finished
 from lightrft_visual.errors import DataError
 from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.report.__main__ import main
+from lightrft_visual.report.curves import RESPONSES, reward_section, training_section
 from lightrft_visual.report.data import load_run, phase_times
 from lightrft_visual.report.examples import turns
 from lightrft_visual.report.page import MAX_BYTES, printable, script, write_report
@@ -241,6 +242,30 @@ def test_metrics_that_never_change_take_no_panel(tmp_path):
     text = write_report([run.folder], tmp_path / "r.html").read_text()
     assert "The same at every step: clip_frac 0, odd 2.5." in text
     assert "<b>loss</b>" in text and "<b>entropy</b>" in text and "<b>clip_frac</b>" not in text
+
+
+def test_answers_and_drawn_images_of_one_model_stand_apart(tmp_path):
+    run = RunRecorder(tmp_path / "run")
+    for step in range(1, 5):
+        both = {f"{name}_{kind}": step + place for name in ("entropy", "loss") for place, kind in enumerate(RESPONSES)}
+        run.log_step(step, both | {"reward_answer_mean": step / 5, "reward_drawing_mean": step / 6})
+    evaluated = {f"{name}_{kind}": 0.5 for name in ("eval_reward", "eval_gold") for kind in RESPONSES}
+    records = [
+        {"prompt": "a red circle", "response": "", "reward": place / 10} | kind
+        for place in range(8)
+        for kind in ({}, {"kind": "drawing"})
+    ]
+    run.log_eval(4, {"eval_reward": 0.5, "eval_reward_colour": 0.1} | evaluated)
+    run.save_eval_rollouts(4, records)
+    found = load_run(run.folder)
+    titles = [each.title for each in reward_section([found], 100)]
+    assert titles[1:3] == ["reward of answers", "reward of drawn images"] and "evaluation, by kind" in titles
+    legends = [[name for name, _ in each.legend] for each in reward_section([found], 100)]
+    assert legends[1] == legends[2] == ["training", "evaluation", "evaluation, gold"]
+    (group,) = [panels for title, panels in training_section([found], 100)["groups"] if title == "By kind of response"]
+    assert [each.title for each in group] == ["entropy, by kind of response", "loss, by kind of response"]
+    text = write_report([run.folder], tmp_path / "r.html").read_text()
+    assert "Best, answers" in text and "Worst, drawn images" in text
 
 
 @pytest.mark.parametrize("module", ["lightrft_visual.report", "lightrft_visual.observe.report"])
