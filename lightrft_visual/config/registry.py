@@ -445,6 +445,7 @@ for _name, _target, _about in (
     ("jpeg_incompressibility", "jpeg:Incompressibility", "large JPEG files"),
     ("pixel", "pixel:Pixel", "simple rules over pixels"),
     ("face_similarity", "face_similarity:FaceSimilarity", "the face of a reference image"),
+    ("source_likeness", "source_likeness:SourceLikeness", "colours as in the image that it was made from"),
     ("shape_match", "shape_match:ShapeMatch", "the embedded captions: colour, shape, coverage, background"),
     ("picture_quality", "shape_match:PictureQuality", "how well any clean drawing explains the image"),
     ("shape_judge", "shape_judge:ShapeJudgeScorer", "the embedded captions, by a classifier; for measuring"),

@@ -119,6 +119,7 @@ class DataConfig(Section):
     label_key: str = "label"
     draw_key: str = "draw"  # a column that is true in rows to be answered by an image
     ask_key: str = ""  # a column with a question that the model answers about the image it drew; empty: none is asked
+    redraw_key: str = ""  # a column that is true in rows whose answer the model then draws; empty: none is drawn
     apply_chat_template: bool = True
     system_prompt: str | None = None
     image_root: str | None = None  # folder that relative image paths start from; default: the data file's folder
@@ -405,6 +406,7 @@ class RunConfig(Section):
             ("dynamic_sampling", rollout.dynamic_sampling),
             ("eval_ema", self.output.eval_ema),
             ("ask_key", self.data.ask_key),
+            ("redraw_key", self.data.redraw_key),
             ("noisy_rollout_share", rollout.noisy_rollout_share),
         ):
             require(not used, f"max_staleness above 0 generates ahead, and {name} cannot be part of that; leave it out")

@@ -44,7 +44,7 @@ def records_from_rollouts(rollouts: Sequence[Rollout]) -> list[Record]:
 
 
 def _media(rollout: Rollout) -> dict[str, list]:
-    images = [rollout.image] if rollout.image is not None else rollout.prompt.images
+    images = [*rollout.prompt.images, *([] if rollout.image is None else [rollout.image])]
     return {"images": images, "videos": rollout.prompt.videos}
 
 

@@ -37,10 +37,11 @@ def metric_name(name: Any) -> str:
 class RewardBatch:
     """B samples, one list entry each.
 
-    prompts: rendered ones, of drawn images their captions. images: the sample's images, in order, a missing one as
-    None; the one that was drawn, where the response is an image. videos: the sample's videos, each a list of
-    frames, a (C, T, H, W) float tensor in 0..1 or a (T, C, H, W) uint8 one. `generated` is true when the media were
-    made by the policy (one image or video a sample) and false when they were part of the prompt.
+    prompts: rendered ones, of drawn images their captions, of an image drawn from the answer the reference. images: the
+    sample's images, in order, a missing one as None; the one that was drawn, where the response is an image. videos:
+    the sample's videos, each a list of frames, a (C, T, H, W) float tensor in 0..1 or a (T, C, H, W) uint8 one.
+    `generated` is true when the media were made by the policy (one image or video a sample) and false when they were
+    part of the prompt.
     source_images: what a generated one was made from, in order: images to edit, a first frame; empty without any.
     sequence_tokens and completion_tokens: (S_i) and (A_i) long without padding, empty for media.
     """
@@ -133,20 +134,28 @@ def batch_from_rollouts(rollouts: Sequence[Rollout]) -> RewardBatch:
     """Rollouts in order as one batch; nothing is padded or copied but the lists of images."""
     prompts = [rollout.prompt for rollout in rollouts]
     return RewardBatch(
-        prompts=[prompt.caption if prompt.draws else prompt.text for prompt in prompts],
+        prompts=[_asked(rollout) for rollout in rollouts],
         responses=[rollout.text for rollout in rollouts],
         labels=[prompt.label for prompt in prompts],
         references=[prompt.reference for prompt in prompts],
         metadata=[prompt.metadata for prompt in prompts],
-        images=[[rollout.image] if rollout.prompt.draws else list(rollout.prompt.images) for rollout in rollouts],
+        images=[list(rollout.prompt.images) if rollout.image is None else [rollout.image] for rollout in rollouts],
         videos=[list(prompt.videos) for prompt in prompts],
-        source_images=[list(prompt.images) if prompt.draws else [] for prompt in prompts],
+        source_images=[[] if rollout.image is None else list(rollout.prompt.images) for rollout in rollouts],
         ids=[rollout.sample_id for rollout in rollouts],
         group_ids=[prompt.group_id for prompt in prompts],
         sequence_tokens=[torch.tensor(rollout.prompt.token_ids + rollout.token_ids) for rollout in rollouts],
         completion_tokens=[torch.tensor(rollout.token_ids, dtype=torch.long) for rollout in rollouts],
         step=max((rollout.policy_version for rollout in rollouts), default=0),
     )
+
+
+def _asked(rollout: Rollout) -> str:
+    """The prompt; of a drawn image its caption, of one drawn from the answer the reference, if that is a text."""
+    prompt, reference = rollout.prompt, rollout.prompt.reference
+    if prompt.draws:
+        return prompt.caption
+    return reference if rollout.image is not None and isinstance(reference, str) else prompt.text
 
 
 def _media_of(samples: Samples, name: str, size: int, vlm_mode: bool) -> list[list[Any]]:

@@ -24,6 +24,7 @@ from ..rewards.engine import RewardComputationEngine
 from ..rollout.distortion import Distortion
 from ..rollout.engine import RolloutEngine
 from ..rollout.multimodal import MultimodalDataProcessor
+from ..rollout.self_drawings import SelfDrawings
 from ..rollout.self_questions import SelfQuestions
 from ..rollout.stage import RolloutStage
 from ..strategy import collectives
@@ -46,14 +47,14 @@ MorePrompts = Callable[[], PromptBatch]
 class MakerSettings:
     """What the contract's constructor has no argument for.
 
-    engine: None builds the transformers engine around the actor; a `DiffusersEngine` draws images or videos.
-    diffusion: how advantages of that engine's samples are made. data_processor, rewards: None builds them from the
-    constructor's arguments. dynamic_sampling_tries: 1 turns dynamic sampling off. weights_follow: the engine is given
-    new weights after each batch, so that it need not keep the old ones while it sleeps. score_policy: False leaves the
-    policy's log-probs and entropies to the training forward, where nothing reads them before. max_staleness: responses
-    with tokens of a policy that is more versions old are left out; 0 looks at none. self_questions: makes
-    what asks the model about the images that it drew. distortion: of images, for some responses of each rollout.
-    teacher: scores rollouts as a reference does, for on-policy distillation.
+    engine: None builds the transformers engine around the actor; a `DiffusersEngine` draws images or videos. diffusion:
+    how advantages of that engine's samples are made. data_processor, rewards: None builds them from the constructor's
+    arguments. dynamic_sampling_tries: 1 turns dynamic sampling off. weights_follow: the engine is given new weights
+    after each batch, so that it need not keep the old ones while it sleeps. score_policy: False leaves the policy's
+    log-probs and entropies to the training forward, where nothing reads them before. max_staleness: responses with
+    tokens of a policy that is more versions old are left out; 0 looks at none. self_questions: makes what asks the
+    model about the images that it drew, self_drawings what lets it draw its answers. distortion: of images, for some
+    responses of each rollout. teacher: scores rollouts as a reference does, for on-policy distillation.
     """
 
     engine: RolloutEngine | DiffusersEngine | None = None
@@ -70,6 +71,7 @@ class MakerSettings:
     score_policy: bool = True
     max_staleness: int = 0
     self_questions: Callable[[RolloutStage], SelfQuestions] | None = None
+    self_drawings: Callable[[RolloutStage], SelfDrawings] | None = None
     distortion: Distortion | None = None
     teacher: Callable[..., T] | None = None
 
@@ -222,6 +224,8 @@ class FastExperienceMaker:
             )
             if self.settings.self_questions is not None:
                 self.settings.self_questions(self.rollout_stage).ask(rollouts)
+            if self.settings.self_drawings is not None:
+                self.settings.self_drawings(self.rollout_stage).draw(rollouts)
             return rollouts
 
     def score(self, rollouts: list[Rollout], early: EarlyScores | None = None) -> dict[str, float]:

@@ -22,10 +22,13 @@ from lightrft_visual.data.rows import PromptRow, parse_row
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.models import attention as attention_module
 from lightrft_visual.models.loading import add_lora
+from lightrft_visual.observe.rollouts import records_from_rollouts
 from lightrft_visual.rewards.batch import batch_from_rollouts
+from lightrft_visual.rewards.functions.source_likeness import SourceLikeness
 from lightrft_visual.rollout.engine import check_engine
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
+from lightrft_visual.rollout.self_drawings import SelfDrawings
 from lightrft_visual.rollout.self_questions import SelfQuestions
 from lightrft_visual.trainer.vl.parts import prompt_batch
 
@@ -251,6 +254,37 @@ def test_the_model_is_asked_about_what_it_drew(rig):
     rollouts[0].prompt.metadata["ask"] = 3
     with pytest.raises(DataError, match="prompt 0: the question in 'ask' is no text"):
         questions.ask(rollouts)
+
+
+def test_the_model_draws_what_it_described(rig):
+    shown, described = picture(0), {"redraw": True}
+    batch = PromptBatch.of(
+        [turn("<image_placeholder>\nwhat is this?"), turn("where?"), "a blue square" + BEGIN],
+        [[shown], None, None],
+        references=["a red circle", None, None],
+        metadata=[described, {}, described],
+        captions=[None, None, "a blue square"],
+    )
+    rollouts = rig.stage.generate(batch, SamplingSettings(n=2, max_new_tokens=4))
+    drawn_before = rollouts[4].image
+    drawings = SelfDrawings(
+        rig.stage, rig.checkpoint.processor, DataConfig(redraw_key="redraw"), type(rig.checkpoint.family), 2.0
+    )
+    drawings.draw(rollouts)
+    drawings.draw([])
+    assert rollouts[2].image is None and rollouts[4].image is drawn_before
+    for rollout in rollouts[:2]:
+        greedy = SamplingSettings(n=1, temperature=0.0, guidance_scale=2.0)
+        (alone,) = rig.stage.generate(PromptBatch.of([turn(rollout.text) + BEGIN]), greedy)
+        assert np.array_equal(np.array(rollout.image), np.array(alone.image))
+    scored = batch_from_rollouts(rollouts)
+    assert scored.images[0] == [rollouts[0].image] and scored.source_images[0] == [shown]
+    assert scored.prompts[0] == "a red circle" and scored.responses[0] == rollouts[0].text
+    assert scored.images[2] == [] and scored.source_images[4] == []
+    assert [len(record["images"]) for record in records_from_rollouts(rollouts[:1])] == [2]
+    likeness = SourceLikeness()
+    assert likeness([[shown], scored.images[0], []], [[shown], [shown], [shown]])[0::2] == [1.0, None]
+    assert 0 < likeness(scored.images[:1], scored.source_images[:1])[0] < 1
 
 
 def test_what_cannot_be_drawn_is_refused(rig, root):

@@ -34,6 +34,7 @@ from ...rollout.engine import RolloutEngine, build_engine, check_engine
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate
 from ...rollout.remote.engine import RemoteEngine, check_remote
+from ...rollout.self_drawings import SelfDrawings
 from ...rollout.self_questions import SelfQuestions
 from ...rollout.stage import RolloutStage
 from ...rollout.weight_sync import adapter_weights, named_weights
@@ -398,6 +399,7 @@ def _maker(config, strategy, checkpoint, models, engine, rewards, timer, distort
         rewards=rewards,
         timer=timer,
         self_questions=_self_questions(config, checkpoint),
+        self_drawings=_self_drawings(config, checkpoint),
         distortion=distortion,
         teacher=teacher,
     )
@@ -426,6 +428,18 @@ def _self_questions(config: RunConfig, checkpoint: Checkpoint) -> Callable[[Roll
         return None
     renderer, length = checkpoint.processor or checkpoint.tokenizer, config.rollout.generate_max_len
     return partial(SelfQuestions, model_input=renderer, data=config.data, max_new_tokens=length)
+
+
+def _self_drawings(config: RunConfig, checkpoint: Checkpoint) -> Callable[[RolloutStage], SelfDrawings] | None:
+    if not config.data.redraw_key:
+        return None
+    if not checkpoint.family.draws:
+        raise ConfigError(f"redraw_key: a model of type {checkpoint.config.model_type} writes text only; leave it out")
+    renderer = checkpoint.processor or checkpoint.tokenizer
+    scale = config.rollout.guidance_scale
+    return partial(
+        SelfDrawings, model_input=renderer, data=config.data, media=type(checkpoint.family), guidance_scale=scale
+    )
 
 
 def _evaluation(config, maker, eval_set, checkpoint, gold) -> Evaluation | None:
