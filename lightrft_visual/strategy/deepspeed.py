@@ -21,7 +21,6 @@ import torch
 import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
-from transformers import get_scheduler
 
 from ..config.diffusion import DiffusionTrainConfig
 from ..config.shared import DistributedConfig
@@ -34,6 +33,7 @@ from .host import keep_freed_memory, unlink_buffers
 from .offload import HostStay
 from .precision import FP32Kept
 from .safe_loading import use_safe_loading
+from .schedules import rate_schedule
 from .seeding import seed_everything
 from .sequence import SequenceGroup
 
@@ -221,14 +221,8 @@ class DeepspeedStrategy:
         return torch.optim.AdamW(parameters, fused=has_fused_adamw(self.device.type), **arguments)
 
     def _scheduler(self, optimizer: torch.optim.Optimizer, settings: OptimizerSettings):
-        specific = {"min_lr_rate": 0.1} if settings.scheduler == "cosine_with_min_lr" else None
-        return get_scheduler(
-            settings.scheduler,
-            optimizer,
-            num_warmup_steps=math.ceil(settings.total_steps * settings.warmup_ratio),
-            num_training_steps=max(1, settings.total_steps),
-            scheduler_specific_kwargs=specific,
-        )
+        warmup = math.ceil(settings.total_steps * settings.warmup_ratio)
+        return rate_schedule(settings.scheduler, optimizer, warmup, max(1, settings.total_steps))
 
     def _train_config(self, settings: OptimizerSettings) -> dict[str, Any]:
         c = self.config

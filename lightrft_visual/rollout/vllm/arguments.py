@@ -138,21 +138,20 @@ def prepare_environment() -> None:
 
 
 @contextmanager
-def importing_vllm() -> Iterator[None]:
-    """Around vLLM's first import, as `importing`, and on CPU, where nothing is compiled, without torch's compiler.
+def without_unused() -> Iterator[None]:
+    """Inside, vLLM imports neither of two things that it has no use for here, and does without when they are missing.
 
-    vLLM widens a list in the compiler, if that can be imported, which is the whole compiler and half a second.
+    On CPU, where nothing is compiled, that is torch's compiler, in which it widens a list (half a second); everywhere
+    Ray, which it asks whether it is in use: not before somebody else has imported it.
     """
-    compiler = "torch._inductor.lowering"
-    hidden = get_accelerator().device_name() == "cpu" and compiler not in sys.modules
-    with importing():
-        if hidden:
-            sys.modules[compiler] = None  # an ImportError for whoever asks
-        try:
-            yield
-        finally:
-            if hidden:
-                del sys.modules[compiler]
+    compiler = ["torch._inductor.lowering"] if get_accelerator().device_name() == "cpu" else []
+    hidden = [name for name in (*compiler, "ray") if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # None is an ImportError for whoever asks
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
@@ -238,7 +237,7 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
     if not checkpoint.family.served:
         raise ConfigError(f"vLLM has no model of type {checkpoint.config.model_type}: use --engine_type hf")
     prepare_environment()
-    with importing_vllm():
-        from vllm import EngineArgs  # noqa: F401
     on_cpu = get_accelerator().device_name() == "cpu"
-    runs_on_second_runner(engine_arguments(VLLMSettings.from_config(config, checkpoint), on_cpu))
+    settings = VLLMSettings.from_config(config, checkpoint)
+    with importing(), without_unused():
+        runs_on_second_runner(engine_arguments(settings, on_cpu))

@@ -17,13 +17,14 @@ from ...errors import RolloutError
 from ...models.loading import Checkpoint
 from ...strategy.deepspeed import TrainEngine
 from ...strategy.seeding import derive_seed
+from ...strategy.start_up import importing
 from ..engine import Finished
 from .arguments import (
     VLLMSettings,
     engine_arguments,
-    importing_vllm,
     prepare_environment,
     runs_on_second_runner,
+    without_unused,
 )
 from .first_token import FIRST_TOKEN_SCALE
 from .rules import sampling_rules
@@ -58,7 +59,7 @@ class VLLMEngine:
 
     def _build(self):
         # Imported late: vLLM detects its platform and reads the environment at import.
-        with importing_vllm():
+        with importing(), without_unused():
             from vllm import LLM
 
         from .shared_memory import use_private_name
@@ -70,7 +71,8 @@ class VLLMEngine:
         arguments = engine_arguments(s, on_cpu)
         rules = sampling_rules(s.banned_ids, runs_on_second_runner(arguments))
         try:
-            return LLM(**arguments, logits_processors=[rules])
+            with without_unused():
+                return LLM(**arguments, logits_processors=[rules])
         except Exception as error:
             raise RolloutError(f"vLLM could not load {s.model}: {type(error).__name__}: {error}") from error
 

@@ -89,14 +89,19 @@ def test_every_family_and_option_is_accepted_on_cuda_by_both_runners(root, tmp_p
         assert "not a subclass of vllm.v1.worker.gpu.sample" in said["second, the other's rules"], case
 
 
-def test_vllm_is_imported_without_torchs_compiler() -> None:
-    """On CPU it compiles nothing, and the compiler's import takes half a second."""
+def test_vllm_is_imported_without_torchs_compiler_and_ray() -> None:
+    """On CPU it compiles nothing, and nobody has started Ray; both take their time to import, and still can be."""
     code = (
         "import sys\n"
-        "from lightrft_visual.rollout.vllm.arguments import importing_vllm, prepare_environment\n"
+        "from lightrft_visual.rollout.vllm.arguments import prepare_environment, without_unused\n"
         "prepare_environment()\n"
-        "with importing_vllm():\n    from vllm import LLM\n"
-        "assert 'torch._inductor.lowering' not in sys.modules\n"
-        "import torch._inductor.lowering\n"  # and it can be imported afterwards
+        "with without_unused():\n"
+        "    from vllm import LLM\n"
+        "    from vllm.ray.lazy_utils import is_ray_initialized\n"
+        "    assert not is_ray_initialized()\n"
+        "assert not {'torch._inductor.lowering', 'ray'} & set(sys.modules)\n"
+        "import ray, torch._inductor.lowering\n"
+        "with without_unused():\n"
+        "    assert sys.modules['ray'] is ray\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
