@@ -26,6 +26,7 @@ from ..strategy import collectives
 from ..strategy.deepspeed import TrainEngine
 from ..strategy.seeding import derive_seed
 from .engine import Finished
+from .remote.weights import take_over
 
 T = torch.Tensor
 
@@ -225,12 +226,11 @@ class OwnWeightsEngine(TransformersEngine):
 
     shares_weights = False
 
-    @torch.no_grad()
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy them into the parameters of these names."""
+        """Into the parameters of these names; see `take_over`."""
         own = dict(self.actor.model.named_parameters())
         for name, tensor in named_tensors:
-            own[name].copy_(tensor)
+            take_over(own[name], tensor)
 
 
 def worker_engine(config: RunConfig, checkpoint: Checkpoint) -> OwnWeightsEngine:

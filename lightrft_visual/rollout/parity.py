@@ -189,11 +189,14 @@ class RolloutCheck:
             self.figure = max(self.figure, self.gate.figure(ours, theirs, mask))
 
     def settle(self) -> None:
-        """Largest difference and the gate's figure over all ranks; raises RolloutError where the gate refuses it.
+        """Largest difference and the gate's figure over all ranks, and whether any compared; raises RolloutError where
+        the gate refuses it.
 
         A collective, to be called once all micro-batches are added and before anything is trained on them.
         """
-        self.largest, self.figure = collectives.all_reduce_max(torch.tensor([self.largest, self.figure])).tolist()
+        own = torch.tensor([self.largest, self.figure, float(self.compared)])
+        self.largest, self.figure, compared = collectives.all_reduce_max(own).tolist()
+        self.compared = bool(compared)
         if self.gate is not None:
             self.gate.check_rollouts(self.figure, self.probe, self.temperature)
 

@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import ConfigError
 
 OBJECT_STORE_BYTES = 256 * 2**20  # of a cluster started here: prompts and responses pass through it
+AUTH_MODE = "RAY_AUTH_MODE"
 # What a worker process must find as the trainer does; everything else it has from its own host.
 HANDED_ON = ("LIGHTRFT_", "HF_", "VLLM_", "TRANSFORMERS_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_")
 
@@ -29,14 +30,30 @@ def connect(needed_for: str, cpus: float | None = None, address: str | None = No
         return ray
     named = address or os.environ.get("RAY_ADDRESS")
     local = {} if named else {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-    if not named and cpus is not None:
-        local["num_cpus"] = max(1, round(cpus))
+    if not named:
+        # By default Ray's processes have the lowest priority but four; a trainer that is at work would starve them.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        if cpus is not None:
+            local["num_cpus"] = max(1, round(cpus))
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error", **local)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"at {named}" if named else "on this host"
         raise ConfigError(f"{needed_for}: the Ray cluster {where} does not answer: {error}") from error
     return ray
+
+
+def authentication() -> str | None:
+    """How the cluster that this process is connected to wants to be spoken to, for `adopt_authentication`: one that is
+    started here asks for a token, by Ray's default."""
+    return os.environ.get(AUTH_MODE)
+
+
+def adopt_authentication(mode: str | None) -> None:
+    """Speak to a cluster that another process has started as that one does; Ray finds the token by itself. To be called
+    before anything imports ray, which reads this when it is imported."""
+    if mode is not None:
+        os.environ.setdefault(AUTH_MODE, mode)
 
 
 def connected() -> bool:

@@ -5,9 +5,10 @@
     python scripts/bench/simulate_cluster.py --check                         # beside real rollout workers on Ray
 
 --run reads metrics.csv and rollouts/ of a colocated run: the time of a decode step, of scoring and training a token
-on one rank, and the lengths of its responses. --check starts 1, 2 and 4 workers of `rollout/remote`, with its pool and
-its way of running ahead, whose engines sleep as long as decoding would take; the trainer sleeps too. How long a piece
-takes to a worker and back is measured first.
+on one rank, and the lengths of its responses. --check starts 1, 2, 3 and 4 workers of `rollout/remote`, with its pool,
+its way of running ahead and its partial rollouts, whose engines sleep as long as decoding would take; the trainer
+sleeps too. How long a piece takes to a worker and back is measured first. --slower 3 makes all of it three times as
+long: for a host that has other work.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightrft_visual.batches.rollouts import PromptFeatures
+from lightrft_visual.batches.sampling import Completion, SamplingSettings
 from lightrft_visual.plan.cluster import (
     Costs,
     Forecast,
     Layout,
     Lengths,
     best,
+    decode_seconds,
     drawn_from,
     generate_seconds,
     layouts,
@@ -40,6 +44,7 @@ from lightrft_visual.plan.cluster import (
     simulate,
 )
 
+SETTINGS = SamplingSettings(n=4, max_new_tokens=600)  # of --check
 COLUMNS = ("division", "seconds a step", "trainers idle", "engines idle", "versions old, mean", "at most")
 
 
@@ -101,11 +106,15 @@ class SleepingEngine:
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
 
-    def generate(self, prompts: list[Any], settings: None) -> list[list[Any]]:
-        """Responses of the lengths that the prompts ask for."""
-        lengths = np.stack([prompt.lengths for prompt in prompts])
-        time.sleep(generate_seconds(lengths, self.costs))
-        return [[SimpleNamespace(token_ids=[0] * int(each)) for each in prompt.lengths] for prompt in prompts]
+    def generate(self, prompts: list[PromptFeatures], settings: SamplingSettings) -> list[list[Completion]]:
+        """Responses of the lengths that the prompts ask for, or a segment of each."""
+        whole, most = settings.n == SETTINGS.n, settings.max_new_tokens
+        wanted = [prompt.metadata["lengths"] for prompt in prompts]
+        own = [lengths if whole else [lengths[prompt.copy]] for prompt, lengths in zip(prompts, wanted)]
+        left = np.array([[each - len(prompt.continued) for each in lengths] for prompt, lengths in zip(prompts, own)])
+        begun = sum(not prompt.continued for prompt in prompts) * (settings.n / SETTINGS.n)
+        time.sleep(self.costs.prompt * begun + decode_seconds(np.minimum(left, most), self.costs))
+        return [[_of_length(min(each, most), each > most) for each in row.tolist()] for row in left]
 
     def update_weights(self, named_tensors: Iterator) -> None:
         """Sleep."""
@@ -119,12 +128,25 @@ class SleepingEngine:
         """Nothing is held."""
 
 
+def _of_length(tokens: int, truncated: bool) -> Completion:
+    return Completion([0] * (tokens - 1) + [int(not truncated)], None, "", truncated, [])
+
+
+def _prompt(seed: int, lengths: np.ndarray) -> PromptFeatures:
+    return PromptFeatures("", [], seed, metadata={"lengths": lengths.tolist()}, seed=seed)
+
+
 def real_run(workers: Any, costs: Costs, layout: Layout, lengths: Lengths, steps: int) -> Forecast:
     """What was measured of a run of `steps` steps: by `RemoteEngine`, and a trainer that sleeps."""
     from lightrft_visual.rollout.remote.engine import RemoteEngine
+    from lightrft_visual.rollout.remote.partial import PartialRollouts
 
-    engine = RemoteEngine(workers, ahead=layout.staleness > 0)
-    batches = [[SimpleNamespace(seed=(n, i), lengths=own) for i, own in enumerate(lengths(n))] for n in range(steps)]
+    partial = None
+    if layout.partial:
+        silent = SimpleNamespace(decode=lambda *_, **__: "")
+        partial = PartialRollouts(workers.pool, silent, layout.partial_tokens, costs.slots)
+    engine = RemoteEngine(workers, ahead=layout.staleness > 0, partial=partial)
+    batches = [[_prompt(n * 1000 + i, own) for i, own in enumerate(lengths(n))] for n in range(steps)]
 
     def give(step: int) -> None:
         engine.update_weights([("weight", torch.zeros(16))])
@@ -137,11 +159,11 @@ def real_run(workers: Any, costs: Costs, layout: Layout, lengths: Lengths, steps
         asked.append(time.perf_counter())
         busy.append(workers.pool.busy_share())  # since the step before
         while layout.staleness and begun <= min(step + layout.staleness, steps - 1):
-            engine.begin(batches[begun], None)
+            engine.begin(batches[begun], SETTINGS)
             begun += 1
-        made = engine.generate(batches[step], None)
+        made = engine.generate(batches[step], SETTINGS)
         if first <= step < last:
-            ages += [step - v for group in made for each in group for v in getattr(each, "versions", [step])]
+            ages += [step - v for group in made for each in group for v in each.versions or [step]]
         time.sleep(costs.step + costs.learn * float(lengths(step).sum()) / layout.trainers)
         give(step + 1)
     asked.append(time.perf_counter())
@@ -156,12 +178,13 @@ def real_run(workers: Any, costs: Costs, layout: Layout, lengths: Lengths, steps
 
 def way(workers: Any, costs: Costs, times: int = 8) -> float:
     """Seconds of a piece's way to a worker and back: the median of some pieces, all workers at work."""
-    one, took = SimpleNamespace(seed=(0, 0), lengths=np.full(4, 100)), []
+    lengths = np.full(SETTINGS.n, 100)
+    one, took = _prompt(0, lengths), []
     for _ in range(times):
         began = time.perf_counter()
-        for future in [workers.pool.submit([one], None) for _ in workers.pool.workers]:
+        for future in [workers.pool.submit([one], SETTINGS) for _ in workers.pool.workers]:
             future.result()
-        took.append(time.perf_counter() - began - generate_seconds(one.lengths[None], costs))
+        took.append(time.perf_counter() - began - generate_seconds(lengths[None], costs))
     return max(0.0, median(took))
 
 
@@ -173,7 +196,7 @@ def check(asked: argparse.Namespace) -> None:
 
     slow = asked.slower
     costs = Costs(token=0.004 * slow, prompt=0.01 * slow, load=0.05 * slow, learn=2e-4 * slow, step=0.3 * slow)
-    lengths = long_tailed(100, 0.8, 600, 16, 4)
+    lengths = long_tailed(100, 0.8, SETTINGS.max_new_tokens, 16, SETTINGS.n)
     print(head("division", "", *COLUMNS[1:]))
     worst = 0.0
     for count in asked.workers:
@@ -183,8 +206,8 @@ def check(asked: argparse.Namespace) -> None:
         workers.update([("weight", torch.zeros(16))])
         costs = replace(costs, piece=way(workers, costs))
         print(f"{count} workers: a piece's way takes {costs.piece:.3f} s", flush=True)
-        for staleness in asked.staleness:
-            layout = Layout(1, count, staleness)
+        whole = [Layout(1, count, staleness) for staleness in asked.staleness]
+        for layout in whole + [replace(each, partial=True, partial_tokens=100) for each in whole if each.staleness]:
             pair = {
                 "simulated": simulate(costs, layout, lengths, asked.steps),
                 "real": real_run(workers, costs, layout, lengths, asked.steps),
@@ -200,7 +223,7 @@ def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="run real workers beside the simulation")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], help="of --check")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 3, 4], help="of --check")
     parser.add_argument("--steps", type=int, default=12, help="of each run of --check")
     parser.add_argument("--slower", type=float, default=1.0, help="all times of --check: for a busy machine")
     parser.add_argument("--gpus", type=int, default=8)

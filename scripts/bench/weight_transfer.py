@@ -1,26 +1,29 @@
 """How long weights take to rollout workers on this host, beside the plain copy of as many bytes.
 
-    python scripts/bench/weight_transfer.py [--mib 512] [--workers 2] [--rounds 7]
+    python scripts/bench/weight_transfer.py [--mib 512] [--workers 2] [--rounds 9] [--copied]
 
-Workers are real processes on Ray whose engine copies every tensor into parameters of its own. The memory bandwidth is
-that of `torch.Tensor.copy_` in one thread, between buffers as large, alternating with the transfers. Last, a version
-with a wrong checksum is sent, which must be refused and leave the weights as they were.
+Workers are real processes on Ray whose engine takes tensors over as engine `hf` and diffusion workers do, without a
+copy; --copied: it copies them into parameters of its own, as vLLM does. The memory bandwidth is that of
+`torch.Tensor.copy_` in one thread, between buffers as large, alternating with the transfers. CPU seconds are said too,
+by which a busy host can be judged: of a copy, of the trainer's writing with checksums, of what a worker does. Last, a
+version with a wrong checksum is sent, which must be refused and leave the weights as they were.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import replace
 
+import numpy as np
 import torch
+from torch import nn
 
 from lightrft_visual.config.placement import ResourcesConfig
 from lightrft_visual.rollout.remote.pool import WorkerPool
 from lightrft_visual.rollout.remote.ray_workers import Cluster
-from lightrft_visual.rollout.remote.weights import WeightsRefused
+from lightrft_visual.rollout.remote.weights import WeightsRefused, take_over
 from lightrft_visual.rollout.remote.worker import Blueprint
 
 T = torch.Tensor
@@ -30,18 +33,30 @@ TENSOR_MIB = 16
 class Copies:
     """An engine that keeps what it is given, and says a number of it."""
 
-    def __init__(self, count: int) -> None:
-        self.own = {f"weight{i}": torch.zeros(TENSOR_MIB * 2**18) for i in range(count)}
+    def __init__(self, count: int, copied: bool) -> None:
+        weights = (torch.zeros(TENSOR_MIB * 2**18) for _ in range(count))
+        self.own = {f"weight{i}": nn.Parameter(weight, requires_grad=False) for i, weight in enumerate(weights)}
+        self.copied, self.spent, self.last = copied, 0.0, 0.0
 
     def update_weights(self, named_tensors: Iterable[tuple[str, T]]) -> None:
         for name, tensor in named_tensors:
-            self.own[name].copy_(tensor)
+            if self.copied:
+                self.own[name].copy_(tensor)
+            else:
+                take_over(self.own[name], tensor)
+        self.spent, self.last = time.process_time() - self.last, time.process_time()
 
     def reset_caches(self) -> None:
         """There are none."""
 
     def generate(self) -> list[float]:
-        return [float(tensor[-1]) for tensor in self.own.values()]
+        """A number of each tensor, and the CPU seconds that the process spent on the last version."""
+        return [*(float(tensor[-1]) for tensor in self.own.values()), self.spent]
+
+
+def now() -> np.ndarray:
+    """Seconds by the clock, and of this process."""
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 def main() -> None:
@@ -49,37 +64,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--copied", action="store_true")
     parser.add_argument("--transfer", default="auto")
     args = parser.parse_args()
     torch.set_num_threads(1)
     count = args.mib // TENSOR_MIB
-    blueprint = Blueprint("weight_transfer:Copies", (count,), threads=1)
+    blueprint = Blueprint("weight_transfer:Copies", (count, args.copied), threads=1)
     resources = ResourcesConfig(rollout_num_workers=args.workers, rollout_num_cpus=0.5, weight_transfer=args.transfer)
     cluster = Cluster(resources, blueprint)
     pool, post = WorkerPool(cluster.workers), cluster.post()
     weights = {f"weight{i}": torch.full((TENSOR_MIB * 2**18,), float(i)) for i in range(count)}
     copies = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-    bytes_, plain, transfers = sum(each.nbytes for each in weights.values()), [], []
+    bytes_, plain, posts, transfers = sum(each.nbytes for each in weights.values()), [], [], []
     for _ in range(args.rounds):
-        began = time.perf_counter()
+        began = now()
         for name, tensor in weights.items():
             copies[name].copy_(tensor)
-        plain.append(time.perf_counter() - began)
-        began = time.perf_counter()
+        plain.append(now() - began)
+        began = now()
         posted = post.post(weights.items())
+        posts.append(now() - began)
         pool.give_weights(posted.number, posted, at_once=True)
-        transfers.append(time.perf_counter() - began)
+        transfers.append(now() - began)
         for tensor in weights.values():
             tensor += 1
-    copy, transfer = statistics.median(plain[2:]), statistics.median(transfers[2:])
+    (copy, copy_cpu), (posting, post_cpu), (transfer, _) = (
+        np.median(each[2:], axis=0) for each in (plain, posts, transfers)
+    )
+    cpu = f"copy {copy_cpu:.3f}, writing {post_cpu:.3f}, a worker {pool.submit().result(60)[0][-1]:.3f}"
     rate = bytes_ / copy / 1e9
     print(f"{bytes_ / 2**20:.0f} MiB, {args.workers} workers: copied once in {copy:.3f} s ({rate:.1f} GB/s)")
+    print(f"CPU seconds: {cpu}; written in {posting:.3f} s")
     print(
         f"transfer {transfer:.3f} s: {transfer / copy:.2f} times the bytes / bandwidth, "
         f"{transfer / copy / args.workers:.2f} times the bytes given to all workers / bandwidth"
     )
-    before = pool.submit().result(60)[0]
+    before = pool.submit().result(60)[0][:-1]
     posted = post.post(weights.items())
     last = posted.buckets[-1]
     wrong = replace(posted, buckets=(*posted.buckets[:-1], replace(last, checksum=last.checksum ^ 1)))
@@ -88,7 +109,7 @@ def main() -> None:
         print("a wrong checksum was NOT refused")
     except WeightsRefused as error:
         pool.give_weights(wrong.number - 1, None, at_once=False)
-        print(f"refused: {error}; weights unchanged: {pool.submit().result(60)[0] == before}")
+        print(f"refused: {error}; weights unchanged: {pool.submit().result(60)[0][:-1] == before}")
     pool.close()
     cluster.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -43,21 +43,25 @@ class Workers:
 
     def update(self, named_tensors: Iterable[tuple[str, T]], at_once: bool = True) -> None:
         """Give the workers the next version of the weights. A collective: each rank reads all tensors, rank 0 hands
-        them over. Raises RolloutError on every rank where a worker refuses them."""
-        posted, failure = None, None
-        if self.post is not None:
-            posted = self.post.post(named_tensors)
-        else:
-            for _ in named_tensors:
-                pass
-        self.version += 1
-        try:
-            self.pool.give_weights(self.version, posted, at_once)
-        except Exception as error:
-            failure = error
-        failure = collectives.broadcast_object(failure)
+        them over. Raises on every rank what fails there, such as RolloutError where a worker refuses them."""
+        failure = collectives.broadcast_object(self._given(iter(named_tensors), at_once))
         if failure is not None:
             raise failure
+
+    def _given(self, tensors: Iterator[tuple[str, T]], at_once: bool) -> Exception | None:
+        """What failed on this rank."""
+        posted = None
+        try:
+            try:
+                posted = self.post.post(tensors) if self.post is not None else None
+            finally:
+                for _ in tensors:  # other ranks gather each weight with this one
+                    pass
+            self.version += 1
+            self.pool.give_weights(self.version, posted, at_once)
+        except Exception as error:
+            return error
+        return None
 
     def measured(self, waited: float, begun: Iterable[list[Future]]) -> dict[str, float]:
         """What `RemoteEngine.measured` says; begun: batches that are under way."""

@@ -18,7 +18,8 @@ from .worker import LacksWeights, Order
 
 logger = logging.getLogger(__name__)
 MOST_DEATHS = 5  # of workers over one piece of work, which then is taken to be their cause
-RETRY_SECONDS = 0.2  # between questions to a worker that waits for its weights
+RETRY_SECONDS = 0.05  # between questions to a worker that waits for its weights
+LOOK_SECONDS = 1.0  # between looks at an idle worker, which may have been started again
 
 
 class WorkerDied(Exception):
@@ -60,7 +61,8 @@ class WorkerPool:
         self.deaths = 0
         self.version, self.caches = 0, 0
         self.posted: Posted | None = None
-        self._looks_after = 1.0 if shared and holds_weights else None  # seconds between looks at an idle worker
+        self._looks_after = shared and holds_weights
+        self._looked: dict[str, tuple[int, float]] = {}  # by worker: the version that it had, when
         self._closed = False
         self._failure: BaseException | None = None
         self._working, self._spent = 0, 0.0
@@ -139,9 +141,9 @@ class WorkerPool:
     def _serve(self, worker: WorkerHandle) -> None:
         while not self._closed:
             try:
-                piece = self._queue.get(timeout=self._looks_after or 1.0)
+                piece = self._queue.get(timeout=RETRY_SECONDS if self._looks_after else LOOK_SECONDS)
             except queue.Empty:
-                if self._looks_after is not None and not self._revived(worker):
+                if self._looks_after and not self._looked_after(worker):
                     return
                 continue
             with self._lock:
@@ -204,14 +206,23 @@ class WorkerPool:
                 self._fail(RolloutError(f"no rollout worker is left; the last one: {error}"))
             return False
 
-    def _revived(self, worker: WorkerHandle) -> bool:
-        """Give an idle worker that was started again its weights: other ranks wait for them. False where it is gone."""
+    def _looked_after(self, worker: WorkerHandle) -> bool:
+        """Give an idle worker new weights, and one that was started again the present ones: other ranks, which cannot,
+        wait for them. False where it is gone."""
+        with self._lock:
+            version, posted = self.version, self.posted
+        had, when = self._looked.get(worker.name, (0, 0.0))
+        if posted is None or (had == version and time.monotonic() - when < LOOK_SECONDS):
+            return True
         try:
-            if self.posted is not None:
-                worker.call("load", self.posted)
+            worker.call("load", posted)
+            self._looked[worker.name] = version, time.monotonic()
             return True
         except WorkerDied:
             return self._back(worker)
+        except RolloutError as error:  # such as a wrong checksum: nobody can go on with these weights
+            self._fail(error)
+            return False
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error

@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from ...config.placement import AUTO, ResourcesConfig
 from ...errors import ConfigError, LightRFTVisualError, RolloutError
 from ...strategy import collectives
-from ...strategy.ray_cluster import connect, connected, process_environment
+from ...strategy.ray_cluster import adopt_authentication, authentication, connect, connected, process_environment
 from ...strategy.start_up import say
 from .pool import WorkerDied
 from .weights import MemoryFile, WeightPost
@@ -80,9 +80,11 @@ class Cluster:
         self.connected_here = True
         told = self._guarded(self._start, blueprint) if self.first else None
         address, names, error = collectives.broadcast_object(told)
+        mode = collectives.broadcast_object(authentication())
         if error is not None:
             raise error
         if not self.first:
+            adopt_authentication(mode)
             self._join(address, names)
         timeout = resources.worker_timeout
         self.workers = [RayWorker(self.ray, actor, name, timeout) for actor, name in zip(self._actors, names)]

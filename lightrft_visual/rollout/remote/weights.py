@@ -2,24 +2,28 @@
 
 A version lies in memory that the workers of this host map (anonymous files, which vanish with the trainer), and in
 Ray's object store for workers of other hosts. A worker checks all buckets before it takes over any tensor, so it has
-either the old version or the new one.
+either the old version or the new one. On this host it need not copy them: `take_over`.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import xxhash
+from torch import nn
 
 from ...errors import RolloutError
 
 T = torch.Tensor
-BUCKET_BYTES = 256 * 2**20
+BUCKET_BYTES = 64 * 2**20
+THREADS = min(4, len(os.sched_getaffinity(0)))  # of the host, while nothing else runs on it
 ALIGNED = 64  # bytes
 
 
@@ -89,8 +93,9 @@ class MemoryFile:
 class WeightPost:
     """The trainer's side: writes versions into memory files, of which `turns` take turns for each place.
 
-    A worker may still read a version when the next ones are written: there are two turns where all take over a version
-    at once, and one more for each batch that is generated ahead, which is how long work with an old version can take.
+    Workers may still read a version, and even compute with it where it lies, when the next ones are written: there are
+    two turns where all take over a version at once, and one more for each batch that is generated ahead, which is how
+    long work with an old version can take.
 
     store: puts an array into the object store and returns its reference; None where every worker shares this memory.
     shared: whether any does.
@@ -107,12 +112,18 @@ class WeightPost:
         self.bucket_bytes, self.store, self.shared = bucket_bytes, store, shared
         self.number = 0
         self._files: dict[tuple[int, int], MemoryFile] = {}  # by (turn, place)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="weights")
 
     def post(self, named_tensors: Iterable[tuple[str, T]]) -> Posted:
-        """The next version: all tensors, copied at once as they come."""
+        """The next version: all tensors, written while others still come, a bucket by each thread."""
         self.number += 1
-        buckets = [self._bucket(place, tensors, size) for place, (tensors, size) in enumerate(self._cut(named_tensors))]
-        return Posted(self.number, tuple(buckets))
+        buckets: list[Bucket] = []
+        writing: deque[Future] = deque()
+        for place, (tensors, size) in enumerate(self._cut(named_tensors)):
+            if len(writing) == THREADS:  # under ZeRO-3 what waits is held whole
+                buckets.append(writing.popleft().result())
+            writing.append(self._threads.submit(self._bucket, self._file(place, size), tensors, size))
+        return Posted(self.number, (*buckets, *(each.result() for each in writing)))
 
     def _cut(self, named_tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[list[tuple[str, T, int]], int]]:
         """((name, tensor, where it begins) of a bucket, its bytes). A tensor stays whole, however large."""
@@ -126,8 +137,7 @@ class WeightPost:
         if bucket:
             yield bucket, size
 
-    def _bucket(self, place: int, tensors: list[tuple[str, T, int]], size: int) -> Bucket:
-        file = self._file(place, size)
+    def _bucket(self, file: MemoryFile, tensors: list[tuple[str, T, int]], size: int) -> Bucket:
         content, digest = file.content[:size].numpy(), xxhash.xxh3_64()
         ends = [*(start for _, _, start in tensors[1:]), size]
         for (_, tensor, start), end in zip(tensors, ends):
@@ -175,10 +185,8 @@ class MappedFiles:
 
     @staticmethod
     def _map(path: str) -> T:
-        with open(path, "rb") as file:
-            # Private and writable, as torch has no read-only tensors; nothing is ever written.
-            memory = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        # Shared, so that `take_over` knows it; nobody but the trainer writes.
+        return torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
 
 
 def received(
@@ -190,8 +198,8 @@ def received(
     for other bytes than those that were posted.
     """
     files = files or MappedFiles()
-    contents = []
-    for place, bucket in enumerate(posted.buckets):
+
+    def checked(place: int, bucket: Bucket) -> T:
         near = bucket.path is not None and (bucket.stored is None or reachable(bucket.path))
         content = files.content(bucket) if near else torch.from_numpy(fetch(bucket.stored))
         checksum = xxhash.xxh3_64_intdigest(content[: bucket.bytes].numpy())
@@ -200,9 +208,24 @@ def received(
                 f"bucket {place} of weight version {posted.number} has the checksum {checksum:016x}, posted was "
                 f"{bucket.checksum:016x}: it was damaged on its way, and the worker keeps its weights"
             )
-        contents.append(content)
+        return content
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        contents = list(threads.map(checked, range(len(posted.buckets)), posted.buckets))
     return [
         (at.name, content[at.start : at.start + at.bytes].view(at.dtype).view(at.shape))
         for bucket, content in zip(posted.buckets, contents)
         for at in bucket.tensors
     ]
+
+
+@torch.no_grad()
+def take_over(parameter: nn.Parameter, tensor: T) -> None:
+    """Give an engine's parameter what a worker received: by a copy, or as it lies in memory that is shared with the
+    trainer, which leaves a version alone for as long as workers may compute with it (`WeightPost`)."""
+    mapped = tensor.device.type == "cpu" and tensor.is_shared()
+    same = (tensor.device, tensor.dtype, tensor.shape) == (parameter.device, parameter.dtype, parameter.shape)
+    if mapped and same:
+        parameter.data = tensor
+    else:
+        parameter.copy_(tensor)

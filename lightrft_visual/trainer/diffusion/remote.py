@@ -19,6 +19,7 @@ from ...models.diffusion.policy import DiffusionPolicy, LoraSettings
 from ...models.weight_copies import gathered
 from ...rollout.diffusion_sampler import DiffusionSampler
 from ...rollout.remote.engine import SHARES, Workers
+from ...rollout.remote.weights import take_over
 from ...rollout.remote.worker import Blueprint
 from .maker import DiffusersEngine
 from .stages import DiffusionSampling, DrawingBatch, ImageSettings, Sampled, TrainedVelocity
@@ -132,11 +133,10 @@ class WorkerDrawing:
         sampler = DiffusionSampler(rollout_sampling(config), rollout_noise(config))
         self.sampling = DiffusionSampling(TrainedVelocity(policy, policy), sampler, ImageSettings.from_config(config))
 
-    @torch.no_grad()
     def update_weights(self, named_tensors: Iterable[tuple[str, T]]) -> None:
-        """Copy what trains into the policy."""
+        """What trains, into the policy; see `take_over`."""
         for name, tensor in named_tensors:
-            self.parameters[name].copy_(tensor)
+            take_over(self.parameters[name], tensor)
 
     def reset_caches(self) -> None:
         """Nothing to do: encoded prompts do not depend on what trains."""

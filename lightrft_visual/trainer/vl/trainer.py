@@ -306,10 +306,12 @@ class VLTrainer(PolicyTrainer):
         return RolloutCheck(self.parts.gate, self.probe, self.config.rollout.temperature)
 
     def _report_check(self, check: RolloutCheck, metrics: MetricsAccumulator) -> None:
-        """parity: the gate's latest figure, of these rollouts or, where they cannot be compared, of the last probe."""
+        """parity: the gate's latest figure, of these rollouts or, where they cannot be compared, of the last probe.
+        Ahead of the trainer only tokens of the present weights can be; without any no difference is told."""
         if check.compared and check.gate is not None:
             self.parity = check.figure
-        metrics.add_max("rollout_logp_diff_max", check.largest)
+        if check.compared or self.ahead is None:
+            metrics.add_max("rollout_logp_diff_max", check.largest)
         metrics.add_max("parity", self.parity)
 
     def _records(self, rollouts: list[Rollout]) -> list[Record]:

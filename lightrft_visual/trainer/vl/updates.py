@@ -213,7 +213,7 @@ class PolicyUpdate:
             old_log_probs=sampled if self.behaviour else old,
             advantages=per_action(experience, "advantages"),
             action_mask=batch.token_masks[index].to(device),
-            rollout_log_probs=sampled,
+            rollout_log_probs=None if self.behaviour else sampled,  # what they differ by from the old ones is told
             entropy=output.entropy,
             ref_log_probs=per_action(experience, "base_action_log_probs"),
             policy_mask=policy_mask,

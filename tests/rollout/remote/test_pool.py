@@ -9,8 +9,9 @@ import pytest
 
 from lightrft_visual.config.placement import ResourcesConfig
 from lightrft_visual.errors import ConfigError, RolloutError
-from lightrft_visual.rollout.remote.pool import MOST_DEATHS, WorkerDied, WorkerPool
+from lightrft_visual.rollout.remote.pool import LOOK_SECONDS, MOST_DEATHS, WorkerDied, WorkerPool
 from lightrft_visual.rollout.remote.ray_workers import divided
+from lightrft_visual.rollout.remote.weights import Posted
 
 
 class Handle:
@@ -111,3 +112,20 @@ def test_devices_are_divided():
         divided(ResourcesConfig(rollout_num_gpus="3"), [0, 1], 1)
     with pytest.raises(ConfigError, match="devices \\[1\\] are the trainer's and the rollouts' alike"):
         ResourcesConfig(trainer_devices=[0, 1], rollout_devices=[1])
+
+
+def test_an_idle_worker_gets_new_weights_at_once_for_the_other_ranks():
+    loaded = threading.Event()
+
+    def call(method, *arguments):
+        assert method == "load"
+        if arguments[0].number == 2:
+            loaded.set()
+
+    handle = Handle("a", None)
+    handle.call = call
+    pool = WorkerPool([handle], shared=True)
+    for number in (1, 2):
+        pool.give_weights(number, Posted(number, ()), at_once=False)
+    assert loaded.wait(LOOK_SECONDS)
+    pool.close()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightrft_visual.rollout.remote.weights import MappedFiles, WeightPost, WeightsRefused, received
+from lightrft_visual.rollout.remote.weights import MappedFiles, WeightPost, WeightsRefused, received, take_over
 from lightrft_visual.rollout.remote.worker import Worker
 
 
@@ -87,3 +87,26 @@ def test_a_byte_that_changes_on_the_way_is_noticed():
     post._files[1, 0].content[100] += 1
     with pytest.raises(WeightsRefused, match="was damaged on its way"):
         received(posted)
+
+
+def test_a_parameter_takes_over_the_trainers_memory_and_the_next_version_in_it_is_a_whole_one():
+    post, files = WeightPost(bucket_bytes=200), MappedFiles()
+    own = {name: torch.nn.Parameter(torch.zeros_like(value), requires_grad=False) for name, value in named().items()}
+    own["half"].data = own["half"].float()  # computes in another precision than what is sent
+    tied = own["big"]
+    for scale in (1.0, 2.0, 3.0):
+        for name, value in received(post.post(named(scale).items()), files=files):
+            take_over(own[name], value)
+        assert all(torch.equal(own[name], value.to(own[name].dtype)) for name, value in named(scale).items())
+        assert own["big"] is tied and own["half"].dtype == torch.float32
+    assert own["big"].is_shared() and not own["half"].is_shared()
+    kept = own["big"].clone()
+    post.post(named(4.0).items())  # written beside the version that is computed with
+    assert torch.equal(own["big"], kept)
+
+
+def test_without_shared_memory_values_are_copied():
+    source, parameter = torch.ones(3), torch.nn.Parameter(torch.zeros(3))
+    take_over(parameter, source)
+    source += 1
+    assert torch.equal(parameter, torch.ones(3))
