@@ -69,10 +69,13 @@ class Workers:
         return {"idle_trainer": waited, "idle_engines": 1 - self.pool.busy_share(), "buffer_level": float(full)}
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers. A collective: the other ranks leave the cluster before rank 0 ends it."""
         self.pool.close()
+        if not self.cluster.first:
+            self.cluster.close()
         collectives.barrier()
-        self.cluster.close()
+        if self.cluster.first:
+            self.cluster.close()
 
 
 class RemoteEngine:

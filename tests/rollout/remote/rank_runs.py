@@ -17,7 +17,10 @@ from lightrft_visual.rollout.remote.weights import WeightPost, WeightsRefused
 from lightrft_visual.strategy import collectives
 from lightrft_visual.trainer.vl.trainer import build_trainer
 
-FLAGS = "--max_steps 2 --zero_stage 3 --lora_rank 4 --micro_train_batch_size 8 --max_eval_samples 4"
+FLAGS = (
+    "--max_steps 2 --zero_stage 3 --lora_rank 4 --micro_train_batch_size 8 --micro_rollout_batch_size 4 "
+    "--max_eval_samples 4"
+)
 AHEAD = f"{split_runs.SPLIT} --rollout_num_workers 1 async.max_staleness=1 --max_steps 3"
 
 
