@@ -150,11 +150,26 @@ class DiffusionBatch:
 
 
 @dataclass
+class KeptSteps:
+    """Steps of B samples with the graph of the forwards that drew them.
+
+    steps: their n indices; log_probs (n * B), means (n * B, …), stds (n * B, 1, …): of all samples at the first of the
+    steps, and so on.
+    """
+
+    steps: list[int]
+    log_probs: T
+    means: T
+    stds: T
+
+
+@dataclass
 class SamplingResult:
     """latents (B, …) at sigma 0; timesteps, sigmas (K), equal in length (the closing sigma 0 is implied).
 
     With a stochastic trajectory also: trajectory (B, K+1, …); log_probs (B, K), 0 on deterministic steps;
-    stochastic (K) bool, true on the steps that were drawn and have a log-prob; means (B, K, …) if they were kept.
+    stochastic (K) bool, true on the steps that were drawn and have a log-prob; means (B, K, …) if they were kept;
+    kept: the steps whose graph was.
     """
 
     latents: T
@@ -164,6 +179,7 @@ class SamplingResult:
     log_probs: T | None = None
     stochastic: T | None = None
     means: T | None = None
+    kept: KeptSteps | None = None
 
 
 def check_noise(config: SamplingConfig, noise: NoiseConfig) -> None:

@@ -178,6 +178,8 @@ class DiffusionTrainConfig(Section):
     gradient_accumulation_steps: PositiveInt | None = None  # or: micro-batches of a rank that make an update (ROLL)
     micro_train_batch_size: PositiveInt = 8
     steps_per_forward: PositiveInt = 1  # denoising steps of a micro-batch in one forward; memory grows with it
+    rollout_graph_gib: NonNegativeFloat = 1.0  # graphs of the rollout's forwards that are kept for its only update, per
+    # rank, in place of a replay; larger ones are not kept, 0 keeps none
     max_epochs: PositiveInt = 1  # rounds of updates over the samples of a step
     num_episodes: PositiveInt = 1
     max_steps: Annotated[int, positive_or(-1, "no limit")] = -1
@@ -272,6 +274,17 @@ class DiffusionRunConfig(Section):
         """Whether a sample of advantage 0 adds nothing to the loss: without a KL, on SDE steps and in preferences."""
         entry = self.algorithm.entry
         return (entry.trains_on == "steps" or entry.coupled) and self.algorithm.beta == 0
+
+    @property
+    def rollout_graphs_serve(self) -> bool:
+        """Whether the forwards of the rollout are those of its update: the only one, of the same weights and guidance,
+        on steps that are known before, and with activations that are kept."""
+        s, a, train, zero = self.sampling, self.algorithm, self.train, self.distributed
+        once = train.max_epochs == 1 and train.train_batch_size == s.rollout_batch_size * s.n_samples_per_prompt
+        alike = not self.keeps_old_policy and (a.cfg_in_training or s.guidance_scale <= 1)
+        known = a.entry.trains_on == "steps" and (a.timestep_fraction == 1 or a.timestep_choice == "first")
+        here = not zero.split and zero.zero_stage < 3 and not self.model.gradient_checkpointing
+        return train.rollout_graph_gib > 0 and once and alike and known and here
 
     @property
     def offline(self) -> bool:

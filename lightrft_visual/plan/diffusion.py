@@ -12,8 +12,8 @@ from torch import nn
 
 from ..algorithms.diffusion import training_guidance
 from ..batches.conditions import NEGATIVE
-from ..config.devices import Device
-from ..config.diffusion import DiffusionRunConfig, gradient_steps, rollout_noise
+from ..config.devices import GIB, Device
+from ..config.diffusion import DiffusionRunConfig, gradient_steps, rollout_noise, rollout_sampling
 from ..models.diffusion.decoding import LATENTS_AT_ONCE
 from ..models.diffusion.policy import DiffusionPolicy
 from .meta import Held, held_bytes, weights_bytes
@@ -24,7 +24,6 @@ from .zero import FP32, Model, Zero
 
 T = torch.Tensor
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder")
-CLIP_TOKENS = 77
 FEW_FRAMES, MORE_FRAMES = 3, 5  # latent frames that are looked at of a video
 SAMPLING_USE, TRAINING_USE = 0.4, 0.35  # of a device's products
 
@@ -52,7 +51,7 @@ class Computed:
         names = ("joint_attention_dim", "text_dim", "text_embed_dim", "cross_attention_dim")
         wide = next(network[name] for name in names if network.get(name))
         two = getattr(pipeline, "text_encoder_3", None) is not None or "StableDiffusion3" in type(pipeline).__name__
-        length = self.family.text_length + (CLIP_TOKENS if two else 0)
+        length = self.family.text_length + (pipeline.text_encoder.config.max_position_embeddings if two else 0)
         found = {"context": torch.empty(count, length, wide, dtype=dtype, device="meta")}
         if network.get("pooled_projection_dim"):
             found["pooled"] = torch.empty(count, network["pooled_projection_dim"], dtype=dtype, device="meta")
@@ -219,6 +218,19 @@ class DiffusionPlanner:
             Item("decoded samples", media, "rollout_batch_size", HOST),
         ]
 
+    def _graphs(self) -> Item:
+        """Of the rollout's forwards, where they are kept for the update and within their limit."""
+        config, size = self.config, 0.0
+        if config.rollout_graphs_serve and len(self.policy.trainable) == 1:
+            one = self.computed.denoised(1, config.sampling.guidance_scale, backward=True).kept
+            size = one * self.samples * self._graph_steps()
+        fits = size <= config.train.rollout_graph_gib * GIB
+        return Item("graphs of the rollout", size if fits else 0, "rollout_graph_gib")
+
+    def _graph_steps(self) -> int:
+        stochastic = self.config.sampling.sde_window_size or rollout_sampling(self.config).moving_steps - 1
+        return max(1, round(self.config.algorithm.timestep_fraction * stochastic))
+
     # -- phases --------------------------------------------------------------------------------------------------
 
     def _load(self) -> Phase:
@@ -234,12 +246,12 @@ class DiffusionPlanner:
     def _generate(self) -> Phase:
         """Text encoders, then the denoiser, then the VAE are at work; Reward FL does all of it while it trains."""
         s, count = self.config.sampling, self._micro()
-        always, drawn, lent = self._always(), self._drawn(), self._lent()
+        always, drawn, lent = self._always(), [*self._drawn(), self._graphs()], self._lent()
         step = self.computed.denoised(count, s.guidance_scale, backward=False).peak
         forward = Item("a denoising step", step, "micro_rollout_batch_size")
         decoded = Item("decoding", self._decoded(count, backward=False).peak, "vae_tiling, micro_rollout_batch_size")
         moments = [
-            [*self._always(ENCODERS), *drawn],
+            [*self._always(ENCODERS), *self._drawn()],
             [*always, *drawn, lent, forward, *self.zero.gathered(self.model)],
             [*self._always(("vae",)), *drawn, lent, decoded],
         ]
@@ -266,9 +278,8 @@ class DiffusionPlanner:
 
     def _score(self) -> Phase:
         """Reward models are at work one after the other, functions on the host."""
-        return Phase.fullest(
-            "score", 0.0, *([*self._always(judge=name), *self._drawn()] for name in self._judges or [None])
-        )
+        held = [*self._drawn(), self._graphs()]
+        return Phase.fullest("score", 0.0, *([*self._always(judge=name), *held] for name in self._judges or [None]))
 
     def _train(self) -> Phase:
         always, zero, model = self._always(("vae",) if self.rewarded else ()), self.zero, self.model
@@ -282,8 +293,9 @@ class DiffusionPlanner:
         ]
         micro_batches = ceil(self.own / self.config.train.micro_train_batch_size)
         backward = [*always, *batch, *zero.gathered(model), *zero.gradients("denoisers", model, micro_batches), *held]
+        kept = [*always, *batch, *zero.gradients("denoisers", model, 1), self._graphs(), self._beside_graphs()]
         step = [*always, *batch, *zero.step("denoisers", model)]
-        return Phase.fullest("train", self._train_seconds(), backward, step)
+        return Phase.fullest("train", self._train_seconds(), backward, kept, step)
 
     def _train_seconds(self) -> float:
         passes = 4 if self.config.model.gradient_checkpointing else 3
@@ -293,7 +305,8 @@ class DiffusionPlanner:
             products = self._products(steps - trained + passes * trained)
         else:
             steps = self.config.sampling.sde_window_size or self.config.sampling.num_steps
-            products = self._products(steps * self.config.algorithm.timestep_fraction * (passes + self._reference))
+            passes += self._reference - (self._graphs().bytes > 0)  # the forward was the rollout's
+            products = self._products(steps * self.config.algorithm.timestep_fraction * passes)
         return products * self.config.train.max_epochs / (TRAINING_USE * self.device.flops)
 
     def _update_items(self) -> list[Item]:
@@ -313,6 +326,14 @@ class DiffusionPlanner:
         others = self._reference + self.config.keeps_old_policy  # they run while the graph is there
         beside = self.computed.denoised(count, guidance, backward=False).peak if others else 0
         return self._on_device(held, 1, beside)
+
+    def _beside_graphs(self) -> Item:
+        """The reference's forward over all kept steps of a micro-batch of the rollout."""
+        size = 0
+        if self._graphs().bytes and self._reference:
+            rows, guidance = self._micro() * self._graph_steps(), self.config.sampling.guidance_scale
+            size = self.computed.denoised(rows, guidance, backward=False).peak
+        return Item("reference on the kept steps", size, "micro_rollout_batch_size, rollout_graph_gib")
 
     def _on_device(self, held: Held, times: int, beside: float = 0) -> tuple[float, float]:
         """(device, host) bytes of `times` graphs, of which one is in backward; with offload graphs wait on the host."""

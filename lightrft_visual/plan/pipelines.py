@@ -15,6 +15,7 @@ from torch import nn
 
 from ..config.diffusion import DiffusionRunConfig
 from ..config.shared import EMBEDDED
+from ..embedded.tiny_sd3 import TEXT_LENGTH
 from ..errors import ConfigError
 from ..models.diffusion.families.cosmos import NoSafetyChecker
 from ..models.diffusion.policy import DiffusionPolicy, LoraSettings, named_family, saved_text_length
@@ -38,7 +39,8 @@ def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
     adapter = named_family(type(pipeline).__name__, model.family)
     if adapter.most_source_images or adapter.draws_first:  # sizes that only the data know; a second network
         return None
-    family = adapter(pipeline, model.max_sequence_length or saved_text_length(model.pretrain))
+    saved = TEXT_LENGTH if model.pretrain == EMBEDDED else saved_text_length(model.pretrain)
+    family = adapter(pipeline, model.max_sequence_length or saved)
     with torch.device("meta"):
         return DiffusionPolicy(family, LoraSettings.from_config(model), model.trained_denoisers)
 

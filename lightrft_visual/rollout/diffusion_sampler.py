@@ -15,6 +15,7 @@ import torch
 from ..batches.diffusion_sampling import (
     TRAIN_TIMESTEPS,
     DiffusionBatch,
+    KeptSteps,
     NoiseConfig,
     SamplingConfig,
     SamplingResult,
@@ -132,10 +133,12 @@ class DiffusionSampler:
         *,
         generator: torch.Generator | Sequence[torch.Generator],
         window: int = 0,
+        keep: Sequence[int] = (),
     ) -> SamplingResult:
         """Denoise B samples. generator: one for each sample, or a single one that seeds one for each sample.
 
-        window: first stochastic step when the noise config has a window_size. No gradient is recorded.
+        window: first stochastic step when the noise config has a window_size. keep: stochastic steps whose log-probs
+        keep the graph of their own forward, each from the latents on; of the others no gradient is recorded.
         """
         generators = _per_sample_generators(generator, batch.batch_size)
         timesteps, sigmas = self.schedule(model, batch.latent_shape)
@@ -144,25 +147,29 @@ class DiffusionSampler:
         x = self._starting_noise(model, batch, generators) * model.starting_scale(float(sigmas[0]))
         closed = torch.cat([sigmas, sigmas.new_zeros(1)])
         stochastic = self.stochastic_steps(window)
-        path, log_probs, means = [x], [], []
+        path, log_probs, means, kept = [x], [], [], []
         for index in range(len(sigmas)):
             at = timesteps[index].expand(batch.batch_size).to(x.device)
             moving = index < self.config.moving_steps
-            v = model.velocity(x, at, batch.conditions, batch.guidance_scale) if moving else torch.zeros_like(x)
             noise = draw_noise(batch.latent_shape, generators, x.dtype, x.device) if stochastic[index] else None
-            step = self._advance(model, x, v, closed[index], closed[index + 1], noise)
-            x = step.prev
+            with torch.set_grad_enabled(index in keep):
+                v = model.velocity(x, at, batch.conditions, batch.guidance_scale) if moving else torch.zeros_like(x)
+                step = self._advance(model, x, v, closed[index], closed[index + 1], noise)
+            if index in keep:
+                kept.append(step)
+            x = step.prev.detach()
             if self.config.stochastic and self.noise.keep_path:
                 path.append(x)
-                log_probs.append(step.log_prob)
+                log_probs.append(step.log_prob.detach())
                 if self.noise.keep_means:
-                    means.append(step.mean)
+                    means.append(step.mean.detach())
         if not path[1:]:
             return SamplingResult(x, timesteps, sigmas)
-        kept = torch.stack(means, dim=1) if self.noise.keep_means else None
+        all_means = torch.stack(means, dim=1) if self.noise.keep_means else None
         return SamplingResult(
-            x, timesteps, sigmas, torch.stack(path, dim=1), torch.stack(log_probs, dim=1), stochastic, kept
-        )
+            x, timesteps, sigmas, torch.stack(path, dim=1), torch.stack(log_probs, dim=1), stochastic, all_means,
+            _joined(keep, kept),
+        )  # fmt: skip
 
     def _starting_noise(self, model: VelocityModel, batch: DiffusionBatch, generators: list[torch.Generator]) -> T:
         if batch.latents is not None:
@@ -182,6 +189,14 @@ class DiffusionSampler:
         else:
             mean, std = euler_step(x, v, sigma, sigma_next), per_sample(0.0, x)
         return Step(mean, x.new_zeros(x.shape[0]), mean, std)
+
+
+@torch.enable_grad()
+def _joined(indices: Sequence[int], kept: list[Step]) -> KeptSteps | None:
+    if not kept:
+        return None
+    _, log_probs, means, stds = (torch.cat(values) for values in zip(*kept))
+    return KeptSteps(sorted(indices), log_probs, means, stds)
 
 
 def _per_sample_generators(

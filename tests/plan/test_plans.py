@@ -7,14 +7,20 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightrft_visual.config.devices import DEVICES, GIB
+from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit, parse_run
+from lightrft_visual.config.roots import DIFFUSION_PRESET
 from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.embedded.tiny_sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
 from lightrft_visual.plan import check
 from lightrft_visual.plan.advice import advice, forecasts
 from lightrft_visual.plan.table import HOST, Item, Phase, Plan
+from lightrft_visual.trainer.diffusion.graphs import kept_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("check_config", ROOT / "scripts" / "check_config.py")
@@ -188,6 +194,28 @@ def test_a_model_that_cannot_be_planned_does_not_stop_its_run(monkeypatch, caplo
     with caplog.at_level(logging.WARNING):
         check.check_fits(RunConfig())
     assert "no plan of this run could be made: ZeroDivisionError" in caplog.text
+
+
+def test_graphs_of_the_rollout_are_counted_until_they_have_served() -> None:
+    argv = "--num_steps 6 --rollout_batch_size 2 --n_samples_per_prompt 4 --train_batch_size 8".split()
+
+    def held(*more: str) -> dict[str, float]:
+        config = parse_run(DiffusionRunConfig, [*argv, *more], preset=DIFFUSION_PRESET).config
+        plan = check.plan_of(config, DEVICES["h100-80gb"], 1, 1)
+        named = {phase.name: {item.name: item.bytes for item in phase.items} for phase in plan.phases}
+        return {name: items.get("graphs of the rollout", 0) for name, items in named.items()}
+
+    torch.manual_seed(0)
+    drawing = DiffusionPolicy(family_of(build_pipeline(TinyDiffusionSettings()), TEXT_LENGTH), LoraSettings(32))
+    conditions = drawing.encode_prompts(["a red circle"])
+    one = kept_bytes(
+        lambda: drawing.velocity(torch.zeros(1, 8, 8, 8), torch.tensor([500.0]), conditions), drawing.parameters()
+    )
+    found = held()
+    assert found["generate"] == found["score"] == found["train"] == pytest.approx(8 * 5 * one, rel=0.15)
+    assert found["load"] == found["sync"] == 0
+    assert held("--timestep_fraction", "0.4")["generate"] == pytest.approx(found["generate"] * 2 / 5)
+    assert not any(held("--rollout_graph_gib", "0.001").values()) and not any(held("--max_epochs", "2").values())
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "internvl", "qwen2"])

@@ -30,7 +30,7 @@ class DPOK(DDPO):
 
     def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """-A log p + beta KL, summed over valid rows / denominator."""
-        step = self.replay(context.velocity, rows)
+        step = self.step(context, rows)
         losses = -rows.advantages * step.log_prob
         maxima = {"logp_diff_max": largest_drift(log_ratio(step.log_prob, rows.log_probs).detach(), rows.valid)}
         means = {}

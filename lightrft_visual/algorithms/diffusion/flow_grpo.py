@@ -75,9 +75,15 @@ class FlowGRPO:
             reduction=self.log_prob,
         )  # fmt: skip
 
+    def step(self, context: LossContext, rows: DenoisingBatch) -> Step:
+        """The rows' steps, with a graph: that of the rollout where it was kept, else of their replay."""
+        if rows.kept is None:
+            return self.replay(context.velocity, rows)
+        return Step(rows.x_next, rows.kept.log_probs, rows.kept.means, rows.kept.stds)
+
     def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """Sum over valid rows / denominator, so that micro-batches and ranks add up to one batch."""
-        step = self.replay(context.velocity, rows)
+        step = self.step(context, rows)
         drift = log_ratio(step.log_prob, rows.log_probs)
         # Other batch sizes than the rollout's round differently, in bf16 by more than a clip range of 1e-4.
         raw = step.log_prob.float() - step.log_prob.float().detach() if context.on_policy else drift

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from ...batches.conditions import Conditions, stacked, text_lengths
-from ...batches.diffusion_sampling import SamplingResult
+from ...batches.diffusion_sampling import KeptSteps, SamplingResult
 from ...batches.experience import BatchLayout, ExperienceDiffusion
 from ...strategy.seeding import derive_seed
 
@@ -21,7 +21,7 @@ class DenoisingBatch:
     """M rows: the step that row m trains on. x, x_next (M, …); sigma, sigma_next, timesteps, log_probs, advantages (M);
     data (M, …) the finished latents; valid (M) bool; sample_id, steps (M) long, which name the row; group_id (M) long;
     conditions {name: (M, …)}; schedule (M, K+1) the sigmas of all steps; rollout_means (M, …) or None; coupling (M) or
-    None, see `preference.py`."""
+    None, see `preference.py`; kept: the rows' steps as the rollout has made them, with their graph, or None."""
 
     x: T
     x_next: T
@@ -39,6 +39,7 @@ class DenoisingBatch:
     schedule: T
     rollout_means: T | None = None
     coupling: T | None = None
+    kept: KeptSteps | None = None
 
     def __len__(self) -> int:
         return self.x.shape[0]
@@ -87,9 +88,13 @@ def trainable_steps(experience: ExperienceDiffusion, fraction: float = 1.0) -> T
     The same number for every sample, as all share one schedule and window.
     """
     stochastic = experience.info[STOCHASTIC]
-    steps = stochastic[0].nonzero()[:, 0]
-    kept = steps[: max(1, round(fraction * len(steps)))]
-    return kept.expand(stochastic.shape[0], -1)
+    return first_share(stochastic[0], fraction).expand(stochastic.shape[0], -1)
+
+
+def first_share(stochastic: T, fraction: float) -> T:
+    """(n) indices of the first `fraction` of the steps that are marked in (K) bool, and at least one."""
+    steps = stochastic.nonzero()[:, 0]
+    return steps[: max(1, round(fraction * len(steps)))]
 
 
 def noisy_steps(experience: ExperienceDiffusion, fraction: float = 1.0, lowest: float = 0.0) -> T:

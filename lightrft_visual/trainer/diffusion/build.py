@@ -40,6 +40,7 @@ from ..loop import LoopSettings
 from ..run_parts import open_recorder, refused_rows_listed, start_strategy, synchronize
 from ..run_state import check_output
 from .evaluation import SHEET_IMAGES, DiffusionEvaluation
+from .graphs import RolloutGraphs
 from .maker import DiffusersEngine, DiffusionExperienceMaker
 from .pairs import PairExperience
 from .parts import DiffusionParts
@@ -105,6 +106,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
         pairs=PairExperience(prompts, sampling, config.sampling.rollout_batch_size // collectives.world_size())
         if config.offline
         else None,
+        graphs=RolloutGraphs.from_config(config, policy),
     )
     return DiffusionTrainer(parts)
 

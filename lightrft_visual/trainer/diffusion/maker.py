@@ -11,6 +11,7 @@ import torch
 from ...algorithms.diffusion.advantages import gathered_group_advantages
 from ...algorithms.diffusion.diffusion_dpo import gathered_pairs
 from ...algorithms.diffusion.rows import experience_of
+from ...batches.diffusion_sampling import KeptSteps
 from ...batches.experience import ExperienceDiffusion
 from ...batches.prompts import PromptBatch
 from ...config.diffusion import DiffusionAlgorithmConfig
@@ -19,6 +20,7 @@ from ...models.weight_copies import WeightCopy
 from ...rewards.batch import RewardOutput
 from ...rewards.engine import RewardComputationEngine
 from ...strategy.phase_timer import PhaseTimer
+from .graphs import Graphed, RolloutGraphs
 from .stages import DiffusionSampling, DrawingBatch, Sampled
 
 T = torch.Tensor
@@ -49,10 +51,10 @@ class DiffusersEngine:
         """What makes experience with this engine; `FastExperienceMaker` asks for it."""
         return DiffusionExperienceMaker(self, rewards, algorithm, timer)
 
-    def generate(self, rows: DrawingBatch, step: int) -> list[Sampled]:
-        """Rollouts by micro-batch, in the order of the rows."""
+    def generate(self, rows: DrawingBatch, step: int, graphs: RolloutGraphs | None = None) -> list[Sampled]:
+        """Rollouts by micro-batch, in the order of the rows. graphs: those that are kept."""
         with self.old.swapped() if self.old is not None else nullcontext():
-            return self.sampling.draw(rows, step)
+            return self.sampling.draw(rows, step, graphs=graphs)
 
 
 @dataclass
@@ -60,12 +62,18 @@ class DrawnExperience:
     """What the maker makes of a step's rows on this rank.
 
     experiences: micro-batches with rewards and advantages, in the order of the rows. media (B, 3, …) in 0..1 on the
-    host. metrics: numbers of the whole batch, the same on every rank.
+    host. metrics: numbers of the whole batch, the same on every rank. kept: graphs of the experiences' steps, or empty.
     """
 
     experiences: list[ExperienceDiffusion]
     media: T
     metrics: dict[str, float]
+    kept: list[KeptSteps]
+
+    @property
+    def batches(self) -> list[ExperienceDiffusion] | list[Graphed]:
+        """What is trained on."""
+        return [*map(Graphed, self.experiences, self.kept)] if self.kept else self.experiences
 
 
 @dataclass
@@ -78,10 +86,10 @@ class DiffusionExperienceMaker:
     timer: PhaseTimer | None = None
     max_staleness: int = 0  # 0 looks at no sample's age
 
-    def make(self, rows: DrawingBatch, step: int) -> DrawnExperience:
+    def make(self, rows: DrawingBatch, step: int, graphs: RolloutGraphs | None = None) -> DrawnExperience:
         """Experience of one step's rows; `step` is the policy's version, by which noise is drawn. A collective."""
         with self._phase("generate"):
-            drawn = self.engine.generate(rows, step)
+            drawn = self.engine.generate(rows, step, graphs)
         media = torch.cat([each.media for each in drawn]).cpu()
         with self._phase("reward"):
             scored = score_samples(self.rewards, rows, media)
@@ -91,7 +99,8 @@ class DiffusionExperienceMaker:
             experiences.append(scored_experience(each, rows.select(part), rewards_at(scored, part), step))
             start = part.stop
         counts = scored.counts | self._leave_out_stale(experiences, step)
-        return DrawnExperience(experiences, media, counts | self._advantages(experiences, scored))
+        kept = [each.result.kept for each in drawn if each.result.kept is not None]
+        return DrawnExperience(experiences, media, counts | self._advantages(experiences, scored), kept)
 
     def _leave_out_stale(self, experiences: list[ExperienceDiffusion], step: int) -> dict[str, float]:
         """Samples of a policy that is more than `max_staleness` versions old become invalid; their share."""

@@ -14,6 +14,7 @@ from ...models.weight_copies import WeightAverage, WeightCopy
 from ...strategy.deepspeed import TrainEngine
 from ..loop import LoopSettings
 from .evaluation import DiffusionEvaluation
+from .graphs import RolloutGraphs
 from .maker import DiffusionExperienceMaker
 from .pairs import PairExperience
 
@@ -38,3 +39,4 @@ class DiffusionParts:
     ema: WeightAverage | None = None
     differentiable: Any = None
     pairs: PairExperience | None = None
+    graphs: RolloutGraphs | None = None

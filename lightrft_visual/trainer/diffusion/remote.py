@@ -40,9 +40,9 @@ class RemoteDrawing(DiffusersEngine):
     _policies: dict[int, int] = field(default_factory=dict)  # version of the weights -> policy version
     _begun: dict[int, list[Future]] = field(default_factory=dict)  # by step
 
-    def generate(self, rows: DrawingBatch, step: int) -> list[Sampled]:
+    def generate(self, rows: DrawingBatch, step: int, graphs: None = None) -> list[Sampled]:
         """Rollouts by micro-batch, in the order of the rows, on the trainer's device; of a step that was begun, those
-        that come of it."""
+        that come of it. graphs: stay in the workers, so there are none."""
         begun = self._begun.pop(step, None)
         if begun is None:
             return self._collect(self._begin(rows, step))

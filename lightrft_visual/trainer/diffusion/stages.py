@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...batches.conditions import Conditions, stacked
-from ...batches.diffusion_sampling import DiffusionBatch
+from ...batches.diffusion_sampling import TRAIN_TIMESTEPS, DiffusionBatch
 from ...config.diffusion import DiffusionRunConfig
 from ...data.prompt_sampling import distributed_k_repeat_indices
 from ...models.diffusion.policy import DiffusionPolicy
 from ...rollout.diffusion_sampler import DiffusionSampler, sample_generators, window_start
 from ...strategy import collectives
 from ...strategy.seeding import derive_seed
+from .graphs import RolloutGraphs
 
 T = torch.Tensor
 
@@ -150,8 +152,14 @@ class DiffusionSampling:
         negative = [] if self._negative is None else [self._negative]
         self.model.policy.remember_prompts([*rows.prompts, *negative])
 
-    def draw(self, rows: DrawingBatch, step: int, purpose: str = "noise") -> list[Sampled]:
-        """Micro-batches of all rows, in order. Noise depends on (run seed, purpose, step, sample id)."""
+    def draw(
+        self, rows: DrawingBatch, step: int, purpose: str = "noise", graphs: RolloutGraphs | None = None
+    ) -> list[Sampled]:
+        """Micro-batches of all rows, in order. Noise depends on (run seed, purpose, step, sample id).
+
+        graphs: which of them are kept for the update, if any; the first call with them is a collective. Those of edits
+        and of models of two parts are not: their conditions differ in size from sample to sample.
+        """
         size = self.settings.micro_batch_size
         parts = [slice(start, start + size) for start in range(0, len(rows), size)]
         if self.edits:
@@ -159,8 +167,18 @@ class DiffusionSampling:
             return [self._micro(rows.select(part), step, purpose, shared[part]) for part in parts]
         self.remember(rows)
         first = self.first_half(rows, step, purpose)
+        if first or (graphs is not None and not graphs.fit(partial(self._one_forward, rows), len(rows), self.sampler)):
+            graphs = None
         firsts = [{name: value[part] for name, value in first.items()} for part in parts]
-        return [self._micro(rows.select(part), step, purpose, first=each) for part, each in zip(parts, firsts)]
+        return [self._micro(rows.select(part), step, purpose, None, each, graphs) for part, each in zip(parts, firsts)]
+
+    def _one_forward(self, rows: DrawingBatch) -> T:
+        """Of one sample, as the rollout would make it: what its graph takes."""
+        policy, one = self.model.policy, rows.select(slice(1))
+        batch = self.batch(one, self.conditions(one), 0, "noise")
+        latents = torch.zeros(1, *batch.latent_shape, device=policy.device)
+        times = torch.full((1,), TRAIN_TIMESTEPS / 2, device=policy.device)
+        return policy.velocity(latents, times, batch.conditions, batch.guidance_scale)
 
     def first_half(self, rows: DrawingBatch, step: int, purpose: str) -> Conditions:
         """What the autoregressive half of a model of two parts draws, on the host; {} of other models."""
@@ -178,6 +196,7 @@ class DiffusionSampling:
         purpose: str,
         shared: list[Conditions] | None = None,
         first: Conditions | None = None,
+        graphs: RolloutGraphs | None = None,
     ) -> Sampled:
         device = self.model.policy.device
         own = {} if shared is not None else self.conditions(rows)
@@ -186,7 +205,8 @@ class DiffusionSampling:
         batch = self.batch(rows, conditions, step, purpose)
         generators = sample_generators(self.settings.run_seed, step, rows.sample_ids.tolist(), purpose)
         start = window_start(self.sampler.config.moving_steps, self.sampler.noise, self.settings.run_seed, step)
-        result = self.sampler.sample(self.model, batch, generator=generators, window=start)
+        keep = () if graphs is None else graphs.steps(self.sampler, start)
+        result = self.sampler.sample(self.model, batch, generator=generators, window=start, keep=keep)
         return Sampled(result, own, self.model.policy.decode(result.latents).clamp(0, 1).cpu(), shared=shared)
 
     def batch(self, rows: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> DiffusionBatch:

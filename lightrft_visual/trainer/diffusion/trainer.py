@@ -25,6 +25,7 @@ from ..loop import Evaluated, PolicyTrainer, StepData
 from ..stage_metrics import add_stage_metrics
 from ..staleness import add_ages
 from .evaluation import SHEET_IMAGES
+from .graphs import Graphed, worth_using
 from .maker import DrawnExperience
 from .parts import DiffusionParts
 from .remote import RemoteDrawing
@@ -95,8 +96,8 @@ class DiffusionTrainer(PolicyTrainer):
         for later in range(self.step, min(self.step + self.ahead + 1, self.settings.total_steps)) if self.ahead else ():
             self.maker.engine.announce(later, partial(self._rows, later))
         weights = self.maker.rewards.refresh_weights()
-        made = self.maker.make(rows, self.step)
-        data = StepData(made.experiences, records=self._records_of(rows, made))
+        made = self.maker.make(rows, self.step, self.parts.graphs)
+        data = StepData(made.batches, records=self._records_of(rows, made))
         for experience in made.experiences:
             self._add_rewards(data.metrics, experience)
         for name, weight in weights.items():
@@ -143,6 +144,12 @@ class DiffusionTrainer(PolicyTrainer):
         if self.reward_update is not None:
             self._learn_from_reward(data)
             return
+        if isinstance(data.batches[0], Graphed):
+            if worth_using(data.batches, self.config.only_advantages_count):
+                result = self.replay_update.step_on_graphs(data.batches, self._context(True), data.metrics)
+                self._finish_update(result, data.metrics)
+                return
+            data.batches = [each.experience for each in data.batches]
         while data.batches:
             self.buffer.append(data.batches.pop(0))
         for epoch in range(self.config.train.max_epochs):

@@ -32,6 +32,7 @@ from ...replay.plan import MicroBatch
 from ...rollout.diffusion_sampler import sample_generators
 from ...strategy import collectives
 from ...strategy.deepspeed import StepResult, TrainEngine
+from .graphs import Graphed
 from .stages import DiffusionSampling, DrawingBatch
 
 T = torch.Tensor
@@ -85,6 +86,21 @@ class ReplayUpdate:
                 outputs = self.loss.loss(context, part, max(total, 1.0))
             self.engine.accumulate(outputs.loss, last)
             add_loss(metrics, outputs, int(part.valid.sum()), last, first)
+        return self.engine.step()
+
+    def step_on_graphs(self, graphed: list[Graphed], context: LossContext, metrics: MetricsAccumulator) -> StepResult:
+        """The same on the rollout's own graphs, a backward for each of its micro-batches; empties the list. A
+        collective."""
+        rows = sum(int(each.valid.sum()) * len(kept.steps) for each, kept in graphed)
+        total = collectives.all_reduce_sum(torch.tensor(float(rows))).item()
+        while graphed:
+            experience, kept = graphed.pop(0)
+            experience.to_device(kept.log_probs.device)
+            part = rows_at(experience, torch.tensor(kept.steps).expand(len(experience.latents), -1))
+            part.kept = kept
+            outputs = self.loss.loss(context, part, max(total, 1.0))
+            self.engine.accumulate(outputs.loss, last=not graphed)
+            add_loss(metrics, outputs, int(part.valid.sum()), not graphed, first=True)
         return self.engine.step()
 
     def _plan(self, experience: ExperienceDiffusion, context: LossContext, seed: int) -> tuple[T, list[slice]]:

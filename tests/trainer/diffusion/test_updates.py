@@ -1,4 +1,4 @@
-"""Samples whose advantage is 0 are left out of an update, which stays the same."""
+"""An update is the same without samples of advantage 0, with several steps a forward, on the rollout's own graphs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import pytest
 import torch
 
 from lightrft_visual.algorithms.diffusion.context import LossContext
+from lightrft_visual.algorithms.diffusion.ddpo import DPOK
+from lightrft_visual.algorithms.diffusion.flow_dppo import FlowDPPO
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.algorithms.diffusion.rows import experience_of
 from lightrft_visual.batches.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.config import registry
+from lightrft_visual.config.diffusion import DiffusionRunConfig
+from lightrft_visual.config.load import parse_run
+from lightrft_visual.config.roots import DIFFUSION_PRESET
 from lightrft_visual.embedded.tiny_sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.replay.buffer import NaiveReplayBuffer
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
+from lightrft_visual.trainer.diffusion.graphs import GIB, Graphed, RolloutGraphs, kept_bytes, worth_using
 from lightrft_visual.trainer.diffusion.updates import ReplayUpdate, without_zero_advantages
 
 COUNT = 6
@@ -102,3 +108,109 @@ def test_steps_that_share_a_forward_give_the_same_gradient(together):
     assert several.lasts == [False] * (len(several.lasts) - 1) + [True]
     for each, other in zip(alone, joined):
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-8)
+
+
+def sampled(policy, keep=(), noise=None, window=0):
+    """Four samples of three stochastic steps, with advantages; the last one is invalid. (experience, kept steps)"""
+    conditions = policy.encode_prompts(["a red circle", "a blue cross"] * 2)
+    batch = DiffusionBatch(conditions, policy.latent_shape(32, 32), 4)
+    sampler = DiffusionSampler(SamplingConfig(4, trajectory="sde"), noise or NoiseConfig(keep_means=True))
+    generators = sample_generators(1, 0, range(4))
+    result = sampler.sample(policy, batch, generator=generators, window=window, keep=keep)
+    ids = torch.arange(4)
+    experience = experience_of(result, conditions, group_id=ids % 2, sample_id=ids)
+    experience.advantages = torch.tensor([1.0, 0.0, -0.5, 2.0])
+    experience.valid = torch.tensor([True, True, True, False])
+    return experience, result.kept
+
+
+LOSSES = {
+    "flow_grpo": (FlowGRPO(), 1.0),
+    "first steps, KL, GRPO-Guard": (FlowGRPO(beta=0.1, guard=True), 0.6),
+    "flow_dppo": (FlowDPPO(), 1.0),
+    "dpok": (DPOK(rule="flow_grpo", noise_level=0.7, beta=0.1), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_graphs_of_the_rollout_give_the_gradient_of_its_replay(name):
+    (loss, fraction), drawing, algorithm = LOSSES[name], policy(), registry.diffusion_algorithms["flow_grpo"]
+    engine = Gradients(drawing)
+    update = ReplayUpdate(engine, algorithm, loss, fraction, "first", 3)
+    steps = {1.0: [0, 1, 2], 0.6: [0, 1]}[fraction]
+    (kept, graph), (plain, none) = sampled(drawing, steps), sampled(drawing)
+    assert none is None and graph.steps == steps and torch.equal(kept.log_probs, plain.log_probs)
+    assert not kept.log_probs.requires_grad and not kept.latents.requires_grad
+    replayed, own = MetricsAccumulator(), MetricsAccumulator()
+    context = LossContext(engine, drawing, on_policy=True)
+    expected = update.step([plain], context, 0, replayed, True)
+    assert engine.samples == 4 * len(steps) * (1 + (loss.beta > 0))
+    engine.samples, batches = 0, [Graphed(kept, graph)]
+    found = update.step_on_graphs(batches, context, own)
+    assert engine.samples == (4 * len(steps) if loss.beta > 0 else 0) and batches == []  # the reference's alone
+    assert any(gradient.any() for gradient in found)
+    for one, other in zip(expected, found):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-8)
+    before, after = replayed.reduce(), own.reduce()
+    assert after["ratio_max_dev_first"] == 0 and before.keys() == after.keys()
+    for key in before.keys() - {"ratio_max_dev_first", "logp_diff_max"}:
+        assert after[key] == pytest.approx(before[key], rel=1e-4, abs=1e-7)
+
+
+def test_only_the_trained_steps_of_a_window_keep_their_graph():
+    drawing, noise = policy(), NoiseConfig(window_size=2)
+    sampler, graphs = DiffusionSampler(SamplingConfig(4, trajectory="sde"), noise), RolloutGraphs([], GIB, 1.0)
+    assert graphs.steps(sampler, 1) == [1, 2] and RolloutGraphs([], GIB, 0.5).steps(sampler, 1) == [1]
+    _, kept = sampled(drawing, [1, 2], noise, window=1)
+    assert kept.steps == [1, 2] and kept.log_probs.shape == (8,) and kept.log_probs.requires_grad
+
+
+def test_what_a_graph_keeps_is_counted_once_and_without_the_weights():
+    weight = torch.randn(3, 3, requires_grad=True)
+    given = torch.randn(5, 3)
+    assert kept_bytes(lambda: (given @ weight).sin() + (given @ weight.t()), [weight]) == (5 * 3 + 5 * 3) * 4
+
+
+@pytest.mark.parametrize("gib,fits", [(1.0, True), (1e-6, False)])
+def test_graphs_are_kept_up_to_a_size(gib, fits):
+    drawing = policy()
+    sampler = DiffusionSampler(SamplingConfig(4, trajectory="sde"))
+    graphs, asked = RolloutGraphs(list(drawing.parameters()), gib * GIB, 1.0), []
+
+    def forward():
+        asked.append(True)
+        return drawing.velocity(torch.zeros(1, 8, 8, 8), torch.tensor([500.0]), drawing.encode_prompts(["a"]))
+
+    assert graphs.fit(forward, 4, sampler) is graphs.fit(forward, 4, sampler) is fits and len(asked) == 1
+    assert graphs.bytes == 4 * 3 * kept_bytes(forward, drawing.parameters()) > 1e5
+
+
+def test_a_replay_of_few_samples_is_less_work_than_a_backward_of_all():
+    experience, kept = sampled(policy(), [0, 1, 2])
+    assert worth_using([Graphed(experience, kept)], True)  # two of four count
+    experience.advantages[0] = 0
+    assert not worth_using([Graphed(experience, kept)], True)
+    assert worth_using([Graphed(experience, kept)], False)  # a KL counts all
+
+
+@pytest.mark.parametrize(
+    "argv,serve",
+    [
+        ("", True),
+        ("--diffusion_algorithm mix_grpo --num_steps 8", True),
+        ("--beta 0.1 --guidance_scale 4.5 --timestep_fraction 0.5", True),
+        ("--rollout_graph_gib 0", False),
+        ("--max_epochs 2", False),
+        ("--train_batch_size 8", False),  # two updates a rollout
+        ("--guidance_scale 4.5 --cfg_in_training false", False),
+        ("--timestep_fraction 0.5 --timestep_choice random", False),
+        ("--gradient_checkpointing true", False),
+        ("--zero_stage 3", False),
+        ("--diffusion_algorithm diffusion_nft", False),
+    ],
+)
+def test_the_rollouts_forwards_serve_one_update_of_the_same_weights(argv, serve):
+    base = "--pretrain embedded --rollout_batch_size 4 --n_samples_per_prompt 4 --train_batch_size 16"
+    config = parse_run(DiffusionRunConfig, [*base.split(), *argv.split()], preset=DIFFUSION_PRESET).config
+    assert config.rollout_graphs_serve is serve
+    assert (RolloutGraphs.from_config(config, policy()) is not None) is serve
