@@ -1,0 +1,119 @@
+"""Run by one process: every command line of the GPU kit, at its real size, as a host with one H100 would take it.
+
+    python kit_on_cuda.py FOLDER OUTPUT.json
+
+The parts themselves make their commands; what would run them notes them instead, and shapes are written without
+weights. Then the example scripts plan each command, and vLLM checks each engine, CUDA claimed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "scripts" / "gpu"), str(ROOT / "tests" / "rollout" / "vllm")]
+
+import claimed_cuda  # noqa: E402
+import parts  # noqa: E402
+import shapes  # noqa: E402
+
+from lightrft_visual.config.load import parse_run  # noqa: E402
+from lightrft_visual.config.vl import DataConfig, ModelConfig, RunConfig  # noqa: E402
+from lightrft_visual.errors import ConfigError  # noqa: E402
+from lightrft_visual.models.loading import open_checkpoint  # noqa: E402
+from lightrft_visual.rollout.vllm.arguments import (  # noqa: E402
+    VLLMSettings,
+    engine_arguments,
+    prepare_environment,
+    runs_on_second_runner,
+)
+
+CARD = "--plan_device h100-80gb --plan_world_size 1 --dry_run".split()
+
+
+class Noted:
+    """Takes the place of a run: notes its command line; all its numbers are 1."""
+
+    commands: dict[str, list[str]] = {}
+    peak = "1 GiB"
+
+    def __init__(self, script: str, folder: Path, flags: str):
+        self.commands[f"{folder.name} {len(self.commands)}"] = [script, *flags.split()]
+        self.steps = [{"loss": "1"}]
+
+    def median(self, name: str, skip: int = 1) -> float:
+        return 1.0
+
+    def phases(self) -> str:
+        return ""
+
+
+def without_weights() -> None:
+    """Models are built on meta tensors, and of them only configurations are saved."""
+    from diffusers import ModelMixin
+    from transformers import PreTrainedModel
+
+    def saved(model, folder, **_):
+        model.config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+
+    shapes._on_the_card = lambda: torch.device("meta")
+    PreTrainedModel.save_pretrained = saved
+    ModelMixin.save_pretrained = lambda model, folder, **_: model.save_config(folder)
+
+
+def planned(script: str, words: list[str], folder: Path) -> str:
+    """What the example script shows under --dry_run on the card, and its exit code."""
+    sys.argv = [script, *words, "--output_dir", str(folder), *CARD]
+    shown, code = io.StringIO(), None
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        try:
+            runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code
+    lines = [line for line in shown.getvalue().splitlines() if "fit" in line or "rror" in line or "no plan" in line]
+    return f"{code}: {lines[-1] if lines else shown.getvalue()[-500:]}"
+
+
+def engine(words: list[str]) -> str:
+    """'ok', or what vLLM says about the engine of a command."""
+    config = parse_run(RunConfig, words).config
+    checkpoint = open_checkpoint(config.model.pretrain, ModelConfig(), DataConfig())
+    try:
+        runs_on_second_runner(engine_arguments(VLLMSettings.from_config(config, checkpoint), on_cpu=False))
+    except ConfigError as error:
+        return str(error)
+    return "ok"
+
+
+def main(folder: Path, out: Path) -> None:
+    prepare_environment()
+    without_weights()
+    parts.Run = Noted
+    results: dict[str, dict] = {}
+    for name, (part, _) in parts.PARTS.items():
+        before = set(Noted.commands)
+        rows = list(part(folder, "real"))
+        results[name] = {"rows": len(rows), "runs": {each: {} for each in Noted.commands if each not in before}}
+    runs = {name: run for each in results.values() for name, run in each["runs"].items()}
+    for name, run in runs.items():
+        script, *words = Noted.commands[name]
+        run["plan"] = planned(script, words, folder / "planned")
+    claimed_cuda.claim_cuda(str(folder / "models" / "tiny_qwen2"))
+    for name, run in runs.items():
+        script, *words = Noted.commands[name]
+        if script == "train_grpo_vl.py":
+            run["engine"] = engine(words)
+    out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
