@@ -435,13 +435,13 @@ class TrainEngine:
         with deepspeed.zero.GatheredParameters(parameters):
             yield
 
-    def save(self, folder: str, tag: str, frozen: bool = True) -> None:
-        """Write weights, optimizer and schedule of this rank; every rank calls it.
+    def save(self, folder: str, tag: str) -> None:
+        """Write trained weights, optimizer and schedule of this rank; every rank calls it.
 
-        frozen: also the weights that do not train; without them, `load` finds them as the run has loaded them.
+        Frozen weights, such as the base of adapters, are left out: every run loads them anew.
         """
         self._reload()
-        self.engine.save_checkpoint(folder, tag=tag, save_latest=False, exclude_frozen_parameters=not frozen)
+        self.engine.save_checkpoint(folder, tag=tag, save_latest=False, exclude_frozen_parameters=True)
 
     def load(self, folder: str, tag: str) -> None:
         """Weights, optimizer and schedule of this rank; every rank calls it.

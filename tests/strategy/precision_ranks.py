@@ -74,10 +74,20 @@ def trained(stage: int, folder: str, **settings) -> dict:
     update(engine, 2)
     return {
         "types": {name: str(weight.dtype) for name, weight in model.named_parameters()},
+        "saved": saved_names(Path(folder, "two")),
         "gain": start,
         "norm": first,
         "again": weight_of(engine, "norm.weight"),
     }
+
+
+def saved_names(folder: Path) -> list[str]:
+    """Weights of the checkpoint's files; frozen ones have a place of their own in some of them."""
+    found: set[str] = set()
+    for file in folder.glob("*model_states.pt"):
+        state = torch.load(file, weights_only=False)
+        found |= {*(state["module"] or {}), *(state.get("frozen_param_fragments") or {})}
+    return sorted(found)
 
 
 def update(engine: TrainEngine, step: int) -> None:

@@ -48,6 +48,12 @@ def test_frozen_values_are_whole_and_a_resumed_step_is_the_same(results, case):
         assert rank[case]["again"] == rank[case]["norm"]
 
 
+@pytest.mark.parametrize("case", [*KEPT, "3"])
+def test_a_checkpoint_has_what_trains_and_no_more(results, case):
+    trained = ["body.bias", "body.weight", "head.bias", "head.weight", "norm.bias", "norm.weight"]
+    assert results[0][case]["saved"] == trained
+
+
 @pytest.mark.parametrize("stage", ("2", "3"))
 def test_a_frozen_copy_has_the_same_types(results, stage):
     types = results[0]["frozen"][stage]

@@ -257,8 +257,8 @@ class DiffusionTrainer(PolicyTrainer):
             self.parts.evaluation.base = state.get("base_images")  # earlier versions kept none
 
     def save_engines(self, folder: Path) -> None:
-        """What trains, with its optimizer; every rank writes its part. The frozen base is loaded anew by every run."""
-        self.engine.save(str(folder), "policy", frozen=False)
+        """What trains, with its optimizer; every rank writes its part."""
+        self.engine.save(str(folder), "policy")
 
     def load_engines(self, folder: Path) -> None:
         """The inverse of `save_engines`."""
