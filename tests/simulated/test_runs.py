@@ -9,8 +9,17 @@ from pathlib import Path
 
 import pytest
 from small_pipeline import given_flags
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+)
 from whole_runs import ROOT, rows, run_plan
+
+from lightrft_visual.embedded.tiny_sd3 import build_clip_tokenizer
 
 DRIVER = ROOT / "tests" / "simulated" / "run_plan.py"
 SMALL = (
@@ -24,6 +33,7 @@ DRAW = (
     "--micro_train_batch_size 2 --max_eval_samples 2 --lora_rank 4 --learning_rate 1e-2 --report false --max_steps 2"
 )
 PPO = "--advantage_estimator gae --init_kl_coef 0.05 --enable_ema true --reward_running_norm true"
+ADAPTED = "--lora_rank 4 --zero_stage 3 --enable_ema true --freeze_prefix true"
 SAVED = "--save_steps 1 --max_steps"
 SEEING = {
     "grpo_0": "--zero_stage 0 --init_kl_coef 0.05",
@@ -38,17 +48,20 @@ SEEING = {
     "ppo_resumed": f"copy:ppo --zero_stage 2 {PPO} {SAVED} 2 --resume_from auto",
     "ppo_3": f"--zero_stage 3 {PPO}",
     "rloo_lora": "--advantage_estimator rloo --lora_rank 4 --init_kl_coef 0.05 --dynamic_sampling true",
-    "lora_3": "--lora_rank 4 --zero_stage 3 --enable_ema true --freeze_prefix true",
-    "models": "--zero_stage 2 --reward_pretrain {classifier}",
+    "lora_3": f"{ADAPTED} {SAVED} 1",
+    "lora_3_resumed": f"copy:lora_3 {ADAPTED} {SAVED} 2 --resume_from auto",
+    "models": "--zero_stage 2 --reward_pretrain {classifier} --reward_fn {placed}:score",
     "bf16": "--bf16 true --parity_samples 0",
 }
 DRAWING = {
     "flow_grpo": f"--beta 0.1 --enable_ema true --ema_interval 1 --eval_ema true {SAVED} 1",
     "flow_grpo_resumed": "copy:flow_grpo --beta 0.1 --enable_ema true --ema_interval 1 --eval_ema true "
     f"{SAVED} 2 --resume_from auto",
-    "flow_grpo_3": "--zero_stage 3 --beta 0.1 --lora_rank 0 --learning_rate 1e-3",
-    "nft": "--diffusion_algorithm diffusion_nft --guidance_scale 1",
-    "reward_fl": "--diffusion_algorithm reward_fl --mid_timestep 1 --final_timestep 2 --warmup_steps 0 "
+    "flow_grpo_3": "--zero_stage 3 --beta 0.1 --lora_rank 0 --learning_rate 1e-3 --reward_fn null "
+    "--components.clip_score 1 --components.placed 1 --kwargs.clip_score.model {clip} "
+    "--kwargs.placed.scorer {placed}:drawn",
+    "nft": "--diffusion_algorithm diffusion_nft --guidance_scale 1 --zero_stage 1",
+    "reward_fl": "--diffusion_algorithm reward_fl --zero_stage 0 --mid_timestep 1 --final_timestep 2 --warmup_steps 0 "
     "--gradient_checkpointing true --use_gradient_checkpointing_offload true",
 }
 TWO_RANKS = (
@@ -57,12 +70,21 @@ TWO_RANKS = (
 )  # fmt: skip
 RUNS = {1: (*SEEING, *DRAWING), 2: TWO_RANKS}
 COMPARED = ("grpo_0", "grpo_3", "ppo", "rloo_lora", "flow_grpo", "nft", "reward_fl")
+PLACED = """
+def score(responses, device):
+    assert str(device).startswith("sim"), f"reward models would run on {device}"
+    return [0.0] * len(responses)
+
+def drawn(images, device):
+    return score(images, device)
+"""
 METRICS = ("loss", "policy_loss", "grad_norm", "reward", "reward_mean", "kl", "entropy", "value_loss")
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory, cache_root) -> dict[str, str]:
-    """A drawing pipeline with its prompts and reward, and a text classifier as a reward model."""
+    """A drawing pipeline with its prompts and reward, reward models of texts and of images, and functions that fail
+    where reward models would run on the host."""
     from transformers import AutoTokenizer
 
     from lightrft_visual.config.vl import ModelConfig
@@ -76,7 +98,22 @@ def given(tmp_path_factory, cache_root) -> dict[str, str]:
     )  # fmt: skip
     BertForSequenceClassification(settings).save_pretrained(folder / "classifier")
     tokenizer.save_pretrained(folder / "classifier")
-    return {"drawing": " ".join(given_flags(folder)), "classifier": str(folder / "classifier")}
+    save_clip(folder / "clip")
+    (folder / "placed.py").write_text(PLACED)
+    named = {name: str(folder / name) for name in ("classifier", "clip", "placed.py")}
+    return {"drawing": " ".join(given_flags(folder))} | {name.removesuffix(".py"): path for name, path in named.items()}
+
+
+def save_clip(folder: Path) -> None:
+    """A small CLIP model with its processor."""
+    tokenizer = build_clip_tokenizer()
+    layers = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    text = {"vocab_size": len(tokenizer), "max_position_embeddings": 16} | layers | ends
+    vision = {"image_size": 32, "patch_size": 16} | layers
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).save_pretrained(folder)
+    size = {"height": 32, "width": 32}
+    CLIPProcessor(CLIPImageProcessor(size=size, crop_size=size), tokenizer).save_pretrained(folder)
 
 
 def launched(folder: Path, cache: Path, device: str, names: tuple[str, ...], ranks: int, given: dict[str, str]) -> Path:
@@ -125,7 +162,7 @@ def compare(left: Path, right: Path, tolerance: float) -> None:
 def test_the_run_makes_its_steps(simulated, ranks, name):
     folder = simulated[ranks] / name
     steps = rows(folder)
-    assert len(steps) == (1 if name in ("ppo", "flow_grpo") else 2)  # these two are resumed by another run
+    assert len(steps) == (1 if f"{name}_resumed" in RUNS[1] else 2)
     assert rows(folder, "eval_metrics.csv") and (folder / "checkpoint-final").is_dir()
 
 
