@@ -80,12 +80,12 @@ class DiffusionAlgorithm(Choice):
     """target: a function of DiffusionRunConfig to the loss, see `algorithms.diffusion`.
 
     trajectories: by which rollouts may be sampled, the usual one first. prediction: what the model must predict, 'flow'
-    or 'epsilon'; None takes both. trains_on: 'steps' of an SDE, 'data' (finished samples), or 'reward' (its gradient;
-    no replay). grouped: compares samples of one prompt. reference: always keeps a reference; else only with beta.
-    old_policy: rollouts come from a decayed copy of the weights. clipped_advantages: scales by adv_clip_max. guard:
-    takes grpo_guard. coupled: whether the samples of a prompt ('groups') or of a pair ('pairs') make one term of the
-    loss: they share noise and timesteps, and belong to one update. keep_means: reads the means of the rollout's steps.
-    sde_window_size to train_batch_size: where neither recipe
+    or 'epsilon'; None takes both. trains_on: 'steps' of an SDE, 'data' (finished samples), 'tokens' of an
+    autoregressive half, or 'reward' (its gradient; no replay). grouped: compares samples of one prompt. reference:
+    always keeps a reference; else only with beta. old_policy: rollouts come from a decayed copy of the weights.
+    clipped_advantages: scales by adv_clip_max. guard: takes grpo_guard. coupled: whether the samples of a prompt
+    ('groups') or of a pair ('pairs') make one term of the loss: they share noise and timesteps, and belong to one
+    update. keep_means: reads the means of the rollout's steps. sde_window_size to train_batch_size: where no recipe
     nor flag says. embedded: the recipe of the embedded model.
     """
 
@@ -344,6 +344,10 @@ for _entry in (
         "diffusion_dpo", f"{_diffusion}:diffusion_dpo", "pairs of a preferred and another sample",
         trajectories=_any_trajectory, prediction=None, trains_on="data", reference=True, coupled="pairs",
         timestep_choice="random", decay_type=3, dpo_beta=5000.0, embedded="embedded/diffusion_dpo",
+    ),
+    DiffusionAlgorithm(
+        "token_grpo", f"{_diffusion}:token_grpo", "clipped ratios of the tokens that an autoregressive half draws",
+        trajectories=_any_trajectory, prediction=None, trains_on="tokens", clip_range=0.2, learning_rate=1e-5,
     ),
     DiffusionAlgorithm(
         "rwr", f"{_diffusion}:rwr", "reward-weighted regression: supervised, weighted by exp(advantage)",

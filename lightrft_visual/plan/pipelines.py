@@ -37,7 +37,7 @@ def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
     if pipeline is None:
         return None
     adapter = named_family(type(pipeline).__name__, model.family)
-    if adapter.most_source_images or adapter.draws_first:  # sizes that only the data know; a second network
+    if adapter.most_source_images or adapter.first_part:  # sizes that only the data know; a second network
         return None
     saved = TEXT_LENGTH if model.pretrain == EMBEDDED else saved_text_length(model.pretrain)
     family = adapter(pipeline, model.max_sequence_length or saved)

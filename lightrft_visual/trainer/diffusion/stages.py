@@ -183,7 +183,7 @@ class DiffusionSampling:
     def first_half(self, rows: DrawingBatch, step: int, purpose: str) -> Conditions:
         """What the autoregressive half of a model of two parts draws, on the host; {} of other models."""
         s, policy = self.settings, self.model.policy
-        if not policy.family.draws_first:
+        if policy.family.first_part is None:
             return {}
         seeds = [derive_seed(s.run_seed, f"{purpose}/tokens", step, sample) for sample in rows.sample_ids.tolist()]
         return policy.first_half(rows.prompts, seeds, s.height, s.width, s.micro_batch_size)

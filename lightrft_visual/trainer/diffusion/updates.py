@@ -113,6 +113,8 @@ class ReplayUpdate:
 
     def _trained_steps(self, experience: ExperienceDiffusion, seed: int) -> T:
         """(B, n): stochastic steps for losses on SDE steps, any step of the schedule for losses on data."""
+        if self.algorithm.trains_on == "tokens":  # which have no denoising steps: each sample is one row
+            return torch.zeros(experience.batch_size, 1, dtype=torch.long)
         ids = experience.group_id if self.algorithm.coupled else experience.sample_id
         share = self.fraction if self.choice == "first" else 1.0
         if self.algorithm.trains_on == "steps":

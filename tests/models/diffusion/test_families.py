@@ -76,7 +76,7 @@ def conditions_of(policy, name, size):
     if policy.family.most_source_images:
         return stacked(shared_of(policy, name), policy.device)
     conditions = policy.encode_prompts(PROMPTS, "" if policy.family.uses_negative else None)
-    if policy.family.draws_first:
+    if policy.family.first_part:
         conditions |= policy.first_half(PROMPTS, [1, 2], *size[:2], count=2)
     if policy.family.takes_first_frame:
         frames = [Image.new("RGB", (40, 40), colour) for colour in ("red", "blue")]

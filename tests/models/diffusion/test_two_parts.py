@@ -3,11 +3,19 @@
 import pytest
 import tiny_families
 import torch
+from diffusers import DiffusionPipeline
 
+from lightrft_visual.algorithms.diffusion.context import LossContext
+from lightrft_visual.algorithms.diffusion.rows import DenoisingBatch, experience_of, samples_at
+from lightrft_visual.algorithms.diffusion.token_grpo import TokenGRPO
 from lightrft_visual.batches.conditions import joined
+from lightrft_visual.batches.diffusion_sampling import SamplingResult
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.families.glm_image import OwnNoise
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
+from lightrft_visual.replay.items import make_experience_batch, split_experience_batch
+
+PROMPTS = ["a red circle", 'a blue cross and a shop called "red"']
 
 
 def build():
@@ -59,8 +67,78 @@ def test_texts_in_quotes_of_different_lengths_are_drawn_as_each_alone():
             torch.testing.assert_close(together[i : i + 1], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_the_first_half_is_not_trained_and_says_so():
-    with pytest.raises(ConfigError, match="autoregressive half draws its tokens in every rollout, and is not trained"):
-        DiffusionPolicy(family_of(build(), 20), LoraSettings(), trainable=("vision_language_encoder",))
+def token_policy(lora=0):
+    policy = DiffusionPolicy(
+        family_of(build(), 20), LoraSettings(rank=lora, alpha=4), trainable=("vision_language_encoder",)
+    )
+    with torch.no_grad():
+        for name, weight in policy.family.pipeline.vision_language_encoder.named_parameters():
+            if "lora" not in name:
+                weight *= 4
+    return policy
+
+
+def experience(policy):
+    known = [policy.encode_prompts([prompt]) for prompt in PROMPTS]
+    first = policy.first_half(PROMPTS, [1, 2], 32, 64, count=2)
+    conditions = {name: joined([each[name] for each in known]) for name in known[0]} | first
+    result = SamplingResult(torch.zeros(2, *policy.latent_shape(32, 64)), torch.ones(1), torch.ones(1))
+    ids = torch.arange(2)
+    made = experience_of(result, conditions, group_id=ids, sample_id=ids)
+    made.advantages = torch.tensor([1.0, -1.0])
+    return make_experience_batch(split_experience_batch(made)[::-1])
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_tokens_are_replayed_and_trained_and_the_diffusion_half_is_not(lora, tmp_path):
+    policy = token_policy(lora)
+    policy.keep_reference()
+    assert all("vision_language_encoder" in name for name, each in policy.named_parameters() if each.requires_grad)
+    rows = samples_at(experience(policy), torch.zeros(2, dtype=torch.long))
+    drawn = rows.conditions["drawn"]
+    assert drawn.shape[:2] == (2, 1) and drawn.shape[2] > 2 and int(drawn.max()) < tiny_families.GLM_CODES
+    outcome = TokenGRPO(clip_range=0.2, beta=0.1).loss(LossContext(policy, policy), rows, 2)
+    assert outcome.maxima["logp_diff_max"] < 2e-5 and outcome.means["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert outcome.means["kl"] == pytest.approx(0, abs=1e-6)
+    outcome.loss.backward()
+    before = policy.family.token_log_probs(rows.conditions).mean(dim=1).detach()
+    gradients = [each.grad for each in policy.trainable_parameters() if each.grad is not None]
+    norm = sum(float(each.square().sum()) for each in gradients) ** 0.5
+    torch.optim.SGD(policy.trainable_parameters(), lr=0.01 / norm).step()
+    with torch.no_grad():
+        after = policy.family.token_log_probs(rows.conditions).mean(dim=1)
+        assert float(((after - before) * rows.advantages).sum()) > 0  # what the loss is, to first order
+        with policy.reference():
+            torch.testing.assert_close(policy.family.token_log_probs(rows.conditions).mean(dim=1), before)
+    if lora:
+        policy.save_lora(tmp_path)
+        stock = token_policy().family.pipeline
+        stock.vision_language_encoder.load_adapter(tmp_path / "vision_language_encoder")
+    else:
+        policy.save_pretrained(tmp_path)
+        stock = DiffusionPipeline.from_pretrained(tmp_path)
+    family = family_of(stock, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(family.token_log_probs(rows.conditions).mean(dim=1), after, rtol=1e-5, atol=1e-6)
+
+
+def test_one_half_is_trained_at_a_time_and_other_models_have_one():
+    with pytest.raises(ConfigError, match="one of the two halves at a time"):
+        DiffusionPolicy(family_of(build(), 20), trainable=("transformer", "vision_language_encoder"))
     with pytest.raises(ConfigError, match="has no autoregressive half"):
         family_of(tiny_families.z_image(), 20).first_half(["a"], [1], 32, 32)
+
+
+def test_token_loss_by_hand():
+    ratios, advantages = torch.tensor([[1.5, 0.9], [1.5, 0.5]]), torch.tensor([2.0, -1.0])
+    old = torch.tensor([[-1.0, -2.0], [-3.0, -0.5]])
+    shape = torch.zeros(2, 1)
+    numbers = ("timesteps", "sigma", "sigma_next", "log_probs", "sample_id", "group_id", "steps")
+    rows = DenoisingBatch(
+        **dict.fromkeys(("x", "x_next", "data"), shape), **dict.fromkeys(numbers, shape[:, 0]), advantages=advantages,
+        valid=torch.tensor([True, True]), conditions={"drawn_log_probs": old[:, None]}, schedule=shape,
+    )  # fmt: skip
+    context = LossContext(lambda *_, tokens: old + ratios.log(), None)
+    found = TokenGRPO(clip_range=0.2).loss(context, rows, 4.0).loss
+    by_hand = (-(1.2 * 2 + 0.9 * 2) / 2 + (1.5 + 0.8) / 2) / 4
+    assert float(found) == pytest.approx(by_hand)

@@ -35,6 +35,10 @@ def nearer(images, prompts, source_images, metadata):
     assert [list(row[0].size) for row in source_images] == [row["sizes"][0] for row in metadata]
     return [-abs(mean(image)[0] - mean(row[0])[0]) / 255 for image, row in zip(images, source_images)]
 """
+TOKENS = (
+    "--pretrain {folder}/glm --source_pixels null --reward_fn {folder}/scores.py:red "
+    "--trainable_models vision_language_encoder"
+)
 RUNS = {
     "flow_grpo": "",
     "nft": "--diffusion_algorithm diffusion_nft",
@@ -43,7 +47,10 @@ RUNS = {
     "too_many": "--prompt_data {folder}/many.jsonl",
     "no_edits": "--pretrain {folder}/plain",
     "two_parts": "--pretrain {folder}/glm --source_pixels null --reward_fn {folder}/scores.py:red",
-    "first_half": "--pretrain {folder}/glm --source_pixels null --trainable_models vision_language_encoder",
+    "tokens": f"{TOKENS} --diffusion_algorithm token_grpo",
+    "tokens_whole": f"{TOKENS} --diffusion_algorithm token_grpo --lora_rank 0 --guidance_scale 1 --beta 0.01",
+    "tokens_by_steps": TOKENS,
+    "steps_by_tokens": "--pretrain {folder}/glm --source_pixels null --diffusion_algorithm token_grpo",
 }
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from diffusers import DiffusionPipeline
 from waiting import finished
 from whole_runs import environment
@@ -49,7 +50,33 @@ def test_the_diffusion_half_of_a_model_of_two_parts_is_trained(folder) -> None:
     pipeline = DiffusionPipeline.from_pretrained(folder / "glm")
     (weights,) = (folder / "two_parts" / "checkpoint-final").rglob("pytorch_lora_weights.safetensors")
     pipeline.transformer.load_lora_adapter(weights.parent, weight_name=weights.name)
-    assert "not trained here" in facts(folder, "first_half")["text"]
+
+
+@pytest.mark.parametrize("run", ["tokens", "tokens_whole"])
+def test_the_autoregressive_half_is_trained_where_the_run_is_told_to(folder, run) -> None:
+    assert facts(folder, run) == {"updates": 2}
+    found = rows(folder, run)
+    assert all(float(row["ratio_max_dev_first"]) < 2e-5 and 0 <= float(row["reward_mean"]) <= 1 for row in found)
+    before = DiffusionPipeline.from_pretrained(folder / "glm").vision_language_encoder.state_dict()
+    saved = folder / run / "checkpoint-final"
+    if run == "tokens":
+        stock = DiffusionPipeline.from_pretrained(folder / "glm")
+        (adapter,) = saved.rglob("vision_language_encoder")
+        stock.vision_language_encoder.load_adapter(adapter)
+    else:
+        stock = DiffusionPipeline.from_pretrained(next(saved.rglob("model_index.json")).parent)
+        after = stock.vision_language_encoder.state_dict()
+        assert any(not torch.equal(value, after[name]) for name, value in before.items())
+    settings = stock.vision_language_encoder.generation_config
+    settings.suppress_tokens = [*range(32, 40)]  # ids that are no image, which random weights draw too
+    stock.set_progress_bar_config(disable=True)
+    drawn = stock("a red circle", height=32, width=32, num_inference_steps=2, output_type="pt").images
+    assert drawn.shape == (1, 3, 32, 32)
+
+
+def test_algorithms_and_halves_that_do_not_fit_are_refused(folder) -> None:
+    assert "train it by diffusion_algorithm token_grpo" in facts(folder, "tokens_by_steps")["text"]
+    assert "set trainable_models vision_language_encoder" in facts(folder, "steps_by_tokens")["text"]
 
 
 def test_its_lora_goes_into_the_stock_pipeline(folder) -> None:

@@ -1,6 +1,6 @@
 """GLM-Image, a model of two parts: an autoregressive half draws tokens, a diffusion half the image from them.
 
-The first half is `vision_language_encoder` of the pipeline, a transformers model; the second one is trained.
+The first half is `vision_language_encoder` of the pipeline, a transformers model. Either half trains.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from transformers import (
 )
 
 from ....batches.conditions import MASK, NEGATIVE, Conditions
+from ....errors import DataError
 from ..schedule import flow_match_schedule, upcast
 from .base import DiffusionFamily, by_kind, encoded_mean, save_transformer_lora, spatial_latent
 
 T = torch.Tensor
 SIDE = 32  # pixels of a drawn token
+ASKED_LENGTH = 2048  # most tokens of a prompt
 
 
 class GlmImage(DiffusionFamily):
@@ -37,11 +39,8 @@ class GlmImage(DiffusionFamily):
 
     default_text_length = 2048
     lora_targets = tuple(f"attn1.{name}" for name in ("to_k", "to_out.0", "to_q", "to_v"))
-    draws_first = True
-    untrained_parts = {
-        "vision_language_encoder": "GLM-Image's autoregressive half draws its tokens in every rollout, and is not "
-        "trained here: leave trainable_models out, or name transformer, its diffusion half"
-    }
+    first_part = "vision_language_encoder"
+    first_lora_targets = ("k_proj", "o_proj", "q_proj", "v_proj")
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """context (B, L, D) and mask (B, L) of the texts in quotes; a prompt by itself."""
@@ -52,7 +51,11 @@ class GlmImage(DiffusionFamily):
 
     @torch.no_grad()
     def first_half(self, prompts: list[str], seeds: list[int], height: int, width: int) -> Conditions:
-        """prior (B, 1, L), and what guidance hides of them. A small image's tokens come first, then those kept."""
+        """prior (B, 1, L), and what guidance hides of them. A small image's tokens come first, then those kept.
+
+        Where this half trains, also `drawn` (B, 1, N), all tokens, their log-probs, and what was asked: then tokens are
+        sampled at the checkpoint's temperature without its top_k and top_p, which leave no density.
+        """
         pipeline, encoder = self.pipeline, self.pipeline.vision_language_encoder
         asked = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}] for prompt in prompts]
         inputs = pipeline.processor.apply_chat_template(
@@ -62,12 +65,42 @@ class GlmImage(DiffusionFamily):
         grids = inputs["image_grid_thw"][: len(inputs["image_grid_thw"]) // len(prompts)]
         ended, start, rows, columns = pipeline._compute_generation_params(grids, is_text_to_image=True)
         codes = pipeline.transformer.config.prior_vq_quantizer_codebook_size
-        sampling = LogitsProcessorList([OwnNoise(encoder.generation_config, codes, seeds)])
+        noise = OwnNoise(encoder.generation_config, codes, seeds, whole=self.trains_first)
+        sampling = LogitsProcessorList([noise])
         made = encoder.generate(**inputs, max_new_tokens=ended - 1, do_sample=False, logits_processor=sampling)
-        drawn = made[:, inputs["input_ids"].shape[1] :][:, start : start + rows * columns]
-        tokens = torch.stack([pipeline._upsample_token_ids(each, rows, columns) for each in drawn])
+        drawn = made[:, inputs["input_ids"].shape[1] :]
+        kept = drawn[:, start : start + rows * columns]
+        tokens = torch.stack([pipeline._upsample_token_ids(each, rows, columns) for each in kept])
         shown = torch.zeros(len(prompts), dtype=torch.long, device=tokens.device)
-        return {"prior": tokens, "prior_drop": shown, f"{NEGATIVE}prior_drop": torch.ones_like(shown)}
+        found = {"prior": tokens, "prior_drop": shown, f"{NEGATIVE}prior_drop": torch.ones_like(shown)}
+        if not self.trains_first:
+            return found
+        lengths = inputs["attention_mask"].sum(dim=1)
+        asked = torch.stack([_fixed(ids[-int(n) :]) for ids, n in zip(inputs["input_ids"], lengths)])
+        grids = grids.flatten().expand(len(prompts), 1, -1)
+        log_probs = torch.stack(noise.log_probs, dim=1)
+        own = {"drawn": drawn[:, None], "drawn_log_probs": log_probs[:, None], "asked": asked[:, None], "grids": grids}
+        return found | own | {"asked_length": lengths}
+
+    def token_log_probs(self, conditions: Conditions) -> T:
+        """(B, N) fp32 of `drawn`, at the temperature that it was sampled with."""
+        encoder = self.pipeline.vision_language_encoder
+        drawn, lengths = conditions["drawn"][:, 0], conditions["asked_length"]
+        width = int(lengths.max())
+        ids = torch.stack([ids[0, :width].roll(width - int(n)) for ids, n in zip(conditions["asked"], lengths)])
+        mask = (torch.arange(width, device=ids.device) >= width - lengths[:, None]).long()
+        places, _ = encoder.model.get_rope_index(
+            ids, image_grid_thw=conditions["grids"].reshape(-1, 3), attention_mask=mask,
+            images_per_sample=torch.full_like(lengths, conditions["grids"].shape[-1] // 3),
+        )  # fmt: skip
+        later = encoder.model._cached_decode_position_ids[:, :, : drawn.shape[1]].permute(1, 0, 2)
+        logits = encoder(
+            input_ids=torch.cat([ids, drawn], dim=1), attention_mask=torch.cat([mask, torch.ones_like(drawn)], dim=1),
+            position_ids=torch.cat([places, later], dim=2), use_cache=False, logits_to_keep=drawn.shape[1] + 1,
+        ).logits[:, :-1]  # fmt: skip
+        codes = self.pipeline.transformer.config.prior_vq_quantizer_codebook_size
+        scores = logits[..., :codes].float() / (encoder.generation_config.temperature or 1.0)
+        return scores.log_softmax(dim=-1).gather(2, drawn[..., None])[..., 0]
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """Velocity, fp32."""
@@ -120,8 +153,11 @@ class GlmImage(DiffusionFamily):
         return channels, *spatial_latent(height, width, self.pipeline.vae_scale_factor, SIDE)
 
     def save_lora(self, folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
-        """See `save_transformer_lora`."""
-        save_transformer_lora(folder, layers, configs)
+        """See `save_transformer_lora`; that of the first half, for `load_adapter`, in a folder of its name."""
+        if self.first_part in layers:
+            self.pipeline.vision_language_encoder.save_pretrained(folder / self.first_part)
+        else:
+            save_transformer_lora(folder, layers, configs)
 
     def _statistics(self, like: T) -> tuple[T, ...]:
         """Mean and standard deviation (1, C, 1, 1) that the latents are normalised by."""
@@ -134,14 +170,18 @@ class GlmImage(DiffusionFamily):
 
 class OwnNoise(LogitsProcessor):
     """Lets greedy decoding sample: noise of each sample's own seed is added, and the largest sum is a fair draw
-    (Gumbel). Ids from `codes` on, which are no image, are never drawn."""
+    (Gumbel). Ids from `codes` on, which are no image, are never drawn. whole: top_k and top_p do not cut.
 
-    def __init__(self, settings: GenerationConfig, codes: int, seeds: list[int]) -> None:
+    log_probs: of each token drawn so far, (B) fp32."""
+
+    def __init__(self, settings: GenerationConfig, codes: int, seeds: list[int], whole: bool = False) -> None:
         self.codes = codes
+        self.log_probs: list[T] = []
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        wanted = {TemperatureLogitsWarper: settings.temperature, TopKLogitsWarper: settings.top_k}
-        self.warpers: list[Any] = [kind(value) for kind, value in wanted.items() if value]
-        if settings.top_p is not None and settings.top_p < 1:
+        self.warpers: list[Any] = [TemperatureLogitsWarper(settings.temperature)] if settings.temperature else []
+        if settings.top_k and not whole:
+            self.warpers.append(TopKLogitsWarper(settings.top_k))
+        if settings.top_p is not None and settings.top_p < 1 and not whole:
             self.warpers.append(TopPLogitsWarper(settings.top_p))
 
     def __call__(self, input_ids: T, scores: T) -> T:
@@ -152,4 +192,14 @@ class OwnNoise(LogitsProcessor):
             scores = warper(input_ids, scores)
         shape = scores.shape[1:]
         uniform = [torch.rand(shape, generator=each, dtype=torch.float64) for each in self.generators]
-        return scores - torch.stack(uniform).log().neg().log().to(scores)
+        noisy = scores - torch.stack(uniform).log().neg().log().to(scores)
+        chosen = noisy.argmax(dim=-1, keepdim=True)
+        self.log_probs.append(scores.float().log_softmax(dim=-1).gather(1, chosen)[:, 0])
+        return noisy
+
+
+def _fixed(ids: T) -> T:
+    """Ids (S) behind each other, zeros after them: as long for every prompt, so that samples make a batch."""
+    if len(ids) > ASKED_LENGTH:
+        raise DataError(f"a prompt has {len(ids)} tokens; the first half is trained on at most {ASKED_LENGTH}")
+    return torch.nn.functional.pad(ids, (0, ASKED_LENGTH - len(ids)))
