@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -110,9 +111,17 @@ def _cast(tensor: T, dtype: torch.dtype | None) -> T:
 
 
 def gathered_state_dict(engine: TrainEngine, keep: bool, dtype: torch.dtype | None = None) -> dict[str, T]:
-    """All weights under checkpoint names on the host; filled where `keep` (rank 0), empty elsewhere. A collective."""
+    """All weights under checkpoint names on the host, and what the model keeps beside them (running means of a VQ
+    model); filled where `keep` (rank 0), empty elsewhere. A collective."""
     state: dict[str, T] = {}
-    for name, tensor in named_weights(engine, dtype):
+    for name, tensor in itertools.chain(named_weights(engine, dtype), _kept_buffers(engine.module.model)):
         if keep:
             state[name] = tensor.to("cpu", copy=True)
     return state
+
+
+def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, T]]:
+    """(checkpoint name, tensor) of the buffers that a checkpoint holds; no rank has them divided."""
+    base = model.get_base_model() if is_adapted(model) else model
+    held = base.state_dict().keys()
+    return ((name.replace(".base_layer.", "."), buffer) for name, buffer in base.named_buffers() if name in held)

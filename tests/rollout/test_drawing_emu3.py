@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from engine_rig import Rig
@@ -16,6 +18,8 @@ from lightrft_visual.checkpoint.export import export_hf
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.models.vlm.families.emu3 import Emu3
 from lightrft_visual.rollout.hf import TransformersEngine
+from lightrft_visual.rollout.weight_sync import gathered_state_dict
+from lightrft_visual.strategy.deepspeed import TrainEngine
 
 SIDE = 4
 PLAIN = SamplingSettings(n=2, max_new_tokens=6, temperature=0.8)
@@ -72,8 +76,8 @@ def test_given_tokens_have_no_gradient_and_the_vq_model_none(rig):
 
 def test_an_exported_model_draws_the_same_in_transformers(rig, tmp_path):
     model, drawing = rig.actor.model, rig.actor.drawing
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    export_hf(model, rig.checkpoint.processor, tmp_path, weights)
+    engine = TrainEngine(SimpleNamespace(module=rig.actor), zero_stage=0, max_norm=1.0)
+    export_hf(model, rig.checkpoint.processor, tmp_path, gathered_state_dict(engine, keep=True))
     stock = AutoModelForImageTextToText.from_pretrained(tmp_path)
     rollout = rig.stage.generate(prompts(rig), GREEDY)[0]
     text = rollout.prompt.text.partition("<|image start|>")[0]

@@ -93,7 +93,8 @@ def build_parts(config: RunConfig) -> VLParts:
     say("loading the models")
     (actor, critic, reference), following = _models(config, strategy, checkpoint, total_steps)
     models = actor, critic, reference, _teacher(config, strategy, checkpoint)
-    say(f"starting the engine ({config.rollout.engine_type})")
+    why = "" if checkpoint.family.served else f": vLLM has no model of type {checkpoint.config.model_type}"
+    say(f"starting the engine ({config.rollout.engine_type}{why})")
     engine, distortion = _engine(config, checkpoint, actor), _distortion(config, total_steps)
     maker = _maker(config, strategy, checkpoint, models, engine, rewards, timer, distortion)
     return VLParts(
