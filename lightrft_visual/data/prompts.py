@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 Size = tuple[int, int]  # width, height
 _CHUNK = 2048  # rows that a rank checks at a time
 _THREADS = 8  # header reads wait for storage, not for the processor
+_SLICE = 64  # rows that a thread takes at a time
 
 
 @dataclass(frozen=True)
@@ -220,8 +221,10 @@ class PromptDataset:
         """What is found in `rows`, each rank looking at its own stretch."""
         share = -(-len(rows) // collectives.world_size())
         mine = rows[collectives.rank() * share : (collectives.rank() + 1) * share]
+        slices = [mine[start : start + _SLICE] for start in range(0, len(mine), _SLICE)]
         with ThreadPoolExecutor(_THREADS) as pool:
-            found = list(pool.map(lambda row: self._inspect(source, row), mine))
+            parts = pool.map(lambda rows: [self._inspect(source, row) for row in rows], slices)
+            found = [each for part in parts for each in part]
         return [
             each for part in collectives.all_gather_object(self._within_length(source, mine, found)) for each in part
         ]
