@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 
-from lightrft_visual.strategy.start_up import importing, say
+from lightrft_visual.strategy.start_up import importing, leaving, say
 
 OF_A_RUN = (
     "import sys; import lightrft_visual.launch; early = {'torch', 'transformers', 'deepspeed'} & set(sys.modules);"
     "import lightrft_visual.trainer.vl.trainer, lightrft_visual.rollout.vllm.engine, lightrft_visual.report.writer;"
-    "late = {'diffusers', 'vllm', 'ray', 'wandb', 'bokeh'} & set(sys.modules); print('found', sorted(early | late))"
+    "late = {'diffusers', 'vllm', 'ray', 'wandb', 'bokeh', 'peft'} & set(sys.modules);"
+    "print('found', sorted(early | late))"
 )
 
 
@@ -43,3 +44,27 @@ def test_the_garbage_collector_rests_while_libraries_are_imported():
         assert gc.isenabled() and gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+def test_libraries_collect_no_garbage_as_the_process_ends():
+    runs = []
+
+    def told(phase, info):
+        runs.append(phase)
+
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.callbacks.append(told)
+    try:
+        with leaving():
+            gc.freeze()
+            gc.unfreeze()
+            assert gc.collect() == gc.collect(2) == 0 and not runs
+            assert gc.get_freeze_count() > 0
+        gc.collect()
+        assert runs == ["start", "stop"]
+    finally:
+        gc.callbacks.remove(told)
+        gc.unfreeze()
+        if enabled:
+            gc.enable()

@@ -184,7 +184,7 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
     if on_cpu:
         # A prompt that is split over two steps makes vLLM rewind its request's generator, which has no offset on CPU.
         arguments["enable_chunked_prefill"] = False
-        if HOST_CACHE not in os.environ:
+        if HOST_CACHE not in os.environ and "kv_cache_memory_bytes" not in s.extra:
             arguments["kv_cache_memory_bytes"] = s.host_cache
     if s.vision:
         arguments["limit_mm_per_prompt"] = {"image": s.max_images, "video": s.max_videos}

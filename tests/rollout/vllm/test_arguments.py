@@ -15,7 +15,17 @@ from tiny_models import checkpoint_of
 from lightrft_visual.config.vl import RolloutConfig, RunConfig
 from lightrft_visual.embedded.tiny_vlm import VISION_FAMILIES
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.rollout.vllm.arguments import VLLMSettings, check_engine, engine_arguments, prepare_environment
+from lightrft_visual.rollout.vllm.arguments import (
+    HOST_CACHE,
+    LARGEST_BLOCK,
+    MOST_HOST_CACHE,
+    VLLMSettings,
+    check_engine,
+    engine_arguments,
+    host_cache,
+    prepare_environment,
+    token_bytes,
+)
 
 KINDS = (*VISION_FAMILIES, "qwen2")
 
@@ -87,6 +97,24 @@ def test_every_family_and_option_is_accepted_on_cuda_by_both_runners(root, tmp_p
         assert said["first"] == said["second"] == "ok", (case, said)
         assert "subclass" in said["first, the other's rules"], case
         assert "not a subclass of vllm.v1.worker.gpu.sample" in said["second, the other's rules"], case
+
+
+def test_the_cache_on_a_host_holds_all_sequences_and_no_more(root, monkeypatch) -> None:
+    """The user's own size stays, in the environment or among the engine's arguments."""
+    monkeypatch.delenv(HOST_CACHE, raising=False)
+    name, checkpoint = "kv_cache_memory_bytes", checkpoint_of(root, "qwen2")
+    text = checkpoint.config.get_text_config()
+    settings = VLLMSettings.from_config(run_with(engine_max_num_seqs=4), checkpoint)
+    wanted = 4 * (128 + LARGEST_BLOCK) * token_bytes(text, 4)
+    assert engine_arguments(settings, on_cpu=True)[name] == wanted
+    assert name not in engine_arguments(settings, on_cpu=False)
+    assert host_cache(text, 4, 10**9, 128) == MOST_HOST_CACHE
+    monkeypatch.setattr(text, "layer_types", ["full_attention", "linear_attention"], raising=False)
+    assert host_cache(text, 4, 4, 128) == MOST_HOST_CACHE  # layers that keep something else
+    own = VLLMSettings.from_config(run_with(engine_kwargs={name: 2**28}), checkpoint)
+    assert engine_arguments(own, on_cpu=True)[name] == 2**28
+    monkeypatch.setenv(HOST_CACHE, "2")
+    assert name not in engine_arguments(settings, on_cpu=True)
 
 
 def test_vllm_is_imported_without_torchs_compiler_and_ray() -> None:
