@@ -8,6 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import psutil
 import split_runs
 
 from lightrft_visual.config.load import load_config
@@ -48,6 +49,9 @@ def run(folder: Path, name: str, flags: str) -> dict:
     trainer = build_trainer(load_config(RunConfig, argv, preset=VL_PRESET))
     trainer.fit()
     facts = {"evaluated": trainer.latest_eval}
+    if "split" in flags and collectives.is_rank_0():
+        workers = trainer.maker.engine.workers.cluster.described
+        facts["niceness"] = [psutil.Process(each["pid"]).nice() - os.nice(0) for each in workers]
     if "split" in flags:
         facts |= {"posts": trainer.maker.engine.workers.post is not None, "refused": refused(trainer)}
     trainer.close()
