@@ -27,6 +27,12 @@ def connect(needed_for: str, cpus: float | None = None, address: str | None = No
     except ImportError as error:
         raise ConfigError(f"{needed_for} needs the package ray: pip install 'lightrft_visual[ray]'") from error
     if ray.is_initialized():
+        own = ray.get_runtime_context().gcs_address
+        if address not in (None, own):  # each rank started one of its own for something else, such as its rewards
+            raise ConfigError(
+                f"{needed_for} needs the Ray cluster at {address}, but this process is connected to {own}: start one "
+                "for all of the run by `ray start --head`, and set RAY_ADDRESS to its address"
+            )
         return ray
     named = address or os.environ.get("RAY_ADDRESS")
     local = {} if named else {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
