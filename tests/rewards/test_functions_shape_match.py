@@ -5,7 +5,15 @@ import torch
 
 from lightrft_visual.embedded.drawn_shapes import all_captions, colour_table, draw, parse_caption, random_images
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.rewards.functions.shape_match import PictureQuality, ShapeMatch, picture_quality, shape_match
+from lightrft_visual.rewards.functions.shape_match import (
+    PIXELS_AT_ONCE,
+    PictureQuality,
+    ShapeMatch,
+    picture_quality,
+    pixels_of,
+    shape_match,
+    together,
+)
 
 CAPTIONS = all_captions()
 TEXTS = [caption.text for caption in CAPTIONS]
@@ -84,5 +92,19 @@ def test_scorers_by_name():
     scores = ShapeMatch()(frames + [[]], [TEXTS[0], "a dog", TEXTS[0]])
     assert scores[0] > 0.9 and scores[1:] == [None, None]
     assert PictureQuality()(frames)[0] > 0.9
+    drawn = [to_pil(image) for image in pictures()[:4]]
+    videos = [[drawn[0]], [drawn[1].resize((16, 16)), drawn[1]], [drawn[2], drawn[3]]]
+    alone = [
+        [shape_match(pixels_of([image]), [text])["score"].item() for image in video]
+        for text, video in zip(TEXTS, videos)
+    ]
+    assert ShapeMatch()(videos, TEXTS[:3]) == pytest.approx([sum(each) / len(each) for each in alone], abs=1e-6)
     with pytest.raises(ConfigError, match="part"):
         ShapeMatch("size")
+
+
+def test_images_of_one_size_are_scored_together_within_bounds():
+    small, large = (32, 32), (2000, 2000)
+    assert together([small] * 3 + [large, large] + [small]) == [(0, 3), (3, 4), (4, 5), (5, 6)]
+    most = PIXELS_AT_ONCE // 32**2
+    assert together([small] * (most + 1)) == [(0, most), (most, most + 1)] and together([]) == []

@@ -36,6 +36,7 @@ from ..weight_copies import WeightCopy, gathered
 from .decoding import checkpoint_decoder, in_parts
 from .divided import load_divided
 from .families.base import DiffusionFamily
+from .layers import use_frozen_norms
 from .prompt_cache import PromptCache, PromptFiles, encoder_digest
 from .wan_parts import load_wan_parts, wan_pipeline_name
 
@@ -401,6 +402,7 @@ class DiffusionPolicy(nn.Module):
         for part in self.family.pipeline.components.values():
             if isinstance(part, nn.Module):
                 part.requires_grad_(False).eval()
+        use_frozen_norms(self.denoisers)
         for name in self.trainable:
             if self.lora.rank == 0:
                 self.denoisers[name].requires_grad_(True)

@@ -9,6 +9,7 @@ drawing explains the image, ignores the caption, and is for evaluation only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ...embedded.drawn_shapes import BACKGROUND, colour_table, parse_caption, sh
 from ...errors import ConfigError
 
 T = torch.Tensor
+PIXELS_AT_ONCE = 2**18  # 256 images of 32 pixels a side: templates of all shapes are drawn for each
 PARTS = ("score", "colour", "shape", "coverage", "background")
 
 
@@ -117,12 +119,28 @@ class ShapeMatch:
         self.part = part
 
     def __call__(self, frames: list[list[Any]], prompts: list[str]) -> list[float | None]:
-        return [self._score(images, prompt) for images, prompt in zip(frames, prompts)]
+        known = [index for index, prompt in enumerate(prompts) if frames[index] and parse_caption(prompt) is not None]
+        every = [(index, image) for index in known for image in frames[index]]
+        found: dict[int, list[float]] = {index: [] for index in known}
+        for start, end in together([image.size for _, image in every]):
+            indices, images = zip(*every[start:end])
+            parts = shape_match(pixels_of(list(images)), [prompts[index] for index in indices])
+            for index, score in zip(indices, parts[self.part].tolist()):
+                found[index].append(score)
+        return [fmean(found[index]) if index in found else None for index in range(len(frames))]
 
-    def _score(self, pictures: list[Any], prompt: str) -> float | None:
-        if not pictures or parse_caption(prompt) is None:
-            return None
-        return float(shape_match(pixels_of(pictures), [prompt] * len(pictures))[self.part].mean())
+
+def together(sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Starts and ends of runs of one size, of at most `PIXELS_AT_ONCE` pixels or one image."""
+    runs = []
+    for index, (width, height) in enumerate(sizes):
+        start = runs[-1][0] if runs else 0
+        fits = (index + 1 - start) * width * height <= PIXELS_AT_ONCE
+        if runs and sizes[start] == (width, height) and fits:
+            runs[-1] = (start, index + 1)
+        else:
+            runs.append((index, index + 1))
+    return runs
 
 
 class PictureQuality:

@@ -92,6 +92,22 @@ def test_repeated_prompts_get_equal_conditions_and_guidance_is_the_formula(folde
     torch.testing.assert_close(guided, without + 3 * (with_prompt - without), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("scale,negative,branches", [(3.0, "", 2), (1.0, "", 1), (3.0, None, 1)])
+def test_the_unguided_branch_runs_where_there_is_guidance(folder, monkeypatch, scale, negative, branches):
+    policy, counts = policy_of(folder), []
+    own = policy.family.predict
+
+    def predict(latents, *rest):
+        counts.append(len(latents))
+        return own(latents, *rest)
+
+    monkeypatch.setattr(policy.family, "predict", predict)
+    conditions = policy.encode_prompts(PROMPTS, negative)
+    with torch.no_grad():
+        policy.velocity(torch.zeros(3, *policy.latent_shape(32, 32)), torch.full((3,), 500.0), conditions, scale)
+    assert counts == [3 * branches]
+
+
 def test_detached_guidance_carries_the_gradient_of_the_guided_branch_alone(folder):
     policy = policy_of(folder)
     latents, conditions = torch.randn(2, *policy.latent_shape(32, 32)), policy.encode_prompts(PROMPTS[:2], "")

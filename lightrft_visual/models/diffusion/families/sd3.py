@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from diffusers import DiffusionPipeline
 
 from ....batches.conditions import Conditions
 from ....errors import ConfigError
+from ..layers import JointAttention
 from ..schedule import upcast
 from .base import DiffusionFamily, encoded_mean, spatial_latent
 
@@ -14,6 +16,10 @@ T = torch.Tensor
 
 class StableDiffusion3(DiffusionFamily):
     """SD3Transformer2DModel with AutoencoderKL; timesteps are sigma * 1000."""
+
+    def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
+        super().__init__(pipeline, text_length)
+        pipeline.transformer.set_attn_processor(JointAttention())
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """CLIP and T5: context (B, L, D) and pooled (B, D)."""
