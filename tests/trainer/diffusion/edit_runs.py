@@ -35,22 +35,20 @@ def nearer(images, prompts, source_images, metadata):
     assert [list(row[0].size) for row in source_images] == [row["sizes"][0] for row in metadata]
     return [-abs(mean(image)[0] - mean(row[0])[0]) / 255 for image, row in zip(images, source_images)]
 """
-TOKENS = (
-    "--pretrain {folder}/glm --source_pixels null --reward_fn {folder}/scores.py:red "
-    "--trainable_models vision_language_encoder"
-)
+QUICK = "--max_steps 1 --max_eval_samples 0"
+GLM = f"--pretrain {{folder}}/glm --source_pixels null --reward_fn {{folder}}/scores.py:red {QUICK}"
+TOKENS = "--trainable_models vision_language_encoder --diffusion_algorithm token_grpo"
 RUNS = {
     "flow_grpo": "",
-    "nft": "--diffusion_algorithm diffusion_nft",
-    "awm": "--diffusion_algorithm awm",
-    "many": "--pretrain {folder}/plus --prompt_data {folder}/many.jsonl --eval_data {folder}/many.jsonl",
+    "nft": f"--diffusion_algorithm diffusion_nft {QUICK}",
+    "many": f"--pretrain {{folder}}/plus --prompt_data {{folder}}/many.jsonl --eval_data {{folder}}/many.jsonl {QUICK}",
     "too_many": "--prompt_data {folder}/many.jsonl",
     "no_edits": "--pretrain {folder}/plain",
-    "two_parts": "--pretrain {folder}/glm --source_pixels null --reward_fn {folder}/scores.py:red",
-    "tokens": f"{TOKENS} --diffusion_algorithm token_grpo",
-    "tokens_whole": f"{TOKENS} --diffusion_algorithm token_grpo --lora_rank 0 --guidance_scale 1 --beta 0.01",
-    "tokens_by_steps": TOKENS,
-    "steps_by_tokens": "--pretrain {folder}/glm --source_pixels null --diffusion_algorithm token_grpo",
+    "two_parts": GLM,
+    "tokens": f"{GLM} {TOKENS}",
+    "tokens_whole": f"{GLM} {TOKENS} --lora_rank 0 --guidance_scale 1 --beta 0.01",
+    "tokens_by_steps": f"{GLM} --trainable_models vision_language_encoder",
+    "steps_by_tokens": f"{GLM} --diffusion_algorithm token_grpo",
 }
 
 

@@ -33,19 +33,19 @@ def rows(folder: Path, run: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("run", ["flow_grpo", "nft", "awm", "many"])
+@pytest.mark.parametrize("run", ["flow_grpo", "nft", "many"])
 def test_edits_are_trained_by(folder, run) -> None:
-    assert facts(folder, run) == {"updates": 2}
+    assert facts(folder, run) == {"updates": 2 if run == "flow_grpo" else 1}
     found = rows(folder, run)
     assert all(-1 <= float(row["reward_mean"]) <= 0 and float(row["reward_invalid_share"]) == 0 for row in found)
-    if run in ("flow_grpo", "many"):
+    if run != "nft":
         assert all(float(row["ratio_max_dev_first"]) == 0.0 for row in found)
-    sheets = [*(folder / run).glob("eval_epoch_*/contact_sheet.png")]
-    assert sheets and (folder / run / "checkpoint-final").is_dir()
+    assert (folder / run / "checkpoint-final").is_dir()
+    assert bool([*(folder / run).glob("eval_epoch_*/contact_sheet.png")]) == (run == "flow_grpo")
 
 
 def test_the_diffusion_half_of_a_model_of_two_parts_is_trained(folder) -> None:
-    assert facts(folder, "two_parts") == {"updates": 2}
+    assert facts(folder, "two_parts") == {"updates": 1}
     assert all(float(row["ratio_max_dev_first"]) == 0.0 for row in rows(folder, "two_parts"))
     pipeline = DiffusionPipeline.from_pretrained(folder / "glm")
     (weights,) = (folder / "two_parts" / "checkpoint-final").rglob("pytorch_lora_weights.safetensors")
@@ -54,7 +54,7 @@ def test_the_diffusion_half_of_a_model_of_two_parts_is_trained(folder) -> None:
 
 @pytest.mark.parametrize("run", ["tokens", "tokens_whole"])
 def test_the_autoregressive_half_is_trained_where_the_run_is_told_to(folder, run) -> None:
-    assert facts(folder, run) == {"updates": 2}
+    assert facts(folder, run) == {"updates": 1}
     found = rows(folder, run)
     assert all(float(row["ratio_max_dev_first"]) < 2e-5 and 0 <= float(row["reward_mean"]) <= 1 for row in found)
     before = DiffusionPipeline.from_pretrained(folder / "glm").vision_language_encoder.state_dict()
