@@ -399,6 +399,9 @@ for _entry in (
     DiffusionFamily(
         "flux2_klein", f"{_families}.flux2:Flux2Klein", "FLUX.2 [klein]", pipeline="Flux2KleinPipeline"
     ),
+    DiffusionFamily(
+        "flux2", f"{_families}.flux2:Flux2", "FLUX.2 [dev]; guidance is an embedding", pipeline="Flux2Pipeline"
+    ),
     DiffusionFamily("wan", f"{_families}.wan:Wan", "Wan text-to-video", pipeline="WanPipeline"),
     DiffusionFamily(
         "wan_i2v", f"{_families}.wan:WanImageToVideo", "Wan image-to-video", pipeline="WanImageToVideoPipeline"

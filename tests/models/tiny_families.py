@@ -15,6 +15,7 @@ from diffusers import (
     DDIMScheduler,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
+    Flux2Pipeline,
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
@@ -40,6 +41,8 @@ from transformers import (
     GlmImageForConditionalGeneration,
     GlmImageImageProcessor,
     GlmImageProcessor,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2ForCausalLM,
     Qwen2Model,
@@ -187,12 +190,15 @@ def qwen_image_edit_plus():
     return qwen_image_edit(QwenImageEditPlusPipeline)
 
 
-def flux2_klein():
-    transformer = Flux2Transformer2DModel(
+def flux2_transformer(guidance_embeds):
+    return Flux2Transformer2DModel(
         in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=3 * WIDTH, timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4),
-        guidance_embeds=False,
+        guidance_embeds=guidance_embeds,
     )  # fmt: skip
+
+
+def flux2_vae():
     vae = AutoencoderKLFlux2(
         block_out_channels=(8, 8), layers_per_block=1, latent_channels=4, norm_num_groups=4, sample_size=32,
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
@@ -200,11 +206,34 @@ def flux2_klein():
     )  # fmt: skip
     vae.bn.running_mean.uniform_(-0.5, 0.5)
     vae.bn.running_var.uniform_(0.5, 2.0)
+    return vae
+
+
+def flux2():
+    tokenizer = build_tokenizer(["a red circle", "a blue cross on a green square"])
+    text = {
+        "model_type": "mistral", "vocab_size": -(-len(tokenizer) // 64) * 64, "hidden_size": WIDTH,
+        "intermediate_size": WIDTH, "num_hidden_layers": 30, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 16,
+    }  # fmt: skip
+    vision = {
+        "model_type": "pixtral", "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 32, "patch_size": 16,
+    }  # fmt: skip
+    return Flux2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0), vae=flux2_vae(),
+        text_encoder=Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision)),
+        tokenizer=build_processor("qwen2_5_vl", tokenizer), transformer=flux2_transformer(guidance_embeds=True),
+    )  # fmt: skip
+
+
+def flux2_klein():
     tokenizer = build_tokenizer(["a red circle", "a blue cross on a green square"], family="qwen2")
     config = tiny_config("qwen2", tokenizer, tie_embeddings=False, hidden=WIDTH, layers=27)  # its layers 9, 18 and 27
     return Flux2KleinPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0), vae=vae,
-        text_encoder=Qwen2ForCausalLM(config), tokenizer=tokenizer, transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0), vae=flux2_vae(),
+        text_encoder=Qwen2ForCausalLM(config), tokenizer=tokenizer,
+        transformer=flux2_transformer(guidance_embeds=False),
     )  # fmt: skip
 
 
@@ -293,6 +322,7 @@ FAMILIES = {
     "qwen_image_edit": qwen_image_edit,
     "qwen_image_edit_plus": qwen_image_edit_plus,
     "z_image": z_image,
+    "flux2": flux2,
     "flux2_klein": flux2_klein,
     "glm_image": glm_image,
 }

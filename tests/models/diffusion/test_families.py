@@ -39,6 +39,7 @@ CASES = {
     "cosmos": ((32, 32, 1), 3.0, (3, 32, 32)),
     "qwen_image": ((32, 32, 1), 3.0, (3, 32, 32)),
     "z_image": ((32, 32, 1), 3.0, (3, 32, 32)),
+    "flux2": ((32, 32, 1), 3.5, (3, 32, 32)),
     "flux2_klein": ((32, 32, 1), 3.0, (3, 32, 32)),
     "glm_image": ((32, 64, 1), 3.0, (3, 32, 64)),
     "qwen_image_edit": ((32, 32, 1), 3.0, (3, 32, 32)),
@@ -135,6 +136,7 @@ def test_rollout_replay_update_and_lora(name, tmp_path):
 # How the stock pipeline is asked for what `rollout` draws; text lengths, where the family has one.
 STOCK = {
     "z_image": (60, {"negative_prompt": ["", ""], "max_sequence_length": 60}),
+    "flux2": (300, {"max_sequence_length": 300}),
     "flux2_klein": (40, {"max_sequence_length": 40}),
     "glm_image": (40, {"max_sequence_length": 40}),
 }

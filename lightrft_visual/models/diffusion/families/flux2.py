@@ -1,4 +1,4 @@
-"""FLUX.2 [klein]: texts are encoded by a language model's middle layers; guidance by a second forward."""
+"""FLUX.2 [klein] and [dev]: texts are encoded by a language model's middle layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ USUAL_STEPS = 50  # of the pipeline; its shift depends on them
 
 
 class Flux2Klein(DiffusionFamily):
-    """Latents (4 C, h / 2, w / 2): patches of two by two, normalised, as the transformer reads them."""
+    """Latents (4 C, h / 2, w / 2): normalised patches of two by two, as the transformer reads them. Guided by a second
+    forward."""
 
     default_text_length = 512
 
@@ -80,3 +81,11 @@ class Flux2Klein(DiffusionFamily):
         vae = self.pipeline.vae
         std = (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
         return tuple(values.view(1, -1, 1, 1).to(like.device, like.dtype) for values in (vae.bn.running_mean, std))
+
+
+class Flux2(Flux2Klein):
+    """FLUX.2 [dev]: guidance is an embedding, as in FLUX; images beside the prompt are not read."""
+
+    def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
+        super().__init__(pipeline, text_length)
+        self.uses_negative = False
