@@ -13,7 +13,6 @@ with 1 where --samples takes more than 1.1 times the memory of --against.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -36,8 +35,12 @@ MIB = 2**20
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of memory that this process has filled itself, swapped out or not.
+
+    Pages of files do not count: the kernel takes those of libraries back and reads them again as others need room.
+    """
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(status[name].split()[0]) for name in ("RssAnon", "VmSwap")) * 1024
 
 
 def prompts_of(count: int, patches: int, length: int) -> list[PromptFeatures]:
@@ -102,23 +105,29 @@ def storages(objects: Iterable[Any]) -> dict[int, int]:
 
 
 def through_the_stages(prompts: list[PromptFeatures], samples: int, tokens: int) -> tuple[int, int]:
-    """(bytes of all tensors held at once, largest resident memory) from rollouts to the last micro-batch."""
+    """(bytes of all tensors held at once, largest resident memory) from rollouts to the last micro-batch.
+
+    As in a step: rollouts, with their decoded images, stand beside the experience, and are let go before it is put into
+    the buffer. The list of prompts is emptied.
+    """
     rollouts = rollouts_of(prompts, samples, tokens)
+    prompts.clear()
     experiences = experience_of(rollouts)
+    held, highest = sum(storages([rollouts, experiences]).values()), resident()
+    rollouts.clear()
     buffer = NaiveReplayBuffer(MICRO_BATCH)
-    held, highest = 0, 0
     while experiences:
         buffer.append(experiences[0])
         if len(experiences) % 32 == 1:  # the batch stands in the buffer and, as far as it is left, in experience
-            held = max(held, sum(storages([rollouts, experiences, buffer.items]).values()))
+            held = max(held, sum(storages([experiences, buffer.items]).values()))
+            highest = max(highest, resident())
         experiences.pop(0)
     for step in buffer.plan(0):
         for micro_batch in step:
             loaded = buffer.load(micro_batch)
             highest = max(highest, resident())
             own = storages([loaded])
-    together = storages([rollouts, buffer.items]) | own
-    return max(held, sum(together.values())), highest
+    return max(held, sum((storages(buffer.items) | own).values())), highest
 
 
 def compare(a: argparse.Namespace) -> int:
