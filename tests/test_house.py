@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "lightrft_visual"
 FLOORS = (
     "errors", "masking", "usercode", "batches", "config", "strategy", "checkpoint", "data", "observe", "models",
     "embedded", "rollout", "rewards", "algorithms", "replay", "report", "plan", "guard", "trainer", "launch",
+    "launch_ray",
 )  # fmt: skip
 LARGEST_SHARE = 0.20
 

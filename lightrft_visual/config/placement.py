@@ -41,16 +41,34 @@ class ResourcesConfig(Section):
     rollout_num_gpus: Annotated[str, Constraint(_gpus, "it is a positive number, or auto")] = AUTO  # auto: all others
     rollout_num_workers: PositiveInt | None = None  # engines; default: one a GPU of the rollouts, one without GPUs
     rollout_num_cpus: NonNegativeFloat = 1.0  # that Ray reserves for each worker
+    # reward models in Ray actors of their own, with either placement: naming one of the first three asks for it
+    reward_devices: Devices = None  # of this host
+    reward_num_gpus: PositiveFloat | None = None  # that an existing cluster gives to all actors of a reward together
+    reward_num_workers: PositiveInt | None = None  # actors of each reward; default: one a device, or reward_ray_actors
+    reward_num_cpus: NonNegativeFloat = 0.0  # that Ray reserves for each actor
     weight_transfer: Annotated[str, one_of("auto", "shared_memory", "object_store")] = "auto"
     worker_timeout: PositiveFloat = 3600.0  # seconds after which a worker that has not answered is started again
     require_cluster: bool = False  # refuse to start without RAY_ADDRESS
 
+    @property
+    def rewards_placed(self) -> bool:
+        """Whether reward models are to be in actors."""
+        named = self.reward_devices, self.reward_num_gpus, self.reward_num_workers
+        return any(value is not None for value in named)
+
     def check(self) -> None:
-        """Devices of the two sides, which must not overlap."""
+        """Devices of the sides, which must not overlap."""
         trainer, rollout = set(self.trainer_devices or ()), set(self.rollout_devices or ())
+        reward = set(self.reward_devices or ())
         require(not trainer & rollout, f"devices {sorted(trainer & rollout)} are the trainer's and the rollouts' alike")
+        shared = sorted(reward & (trainer | rollout))
+        require(not shared, f"devices {shared} are the rewards' and the trainer's or the rollouts' alike")
+        require(
+            not reward or self.reward_num_gpus is None,
+            "reward_devices names devices of this host, reward_num_gpus a number of an existing cluster's: use one",
+        )
         if self.visible_devices is not None:
-            beyond = sorted((trainer | rollout) - set(self.visible_devices))
+            beyond = sorted((trainer | rollout | reward) - set(self.visible_devices))
             require(not beyond, f"devices {beyond} are not among visible_devices {self.visible_devices}")
         if self.rollout_devices and self.rollout_num_gpus != AUTO:
             require(

@@ -18,7 +18,7 @@ from ..models.diffusion.decoding import LATENTS_AT_ONCE
 from ..models.diffusion.policy import DiffusionPolicy
 from .meta import Held, held_bytes, weights_bytes
 from .process import fragments, program
-from .reward_models import RewardModel, reward_items, reward_models
+from .reward_models import RewardModel, kept_here, reward_items, reward_models
 from .table import HOST, Item, Phase, Plan
 from .zero import FP32, Model, Zero
 
@@ -192,7 +192,8 @@ class DiffusionPlanner:
 
     @cached_property
     def _judges(self) -> dict[str, RewardModel]:
-        return reward_models(reward_model=self.config.reward, gold=self.config.guard.gold)
+        reward = kept_here(self.config.reward, self.config.distributed.resources)
+        return reward_models(reward_model=reward, gold=self.config.guard.gold)
 
     @property
     def _reference(self) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
+from ..config.placement import ResourcesConfig
 from ..config.shared import RewardConfig
 from ..rewards.recipe import Recipe, RecipeEntry, compose_recipe, load_recipe, recipe_from_components
 from ..rewards.registry import find_scorer, own_settings, scorer_names
@@ -28,6 +29,11 @@ class RewardModel:
     model: Model
     offload: bool
     divided: bool
+
+
+def kept_here(reward: RewardConfig, resources: ResourcesConfig) -> RewardConfig:
+    """Without the models that are in Ray actors, on devices which are not planned."""
+    return replace(reward, reward_pretrain=None) if resources.rewards_placed else reward
 
 
 def reward_models(**rewards: RewardConfig | None) -> dict[str, RewardModel]:

@@ -17,7 +17,7 @@ from ..config.vl import RunConfig
 from ..replay.plan import SampleRef, computed_tokens, most_tokens
 from ..rollout.vllm.arguments import host_cache, most_sequences
 from .process import Host, fragments, program
-from .reward_models import RewardModel, reward_items, reward_models
+from .reward_models import RewardModel, kept_here, reward_items, reward_models
 from .shapes import language_model
 from .table import HOST, Item, Phase, Plan
 from .vl_shape import MicroBatch, VLShape, patch_side
@@ -103,7 +103,8 @@ class VLPlanner:
 
     @cached_property
     def _judges(self) -> dict[str, RewardModel]:
-        return reward_models(reward_model=self.config.reward, gold=self.config.guard.gold)
+        reward = kept_here(self.config.reward, self.config.distributed.resources)
+        return reward_models(reward_model=reward, gold=self.config.guard.gold)
 
     @cached_property
     def _teacher(self) -> Item | None:

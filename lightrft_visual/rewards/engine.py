@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ..batches.rollouts import Rollout
 from ..batches.samples import Samples
+from ..config.placement import ResourcesConfig
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, RewardError, StoppedBySignal
 from ..strategy.collectives import all_gather_object, all_reduce_max, all_reduce_sum
@@ -52,6 +53,7 @@ class RewardComputationEngine:
     remote_rm_url: a URL, comma-separated URLs or a list; `a|b` are replicas of one reward; an entry ending in .py is a
     local file with `reward_func`. custom_reward_func: a callable or several. packing_samples: torch models given
     directly score rows of equal length together, so that none sees padding. config: time limits, retries and the like.
+    resources: whether folders in reward_model are loaded in Ray actors, and on which devices.
 
     Raises ConfigError on construction for anything unknown. `labels` of the data are checked by `check_labels`.
     """
@@ -68,11 +70,12 @@ class RewardComputationEngine:
         strategy: Any = None,
         packing_samples: bool = False,
         config: RewardConfig | None = None,
+        resources: ResourcesConfig | None = None,
     ) -> None:
         self.config = config or RewardConfig()
         self.strategy = strategy
         self.recipe = None if reward_recipe is None else parse_recipe(reward_recipe)
-        self._catalogue = Catalogue(self.config, tokenizer, packing_samples, model_device(), strategy)
+        self._catalogue = Catalogue(self.config, tokenizer, packing_samples, model_device(), strategy, resources)
         custom = custom_reward_func if isinstance(custom_reward_func, (list, tuple)) else [custom_reward_func]
         functions = [function for function in custom if function is not None]
         given = {"label_map": reward_fn_label_map}
@@ -101,11 +104,13 @@ class RewardComputationEngine:
         columns: Collection[str] | None = None,
         references: bool | None = None,
         labels_cut_away: Callable[[], Collection[str | None]] = frozenset,
+        resources: ResourcesConfig | None = None,
     ) -> RewardComputationEngine:
         """The engine that a configuration describes. labels, columns: those of the data, which recipe and functions
         are checked against; references: whether any row has one; labels_cut_away: see `Recipe.check_labels`."""
         arguments = engine_arguments(config, labels, columns, references, labels_cut_away)
-        return cls(**arguments, tokenizer=tokenizer, strategy=strategy, packing_samples=packing_samples, config=config)
+        arguments |= {"tokenizer": tokenizer, "strategy": strategy, "packing_samples": packing_samples}
+        return cls(**arguments, config=config, resources=resources)
 
     def _aggregator(self, reward_fn: Any, given: Mapping[str, Any]) -> Any:
         """The source of `reward_fn` where it aggregates by hand; else it becomes one source more."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from ..config.placement import ResourcesConfig
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean
 from ..usercode.loading import LoadedFunction, callable_name, load_reward_fn
@@ -55,8 +56,9 @@ class Catalogue:
         packing_samples: bool = False,
         device: Any = "cpu",
         strategy: Any = None,
+        resources: ResourcesConfig | None = None,
     ) -> None:
-        self.strategy = strategy
+        self.strategy, self.resources = strategy, resources or ResourcesConfig()
         self.config, self.tokenizer, self.packing_samples, self.device = config, tokenizer, packing_samples, device
         self._closing: list[Callable[[], None]] = []
         self._client: Any = None
@@ -167,6 +169,11 @@ class Catalogue:
             return model
         from .local.models import local_model_source
 
+        if self.resources.rewards_placed and isinstance(model, (str, Path)):
+            from .remote.ray_pool import RayRewardModel
+
+            needed_for = "distributed.resources.reward"
+            return self._closed(RayRewardModel(name, str(model), needed_for=needed_for, **self._pool()))
         return local_model_source(name, model, self.config, self.tokenizer, self.packing_samples, self.strategy)
 
     def _remote(self, name: str, entry: str) -> Source:
@@ -248,7 +255,16 @@ class Catalogue:
 
         if self.config.reward_fn_timeout is not None and ".py:" in key:
             raise ConfigError("reward_fn_timeout is for functions in this process; calls of Ray have reward_timeout")
-        limits = {"actors": self.config.reward_ray_actors, "timeout": self.config.reward_timeout}
-        source = RaySource(name, key, kwargs, form=self.config.reward_form, lenient=self.lenient, **limits)
+        return self._closed(
+            RaySource(name, key, kwargs, form=self.config.reward_form, lenient=self.lenient, **self._pool())
+        )
+
+    def _pool(self) -> dict[str, Any]:
+        from .remote.ray_pool import actor_pool
+
+        return {"timeout": self.config.reward_timeout} | actor_pool(self.resources, self.config.reward_ray_actors)
+
+    def _closed(self, source: Any) -> Source:
+        """The source, which is closed with the catalogue."""
         self._closing.append(source.close)
         return source

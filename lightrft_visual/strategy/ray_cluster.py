@@ -17,10 +17,11 @@ AUTH_MODE = "RAY_AUTH_MODE"
 HANDED_ON = ("LIGHTRFT_", "HF_", "VLLM_", "TRANSFORMERS_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_")
 
 
-def connect(needed_for: str, cpus: float | None = None, address: str | None = None) -> Any:
+def connect(needed_for: str, cpus: float | None = None, address: str | None = None, logs: bool = False) -> Any:
     """The ray module, connected: to `address`, to RAY_ADDRESS where set, else to a cluster started here with `cpus`.
 
     Raises ConfigError without the package, or where the cluster does not answer. needed_for: the setting, for that.
+    logs: whether what its processes print is printed here.
     """
     try:
         import ray
@@ -42,7 +43,7 @@ def connect(needed_for: str, cpus: float | None = None, address: str | None = No
         if cpus is not None:
             local["num_cpus"] = max(1, round(cpus))
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="error", **local)
+        ray.init(address=address, log_to_driver=logs, logging_level="error", **local)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"at {named}" if named else "on this host"
         raise ConfigError(f"{needed_for}: the Ray cluster {where} does not answer: {error}") from error
@@ -72,3 +73,12 @@ def process_environment(**own: str) -> dict[str, Any]:
     """Ray's runtime_env of a worker that imports what this process imports. own: further variables."""
     shared = {name: value for name, value in os.environ.items() if name.startswith(HANDED_ON)}
     return {"env_vars": shared | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | own}
+
+
+def one_device(device: int) -> dict[str, Any]:
+    """Ray's runtime_env of a process on one device of this host, which the run divides, not Ray."""
+    from deepspeed.accelerator import get_accelerator
+
+    names = get_accelerator().visible_devices_envs()
+    own = {name: str(device) for name in names} | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    return process_environment(**own)

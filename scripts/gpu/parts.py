@@ -129,7 +129,7 @@ def engines(folder: Path, size: str) -> Rows:
 
 
 def engines_sglang(folder: Path, size: str) -> Rows:
-    """The same of SGLang, for the families that it is built for; on a CPU without the mode that reads seeds."""
+    """The same of SGLang, for the families that it is built for."""
     from deepspeed.accelerator import get_accelerator
 
     from lightrft_visual.errors import ConfigError
@@ -142,8 +142,7 @@ def engines_sglang(folder: Path, size: str) -> Rows:
         return
     flags = "--engine_mem_util 0.2"
     if get_accelerator().device_name() == "cpu":
-        flags += " engine_kwargs.enable_deterministic_inference=false engine_kwargs.max_total_tokens=4096"
-        flags += " engine_kwargs.disable_overlap_schedule=true"
+        flags += " engine_kwargs.max_total_tokens=4096"
     yield from _engines(folder, size, ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen2"), "sglang", flags)
 
 

@@ -13,7 +13,14 @@ from deepspeed.accelerator import get_accelerator
 from ...config.placement import AUTO, ResourcesConfig
 from ...errors import ConfigError, LightRFTVisualError, RolloutError
 from ...strategy import collectives
-from ...strategy.ray_cluster import adopt_authentication, authentication, connect, connected, process_environment
+from ...strategy.ray_cluster import (
+    adopt_authentication,
+    authentication,
+    connect,
+    connected,
+    one_device,
+    process_environment,
+)
 from ...strategy.start_up import say
 from .pool import WorkerDied
 from .weights import MemoryFile, WeightPost
@@ -130,7 +137,7 @@ class Cluster:
             return [common | {"num_gpus": 1, "runtime_env": process_environment()} for _ in range(count or found)]
         if count is not None and count > len(devices):
             raise ConfigError(f"rollout_num_workers is {count}, but rollouts have {len(devices)} device(s)")
-        return [common | {"runtime_env": _of_device(device)} for device in devices[: count or len(devices)]]
+        return [common | {"runtime_env": one_device(device)} for device in devices[: count or len(devices)]]
 
     def _wait(self) -> list[dict[str, Any]]:
         """What the actors say of themselves, once their engines are there. Raises ConfigError."""
@@ -181,13 +188,6 @@ def _on_accelerator() -> bool:
     return get_accelerator().device_name() != "cpu"
 
 
-def _of_device(device: int) -> dict[str, Any]:
-    """Ray's runtime_env of a worker on one device of this host, which the run divides, not Ray."""
-    names = get_accelerator().visible_devices_envs()
-    own = {name: str(device) for name in names} | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    return process_environment(**own)
-
-
 def rollout_devices(resources: ResourcesConfig) -> list[int]:
     """Devices of this host for rollout workers; empty on CPU, and where a cluster gives them out.
 
@@ -210,7 +210,9 @@ def divided(resources: ResourcesConfig, visible: list[int], ranks: int) -> list[
 
     visible: what the launcher left visible, where `visible_devices` does not name them. Raises ConfigError.
     """
-    known = resources.visible_devices or visible
+    known = [
+        device for device in resources.visible_devices or visible if device not in (resources.reward_devices or ())
+    ]
     trainer = resources.trainer_devices or known[:ranks]
     if len(trainer) != ranks:
         raise ConfigError(f"trainer_devices names {len(trainer)} device(s) for {ranks} rank(s)")

@@ -122,12 +122,20 @@ def server_arguments(settings: SGLangSettings, device: int, on_cpu: bool = False
         "trust_remote_code": s.trust_remote_code,
         "log_level": "error",
     }
-    # Requests' seeds are read in this mode alone; without it a response depends on what else is in the batch.
-    usual: dict[str, Any] = {"enable_deterministic_inference": True, "schedule_policy": "lpm"}
-    if s.dtype == "float32":
-        usual["attention_backend"] = "torch_native" if on_cpu else "triton"  # the others have no float32
     _check_extra(s.extra, set(arguments))
-    return arguments | usual | s.extra
+    return arguments | _usual(s.dtype, on_cpu) | s.extra
+
+
+def _usual(dtype: str, on_cpu: bool) -> dict[str, Any]:
+    """What a user may set otherwise."""
+    usual: dict[str, Any] = {"schedule_policy": "lpm"}
+    if on_cpu:  # its plain operations, which have no deterministic mode
+        cpu = {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
+        return usual | cpu | {"disable_overlap_schedule": True, "enable_deterministic_inference": False}
+    if dtype == "float32":
+        usual["attention_backend"] = "triton"  # the others have no float32
+    # Requests' seeds are read in this mode alone; without it a response depends on what else is in the batch.
+    return usual | {"enable_deterministic_inference": True}
 
 
 def _check_extra(extra: dict[str, Any], own: set[str]) -> None:

@@ -133,6 +133,7 @@ def _rewards(
     rewards = RewardComputationEngine.from_config(
         config.reward,
         strategy=strategy,
+        resources=config.distributed.resources,
         labels=set().union(*(each.labels for each in scored)),
         columns={FIRST_FRAME, *scored[0].columns} if scored else set(),
         references=judged[0].has_references if judged else None,

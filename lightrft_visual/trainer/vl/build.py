@@ -78,6 +78,7 @@ def build_parts(config: RunConfig) -> VLParts:
         tokenizer=checkpoint.tokenizer,
         strategy=strategy,
         packing_samples=config.train.packing_samples,
+        resources=config.distributed.resources,
         labels=set().union(*(each.labels for each in sets)),
         # A column of some rows counts: a function is given None for the others.
         columns=set().union(*(each.columns for each in sets)),

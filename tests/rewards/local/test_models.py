@@ -6,6 +6,7 @@ import torch
 from launched import run_ranks
 from PIL import Image
 from reward_rollouts import make_samples
+from tiny_judges import build_classifier
 
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
@@ -13,35 +14,9 @@ from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.local.models import by_length
 
 
-def tiny_tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz0123456789 :."]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
-    from transformers import Qwen2Config, Qwen2ForSequenceClassification
-
-    folder = tmp_path_factory.mktemp("classifier")
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        num_key_value_heads=2,
-        num_labels=1,
-        max_position_embeddings=40,
-        pad_token_id=0,
-        **size,
-    )
-    Qwen2ForSequenceClassification(config).save_pretrained(folder)
-    return str(folder)
+    return build_classifier(tmp_path_factory.mktemp("classifier"))
 
 
 RESPONSES = ["a", "bcd efg", "hi", "jkl mno pqr", "x"]

@@ -1,21 +1,27 @@
 """The same scorer in this process, over HTTP and on Ray. One local cluster for the whole file."""
 
 import os
+import signal
 import sys
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
 from reward_rollouts import make_samples
+from tiny_judges import build_classifier
 from waiting import finished
 
 from lightrft_visual.config import registry
+from lightrft_visual.config.placement import ResourcesConfig
 from lightrft_visual.config.plugins import load_plugins
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine, build_scorer
 from lightrft_visual.rewards.batch import Call, batch_from_media, batch_from_samples
-from lightrft_visual.rewards.remote.ray_pool import RaySource
+from lightrft_visual.rewards.remote import ray_pool
+from lightrft_visual.rewards.remote.ray_pool import RayRewardModel, RaySource
 from lightrft_visual.rewards.remote.server import ServerThread, create_app
 
 ray = pytest.importorskip("ray")
@@ -137,3 +143,49 @@ def test_the_http_client_is_whole_before_its_first_request():
         "print(before, 'anyio._backends._asyncio' in sys.modules)\n"
     )
     assert finished([sys.executable, "-c", code], 60).stdout.split() == ["False", "True"]
+
+
+def test_a_reward_model_in_actors_scores_as_in_this_process(cluster, tmp_path):
+    folder = build_classifier(tmp_path)
+    outputs = [make_samples(["a", "bcd efg", "hi"]), make_samples(["jkl mno"], first_id=3)]
+    near = RewardComputationEngine(folder)
+    wanted, drawn = near.compute_rewards(outputs).score, near.score_media(["red", "a blue one"]).score
+    far = RewardComputationEngine(folder, resources=ResourcesConfig(reward_num_workers=1))
+    (source,) = far._sources.values()
+    try:
+        assert isinstance(source, RayRewardModel)
+        assert torch.equal(far.compute_rewards(outputs).score, wanted)
+        assert torch.equal(far.score_media(["red", "a blue one"]).score, drawn)
+        batch = batch_from_samples(outputs)
+        waiting = source.submit(batch, Call())  # the trainer goes on meanwhile
+        assert torch.equal(waiting.result().values.float(), wanted)
+
+        first = ray.get(source._actors[0].process.remote())
+        with suppress(ProcessLookupError):
+            os.kill(first, signal.SIGKILL)
+        late = source.score(batch, Call())
+        if late.failed.any():  # the death was noticed by this call, whose samples are failed, and by no later one
+            assert late.failed.all() and "on Ray" in next(iter(late.reasons))
+            late = source.score(batch, Call())
+        assert torch.equal(late.values.float(), wanted)
+        assert ray.get(source._actors[0].process.remote()) != first
+    finally:
+        far.close()
+
+
+def test_actors_of_rewards_by_what_the_resources_say(monkeypatch):
+    def on(name):
+        accelerator = SimpleNamespace(device_name=lambda: name)
+        monkeypatch.setattr(ray_pool, "get_accelerator", lambda: accelerator)
+
+    on("cpu")
+    pool = ray_pool.actor_pool(ResourcesConfig(reward_num_workers=3, reward_num_cpus=2.0), usual=1)
+    assert pool["options"] == [{"num_cpus": 2.0}] * 3 and pool["cpus"] >= 7 and "device" not in pool
+    on("cuda")
+    monkeypatch.setattr(ray_pool, "one_device", lambda device: {"on": device})
+    pool = ray_pool.actor_pool(ResourcesConfig(reward_devices=[2, 3]), usual=1)
+    assert [each["runtime_env"] for each in pool["options"]] == [{"on": 2}, {"on": 3}] and pool["device"] is None
+    pool = ray_pool.actor_pool(ResourcesConfig(reward_num_gpus=1.0, reward_num_workers=2), usual=1)
+    assert [each["num_gpus"] for each in pool["options"]] == [0.5, 0.5]
+    with pytest.raises(ConfigError, match="reward_num_workers is 3, but rewards have 2 device"):
+        ray_pool.actor_pool(ResourcesConfig(reward_devices=[2, 3], reward_num_workers=3), usual=1)

@@ -104,6 +104,9 @@ def test_devices_are_divided():
     named = ResourcesConfig(visible_devices=[0, 1, 2, 3], trainer_devices=[0], rollout_devices=[1, 2, 3])
     assert divided(named, [0], 1) == [1, 2, 3]
     assert divided(ResourcesConfig(visible_devices=[4, 5]), [4], 1) == [5]
+    assert divided(ResourcesConfig(reward_devices=[2]), [0, 1, 2, 3], 1) == [1, 3]
+    with pytest.raises(ConfigError, match="devices \\[1\\] are the rewards' and the trainer's or the rollouts' alike"):
+        ResourcesConfig(reward_devices=[1], rollout_devices=[1, 2])
     with pytest.raises(ConfigError, match="no device is left for rollouts: the trainer has \\[0\\] of \\[0\\]"):
         divided(ResourcesConfig(), [0], 1)
     with pytest.raises(ConfigError, match="trainer_devices names 1 device"):

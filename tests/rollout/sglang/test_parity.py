@@ -17,8 +17,7 @@ found = find_spec("sglang")
 pytestmark = pytest.mark.skipif(found is None or found.origin is None, reason="sglang is not installed: it is for CUDA")
 PLAIN = SamplingSettings(n=3, max_new_tokens=6)
 WARM = SamplingSettings(n=2, temperature=0.7, max_new_tokens=5, min_new_tokens=3)
-# The deterministic mode, which reads seeds, is for CUDA.
-ON_CPU = {"enable_deterministic_inference": False, "max_total_tokens": 4096, "disable_overlap_schedule": True}
+ON_CPU = {"max_total_tokens": 4096}  # by its share of the host's memory it would have room for millions
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen2"])

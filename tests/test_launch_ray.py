@@ -1,0 +1,43 @@
+"""What a worker of Ray Train gives the rank beside it, and how a launch ends that cannot be."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from lightrft_visual import launch_ray
+
+SCRIPT = """
+import os, pathlib, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "RAY_ADDRESS")
+pathlib.Path("told").write_text(" ".join(os.environ[name] for name in names))
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_rank_is_told_its_place_and_its_failure_is_the_runs(tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    numbers = {"world_rank": 3, "world_size": 4, "local_rank": 1, "local_world_size": 2}
+    context = SimpleNamespace(**{f"get_{name}": lambda value=value: value for name, value in numbers.items()})
+    monkeypatch.setattr("ray.train.get_context", lambda: context)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.9")
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda told, src: told.__setitem__(0, ("10.0.0.1", 4000)))
+    (tmp_path / "run.py").write_text(SCRIPT)
+    run = {"command": ["run.py", "0"], "folder": str(tmp_path), "address": "10.0.0.1:6379"}
+    launch_ray.start_rank(run)
+    assert (tmp_path / "told").read_text() == "3 4 1 2 10.0.0.1 10.0.0.1:6379"
+    with pytest.raises(RuntimeError, match="rank 3 ended with exit code 7"):
+        launch_ray.start_rank(run | {"command": ["run.py", "7"]})
+
+
+def test_more_ranks_than_gpus_are_refused_and_a_failure_is_an_exit_code(monkeypatch, capsys):
+    pytest.importorskip("ray.train")
+    fake = SimpleNamespace(cluster_resources=lambda: {"GPU": 2.0})
+    monkeypatch.setattr(launch_ray, "connect", lambda *_, **__: fake)
+    monkeypatch.setattr(sys, "argv", ["launch_ray", "--ranks", "3", "run.py"])
+    with pytest.raises(SystemExit) as ended:
+        launch_ray.main()
+    assert ended.value.code == 1 and "3 ranks were asked for, the Ray cluster has 2 GPU(s)" in capsys.readouterr().err
