@@ -40,6 +40,8 @@ class RayWorker:
     def call(self, method: str, *arguments: Any) -> Any:
         """See `pool.WorkerHandle`."""
         errors = self.ray.exceptions
+        if not self.ray.is_initialized():  # the run has ended; a call would start a cluster of its own
+            raise WorkerDied("the connection to Ray is closed")
         try:
             return self.ray.get(getattr(self.actor, method).remote(*arguments), timeout=self.timeout)
         except errors.GetTimeoutError:
@@ -57,6 +59,8 @@ class RayWorker:
         """See `pool.WorkerHandle`."""
         deadline = time.monotonic() + START_SECONDS
         while True:
+            if not self.ray.is_initialized():
+                raise RolloutError("the connection to Ray is closed")
             try:
                 self.ray.get(self.actor.describe.remote(""), timeout=max(1.0, deadline - time.monotonic()))
                 return

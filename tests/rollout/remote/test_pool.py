@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from lightrft_visual.config.placement import ResourcesConfig
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.rollout.remote.pool import LOOK_SECONDS, MOST_DEATHS, WorkerDied, WorkerPool
-from lightrft_visual.rollout.remote.ray_workers import divided
+from lightrft_visual.rollout.remote.ray_workers import RayWorker, divided
 from lightrft_visual.rollout.remote.weights import Posted
 
 
@@ -132,3 +133,18 @@ def test_an_idle_worker_gets_new_weights_at_once_for_the_other_ranks():
         pool.give_weights(number, Posted(number, ()), at_once=False)
     assert loaded.wait(LOOK_SECONDS)
     pool.close()
+
+
+def test_a_worker_is_not_called_once_the_run_has_left_ray():
+    """Ray would start a cluster for the call."""
+
+    class Actor:
+        def __getattr__(self, name):
+            raise AssertionError(f"{name} was called")
+
+    ray = SimpleNamespace(is_initialized=lambda: False, exceptions=None)
+    worker = RayWorker(ray, Actor(), "a", timeout=1.0)
+    with pytest.raises(WorkerDied, match="is closed"):
+        worker.call("run")
+    with pytest.raises(RolloutError, match="is closed"):
+        worker.wait_until_back()
