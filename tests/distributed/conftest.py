@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import elsewhere
 import hostile
 import pytest
-from plans import DRAWN_ROW, HOSTILE_ROWS, ONE_RANK, TWO_RANKS, rows_apart, small
+from plans import DRAWN_ROW, HOSTILE_ROWS, ONE_RANK, TEXT_ROW, TWO_RANKS, UNIFIED_STEPS, rows_apart, small
 from whole_runs import run_plan
 
 from lightrft_visual.embedded.questions import build_embedded_task, vocabulary_texts
@@ -47,11 +48,15 @@ def two_ranks(tmp_path_factory, cache_root, one_rank) -> Path:
 
 
 def unified(folder: Path, cache_root: Path) -> dict[str, Path]:
-    """An untrained model that sees and draws, rows for it, and the reward of these runs."""
+    """Untrained models that draw, rows for them, and the reward of these runs."""
     task = build_embedded_task(cache_root / "data")
+    emu3_rows = folder / "emu3.jsonl"
+    emu3_rows.write_text("".join(json.dumps(row) + "\n" for row in [TEXT_ROW | {"redraw": True}, DRAWN_ROW] * 4))
     return {
+        "emu3": build_tiny_checkpoint(folder / "tiny_emu3", "emu3", texts=vocabulary_texts()),
+        "emu3_rows": emu3_rows,
         "janus": build_tiny_checkpoint(folder / "janus", "janus", texts=vocabulary_texts()),
-        "captions": rows_apart(task.train, folder / "captions.jsonl", DRAWN_ROW),
+        "captions": rows_apart(task.train, folder / "captions.jsonl", DRAWN_ROW, UNIFIED_STEPS),
         "spread": Path(__file__).with_name("spread.py"),
     }
 

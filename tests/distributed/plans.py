@@ -87,12 +87,18 @@ HOSTILE_RESUMED = {
 }
 
 # A model that sees and draws, of {janus}: rank 0 of 2 meets only questions, rank 1 only captions to draw.
-UNIFIED_STEPS = 8
+UNIFIED_STEPS = 20
 _UNIFIED = (
     f"--pretrain {{janus}} --prompt_data {{captions}} --engine_type hf --guidance_scale 2 --max_steps {UNIFIED_STEPS} "
     f"--rollout_batch_size {MIXED_BATCH} --train_batch_size {MIXED_BATCH * 4} --generate_max_len 6 "
     "--prompt_max_len 256 --actor_learning_rate 1e-4 --init_kl_coef 0.05 --reward.components.response_spread=1.0 "
     "--plugins {spread} --answer_loss_weight 2"
+)
+# The second family that draws, of {emu3}: words and images by one head.
+_EMU3 = (
+    "--pretrain {emu3} --prompt_data {emu3_rows} --redraw_key redraw --engine_type hf --guidance_scale 2 --max_steps 2 "
+    "--rollout_batch_size 4 --train_batch_size 16 --generate_max_len 6 --prompt_max_len 256 --actor_learning_rate 1e-3 "
+    "--reward.components.response_spread=1.0 --plugins {spread} --max_eval_samples 4 --eval_data {emu3_rows}"
 )
 STALE_ENGINE = Path(__file__).with_name("stale_engine.py")
 ONE_RANK = {
@@ -107,6 +113,7 @@ ONE_RANK = {
     "packed": small("--max_steps 5 --share_prefix false --packing_samples true"),
     "budget": small("--max_steps 5 --packing_samples true --max_tokens_per_batch 300"),
     "unified": small(_UNIFIED),
+    "emu3": small(_EMU3),
     "unified_packed": small(f"{_UNIFIED} --packing_samples true"),
     **FLAG_RUNS,
     **RESUME_RUNS,
@@ -130,13 +137,14 @@ TEXT_ROW = {"prompt": "How many?", "reference": "2", "label": "text"}
 DRAWN_ROW = {"prompt": "a red circle", "draw": True, "label": "drawing"}
 
 
-def rows_apart(embedded: Path, target: Path, other: dict = TEXT_ROW) -> Path:
-    """A data file in which, in the order of a run, rank 0 of 2 meets only images and rank 1 only rows like `other`."""
+def rows_apart(embedded: Path, target: Path, other: dict = TEXT_ROW, steps: int = MIXED_STEPS) -> Path:
+    """A data file for `steps` in which, in the order of a run, rank 0 of 2 meets only images and rank 1 only rows like
+    `other`."""
     with_images = [json.loads(line) for line in embedded.read_text(encoding="utf-8").splitlines()]
-    count = MIXED_STEPS * MIXED_BATCH
+    count = steps * MIXED_BATCH
     rows: list[dict] = [{}] * count
     sampler = PromptSampler([count], MIXED_BATCH, seed=SEED)
-    for _ in range(MIXED_STEPS):
+    for _ in range(steps):
         for place, index in enumerate(sampler.next_batch()):
             row = with_images[index]
             images = row["images"] if isinstance(row["images"], list) else [row["images"]]

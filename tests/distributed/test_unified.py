@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from plans import UNIFIED_STEPS
+from transformers import AutoModelForImageTextToText, AutoProcessor
 from whole_runs import rollouts, rows
 
 NAMES = (
@@ -33,3 +35,22 @@ def test_a_loss_of_each_kind_is_a_mean_of_its_own(one_rank):
     for packed, padded in zip(rows(one_rank / "unified_packed"), rows(one_rank / "unified")):
         assert packed["loss_drawing"] == pytest.approx(padded["loss_drawing"], abs=1e-5)
         assert packed["loss_answer"] == pytest.approx(padded["loss_answer"], abs=1e-5)
+
+
+def test_emu3_is_trained_on_both_kinds_and_its_checkpoint_loads_in_transformers(one_rank):
+    found = rows(one_rank / "emu3")
+    assert len(found) == 2
+    for row in found:
+        assert row["ratio_max_dev_first"] <= 1e-5 and row["rollout_logp_diff_max"] <= 1e-5 and row["grad_norm"] > 0
+    kinds = [[record.get("kind") for record in step] for step in rollouts(one_rank / "emu3")]
+    assert all({*step} == {None, "drawing"} for step in kinds)
+    images = [len(record["images"]) for step in rollouts(one_rank / "emu3") for record in step]
+    assert set(images) == {1}  # an answer's is what the model drew of it
+    saved = one_rank / "emu3" / "checkpoint-final"
+    trained, base = (AutoModelForImageTextToText.from_pretrained(path) for path in (saved, one_rank / "tiny_emu3"))
+    before = dict(base.named_parameters())
+    changed = {name: not torch.equal(value, before[name]) for name, value in trained.named_parameters()}
+    assert all(moved == ("vqmodel" not in name) for name, moved in changed.items())
+    processor = AutoProcessor.from_pretrained(saved)
+    ids = processor.tokenizer("where?", return_tensors="pt")
+    assert trained.generate(**ids, max_new_tokens=3, min_new_tokens=3).shape[1] == ids["input_ids"].shape[1] + 3
