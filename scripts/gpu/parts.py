@@ -143,7 +143,7 @@ def engines_sglang(folder: Path, size: str) -> Rows:
     flags = "--engine_mem_util 0.2"
     if get_accelerator().device_name() == "cpu":
         flags += " engine_kwargs.max_total_tokens=4096"
-    yield from _engines(folder, size, ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen2"), "sglang", flags)
+    yield from _engines(folder, size, ("qwen2_5_vl", "qwen3_vl", "qwen2"), "sglang", flags)
 
 
 def _engines(folder: Path, size: str, families: Sequence[str], engine: str, more: str) -> Rows:
