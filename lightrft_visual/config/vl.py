@@ -397,10 +397,10 @@ class RunConfig(Section):
         self._check_async()
 
     def _check_async(self) -> None:
-        rollout, algorithm = self.rollout, self.algorithm
+        rollout, ahead = self.rollout, self.asynchronous
         self.distributed.settle()
-        self.asynchronous.settle(self.distributed.split, algorithm.corrects_rollouts)
-        if not self.asynchronous.max_staleness:
+        ahead.settle(self.distributed.split, self.algorithm.corrects_rollouts)
+        if not ahead.max_staleness:
             return
         for name, used in (
             ("dynamic_sampling", rollout.dynamic_sampling),
@@ -410,20 +410,7 @@ class RunConfig(Section):
             ("noisy_rollout_share", rollout.noisy_rollout_share),
         ):
             require(not used, f"max_staleness above 0 generates ahead, and {name} cannot be part of that; leave it out")
-        partial = self.asynchronous.partial_rollouts
-        require(
-            not partial or (rollout.min_new_tokens <= 1 and not rollout.use_fire),
-            "partial_rollouts make responses in segments, and min_new_tokens and use_fire count from a response's "
-            "first token: leave them out",
-        )
-        require(
-            not partial or registry.engines[rollout.engine_type].continues,
-            f"engine {rollout.engine_type} cannot go on with a response, as partial_rollouts need",
-        )
-        require(
-            self.asynchronous.stale_correction == "none" or (rollout.top_p == 1 and rollout.top_k == -1),
-            "stale_correction behaviour reads sampled log-probs, which top_p < 1 or top_k leave undefined",
-        )
+        ahead.check_rollout(rollout, registry.engines[rollout.engine_type].continues)
 
     @property
     def gold(self) -> RewardConfig | None:

@@ -73,20 +73,7 @@ def build_parts(config: RunConfig) -> VLParts:
     with refused_rows_listed(config.output.output_dir):
         dataset, eval_set = _datasets(config, checkpoint)
     sets = [each for each in (dataset, eval_set) if each is not None]
-    rewards = RewardComputationEngine.from_config(
-        config.reward,
-        tokenizer=checkpoint.tokenizer,
-        strategy=strategy,
-        packing_samples=config.train.packing_samples,
-        resources=config.distributed.resources,
-        labels=set().union(*(each.labels for each in sets)),
-        # A column of some rows counts: a function is given None for the others.
-        columns=set().union(*(each.columns for each in sets)),
-        references=dataset.has_references,
-        labels_cut_away=lambda: set().union(*(each.labels_cut_away() for each in sets)),
-    )
-    if config.algorithm.estimator.components:
-        rewards.require_weights(f"advantage_estimator {config.algorithm.advantage_estimator}")
+    rewards = _rewards(config, strategy, checkpoint, sets)
     recorder = open_recorder(config, resumed=resume_folder is not None)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
     (total_steps, sampler), timer = _schedule(config, dataset), PhaseTimer(synchronize)
@@ -117,6 +104,27 @@ def build_parts(config: RunConfig) -> VLParts:
         following=following,
         gold=gold,
     )
+
+
+def _rewards(
+    config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint, sets: list[PromptDataset]
+) -> RewardComputationEngine:
+    """What scores the responses. sets: the one that is trained on, and that of evaluations where there is one."""
+    rewards = RewardComputationEngine.from_config(
+        config.reward,
+        tokenizer=checkpoint.tokenizer,
+        strategy=strategy,
+        packing_samples=config.train.packing_samples,
+        resources=config.distributed.resources,
+        labels=set().union(*(each.labels for each in sets)),
+        # A column of some rows counts: a function is given None for the others.
+        columns=set().union(*(each.columns for each in sets)),
+        references=sets[0].has_references,
+        labels_cut_away=lambda: set().union(*(each.labels_cut_away() for each in sets)),
+    )
+    if config.algorithm.estimator.components:
+        rewards.require_weights(f"advantage_estimator {config.algorithm.advantage_estimator}")
+    return rewards
 
 
 def _gold(

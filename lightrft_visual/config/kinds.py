@@ -1,0 +1,168 @@
+"""The kinds of choices that `registry` holds by name: what an entry of each says of itself, and what its code is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .choice import Choice, load_target
+
+TRAINER = "lightrft_visual.trainer"
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator(Choice):
+    """target: a subclass of `algorithms.advantages.AdvantageCalculator`.
+
+    grouped: compares samples of one prompt, so there must be several; critic: needs values; components: looks
+    at each reward's own scores, of which the reward is the weighted sum; reads_log_probs: looks at the policy's
+    log-probs or entropies, which are otherwise made by the training forward; trainer: 'module:class' of the trainer
+    that runs it, default GRPOTrainer, with a critic PPOTrainer.
+    """
+
+    grouped: bool = False
+    critic: bool = False
+    components: bool = False
+    reads_log_probs: bool = False
+    trainer: str | None = None
+
+    def trainer_class(self) -> type:
+        """The trainer that runs it."""
+        return load_target(self.trainer or f"{TRAINER}.vl.trainer:{'PPOTrainer' if self.critic else 'GRPOTrainer'}")
+
+
+@dataclass(frozen=True)
+class PolicyLoss(Choice):
+    """target: a function of (LossInputs, AlgorithmConfig) to a TokenLoss, see `algorithms.policy_losses`."""
+
+
+@dataclass(frozen=True)
+class Aggregation(Choice):
+    """target: a function of (values (B, A), mask (B, A), LossDenominators) to a scalar share."""
+
+
+@dataclass(frozen=True)
+class KLEstimator(Choice):
+    """target: a function of (log_probs, ref_log_probs) to the estimate at each token.
+
+    as_loss: whether its gradient is that of a KL, so that `use_kl_loss` may use it.
+    """
+
+    as_loss: bool = True
+
+
+@dataclass(frozen=True)
+class TISMode(Choice):
+    """target: a function of (log weights (B, A), 0 where masked) to the log weights of truncated importance sampling.
+
+    corrects: whether it changes the loss; such a mode needs the engine's log-probs.
+    """
+
+    corrects: bool = True
+
+
+@dataclass(frozen=True)
+class DiffusionAlgorithm(Choice):
+    """target: a function of DiffusionRunConfig to the loss, see `algorithms.diffusion`.
+
+    trajectories: by which rollouts may be sampled, the usual one first. prediction: what the model must predict, 'flow'
+    or 'epsilon'; None takes both. trains_on: 'steps' of an SDE, 'data' (finished samples), 'tokens' of an
+    autoregressive half, or 'reward' (its gradient; no replay). grouped: compares samples of one prompt. reference:
+    always keeps a reference; else only with beta. old_policy: rollouts come from a decayed copy of the weights.
+    clipped_advantages: scales by adv_clip_max. guard: takes grpo_guard. coupled: whether the samples of a prompt
+    ('groups') or of a pair ('pairs') make one term of the loss: they share noise and timesteps, and belong to one
+    update. keep_means: reads the means of the rollout's steps. sde_window_size to train_batch_size: where no recipe
+    nor flag says. embedded: the recipe of the embedded model.
+    """
+
+    trajectories: tuple[str, ...] = ("sde",)
+    prediction: str | None = "flow"
+    trains_on: str = "steps"
+    grouped: bool = True
+    reference: bool = False
+    old_policy: bool = False
+    clipped_advantages: bool = False
+    guard: bool = False
+    coupled: str = ""
+    keep_means: bool = False
+    sde_window_size: int = 0
+    sde_window_move: str = "random"
+    same_latent: bool = False
+    num_steps: int = 10
+    learning_rate: float = 3e-4
+    warmup_steps: int = 0
+    noise_level: float = 0.7
+    timestep_choice: str = "first"
+    clip_range: float = 1e-4
+    decay_type: int = 1
+    dpo_beta: float = 100.0
+    min_sigma: float = 0.0
+    n_samples_per_prompt: int = 24
+    train_batch_size: int = 96
+    embedded: str = "embedded/flow_grpo"
+
+
+@dataclass(frozen=True)
+class Engine(Choice):
+    """target: a function of (RunConfig, Checkpoint, the actor's TrainEngine) to a `rollout.engine.RolloutEngine`.
+
+    tensor_parallel: whether engine_tp_size may be above 1. resident: whether it has weights and a KV cache of its own
+    on the trainer's device, as plans count them. check: 'module:function' of
+    (RunConfig, Checkpoint) that refuses settings before any model is loaded. worker: a function of the same, or
+    'module:function', to an engine with weights of its own, for a process beside the trainer's (placement split).
+    adapters_alone: whether that one, with LoRA, takes the adapters alone, by the names of the trainer's model.
+    continues: whether it goes on with responses that are begun (`PromptFeatures.continued`).
+    """
+
+    tensor_parallel: bool = False
+    resident: bool = False
+    check: str | None = field(default=None, repr=False)
+    worker: Any = field(default=None, repr=False)
+    adapters_alone: bool = field(default=False, repr=False)
+    continues: bool = field(default=False, repr=False)
+
+    def check_settings(self, *arguments: object) -> None:
+        """What `check` says; nothing where there is none."""
+        if self.check is not None:
+            load_target(self.check)(*arguments)
+
+
+@dataclass(frozen=True)
+class VLMFamily(Choice):
+    """target: a subclass of `models.vlm.families.base.VLMFamily`, found by what a checkpoint says.
+
+    model_types: of transformers configurations. processors: class names of its transformers processors.
+    """
+
+    model_types: tuple[str, ...] = ()
+    processors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DiffusionFamily(Choice):
+    """target: a subclass of `models.diffusion.families.base.DiffusionFamily`.
+
+    pipeline: the class of diffusers' pipelines that it reads. prediction: 'flow' or 'epsilon'.
+    """
+
+    pipeline: str = ""
+    prediction: str = "flow"
+
+
+@dataclass(frozen=True)
+class RolloutMetric(Choice):
+    """A mean over the samples or tokens of a vision-language step's rollouts; its name is the column in metrics.csv.
+
+    target: a function of an Experience to values (B) or (B, A), or to (values, mask) where only some count, or to None
+    where this run has no such number. Those of the package are in trainer/vl/metrics.py.
+    """
+
+
+@dataclass(frozen=True)
+class DifferentiableReward(Choice):
+    """target: a function of its settings (differentiable_kwargs) to a `rewards.differentiable.PixelReward`."""
+
+
+@dataclass(frozen=True)
+class Scorer(Choice):
+    """target: a class, which is built with the recipe's settings, or a function; see docs/rewards.md."""
