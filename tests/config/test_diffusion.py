@@ -192,7 +192,7 @@ def test_reward_fl_has_defaults_of_its_own(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("diffusion_algorithm: reward_fl\nlearning_rate: 1e-4\n")
     assert figures(*OWN, "--config", str(recipe)) == (8, 1e-4, 10, "constant")
-    assert figures("--diffusion_algorithm", "reward_fl") == (8, 1e-3, 0, "constant")  # the embedded preset's
+    assert figures("--diffusion_algorithm", "reward_fl") == (8, 5e-4, 0, "constant")  # the embedded preset's
     direct = DiffusionRunConfig(algorithm=DiffusionAlgorithmConfig(diffusion_algorithm="reward_fl"))
     assert (direct.sampling.num_steps, direct.train.learning_rate, direct.train.warmup_steps) == (8, 2.5e-6, 10)
 

@@ -133,7 +133,7 @@ def test_losses_of_ddim_steps_by_hand(kind):
     rows = SimpleNamespace(
         x=x, x_next=old.prev, timesteps=torch.tensor([600.0, 600.0]), sigma=torch.tensor([0.8, 0.8]).double(),
         sigma_next=torch.tensor([0.7, 0.7]).double(), conditions={}, advantages=advantages, log_probs=old.log_prob,
-        valid=torch.ones(2, dtype=torch.float64), rollout_means=None,
+        valid=torch.ones(2, dtype=torch.float64), rollout_means=None, kept=None,
     )  # fmt: skip
     policy = StandingStill(v, v_reference)
     found = loss.loss(LossContext(policy, policy), rows, 2.0).loss
@@ -157,7 +157,7 @@ def flow_rows(advantages, drift):
     rows = SimpleNamespace(
         x=x, x_next=old.prev, timesteps=600 * torch.ones(len(x)), sigma=sigma, sigma_next=following, conditions={},
         advantages=torch.tensor(advantages).double(), log_probs=old.log_prob, rollout_means=old.mean,
-        valid=torch.ones(len(x)).double(), steps=torch.full((len(x),), 2), schedule=schedule,
+        valid=torch.ones(len(x)).double(), steps=torch.full((len(x),), 2), schedule=schedule, kept=None,
     )  # fmt: skip
     return rows, v, old
 
