@@ -27,13 +27,14 @@ def start_rank(run: dict[str, Any]) -> None:
     run: command (list of str), folder to run in, and the address of the cluster.
     """
     import ray
-    import torch.distributed as dist
     from ray.train import get_context
 
+    from .strategy import collectives  # with torch, which the launching process does without
+
     context = get_context()
-    meeting = [(ray.util.get_node_ip_address(), free_port())]  # the workers' own port is taken by them
-    dist.broadcast_object_list(meeting, src=0)
-    (host, port), rank = meeting[0], context.get_world_rank()
+    # the workers' own port is taken by them
+    host, port = collectives.broadcast_object((ray.util.get_node_ip_address(), free_port()))
+    rank = context.get_world_rank()
     own = {
         "RANK": rank,
         "WORLD_SIZE": context.get_world_size(),

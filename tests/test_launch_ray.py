@@ -6,9 +6,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 
 from lightrft_visual import launch_ray
+from lightrft_visual.strategy import collectives
 
 SCRIPT = """
 import os, pathlib, sys
@@ -24,7 +24,7 @@ def test_a_rank_is_told_its_place_and_its_failure_is_the_runs(tmp_path, monkeypa
     context = SimpleNamespace(**{f"get_{name}": lambda value=value: value for name, value in numbers.items()})
     monkeypatch.setattr("ray.train.get_context", lambda: context)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.9")
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda told, src: told.__setitem__(0, ("10.0.0.1", 4000)))
+    monkeypatch.setattr(collectives, "broadcast_object", lambda own: ("10.0.0.1", 4000))  # rank 0's
     (tmp_path / "run.py").write_text(SCRIPT)
     run = {"command": ["run.py", "0"], "folder": str(tmp_path), "address": "10.0.0.1:6379"}
     launch_ray.start_rank(run)
