@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from .constraints import (
     Constraint,
@@ -15,9 +15,6 @@ from .constraints import (
     one_of,
     require,
 )
-
-if TYPE_CHECKING:
-    from .vl import RolloutConfig
 
 AUTO = "auto"
 
@@ -119,18 +116,20 @@ class AsyncConfig(Section):
             "tis_mode and stale_correction behaviour both correct for the engine's policy: use one of them",
         )
 
-    def check_rollout(self, rollout: RolloutConfig, continues: bool) -> None:
-        """What sampling must keep to. continues: whether the engine can go on with a response. Raises ConfigError."""
+    def check_sampling(self, engine: str, continues: bool, counts: bool, shaped: bool) -> None:
+        """What sampling must keep to. continues: whether the engine can go on with a response; counts: whether its
+        settings count from a response's first token; shaped: whether they change the distribution. Raises ConfigError.
+        """
         require(
-            not self.partial_rollouts or (rollout.min_new_tokens <= 1 and not rollout.use_fire),
+            not (self.partial_rollouts and counts),
             "partial_rollouts make responses in segments, and min_new_tokens and use_fire count from a response's "
             "first token: leave them out",
         )
         require(
             not self.partial_rollouts or continues,
-            f"engine {rollout.engine_type} cannot go on with a response, as partial_rollouts need",
+            f"engine {engine} cannot go on with a response, as partial_rollouts need",
         )
         require(
-            self.stale_correction == "none" or (rollout.top_p == 1 and rollout.top_k == -1),
+            self.stale_correction == "none" or not shaped,
             "stale_correction behaviour reads sampled log-probs, which top_p < 1 or top_k leave undefined",
         )

@@ -410,7 +410,12 @@ class RunConfig(Section):
             ("noisy_rollout_share", rollout.noisy_rollout_share),
         ):
             require(not used, f"max_staleness above 0 generates ahead, and {name} cannot be part of that; leave it out")
-        ahead.check_rollout(rollout, registry.engines[rollout.engine_type].continues)
+        ahead.check_sampling(
+            rollout.engine_type,
+            registry.engines[rollout.engine_type].continues,
+            counts=rollout.min_new_tokens > 1 or rollout.use_fire,
+            shaped=rollout.top_p != 1 or rollout.top_k != -1,
+        )
 
     @property
     def gold(self) -> RewardConfig | None:
