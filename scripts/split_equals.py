@@ -29,7 +29,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 COMMON = "--report false --eval_steps 0 --max_eval_samples 8 --rollout_batch_size 4 --n_samples_per_prompt 4"
 TEXT = "--train_batch_size 16 --micro_train_batch_size 8 --micro_rollout_batch_size 4 --image_dependence_every 0"
-DRAWN = "--train_batch_size 16 --micro_train_batch_size 4 --micro_rollout_batch_size 4 --num_steps 4 --eval_num_steps 4"
+# workers' graphs cannot serve the trainer, so both replay, with sums in the same order
+DRAWN = (
+    "--rollout_graph_gib 0 --train_batch_size 16 --micro_train_batch_size 4 --micro_rollout_batch_size 4 "
+    "--num_steps 4 --eval_num_steps 4"
+)
 SPLIT = "--placement split --rollout_num_cpus 0.4"
 
 

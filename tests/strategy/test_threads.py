@@ -54,13 +54,13 @@ def test_ranks_share_the_hosts_cores_whatever_the_accelerator_is(monkeypatch, ki
     )
     monkeypatch.setattr(deepspeed_strategy, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(deepspeed_strategy.deepspeed, "init_distributed", lambda **arguments: None)
-    for name in ("unlink_buffers", "seed_everything"):
+    for name in ("unlink_buffers", "seed_everything", "watch_locks"):
         monkeypatch.setattr(deepspeed_strategy, name, lambda *arguments: None)
     monkeypatch.setattr(deepspeed_strategy.watchdog, "start", lambda limit: None)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "8")):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "8")):
         monkeypatch.setenv(name, value)
     deepspeed_strategy.DeepspeedStrategy(DistributedConfig()).setup_distributed()
     assert chosen == [2]

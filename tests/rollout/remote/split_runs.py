@@ -76,6 +76,7 @@ def drawn(folder: Path, name: str, flags: str) -> list[dict[str, str]]:
     argv = [
         *picture_runs.BASE.split(), "--pretrain", str(folder / "pipeline"), "--prompt_data", prompts,
         "--eval_steps", "0", "--max_eval_samples", "0", "--reward_fn", f"{folder}/scores.py:red",
+        "--rollout_graph_gib", "0",  # workers' graphs cannot serve the trainer: both replay, in the same order of sums
         "--output_dir", str(folder / name), *flags.split(),
     ]  # fmt: skip
     trainer = build_diffusion_trainer(load_config(DiffusionRunConfig, argv, preset=None))

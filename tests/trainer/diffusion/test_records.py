@@ -52,7 +52,7 @@ def step(shape: tuple[int, ...], **output):
     rows = SimpleNamespace(
         prompts=["a red circle"] * SAMPLES, group_ids=torch.arange(SAMPLES) // 4, sample_ids=torch.arange(SAMPLES)
     )
-    return trainer._records_of(rows, DrawnExperience(experiences, media, {})), media
+    return trainer._records_of(rows, DrawnExperience(experiences, media, {}, [])), media
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 64), (3, 5, 32, 48)])
