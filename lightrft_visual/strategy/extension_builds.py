@@ -69,7 +69,8 @@ class OwnedBaton(FileBaton):
 
     def wait(self) -> None:
         """Until the owner is done. Raises ConfigError where it ends without having finished."""
-        logger.warning("waiting for %s, which builds under %s", owner(self.lock_file_path), self.lock_file_path)
+        builder = owner(self.lock_file_path) or "another process"  # it may end while it is looked for
+        logger.warning("waiting for %s, which builds under %s", builder, self.lock_file_path)
         look_again = 0.0  # the owner is looked for in the open files of all processes, which takes its time
         while os.path.exists(self.lock_file_path):
             time.sleep(self.wait_seconds)

@@ -113,7 +113,7 @@ def main(out: str) -> None:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("lightrft_visual").addHandler(handler)
+    logging.getLogger("lightrft_visual.strategy.precision").addHandler(handler)
     DeepspeedStrategy(DistributedConfig(), bf16=True).setup_distributed()
     results: dict = {"plain": plain()}
     cases = {"0": (0, {}), "1": (1, {}), "1_fp32": (1, {"grad_accum_dtype": "fp32"}), "2": (2, {})}
