@@ -40,6 +40,10 @@ T = torch.Tensor
 # exp of a log-ratio beyond this is of no use as a weight, and e^20 is far from overflow in float32.
 MAX_LOG_RATIO = 20.0
 
+# How much a token adds to PAPO's KL at most, as in its authors' code: a loss that raises an estimate must bound it, and
+# that of a token which the policy likes better without the image grows exponentially.
+MOST_PERCEPTION = 10.0
+
 
 @dataclass
 class LossInputs:
@@ -249,7 +253,8 @@ def _add_perception(
     """PAPO (arXiv 2507.06448): minus papo_coef times KL(policy || policy with hidden patches), by the k3 estimate, and
     plus papo_entropy_coef times the entropies of both, without which the KL is raised by guessing wildly."""
     mask, mode = inputs.action_mask, config.loss_agg_mode
-    kl = aggregate(compute_approx_kl(inputs.log_probs, inputs.hidden_log_probs, "k3"), mask, mode, denominators)
+    tokens = compute_approx_kl(inputs.log_probs, inputs.hidden_log_probs, "k3").clamp(max=MOST_PERCEPTION)
+    kl = aggregate(tokens, mask, mode, denominators)
     outputs.loss = outputs.loss - config.papo_coef * kl
     outputs.metrics["perception_kl"] = kl.detach()
     if config.papo_entropy_coef > 0:

@@ -29,6 +29,11 @@ class Choice:
     about: str
     aliases: tuple[str, ...] = ()
 
+    @property
+    def shipped(self) -> bool:
+        """Whether its code is of this package, and not of a plugin."""
+        return isinstance(self.target, str) and self.target.startswith("lightrft_visual.")
+
     def load(self) -> Any:
         """The code behind the name. What its import raises is raised."""
         return load_target(self.target) if isinstance(self.target, str) else self.target

@@ -18,7 +18,7 @@ from ..batches.diffusion_sampling import (
     SamplingConfig,
     check_noise,
 )
-from . import registry
+from . import idle, registry
 from .constraints import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -222,6 +222,7 @@ class DiffusionRunConfig(Section):
         """What several sections must agree on; what nobody has set is filled in."""
         self._take_pairs()
         self._fill_in_defaults()
+        idle.check_diffusion(self.algorithm)
         self._check_groups()
         self._check_coupled()
         self._check_trajectory()

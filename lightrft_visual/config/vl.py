@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from ..errors import ConfigError
-from . import registry
+from . import idle, registry
 from .constraints import (
     Constraint,
     NonNegativeFloat,
@@ -386,7 +386,6 @@ class RunConfig(Section):
         self._check_algorithm()
         self._check_lengths()
         self._check_offload()
-        self._check_reference()
         require(
             self.train.gradient_accumulation_steps is None or self.distributed.sp_size == 1,
             "gradient_accumulation_steps counts micro-batches of single ranks, and with sp_size several train on one: "
@@ -395,6 +394,7 @@ class RunConfig(Section):
         self.guard.check_best(self.gold is not None, self.data.evaluated)
         self.output.follow_ema(self.train.enable_ema)
         self._check_async()
+        idle.check_run(self.algorithm, self.rollout)
 
     def _check_async(self) -> None:
         rollout, ahead = self.rollout, self.asynchronous
@@ -425,12 +425,6 @@ class RunConfig(Section):
         other = reward.given or self.data.prompt_data == EMBEDDED_REASONING
         return self.guard.gold or (RewardConfig(components={"exact": 1.0}) if embedded and other else None)
 
-    def _check_reference(self) -> None:
-        require(
-            self.algorithm.ref_update_steps == 0 or self.model.lora_rank == 0,
-            "ref_update_steps moves a copy of the model: with LoRA the reference is the model without its adapters",
-        )
-
     def _check_offload(self) -> None:
         zero, rollout = self.distributed, self.rollout
         require(
@@ -448,6 +442,10 @@ class RunConfig(Section):
     def _check_algorithm(self) -> None:
         algorithm, rollout, train = self.algorithm, self.rollout, self.train
         estimator, samples = algorithm.estimator, rollout.n_samples_per_prompt
+        require(
+            algorithm.ref_update_steps == 0 or self.model.lora_rank == 0,
+            "ref_update_steps moves a copy of the model: with LoRA the reference is the model without its adapters",
+        )
         require(
             algorithm.use_kl_loss is False or algorithm.init_kl_coef > 0, "use_kl_loss needs a positive init_kl_coef"
         )

@@ -91,7 +91,7 @@ class Gains:
     def see(self, look: Look) -> Parted | None:
         """What is certain with this look, None where nothing is."""
         if self.paired and self.first and self.first[0].prompts != look.prompts:
-            self.first, self.last = [], []  # other prompts than before: a new start
+            self.forget()  # other prompts than before
         if len(self.first) < self.base:
             self.first.append(look)
         self.last = [*self.last, look][-2 * WINDOW :]
@@ -99,6 +99,10 @@ class Gains:
             return None
         found = [each for split in self._splits() if (each := self._compare(*split)) is not None]
         return max(found, key=lambda each: each[0])[1] if found else None
+
+    def forget(self) -> None:
+        """A new start: what was seen cannot be compared with what follows."""
+        self.first, self.last = [], []
 
     def risen(self) -> bool:
         """Whether gold has risen for certain since the base."""

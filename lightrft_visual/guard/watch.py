@@ -29,7 +29,8 @@ STEP_BANDS: dict[str, Bounds] = {
     "image_brightness": Bounds(share=0.2),
     "image_blank": Bounds(floor=0.1, low=False),
 }
-TIME = "reward/time"  # seconds, no component
+NO_COMPONENTS = ("reward/time", "reward/invalid_share")  # seconds, and how often scoring failed
+WEIGHT = "reward_weight/"
 DRIFT = 1.5  # times the base's own variety: how far images may be from the base's of the same noise
 PARTING_WIDTH = 4.0  # standard deviations of a running mean whose best is a maximum over many steps
 
@@ -63,6 +64,7 @@ class Guard:
         self.raised: set[str] = set()  # signals that are outside and have been told
         self.best: tuple[float, int] | None = None
         self.base_diversity = math.nan
+        self.weights: dict[str, float] | None = None  # of the rewards, those that a watched file gives
 
     # -- what is read --------------------------------------------------------------------------------------------
 
@@ -71,6 +73,7 @@ class Guard:
         that is missing or not finite is not looked at."""
         if not self.config.watch:
             return []
+        self._follow_weights(metrics)
         reward, alarms = _finite(metrics, "reward_mean"), []
         if reward is not None:
             alarms += self._component_partings(step, reward, metrics)
@@ -105,6 +108,16 @@ class Guard:
         """The step of the best gold so far; None without any."""
         return None if self.best is None else self.best[1]
 
+    def _follow_weights(self, metrics: Mapping[str, float]) -> None:
+        """Rewards of other weights are another number, which says nothing beside the one before: comparisons with gold
+        and among components begin anew. Bands, which know no reward, stay."""
+        weights = {name: value for name, value in metrics.items() if name.startswith(WEIGHT)}
+        if self.weights is not None and weights != self.weights:
+            self.partings.clear()
+            for each in self.gains.values():
+                each.forget()
+        self.weights = weights
+
     # -- signals -------------------------------------------------------------------------------------------------
 
     @property
@@ -130,7 +143,8 @@ class Guard:
     def _component_partings(self, step: int, reward: float, metrics: Mapping[str, float]) -> list[Alarm]:
         """A part of the reward that falls while the whole rises: another part pays for it."""
         alarms: list[Alarm] = []
-        names = [name for name in metrics if name.startswith("reward/") and name.count("/") == 1 and name != TIME]
+        names = [name for name in metrics if name.startswith("reward/") and name.count("/") == 1]
+        names = [name for name in names if name not in NO_COMPONENTS]
         for name in names if len(names) > 1 else ():
             value = _finite(metrics, name)
             if value is not None:
@@ -191,6 +205,7 @@ class Guard:
             "raised": sorted(self.raised),
             "best": list(self.best) if self.best is not None else None,
             "base_diversity": self.base_diversity,
+            "weights": self.weights,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -206,6 +221,7 @@ class Guard:
         self.raised = set(state["raised"])
         self.best = (float(state["best"][0]), int(state["best"][1])) if state["best"] is not None else None
         self.base_diversity = float(state["base_diversity"])
+        self.weights = state.get("weights")
 
 
 def _range(low: float | None, high: float | None) -> str:

@@ -51,6 +51,8 @@ class WatchedWeights:
         if not self.path.is_file():
             raise ConfigError(f"{where} is no file; write one such as 'exact: 0.8' before the run starts")
         found, _ = load_yaml(self.path)
+        if not found and not self.path.read_text().strip():  # perhaps just being written
+            raise ConfigError(f"{where} is empty; write {{}} for the weights of the recipe")
         for name, weight in found.items():
             if name not in self.names:
                 raise ConfigError(f"{where}: there is no component {name!r}{did_you_mean(str(name), self.names)}")

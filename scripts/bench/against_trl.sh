@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # A GRPO step beside TRL 1.16: the same embedded model, prompts and machine, runs alternating. Prints a markdown table.
-#   bash scripts/bench/against_trl.sh [--learn] [ROUNDS [STEPS]]      default: 3 rounds of 10 steps after a warm-up of 3
+#   bash scripts/bench/against_trl.sh [--learn | --replay] [ROUNDS [STEPS]]   default: 3 rounds of 10 after a warm-up of 3
 # --learn prints the training reward against the number of samples instead, on the embedded questions with one image
 # (default: 3 rounds, each with another seed, of 160 steps with 32 x 8 samples); FIRST is the first seed (default 1).
+# --replay gives TRL the rollouts of our first steps (default: 1 round of 4) and compares losses, gradients and weights.
 # Needs .venv (scripts/setup.sh). TRL, pinned, gets an environment of its own that shares .venv's torch, vLLM and
 # transformers, so both sides run on the same libraries; what TRL needs to run there is said in trl_steps.py.
 #   TRL_ENV           folder of that environment (default: outputs/bench/trl)
@@ -11,9 +12,12 @@
 #   CASES             default: '8x8x32@56/64 4x16x64@448/16', prompts x samples x tokens @ image size / micro-batch
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-learn=false
+learn=false replay=false
 if [ "${1:-}" = --learn ]; then learn=true && shift; fi
-rounds=${1:-3} steps=${2:-$($learn && echo 160 || echo 10)}
+if [ "${1:-}" = --replay ]; then replay=true && shift; fi
+default=10
+if $learn; then default=160; elif $replay; then default=4; fi
+rounds=${1:-3} steps=${2:-$default}
 cases=${CASES:-8x8x32@56/64 4x16x64@448/16}
 ours=.venv/bin/python
 env=${TRL_ENV:-outputs/bench/trl}
@@ -34,12 +38,22 @@ read -r model data < <("$ours" -c '
 from lightrft_visual.embedded.warmup import WarmUp, embedded_checkpoint, embedded_task
 print(embedded_checkpoint(WarmUp(), report=lambda text: None), embedded_task().train)' | tail -n 1)
 
+questions=(--config examples/configs/embedded_vl.yaml --pretrain "$model" --prompt_data "$work/rows/rows.jsonl"
+  --reward.components.exact 1.0 --max_steps "$steps" --max_eval_samples 0 --eval_steps 0)
+if $replay; then
+  "$ours" scripts/bench/picture_rows.py "$data" "$work/rows" 56 10000
+  # shellcheck disable=SC2086
+  PYTHONPATH=. "$ours" scripts/bench/trl_replay.py ours "$work" "${questions[@]}" ${OURS:-} >&2
+  PYTHONPATH=. "${theirs[@]}" scripts/bench/trl_replay.py trl "$work" "$model" >&2
+  PYTHONPATH=. "$ours" scripts/bench/trl_replay.py table "$work"
+  exit
+fi
+
 if $learn; then
   "$ours" scripts/bench/picture_rows.py "$data" "$work/rows" 56 10000
   for seed in $(seq "${FIRST:=1}" $((FIRST + rounds - 1))); do
     # shellcheck disable=SC2086
-    "$ours" examples/train_grpo_vl.py --config examples/configs/embedded_vl.yaml --pretrain "$model" \
-      --prompt_data "$work/rows/rows.jsonl" --seed "$seed" --reward.components.exact 1.0 --max_steps "$steps" --max_eval_samples 0 --eval_steps 0 \
+    "$ours" examples/train_grpo_vl.py "${questions[@]}" --seed "$seed" \
       --output_dir "$work/ours-$seed" ${OURS:-} >&2
     PYTHONPATH=. "${theirs[@]}" scripts/bench/trl_learn.py "$model" "$work/rows/rows.jsonl" --steps "$steps" \
       --seed "$seed" --out "$work/trl-$seed.json" >&2

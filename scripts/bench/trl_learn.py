@@ -42,6 +42,19 @@ def exact(completions, reference, **_) -> list[float]:
     return Exact()([message[0]["content"] for message in completions], reference)
 
 
+def settings(output: Path, steps: int, seed: int, **others) -> GRPOConfig:
+    """Those of examples/configs/embedded_vl.yaml under TRL's names, and `others`."""
+    return GRPOConfig(
+        output_dir=str(output), num_generations=SAMPLES, per_device_train_batch_size=PROMPTS * SAMPLES,
+        gradient_accumulation_steps=1, max_completion_length=TOKENS, max_steps=steps, learning_rate=5e-4,
+        lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}, warmup_steps=0,
+        adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0, epsilon=0.2, beta=0.0, bf16=False,
+        use_cpu=not torch.cuda.is_available(), seed=seed, report_to="none", save_strategy="no", logging_steps=1,
+        temperature=1.0, gradient_checkpointing=False, disable_tqdm=True, model_init_kwargs={"dtype": "float32"},
+        **others,
+    )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -54,21 +67,15 @@ def main() -> None:
     tokens = {name: processor.tokenizer.convert_tokens_to_ids(name) for name in processor.tokenizer.all_special_tokens}
     banned = [name for name in tokens if "image" in name or "video" in name or "vision" in name]
     workarounds(tokens["<|image_pad|>"], [])
-    settings = GRPOConfig(
-        output_dir=str(a.out.with_suffix("")), use_vllm=True, vllm_mode="colocate", num_generations=SAMPLES,
-        per_device_train_batch_size=PROMPTS * SAMPLES, gradient_accumulation_steps=1, max_completion_length=TOKENS,
-        max_steps=a.steps, learning_rate=5e-4, lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.1}, warmup_steps=0, adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0,
-        max_grad_norm=1.0, epsilon=0.2, beta=0.0, bf16=False, use_cpu=not torch.cuda.is_available(), seed=a.seed,
-        report_to="none", save_strategy="no", logging_steps=1, vllm_gpu_memory_utilization=0.3,
-        vllm_max_model_length=512, temperature=1.0, gradient_checkpointing=False, disable_tqdm=True,
-        model_init_kwargs={"dtype": "float32"}, generation_kwargs={"bad_words": banned},
-    )  # fmt: skip
+    vllm = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_max_model_length": 512}
+    config = settings(
+        a.out.with_suffix(""), a.steps, a.seed, use_vllm=True, generation_kwargs={"bad_words": banned}, **vllm
+    )
     found = [json.loads(line) for line in a.rows.read_text(encoding="utf-8").splitlines()]
     rows = dataset(a.rows, processor).add_column("reference", [row["reference"] for row in found])
     noted = Rewards()
     trainer = GRPOTrainer(
-        model=a.model, reward_funcs=exact, args=settings, train_dataset=rows, processing_class=processor,
+        model=a.model, reward_funcs=exact, args=config, train_dataset=rows, processing_class=processor,
         callbacks=[noted],
     )  # fmt: skip
     trainer.train()

@@ -442,6 +442,19 @@ def test_papo_adds_the_perception_loss_of_the_paper():
     assert hidden.grad[mask].abs().min() > 0 and hidden.grad[~mask].abs().sum() == 0
 
 
+def test_papo_takes_a_token_only_so_far():
+    """As in the authors' code a token's estimate counts up to 10: the other way, what is maximised runs away."""
+    plain = random_inputs()
+    plain.hidden_log_probs = (plain.log_probs.detach() + 6.0).requires_grad_()  # e^6 - 1 - 6, and e^-6 - 1 + 6 in turn
+    denominators = global_denominators([plain.action_mask], 6)
+    found = policy_loss(plain, AlgorithmConfig(papo_coef=1.0), denominators)
+    assert found.metrics["perception_kl"] == pytest.approx(10.0)
+    found.loss.backward()
+    assert plain.hidden_log_probs.grad.abs().max() == 0
+    plain.hidden_log_probs = (plain.log_probs.detach() - 6.0).requires_grad_()
+    assert policy_loss(plain, AlgorithmConfig(papo_coef=1.0), denominators).metrics["perception_kl"] < 6
+
+
 def test_papo_says_what_it_lacks():
     with pytest.raises(ValueError, match="papo_coef needs hidden_log_probs"):
         policy_loss(replace(random_inputs(), hidden_log_probs=None), AlgorithmConfig(papo_coef=0.1), ONE)

@@ -30,6 +30,7 @@ def load(*arguments: str) -> DiffusionRunConfig:
 REWARD_FL = ("--diffusion_algorithm", "reward_fl")
 
 
+NFT = ("--diffusion_algorithm", "diffusion_nft")
 DPO = ("--diffusion_algorithm", "diffusion_dpo")
 PAIRS = (*DPO, "--pair_data", "embedded")
 
@@ -90,6 +91,18 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         (["--pairs_per_prompt", "2"], "belongs to diffusion_dpo"),
         (["--diffusion_algorithm", "dgpo", "--train_batch_size", "8"], "compares 16 samples in one update"),
         (["--diffusion_algorithm", "awm", "--adv_clip_max", "0"], "must be positive"),
+        ([*NFT, "--beta", "0.01"], "the KL of diffusion_nft is nft_kl_beta"),
+        (["--nft_beta", "0.1"], "belongs to diffusion_nft; here 0.1 would do nothing"),
+        ([*NFT, "--awm_power", "0.5"], "awm_power belongs to awm"),
+        ([*NFT, "--kl_form", "published"], "algorithms of SDE steps"),
+        (["--rwr_temperature", "2"], "belongs to rwr"),
+        (["--dppo_threshold", "2e-5"], "belongs to flow_dppo"),
+        (["--dpo_beta", "10"], "belongs to dgpo and diffusion_dpo"),
+        (["--dpo_reference", "old"], "belongs to dgpo and diffusion_dpo"),
+        (["--min_sigma", "0.3"], "finished samples"),
+        (["--decay_type", "2"], "old policy"),
+        ([*DPO, "--decay_type", "2"], "old policy"),
+        (["--score_target", "0.5"], "belongs to reward_fl"),
         (["--diffusion_algorithm", "ddpoo"], "diffusion_algorithm is 'ddpoo'.*ddpo"),
     ),
 )

@@ -25,6 +25,14 @@ def load(text: str) -> RunConfig:
         ("--tis_mode token --tis_floor 0.5", "tis_floor belongs to --tis_mask"),
         ("--tis_mode token --tis_mask --tis_floor 2.5", "not below tis_cap 2.0"),
         ("--reward_running_norm_minus_mean", "belongs to --reward_running_norm"),
+        ("--sapo_tau_neg 2", "sapo_tau_neg belongs to policy_loss sapo; here 2.0 would do nothing: leave it out"),
+        ("--cpgd_alpha 0.1", "belongs to policy_loss cpgd"),
+        ("--policy_loss cispo --dual_clip 3", "belongs to policy_loss ppo or gspo"),
+        ("--papo_mask_ratio 0.5", "belongs to a papo_coef"),
+        ("--selective_replay_alpha 2", "belongs to selective_replay"),
+        ("--tis_cap 3", "belongs to --tis_mode"),
+        ("--overlong_buffer_len 4", "belongs to --overlong_buffer"),
+        ("--noisy_rollout_decay 3", "belongs to a noisy_rollout_share"),
         ("--init_kl_coef 0 --kl_target 0.1", "kl_target steers"),
         ("--eval_ema", "add --enable_ema"),
         ("--offload_trainer --zero_stage 0", "offload_trainer moves the states of ZeRO 1 to 3"),
@@ -51,6 +59,7 @@ def test_an_average_that_is_kept_is_evaluated_and_exported():
 
 def test_what_belongs_together_is_accepted():
     load("--overlong_buffer --overlong_buffer_len 128")
+    load("--policy_loss sapo --sapo_tau_neg 2 --papo_coef 0.01 --papo_mask_ratio 0.5 --tis_mode token --tis_cap 3")
     load("--packing_samples --max_tokens_per_batch 2048")
     load("--guard.policy rollback --reward_fn a.py:f")  # the embedded questions' exact answers are gold beside it
     load("--guard.policy rollback --prompt_data embedded_reasoning")

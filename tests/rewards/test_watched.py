@@ -51,7 +51,13 @@ def test_a_wrong_change_is_said_and_the_last_good_weights_stay(tmp_path, caplog)
     write(path, "format: 2.0\n", 1)
     made = engine(path)
     for turn, (text, told) in enumerate(
-        [("fromat: 1", "did you mean 'format'"), ("format: much", "not a number"), ("- 1", "a mapping")], start=2
+        [
+            ("fromat: 1", "did you mean 'format'"),
+            ("format: much", "not a number"),
+            ("- 1", "a mapping"),
+            (" \n", "is empty"),
+        ],
+        start=2,
     ):
         write(path, text, turn)
         with caplog.at_level(logging.WARNING):

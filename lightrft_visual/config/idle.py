@@ -1,0 +1,80 @@
+"""Settings that only some choices read: set beside another choice they would do nothing, so a run refuses them there.
+
+Sections by themselves take them: code that tries many losses may give all of them the same settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from . import registry
+from .constraints import require
+
+REWARD_FL = (
+    "mid_timestep", "final_timestep", "min_timestep_boundary", "max_timestep_boundary", "reward_fl_weight",
+    "score_mean", "score_std", "score_target",
+)  # fmt: skip
+
+
+def refuse_idle(section: Any, names: Iterable[str], owner: str, read: bool) -> None:
+    """Raise ConfigError where nothing reads the settings `names` of a section, and one is not at its default.
+
+    owner: what would read them, in words.
+    """
+    usual = {item.name: item.default for item in fields(section)}
+    for name in () if read else names:
+        value = getattr(section, name)
+        require(value == usual[name], f"{name} belongs to {owner}; here {value} would do nothing: leave it out")
+
+
+def check_run(algorithm: Any, rollout: Any) -> None:
+    """Of a vision-language run: an `AlgorithmConfig` and a `RolloutConfig`. A policy loss of one's own may read the
+    settings of any other."""
+    loss = registry.policy_losses[algorithm.policy_loss]
+    for names, readers in (
+        (("sapo_tau_pos", "sapo_tau_neg"), ("sapo",)),
+        (("cpgd_alpha",), ("cpgd",)),
+        (("dual_clip",), ("ppo", "gspo")),
+    ):
+        refuse_idle(algorithm, names, f"policy_loss {' or '.join(readers)}", loss.name in readers or not loss.shipped)
+    for names, owner, read in (
+        (("papo_mask_ratio",), "a papo_coef above 0", algorithm.papo_coef > 0),
+        (("selective_replay_alpha",), "selective_replay", algorithm.selective_replay > 0),
+        (("tis_cap",), "--tis_mode token or sequence", algorithm.corrects_rollouts),
+        (("overlong_buffer_len", "overlong_buffer_penalty_factor"), "--overlong_buffer", algorithm.overlong_buffer),
+    ):
+        refuse_idle(algorithm, names, owner, read)
+    noise = ("noisy_rollout_strength", "noisy_rollout_decay", "noisy_rollout_midpoint")
+    refuse_idle(rollout, noise, "a noisy_rollout_share above 0", rollout.noisy_rollout_share > 0)
+
+
+def check_diffusion(config: Any) -> None:
+    """Of a diffusion run: a `DiffusionAlgorithmConfig`. An algorithm of one's own may read the settings of any other.
+
+    Settings whose default depends on the algorithm may also stand at it, as they do in a run's resolved file.
+    """
+    entry = config.entry
+    if not entry.shipped:
+        return
+    name, sde = entry.name, entry.trains_on == "steps"
+    old = entry.old_policy or (bool(entry.coupled) and config.dpo_reference == "old")
+    for names, owner, read in (
+        (("nft_beta", "nft_kl_beta", "adv_mode"), "diffusion_nft", name == "diffusion_nft"),
+        (("beta",), "other algorithms (the KL of diffusion_nft is nft_kl_beta)", name != "diffusion_nft"),
+        (("awm_weighting", "awm_power", "old_beta"), "awm", name == "awm"),
+        (("rwr_temperature",), "rwr", name == "rwr"),
+        (("dppo_threshold",), "flow_dppo", name == "flow_dppo"),
+        (("kl_form",), "algorithms of SDE steps", sde),
+        (("dpo_reference",), "dgpo and diffusion_dpo", bool(entry.coupled)),
+        (("decay_counts",), "algorithms with an old policy", old),
+        (REWARD_FL, "reward_fl", entry.trains_on == "reward"),
+    ):
+        refuse_idle(config, names, owner, read)
+    for setting, owner, read in (
+        ("dpo_beta", "dgpo and diffusion_dpo", bool(entry.coupled)),
+        ("min_sigma", "algorithms that train on finished samples", entry.trains_on == "data"),
+        ("decay_type", "algorithms with an old policy", old),
+    ):
+        refuse_idle(config, (setting,), owner, read or getattr(config, setting) == getattr(entry, setting))
