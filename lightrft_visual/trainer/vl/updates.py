@@ -88,10 +88,12 @@ def plan_batch(
     if image_tokens is not None:
         answers = [mask & ~images for mask, images in zip(masks, drawn)]
         images = [mask & images for mask, images in zip(masks, drawn)]
-        kinds = [
+        both = [
             KindShare("answer", config.answer_loss_weight, answers, global_denominators(answers, max_tokens)),
             KindShare("drawing", config.drawing_loss_weight, images, global_denominators(images, image_tokens)),
         ]
+        alone = [kind for kind in both if kind.denominators.tokens == whole.tokens]  # the other one has no token
+        kinds = alone[:1] or both
     return TrainBatch(micro_batches, masks, policy_masks, whole, kinds)
 
 
@@ -177,7 +179,7 @@ class PolicyUpdate:
         for kind in batch.kinds:
             own = replace(inputs, action_mask=kind.token_masks[index].to(inputs.action_mask.device))
             parts.append(policy_loss(own, self.config, kind.denominators, kl_coef))
-        return parts[0] if len(parts) == 1 else _joined(batch.kinds, parts)
+        return parts[0] if not batch.kinds[0].name else _joined(batch.kinds, parts)
 
     def _forward(self, inputs: ModelInputs, report_entropy: bool) -> tuple[ActorOutput, ActorOutput | None]:
         """The actor's output, and for PAPO its output with a part of the images hidden, by the same forward."""

@@ -15,6 +15,7 @@ from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.errors import RolloutError
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.replay.buffer import NaiveReplayBuffer
+from lightrft_visual.replay.plan import MicroBatch
 from lightrft_visual.rollout.parity import RolloutCheck
 from lightrft_visual.trainer.vl.updates import PolicyUpdate, has_dropout, plan_batch
 
@@ -168,3 +169,21 @@ def test_cut_answers_leave_the_loss_and_its_denominators(cache_root, tmp_path, p
     assert every.denominators.tokens == lengths.sum() and every.denominators.sequences == 8
     assert kept.denominators.tokens == lengths.sum() - lengths[0] - lengths[3] and kept.denominators.sequences == 6
     assert sum(int(mask.sum()) for mask in kept.token_masks) == kept.denominators.tokens
+
+
+def test_updates_of_one_kind_say_nothing_of_the_other(tmp_path):
+    checkpoint = checkpoint_of(tmp_path, "qwen2")
+    experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)
+    experience.advantages = torch.ones(experience.action_mask.shape)
+    drawn = torch.arange(len(experience.action_mask)) % 2
+    experience.info, config, image_tokens = {"drawn": drawn.float()}, AlgorithmConfig(), 6
+    buffer, found = NaiveReplayBuffer(1), {}
+    buffer.append(experience)
+    kinds = [[MicroBatch([index]) for index in range(len(drawn)) if drawn[index] == kind] for kind in (0, 1)]
+    for name, steps in (("apart", kinds), ("together", [kinds[0] + kinds[1]])):
+        update, metrics = PolicyUpdate(PlainEngine(actor_of(checkpoint)), config, ScoringRule()), MetricsAccumulator()
+        for step in (plan_batch(buffer, step, config, 6, image_tokens) for step in steps):
+            update.step(buffer, step, 0.0, metrics, False)
+        found[name] = metrics.reduce()
+    for name in ("entropy_answer", "entropy_drawing", "loss_answer", "loss_drawing"):
+        assert found["apart"][name] == pytest.approx(found["together"][name], rel=1e-5)
