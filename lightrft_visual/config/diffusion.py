@@ -92,7 +92,7 @@ class DiffusionModelConfig(Section):
         """`trainable_models` by the names of diffusers' pipelines; None for all."""
         if self.trainable_models is None:
             return None
-        return tuple(ROLL_DENOISERS.get(name, name) for name in self.trainable_models.split(","))
+        return tuple(ROLL_DENOISERS.get(name, name) for name in map(str.strip, self.trainable_models.split(",")))
 
     def check(self) -> None:
         """Offloading checkpointed activations checkpoints them; a tokenizer belongs to a model in parts."""

@@ -105,7 +105,9 @@ def _images(raw: Mapping[str, Any], column: str, name: str, most: int, root: Any
     cell = raw.get(column)
     found = list(cell) if isinstance(cell, (list, tuple)) else [cell]
     if any(map(_empty, found)) or not found:
-        raise DataError(f"{name}: this model starts from an image, and column {column!r} has none", "media missing")
+        usual = () if column != DiffusionDataConfig.image_key else USUAL_COLUMNS
+        where = " or ".join(repr(each) for each in (column, *usual))
+        raise DataError(f"{name}: this model starts from an image, and column {where} has none", "media missing")
     if len(found) > most:
         raise DataError(f"{name}: {len(found)} images in column {column!r}; this model takes {most}", "media count")
     return [resolve_source(image, root) for image in found]

@@ -55,7 +55,8 @@ class RowChecks:
 
 @dataclass(frozen=True)
 class _Found:
-    """A sound row, without its media. tokens: of its videos and images beyond their placeholders; text: rendered."""
+    """A sound row, without its media. tokens: of its videos and images beyond their placeholders; text: rendered;
+    draws: whether it asks for an image."""
 
     label: str | None
     columns: frozenset[str]
@@ -63,6 +64,7 @@ class _Found:
     has_reference: bool
     text: str | None = None
     tokens: int = 0
+    draws: bool = False
 
 
 class PromptDataset:
@@ -75,7 +77,7 @@ class PromptDataset:
     What is remote is not fetched here. The ranks share the work: construction is a collective.
 
     sizes: rows of each data set, for PromptSampler. bad: rows left out. labels, columns: of any row; columns are those
-    of the metadata. has_references: whether any row has one.
+    of the metadata. has_references: whether any row has one; has_drawings: whether any asks for an image.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class PromptDataset:
         self.bad = BadRows(spec, config.max_bad_share)
         self.labels: set[str | None] = set()
         self.columns: set[str] = set()
-        self.has_references = False
+        self.has_references = self.has_drawings = False
         model_input = self.checks.model_input
         self._reserved = self.checks.media.reserved(model_input) if model_input is not None else ()
         self._sources: list[RowSource] = [open_source(path, split) for path in paths]
@@ -143,6 +145,18 @@ class PromptDataset:
                 with contextlib.suppress(DataError):
                     found.add(self._parse(source, row, row).label)
         return collectives.broadcast_object(found)
+
+    def check_drawing_columns(self) -> None:
+        """Raise ConfigError for a column that is named for drawings and that no row has: a slip of the pen there would
+        turn rows that ask for an image into questions."""
+        config, spec = self.config, self.config.prompt_data
+        for flag in ("ask_key", "redraw_key"):
+            key = getattr(config, flag)
+            if key and key not in self.columns:
+                raise ConfigError(f"{flag}: no row of {spec} has a column {key!r}{did_you_mean(key, self.columns)}")
+        if config.draw_key != DataConfig.draw_key and not self.has_drawings:
+            hint = did_you_mean(config.draw_key, self.columns)
+            raise ConfigError(f"draw_key: no row of {spec} is true in {config.draw_key!r}{hint}")
 
     def load(self, index: int) -> PromptRow:
         """The row with its images and videos decoded. Raises DataError naming the row for what cannot be used."""
@@ -194,6 +208,7 @@ class PromptDataset:
                 self.labels.add(found.label)
                 self.columns |= found.columns
                 self.has_references |= found.has_reference
+                self.has_drawings |= found.draws
                 forms.add(found.form)
                 admitted += 1
                 if admitted == max_rows:
@@ -276,13 +291,14 @@ class PromptDataset:
         known = [size for size in sizes if size is not None]
         tokens = sum(count - 1 for count in self.checks.media.image_token_counts(model_input, known)) if known else 0
         tokens += self._video_tokens(row, model_input) if row.videos else 0
-        return _Found(row.label, columns, row.form, row.reference is not None, text, tokens)
+        return _Found(row.label, columns, row.form, row.reference is not None, text, tokens, row.draw)
 
     def _check_text(self, row: PromptRow) -> None:
         """No text of the row may hold a token that the model reads as an image or video."""
         if isinstance(row.prompt, str):  # whole prompts, which bring the placeholders themselves
             return
         texts = [part["text"] for message in row.prompt for part in message["content"] if part["type"] == "text"]
+        texts.append(row.metadata.get(self.config.ask_key) or "")  # which the model is asked with an image of its own
         typed = next((token for token in self._reserved for text in texts if token in text), None)
         if typed is not None:
             text = f"the text holds {typed}, which the model would read as an image or video that is not there"

@@ -94,7 +94,7 @@ def parse_row(
             source=source,
             index=index,
             form=_form(reading.form, cells),
-            draw=_draw(columns.get(config.draw_key)),
+            draw=_flag(columns.get(config.draw_key), "asks for an image", "draw_key"),
         )
     except DataError as error:
         raise DataError(f"{source}: {error}", error.cause) from error
@@ -135,6 +135,11 @@ def _metadata(raw: Mapping[str, Any], config: DataConfig, read: set[str | None])
     named = {config.input_key, config.label_key, config.reference_key}
     named -= {DataConfig.input_key, DataConfig.label_key, DataConfig.reference_key}
     columns = {key: value for key, value in raw.items() if key not in roles or key in named}
+    if config.redraw_key in columns:
+        asked = columns[config.redraw_key]
+        columns[config.redraw_key] = _flag(asked, "asks for the answer to be drawn", "redraw_key")
+    if not isinstance(columns.get(config.ask_key), str | None):
+        raise DataError(f"the question in {config.ask_key!r} (ask_key) is no text", "drawing")
     if config.input_key in columns:
         columns[config.input_key] = _without_media(columns[config.input_key])
     return columns
@@ -303,10 +308,13 @@ def _label(value: Any) -> str | None:
     raise DataError(f"a label is a short name, not {type(value).__name__}", "label form")
 
 
-def _draw(value: Any) -> bool:
+def _flag(value: Any, what: str, key: str) -> bool:
+    """A cell that is true or false, which files without types (CSV) hold as words."""
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return value.strip().lower() == "true"
     if value is None or isinstance(value, (bool, np.bool_)):
         return bool(value)
-    raise DataError(f"the column that asks for an image (draw_key) holds true or false, not {value!r}", "drawing")
+    raise DataError(f"the column that {what} ({key}) holds true or false, not {value!r}", "drawing")
 
 
 def _resolve_video(source: Any, root: Any) -> Any:

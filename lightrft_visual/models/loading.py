@@ -70,6 +70,7 @@ def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoi
         if family.vision:
             pixels = family.processor_arguments(data.min_pixels, data.max_pixels)
             processor = AutoProcessor.from_pretrained(path, trust_remote_code=model.trust_remote_code, **pixels)
+            family.check_processor(processor)
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -151,7 +152,9 @@ def add_lora(transformer: PreTrainedModel, model: ModelConfig):
     from .lora import lora_config
 
     targets, frozen = model.target_modules, _prefixes(model.freeze_prefix, transformer)
-    frozen += family_of(transformer.config).heads  # as log-probs are made of their weights, like the text's head
+    family = family_of(transformer.config)
+    frozen += family.untrained
+    frozen += family.heads  # as log-probs are made of their weights, like the text's head
     below = "|".join(map(re.escape, frozen))
     lora = lora_config(
         model.lora_rank,

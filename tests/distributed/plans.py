@@ -127,6 +127,7 @@ TWO_RANKS = {
         f"--rollout_batch_size {MIXED_BATCH} --train_batch_size {MIXED_BATCH * 4}"
     ),
     **{f"unified_{stage}": small(f"{_UNIFIED} --zero_stage {stage}") for stage in (2, 3)},
+    "emu3_3": small(f"{_EMU3} --zero_stage 3"),
     **RESUME_RUNS,
     **HOSTILE,
     **HOSTILE_RESUMED,

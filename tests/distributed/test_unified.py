@@ -54,3 +54,8 @@ def test_emu3_is_trained_on_both_kinds_and_its_checkpoint_loads_in_transformers(
     processor = AutoProcessor.from_pretrained(saved)
     ids = processor.tokenizer("where?", return_tensors="pt")
     assert trained.generate(**ids, max_new_tokens=3, min_new_tokens=3).shape[1] == ids["input_ids"].shape[1] + 3
+
+
+def test_emu3_is_divided_over_ranks_and_trains_alike(one_rank, two_ranks):
+    ours, theirs = rows(one_rank / "emu3"), rows(two_ranks / "emu3_3")
+    assert max(abs(a[name] - b[name]) for a, b in zip(ours, theirs, strict=True) for name in NAMES if name in a) < 1e-4

@@ -18,10 +18,12 @@ from lightrft_visual.batches.rollouts import collate
 from lightrft_visual.batches.sampling import SamplingSettings, ScoringRule
 from lightrft_visual.checkpoint.export import export_hf
 from lightrft_visual.config.vl import DataConfig, ModelConfig, RunConfig
+from lightrft_visual.data.prompts import PromptDataset, RowChecks
 from lightrft_visual.data.rows import PromptRow, parse_row
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.models import attention as attention_module
 from lightrft_visual.models.loading import add_lora
+from lightrft_visual.models.vlm.families.janus import Janus
 from lightrft_visual.observe.rollouts import records_from_rollouts
 from lightrft_visual.rewards.batch import batch_from_rollouts
 from lightrft_visual.rewards.functions.source_likeness import SourceLikeness
@@ -229,6 +231,35 @@ def test_rows_ask_for_an_image_and_bring_their_caption(rig):
         row(prompt="a red circle", draw="yes")
 
 
+def test_columns_of_drawings_are_read_and_checked_with_the_rows(rig, tmp_path):
+    def read(data, rows=None, **settings):
+        path = tmp_path / data
+        path.write_text(rows or path.read_text())
+        config = DataConfig(prompt_data=str(path), **settings)
+        dataset = PromptDataset.for_training(
+            config, RowChecks(model_input=rig.checkpoint.processor, prompt_max_len=64, media=Janus)
+        )
+        dataset.check_drawing_columns()
+        return dataset
+
+    table = "prompt,draw,again,ask\na red circle,true,,what is it?\nhow many?,FALSE,true,\nwhy?,,false,\n"
+    table = read("rows.csv", table, redraw_key="again", ask_key="ask")
+    assert [row.draw for row in table] == [True, False, False]
+    assert [row.metadata["again"] for row in table] == [False, True, False]
+    for settings, text in (
+        ({"draw_key": "drwa"}, "draw_key: no row of .* is true in 'drwa'; did you mean 'draw'?"),
+        ({"ask_key": "asc"}, "ask_key: no row of .* has a column 'asc'; did you mean 'ask'?"),
+        ({"redraw_key": "agian"}, "redraw_key: no row of .* has a column 'agian'; did you mean 'again'?"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            read("rows.csv", **settings)
+    for cell, text in (("3", "the question in 'ask' .ask_key. is no text"), ('"<image_placeholder>"', "text holds")):
+        with pytest.raises(DataError, match=text):
+            read("rows.jsonl", f'{{"prompt": "a red circle", "draw": true, "ask": {cell}}}', ask_key="ask")
+    with pytest.raises(DataError, match="redraw_key. holds true or false, not 'yes'"):
+        read("rows.jsonl", '{"prompt": "why?", "again": "yes"}', redraw_key="again")
+
+
 def test_the_model_is_asked_about_what_it_drew(rig):
     asked = {"ask": "what colour is it?"}
     batch = PromptBatch.of(
@@ -282,6 +313,10 @@ def test_the_model_draws_what_it_described(rig):
     assert scored.prompts[0] == "a red circle" and scored.responses[0] == rollouts[0].text
     assert scored.images[2] == [] and scored.source_images[4] == []
     assert [len(record["images"]) for record in records_from_rollouts(rollouts[:1])] == [2]
+    rollouts[0].image = rollouts[1].image = None
+    rollouts[0].text, rollouts[1].text = "a red <image_placeholder>", "red " * 2000
+    drawings.draw(rollouts)
+    assert rollouts[0].image is rollouts[1].image is None  # what no prompt can hold is not drawn, and ends no run
     likeness = SourceLikeness()
     assert likeness([[shown], scored.images[0], []], [[shown], [shown], [shown]])[0::2] == [1.0, None]
     assert 0 < likeness(scored.images[:1], scored.source_images[:1])[0] < 1

@@ -15,7 +15,9 @@ from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.batches.rollouts import collate
 from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.checkpoint.export import export_hf
+from lightrft_visual.config.vl import ModelConfig
 from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.models.loading import add_lora
 from lightrft_visual.models.vlm.families.emu3 import Emu3
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.weight_sync import gathered_state_dict
@@ -110,10 +112,21 @@ def test_the_half_without_the_prompt_keeps_the_size_of_the_image(rig):
     assert tokenizer.decode(kept).replace("<|endoftext|>", "") == "<|image start|>4*4<|image token|>"
 
 
+def test_adapters_leave_the_vq_model(rig):
+    actor = actor_of(rig.checkpoint, wrap=lambda transformer: add_lora(transformer, ModelConfig(lora_rank=2)))
+    adapted = [name for name, _ in actor.named_parameters() if "lora_" in name]
+    assert adapted and not any("vqmodel" in name for name in adapted)
+
+
 def test_what_it_cannot_do_is_refused(rig):
     with pytest.raises(DataError, match="the model takes no images"):
         rig.stage.generate(PromptBatch.of([turn("what is this?")], [[picture(0)]]), PLAIN)
+    with pytest.raises(DataError, match="prompt 0: the prompt asks for an image by '6\\*6.*this model draws squares"):
+        rig.stage.generate(PromptBatch.of([turn("a circle") + "<|image start|>6*6<|image token|>"]), PLAIN)
     config = type(rig.checkpoint.config)(**rig.checkpoint.config.to_dict())
+    config.image_area *= 4
+    with pytest.raises(ConfigError, match="image_area is 4096 in this Emu3 checkpoint's config.json and 1024 in its"):
+        Emu3(config).check_processor(rig.checkpoint.processor)
     config.vocabulary_map = {name: number for name, number in config.vocabulary_map.items() if "000063" not in name}
     with pytest.raises(ConfigError, match="visual tokens of this Emu3 checkpoint are not 64 ids in order"):
         Emu3(config)

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import ProcessorMixin
 
 from ...batches.conditions import Conditions
 
@@ -124,8 +125,9 @@ class PromptCache:
 
 
 def encoder_digest(encoders: Iterable[nn.Module], tokenizers: Iterable[Any], *settings: object) -> str:
-    """A name for what decides the conditions of a text: weights and configurations of the encoders, vocabularies, and
-    `settings`, such as the pipeline's class, the length of texts, the kind of device and the library's version.
+    """A name for what decides the conditions of a text: weights and configurations of the encoders, vocabularies and
+    chat templates, and `settings`, such as the pipeline's class, the length of texts, the kind of device and the
+    library's version. tokenizers: some pipelines have a processor in the place of one.
 
     All numbers of a weight count: sums of its bits are exact and quick (four gigabytes a second).
     """
@@ -135,7 +137,8 @@ def encoder_digest(encoders: Iterable[nn.Module], tokenizers: Iterable[Any], *se
         for name, weight in encoder.state_dict().items():
             found.update(f"{name} {tuple(weight.shape)} {weight.dtype} {_sums(weight)}".encode())
     for tokenizer in tokenizers:
-        found.update(repr(sorted(tokenizer.get_vocab().items())).encode())
+        words = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
+        found.update(repr((sorted(words.get_vocab().items()), tokenizer.chat_template)).encode())
     return found.hexdigest()[:24]
 
 

@@ -53,8 +53,9 @@ class _Response:
         return replace(self.batch.prompts[index], continued=list(self.token_ids), copy=copy)
 
     def extend(self, part: Completion, version: int) -> bool:
-        """Take a segment; whether the response is finished by it."""
-        most = self.batch.settings.max_new_tokens
+        """Take a segment; whether the response is finished by it. An image comes whole: lengths concern text alone."""
+        drawn = part.image is not None
+        most = len(part.token_ids) if drawn else self.batch.settings.max_new_tokens
         room = most - len(self.token_ids)
         self.token_ids += part.token_ids[:room]
         if part.log_probs is None:
@@ -66,6 +67,8 @@ class _Response:
 
     def completion(self, last: Completion, tokenizer: PreTrainedTokenizerBase) -> Completion:
         """The whole response; last: its last segment."""
+        if last.image is not None:
+            return replace(last, versions=self.versions)
         text = tokenizer.decode(self.token_ids, skip_special_tokens=self.batch.settings.skip_special_tokens)
         cut = last.truncated or self.token_ids[-1] != last.token_ids[-1]
         return Completion(self.token_ids, self.log_probs, text, cut, last.prompt_token_ids, versions=self.versions)

@@ -160,7 +160,8 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
     kind, rollout = checkpoint.config.model_type, config.rollout
     if kind not in (*FAMILIES, *TEXT_ONLY):
         served = ", ".join((*FAMILIES, *TEXT_ONLY))
-        raise ConfigError(f"engine_type sglang is built for {served}, not for {kind}: use --engine_type vllm, or hf")
+        others = "vllm, or hf" if checkpoint.family.served else "hf"
+        raise ConfigError(f"engine_type sglang is built for {served}, not for {kind}: use --engine_type {others}")
     if rollout.use_fire:
         raise ConfigError("use_fire draws the first token at its own temperature, which SGLang cannot: use vllm, or hf")
     require_package()

@@ -262,6 +262,7 @@ def _datasets(config: RunConfig, checkpoint: Checkpoint) -> tuple[PromptDataset,
     length = rollout.prompt_max_len
     checks = RowChecks(limits=rollout, model_input=renderer, prompt_max_len=length, media=family, labels=labels)
     dataset = PromptDataset.for_training(config.data, checks)
+    dataset.check_drawing_columns()
     if config.data.eval_data is None or config.data.max_eval_samples == 0:
         return dataset, None
     return dataset, PromptDataset.for_evaluation(config.data, checks)

@@ -79,12 +79,9 @@ def plan_batch(
             drawn.append(torch.tensor([[bool(item.info["drawn"])] for item in items]))
         if config.high_entropy_token_ratio < 1:
             entropies.append(_padded([item.action_entropy for item in items]))
-    policy_masks = None
-    if config.high_entropy_token_ratio < 1:
-        policy_masks = high_entropy_masks(entropies, masks, config.high_entropy_token_ratio)
     counted = masks if buffer.counts else [torch.zeros_like(mask) for mask in masks]
     whole = global_denominators(counted, max_tokens)
-    kinds = [KindShare("", 1.0, masks, whole)]
+    kinds, policy_masks = [KindShare("", 1.0, masks, whole)], None
     if image_tokens is not None:
         answers = [mask & ~images for mask, images in zip(masks, drawn)]
         images = [mask & images for mask, images in zip(masks, drawn)]
@@ -94,6 +91,9 @@ def plan_batch(
         ]
         alone = [kind for kind in both if kind.denominators.tokens == whole.tokens]  # the other one has no token
         kinds = alone[:1] or both
+    if config.high_entropy_token_ratio < 1:  # of each kind, as images have the larger entropy throughout
+        chosen = [high_entropy_masks(entropies, kind.token_masks, config.high_entropy_token_ratio) for kind in kinds]
+        policy_masks = [torch.stack(parts).any(dim=0) for parts in zip(*chosen)]
     return TrainBatch(micro_batches, masks, policy_masks, whole, kinds)
 
 

@@ -181,3 +181,17 @@ def test_a_policy_leaves_its_encoders_alone_where_all_prompts_are_on_disk(tmp_pa
     again = second.encode_prompts(["a red circle", "a blue cross"], "")
     assert encoded.keys() == again.keys() and all(torch.equal(encoded[name], again[name]) for name in encoded)
     assert policy(TEXT_LENGTH + 1)[1] == 0
+
+
+def test_a_processor_in_the_place_of_a_tokenizer_counts_with_its_template():
+    made = DiffusionPolicy(family_of(tiny_families.flux2()))
+    processor = made.family.pipeline.tokenizer
+
+    def name():
+        return encoder_digest([], [processor])
+
+    before = name()
+    processor.chat_template = "other"
+    assert name() != before
+    processor.tokenizer.add_tokens(["<|more|>"])
+    assert name() not in (before, encoder_digest([], []))

@@ -61,6 +61,25 @@ def test_segments_make_whole_responses():
     pool.close()
 
 
+def test_an_image_is_one_segment_however_short_texts_are():
+    class Drawer(Handle):
+        def one(self, prompt, settings):
+            if prompt.caption is None:
+                return super().one(prompt, settings)
+            return Completion([7] * 16, [-0.5] * 16, "", False, prompt.token_ids, image=prompt.caption)
+
+    pool = WorkerPool([Drawer()])
+    asked = prompts(7, 1)
+    asked[1].caption = "a red circle"
+    (future,) = PartialRollouts(pool, Tokenizer(), tokens=3, slots=8).begin(
+        asked, SamplingSettings(n=1, max_new_tokens=8)
+    )
+    (text,), (drawn,) = future.result(5)[0]
+    assert len(text.token_ids) == 7 and drawn.token_ids == [7] * 16 and len(drawn.log_probs) == 16
+    assert (drawn.image, drawn.text, drawn.truncated, drawn.versions) == ("a red circle", "", False, [0] * 16)
+    pool.close()
+
+
 def test_weights_change_and_prompts_join_between_segments():
     handle = Handle()
     handle.hold = threading.Event()

@@ -187,3 +187,21 @@ def test_updates_of_one_kind_say_nothing_of_the_other(tmp_path):
         found[name] = metrics.reduce()
     for name in ("entropy_answer", "entropy_drawing", "loss_answer", "loss_drawing"):
         assert found["apart"][name] == pytest.approx(found["together"][name], rel=1e-5)
+
+
+def test_the_tokens_of_large_entropy_are_those_of_each_kind(tmp_path):
+    checkpoint = checkpoint_of(tmp_path, "qwen2_5_vl")
+    buffer = NaiveReplayBuffer(4)
+    experience = collate(rollouts_of(checkpoint, eight_prompts()), checkpoint.tokenizer.pad_token_id, checkpoint.vision)
+    mask, drawn = experience.action_mask, torch.tensor([0.0, 1, 0, 1, 0, 1, 0, 1])
+    experience.action_log_probs = torch.zeros(mask.shape)
+    tokens = torch.arange(mask.numel()).view(mask.shape)
+    experience.action_entropy = 0.01 * tokens + 5 * drawn.unsqueeze(1)  # no answer's comes near to an image's
+    experience.info = {"truncated": torch.zeros(8), "drawn": drawn}
+    buffer.append(experience)
+    (micro_batches,) = buffer.plan(0)
+    config = AlgorithmConfig(high_entropy_token_ratio=0.5)
+    batch = plan_batch(buffer, micro_batches, config, max_tokens=6, image_tokens=6)
+    for kind in batch.kinds:
+        chosen = sum(int((own & kept).sum()) for own, kept in zip(kind.token_masks, batch.policy_masks))
+        assert chosen == -(-kind.denominators.tokens // 2)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ....batches.model_inputs import ModelInputs
 from ....batches.vision import VisionTensors
@@ -33,7 +33,8 @@ class VLMFamily(MediaConventions):
 
     vision: false for text-only models. draws: whether answers may be images. kinds: of media that prompts may hold.
     packed: model types whose packed rows are shown by tests to equal single ones. served: whether vLLM has models
-    of the family. heads: suffixes of output layers beside the language model's. towers: module prefixes of the
+    of the family. heads: suffixes of output layers beside the language model's. untrained: prefixes of modules that no
+    run trains. towers: module prefixes of the
     vision tower; projectors: of what brings its output to the language model, perhaps inside the tower.
     vision_tokens: texts of tokens that are never sampled. tensors: what the forward reads of the processor's
     output. together: those tensors' grids say whose rows they are, so that many prompts go into one call of the
@@ -48,6 +49,7 @@ class VLMFamily(MediaConventions):
     vision_tokens: ClassVar[tuple[str, ...]] = ()
     served: ClassVar[bool] = True
     heads: ClassVar[tuple[str, ...]] = ()
+    untrained: ClassVar[tuple[str, ...]] = ()
     tensors: ClassVar[tuple[str, ...]] = ("pixel_values",)
     together: ClassVar[bool] = False
     media: ClassVar[dict[str, str]] = {"image": "pixel_values"}
@@ -77,6 +79,9 @@ class VLMFamily(MediaConventions):
         found = {name: as_tensor(output[name]) for name in cls.tensors if output.get(name) is not None}
         shares = VisionTensors.of(**found).shared_out(len(images), {"image": images, "video": videos})
         return [VisionTensors([share]) for share in shares]
+
+    def check_processor(self, processor: ProcessorMixin) -> None:
+        """Raise ConfigError where the checkpoint's processor and its model do not say the same."""
 
     # --- sampling --------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ....data.placeholders import ModelInput
-from ....errors import ConfigError
+from ....errors import ConfigError, DataError
 from ...logprobs import LogProbLinear
 from ..drawing import CodesOfHead, Drawing
 from .base import VLMFamily
@@ -37,6 +37,7 @@ class Emu3(VLMFamily):
     kinds = ()
     vision_tokens = ("<image>", "<|image start|>", "<|image end|>", "<|image token|>", "<|extra_200|>", "<|extra_201|>")
     served = False
+    untrained = ("vqmodel",)
     media = {}
 
     def __init__(self, config: PretrainedConfig):
@@ -53,6 +54,11 @@ class Emu3(VLMFamily):
                 f"{self.ids['first']}: {_NAMES['first']} to the last have to follow each other in vocabulary_map"
             )
 
+    @property
+    def _area(self) -> int:
+        """Pixels of an image that the model draws."""
+        return self.config.to_dict().get("image_area", IMAGE_AREA)
+
     def banned_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Also the codes, which no text holds."""
         codes = range(self.ids["first"], self.ids["first"] + self.codes)
@@ -66,9 +72,27 @@ class Emu3(VLMFamily):
     @classmethod
     def begin_drawing(cls, prompt: str, model_input: ModelInput, where: str) -> str:
         """As the processor does with return_for_image_generation."""
-        area = model_input.image_processor.to_dict().get("image_area", IMAGE_AREA)
-        height, width = model_input.calculate_generate_size("1:1", area, model_input.downsample_ratio)
-        return f"{prompt}{model_input.image_start_token}{height}*{width}{model_input.fake_token_around_image}"
+        return prompt + _size(model_input)
+
+    @classmethod
+    def check_prompt(cls, prompt: str, images: int, videos: int, model_input: ModelInput, where: str) -> None:
+        """Also that prompts which ask for an image ask for one of the size that is drawn."""
+        if cls.asks_for_image(prompt, model_input) and not prompt.endswith(_size(model_input)):
+            begun = prompt.rpartition(model_input.image_start_token)[2]
+            raise DataError(
+                f"{where}: the prompt asks for an image by {begun!r}; this model draws squares, {_size(model_input)!r}",
+                "drawing",
+            )
+        super().check_prompt(prompt, images, videos, model_input, where)
+
+    def check_processor(self, processor: ProcessorMixin) -> None:
+        """Both sizes of an image."""
+        model, asked = self._area, _area(processor)
+        if model != asked:
+            raise ConfigError(
+                f"image_area is {model} in this Emu3 checkpoint's config.json and {asked} in its "
+                "preprocessor_config.json: write the same number into both"
+            )
 
     def attach(self, base: nn.Module) -> None:
         """The VQ model stays as it was trained."""
@@ -77,8 +101,7 @@ class Emu3(VLMFamily):
     def drawing(self, transformer: PreTrainedModel) -> Drawing:
         """How it draws squares of its configuration's area."""
         base, settings = transformer.base_model, transformer.generation_config
-        area = self.config.to_dict().get("image_area", IMAGE_AREA)
-        side = round(area**0.5 / base.vqmodel.spatial_scale_factor)
+        side = round(self._area**0.5 / base.vqmodel.spatial_scale_factor)
         text = self.config.get_text_config()
         bos = text.bos_token_id if settings.bos_token_id is None else settings.bos_token_id
         return Drawing(
@@ -93,6 +116,16 @@ class Emu3(VLMFamily):
             row=side,
             row_end=self.ids["row_end"],
         )
+
+
+def _area(processor: ProcessorMixin) -> int:
+    return processor.image_processor.to_dict().get("image_area", IMAGE_AREA)
+
+
+def _size(processor: ProcessorMixin) -> str:
+    """With which a prompt asks for an image."""
+    height, width = processor.calculate_generate_size("1:1", _area(processor), processor.downsample_ratio)
+    return f"{processor.image_start_token}{height}*{width}{processor.fake_token_around_image}"
 
 
 def _decoded(vqmodel: nn.Module, side: int, codes: T) -> T:

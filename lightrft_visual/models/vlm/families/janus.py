@@ -34,6 +34,7 @@ class Janus(VLMFamily):
     vision_tokens = ("<image_placeholder>", "<begin_of_image>", "<end_of_image>")
     served = False
     heads = ("generation_head.vision_head",)
+    untrained = ("vqmodel",)
 
     def __init__(self, config: PretrainedConfig):
         super().__init__(config)
