@@ -1,7 +1,8 @@
 """Draw the learning curve of one or several runs: python scripts/plot_curve.py RUN_DIR [RUN_DIR …] -o curve.png
 
 Thin line: reward of each step's rollouts; points: held-out reward, round ones sampled at the
-training temperature, square ones greedy (where the run has them).
+training temperature, square ones greedy (where the run has them). With --by_kind, for a run of a model
+that sees and draws: answers and drawings apart, triangles are gold's.
 """
 
 from __future__ import annotations
@@ -47,9 +48,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("-o", "--output", type=Path, default=Path("curve.png"))
+    parser.add_argument("--by_kind", action="store_true", help="answers and drawings apart; of one run")
     arguments = parser.parse_args()
+    if arguments.by_kind and len(arguments.runs) > 1:
+        parser.error("--by_kind draws one run")
     try:
-        draw(arguments.runs, arguments.output)
+        if arguments.by_kind:
+            draw_kinds(arguments.runs[0], arguments.output)
+        else:
+            draw(arguments.runs, arguments.output)
     except Unreadable as error:
         parser.error(str(error))
     except OSError as error:
@@ -69,6 +76,26 @@ def draw(runs: list[Path], output: Path) -> None:
         if has_greedy(run / "eval_metrics.csv"):
             steps, rewards = column(run / "eval_metrics.csv", "eval_reward_greedy")
             axes.plot(steps, rewards, "s:", color=colour, markersize=5, label=f"{run.name}: held-out, greedy")
+    save(figure, axes, output)
+
+
+def draw_kinds(run: Path, output: Path) -> None:
+    """As `draw`, of one run of a model that sees and draws."""
+    figure, axes = plt.subplots(figsize=(7.2, 3.6), dpi=110)
+    for kind, colour in (("answer", "tab:blue"), ("drawing", "tab:orange")):
+        curves = [
+            ("metrics.csv", f"reward_{kind}_mean", {"linewidth": 0.9, "alpha": 0.6}, "rollouts"),
+            ("eval_metrics.csv", f"eval_reward_{kind}", {"marker": "o", "linestyle": "--"}, "held out, sampled"),
+            ("eval_metrics.csv", f"eval_reward_greedy_{kind}", {"marker": "s", "linestyle": ":"}, "held out, greedy"),
+        ]
+        if kind == "drawing":
+            curves.append(("eval_metrics.csv", "eval_gold_drawing", {"marker": "^", "linestyle": "-."}, "gold"))
+        for file, name, style, told in curves:
+            axes.plot(*column(run / file, name), color=colour, markersize=5, label=f"{kind}s: {told}", **style)
+    save(figure, axes, output)
+
+
+def save(figure: plt.Figure, axes: plt.Axes, output: Path) -> None:
     axes.set(xlabel="step", ylabel="reward", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")

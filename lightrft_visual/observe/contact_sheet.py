@@ -17,6 +17,7 @@ from ..strategy.files import writable
 from .images import film_strip, fit
 
 SHEET = "contact_sheet.png"
+SHEET_IMAGES = 48  # of an evaluation's sheet
 MARGIN = 10
 INK, FAINT, PAPER, FRAME = (24, 24, 27), (113, 113, 122), (255, 255, 255), (228, 228, 231)
 TEXT_LINES = 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -64,11 +64,13 @@ class StepData:
 
 class Evaluated(NamedTuple):
     """An evaluation's metrics and the records of the rollouts to show, both may be empty; reward and gold of each
-    prompt where there is gold. The same on every rank."""
+    prompt where there is gold; of models that see and draw, the records of a sheet of drawings. The same on every
+    rank."""
 
     metrics: dict[str, float]
     records: list[Record]
     look: Look | None = None
+    drawings: Sequence[Record] = ()
 
 
 @contextmanager
@@ -239,7 +241,7 @@ class PolicyTrainer(ABC):
 
     def _evaluate(self) -> None:
         with self.timer.phase("eval"):
-            self.latest_eval, records, look = self.evaluate()
+            self.latest_eval, records, look, _ = self.evaluate()
             self.evaluated_step = self.step
         self.state.check_metrics(self.latest_eval)
         if not self.latest_eval:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from PIL import Image
 from plans import UNIFIED_STEPS
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from whole_runs import rollouts, rows
@@ -46,6 +47,8 @@ def test_emu3_is_trained_on_both_kinds_and_its_checkpoint_loads_in_transformers(
     assert all({*step} == {None, "drawing"} for step in kinds)
     images = [len(record["images"]) for step in rollouts(one_rank / "emu3") for record in step]
     assert set(images) == {1}  # an answer's is what the model drew of it
+    sheets = [*(one_rank / "emu3").glob("eval_epoch_*/contact_sheet.png")]
+    assert sheets and {Image.open(sheet).width for sheet in sheets} == {2 * 234 + 10}  # both held-out captions
     saved = one_rank / "emu3" / "checkpoint-final"
     trained, base = (AutoModelForImageTextToText.from_pretrained(path) for path in (saved, one_rank / "tiny_emu3"))
     before = dict(base.named_parameters())

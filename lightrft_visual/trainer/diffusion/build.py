@@ -22,12 +22,13 @@ from ...embedded.drawn_shapes import parse_caption
 from ...embedded.pairs import embedded_pairs
 from ...embedded.resolve import resolve_pipeline
 from ...embedded.warmup import cache_root
-from ...errors import ConfigError
+from ...errors import ConfigError, did_you_mean
 from ...guard.gold import EMBEDDED_GOLD, DrawingGold, embedded_gold
 from ...models.diffusion.families.base import DiffusionFamily
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, named_family, pipeline_class
 from ...models.weight_copies import WeightAverage, WeightCopy
 from ...observe.console import RunConsole
+from ...observe.contact_sheet import SHEET_IMAGES
 from ...rewards.differentiable import check_scores, load_differentiable
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config, scored_labels
@@ -39,7 +40,7 @@ from ...strategy.start_up import say
 from ..loop import LoopSettings
 from ..run_parts import open_recorder, refused_rows_listed, start_strategy, synchronize
 from ..run_state import check_output
-from .evaluation import SHEET_IMAGES, DiffusionEvaluation
+from .evaluation import DiffusionEvaluation
 from .graphs import RolloutGraphs
 from .maker import DiffusersEngine, DiffusionExperienceMaker
 from .pairs import PairExperience
@@ -255,8 +256,13 @@ def _most_images(config: DiffusionRunConfig) -> int:
 
 
 def _check_half(config: DiffusionRunConfig, adapter: type[DiffusionFamily]) -> None:
-    """Of models of two parts, raises ConfigError where algorithm and trained half do not fit."""
+    """Raises ConfigError for parts that the model does not have and, of models of two parts, where algorithm and
+    trained half do not fit."""
     trained = config.model.trained_denoisers or ()
+    halves = [*adapter.denoiser_names, *([adapter.first_part] if adapter.first_part else [])]
+    for name in trained if config.model.pretrain != EMBEDDED else ():
+        if name not in halves:
+            raise ConfigError(f"trainable_models: this model has no {name!r}{did_you_mean(name, halves)}")
     first = adapter.first_part is not None and adapter.first_part in trained
     if config.algorithm.entry.trains_on == "tokens" and not first:
         half = f"set trainable_models {adapter.first_part}" if adapter.first_part else "this model has none"

@@ -19,7 +19,6 @@ from .stages import DiffusionSampling, rows_of
 from .watching import look_at
 
 T = torch.Tensor
-SHEET_IMAGES = 48  # of the contact sheet
 
 
 @dataclass

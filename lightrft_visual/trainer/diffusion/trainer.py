@@ -14,6 +14,7 @@ from ...algorithms.diffusion.context import LossContext
 from ...algorithms.diffusion.nft import old_policy_decay
 from ...batches.experience import ExperienceDiffusion
 from ...guard.gains import Look, joined
+from ...observe.contact_sheet import SHEET_IMAGES
 from ...observe.metrics import MetricsAccumulator
 from ...observe.rollouts import Record, gather_records, records_from_media
 from ...replay.buffer import NaiveReplayBuffer
@@ -24,7 +25,6 @@ from ...strategy.start_up import say
 from ..loop import Evaluated, PolicyTrainer, StepData
 from ..stage_metrics import add_stage_metrics
 from ..staleness import add_ages
-from .evaluation import SHEET_IMAGES
 from .graphs import Graphed, worth_using
 from .maker import DrawnExperience
 from .parts import DiffusionParts
@@ -197,7 +197,7 @@ class DiffusionTrainer(PolicyTrainer):
         if self.step == 0:
             say("evaluating the model as it is")
         with self._evaluated_weights():
-            metrics, records, look = self.parts.evaluation.run(self.step, as_base=self.step == 0)
+            metrics, records, look, _ = self.parts.evaluation.run(self.step, as_base=self.step == 0)
         self.recorder.save_contact_sheet(self.step, records[:SHEET_IMAGES])
         return Evaluated(metrics, records[: self.config.output.num_trajectories_to_save], look)
 

@@ -12,7 +12,8 @@ from ...batches.rollouts import Rollout
 from ...batches.sampling import SamplingSettings
 from ...data.evaluation_rows import EvaluationRows, Fetched
 from ...data.validation import validation_shard_indices
-from ...observe.rollouts import gather_records, records_from_rollouts
+from ...observe.contact_sheet import SHEET_IMAGES
+from ...observe.rollouts import Record, gather_all, gather_records, records_from_rollouts
 from ...rewards.engine import RewardComputationEngine
 from ...strategy import collectives
 from ..fast_exp_maker import FastExperienceMaker
@@ -86,7 +87,14 @@ class Evaluation:
         if self.rows is not None and self.rows.remote:
             metrics["eval_bad_rows"] = float(fetched.lost)
         records = gather_records(records_from_rollouts(sampled), self.records_to_keep, self.run_seed, step)
-        return Evaluated(metrics, records, look)
+        return Evaluated(metrics, records, look, self._sheet(sampled))
+
+    def _sheet(self, rollouts: list[Rollout]) -> list[Record]:
+        """The first drawing of each prompt, of the first prompts of all ranks that ask for one: the same prompts in
+        every evaluation. A collective."""
+        first = {each.prompt.group_id: each for each in reversed(rollouts) if each.prompt.draws}
+        mine = [first[group] for group in sorted(first)][:SHEET_IMAGES]
+        return gather_all(records_from_rollouts(mine))[:SHEET_IMAGES]
 
     def _golden(self, rollouts: list[Rollout], metrics: dict[str, float]) -> list[tuple[float, bool]]:
         """`eval_gold` of all ranks' rollouts, by kind as the rewards; they get it as a component to show. Returns

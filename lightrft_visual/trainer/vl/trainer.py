@@ -230,9 +230,8 @@ class VLTrainer(PolicyTrainer):
             say("evaluating the model as it is")
         with self._evaluated_weights():
             evaluated = self.parts.evaluation.run(self.step)
-        drawn = [record for record in evaluated.records if record.get("kind") == "drawing"]
-        if drawn:
-            self.recorder.save_contact_sheet(self.step, drawn)
+        if evaluated.drawings:
+            self.recorder.save_contact_sheet(self.step, evaluated.drawings)
         return evaluated
 
     @contextmanager
