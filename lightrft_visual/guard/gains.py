@@ -18,7 +18,7 @@ A prompt's own reward and gold come from the same samples, so what they share in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -50,6 +50,13 @@ class Look:
     def table(self) -> T:
         """(N, 2) of rewards and golds."""
         return torch.tensor([self.reward, self.gold], dtype=torch.float64).T
+
+    def only(self, prompts: Collection[int]) -> Look:
+        """The same look at some of its prompts, in their order here."""
+        wanted = set(prompts)
+        kept = [index for index, prompt in enumerate(self.prompts) if prompt in wanted]
+        columns = ([column[index] for index in kept] for column in (self.prompts, self.reward, self.gold))
+        return Look(self.step, *columns)
 
 
 @dataclass(frozen=True)
@@ -90,8 +97,8 @@ class Gains:
 
     def see(self, look: Look) -> Parted | None:
         """What is certain with this look, None where nothing is."""
-        if self.paired and self.first and self.first[0].prompts != look.prompts:
-            self.forget()  # other prompts than before
+        if self.paired and (not look.prompts or not self._comparable(look)):
+            return None
         if len(self.first) < self.base:
             self.first.append(look)
         self.last = [*self.last, look][-2 * WINDOW :]
@@ -99,6 +106,19 @@ class Gains:
             return None
         found = [each for split in self._splits() if (each := self._compare(*split)) is not None]
         return max(found, key=lambda each: each[0])[1] if found else None
+
+    def _comparable(self, look: Look) -> bool:
+        """Whether an evaluation has half of the base's prompts or more: a scorer may miss some. Other prompts than
+        before are a new start; of the same ones too few say nothing."""
+        if not self.first:
+            return True
+        base, found = set(self.first[0].prompts), set(look.prompts)
+        if 2 * len(base & found) >= max(len(base), len(found)):
+            return True
+        if found <= base:
+            return False
+        self.forget()
+        return True
 
     def forget(self) -> None:
         """A new start: what was seen cannot be compared with what follows."""
@@ -125,7 +145,7 @@ class Gains:
         scales = self._scales()
         if scales is None:
             return None
-        means = torch.stack([self._table(each).mean(dim=(0, 1)) for each in (before, after)])
+        means = torch.stack([table.mean(dim=(0, 1)) for table in self._tables(before, after)])
         reward, gold = ((means[1] - means[0]) / scales).tolist()
         errors = 0.0
         if reward >= 0 and gold <= -LOSS:
@@ -144,7 +164,7 @@ class Gains:
 
     def _contrast(self, before: list[Look], after: list[Look], weights: T) -> float:
         """Standard errors of what reward and gold gained, weighted (2); 0 of fewer than 3 prompts."""
-        old, new = (self._table(each) @ weights for each in (before, after))  # (looks, prompts)
+        old, new = (table @ weights for table in self._tables(before, after))  # (looks, prompts)
         if self.paired:
             moved = new.mean(dim=0) - old.mean(dim=0)
             mean, variance, degrees = moved.mean(), moved.var() / len(moved), len(moved) - 1
@@ -164,6 +184,14 @@ class Gains:
         scales = torch.stack([table.std(dim=0) for table in tables]).amax(dim=0)
         scales = torch.where(scales > 0, scales, torch.cat(tables).std(dim=0))
         return scales if bool((scales > 0).all()) else None
+
+    def _tables(self, before: list[Look], after: list[Look]) -> tuple[T, T]:
+        """`_table` of both sides, of evaluations at the prompts that all of these have."""
+        first = before[0].prompts
+        if self.paired and any(each.prompts != first for each in before + after):
+            common = set.intersection(*(set(each.prompts) for each in before + after))
+            before, after = ([each.only(common) for each in side] for side in (before, after))
+        return self._table(before), self._table(after)
 
     def _table(self, looks: Sequence[Look]) -> T:
         """(looks, prompts, 2) of rewards and golds; where prompts differ, (1, groups of all looks, 2)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -83,9 +84,26 @@ def test_other_prompts_are_a_new_start():
     gains = Gains(paired=True)
     for look in looks(nothing, nothing, steps=4):
         gains.see(look)
-    for look in looks(nothing, lambda step: -0.5, steps=3, prompts=30):
-        assert gains.see(look) is None
+    for look in looks(nothing, lambda step: -0.5, steps=3):
+        assert gains.see(replace(look, prompts=[each + PROMPTS for each in look.prompts])) is None
     assert len(gains.last) == 3
+
+
+def scored_in_part(sequence, missing, seed=7):
+    """Of each look `missing` prompts, others each time, could not be scored."""
+    rng = random.Random(seed)
+    for look in sequence:
+        yield look.only(sorted(rng.sample(look.prompts, len(look.prompts) - missing)))
+
+
+def test_prompts_that_a_scorer_missed_are_left_out_and_the_others_compared():
+    hacked = list(looks(lambda step: 0.02 * step, lambda step: -0.1 * (step > 4)))
+    assert seen(hacked)[0] <= seen(scored_in_part(hacked, 2))[0] <= 7
+    assert seen(scored_in_part(looks(nothing, nothing, steps=30), 2)) is None
+    # An evaluation that failed as a whole, or nearly, says nothing and is no new start.
+    broken = [look.only([0]) if look.step in (3, 6) else look for look in hacked]
+    empty = [look.only([]) if look.step in (0, 3) else look for look in hacked]
+    assert seen(broken) is not None and seen(empty) is not None
 
 
 def test_a_resumed_run_sees_the_same():
