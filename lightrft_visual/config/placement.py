@@ -56,6 +56,16 @@ class ResourcesConfig(Section):
         named = self.reward_devices, self.reward_num_gpus, self.reward_num_workers
         return any(value is not None for value in named)
 
+    def of_workers(self) -> list[str]:
+        """Settings other than rollout_devices that were given, and that only workers read."""
+        named = {
+            "rollout_num_gpus": self.rollout_num_gpus != AUTO,
+            "rollout_num_workers": self.rollout_num_workers is not None,
+            "weight_transfer": self.weight_transfer != AUTO,
+            "require_cluster": self.require_cluster,
+        }
+        return [name for name, given in named.items() if given]
+
     def check(self) -> None:
         """Devices of the sides, which must not overlap."""
         trainer, rollout = set(self.trainer_devices or ()), set(self.rollout_devices or ())

@@ -99,6 +99,8 @@ class DistributedConfig(Section):
         if self.placement is None:
             self.placement = "split" if divided else "colocated"
         require(self.split or not divided, "rollout_devices belongs to --placement split")
+        named = self.resources.of_workers()
+        require(self.split or not named, f"{', '.join(named)}: of rollout workers, add --placement split")
 
     @property
     def split(self) -> bool:

@@ -75,10 +75,10 @@ def process_environment(**own: str) -> dict[str, Any]:
     return {"env_vars": shared | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | own}
 
 
-def one_device(device: int) -> dict[str, Any]:
-    """Ray's runtime_env of a process on one device of this host, which the run divides, not Ray."""
+def on_devices(*devices: int) -> dict[str, Any]:
+    """Ray's runtime_env of a process on some devices of this host, which the run divides, not Ray."""
     from deepspeed.accelerator import get_accelerator
 
     names = get_accelerator().visible_devices_envs()
-    own = {name: str(device) for name in names} | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    own = {name: ",".join(map(str, devices)) for name in names} | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     return process_environment(**own)

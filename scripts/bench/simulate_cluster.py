@@ -7,8 +7,9 @@
 --run reads metrics.csv and rollouts/ of a colocated run: the time of a decode step, of scoring and training a token
 on one rank, and the lengths of its responses. --check starts 1, 2, 3 and 4 workers of `rollout/remote`, with its pool,
 its way of running ahead and its partial rollouts, whose engines sleep as long as decoding would take; the trainer
-sleeps too. How long a piece takes to a worker and back is measured first. --slower 3 makes all of it three times as
-long: for a host that has other work.
+sleeps too. How long a piece takes to a worker and back is measured first. Each division runs in three rounds, of which
+the middle one counts: where a round waits for a host that has other work for seconds, the two others do not. --slower 3
+makes all of it three times as long, for a host that is busy all the time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import argparse
 import csv
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
@@ -188,6 +189,11 @@ def way(workers: Any, costs: Costs, times: int = 8) -> float:
     return max(0.0, median(took))
 
 
+def middle(runs: Sequence[Forecast]) -> Forecast:
+    """The one whose step time is the median; of two the quicker one."""
+    return sorted(runs, key=lambda run: run.step_seconds)[(len(runs) - 1) // 2]
+
+
 def check(asked: argparse.Namespace) -> None:
     """A table of forecasts and of what real workers took."""
     from lightrft_visual.config.placement import ResourcesConfig
@@ -207,14 +213,14 @@ def check(asked: argparse.Namespace) -> None:
         costs = replace(costs, piece=way(workers, costs))
         print(f"{count} workers: a piece's way takes {costs.piece:.3f} s", flush=True)
         whole = [Layout(1, count, staleness) for staleness in asked.staleness]
-        for layout in whole + [replace(each, partial=True, partial_tokens=100) for each in whole if each.staleness]:
-            pair = {
-                "simulated": simulate(costs, layout, lengths, asked.steps),
-                "real": real_run(workers, costs, layout, lengths, asked.steps),
-            }
-            for name, found in pair.items():
-                print(row(found, f" | {name}"), flush=True)
-            worst = max(worst, abs(pair["simulated"].step_seconds / pair["real"].step_seconds - 1))
+        tried = whole + [replace(each, partial=True, partial_tokens=100) for each in whole if each.staleness]
+        rounds = [[real_run(workers, costs, each, lengths, asked.steps) for each in tried] for _ in range(asked.rounds)]
+        for layout, runs in zip(tried, zip(*rounds)):
+            took = [run.step_seconds for run in runs]
+            simulated, real = simulate(costs, layout, lengths, asked.steps), middle(runs)
+            print(row(simulated, " | simulated"))
+            print(row(real, f" | real ({min(took):.3g} to {max(took):.3g} s)"), flush=True)
+            worst = max(worst, abs(simulated.step_seconds / real.step_seconds - 1))
         workers.close()
     print(f"\nlargest difference of step times: {worst:.1%}")
 
@@ -225,6 +231,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="run real workers beside the simulation")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 3, 4], help="of --check")
     parser.add_argument("--steps", type=int, default=12, help="of each run of --check")
+    parser.add_argument("--rounds", type=int, default=3, help="of --check")
     parser.add_argument("--slower", type=float, default=1.0, help="all times of --check: for a busy machine")
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--run", type=Path, help="folder of a colocated run")

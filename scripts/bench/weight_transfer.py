@@ -4,9 +4,10 @@
 
 Workers are real processes on Ray whose engine takes tensors over as engine `hf` and diffusion workers do, without a
 copy; --copied: it copies them into parameters of its own, as vLLM does. The memory bandwidth is that of
-`torch.Tensor.copy_` in one thread, between buffers as large, alternating with the transfers. CPU seconds are said too,
-by which a busy host can be judged: of a copy, of the trainer's writing with checksums, of what a worker does. Last, a
-version with a wrong checksum is sent, which must be refused and leave the weights as they were.
+`torch.Tensor.copy_` between buffers as large, alternating with the transfers: in one thread, and in as many as the
+transfer uses in one process. CPU seconds are said too, by which a busy host can be judged: of a copy, of the trainer's
+writing with checksums, of what a worker does. Last, a version with a wrong checksum is sent, which must be refused and
+leave the weights as they were.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -23,8 +25,8 @@ from torch import nn
 from lightrft_visual.config.placement import ResourcesConfig
 from lightrft_visual.rollout.remote.pool import WorkerPool
 from lightrft_visual.rollout.remote.ray_workers import Cluster
-from lightrft_visual.rollout.remote.weights import WeightsRefused, take_over
-from lightrft_visual.rollout.remote.worker import Blueprint
+from lightrft_visual.rollout.remote.weights import THREADS, WeightsRefused, take_over
+from lightrft_visual.rollout.remote.worker import Blueprint, Order
 
 T = torch.Tensor
 TENSOR_MIB = 16
@@ -76,29 +78,41 @@ def main() -> None:
     pool, post = WorkerPool(cluster.workers), cluster.post()
     weights = {f"weight{i}": torch.full((TENSOR_MIB * 2**18,), float(i)) for i in range(count)}
     copies = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-    bytes_, plain, posts, transfers = sum(each.nbytes for each in weights.values()), [], [], []
-    for _ in range(args.rounds):
-        began = now()
-        for name, tensor in weights.items():
-            copies[name].copy_(tensor)
-        plain.append(now() - began)
-        began = now()
-        posted = post.post(weights.items())
-        posts.append(now() - began)
-        pool.give_weights(posted.number, posted, at_once=True)
-        transfers.append(now() - began)
-        for tensor in weights.values():
-            tensor += 1
-    (copy, copy_cpu), (posting, post_cpu), (transfer, _) = (
-        np.median(each[2:], axis=0) for each in (plain, posts, transfers)
-    )
-    cpu = f"copy {copy_cpu:.3f}, writing {post_cpu:.3f}, a worker {pool.submit().result(60)[0][-1]:.3f}"
-    rate = bytes_ / copy / 1e9
-    print(f"{bytes_ / 2**20:.0f} MiB, {args.workers} workers: copied once in {copy:.3f} s ({rate:.1f} GB/s)")
-    print(f"CPU seconds: {cpu}; written in {posting:.3f} s")
+    bytes_ = sum(each.nbytes for each in weights.values())
+    found: dict[str, list[np.ndarray]] = {"copy": [], "copies": [], "writing": [], "transfer": [], "workers": []}
+    with ThreadPoolExecutor(THREADS) as threads:
+        for _ in range(args.rounds):
+            began = now()
+            for name, tensor in weights.items():
+                copies[name].copy_(tensor)
+            found["copy"].append(now() - began)
+            began = now()
+            list(threads.map(lambda name: copies[name].copy_(weights[name]), weights))
+            found["copies"].append(now() - began)
+            began = now()
+            posted = post.post(weights.items())
+            found["writing"].append(now() - began)
+            pool.give_weights(posted.number, posted, at_once=True)
+            found["transfer"].append(now() - began)
+            order = Order(posted.number, posted=None)
+            spent = [worker.call("run", order, ())[0][-1] for worker in cluster.workers]
+            found["workers"].append(np.array([0.0, sum(spent)]))
+            for tensor in weights.values():
+                tensor += 1
+    took = {name: np.median(each[2:], axis=0) for name, each in found.items()}
+    copy, several, transfer = (took[name][0] for name in ("copy", "copies", "transfer"))
+    writing = f"of which writing {took['writing'][0]:.3f}"
+    print(f"{bytes_ / 2**20:.0f} MiB to {args.workers} workers: {transfer:.3f} s, {writing}")
+    for what, seconds in (("one thread", copy), (f"{THREADS} threads", several)):
+        print(
+            f"copied once by {what} in {seconds:.3f} s ({bytes_ / seconds / 1e9:.1f} GB/s): the transfer takes "
+            f"{transfer / seconds:.2f} times that"
+        )
+    cpu = ", ".join(f"{name} {took[name][1]:.3f}" for name in ("copy", "copies", "writing"))
+    total = took["writing"][1] + took["workers"][1]
     print(
-        f"transfer {transfer:.3f} s: {transfer / copy:.2f} times the bytes / bandwidth, "
-        f"{transfer / copy / args.workers:.2f} times the bytes given to all workers / bandwidth"
+        f"CPU seconds: {cpu}, all workers {took['workers'][1]:.3f}; on {THREADS} idle cores the transfer would take "
+        f"{total / THREADS / took['copy'][1]:.2f} times a copy"
     )
     before = pool.submit().result(60)[0][:-1]
     posted = post.post(weights.items())

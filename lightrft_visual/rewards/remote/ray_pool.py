@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from ...config.placement import ResourcesConfig
 from ...errors import ConfigError, LightRFTVisualError, RewardError
 from ...strategy import collectives
-from ...strategy.ray_cluster import adopt_authentication, authentication, connect, one_device, process_environment
+from ...strategy.ray_cluster import adopt_authentication, authentication, connect, on_devices, process_environment
 from ...usercode.calls import describe_error, masked
 from ...usercode.loading import MODULE_PREFIX, load_reward_fn
 from ..batch import Call, PendingSource, RewardBatch, Scores, Source
@@ -125,19 +125,16 @@ class ActorPool(PendingSource):
         try:
             return self._ray.get(task, timeout=0)
         except errors.GetTimeoutError:
-            self._replace(place)
+            self._ray.kill(self._actors[place], no_restart=False)
+            self._wait_until_ready([self._actors[place]], again=True)
             return Scores.all_failed(len(part), f"{self.name} on Ray: no result within {self.timeout:g} s")
         except errors.RayTaskError as error:
             if isinstance(error.cause, RewardError):
                 raise error.cause from None
             raise RewardError(f"reward {self.name} on Ray {masked(describe_error(error.cause))}") from None
-        except errors.RayError as error:
-            self._replace(place)
+        except errors.RayError as error:  # it starts again by itself; another rank's calls may be under way by now
+            self._wait_until_ready([self._actors[place]], again=True)
             return Scores.all_failed(len(part), f"{self.name} on Ray: {type(error).__name__}")
-
-    def _replace(self, place: int) -> None:
-        self._ray.kill(self._actors[place], no_restart=False)
-        self._wait_until_ready([self._actors[place]], again=True)
 
     def close(self) -> None:
         """End the actors, by rank 0; the cluster stays."""
@@ -190,7 +187,12 @@ def actor_pool(resources: ResourcesConfig, usual: int) -> dict[str, Any]:
         return pool | {"options": [common] * count}
     pool["device"] = None
     if gpus is not None:
+        if gpus > count and gpus % count:
+            raise ConfigError(
+                f"reward_num_gpus {gpus:g} are {gpus / count:g} for each of {count} actors (reward_num_workers): Ray "
+                "gives parts of one GPU, or whole ones"
+            )
         return pool | {"options": [common | {"num_gpus": gpus / count}] * count}
     if count > len(devices):
         raise ConfigError(f"reward_num_workers is {count}, but rewards have {len(devices)} device(s)")
-    return pool | {"options": [common | {"runtime_env": one_device(device)} for device in devices[:count]]}
+    return pool | {"options": [common | {"runtime_env": on_devices(device)} for device in devices[:count]]}

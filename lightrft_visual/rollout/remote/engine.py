@@ -43,8 +43,10 @@ class Workers:
 
     def update(self, named_tensors: Iterable[tuple[str, T]], at_once: bool = True) -> None:
         """Give the workers the next version of the weights. A collective: each rank reads all tensors, rank 0 hands
-        them over. Raises on every rank what fails there, such as RolloutError where a worker refuses them."""
-        failure = collectives.broadcast_object(self._given(iter(named_tensors), at_once))
+        them over. Raises on every rank what fails there, such as RolloutError where a worker refuses them, and what
+        fails on this rank."""
+        own = self._given(iter(named_tensors), at_once)
+        failure = collectives.broadcast_object(own) or own
         if failure is not None:
             raise failure
 
@@ -108,7 +110,8 @@ class RemoteEngine:
     def from_config(cls, config: RunConfig, checkpoint: Checkpoint) -> RemoteEngine:
         """The engine of a run. checkpoint: what the trainer opened, by a path that the workers can read too."""
         entry = registry.engines[config.rollout.engine_type]
-        blueprint = Blueprint(f"{__name__}:worker_engine", (config,), torch.get_num_threads(), config.plugins)
+        target, devices = f"{__name__}:worker_engine", config.rollout.engine_tp_size
+        blueprint = Blueprint(target, (config,), torch.get_num_threads(), config.plugins, devices)
         ahead = config.asynchronous.ahead
         workers = Workers(config, blueprint, turns=ahead + 2)
         alone = entry.adapters_alone and config.model.lora_rank > 0
@@ -206,8 +209,6 @@ def check_remote(config: RunConfig) -> None:
         raise ConfigError(f"placement split: engine {entry.name} cannot run in a worker of its own; use vllm or hf")
     if config.asynchronous.partial_rollouts and config.model.embedded_family == "janus":
         raise ConfigError("partial_rollouts are for responses in text, and this model draws")
-    if config.rollout.engine_tp_size > 1:
-        raise ConfigError("placement split: each worker has one device, engine_tp_size above 1 is not built for it")
 
 
 def worker_engine(config: RunConfig) -> RolloutEngine:

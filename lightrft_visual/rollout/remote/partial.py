@@ -29,6 +29,11 @@ class _Batch:
     result: Future = field(default_factory=Future)
     made: dict[tuple[int, int], Completion] = field(default_factory=dict)  # by prompt and copy
 
+    @property
+    def over(self) -> bool:
+        """Whether it is finished, or failed."""
+        return self.result.done()
+
     def take(self, place: tuple[int, int], completion: Completion) -> None:
         self.made[place] = completion
         n = self.settings.n
@@ -106,20 +111,24 @@ class PartialRollouts:
             future.add_done_callback(lambda done, own=responses: self._take(done, own))
 
     def _take(self, done: Future, responses: list[_Response]) -> None:
-        error = done.exception()
-        if error is not None:
-            for each in responses:
-                if not each.batch.result.done():
-                    each.batch.result.set_exception(error)
-            return
-        made, version = done.result()
+        """What a worker made of its responses; where that failed, so do their batches, and it goes on with others."""
         with self._lock:
             self._idle += 1
-            unfinished = []
-            for each, (part,) in zip(responses, made):
-                if each.extend(part, version):
-                    each.batch.take(each.place, each.completion(part, self.tokenizer))
-                else:
-                    unfinished.append(each)
-            self._waiting.extendleft(reversed(unfinished))
+            try:
+                made, version = done.result()
+                self._waiting.extendleft(reversed(self._unfinished(responses, made, version)))
+            except BaseException as error:
+                for each in responses:
+                    if not each.batch.result.done():
+                        each.batch.result.set_exception(error)
+            self._waiting = deque(each for each in self._waiting if not each.batch.over)
             self._pump()
+
+    def _unfinished(self, responses: list[_Response], made: list[list[Completion]], version: int) -> list[_Response]:
+        left = []
+        for each, (part,) in zip(responses, made, strict=True):
+            if each.extend(part, version):
+                each.batch.take(each.place, each.completion(part, self.tokenizer))
+            else:
+                left.append(each)
+        return left

@@ -84,6 +84,8 @@ class WorkerPool:
             piece.result.set_exception(self._failure)
         else:
             self._queue.put(piece)
+            if self._failure is not None:  # since the look above
+                self._fail(self._failure)
         return piece.result
 
     def give_weights(self, version: int, posted: Posted | None, at_once: bool) -> None:
@@ -220,7 +222,7 @@ class WorkerPool:
             return True
         except WorkerDied:
             return self._back(worker)
-        except RolloutError as error:  # such as a wrong checksum: nobody can go on with these weights
+        except Exception as error:  # such as a wrong checksum: nobody can go on with these weights
             self._fail(error)
             return False
 

@@ -18,7 +18,7 @@ from ...strategy.ray_cluster import (
     authentication,
     connect,
     connected,
-    one_device,
+    on_devices,
     process_environment,
 )
 from ...strategy.start_up import say
@@ -87,6 +87,7 @@ class Cluster:
                 f"deepspeed --num_gpus {resources.trainer_num_gpus}"
             )
         self._probe = MemoryFile(64)
+        self.devices = blueprint.devices  # of each worker
         self.ray, self.began_here, self._actors = None, False, []
         self.connected_here = True
         told = self._guarded(self._start, blueprint) if self.first else None
@@ -112,7 +113,7 @@ class Cluster:
         """(address of the cluster, names of the actors)."""
         devices = rollout_devices(self.resources)
         count = self.resources.rollout_num_workers
-        cpus = self.resources.rollout_num_cpus * (count or max(1, len(devices)))
+        cpus = self.resources.rollout_num_cpus * (count or max(1, len(devices) // self.devices))
         self.connected_here = not connected()
         self.ray = connect(SETTING, cpus=cpus)
         self.began_here = not os.environ.get("RAY_ADDRESS")
@@ -133,21 +134,30 @@ class Cluster:
         common = {"num_cpus": self.resources.rollout_num_cpus}
         if not _on_accelerator():
             return [common | {"runtime_env": process_environment()} for _ in range(count or 1)]
+        each = self.devices
         if not self.began_here:  # the cluster knows its devices
             wanted = self.resources.rollout_num_gpus
-            found = int(self.ray.cluster_resources().get("GPU", 0)) if wanted == AUTO else int(wanted)
-            if not (count or found):
-                raise ConfigError("the Ray cluster has no GPU for rollouts; set distributed.resources.rollout.num_gpus")
-            return [common | {"num_gpus": 1, "runtime_env": process_environment()} for _ in range(count or found)]
-        if count is not None and count > len(devices):
-            raise ConfigError(f"rollout_num_workers is {count}, but rollouts have {len(devices)} device(s)")
-        return [common | {"runtime_env": one_device(device)} for device in devices[: count or len(devices)]]
+            # Ranks that Ray Train started and reward models have theirs by now. A cluster may grow for a named number.
+            free = count * each if count else int(self.ray.available_resources().get("GPU", 0))
+            several = shares(free if wanted == AUTO else int(wanted), each, count, "rollout.num_gpus")
+            return [common | {"num_gpus": each, "runtime_env": process_environment()} for _ in range(several)]
+        several = shares(len(devices), each, count, "rollout.devices")
+        parts = [devices[place * each : (place + 1) * each] for place in range(several)]
+        return [common | {"runtime_env": on_devices(*part)} for part in parts]
 
     def _wait(self) -> list[dict[str, Any]]:
         """What the actors say of themselves, once their engines are there. Raises ConfigError."""
         waiting = [actor.describe.remote(self._probe.path) for actor in self._actors]
         try:
             return self.ray.get(waiting, timeout=START_SECONDS)
+        except self.ray.exceptions.GetTimeoutError:
+            left = {name: self.ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
+            raise ConfigError(
+                f"{len(waiting)} rollout workers are not all there after {START_SECONDS:g} s. Either their checkpoint "
+                f"takes longer, or the Ray cluster cannot place them: it has {left} left, and each asks for "
+                f"{self.resources.rollout_num_cpus:g} CPU (distributed.resources.rollout_num_cpus) and, on GPUs, "
+                f"for {self.devices}"
+            ) from None
         except self.ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
             raise ConfigError(f"a rollout worker does not start: {type(cause).__name__}: {cause}") from None
@@ -200,6 +210,18 @@ def rollout_devices(resources: ResourcesConfig) -> list[int]:
     if not _on_accelerator() or os.environ.get("RAY_ADDRESS"):
         return []
     return divided(resources, _all_devices(), collectives.world_size())
+
+
+def shares(found: int, each: int, count: int | None, named: str) -> int:
+    """Workers of `each` devices that `found` ones are for; count: as many as are wanted. Raises ConfigError."""
+    several = count or found // each
+    if not several or several * each > found:
+        of = f" of engine_tp_size {each} devices each" if each > 1 else ""
+        raise ConfigError(
+            f"rollouts have {found} device(s), for {several or 1} worker(s){of}: see distributed.resources.{named} "
+            "and rollout.num_workers"
+        )
+    return several
 
 
 def _all_devices() -> list[int]:

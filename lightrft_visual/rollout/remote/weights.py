@@ -2,13 +2,16 @@
 
 A version lies in memory that the workers of this host map (anonymous files, which vanish with the trainer), and in
 Ray's object store for workers of other hosts. A worker checks all buckets before it takes over any tensor, so it has
-either the old version or the new one. On this host it need not copy them: `take_over`.
+either the old version or the new one. On this host it need not copy them: `take_over`. Nor does each worker of this
+host read all of them for that: the pages are the same ones, so workers share the checking out (`Checks`).
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +28,9 @@ T = torch.Tensor
 BUCKET_BYTES = 64 * 2**20
 THREADS = min(4, len(os.sched_getaffinity(0)))  # of the host, while nothing else runs on it
 ALIGNED = 64  # bytes
+HEADER = ALIGNED  # bytes before a memory file's content: `Checks`
+CHUNK_BYTES = 256 * 2**10  # written and hashed at once: what stays in a core's own cache in between
+PATIENCE = 0.05  # seconds for another process to finish a check that it has begun
 
 
 class WeightsRefused(RolloutError):
@@ -67,27 +73,64 @@ class Posted:
         return sum(bucket.bytes for bucket in self.buckets)
 
 
+class Checks:
+    """What the processes of this host that map a memory file tell each other about its content, in its first bytes.
+
+    begun: whether one of them is at it. It may have died since, so nobody waits for it long. passed: the checksum that
+    one has found; 0 for none.
+    """
+
+    def __init__(self, file: T) -> None:
+        self._words = file[:16].view(torch.int64).numpy()
+
+    def clear(self) -> None:
+        """Before other content is written."""
+        self._words[:] = 0
+
+    def begin(self) -> bool:
+        """Whether nobody else has begun. Two that ask at the same moment may both be told so: that costs only time."""
+        begun, self._words[0] = self._words[0], 1
+        return not begun
+
+    def passed(self, checksum: int) -> bool:
+        """Whether a process has found this checksum."""
+        return int(self._words[1]) == _signed(checksum)
+
+    def soon_passed(self, checksum: int) -> bool:
+        """`passed`, or within `PATIENCE`."""
+        until = time.monotonic() + PATIENCE
+        while not self.passed(checksum) and time.monotonic() < until:
+            time.sleep(0.001)
+        return self.passed(checksum)
+
+    def note(self, checksum: int) -> None:
+        """Found by this process."""
+        self._words[1] = _signed(checksum)
+
+
+def _signed(checksum: int) -> int:
+    return checksum - 2**64 if checksum >= 2**63 else checksum
+
+
 @dataclass
 class MemoryFile:
-    """Memory of `size` bytes that other processes of the host can map by its path, while this object lives."""
+    """Memory for `size` bytes that other processes of the host can map by its path, while this object lives."""
 
     size: int
     _descriptor: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
         self._descriptor = os.memfd_create("lightrft_weights")
-        os.ftruncate(self._descriptor, self.size)
-        self._map = mmap.mmap(self._descriptor, self.size)
-        self.content = torch.frombuffer(self._map, dtype=torch.uint8)
+        os.ftruncate(self._descriptor, HEADER + self.size)
+        self._map = mmap.mmap(self._descriptor, HEADER + self.size)
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.content, self.checks = whole[HEADER:], Checks(whole)
+        weakref.finalize(self, os.close, self._descriptor)  # also when the process ends, before os is gone
 
     @property
     def path(self) -> str:
         """Where a process of the same user and host finds it."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
 
 
 class WeightPost:
@@ -140,11 +183,10 @@ class WeightPost:
     def _bucket(self, file: MemoryFile, tensors: list[tuple[str, T, int]], size: int) -> Bucket:
         content, digest = file.content[:size].numpy(), xxhash.xxh3_64()
         ends = [*(start for _, _, start in tensors[1:]), size]
+        file.checks.clear()
         for (_, tensor, start), end in zip(tensors, ends):
-            into = file.content[start : start + tensor.nbytes]
-            if tensor.nbytes:
-                into.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-            digest.update(content[start:end])  # at once, while it may still be in a cache
+            written = start + _written(tensor.detach(), file.content[start : start + tensor.nbytes], digest)
+            digest.update(content[written:end])
         layout = tuple(
             TensorAt(name, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes) for name, tensor, start in tensors
         )
@@ -159,6 +201,19 @@ class WeightPost:
         return self._files[key]
 
 
+def _written(tensor: T, into: T, digest: xxhash.xxh3_64) -> int:
+    """Write a tensor into as many bytes; how many of them were hashed on the way, while they were in a cache."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        into.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return 0
+    source, target = tensor.reshape(-1).view(torch.uint8).numpy(), into.numpy()
+    for start in range(0, len(source), CHUNK_BYTES):
+        chunk = slice(start, start + CHUNK_BYTES)
+        target[chunk] = source[chunk]
+        digest.update(target[chunk])
+    return len(source)
+
+
 def reachable(path: str) -> bool:
     """Whether this process can map a memory file: it is on the trainer's host, and the same user's."""
     return os.access(path, os.R_OK)
@@ -169,23 +224,23 @@ class MappedFiles:
     long as copying them."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[int, T]] = {}  # by path: (inode, content)
+        self._known: dict[str, tuple[int, T]] = {}  # by path: (inode, the whole file)
 
-    def content(self, bucket: Bucket) -> T:
-        """The bytes of a bucket, or more of its file. Raises WeightsRefused where the file cannot be mapped."""
+    def content(self, bucket: Bucket) -> tuple[T, Checks]:
+        """The bytes of a bucket, and what is known of them. Raises WeightsRefused where its file cannot be mapped."""
         try:
             inode = os.stat(bucket.path).st_ino  # a path may come back with another file
-            known, content = self._known.get(bucket.path, (None, None))
-            if known != inode or len(content) < bucket.bytes:
-                content = self._map(bucket.path)
-                self._known[bucket.path] = inode, content
-            return content[: bucket.bytes]
+            known, whole = self._known.get(bucket.path, (None, None))
+            if known != inode or len(whole) < HEADER + bucket.bytes:
+                whole = self._map(bucket.path)
+                self._known[bucket.path] = inode, whole
+            return whole[HEADER : HEADER + bucket.bytes], Checks(whole)
         except (OSError, ValueError) as error:
             raise WeightsRefused(f"the trainer's memory {bucket.path} cannot be mapped: {error}") from error
 
     @staticmethod
     def _map(path: str) -> T:
-        # Shared, so that `take_over` knows it; nobody but the trainer writes.
+        # Shared, so that `take_over` knows it; nobody but the trainer writes the content.
         return torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
 
 
@@ -197,24 +252,42 @@ def received(
     fetch: gets an array of the object store. files: those that this process has mapped already. Raises WeightsRefused
     for other bytes than those that were posted.
     """
-    files = files or MappedFiles()
+    known = files or MappedFiles()
 
-    def checked(place: int, bucket: Bucket) -> T:
+    def content(bucket: Bucket) -> tuple[T, Checks | None]:
         near = bucket.path is not None and (bucket.stored is None or reachable(bucket.path))
-        content = files.content(bucket) if near else torch.from_numpy(fetch(bucket.stored))
-        checksum = xxhash.xxh3_64_intdigest(content[: bucket.bytes].numpy())
+        return known.content(bucket) if near else (torch.from_numpy(fetch(bucket.stored)), None)
+
+    def check(place: int) -> None:
+        (own, checks), bucket = contents[place], posted.buckets[place]
+        checksum = xxhash.xxh3_64_intdigest(own[: bucket.bytes].numpy())
         if checksum != bucket.checksum:
             raise WeightsRefused(
                 f"bucket {place} of weight version {posted.number} has the checksum {checksum:016x}, posted was "
                 f"{bucket.checksum:016x}: it was damaged on its way, and the worker keeps its weights"
             )
-        return content
+        if checks is not None:
+            checks.note(checksum)
+
+    def check_unless_begun(place: int) -> bool:
+        checks = contents[place][1]
+        mine = checks is None or checks.begin()
+        if mine:
+            check(place)
+        return mine
+
+    def check_unless_passed(place: int) -> None:
+        if not contents[place][1].soon_passed(posted.buckets[place].checksum):
+            check(place)
 
     with ThreadPoolExecutor(THREADS) as threads:
-        contents = list(threads.map(checked, range(len(posted.buckets)), posted.buckets))
+        contents = list(threads.map(content, posted.buckets))
+        places = range(len(contents))
+        left = [place for place, mine in zip(places, threads.map(check_unless_begun, places)) if not mine]
+        list(threads.map(check_unless_passed, left))
     return [
         (at.name, content[at.start : at.start + at.bytes].view(at.dtype).view(at.shape))
-        for bucket, content in zip(posted.buckets, contents)
+        for bucket, content in zip(posted.buckets, (own for own, _ in contents))
         for at in bucket.tensors
     ]
 

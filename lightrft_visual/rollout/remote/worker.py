@@ -21,12 +21,13 @@ class LacksWeights(RolloutError):
 @dataclass(frozen=True)
 class Blueprint:
     """How a worker builds its engine. target: 'module:function' of arguments; threads: of its operations, as many as
-    the trainer's, so that both add in the same order. plugins: of the run."""
+    the trainer's, so that both add in the same order. plugins: of the run. devices: accelerators of each worker."""
 
     target: str
     arguments: tuple
     threads: int
     plugins: str | None = None
+    devices: int = 1
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -42,7 +42,8 @@ class VLLMSettings:
     """What the engine is built from. `banned_ids` are never sampled; `max_model_len` counts prompt and response.
 
     max_num_batched_tokens: tokens of one forward at most, default 8192 or one whole sequence; extra: other engine
-    arguments by vLLM's names; host_cache: bytes of keys and values on a host without accelerator, all of them written
+    arguments by vLLM's names; own_ranks: tensor-parallel ranks are processes that vLLM starts on the devices that it
+    sees, not ranks of the run; host_cache: bytes of keys and values on a host without accelerator, all of them written
     at the start.
     """
 
@@ -63,6 +64,7 @@ class VLLMSettings:
     banned_ids: list[int] = field(default_factory=list)
     trust_remote_code: bool = False
     vision: bool = True
+    own_ranks: bool = False
     host_cache: int = MOST_HOST_CACHE
     processor_kwargs: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -92,10 +94,16 @@ class VLLMSettings:
             banned_ids=checkpoint.family.banned_ids(checkpoint.tokenizer),
             trust_remote_code=config.model.trust_remote_code,
             vision=checkpoint.vision,
+            own_ranks=config.distributed.split,
             host_cache=host_cache(checkpoint.config.get_text_config(), width, sequences, length),
             processor_kwargs=checkpoint.family.processor_arguments(data.min_pixels, data.max_pixels),
             extra=dict(rollout.engine_kwargs),
         )
+
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether vLLM starts processes."""
+        return self.own_ranks and self.tensor_parallel_size > 1
 
 
 def most_sequences(rollout: RolloutConfig, samples: int) -> int:
@@ -127,6 +135,7 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a forked process cannot use the accelerator
     if get_accelerator().device_name() == "cpu":
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         # On CPU vLLM compiles one small function of its sampler by torch.compile, in seconds, and nothing else.
@@ -168,7 +177,7 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         "dtype": s.dtype,
         "max_model_len": s.max_model_len,
         "tensor_parallel_size": s.tensor_parallel_size,
-        "distributed_executor_backend": "external_launcher",
+        "distributed_executor_backend": "mp" if s.starts_ranks else "external_launcher",
         "gpu_memory_utilization": s.memory_utilization,
         "enable_sleep_mode": s.enable_sleep and not on_cpu,
         "enforce_eager": s.enforce_eager or on_cpu,
@@ -239,5 +248,7 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
     prepare_environment()
     on_cpu = get_accelerator().device_name() == "cpu"
     settings = VLLMSettings.from_config(config, checkpoint)
+    if settings.own_ranks:  # on the devices of a worker; this process may see none but its own
+        settings = replace(settings, tensor_parallel_size=1)
     with importing(), without_unused():
         runs_on_second_runner(engine_arguments(settings, on_cpu))

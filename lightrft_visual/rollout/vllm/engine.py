@@ -27,6 +27,7 @@ from .arguments import (
     without_unused,
 )
 from .first_token import FIRST_TOKEN_SCALE
+from .own_ranks import RanksWeights
 from .rules import sampling_rules
 from .tensor_parallel import PromptSharing
 
@@ -35,7 +36,8 @@ class VLLMEngine:
     """Generation by vLLM's `LLM` in this process.
 
     With tensor_parallel_size above 1, neighbouring ranks are one engine: all of them call each method together, and
-    each gets the completions of its own requests. Raises ConfigError when the ranks do not divide into such groups
+    each gets the completions of its own requests. With `own_ranks` they are processes that vLLM starts instead, and
+    this one is alone. Raises ConfigError when the ranks do not divide into such groups
     or vLLM refuses the settings, RolloutError when the engine cannot be built or returns fewer completions than asked
     for.
     """
@@ -44,12 +46,13 @@ class VLLMEngine:
     streams = True
 
     def __init__(self, settings: VLLMSettings):
-        self.sharing = PromptSharing(settings.tensor_parallel_size)
+        self.sharing = PromptSharing(1 if settings.own_ranks else settings.tensor_parallel_size)
         prepare_environment()
         self.settings = settings
         self.asleep = self.lacks_weights = False
         self.failure: str | None = None
         self.llm = self._build()
+        self.ranks = RanksWeights(self.llm) if settings.starts_ranks else None
         self.tokenizer = self.llm.get_tokenizer()
 
     @classmethod
@@ -66,7 +69,7 @@ class VLLMEngine:
 
         s = self.settings
         on_cpu = get_accelerator().device_name() == "cpu"
-        if on_cpu and s.tensor_parallel_size > 1:
+        if on_cpu and s.tensor_parallel_size > 1 and not s.own_ranks:
             use_private_name()
         arguments = engine_arguments(s, on_cpu)
         rules = sampling_rules(s.banned_ids, runs_on_second_runner(arguments))
@@ -165,7 +168,10 @@ class VLLMEngine:
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load new weights in place (checkpoint names), then drop every cache that was computed with the old ones."""
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+        if self.ranks is not None:
+            self.ranks.update(named_tensors)
+        else:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
         self.llm.apply_model(_refresh_tied_head)
         if self.lacks_weights:
             self.llm.wake_up(tags=["kv_cache"])

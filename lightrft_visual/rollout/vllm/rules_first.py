@@ -6,12 +6,15 @@ import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from .first_token import check_scale, first_token_scale
+from .made_class import MadeClass
 
 
 def rules_class(banned_ids: list[int]) -> type[LogitsProcessor]:
     """See `rules.sampling_rules`."""
 
-    class SamplingRules(LogitsProcessor):
+    class SamplingRules(LogitsProcessor, metaclass=MadeClass):
+        made_by = rules_class, (banned_ids,)
+
         def __init__(self, vllm_config, device: torch.device, is_pin_memory: bool):
             self.banned = torch.tensor(banned_ids, dtype=torch.long, device=device)
             self.hot: dict[int, tuple[float, list[int]]] = {}  # row -> scale, tokens drawn so far

@@ -7,12 +7,15 @@ import torch
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
 from .first_token import check_scale, first_token_scale
+from .made_class import MadeClass
 
 
 def rules_class(banned_ids: list[int]) -> type[LogitsProcessor]:
     """See `rules.sampling_rules`."""
 
-    class SamplingRules(LogitsProcessor):
+    class SamplingRules(LogitsProcessor, metaclass=MadeClass):
+        made_by = rules_class, (banned_ids,)
+
         def __init__(self, vllm_config, req_states: LogitsProcRequestState):
             self.banned = torch.tensor(banned_ids, dtype=torch.long, device=req_states.device)
             self.prompt_len = req_states.prompt_len

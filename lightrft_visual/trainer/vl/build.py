@@ -163,7 +163,7 @@ def _check_ranks(config: RunConfig) -> None:
     ):
         if value % parts:
             raise ConfigError(f"{name} {value} does not divide over {parts} ranks")
-    if world % rollout.engine_tp_size:
+    if not config.distributed.split and world % rollout.engine_tp_size:
         raise ConfigError(f"engine_tp_size {rollout.engine_tp_size} does not divide {world} ranks")
 
 

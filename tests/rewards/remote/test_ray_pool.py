@@ -173,6 +173,25 @@ def test_a_reward_model_in_actors_scores_as_in_this_process(cluster, tmp_path):
         far.close()
 
 
+def test_an_actor_that_died_is_waited_for_and_not_ended_once_more(monkeypatch):
+    """By then it may be at work on what another rank has asked."""
+    errors, killed = ray.exceptions, []
+    answers = iter([errors.RayActorError(), errors.RayActorError(), 1234])
+
+    def get(task, timeout):
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    actor = SimpleNamespace(process=SimpleNamespace(remote=lambda: None))
+    pool = ray_pool.ActorPool.__new__(ray_pool.ActorPool)
+    pool._actors, pool.name, pool.timeout = [actor], "mine", 1.0
+    pool._ray = SimpleNamespace(exceptions=errors, get=get, kill=lambda *_, **__: killed.append(1))
+    scores = pool._collect(0, None, batch_from_samples([make_samples(["a", "b"])]))
+    assert scores.failed.all() and not killed and next(answers, None) is None
+
+
 def test_actors_of_rewards_by_what_the_resources_say(monkeypatch):
     def on(name):
         accelerator = SimpleNamespace(device_name=lambda: name)
@@ -182,10 +201,12 @@ def test_actors_of_rewards_by_what_the_resources_say(monkeypatch):
     pool = ray_pool.actor_pool(ResourcesConfig(reward_num_workers=3, reward_num_cpus=2.0), usual=1)
     assert pool["options"] == [{"num_cpus": 2.0}] * 3 and pool["cpus"] >= 7 and "device" not in pool
     on("cuda")
-    monkeypatch.setattr(ray_pool, "one_device", lambda device: {"on": device})
+    monkeypatch.setattr(ray_pool, "on_devices", lambda device: {"on": device})
     pool = ray_pool.actor_pool(ResourcesConfig(reward_devices=[2, 3]), usual=1)
     assert [each["runtime_env"] for each in pool["options"]] == [{"on": 2}, {"on": 3}] and pool["device"] is None
     pool = ray_pool.actor_pool(ResourcesConfig(reward_num_gpus=1.0, reward_num_workers=2), usual=1)
     assert [each["num_gpus"] for each in pool["options"]] == [0.5, 0.5]
+    with pytest.raises(ConfigError, match="3 are 1.5 for each of 2 actors"):
+        ray_pool.actor_pool(ResourcesConfig(reward_num_gpus=3.0), usual=2)
     with pytest.raises(ConfigError, match="reward_num_workers is 3, but rewards have 2 device"):
         ray_pool.actor_pool(ResourcesConfig(reward_devices=[2, 3], reward_num_workers=3), usual=1)

@@ -98,6 +98,41 @@ def test_weights_change_and_prompts_join_between_segments():
     pool.close()
 
 
+@pytest.mark.parametrize("fault", ["too few", "no text"])
+def test_an_answer_that_cannot_be_used_is_an_error_and_nobody_waits_for_it(fault):
+    class Short(Handle):
+        def call(self, method, order, arguments):
+            made, version = super().call(method, order, arguments)
+            return made[:-1] if fault == "too few" else made, version
+
+    class Mute(Tokenizer):
+        def decode(self, ids, skip_special_tokens):
+            raise ValueError("no text for these tokens")
+
+    pool = WorkerPool([Short()])
+    tokenizer = Tokenizer() if fault == "too few" else Mute()
+    (future,) = PartialRollouts(pool, tokenizer, 4, 8).begin(prompts(3, 3), SamplingSettings(n=1, max_new_tokens=4))
+    with pytest.raises(ValueError, match="argument 2 is shorter" if fault == "too few" else "no text"):
+        future.result(5)
+    pool.close()
+
+
+def test_after_an_error_the_workers_go_on_with_other_batches():
+    class Choosy(Handle):
+        def call(self, method, order, arguments):
+            if any(prompt.label == "1" for prompt in arguments[0]):
+                raise RolloutError("not this one")
+            return super().call(method, order, arguments)
+
+    pool = WorkerPool([Choosy()])
+    partial, settings = PartialRollouts(pool, Tokenizer(), 2, slots=1), SamplingSettings(n=1, max_new_tokens=4)
+    (bad,), (good,) = partial.begin(prompts(1), settings), partial.begin(prompts(4), settings)
+    with pytest.raises(RolloutError, match="not this one"):
+        bad.result(5)
+    assert len(good.result(5)[0][0][0].token_ids) == 4
+    pool.close()
+
+
 def test_an_error_reaches_who_asks():
     class Broken(Handle):
         def call(self, *_):

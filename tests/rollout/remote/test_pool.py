@@ -10,9 +10,12 @@ import pytest
 
 from lightrft_visual.config.placement import ResourcesConfig
 from lightrft_visual.errors import ConfigError, RolloutError
+from lightrft_visual.rollout.remote import ray_workers
+from lightrft_visual.rollout.remote.engine import Workers
 from lightrft_visual.rollout.remote.pool import LOOK_SECONDS, MOST_DEATHS, WorkerDied, WorkerPool
-from lightrft_visual.rollout.remote.ray_workers import RayWorker, divided
+from lightrft_visual.rollout.remote.ray_workers import Cluster, RayWorker, divided
 from lightrft_visual.rollout.remote.weights import Posted
+from lightrft_visual.strategy import collectives
 
 
 class Handle:
@@ -99,6 +102,48 @@ def test_a_worker_that_does_not_come_back_is_left_out():
     pool.close()
 
 
+def test_no_work_waits_for_workers_that_are_gone():
+    """Also what is submitted in the moment in which the last one is given up."""
+    pool = WorkerPool([])
+    put = pool._queue.put
+
+    def put_late(piece):  # after a look at whether all is well
+        pool._fail(RolloutError("no rollout worker is left"))
+        put(piece)
+
+    pool._queue.put = put_late
+    for _ in range(2):
+        with pytest.raises(RolloutError, match="no rollout worker is left"):
+            pool.submit(1).result(5)
+
+
+def test_weights_that_an_idle_worker_cannot_load_end_the_work_of_all():
+    def call(method, *arguments):
+        raise ConfigError("the worker's model has no such weight")
+
+    handle = Handle("a", None)
+    handle.call = call
+    pool = WorkerPool([handle], shared=True)
+    pool.give_weights(1, Posted(1, ()), at_once=False)
+    pool._threads[0].join(5)
+    with pytest.raises(ConfigError, match="no such weight"):
+        pool.submit(1).result(5)
+
+
+def test_a_rank_raises_what_fails_on_it_alone(monkeypatch):
+    """Rank 0, which hands the weights over, had no trouble."""
+    monkeypatch.setattr(collectives, "broadcast_object", lambda value: None)
+
+    def tensors():
+        yield "a", None
+        raise MemoryError("gathering")
+
+    workers = Workers.__new__(Workers)
+    workers.post, workers.version = None, 0
+    with pytest.raises(MemoryError, match="gathering"):
+        workers.update(tensors())
+
+
 def test_devices_are_divided():
     assert divided(ResourcesConfig(), [0, 1, 2, 3], 2) == [2, 3]
     assert divided(ResourcesConfig(rollout_num_gpus="1"), [0, 1, 2, 3], 1) == [1]
@@ -116,6 +161,53 @@ def test_devices_are_divided():
         divided(ResourcesConfig(rollout_num_gpus="3"), [0, 1], 1)
     with pytest.raises(ConfigError, match="devices \\[1\\] are the trainer's and the rollouts' alike"):
         ResourcesConfig(trainer_devices=[0, 1], rollout_devices=[1])
+
+
+class Accelerated(Cluster):
+    """On accelerators, of this host or of a cluster that has some free."""
+
+    def __init__(self, resources, devices=1, free=None):
+        self.resources, self.devices, self.began_here = resources, devices, free is None
+        self.ray = SimpleNamespace(available_resources=lambda: {"CPU": 8.0, "GPU": float(free)})
+
+    def given(self, *devices):
+        """What each worker gets of Ray."""
+        options = self._options(list(devices), self.resources.rollout_num_workers)
+        return [each.get("num_gpus") or each["runtime_env"] for each in options]
+
+
+def test_a_worker_has_as_many_devices_as_its_engine_has_ranks(monkeypatch):
+    monkeypatch.setattr(ray_workers, "_on_accelerator", lambda: True)
+    monkeypatch.setattr(ray_workers, "on_devices", lambda *devices: devices)
+    two = ResourcesConfig(rollout_num_workers=2)
+    assert Accelerated(ResourcesConfig()).given(1, 2, 3) == [(1,), (2,), (3,)]
+    assert Accelerated(ResourcesConfig(), devices=2).given(1, 2, 3, 4, 5) == [(1, 2), (3, 4)]
+    assert Accelerated(two, devices=2).given(4, 5, 6, 7) == [(4, 5), (6, 7)]
+    with pytest.raises(ConfigError, match="3 device.s., for 2 worker.s. of engine_tp_size 2 devices each"):
+        Accelerated(two, devices=2).given(1, 2, 3)
+    with pytest.raises(ConfigError, match="1 device.s., for 1 worker.s. of engine_tp_size 2"):
+        Accelerated(ResourcesConfig(), devices=2).given(1)
+    # A cluster gives what others have left, or what is named, for which it may grow.
+    assert Accelerated(ResourcesConfig(), devices=2, free=5).given() == [2, 2]
+    assert Accelerated(ResourcesConfig(rollout_num_gpus="8"), devices=4, free=0).given() == [4, 4]
+    assert Accelerated(two, free=0).given() == [1, 1]
+    with pytest.raises(ConfigError, match="rollouts have 0 device"):
+        Accelerated(ResourcesConfig(), free=0).given()
+
+
+def test_workers_that_the_cluster_cannot_place_are_told_with_what_it_has_left():
+    class TimedOut(Exception):
+        pass
+
+    def get(waiting, timeout):
+        raise TimedOut
+
+    cluster = Accelerated(ResourcesConfig(), devices=2, free=1)
+    cluster.ray.get, cluster.ray.exceptions = get, SimpleNamespace(GetTimeoutError=TimedOut, RayError=TimedOut)
+    cluster._probe = SimpleNamespace(path="")
+    cluster._actors = [SimpleNamespace(describe=SimpleNamespace(remote=lambda path: None))]
+    with pytest.raises(ConfigError, match="it has {'CPU': 8.0, 'GPU': 1.0} left.* for 2$"):
+        cluster._wait()
 
 
 def test_an_idle_worker_gets_new_weights_at_once_for_the_other_ranks():

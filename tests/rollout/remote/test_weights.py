@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightrft_visual.rollout.remote import weights
 from lightrft_visual.rollout.remote.weights import MappedFiles, WeightPost, WeightsRefused, received, take_over
 from lightrft_visual.rollout.remote.worker import Worker
 
@@ -87,6 +88,44 @@ def test_a_byte_that_changes_on_the_way_is_noticed():
     post._files[1, 0].content[100] += 1
     with pytest.raises(WeightsRefused, match="was damaged on its way"):
         received(posted)
+
+
+def test_workers_of_a_host_share_the_checking_and_each_refuses_what_is_damaged(monkeypatch):
+    hashed = []
+    digest = weights.xxhash.xxh3_64_intdigest
+    monkeypatch.setattr(weights.xxhash, "xxh3_64_intdigest", lambda content: hashed.append(1) or digest(content))
+    post, mapped = WeightPost(bucket_bytes=200), [MappedFiles(), MappedFiles()]
+    for scale in (1.0, 2.0, 3.0):  # the third is written where the first one was
+        posted = post.post(named(scale).items())
+        hashed.clear()
+        assert all(equal(received(posted, files=files), named(scale)) for files in mapped)
+        assert len(hashed) == len(posted.buckets) > 1
+    other = replace(posted.buckets[0], checksum=posted.buckets[0].checksum ^ 1)  # passed, but not with this one
+    with pytest.raises(WeightsRefused, match="bucket 0 of weight version 3"):
+        received(replace(posted, buckets=(other, *posted.buckets[1:])), files=mapped[0])
+    posted = post.post(named(4.0).items())
+    post._files[0, 1].content[3] += 1
+    for files in mapped:
+        with pytest.raises(WeightsRefused, match="bucket 1 of weight version 4"):
+            received(posted, files=files)
+
+
+def test_what_a_worker_began_to_check_and_did_not_finish_is_checked_by_another():
+    post, files = WeightPost(bucket_bytes=200), MappedFiles()
+    posted = post.post(named().items())
+    assert all(files.content(bucket)[1].begin() for bucket in posted.buckets)
+    assert equal(received(posted, files=files), named())
+    assert all(files.content(bucket)[1].passed(bucket.checksum) for bucket in posted.buckets)
+
+
+def test_tensors_larger_than_a_chunk_arrive_whole_and_are_hashed_as_they_lie():
+    chunk = weights.CHUNK_BYTES
+    wanted = {
+        "long": torch.arange(chunk // 2, dtype=torch.float32),
+        "odd": torch.arange(chunk + 7, dtype=torch.int32).to(torch.uint8),
+        "turned": torch.arange(chunk, dtype=torch.float32).view(2, -1).t(),
+    }
+    assert equal(received(WeightPost().post(wanted.items())), wanted)
 
 
 def test_a_parameter_takes_over_the_trainers_memory_and_the_next_version_in_it_is_a_whole_one():

@@ -12,6 +12,7 @@ from engine_rig import environment_restored
 from launched import run_ranks
 from tiny_models import checkpoint_of
 
+from lightrft_visual.config.shared import DistributedConfig
 from lightrft_visual.config.vl import RolloutConfig, RunConfig
 from lightrft_visual.embedded.tiny_vlm import VISION_FAMILIES
 from lightrft_visual.errors import ConfigError
@@ -63,6 +64,19 @@ def test_settings_reach_vllm(root):
     assert "enable_chunked_prefill" not in arguments
     usual = engine_arguments(VLLMSettings.from_config(run_with(), checkpoint_of(root, "qwen2")), on_cpu=False)
     assert (usual["max_num_seqs"], usual["max_num_batched_tokens"], usual["enforce_eager"]) == (256, 8192, False)
+
+
+def test_a_workers_engine_starts_its_ranks_and_the_trainer_checks_the_rest(root):
+    config = run_with(engine_tp_size=2)
+    colocated = engine_arguments(VLLMSettings.from_config(config, checkpoint_of(root, "qwen2")), on_cpu=False)
+    assert colocated["distributed_executor_backend"] == "external_launcher"
+    config.distributed = DistributedConfig(placement="split")
+    split = engine_arguments(VLLMSettings.from_config(config, checkpoint_of(root, "qwen2")), on_cpu=False)
+    assert (split["distributed_executor_backend"], split["tensor_parallel_size"]) == ("mp", 2)
+    check_engine(config, checkpoint_of(root, "qwen2"))  # of one rank, without two devices
+    config.rollout.engine_kwargs = {"block_sise": 32}
+    with pytest.raises(ConfigError, match="did you mean 'block_size'"):
+        check_engine(config, checkpoint_of(root, "qwen2"))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -78,6 +79,16 @@ def test_first_runner_follows_rows_that_move():
     assert torch.equal(runner.apply(logits), expected(logits, [0.5, 1, 0.1], []))
     runner.update(removed=[0], moved=[(2, 0, MoveDirectionality.UNIDIRECTIONAL)])
     assert torch.equal(runner.apply(logits), expected(logits, [0.1, 1, 1], []))
+
+
+def test_processes_that_vllm_starts_are_given_the_rules():
+    for second_runner in (False, True):
+        rules = sampling_rules(BANNED, second_runner)
+        again = pickle.loads(pickle.dumps({"logits_processors": [rules]}))["logits_processors"][0]
+        assert again is not rules and again.__mro__[1:] == rules.__mro__[1:] and again.made_by[1] == (BANNED,)
+    runner, logits = FirstRunner(), torch.randn(2, VOCABULARY)
+    runner.rules = pickle.loads(pickle.dumps(type(runner.rules)))(None, torch.device("cpu"), False)
+    assert torch.equal(runner.apply(logits), expected(logits, [1, 1]))
 
 
 # --- second runner: requests keep a slot, rows are in any order ------------------------------------------------------

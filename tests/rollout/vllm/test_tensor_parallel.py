@@ -46,3 +46,13 @@ def test_two_ranks_are_one_engine(tmp_path):
     assert max(first["figures"] + second["figures"]) <= 1e-5
     assert len(first["tokens"]) == 6 and len(second["tokens"]) == 4
     assert first["rest"] == first["tokens"] and second["rest"] == []
+
+
+def test_an_engine_in_one_process_starts_ranks_of_its_own(tmp_path):
+    """As in a rollout worker: both ranks get each version of the weights, and draw at them."""
+    checkpoint, out = checkpoint_of(tmp_path, "qwen2_5_vl"), tmp_path / "out.json"
+    run_ranks("own_ranks.py", checkpoint.path, str(out), ranks=1, timeout=400)
+    found = json.loads(out.read_text())
+    assert len(found["figures"]) == 3 and max(found["figures"]) <= 1e-5
+    first, second = found["tokens"]
+    assert len(first) == 6 and first != second
