@@ -81,10 +81,17 @@ def launch(command: list[str], ranks: int | None = None, cpus: float = 1.0) -> N
     ).fit()
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("it is 1 or more")
+    return number
+
+
 def main() -> None:
     """Exit code 1 where a rank fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, help="default: one for each GPU of the cluster, else one")
+    parser.add_argument("--ranks", type=_positive, help="default: one for each GPU of the cluster, else one")
     parser.add_argument("--cpus_per_rank", type=float, default=1.0, help="cores that Ray reserves for each")
     parser.add_argument("script", help="such as examples/train_grpo_vl.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")

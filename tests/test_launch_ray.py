@@ -41,3 +41,7 @@ def test_more_ranks_than_gpus_are_refused_and_a_failure_is_an_exit_code(monkeypa
     with pytest.raises(SystemExit) as ended:
         launch_ray.main()
     assert ended.value.code == 1 and "3 ranks were asked for, the Ray cluster has 2 GPU(s)" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["launch_ray", "--ranks", "0", "run.py"])  # not as many as there are GPUs
+    with pytest.raises(SystemExit):
+        launch_ray.main()
+    assert "argument --ranks: it is 1 or more" in capsys.readouterr().err

@@ -88,6 +88,7 @@ class RewardComputationEngine:
         if self.recipe is not None:
             self.recipe = self.recipe.map(lambda entry: self._catalogue.canonical(entry, self._sources))
         self._by_identity = self._recipe_sources()
+        self._catalogue.check_placed()
         built = [*self._sources.values(), *self._by_identity.values()]
         self._together = {id(each): each for each in built if isinstance(each, DividedSource) and each.all_ranks}
         self._watched = self._watch(self.config.reward_weights_file)

@@ -63,6 +63,7 @@ class Catalogue:
         self._closing: list[Callable[[], None]] = []
         self._client: Any = None
         self._models: list[str] = []
+        self._on_ray = False
         self._remotes: dict[str, str] = {}  # {name: entry}
         self._built: dict[tuple, Source] = {}  # what recipe entries asked for
 
@@ -107,6 +108,14 @@ class Catalogue:
             build = {"remote": self._remote_by_url, "func": self._func, "rule": self._scorer}[entry.type]
             self._built[entry.scorer] = build(entry)
         return self._built[entry.scorer]
+
+    def check_placed(self) -> None:
+        """Raise ConfigError where devices are set apart for actors, and no source is in one."""
+        if self.resources.rewards_placed and not self._on_ray:
+            raise ConfigError(
+                "distributed.resources.reward.* places folders of reward_pretrain and what has reward_transport=ray in "
+                "Ray actors, and this run has neither: leave it out, or add --reward_transport ray"
+            )
 
     def close(self) -> None:
         """End what was started: processes, connections, actors."""
@@ -262,6 +271,7 @@ class Catalogue:
     def _pool(self) -> dict[str, Any]:
         from .remote.ray_pool import actor_pool
 
+        self._on_ray = True
         return {"timeout": self.config.reward_timeout} | actor_pool(self.resources, self.config.reward_ray_actors)
 
     def _closed(self, source: Any) -> Source:

@@ -173,6 +173,11 @@ def test_a_reward_model_in_actors_scores_as_in_this_process(cluster, tmp_path):
         far.close()
 
 
+def test_devices_for_actors_that_a_run_does_not_have_are_refused():
+    with pytest.raises(ConfigError, match="this run has neither: leave it out, or add --reward_transport ray"):
+        RewardComputationEngine(reward_fn=lambda completions: [1.0], resources=ResourcesConfig(reward_num_workers=2))
+
+
 def test_an_actor_that_died_is_waited_for_and_not_ended_once_more(monkeypatch):
     """By then it may be at work on what another rank has asked."""
     errors, killed = ray.exceptions, []
