@@ -146,7 +146,7 @@ class RemoteEngine:
             self._begun[_key(prompts)] = self._submit(prompts, settings, urgent=False)
 
     def _submit(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, urgent: bool) -> list[Future]:
-        count = len(self.workers.pool.workers)
+        count = self.workers.pool.size
         size = len(prompts) if count == 1 else math.ceil(len(prompts) / (count * SHARES))
         parts = [list(prompts[start : start + size]) for start in range(0, len(prompts), max(1, size))]
         return [self.workers.pool.submit(part, settings, urgent=urgent) for part in parts]

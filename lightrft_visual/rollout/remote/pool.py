@@ -77,6 +77,11 @@ class WorkerPool:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def size(self) -> int:
+        """Workers to share work out among; 1 where none is left, whose end `submit` tells."""
+        return max(1, len(self.workers))
+
     def submit(self, *arguments: Any, urgent: bool = False) -> Future:
         """The future of what `Worker.run` returns, (what it made, version of its weights). urgent: before all else."""
         piece = _Piece(0 if urgent else 1, next(self._numbers), arguments, Future())
@@ -117,7 +122,7 @@ class WorkerPool:
         with self._lock:
             self._count(0)
             now = time.perf_counter()
-            share = self._spent / max(now - self._began, 1e-9) / len(self.workers)
+            share = self._spent / max(now - self._began, 1e-9) / self.size
             self._spent, self._began = 0.0, now
         return share
 

@@ -26,7 +26,7 @@ from ...strategy.start_up import importing
 from ..engine import Finished
 from . import weights
 from .arguments import SGLangSettings, prepare_environment, require_package, server_arguments
-from .mapping import completion, request
+from .mapping import completion, request, within_context
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # SGLang's tags of memory that can be released
 
@@ -81,12 +81,14 @@ class SGLangEngine:
             raise RolloutError(f"the engine failed before: {self.failure}")
         if self.lacks_weights:
             raise RolloutError("the engine slept without its weights: call update_weights before it generates")
-        asked = [request(prompt, settings, self.settings.banned_ids, self.settings.eos_ids) for prompt in prompts]
+        own = [within_context(prompt, settings, self.settings.context_length) for prompt in prompts]
+        ids = self.settings.banned_ids, self.settings.eos_ids
+        asked = [request(prompt, each, *ids) for prompt, each in zip(prompts, own)]
         made: list[list[Completion]] = [[] for _ in prompts]
 
         async def one(number: int) -> None:
             outputs = await self.engine.async_generate(**asked[number])
-            made[number] = self._completions(outputs, prompts[number], settings)
+            made[number] = self._completions(outputs, prompts[number], own[number])
             if finished is not None:
                 finished(number, made[number])
 

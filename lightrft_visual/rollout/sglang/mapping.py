@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...batches.rollouts import PromptFeatures
@@ -34,6 +35,15 @@ def sampling_parameters(
     if not settings.greedy:
         asked["sampling_seed"] = seed
     return asked
+
+
+def within_context(prompt: PromptFeatures, settings: SamplingSettings, context_length: int) -> SamplingSettings:
+    """The settings for a response that is made in segments: the last one may ask for more tokens than there is room
+    for, with which SGLang refuses a request."""
+    room = context_length - len(prompt.token_ids) - len(prompt.continued)
+    if not prompt.continued or room >= settings.max_new_tokens:
+        return settings
+    return replace(settings, max_new_tokens=room)
 
 
 def request(

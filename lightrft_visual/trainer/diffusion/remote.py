@@ -63,7 +63,7 @@ class RemoteDrawing(DiffusersEngine):
 
     def _begin(self, rows: DrawingBatch, step: int) -> list[Future]:
         """Hand the rows to the workers, in pieces of whole micro-batches."""
-        size, count = self.sampling.settings.micro_batch_size, len(self.workers.pool.workers)
+        size, count = self.sampling.settings.micro_batch_size, self.workers.pool.size
         batches = math.ceil(len(rows) / size)
         each = size * (batches if count == 1 else math.ceil(batches / (count * SHARES)))
         pieces = [rows.select(slice(start, start + each)) for start in range(0, len(rows), each)]

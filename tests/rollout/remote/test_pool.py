@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightrft_visual.batches.rollouts import PromptFeatures
+from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.config.placement import ResourcesConfig
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.rollout.remote import ray_workers
-from lightrft_visual.rollout.remote.engine import Workers
+from lightrft_visual.rollout.remote.engine import RemoteEngine, Workers
 from lightrft_visual.rollout.remote.pool import LOOK_SECONDS, MOST_DEATHS, WorkerDied, WorkerPool
 from lightrft_visual.rollout.remote.ray_workers import Cluster, RayWorker, divided
 from lightrft_visual.rollout.remote.weights import Posted
@@ -115,6 +117,10 @@ def test_no_work_waits_for_workers_that_are_gone():
     for _ in range(2):
         with pytest.raises(RolloutError, match="no rollout worker is left"):
             pool.submit(1).result(5)
+    engine = RemoteEngine(SimpleNamespace(pool=pool))
+    with pytest.raises(RolloutError, match="no rollout worker is left"):
+        engine.generate([PromptFeatures("", [1], 0)], SamplingSettings())
+    assert pool.busy_share() == 0
 
 
 def test_weights_that_an_idle_worker_cannot_load_end_the_work_of_all():

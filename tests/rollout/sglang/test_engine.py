@@ -108,6 +108,20 @@ def test_prompts_are_answered_in_order_and_told_one_by_one(fake):
     assert made.generate([], asked) == []
 
 
+def test_a_segment_asks_for_no_more_than_the_context_holds(fake):
+    def long(ids, sampling):
+        assert len(ids) + sampling["max_new_tokens"] <= 20
+        count = sampling["max_new_tokens"]
+        return [5] * count, [-0.5] * count, {"type": "length"}
+
+    fake.answer = long
+    engine = module.SGLangEngine(settings(), Tokenizer())
+    begun = PromptFeatures("a", list(range(10)), 0, continued=[5] * 6, seed=1)
+    fresh = PromptFeatures("b", list(range(10)), 1, seed=2)
+    made = engine.generate([begun, fresh], SamplingSettings(n=1, max_new_tokens=6))
+    assert [len(group[0].token_ids) for group in made] == [4, 6]
+
+
 def test_after_a_failure_the_engine_says_so(fake):
     made = module.SGLangEngine(settings(), Tokenizer())
     fake.answer = lambda ids, sampling: ([5], [-1.0], {"type": "abort", "message": "no memory"})
