@@ -62,7 +62,7 @@ class RayWorker:
             if not self.ray.is_initialized():
                 raise RolloutError("the connection to Ray is closed")
             try:
-                self.ray.get(self.actor.describe.remote(""), timeout=max(1.0, deadline - time.monotonic()))
+                self.ray.get(self.actor.describe.remote(), timeout=max(1.0, deadline - time.monotonic()))
                 return
             except self.ray.exceptions.RayError as error:
                 if time.monotonic() > deadline:
@@ -147,7 +147,7 @@ class Cluster:
 
     def _wait(self) -> list[dict[str, Any]]:
         """What the actors say of themselves, once their engines are there. Raises ConfigError."""
-        waiting = [actor.describe.remote(self._probe.path) for actor in self._actors]
+        waiting = [actor.describe.remote(self._probe.at) for actor in self._actors]
         try:
             return self.ray.get(waiting, timeout=START_SECONDS)
         except self.ray.exceptions.GetTimeoutError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import time
 import weakref
 from collections import deque
@@ -38,6 +39,15 @@ class WeightsRefused(RolloutError):
 
 
 @dataclass(frozen=True)
+class FileAt:
+    """A memory file. path: for processes of the trainer's host and user; name: which no other file has. On another
+    host the path may be that of something else."""
+
+    path: str
+    name: str
+
+
+@dataclass(frozen=True)
 class TensorAt:
     """One tensor inside a bucket."""
 
@@ -50,13 +60,13 @@ class TensorAt:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some tensors in a row. path: of the memory file on the trainer's host; stored: the same in Ray's object store,
-    for workers that cannot reach it."""
+    """Some tensors in a row. file: on the trainer's host; stored: the same in Ray's object store, for workers that
+    cannot reach it."""
 
     tensors: tuple[TensorAt, ...]
     bytes: int
     checksum: int
-    path: str | None = None
+    file: FileAt | None = None
     stored: Any = None
 
 
@@ -114,13 +124,14 @@ def _signed(checksum: int) -> int:
 
 @dataclass
 class MemoryFile:
-    """Memory for `size` bytes that other processes of the host can map by its path, while this object lives."""
+    """Memory for `size` bytes that other processes of the host can map, while this object lives."""
 
     size: int
     _descriptor: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
-        self._descriptor = os.memfd_create("lightrft_weights")
+        self._name = f"lightrft_weights_{secrets.token_hex(16)}"
+        self._descriptor = os.memfd_create(self._name)
         os.ftruncate(self._descriptor, HEADER + self.size)
         self._map = mmap.mmap(self._descriptor, HEADER + self.size)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -128,9 +139,9 @@ class MemoryFile:
         weakref.finalize(self, os.close, self._descriptor)  # also when the process ends, before os is gone
 
     @property
-    def path(self) -> str:
+    def at(self) -> FileAt:
         """Where a process of the same user and host finds it."""
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        return FileAt(f"/proc/{os.getpid()}/fd/{self._descriptor}", self._name)
 
 
 class WeightPost:
@@ -192,7 +203,7 @@ class WeightPost:
         )
         checksum = digest.intdigest()
         stored = self.store(content) if self.store is not None else None
-        return Bucket(layout, size, checksum, file.path if self.shared else None, stored)
+        return Bucket(layout, size, checksum, file.at if self.shared else None, stored)
 
     def _file(self, place: int, size: int) -> MemoryFile:
         key = (self.number % self.turns, place)
@@ -214,9 +225,12 @@ def _written(tensor: T, into: T, digest: xxhash.xxh3_64) -> int:
     return len(source)
 
 
-def reachable(path: str) -> bool:
+def reachable(file: FileAt) -> bool:
     """Whether this process can map a memory file: it is on the trainer's host, and the same user's."""
-    return os.access(path, os.R_OK)
+    try:
+        return os.readlink(file.path).startswith(f"/memfd:{file.name}") and os.access(file.path, os.R_OK)
+    except OSError:
+        return False
 
 
 class MappedFiles:
@@ -224,24 +238,26 @@ class MappedFiles:
     long as copying them."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[int, T]] = {}  # by path: (inode, the whole file)
+        self._known: dict[str, tuple[FileAt, T]] = {}  # by path, which may come back with another file
 
     def content(self, bucket: Bucket) -> tuple[T, Checks]:
         """The bytes of a bucket, and what is known of them. Raises WeightsRefused where its file cannot be mapped."""
+        file = bucket.file
         try:
-            inode = os.stat(bucket.path).st_ino  # a path may come back with another file
-            known, whole = self._known.get(bucket.path, (None, None))
-            if known != inode or len(whole) < HEADER + bucket.bytes:
-                whole = self._map(bucket.path)
-                self._known[bucket.path] = inode, whole
+            known, whole = self._known.get(file.path, (None, None))
+            if known != file:
+                whole = self._map(file)
+                self._known[file.path] = file, whole
             return whole[HEADER : HEADER + bucket.bytes], Checks(whole)
-        except (OSError, ValueError) as error:
-            raise WeightsRefused(f"the trainer's memory {bucket.path} cannot be mapped: {error}") from error
+        except (OSError, RuntimeError) as error:
+            raise WeightsRefused(f"the trainer's memory {file.path} cannot be mapped: {error}") from error
 
     @staticmethod
-    def _map(path: str) -> T:
+    def _map(file: FileAt) -> T:
+        if not reachable(file):
+            raise FileNotFoundError(f"{file.name} is not there")
         # Shared, so that `take_over` knows it; nobody but the trainer writes the content.
-        return torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
+        return torch.from_file(file.path, shared=True, size=os.stat(file.path).st_size, dtype=torch.uint8)
 
 
 def received(
@@ -255,7 +271,7 @@ def received(
     known = files or MappedFiles()
 
     def content(bucket: Bucket) -> tuple[T, Checks | None]:
-        near = bucket.path is not None and (bucket.stored is None or reachable(bucket.path))
+        near = bucket.file is not None and (bucket.stored is None or reachable(bucket.file))
         return known.content(bucket) if near else (torch.from_numpy(fetch(bucket.stored)), None)
 
     def check(place: int) -> None:

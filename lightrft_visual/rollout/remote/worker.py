@@ -11,7 +11,7 @@ from ...config.choice import load_target
 from ...config.plugins import load_plugins
 from ...errors import LightRFTVisualError, RolloutError
 from ...strategy.host import free_port
-from .weights import MappedFiles, Posted, reachable, received
+from .weights import FileAt, MappedFiles, Posted, reachable, received
 
 
 class LacksWeights(RolloutError):
@@ -58,9 +58,10 @@ class Worker:
         self.engine = load_target(blueprint.target)(*blueprint.arguments)
         self.version, self.caches = 0, 0
 
-    def describe(self, probe: str) -> dict[str, Any]:
+    def describe(self, probe: FileAt | None = None) -> dict[str, Any]:
         """Its process, the version of its weights, and whether it can map the trainer's memory file `probe`."""
-        return {"pid": os.getpid(), "version": self.version, "shares_memory": reachable(probe)}
+        near = probe is not None and reachable(probe)
+        return {"pid": os.getpid(), "version": self.version, "shares_memory": near}
 
     def load(self, posted: Posted) -> int:
         """Take over a version of the weights, all of it or, where it raises WeightsRefused, nothing."""

@@ -56,6 +56,20 @@ def test_mapped_files_are_kept_and_a_larger_version_is_mapped_anew():
     assert equal(received(post.post(larger.items()), files=files), larger)
 
 
+def test_on_another_host_the_trainers_path_may_be_of_something_else():
+    kept = []
+    post = WeightPost(store=lambda content: kept.append(content.copy()) or len(kept) - 1)
+    posted, files = post.post(named().items()), MappedFiles()
+    (bucket,) = posted.buckets
+    assert weights.reachable(bucket.file) and not weights.reachable(replace(bucket.file, path="/proc/1/fd/99999"))
+    elsewhere = replace(bucket, file=replace(bucket.file, path=weights.MemoryFile(64).at.path))
+    assert not weights.reachable(elsewhere.file)
+    assert equal(received(replace(posted, buckets=(elsewhere,)), kept.__getitem__, files), named())
+    assert not files._known  # it was fetched
+    with pytest.raises(WeightsRefused, match="cannot be mapped: lightrft_weights_.* is not there"):
+        received(replace(posted, buckets=(replace(elsewhere, stored=None),)), files=files)
+
+
 def bare_worker() -> Worker:
     """One without a process and environment of its own; its engine is a dict."""
     worker = Worker.__new__(Worker)
