@@ -30,6 +30,18 @@ def joined(values: Sequence[T]) -> T:
     return torch.cat(list(values))
 
 
+def separate(conditions: Conditions) -> list[Conditions]:
+    """The conditions (1, …) of each text of a batch, in memory of their own, without the padding up to others."""
+    lengths, size = text_lengths(conditions), len(next(iter(conditions.values())))
+    return [
+        {
+            name: value[index : index + 1, : lengths[name][index] if name in lengths else None].clone()
+            for name, value in conditions.items()
+        }
+        for index in range(size)
+    ]
+
+
 def stacked(samples: Sequence[Conditions], device: torch.device) -> Conditions:
     """Conditions (B, …) on the device of samples that refer to theirs, (1, …) each; what several share moves once."""
     moved = {id(value): value.to(device) for sample in samples for value in sample.values()}
@@ -44,6 +56,12 @@ def texts(conditions: Conditions) -> dict[str, T]:
         if mask is not None and value.shape[: mask.dim()] == mask.shape:
             found[name] = mask
     return found
+
+
+def used_widths(mask: T) -> list[int]:
+    """Tokens of each text of a batch that is padded behind, by its mask (B, L): all L of a mask without contents (meta
+    tensors, as plans compute with)."""
+    return [mask.shape[1]] * len(mask) if mask.is_meta else mask.sum(dim=1).tolist()
 
 
 def text_lengths(conditions: Conditions) -> dict[str, list[int]]:

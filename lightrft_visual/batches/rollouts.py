@@ -19,10 +19,11 @@ class PromptFeatures:
     """One prompt, as engines are asked to continue it; all its rollouts share it by reference.
 
     text: with one placeholder per image or video, never already expanded ones; token_ids: the expanded ids that the
-    trainer will use: an engine's must equal them. images, videos: decoded media; vision: what the model reads of them,
-    which an engine that preprocesses by itself leaves aside. seed: fixes the sampling of all its responses, whatever
-    else is in the batch. caption: what is to be drawn, where the response is an image; None where it is text.
-    continued: tokens of a response that is already begun, which goes on behind them; copy: which of the prompt's it is.
+    trainer will use: an engine's must equal them. images, videos: decoded media, each None once it is let go of;
+    vision: what the model reads of them, which an engine that preprocesses by itself leaves aside. seed: fixes the
+    sampling of all its responses, whatever else is in the batch. caption: what is to be drawn, where the response is an
+    image; None where it is text. continued: tokens of a response that is already begun, which goes on behind them;
+    copy: which of the prompt's it is.
     """
 
     text: str
@@ -66,6 +67,19 @@ class Rollout:
     image: Any = None
     versions: list[int] | None = None  # of the policy that drew each token; None where all are policy_version
     distorted: bool = False
+
+
+def let_go_of_media(rollouts: list[Rollout], shown: set[int]) -> int:
+    """Decoded images and videos of the prompts, but those of the samples `shown`, become None: they were generated from
+    and scored, and models read the patches. Returns about how many bytes that frees."""
+    kept = {id(rollout.prompt) for rollout in rollouts if rollout.sample_id in shown}
+    prompts = {id(rollout.prompt): rollout.prompt for rollout in rollouts if id(rollout.prompt) not in kept}
+    freed = 0
+    for prompt in prompts.values():
+        freed += sum(4 * image.width * image.height for image in prompt.images)  # as Pillow holds colours
+        freed += sum(video.frames.nbytes for video in prompt.videos)
+        prompt.images, prompt.videos = [None] * len(prompt.images), [None] * len(prompt.videos)
+    return freed
 
 
 def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | ExperienceVL:

@@ -76,14 +76,15 @@ def load_image(
     """Decode one image to 8-bit RGB, upright (EXIF orientation applied), transparency over white.
 
     root: folder that relative paths start from. max_pixels: width times height above which the image is refused
-    before any pixel is decoded. 16-bit greys are scaled to 8 bits, CMYK is converted. Raises DataError for what is
-    missing, empty, truncated, corrupt, too large, animated, or not an image.
+    before any pixel is decoded. 16-bit greys are scaled to 8 bits, CMYK is converted. A PIL image that is all this
+    already is returned itself, others are left as they are. Raises DataError for what is missing, empty, truncated,
+    corrupt, too large, animated, or not an image.
     """
     name = describe_source(source)
     with _as_data_error(f"image {name} is damaged"):
         image = _open_image(source, name, root, allow_remote, max_pixels)
         image.load()  # reads all pixels, and closes the file
-        return _to_rgb(ImageOps.exif_transpose(image), name)
+        return image if _is_plain(image) else _to_rgb(ImageOps.exif_transpose(image), name)
 
 
 def image_size(
@@ -156,6 +157,12 @@ def check_aspect_ratio(size: tuple[int, int], name: str) -> None:
             f"{name} has {size[0]}x{size[1]} pixels: one side is more than {MAX_ASPECT_RATIO} times the other",
             "image aspect ratio",
         )
+
+
+def _is_plain(image: Image.Image) -> bool:
+    """Whether it is what `load_image` gives, such as an image that was loaded before: it is not held twice."""
+    upright = image.getexif().get(_ORIENTATION, 1) == 1
+    return type(image) is Image.Image and image.mode == "RGB" and upright and not image.has_transparency_data
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:

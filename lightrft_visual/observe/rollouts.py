@@ -118,8 +118,13 @@ def gather_records(records: Sequence[Record], count: int, run_seed: int, step: i
 
     Each rank sends only its own selection, so images of at most `count` samples a rank cross the network.
     """
-    seed = derive_seed(run_seed, step, "rollouts")
-    return select(gather_all(select(records, count, seed)), count, seed)
+    everyone = gather_all(own_choice(records, count, run_seed, step))
+    return own_choice(everyone, count, run_seed, step)
+
+
+def own_choice(records: Sequence[Record], count: int, run_seed: int, step: int) -> list[Record]:
+    """The records of one rank among which `gather_records` chooses; the same ones for the same scores."""
+    return select(records, count, derive_seed(run_seed, step, "rollouts"))
 
 
 def gather_all(records: Sequence[Record]) -> list[Record]:

@@ -12,7 +12,7 @@ from ..config.shared import PlanConfig
 from ..config.vl import RunConfig
 from ..errors import ConfigError
 from .process import cpu, present
-from .table import Plan
+from .table import NotPlanned, Plan
 
 logger = logging.getLogger(__name__)
 AnyConfig = RunConfig | DiffusionRunConfig
@@ -26,7 +26,7 @@ def check_fits(config: AnyConfig) -> None:
     except ConfigError:
         raise
     except Exception as error:  # of a model that is built otherwise than those planned so far
-        logger.warning("no plan of this run could be made: %s: %s", type(error).__name__, error)
+        logger.warning("%s", why_not(error))
         return
     if plan is None:
         logger.info("%s", unknown(config))
@@ -36,6 +36,13 @@ def check_fits(config: AnyConfig) -> None:
         logger.warning("%s\n--force: the run starts nevertheless", plan.verdict())
     else:
         raise ConfigError(f"this run does not fit (--force starts it nevertheless)\n{plan.text()}")
+
+
+def why_not(error: Exception) -> str:
+    """What is said where a plan failed."""
+    if isinstance(error, NotPlanned):
+        return f"no plan: {error}"
+    return f"no plan of this run could be made: {type(error).__name__}: {error}"
 
 
 def unknown(config: AnyConfig) -> str:

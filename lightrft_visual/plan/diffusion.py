@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..algorithms.diffusion import training_guidance
-from ..batches.conditions import NEGATIVE
+from ..batches.conditions import MASK, NEGATIVE
 from ..config.devices import GIB, Device
 from ..config.diffusion import DiffusionRunConfig, gradient_steps, rollout_noise, rollout_sampling
 from ..models.diffusion.decoding import LATENTS_AT_ONCE
@@ -48,15 +48,19 @@ class Computed:
         """Of `count` samples, with the shapes that the families' text encoders give."""
         pipeline, dtype = self.family.pipeline, self.family.dtype
         network = next(iter(self.family.denoisers().values())).config
-        names = ("joint_attention_dim", "text_dim", "text_embed_dim", "cross_attention_dim")
+        names = ("joint_attention_dim", "text_dim", "text_embed_dim", "cross_attention_dim", "cap_feat_dim")
         wide = next(network[name] for name in names if network.get(name))
+        if self.family.most_source_images:
+            found = self.family.planned_conditions(count, wide)
+            shared = {} if not negative else {NEGATIVE + name: found[name].clone() for name in ("context", MASK)}
+            return found | shared
         two = getattr(pipeline, "text_encoder_3", None) is not None or "StableDiffusion3" in type(pipeline).__name__
         length = self.family.text_length + (pipeline.text_encoder.config.max_position_embeddings if two else 0)
         found = {"context": torch.empty(count, length, wide, dtype=dtype, device="meta")}
         if network.get("pooled_projection_dim"):
             found["pooled"] = torch.empty(count, network["pooled_projection_dim"], dtype=dtype, device="meta")
-        if "QwenImage" in type(pipeline).__name__:
-            found["mask"] = torch.ones(count, length, dtype=torch.long, device="meta")
+        if type(pipeline).__name__.startswith(("QwenImage", "ZImage")):
+            found[MASK] = torch.ones(count, length, dtype=torch.long, device="meta")
         if negative and self.family.uses_negative:
             found |= {NEGATIVE + name: value.clone() for name, value in found.items()}
         if self.family.takes_first_frame:
@@ -69,6 +73,11 @@ class Computed:
         """Of one sample."""
         conditions = self.conditions(1, self.config.sampling.guidance_scale > 1).values()
         return sum(value.numel() * value.element_size() for value in conditions)
+
+    def told_tokens(self) -> int:
+        """Of one sample, beside its own."""
+        conditions = self.conditions(1, negative=False)
+        return sum(conditions[name].shape[1] for name in ("context", "source") if name in conditions)
 
     def latent_bytes(self) -> int:
         """Of one sample's latents, fp32."""
@@ -212,12 +221,14 @@ class DiffusionPlanner:
         points = self.config.sampling.num_steps + 1 if rollout_noise(self.config).keep_path else 1
         if self.config.algorithm.entry.trains_on != "steps":
             points = 1
-        size = self.samples * (points * self.computed.latent_bytes() + self.computed.condition_bytes())
-        media = 2 * self.samples * self.computed.media_bytes()  # in micro-batches, and joined
-        return [
-            Item("latents and conditions of the samples", size, "rollout_batch_size, sde_window_size"),
-            Item("decoded samples", media, "rollout_batch_size", HOST),
-        ]
+        latents, told = self.samples * points * self.computed.latent_bytes(), self.computed.condition_bytes()
+        media = Item("decoded samples", 2 * self.samples * self.computed.media_bytes(), "rollout_batch_size", HOST)
+        lower = "rollout_batch_size, sde_window_size"  # media: in micro-batches, and joined
+        if self.policy.family.most_source_images:  # samples refer to their prompt's
+            prompts = ceil(self.samples / self.config.sampling.n_samples_per_prompt)
+            edited = Item("texts and images to edit", prompts * told, "source_pixels, rollout_batch_size", HOST)
+            return [Item("latents of the samples", latents, lower), media, edited]
+        return [Item("latents and conditions of the samples", latents + self.samples * told, lower), media]
 
     def _graphs(self) -> Item:
         """Of the rollout's forwards, where they are kept for the update and within their limit."""
@@ -272,7 +283,7 @@ class DiffusionPlanner:
     def _products(self, steps: float) -> float:
         """Of the forwards of all samples over `steps` steps, guided ones twice."""
         shape = self.computed.latent_shape
-        tokens = prod(shape[1:]) / 4 + self.policy.family.text_length
+        tokens = prod(shape[1:]) / 4 + self.computed.told_tokens()
         branches = 2 if self.config.sampling.guidance_scale > 1 and self.policy.family.uses_negative else 1
         networks = max(1, len(self.policy.family.denoisers()))
         return 2 * self.model.numbers / networks * tokens * branches * self.samples * steps
@@ -314,9 +325,9 @@ class DiffusionPlanner:
         """The samples of one update on the device, all of them on the host."""
         if self.rewarded:
             return []
-        latents, media = self._drawn()
+        latents, *others = self._drawn()
         update = Item("samples of an update", latents.bytes * min(1.0, self.own / self.samples), "train_batch_size")
-        return [latents.on_host(), update, media]
+        return [latents.on_host(), update, *others]
 
     def _replayed(self) -> tuple[float, float]:
         """(device, host) bytes of a micro-batch of denoising steps, forward and backward."""

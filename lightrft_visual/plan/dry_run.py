@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config.vl import RunConfig
 from ..errors import ConfigError
 from .advice import advice
-from .check import AnyConfig, named_device, plan_of, unknown
+from .check import AnyConfig, named_device, plan_of, unknown, why_not
 from .sizes import planned_sizes
 
 
@@ -21,7 +21,7 @@ def dry_run(config: AnyConfig) -> tuple[str, int]:
     except ConfigError:
         raise
     except Exception as error:  # of a model that is built otherwise than those planned so far
-        return f"no plan of this run could be made: {type(error).__name__}: {error}", 0
+        return why_not(error), 0
     if plan is None:
         return unknown(config), 0
     refused = config.plan.plan_device is not None and not plan.fits and not config.plan.force

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,16 @@ from ..models.diffusion.families.cosmos import NoSafetyChecker
 from ..models.diffusion.policy import DiffusionPolicy, LoraSettings, named_family, saved_text_length
 from .meta import on_meta
 from .shapes import find_shipped
+from .table import NotPlanned
 
 NOT_MODELS = ("tokenizer", "scheduler", "feature_extractor", "image_processor", "processor", "safety_checker")
 
 
 def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
-    """The policy of a run on meta tensors, with its adapters; None where the pipeline's shape is not known,
-    and for models that edit or have two parts.
+    """The policy of a run on meta tensors, with its adapters; None where the pipeline's shape is not known.
 
-    Raises ConfigError for a family that does not read it, and for settings that the policy refuses.
+    Raises ConfigError for a family that does not read it, and for settings that the policy refuses; NotPlanned for
+    models of two parts.
     """
     model = config.model
     with _default_precision(torch.bfloat16 if model.bf16 else torch.float32):
@@ -37,10 +39,14 @@ def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
     if pipeline is None:
         return None
     adapter = named_family(type(pipeline).__name__, model.family)
-    if adapter.most_source_images or adapter.first_part:  # sizes that only the data know; a second network
-        return None
+    if adapter.first_part:
+        raise NotPlanned(
+            f"{type(pipeline).__name__} has two parts, and what its autoregressive half ({adapter.first_part}) holds "
+            "while it draws tokens or trains is not counted yet; the diffusion half alone would say too little"
+        )
     saved = TEXT_LENGTH if model.pretrain == EMBEDDED else saved_text_length(model.pretrain)
     family = adapter(pipeline, model.max_sequence_length or saved)
+    family.source_pixels = config.sampling.source_pixels
     with torch.device("meta"):
         return DiffusionPolicy(family, LoraSettings.from_config(model), model.trained_denoisers)
 
@@ -115,7 +121,8 @@ def _assemble(index: dict[str, Any]) -> DiffusionPipeline:
 
 
 def _part(library: str, name: str, config: dict[str, Any]) -> nn.Module:
-    kind = getattr(import_module(library), name)
+    package = library if find_spec(library) else f"diffusers.pipelines.{library}"  # as diffusers writes its own
+    kind = getattr(import_module(package), name)
     config = {key: value for key, value in config.items() if not key.startswith("_")}
     if library == "diffusers":
         return on_meta(lambda: kind.from_config(config))

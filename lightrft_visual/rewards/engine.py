@@ -188,6 +188,12 @@ class RewardComputationEngine:
             start = part.stop
         return result
 
+    @property
+    def streams(self) -> bool:
+        """Whether a scorer works elsewhere while samples are generated and scored here; alike on all ranks."""
+        sources = [*self._sources.values(), *self._by_identity.values()]
+        return any(isinstance(source, StreamingSource) for source in sources)
+
     def begin(self, labels: Sequence[str | None], chunk: int) -> EarlyScores | None:
         """Let remote scorers work while samples are generated, of which the labels are known; None without any.
 

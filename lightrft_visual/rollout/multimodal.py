@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from easydict import EasyDict
+from PIL.Image import Image
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..batches.prompts import PromptBatch
@@ -20,6 +21,7 @@ from ..data.rows import as_source_list
 from ..data.video import Video, load_video
 from ..errors import ConfigError, DataError
 from ..models.vlm.families import family_of_processor
+from ..strategy.host import give_back_freed_memory
 
 T = torch.Tensor
 _COLUMNS = {
@@ -29,6 +31,7 @@ _COLUMNS = {
     "all_videos_grid_thw": "video_grid_thw",
     "all_videos_second_per_grid_ts": "second_per_grid_ts",
 }
+_PIXELS_AT_ONCE = 2**18  # of one call of the processor, which takes about 70 bytes a pixel, and gives 24
 _CARRIED = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
 
 
@@ -178,13 +181,18 @@ class MultimodalDataProcessor:
             return [], []
         if self.processor is None:
             return list(self.tokenizer(prompts)["input_ids"]), [VisionTensors() for _ in prompts]
-        whole = range(len(prompts))
+        most = _PIXELS_AT_ONCE if self.family.together else 0
         token_ids: list[list[int]] = []
         vision: list[VisionTensors] = []
-        for part in [whole] if self.family.together else [range(index, index + 1) for index in whole]:
+        made = 0
+        for part in _neighbours([_pixels(*media) for media in zip(images, videos)], most):
             output = self._call(prompts, images, videos, part)
             token_ids += map(list, output["input_ids"])
             vision += self.family.read(output, [len(images[i]) for i in part], [len(videos[i]) for i in part])
+            del output
+            made += sum(each.nbytes() for each in vision[part.start :])
+            if give_back_freed_memory(made):  # the processor frees more than it leaves
+                made = 0
         return token_ids, vision
 
     def _call(self, prompts: list[str], images: list[list], videos: list[list], part: range) -> Mapping[str, Any]:
@@ -211,6 +219,26 @@ class MultimodalDataProcessor:
                     f"prompt {index} has {len(ids)} tokens with its images expanded, "
                     f"above prompt_max_len = {self.prompt_max_len}"
                 )
+
+
+def _pixels(images: list[Image], videos: list[Video]) -> int:
+    """Of one prompt's media."""
+    return sum(image.width * image.height for image in images) + sum(
+        video.frames.shape[0] * video.frames.shape[1] * video.frames.shape[2] for video in videos
+    )
+
+
+def _neighbours(sizes: Sequence[int], most: int) -> list[range]:
+    """Neighbours of together at most `most`, or one that is larger; with 0 each by itself."""
+    parts: list[range] = []
+    total = 0
+    for index, size in enumerate(sizes):
+        total += size
+        if not parts or total > most or not most:
+            parts.append(range(index, index))
+            total = size
+        parts[-1] = range(parts[-1].start, index + 1)
+    return parts
 
 
 def _per_prompt(column: Sequence[Any] | None, count: int, name: str) -> list[Any]:

@@ -38,6 +38,19 @@ def keep_freed_memory() -> None:
         mallopt(_MMAP_THRESHOLD, 32 * _MIB)  # the most that glibc takes
 
 
+def give_back_freed_memory(freed: int) -> bool:
+    """Give all freed memory back to the system, if it may be worth its time: between tensors that stay, holes add up.
+
+    freed: about how many bytes there are of it; for less than 32 MiB nothing is done. Returns whether anything was.
+    glibc only.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None or freed < 32 * _MIB:
+        return False
+    trim(0)
+    return True
+
+
 def free_port() -> int:
     """A TCP port that is free on the loopback address now."""
     with socket.socket() as probe:

@@ -155,8 +155,18 @@ class FastExperienceMaker:
             return self.drawing.experiences_of(numbered(), self.policy_version, **generate_kwargs)
         return self.make(numbered(), more=numbered, **generate_kwargs).experiences
 
-    def make(self, batch: PromptBatch, more: MorePrompts | None = None, **generate_kwargs: Any) -> MadeExperience:
-        """As `make_experience_list`, for a batch with ids and metadata. `more` brings prompts for dynamic sampling."""
+    def make(
+        self,
+        batch: PromptBatch,
+        more: MorePrompts | None = None,
+        scored: Callable[[list[Rollout]], None] | None = None,
+        **generate_kwargs: Any,
+    ) -> MadeExperience:
+        """As `make_experience_list`, for a batch with ids and metadata. `more` brings prompts for dynamic sampling.
+
+        scored: is given the rollouts once they have their rewards, and may let go of their media. With it rewards come
+        before the forward passes, but for remote ones.
+        """
         sampling, estimator_kwargs = self._split_kwargs(generate_kwargs)
         early: EarlyScores | None = None
         resampling = more is not None and self.settings.dynamic_sampling_tries > 1
@@ -165,16 +175,21 @@ class FastExperienceMaker:
         else:
             rollouts, early = self._generate_early(batch, sampling)
             self._rest()
+        first = resampling or (scored is not None and not self.rewards.streams)
+        if first and not resampling:
+            metrics = self._score_all(rollouts, early)
+        if first and scored is not None:
+            scored(rollouts)
         parts = self._parts(rollouts)
         experiences = [collate(part, self.tokenizer.pad_token_id, self.vision) for part in parts]
         with self._phase("forward"):  # remote scorers work beside it
             self.forward_stage.run(experiences, sampling.scoring)
-        if not resampling:
-            metrics = over_rounds([self.score(rollouts, early)])
-            if self.settings.max_staleness:
-                metrics |= leave_out_stale(rollouts, self.policy_version, self.settings.max_staleness)
+        if not first:
+            metrics = self._score_all(rollouts, early)
             for experience, part in zip(experiences, parts):
                 add_rewards(experience, part)
+            if scored is not None:
+                scored(rollouts)
         estimator_kwargs["max_new_tokens"] = sampling.max_new_tokens
         rewards = [each.info["reward"] for each in experiences]
         experiences = assign_advantages(
@@ -232,6 +247,13 @@ class FastExperienceMaker:
         """Score rollouts in place with the reward engine, which may have begun; its counts of this rank."""
         with self._phase("reward"):
             return self.reward_stage.run(rollouts, early)
+
+    def _score_all(self, rollouts: list[Rollout], early: EarlyScores | None) -> dict[str, float]:
+        """Rewards in place, stale responses left out, and metrics."""
+        metrics = over_rounds([self.score(rollouts, early)])
+        if self.settings.max_staleness:
+            metrics |= leave_out_stale(rollouts, self.policy_version, self.settings.max_staleness)
+        return metrics
 
     def _generate_early(
         self, batch: PromptBatch, sampling: SamplingSettings

@@ -172,6 +172,14 @@ def test_the_source_image_is_not_changed():
     assert image.mode == "RGBA" and image.getpixel((0, 0)) == (1, 2, 3, 4)
 
 
+def test_an_image_that_was_loaded_before_is_not_held_twice(picture):
+    loaded = load_image(picture)
+    assert load_image(loaded) is loaded
+    turned = loaded.copy()
+    turned.getexif()[0x0112] = 6
+    assert load_image(turned).size == loaded.size[::-1]
+
+
 def test_media_to_video_array_clamps_and_rounds():
     image = torch.tensor([-1.0, 0.0, 0.5, 0.999, 1.0, 7.0]).reshape(1, 2, 3)
     assert media_to_video_array(image).tolist() == [[[[0, 0, 128], [255, 255, 255]]]]

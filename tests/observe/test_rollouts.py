@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightrft_visual.batches.rollouts import PromptFeatures, Rollout
+from lightrft_visual.batches.rollouts import PromptFeatures, Rollout, let_go_of_media
 from lightrft_visual.data.imaging import to_pil, video_frames
 from lightrft_visual.observe import rollouts as rollouts_module
 from lightrft_visual.observe.rollouts import (
     best_and_worst,
     gather_records,
+    own_choice,
     packed,
     pick_random,
     records_from_media,
@@ -48,6 +49,18 @@ def test_pictures_come_with_their_sample():
     image = Image.new("RGB", (2, 2))
     first, second = records_from_rollouts(rollouts([image, image]))
     assert first["images"] == [image, image] and "images" not in second and "videos" not in first
+
+
+def test_records_to_come_keep_their_media_and_others_are_let_go():
+    prompts = [PromptFeatures("p", [1], group_id=i, images=[Image.new("RGB", (8, 4))]) for i in range(6)]
+    made = [Rollout(prompts[i // 3], [5], None, "", False, i, reward=float(i)) for i in range(18)]
+    shown = own_choice(records_from_rollouts(made), 3, 42, 1)
+    freed = let_go_of_media(made, {record["sample_id"] for record in shown})
+    left = [prompt for prompt in prompts if isinstance(prompt.images[0], Image.Image)]
+    assert {prompt.group_id for prompt in left} == {record["group_id"] for record in shown} and len(left) < 6
+    assert freed == 4 * 8 * 4 * (6 - len(left)) and all(len(prompt.images) == 1 for prompt in prompts)
+    written = gather_records(records_from_rollouts(made), 3, 42, 1)
+    assert len(written) == 3 and all(isinstance(record["images"][0], Image.Image) for record in written)
 
 
 def test_generated_media():

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import tiny_families
 import torch
 
 from lightrft_visual.config.devices import DEVICES, GIB
@@ -232,3 +233,26 @@ def test_host_memory_counts_too() -> None:
         "the largest item is images, 480.0 GiB",
         "  images (480.0 GiB) is lowered by: max_pixels",
     ]
+
+
+@pytest.mark.parametrize("name", ["qwen_image", "z_image", "qwen_image_edit_plus"])
+def test_a_drawing_pipeline_in_a_folder_is_planned(tmp_path, name: str) -> None:
+    tiny_families.FAMILIES[name]().save_pretrained(tmp_path)
+    size = ["--height", "32", "--width", "32", "--lora_rank", "2"]
+    config = parse_run(DiffusionRunConfig, ["--pretrain", str(tmp_path), *size, "--plan_device", "h100-80gb"]).config
+    plan = check.plan_of(config, *check.named_device(config.plan))
+    items = {item.name: item for item in plan.phases[1].items}
+    assert plan.fits and items["denoisers: weights"].bytes > 0
+    told = items.get("texts and images to edit")
+    assert (told is not None) == ("edit" in name)
+    if told is not None:  # as many images as the model takes, once a prompt, each token 4 C numbers in fp32
+        images, tokens = 3, (1024 // 16) ** 2
+        assert told.where == HOST and told.bytes > config.sampling.rollout_batch_size * images * tokens * 4
+
+
+def test_a_model_of_two_parts_says_what_is_not_counted(tmp_path, capsys) -> None:
+    tiny_families.FAMILIES["glm_image"]().save_pretrained(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        config_or_exit(DiffusionRunConfig, ["--pretrain", str(tmp_path), "--plan_device", "h100-80gb", "--dry_run"])
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no plan")]
+    assert stop.value.code == 0 and len(said) == 1 and "vision_language_encoder" in said[0]

@@ -14,6 +14,7 @@ from lightrft_visual.data.video import Video, load_video
 from lightrft_visual.embedded.questions import vocabulary_texts
 from lightrft_visual.embedded.tiny_vlm import QWEN_FAMILIES, build_processor, build_tokenizer
 from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.rollout import multimodal
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -98,6 +99,29 @@ def test_the_image_processor_sees_each_image_once(data, monkeypatch):
     monkeypatch.setattr(image_processor, "__call__", counted)
     data.process_multimodal_batch([p for p, _ in MIXED], [i for _, i in MIXED], n_samples_per_prompt=8)
     assert seen == [4]
+
+
+def test_many_media_go_through_the_processor_in_parts_and_come_out_the_same(data, monkeypatch):
+    prompts, images = [p for p, _ in MIXED], [i for _, i in MIXED]
+    videos = [None, None, None, None, clip(5)]
+    prompts[4], images[4] = turn("which?" + VIDEO), None
+    whole = data.process_multimodal_batch(prompts, images, all_videos=videos)
+    calls = []
+    original = data.processor.__class__.__call__
+
+    def counted(self, *args, **kwargs):
+        calls.append(len(kwargs["text"]))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(data.processor.__class__, "__call__", counted)
+    monkeypatch.setattr(multimodal, "_PIXELS_AT_ONCE", 90 * 70 + 60 * 120)  # what the largest prompt has
+    parts = data.process_multimodal_batch(prompts, images, all_videos=videos)
+    assert calls == [2, 2, 1]
+    assert parts.all_prompt_token_ids == whole.all_prompt_token_ids
+    for name in KEYS:
+        if "pixel_values" in name or "grid_thw" in name:
+            for mine, other in zip(parts[name], whole[name], strict=True):
+                assert (mine is None and other is None) or torch.equal(mine, other)
 
 
 def test_sources_of_every_kind_decode_to_the_same_features(data, tmp_path):

@@ -24,7 +24,7 @@ from peft.utils import get_peft_model_state_dict
 from PIL import Image, ImageOps
 from torch import nn
 
-from ...batches.conditions import NEGATIVE, Conditions, joined
+from ...batches.conditions import NEGATIVE, Conditions, joined, separate
 from ...config import registry
 from ...config.diffusion import PARTS, DiffusionModelConfig
 from ...errors import ConfigError
@@ -167,14 +167,17 @@ class DiffusionPolicy(nn.Module):
     def remember_prompts(self, texts: list[str]) -> dict[str, dict[str, T]]:
         """Conditions (1, …) of each text, on the host. The text encoders are on the device while one is new.
 
-        Each text is encoded once and by itself: what it gives does not depend on its neighbours in a batch, and so not
-        on rank count or on where a run was resumed.
+        Each text is encoded once, several new ones in one call. What it gives does not depend on its neighbours, and so
+        not on rank count or on where a run was resumed: see `families.base.in_whole_batches`.
         """
         known = {text: self._encoded.find(text) for text in dict.fromkeys(texts)}
         new = [text for text, conditions in known.items() if conditions is None]
+        size = self.family.texts_at_once
         with self._at_work(*TEXT_ENCODERS) if new else nullcontext():
-            for text in new:
-                known[text] = self._encoded.get(text, partial(self.family.encode_prompts, [text]))
+            for start in range(0, len(new), size):
+                part = new[start : start + size]
+                encoded = separate(self.family.encode_prompts(part))
+                known |= {text: self._encoded.get(text, lambda own=own: own) for text, own in zip(part, encoded)}
         return known
 
     def keep_prompts_in(self, folder: Path, limit: int) -> int:
@@ -183,7 +186,10 @@ class DiffusionPolicy(nn.Module):
         parts = {name: part for name in (*TEXT_ENCODERS, *TOKENIZERS) if (part := components.get(name)) is not None}
         encoders = [part for part in parts.values() if isinstance(part, nn.Module)]
         tokenizers = [part for part in parts.values() if not isinstance(part, nn.Module)]
-        settings = (type(pipeline).__name__, self.family.text_length, self.device.type, diffusers_version)
+        family = self.family
+        settings = (
+            type(pipeline).__name__, family.text_length, family.texts_at_once, self.device.type, diffusers_version
+        )  # fmt: skip
         files = PromptFiles(folder, encoder_digest(encoders, tokenizers, *settings), limit)
         self._encoded = PromptCache(files=files)
         return len(files)

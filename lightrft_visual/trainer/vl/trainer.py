@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from ...batches.prompts import PromptBatch
-from ...batches.rollouts import Rollout
+from ...batches.rollouts import Rollout, let_go_of_media
 from ...checkpoint.export import export_hf, export_lora
 from ...config import registry
 from ...config.vl import AlgorithmConfig, RunConfig
@@ -18,13 +19,14 @@ from ...data.prompts import PromptRow
 from ...data.supply import PromptSupply
 from ...errors import ConfigError
 from ...observe.metrics import MetricsAccumulator
-from ...observe.rollouts import Record, gather_records, records_from_rollouts
+from ...observe.rollouts import Record, gather_records, own_choice, records_from_rollouts
 from ...replay.buffer import NaiveReplayBuffer
 from ...replay.selective import SelectiveReplay
 from ...rollout.parity import RolloutCheck
 from ...rollout.weight_sync import gathered_state_dict
 from ...strategy import collectives
 from ...strategy.deepspeed import TrainEngine
+from ...strategy.host import give_back_freed_memory
 from ...strategy.seeding import derive_seed
 from ...strategy.sequence import own_scores
 from ...strategy.start_up import say
@@ -122,10 +124,10 @@ class VLTrainer(PolicyTrainer):
         weights = self.maker.rewards.refresh_weights()
         left = self.settings.total_steps - self.step
         batch = self._next_prompts() if self.ahead is None else self.ahead.next(left)
-        made = self.maker.make(batch, more=self._next_prompts)
+        self.probe = self._probe_of(batch)
+        made = self.maker.make(batch, more=self._next_prompts, scored=partial(self._let_go_of_media, batch))
         if self.step + 1 < self.settings.total_steps:
             self.prompts_ahead.begin(self._next_ids())  # while this step is trained on
-        self.probe = self._probe_of(batch)
         data = StepData(made.experiences, records=self._records(made.rollouts))
         if self.config.algorithm.reads_log_probs:
             check = self._rollout_check()
@@ -312,6 +314,16 @@ class VLTrainer(PolicyTrainer):
         if check.compared or self.ahead is None:
             metrics.add_max("rollout_logp_diff_max", check.largest)
         metrics.add_max("parity", self.parity)
+
+    def _let_go_of_media(self, batch: PromptBatch, rollouts: list[Rollout]) -> None:
+        """Decoded media of scored rollouts, but those that this rank's records will show, leave the host's memory."""
+        if self.parts.gold is not None:  # scores them again
+            return
+        output, seed = self.config.output, self.config.train.seed
+        count = output.num_trajectories_to_save if output.save_trajectories else 0
+        records = own_choice(records_from_rollouts(rollouts), count, seed, self.step + 1)
+        batch.let_go_of_media()
+        give_back_freed_memory(let_go_of_media(rollouts, {record["sample_id"] for record in records}))
 
     def _records(self, rollouts: list[Rollout]) -> list[Record]:
         """Of the step in progress, to be kept and shown; none where nobody asks for them. A collective."""

@@ -16,7 +16,7 @@ from lightrft_visual.algorithms.diffusion.diffusion_dpo import pair_preference
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.algorithms.diffusion.rows import experience_of, samples_at, trainable_steps
 from lightrft_visual.algorithms.diffusion.rwr import RewardWeighted
-from lightrft_visual.batches.conditions import stacked
+from lightrft_visual.batches.conditions import separate, stacked
 from lightrft_visual.batches.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig, SamplingResult
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.families import qwen_image
@@ -433,3 +433,21 @@ def test_images_are_encoded_as_they_are_decoded(name):
 def test_a_model_of_videos_encodes_no_images():
     with pytest.raises(ConfigError, match="draws videos"):
         policy_of("wan").encode_images([Image.new("RGB", (32, 32))], 32, 32)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "edit" not in name and name != "wan_i2v"])
+def test_prompts_encoded_together_are_those_encoded_alone(name):
+    """Bit for bit in calls of one shape, and to rounding what the pipeline gives for each by itself."""
+    policy = policy_of(name)
+    texts = ["a red circle", "a dog", "a very large blue cross on white", "", "two green rings", "a cat", "x", "y", "z"]
+    together = policy.remember_prompts(texts)
+    plain = getattr(type(policy.family).encode_prompts, "__wrapped__", type(policy.family).encode_prompts)
+    with torch.no_grad():
+        for text in (texts[0], texts[2], texts[8]):
+            again, alone = (
+                separate(made)[0] for made in (policy.family.encode_prompts([text]), plain(policy.family, [text]))
+            )
+            assert together[text].keys() == alone.keys()
+            for key, value in together[text].items():
+                assert torch.equal(value, again[key])
+                torch.testing.assert_close(value, alone[key], rtol=1e-4, atol=1e-5)

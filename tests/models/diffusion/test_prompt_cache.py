@@ -62,6 +62,20 @@ def test_the_negative_prompt_is_encoded_once_for_all(monkeypatch):
     assert torch.equal(guided["negative_context"][:1], policy.encode_prompts(["a dog"])["context"])
 
 
+def test_new_prompts_go_through_the_encoders_several_at_once(monkeypatch):
+    policy, calls = DiffusionPolicy(family_of(build_pipeline(TinyDiffusionSettings(layers=1)), TEXT_LENGTH)), []
+    pipeline = policy.family.pipeline
+    encode = pipeline.encode_prompt
+    monkeypatch.setattr(
+        pipeline, "encode_prompt", lambda prompts, *a, **k: calls.append(len(prompts)) or encode(prompts, *a, **k)
+    )
+    texts = [f"a {colour} {shape}" for colour in ("red", "blue", "green") for shape in ("circle", "cross", "ring")]
+    conditions = policy.encode_prompts(texts * 2, "")  # 9 texts and the negative one
+    assert calls == [8, 8] and len(conditions["context"]) == len(conditions["negative_context"]) == 18
+    one = policy.remember_prompts(texts)[texts[3]]["context"]
+    assert one.untyped_storage().nbytes() == one.nbytes  # and not that of all that were encoded beside it
+
+
 def test_encoders_and_the_decoder_are_on_the_device_for_their_turns_only(monkeypatch):
     policy, turns = DiffusionPolicy(family_of(build_pipeline(TinyDiffusionSettings(layers=1)), TEXT_LENGTH)), []
     names = {id(part): name for name, part in policy.family.pipeline.components.items()}

@@ -132,6 +132,22 @@ def test_with_dynamic_sampling_it_sleeps_once_no_round_can_follow(checkpoint):
     assert told == [*rounds, "sleep", "forward", "forward"]
 
 
+def test_who_lets_go_of_media_is_given_scored_rollouts_before_the_forward_passes(checkpoint):
+    told: list[str] = []
+
+    def scored(rollouts):
+        told.append(f"scored {[rollout.reward for rollout in rollouts]}")
+
+    made = maker_of(checkpoint, told).make(PROMPTS, scored=scored)
+    assert told == ["wake", "generate", "sleep", "reward", f"scored {[1.0] * 6}", "forward", "forward"]
+    assert all(each.info["reward"].tolist() == [1.0] * 3 for each in made.experiences)
+    maker = maker_of(checkpoint, told)
+    maker.reward_stage.rewards = maker.rewards = RewardComputationEngine(reward_model=Noting(told))
+    told.clear()
+    maker.make(PROMPTS, scored=scored)
+    assert told.index("forward") < told.index(f"scored {[1.0] * 6}") == len(told) - 1
+
+
 def test_an_engine_that_is_given_new_weights_does_not_keep_the_old_ones(checkpoint):
     told: list[str] = []
     maker_of(checkpoint, told, weights_follow=True).make(PROMPTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,36 @@ ATTENTION_TARGETS = (
 )  # fmt: skip
 
 
+def in_whole_batches(encode: Callable[[Any, list[str]], Conditions]) -> Callable[[Any, list[str]], Conditions]:
+    """An `encode_prompts` that always gives the encoders `texts_at_once` texts, the last of them filled up by
+    repetition.
+
+    In calls of one shape a text's last bits do not depend on how many others, or which, are encoded beside it.
+    """
+
+    @wraps(encode)
+    def in_parts(family: DiffusionFamily, prompts: list[str]) -> Conditions:
+        size = family.texts_at_once
+        filled = [*prompts, *[prompts[-1]] * (-len(prompts) % size)]
+        parts = [encode(family, filled[start : start + size]) for start in range(0, len(filled), size)]
+        return {name: joined([part[name] for part in parts])[: len(prompts)] for name in parts[0]}
+
+    return in_parts
+
+
 class DiffusionFamily(ABC):
     """Adapter between one pipeline class of diffusers and the policy.
 
     Subclasses hold no weights: the pipeline does. `prediction` is 'flow' (velocity, noise minus data) or 'epsilon'.
-    `lora_targets` are module suffixes of the attention projections.
+    `lora_targets` are module suffixes of the attention projections. `texts_at_once` go through the text encoders in one
+    call, where the pipeline pads all texts to one length: padded to the longest, or not at all, each goes by itself.
     """
 
     prediction = "flow"
     denoiser_names: tuple[str, ...] = ("transformer",)
     lora_targets: tuple[str, ...] = ATTENTION_TARGETS
     default_text_length: int | None = 256
+    texts_at_once = 8
     takes_first_frame = False
     most_source_images = 0  # of a prompt, where the model edits images
     module_names: dict[str, str] = {}  # of LoRA's modules in the model's own code -> in diffusers

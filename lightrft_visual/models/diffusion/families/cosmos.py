@@ -15,7 +15,14 @@ from torch import nn
 
 from ....batches.conditions import Conditions
 from ..schedule import flow_match_schedule, upcast
-from .base import DiffusionFamily, channel_statistics, encoded_mean, save_transformer_lora, spatial_latent
+from .base import (
+    DiffusionFamily,
+    channel_statistics,
+    encoded_mean,
+    in_whole_batches,
+    save_transformer_lora,
+    spatial_latent,
+)
 from .wan import ATTENTION
 
 T = torch.Tensor
@@ -38,6 +45,7 @@ class CosmosPredict2(DiffusionFamily):
         """No guardrail models."""
         return {"safety_checker": NoSafetyChecker()}
 
+    @in_whole_batches
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """T5: context (B, L, D)."""
         context, _ = self.pipeline.encode_prompt(

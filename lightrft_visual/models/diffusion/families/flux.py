@@ -6,7 +6,7 @@ import torch
 
 from ....batches.conditions import Conditions
 from ..schedule import upcast
-from .base import DiffusionFamily, encoded_mean, pack, spatial_latent, unpack
+from .base import DiffusionFamily, encoded_mean, in_whole_batches, pack, spatial_latent, unpack
 
 T = torch.Tensor
 
@@ -17,6 +17,7 @@ class Flux(DiffusionFamily):
     default_text_length = 512
     uses_negative = False
 
+    @in_whole_batches
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """T5 context (B, L, D) and pooled CLIP (B, D)."""
         context, pooled, _ = self.pipeline.encode_prompt(

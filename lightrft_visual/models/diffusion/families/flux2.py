@@ -9,7 +9,7 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
 from ....batches.conditions import Conditions
 from ..schedule import flow_match_schedule, upcast
-from .base import DiffusionFamily, encoded_mean, spatial_latent
+from .base import DiffusionFamily, encoded_mean, in_whole_batches, spatial_latent
 
 T = torch.Tensor
 USUAL_STEPS = 50  # of the pipeline; its shift depends on them
@@ -25,6 +25,7 @@ class Flux2Klein(DiffusionFamily):
         super().__init__(pipeline, text_length)
         self.uses_negative = not pipeline.config.get("is_distilled")
 
+    @in_whole_batches
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """context (B, L, D); texts are padded to L, and the padding is read, as in the stock pipeline."""
         context, _ = self.pipeline.encode_prompt(

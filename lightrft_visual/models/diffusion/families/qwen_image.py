@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ....batches.conditions import Conditions, widened
+from ....batches.conditions import Conditions, used_widths, widened
 from ..schedule import upcast
 from .base import DiffusionFamily, channel_statistics, encoded_mean, pack, spatial_latent, unpack
 
@@ -22,6 +22,7 @@ class QwenImage(DiffusionFamily):
     """
 
     default_text_length = 1024
+    texts_at_once = 1
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """context (B, L, D) and its mask (B, L), padded to the longest of these texts."""
@@ -39,7 +40,7 @@ class QwenImage(DiffusionFamily):
     def _tokens(self, tokens: T, grids: list[Grid], timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """What the transformer makes of tokens (B, L, 4 C) of images of these sizes, behind each other."""
         transformer, dtype = self.pipeline.transformer, self.dtype
-        used = -(-int(conditions["mask"].sum(dim=1).max()) // TEXT_STEP) * TEXT_STEP
+        used = -(-max(used_widths(conditions["mask"])) // TEXT_STEP) * TEXT_STEP
         context, mask = (widened(each[:, :used], used) for each in (conditions["context"], conditions["mask"]))
         guidance = torch.full_like(timesteps, guidance_scale) if transformer.config.guidance_embeds else None
         return transformer(

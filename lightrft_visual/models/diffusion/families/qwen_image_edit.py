@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ T = torch.Tensor
 SOURCE_PIXELS = 1024 * 1024  # area that the pipelines scale source images to
 SIDE = 32  # pixels; sides are multiples of it
 READ_PIXELS = 384 * 384  # largest area of the images that the text encoder of the later pipeline reads
+READ_TOKEN, ASKED_TOKENS = 28 * 28, 256  # pixels of a token there; tokens that a plan has for the text itself
 
 
 class QwenImageEdit(QwenImage):
@@ -31,6 +33,7 @@ class QwenImageEdit(QwenImage):
 
     default_text_length = None
     most_source_images = 1
+    read_pixels = SOURCE_PIXELS  # largest area of the images that the text encoder reads
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
         if text_length is not None:
@@ -44,14 +47,16 @@ class QwenImageEdit(QwenImage):
     def encode_edit(self, prompt: str, images: list[Any]) -> Conditions:
         """context (1, L, D) and mask (1, L) of the text with its images."""
         (image,) = images
-        scaled = self._scaled(image, self.source_pixels or SOURCE_PIXELS)
-        return self._encoded([prompt], scaled)
+        return self._encoded([prompt], self._scaled(image, self._area(self.read_pixels)))
 
     def _encoded(self, prompt: list[str], image: Any) -> Conditions:
         context, mask = self.pipeline.encode_prompt(prompt, image=image, device=self.device)
         if mask is None:
             mask = torch.ones(context.shape[:2], dtype=torch.long, device=context.device)
         return {"context": context, MASK: mask}
+
+    def _area(self, most: int) -> int:
+        return min(most, self.source_pixels or SOURCE_PIXELS)
 
     def encode_sources(self, images: list[Any]) -> Conditions:
         """source (1, L, 4 C) and source_grid (1, N, 2)."""
@@ -68,6 +73,19 @@ class QwenImageEdit(QwenImage):
         """The image at about this area, in its proportions."""
         width, height, *_ = calculate_dimensions(pixels, image.width / image.height)
         return self.pipeline.image_processor.resize(image, max(height, SIDE), max(width, SIDE))
+
+    def planned_conditions(self, count: int, width: int) -> Conditions:
+        """Of `count` samples with as many images as the model takes, without contents; width: of the context."""
+        images, area = self.most_source_images, self.source_pixels or SOURCE_PIXELS
+        rows = columns = math.isqrt(area) // (2 * self.pipeline.vae_scale_factor)
+        read = images * self._area(self.read_pixels) // READ_TOKEN + ASKED_TOKENS
+        tokens = self.pipeline.transformer.config.in_channels
+        return {
+            "context": torch.empty(count, read, width, dtype=self.dtype, device="meta"),
+            MASK: torch.ones(count, read, dtype=torch.long, device="meta"),
+            "source": torch.empty(count, images * rows * columns, tokens, device="meta"),
+            "source_grid": torch.tensor([[[rows, columns]] * images] * count),  # is read on the host
+        }
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """Velocity, fp32."""
@@ -91,8 +109,9 @@ class QwenImageEditPlus(QwenImageEdit):
     """Several source images; the text encoder reads smaller ones than the denoiser does."""
 
     most_source_images = 3  # as many as the checkpoints were trained with
+    read_pixels = READ_PIXELS
 
     def encode_edit(self, prompt: str, images: list[Any]) -> Conditions:
         """context (1, L, D) and mask (1, L) of the text with its images."""
-        pixels = min(READ_PIXELS, self.source_pixels or SOURCE_PIXELS)
-        return self._encoded([prompt], [self._scaled(image, pixels) for image in images])
+        area = self._area(self.read_pixels)
+        return self._encoded([prompt], [self._scaled(image, area) for image in images])

@@ -8,7 +8,7 @@ from diffusers import DDIMScheduler
 from ....batches.conditions import Conditions
 from ....errors import ConfigError
 from ..schedule import upcast
-from .base import DiffusionFamily, encoded_mean, spatial_latent
+from .base import DiffusionFamily, encoded_mean, in_whole_batches, spatial_latent
 from .wan import ATTENTION
 
 T = torch.Tensor
@@ -22,6 +22,7 @@ class StableDiffusion15(DiffusionFamily):
     lora_targets = ATTENTION
     default_text_length = 77
 
+    @in_whole_batches
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """CLIP: context (B, 77, D)."""
         return {"context": self.pipeline.encode_prompt(prompts, self.device, 1, False)[0]}

@@ -9,7 +9,7 @@ from ....batches.conditions import Conditions
 from ....errors import ConfigError
 from ..layers import JointAttention
 from ..schedule import upcast
-from .base import DiffusionFamily, encoded_mean, spatial_latent
+from .base import DiffusionFamily, encoded_mean, in_whole_batches, spatial_latent
 
 T = torch.Tensor
 
@@ -21,6 +21,7 @@ class StableDiffusion3(DiffusionFamily):
         super().__init__(pipeline, text_length)
         pipeline.transformer.set_attn_processor(JointAttention())
 
+    @in_whole_batches
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """CLIP and T5: context (B, L, D) and pooled (B, D)."""
         context, _, pooled, _ = self.pipeline.encode_prompt(

@@ -11,7 +11,7 @@ from ....batches.conditions import Conditions
 from ....errors import ConfigError
 from ....strategy import collectives
 from ..schedule import flow_match_schedule, upcast
-from .base import DiffusionFamily, channel_statistics, spatial_latent
+from .base import DiffusionFamily, channel_statistics, in_whole_batches, spatial_latent
 
 T = torch.Tensor
 ATTENTION = tuple(f"{block}.{part}" for block in ("attn1", "attn2") for part in ("to_q", "to_k", "to_v", "to_out.0"))
@@ -27,6 +27,7 @@ class Wan(DiffusionFamily):
         "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
     }  # fmt: skip
 
+    @in_whole_batches
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """UMT5: context (B, L, D)."""
         context, _ = self.pipeline.encode_prompt(

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ....batches.conditions import Conditions
+from ....batches.conditions import Conditions, used_widths
 from ..schedule import flow_match_schedule, upcast
-from .base import DiffusionFamily, encoded_mean, spatial_latent
+from .base import DiffusionFamily, encoded_mean, in_whole_batches, spatial_latent
 
 T = torch.Tensor
 
@@ -23,6 +23,7 @@ class ZImage(DiffusionFamily):
     default_text_length = 512
     lora_targets = tuple(f"attention.{name}" for name in ("to_k", "to_out.0", "to_q", "to_v"))
 
+    @in_whole_batches
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """context (B, L, D) and its mask (B, L), padded to the longest of these texts."""
         texts, _ = self.pipeline.encode_prompt(
@@ -35,7 +36,7 @@ class ZImage(DiffusionFamily):
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """Velocity, fp32."""
         dtype = self.dtype
-        texts = [text[mask].to(dtype) for text, mask in zip(conditions["context"], conditions["mask"].bool())]
+        texts = [text[:n].to(dtype) for text, n in zip(conditions["context"], used_widths(conditions["mask"]))]
         images = list(latents.unsqueeze(2).to(dtype).unbind(dim=0))
         made = self.pipeline.transformer(images, (1000 - timesteps) / 1000, texts, return_dict=False)[0]
         return -upcast(torch.stack(list(made)).squeeze(2))
