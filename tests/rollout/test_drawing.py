@@ -227,6 +227,9 @@ def test_rows_ask_for_an_image_and_bring_their_caption(rig):
     data = MultimodalDataProcessor(rig.checkpoint.tokenizer, rig.checkpoint.processor, 64)
     assert [prompt.caption for prompt in data.features(batch)] == ["a red circle", None]
     assert rows[1].metadata == {"extra": 1}
+    whole = PromptRow("a red circle" + BEGIN, draw=True)
+    told = DataConfig(apply_chat_template=False)
+    assert prompt_batch([whole], rig.checkpoint, told, torch.arange(1)).prompts == ["a red circle" + BEGIN]
     with pytest.raises(DataError, match="rows:0: the column that asks for an image .draw_key. holds true or false"):
         row(prompt="a red circle", draw="yes")
 

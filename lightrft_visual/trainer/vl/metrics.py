@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ...batches.experience import Experience
 from ...batches.rollouts import Rollout
 from ...config import registry
 from ...guard.gains import Look, look_of
+from ...guard.images import SIDE, gathered, image_statistics
 from ...guard.texts import text_statistics
 from ...observe.metrics import MetricsAccumulator
 from ...rewards.engine import RewardComputationEngine
@@ -77,10 +79,29 @@ def _add_kinds(metrics: MetricsAccumulator, experience: Experience) -> None:
 
 
 def add_text_metrics(metrics: MetricsAccumulator, rollouts: Sequence[Rollout]) -> None:
-    """See `text_statistics`; of this rank's rollouts, averaged over ranks."""
-    found = text_statistics([each.token_ids for each in rollouts], [each.prompt.group_id for each in rollouts])
+    """See `text_statistics`; of this rank's answers, where it has any, averaged over ranks. Images are no texts."""
+    answers = [each for each in rollouts if not each.prompt.draws]
+    if not answers:
+        return
+    found = text_statistics([each.token_ids for each in answers], [each.prompt.group_id for each in answers])
     for name, value in found.items():
         metrics.add(name, value)
+
+
+def add_image_metrics(metrics: MetricsAccumulator, rollouts: Sequence[Rollout]) -> None:
+    """See `image_statistics`; of all ranks' drawings, where there are any. A collective.
+
+    The variety within groups is `drawing_diversity`, of which no band is learnt: a model that comes to draw what its
+    captions say draws one thing for one caption.
+    """
+    drawn = [each for each in rollouts if each.prompt.draws]
+    images = [torch.from_numpy(np.array(each.image.convert("RGB"))).permute(2, 0, 1) / 255 for each in drawn]
+    media = torch.stack(images) if images else torch.zeros(0, 3, SIDE, SIDE)
+    thumbs, groups = gathered(
+        media, torch.tensor([each.prompt.group_id for each in drawn]), collectives.all_gather_object
+    )
+    for name, value in (image_statistics(thumbs, groups) if len(thumbs) else {}).items():
+        metrics.add("drawing_diversity" if name == "image_diversity" else name, value)
 
 
 def add_distorted(metrics: MetricsAccumulator, rollouts: Sequence[Rollout], strength: int) -> None:

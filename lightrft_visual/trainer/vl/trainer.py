@@ -35,7 +35,14 @@ from ..stage_metrics import add_stage_metrics
 from .ahead import RolloutsAhead, add_staleness
 from .build import build_parts, engine_weights
 from .image_dependence import ImageDependence
-from .metrics import add_distorted, add_gold, add_rollout_metrics, add_text_metrics, kl_per_token
+from .metrics import (
+    add_distorted,
+    add_gold,
+    add_image_metrics,
+    add_rollout_metrics,
+    add_text_metrics,
+    kl_per_token,
+)
 from .parts import VLParts, prompt_batch
 from .prompts_ahead import PromptsAhead
 from .updates import PolicyUpdate, TrainBatch, ValueUpdate, comparable, has_dropout, plan_batch
@@ -147,6 +154,8 @@ class VLTrainer(PolicyTrainer):
             data.metrics.add(f"reward_weight/{name}", weight)
         if self.config.guard.watch:
             add_text_metrics(data.metrics, made.rollouts)
+            if self.image_tokens is not None:
+                add_image_metrics(data.metrics, made.rollouts)
             if self.parts.gold is not None and self._gold_due():
                 data.look = add_gold(data.metrics, self.parts.gold, made.rollouts, self.step + 1)
         if self.ahead is not None:

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 from lightrft_visual.algorithms.kl import get_kl_controller
 from lightrft_visual.config.vl import AlgorithmConfig
+from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.loop import StepData
-from lightrft_visual.trainer.vl.metrics import kl_per_token
+from lightrft_visual.trainer.vl.metrics import add_image_metrics, add_text_metrics, kl_per_token
 from lightrft_visual.trainer.vl.stages import add_kl
 from lightrft_visual.trainer.vl.trainer import VLTrainer
 
@@ -42,3 +44,22 @@ def test_learning_steers_the_coefficient_towards_a_kl_per_token(target, factor):
     VLTrainer._steer_kl(trainer, data)
     assert trainer.maker.kl_controller.value == pytest.approx(0.5 * factor)
     assert data.metrics.reduce() == {"kl_coef": pytest.approx(0.5 * factor)}
+
+
+def test_answers_are_watched_as_texts_and_drawings_as_images():
+    def made(group, ids, colour=None):
+        image = None if colour is None else Image.new("RGB", (16, 16), colour)
+        prompt = SimpleNamespace(group_id=group, draws=colour is not None)
+        return SimpleNamespace(prompt=prompt, token_ids=ids, image=image)
+
+    answers = [made(0, [5, 6, 5, 6, 5]), made(0, [5, 6, 7, 8, 9])]
+    drawn = [made(1, [7] * 16, "red"), made(1, [7] * 16, "blue"), made(2, [7] * 16, "red"), made(2, [7] * 16, "red")]
+    found = {}
+    for name, rollouts in (("both", answers + drawn), ("answers", answers), ("drawings", drawn)):
+        metrics = MetricsAccumulator()
+        add_text_metrics(metrics, rollouts)
+        add_image_metrics(metrics, rollouts)
+        found[name] = metrics.reduce()
+    assert found["both"] == found["answers"] | found["drawings"] and not set(found["answers"]) & set(found["drawings"])
+    assert found["both"]["repetition"] == pytest.approx(0.25) and found["both"]["image_blank"] == 1.0
+    assert found["both"]["drawing_diversity"] == pytest.approx((2 / 3) ** 0.5 / 2, abs=0.01)

@@ -71,8 +71,8 @@ class Emu3(VLMFamily):
 
     @classmethod
     def begin_drawing(cls, prompt: str, model_input: ModelInput, where: str) -> str:
-        """As the processor does with return_for_image_generation."""
-        return prompt + _size(model_input)
+        """As the processor does with return_for_image_generation; a whole prompt may bring it along."""
+        return prompt if cls.asks_for_image(prompt, model_input) else prompt + _size(model_input)
 
     @classmethod
     def check_prompt(cls, prompt: str, images: int, videos: int, model_input: ModelInput, where: str) -> None:

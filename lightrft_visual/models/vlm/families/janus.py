@@ -53,8 +53,8 @@ class Janus(VLMFamily):
 
     @classmethod
     def begin_drawing(cls, prompt: str, model_input: ModelInput, where: str) -> str:
-        """As the processor does with generation_mode 'image'."""
-        return prompt + model_input.image_start_token
+        """As the processor does with generation_mode 'image'; a whole prompt may bring it along."""
+        return prompt if cls.asks_for_image(prompt, model_input) else prompt + model_input.image_start_token
 
     @classmethod
     def check_prompt(cls, prompt: str, images: int, videos: int, model_input: ModelInput, where: str) -> None:
