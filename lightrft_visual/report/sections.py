@@ -14,7 +14,7 @@ from ..data.bad_rows import FILE_NAME
 from ..strategy.files import read_jsonl
 from .charts import PALETTE, Point
 from .curves import ahead_panels, time_panel
-from .data import PhaseTimes, RunData, flat_config, phase_times
+from .data import QUICK_DUMPER, PhaseTimes, RunData, flat_config, phase_times
 
 HEADLINE = (
     ("evaluation", "eval_reward", "evaluation reward"),
@@ -125,7 +125,7 @@ def setup_section(run: RunData) -> dict[str, Any] | None:
         for title in ("hardware", "versions")
         if isinstance(found := environment.get(title), dict)
     }
-    text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else ""
+    text = yaml.dump(run.config, Dumper=QUICK_DUMPER, sort_keys=False, allow_unicode=True) if run.config else ""
     content = {"command": shlex.join(map(str, command)) if command else "", "tables": tables, "config": text}
     return content if any(content.values()) else None
 

@@ -254,7 +254,8 @@ class PolicyTrainer(ABC):
         if self.settings.guard.keeps_best:
             self._keep_best()
         self._tell(alarms)
-        self.report.write()
+        if self.step < self.settings.total_steps:  # at the last step `fit` writes it, as the run ends
+            self.report.write()
         self.timer.collect()
 
     def _keep_best(self) -> None:

@@ -83,16 +83,21 @@ def walk(tmp_path):
 
 
 def test_the_report_follows_the_run_and_shows_its_end(walk, tmp_path):
-    trainer, seen = walk(), []
-    after_step, page = trainer.report.after_step, tmp_path / "report.html"
+    trainer, seen, written = walk(), [], []
+    after_step, write, page = trainer.report.after_step, trainer.report.write, tmp_path / "report.html"
 
     def noted(step):
         after_step(step)
         seen.append("last step" in page.read_text())
 
-    trainer.report.after_step = noted
+    def counted():
+        written.append(trainer.step)
+        return write()
+
+    trainer.report.after_step, trainer.report.write = noted, counted
     assert trainer.fit() == {"eval_reward": 0.25}
     assert seen == [True] * 3
+    assert written == [0, 1, 2, 3, 3]  # after the last step and at the end, not at the evaluation between them
     text = page.read_text()
     assert "0.750" in text and "0.250" in text  # the last training reward and the last evaluation
 

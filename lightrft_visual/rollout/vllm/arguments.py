@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
@@ -147,14 +147,16 @@ def prepare_environment() -> None:
 
 
 @contextmanager
-def without_unused() -> Iterator[None]:
-    """Inside, vLLM imports neither of two things that it has no use for here, and does without when they are missing.
+def without_unused(extra: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, vLLM imports none of three things that it has no use for here, and does without when they are missing.
 
     On CPU, where nothing is compiled, that is torch's compiler, in which it widens a list (half a second); everywhere
-    Ray, which it asks whether it is in use: not before somebody else has imported it.
+    Ray, which it asks whether it is in use, and OpenTelemetry, unless `extra`, the user's engine arguments, name where
+    traces go: not before somebody else has imported them.
     """
     compiler = ["torch._inductor.lowering"] if get_accelerator().device_name() == "cpu" else []
-    hidden = [name for name in (*compiler, "ray") if name not in sys.modules]
+    tracing = [] if "otlp_traces_endpoint" in extra else ["opentelemetry"]
+    hidden = [name for name in (*compiler, "ray", *tracing) if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # None is an ImportError for whoever asks
     try:
         yield
@@ -250,5 +252,5 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
     settings = VLLMSettings.from_config(config, checkpoint)
     if settings.own_ranks:  # on the devices of a worker; this process may see none but its own
         settings = replace(settings, tensor_parallel_size=1)
-    with importing(), without_unused():
+    with importing(), without_unused(settings.extra):
         runs_on_second_runner(engine_arguments(settings, on_cpu))

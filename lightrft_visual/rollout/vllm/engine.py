@@ -62,7 +62,7 @@ class VLLMEngine:
 
     def _build(self):
         # Imported late: vLLM detects its platform and reads the environment at import.
-        with importing(), without_unused():
+        with importing(), without_unused(self.settings.extra):
             from vllm import LLM
 
         from .shared_memory import use_private_name
@@ -74,7 +74,7 @@ class VLLMEngine:
         arguments = engine_arguments(s, on_cpu)
         rules = sampling_rules(s.banned_ids, runs_on_second_runner(arguments))
         try:
-            with without_unused():
+            with without_unused(s.extra):
                 return LLM(**arguments, logits_processors=[rules])
         except Exception as error:
             raise RolloutError(f"vLLM could not load {s.model}: {type(error).__name__}: {error}") from error
