@@ -254,5 +254,5 @@ def test_a_model_of_two_parts_says_what_is_not_counted(tmp_path, capsys) -> None
     tiny_families.FAMILIES["glm_image"]().save_pretrained(tmp_path)
     with pytest.raises(SystemExit) as stop:
         config_or_exit(DiffusionRunConfig, ["--pretrain", str(tmp_path), "--plan_device", "h100-80gb", "--dry_run"])
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no plan")]
+    said = [line for line in capsys.readouterr().out.splitlines() if "no plan: " in line]
     assert stop.value.code == 0 and len(said) == 1 and "vision_language_encoder" in said[0]

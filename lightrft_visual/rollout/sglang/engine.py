@@ -116,7 +116,11 @@ class SGLangEngine:
         return [completion(output, prompt, settings, eos_ids, text) for output, text in zip(outputs, texts)]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load new weights in place, then drop every cache that was computed with the old ones."""
+        """Load new weights in place, then drop every cache that was computed with the old ones.
+
+        An engine that sleeps is woken.
+        """
+        self.wake()
         weights.send(self.engine, named_tensors)
         if self.lacks_weights:
             self.engine.resume_memory_occupation(tags=[CACHE])
@@ -137,7 +141,7 @@ class SGLangEngine:
         """
         if self.settings.enable_sleep and get_accelerator().device_name() != "cpu" and not self.asleep:
             self.engine.release_memory_occupation(tags=[CACHE] if keep_weights else [CACHE, WEIGHTS])
-            self.asleep, self.lacks_weights = True, not keep_weights
+            self.asleep, self.lacks_weights = True, self.lacks_weights or not keep_weights
 
     def wake(self) -> None:
         if self.asleep:

@@ -44,6 +44,7 @@ class VLLMEngine:
 
     shares_weights = False
     streams = True
+    ranks: RanksWeights | None = None  # where vLLM has started ranks of its own
 
     def __init__(self, settings: VLLMSettings):
         self.sharing = PromptSharing(1 if settings.own_ranks else settings.tensor_parallel_size)
@@ -52,7 +53,8 @@ class VLLMEngine:
         self.asleep = self.lacks_weights = False
         self.failure: str | None = None
         self.llm = self._build()
-        self.ranks = RanksWeights(self.llm) if settings.starts_ranks else None
+        if settings.starts_ranks:
+            self.ranks = RanksWeights(self.llm)
         self.tokenizer = self.llm.get_tokenizer()
 
     @classmethod
@@ -167,7 +169,11 @@ class VLLMEngine:
         return list(one.logprobs.logprobs)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load new weights in place (checkpoint names), then drop every cache that was computed with the old ones."""
+        """Load new weights in place (checkpoint names), then drop every cache that was computed with the old ones.
+
+        An engine that sleeps is woken.
+        """
+        self.wake()
         if self.ranks is not None:
             self.ranks.update(named_tensors)
         else:
@@ -192,7 +198,7 @@ class VLLMEngine:
         """
         if self.settings.enable_sleep and get_accelerator().device_name() != "cpu" and not self.asleep:
             self.llm.sleep(level=1 if keep_weights else 2)
-            self.asleep, self.lacks_weights = True, not keep_weights
+            self.asleep, self.lacks_weights = True, self.lacks_weights or not keep_weights
 
     def wake(self) -> None:
         if self.asleep:

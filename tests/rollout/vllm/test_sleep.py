@@ -75,6 +75,16 @@ def test_without_them_room_for_weights_comes_first_and_the_kv_cache_after_the_lo
     assert engine.llm.told[6:] == ["reload_weights", "reset"]
 
 
+def test_a_load_wakes_and_weights_that_were_not_loaded_are_not_taken_for_kept_ones(engine):
+    engine.sleep(keep_weights=False)
+    engine.wake()
+    engine.sleep()  # before anything was loaded
+    assert engine.lacks_weights
+    engine.update_weights([])
+    assert engine.llm.told[-4:] == ["wake weights", "reload_weights", "wake kv_cache", "reset"]
+    engine._run([{}], [None])
+
+
 def test_an_engine_that_may_not_sleep_stays_awake(engine):
     engine.settings.enable_sleep = False
     engine.sleep(keep_weights=False)
