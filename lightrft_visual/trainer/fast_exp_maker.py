@@ -223,8 +223,9 @@ class FastExperienceMaker:
         early: EarlyScores | None = None,
         seed: int | None = None,
     ) -> list[Rollout]:
-        """Unscored rollouts, prompt-major. early: is given each prompt's as they are finished. seed: see
-        `RolloutStage.generate`."""
+        """Unscored rollouts, prompt-major. early: is given each prompt's as they are finished, or where the model is
+        asked about its drawings, or draws its answers, all of them after that. seed: see `RolloutStage.generate`."""
+        own_views = self.settings.self_questions is not None or self.settings.self_drawings is not None
         with self._phase("sync"):
             self.engine.wake()
         with self._phase("generate"):
@@ -233,7 +234,7 @@ class FastExperienceMaker:
                 sampling,
                 policy_version=self.policy_version,
                 purpose=purpose,
-                finished=None if early is None else early.add,
+                finished=None if early is None or own_views else early.add,
                 seed=seed,
                 distortion=self.settings.distortion if purpose == "rollout" else None,
             )
@@ -241,6 +242,8 @@ class FastExperienceMaker:
                 self.settings.self_questions(self.rollout_stage).ask(rollouts)
             if self.settings.self_drawings is not None:
                 self.settings.self_drawings(self.rollout_stage).draw(rollouts)
+            if early is not None and own_views:
+                early.add(0, rollouts)
             return rollouts
 
     def score(self, rollouts: list[Rollout], early: EarlyScores | None = None) -> dict[str, float]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,6 +35,7 @@ from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.self_drawings import SelfDrawings
 from lightrft_visual.rollout.self_questions import SelfQuestions
+from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
 from lightrft_visual.trainer.vl.parts import prompt_batch
 
 BEGIN = "<begin_of_image>"
@@ -288,6 +292,28 @@ def test_the_model_is_asked_about_what_it_drew(rig):
     rollouts[0].prompt.metadata["ask"] = 3
     with pytest.raises(DataError, match="prompt 0: the question in 'ask' is no text"):
         questions.ask(rollouts)
+
+
+def test_remote_scorers_see_what_the_model_said_of_its_drawing(rig):
+    batch = PromptBatch.of(
+        ["a red circle" + BEGIN, turn("where?")], metadata=[{"ask": "what colour is it?"}, {}], captions=["a", None]
+    )
+    asks = partial(
+        SelfQuestions, model_input=rig.checkpoint.processor, data=DataConfig(ask_key="ask"), max_new_tokens=4
+    )
+    maker = SimpleNamespace(
+        settings=MakerSettings(self_questions=asks), engine=rig.engine, rollout_stage=rig.stage, policy_version=0,
+        _phase=lambda name: nullcontext(),
+    )  # fmt: skip
+    seen = {}
+
+    def add(first, rollouts):
+        seen.update({first + place: each.text for place, each in enumerate(rollouts)})
+
+    made = FastExperienceMaker.generate(
+        maker, batch, SamplingSettings(n=2, max_new_tokens=4), early=SimpleNamespace(add=add)
+    )
+    assert [seen[place] for place in range(4)] == [each.text for each in made] and made[0].text
 
 
 def test_the_model_draws_what_it_described(rig):
