@@ -263,12 +263,21 @@ class DiffusionPlanner:
         forward = Item("a denoising step", step, "micro_rollout_batch_size")
         decoded = Item("decoding", self._decoded(count, backward=False).peak, "vae_tiling, micro_rollout_batch_size")
         moments = [
-            [*self._always(ENCODERS), *self._drawn()],
+            [*self._always(ENCODERS), *self._drawn(), self._encoding()],
             [*always, *drawn, lent, forward, *self.zero.gathered(self.model)],
             [*self._always(("vae",)), *drawn, lent, decoded],
         ]
         seconds = 0 if self.rewarded else self._products(s.num_steps) / (SAMPLING_USE * self.device.flops)
         return Phase.fullest("generate", seconds, *moments)
+
+    def _encoding(self) -> Item:
+        """Of the texts of one call: what every layer of an encoder gives, which several pipelines read."""
+        family = self.policy.family
+        tokens = family.texts_at_once * self.computed.conditions(1, negative=False)["context"].shape[1]
+        parts = [family.pipeline.components.get(name) for name in ENCODERS]
+        shapes = [part.config.get_text_config() for part in parts if isinstance(part, nn.Module)]
+        layers = [(each.num_hidden_layers + 1) * each.hidden_size for each in shapes]
+        return Item("texts in the encoders", tokens * max(layers, default=0) * self.computed.width)
 
     def _decoded(self, count: int, backward: bool) -> Held:
         """A tiled decoder works on tiles of 256 pixels, so its activations are those of such a tile."""

@@ -20,6 +20,8 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
 from lightrft_visual.plan import check
 from lightrft_visual.plan.advice import advice, forecasts
+from lightrft_visual.plan.diffusion import Computed, DiffusionPlanner
+from lightrft_visual.plan.pipelines import pipeline_policy
 from lightrft_visual.plan.table import HOST, Item, Phase, Plan
 from lightrft_visual.trainer.diffusion.graphs import kept_bytes
 
@@ -248,6 +250,17 @@ def test_a_drawing_pipeline_in_a_folder_is_planned(tmp_path, name: str) -> None:
     if told is not None:  # as many images as the model takes, once a prompt, each token 4 C numbers in fp32
         images, tokens = 3, (1024 // 16) ** 2
         assert told.where == HOST and told.bytes > config.sampling.rollout_batch_size * images * tokens * 4
+
+
+def test_texts_in_the_encoders_are_counted(tmp_path) -> None:
+    tiny_families.FAMILIES["z_image"]().save_pretrained(tmp_path)
+    config = parse_run(DiffusionRunConfig, ["--pretrain", str(tmp_path), "--height", "32", "--width", "32"]).config
+    policy = pipeline_policy(config)
+    planner = DiffusionPlanner(config, Computed(config, policy), CARD, 1, 1)
+    encoder = policy.family.pipeline.text_encoder
+    ids = torch.zeros(8, policy.family.text_length, dtype=torch.long, device="meta")
+    states = encoder(input_ids=ids, output_hidden_states=True).hidden_states
+    assert planner._encoding().bytes == sum(state.nbytes for state in states)
 
 
 def test_a_model_of_two_parts_says_what_is_not_counted(tmp_path, capsys) -> None:
