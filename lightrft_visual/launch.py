@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from .config.vl import RunConfig
 from .errors import LightRFTVisualError, StoppedBySignal
 from .strategy.host import bound_spinning
-from .strategy.start_up import importing, leaving, say
+from .strategy.start_up import importing, leaving, say, seldom_collecting
 from .usercode.calls import TERMINATED, describe_error, masked
 from .usercode.surroundings import no_silent_exit
 
@@ -80,10 +80,12 @@ def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
     try:
         say("importing libraries")
         with no_silent_exit():
-            from transformers.utils import logging as transformers_logging
+            with importing():
+                from transformers.utils import logging as transformers_logging
 
             transformers_logging.disable_progress_bar()
-            trainer = build()
+            with seldom_collecting():
+                trainer = build()
             trainer.fit()
             with leaving():
                 trainer.close()

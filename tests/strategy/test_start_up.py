@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from lightrft_visual.strategy.start_up import importing, leaving, say
+from lightrft_visual.strategy.start_up import importing, leaving, say, seldom_collecting
 
 OF_A_RUN = (
     "import sys; import lightrft_visual.launch; early = {'torch', 'transformers', 'deepspeed'} & set(sys.modules);"
@@ -44,6 +44,13 @@ def test_the_garbage_collector_rests_while_libraries_are_imported():
         assert gc.isenabled() and gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+def test_the_garbage_collector_looks_seldom_while_a_run_is_built():
+    before = gc.get_threshold()
+    with seldom_collecting():
+        assert gc.get_threshold() == (10_000, *before[1:])
+    assert gc.get_threshold() == before
 
 
 def test_libraries_collect_no_garbage_as_the_process_ends():
