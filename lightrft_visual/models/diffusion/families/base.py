@@ -49,15 +49,16 @@ class DiffusionFamily(ABC):
     """Adapter between one pipeline class of diffusers and the policy.
 
     Subclasses hold no weights: the pipeline does. `prediction` is 'flow' (velocity, noise minus data) or 'epsilon'.
-    `lora_targets` are module suffixes of the attention projections. `texts_at_once` go through the text encoders in one
-    call, where the pipeline pads all texts to one length: padded to the longest, or not at all, each goes by itself.
+    `lora_targets` are module suffixes of the attention projections. `texts_at_once` may be more than 1 where the
+    pipeline pads all texts to one length, and `encode_prompts` is `in_whole_batches`: several then go through the text
+    encoders in one call. Padded to the longest, or not at all, each goes by itself.
     """
 
     prediction = "flow"
     denoiser_names: tuple[str, ...] = ("transformer",)
     lora_targets: tuple[str, ...] = ATTENTION_TARGETS
     default_text_length: int | None = 256
-    texts_at_once = 8
+    texts_at_once = 1
     takes_first_frame = False
     most_source_images = 0  # of a prompt, where the model edits images
     module_names: dict[str, str] = {}  # of LoRA's modules in the model's own code -> in diffusers

@@ -39,6 +39,7 @@ class CosmosPredict2(DiffusionFamily):
 
     lora_targets = ATTENTION
     default_text_length = 512
+    texts_at_once = 8
 
     @classmethod
     def loading(cls) -> dict[str, Any]:

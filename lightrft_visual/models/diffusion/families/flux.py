@@ -15,6 +15,7 @@ class Flux(DiffusionFamily):
     """Latents are kept unpacked, (C, h, w); the transformer's timesteps are sigma in 0..1."""
 
     default_text_length = 512
+    texts_at_once = 8
     uses_negative = False
 
     @in_whole_batches

@@ -20,6 +20,7 @@ class Flux2Klein(DiffusionFamily):
     forward."""
 
     default_text_length = 512
+    texts_at_once = 8
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
         super().__init__(pipeline, text_length)

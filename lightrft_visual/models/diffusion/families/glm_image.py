@@ -38,7 +38,6 @@ class GlmImage(DiffusionFamily):
     """
 
     default_text_length = 2048
-    texts_at_once = 1
     lora_targets = tuple(f"attn1.{name}" for name in ("to_k", "to_out.0", "to_q", "to_v"))
     first_part = "vision_language_encoder"
     first_lora_targets = ("k_proj", "o_proj", "q_proj", "v_proj")

@@ -22,7 +22,6 @@ class QwenImage(DiffusionFamily):
     """
 
     default_text_length = 1024
-    texts_at_once = 1
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """context (B, L, D) and its mask (B, L), padded to the longest of these texts."""

@@ -21,6 +21,7 @@ class StableDiffusion15(DiffusionFamily):
     denoiser_names = ("unet",)
     lora_targets = ATTENTION
     default_text_length = 77
+    texts_at_once = 8
 
     @in_whole_batches
     def encode_prompts(self, prompts: list[str]) -> Conditions:

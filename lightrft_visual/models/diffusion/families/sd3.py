@@ -17,6 +17,8 @@ T = torch.Tensor
 class StableDiffusion3(DiffusionFamily):
     """SD3Transformer2DModel with AutoencoderKL; timesteps are sigma * 1000."""
 
+    texts_at_once = 8
+
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
         super().__init__(pipeline, text_length)
         pipeline.transformer.set_attn_processor(JointAttention())

@@ -21,6 +21,7 @@ class ZImage(DiffusionFamily):
     """
 
     default_text_length = 512
+    texts_at_once = 8
     lora_targets = tuple(f"attention.{name}" for name in ("to_k", "to_out.0", "to_q", "to_v"))
 
     @in_whole_batches
