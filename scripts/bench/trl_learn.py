@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 import torch  # after trl_steps, which sets up vLLM's process
-from transformers import AutoProcessor, TrainerCallback
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from trl_steps import dataset, workarounds
+from trl_steps import dataset, left_padding, workarounds
 
 from lightrft_visual.rewards.functions.exact import Exact
 
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     a = parser.parse_args()
-    processor = AutoProcessor.from_pretrained(a.model)
+    processor = left_padding(a.model)
     tokens = {name: processor.tokenizer.convert_tokens_to_ids(name) for name in processor.tokenizer.all_special_tokens}
     banned = [name for name in tokens if "image" in name or "video" in name or "vision" in name]
     workarounds(tokens["<|image_pad|>"], [])

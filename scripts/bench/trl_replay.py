@@ -48,8 +48,8 @@ def ours(folder: Path, settings: list[str]) -> None:
 
 def trl(folder: Path, model: str) -> None:
     import trl_learn
+    import trl_steps
     from datasets import Dataset
-    from transformers import AutoProcessor
     from trl import GRPOTrainer
 
     steps = pickle.loads((folder / "ours.pickle").read_bytes())["steps"]
@@ -74,7 +74,7 @@ def trl(folder: Path, model: str) -> None:
     settings = trl_learn.settings(folder / "trl", len(steps), seed=1, use_vllm=False, shuffle_dataset=False)
     trainer = GRPOTrainer(
         model=model, reward_funcs=trl_learn.exact, args=settings, train_dataset=rows,
-        processing_class=AutoProcessor.from_pretrained(model),
+        processing_class=trl_steps.left_padding(model),
     )  # fmt: skip
     trainer.train()
     logs = [log for log in trainer.state.log_history if "grad_norm" in log]

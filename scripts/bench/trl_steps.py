@@ -13,6 +13,12 @@ What TRL 1.16 needs to run a Qwen2.5-VL beside vLLM 0.32 on CPU, each said where
 5. Tokens of images are never sampled, by `bad_words` of the sampling parameters: else the forward ends with 'image
    features and image tokens do not match'.
 
+6. vLLM in float32, as both trainers and our engine are here: TRL gives it no precision, and vLLM takes 16 bits for
+   weights of 32.
+7. A processor that pads on the left, as TRL loads it where it is given none (`left_padding`): with one that pads on the
+   right, the kinds of tokens do not stand beside the left-padded prompts that they belong to, and the positions of all
+   shorter prompts of a batch are wrong (log-probs by 0.01).
+
 Completions have `--tokens` tokens exactly. No KL to a reference, one update a rollout, the reward counts letters.
 """
 
@@ -23,6 +29,7 @@ import json
 import os
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 os.environ |= {
@@ -35,13 +42,14 @@ from datasets import Dataset
 from PIL import Image
 from transformers import AutoProcessor, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 WARM_UP = 3
 
 
 def workarounds(image_token: int, weight_seconds: list[float]) -> None:
-    """Points 2 to 4 above; `weight_seconds` gets the time of every weight load."""
+    """Points 2 to 4 and 6 above; `weight_seconds` gets the time of every weight load."""
     generate = VLLMGeneration.generate
 
     def generate_collapsed(self, prompts, images, *arguments, **named):
@@ -60,6 +68,12 @@ def workarounds(image_token: int, weight_seconds: list[float]) -> None:
         self.llm.llm_engine.reset_encoder_cache()
 
     VLLMGeneration.generate, VLLMGeneration.sync_weights = generate_collapsed, sync_weights
+    vllm_generation.LLM = partial(vllm_generation.LLM, dtype="float32")
+
+
+def left_padding(model: str):
+    """The model's processor, see point 7 above."""
+    return AutoProcessor.from_pretrained(model, padding_side="left")
 
 
 class Clock(TrainerCallback):
@@ -92,7 +106,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     a = parser.parse_args()
-    processor = AutoProcessor.from_pretrained(a.model)
+    processor = left_padding(a.model)
     tokens = {name: processor.tokenizer.convert_tokens_to_ids(name) for name in processor.tokenizer.all_special_tokens}
     banned = [name for name in tokens if "image" in name or "video" in name or "vision" in name]
     weight_seconds: list[float] = []
