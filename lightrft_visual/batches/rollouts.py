@@ -192,4 +192,6 @@ def samples_of(rollouts: list[Rollout], pad_id: int, vision: bool) -> Samples | 
         video_counts=batch.video_counts,
         raw_images=[prompt.images for prompt in prompts],
         raw_videos=[prompt.videos for prompt in prompts],
+        drawn_images=[rollout.image for rollout in rollouts],
+        captions=[prompt.caption for prompt in prompts],
     )

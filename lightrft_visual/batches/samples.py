@@ -75,7 +75,8 @@ class SamplesVL(Samples):
 
     vision: each sample's tensors, shared, not copied, in a group; `pixel_values` and the other names of the replay
     contract read them joined in sample order. image_counts, video_counts (B) long. raw_images, raw_videos: for each
-    sample its PIL images and its videos, an empty list without any, shared likewise.
+    sample its PIL images and its videos, an empty list without any, shared likewise. drawn_images: what each sample
+    drew, None where it did not; captions: what it was to draw, None where the answer is text.
     """
 
     vision: VisionTensors = field(default_factory=VisionTensors)
@@ -83,6 +84,8 @@ class SamplesVL(Samples):
     video_counts: T | None = None
     raw_images: list[list] | None = None
     raw_videos: list[list] | None = None
+    drawn_images: list[Any] | None = None
+    captions: list[str | None] | None = None
 
     pixel_values = VisionName("pixel_values")
     image_grid_thws = VisionName("image_grid_thw")

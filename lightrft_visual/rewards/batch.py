@@ -114,14 +114,16 @@ def batch_from_samples(outputs: Sequence[Samples], vlm_mode: bool = True) -> Rew
     for samples in outputs:
         size = len(samples)
         batch.step = max(batch.step, samples.policy_version)
-        batch.prompts += samples.prompts
+        shown, drawn = _media_of(samples, "raw_images", size, vlm_mode), _drawn_of(samples, size, vlm_mode)
+        batch.prompts += map(_asked, samples.prompts, _captions_of(samples, size), samples.references, drawn)
         batch.responses += samples.responses
         batch.labels += samples.labels
         batch.references += samples.references
         batch.metadata += samples.metadata
         batch.ids += samples.sample_ids.tolist()
         batch.group_ids += samples.group_ids.tolist()
-        batch.images += _media_of(samples, "raw_images", size, vlm_mode)
+        batch.images += [own if image is None else [image] for own, image in zip(shown, drawn)]
+        batch.source_images += [[] if image is None else own for own, image in zip(shown, drawn)]
         batch.videos += _media_of(samples, "raw_videos", size, vlm_mode)
         sequences, actions = samples.sequences.cpu(), samples.action_mask.cpu().bool()
         attention, count = samples.attention_mask.cpu().bool(), samples.num_actions
@@ -134,7 +136,7 @@ def batch_from_rollouts(rollouts: Sequence[Rollout]) -> RewardBatch:
     """Rollouts in order as one batch; nothing is padded or copied but the lists of images."""
     prompts = [rollout.prompt for rollout in rollouts]
     return RewardBatch(
-        prompts=[_asked(rollout) for rollout in rollouts],
+        prompts=[_asked(each.text, each.caption, each.reference, made.image) for each, made in zip(prompts, rollouts)],
         responses=[rollout.text for rollout in rollouts],
         labels=[prompt.label for prompt in prompts],
         references=[prompt.reference for prompt in prompts],
@@ -150,12 +152,21 @@ def batch_from_rollouts(rollouts: Sequence[Rollout]) -> RewardBatch:
     )
 
 
-def _asked(rollout: Rollout) -> str:
+def _asked(prompt: str, caption: str | None, reference: Any, image: Any) -> str:
     """The prompt; of a drawn image its caption, of one drawn from the answer the reference, if that is a text."""
-    prompt, reference = rollout.prompt, rollout.prompt.reference
-    if prompt.draws:
-        return prompt.caption
-    return reference if rollout.image is not None and isinstance(reference, str) else prompt.text
+    if caption is not None:
+        return caption
+    return reference if image is not None and isinstance(reference, str) else prompt
+
+
+def _drawn_of(samples: Samples, size: int, vlm_mode: bool) -> list[Any]:
+    drawn = samples.drawn_images if vlm_mode and isinstance(samples, SamplesVL) else None
+    return [None] * size if drawn is None else drawn
+
+
+def _captions_of(samples: Samples, size: int) -> list[str | None]:
+    captions = samples.captions if isinstance(samples, SamplesVL) else None
+    return [None] * size if captions is None else captions
 
 
 def _media_of(samples: Samples, name: str, size: int, vlm_mode: bool) -> list[list[Any]]:

@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText
 
 from lightrft_visual.batches.model_inputs import ModelInputs
 from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.rollouts import collate
+from lightrft_visual.batches.rollouts import collate, samples_of
 from lightrft_visual.batches.sampling import SamplingSettings, ScoringRule
 from lightrft_visual.checkpoint.export import export_hf
 from lightrft_visual.config.vl import DataConfig, ModelConfig, RunConfig
@@ -28,7 +28,7 @@ from lightrft_visual.models import attention as attention_module
 from lightrft_visual.models.loading import add_lora
 from lightrft_visual.models.vlm.families.janus import Janus
 from lightrft_visual.observe.rollouts import records_from_rollouts
-from lightrft_visual.rewards.batch import batch_from_rollouts
+from lightrft_visual.rewards.batch import batch_from_rollouts, batch_from_samples
 from lightrft_visual.rewards.functions.source_likeness import SourceLikeness
 from lightrft_visual.rollout.engine import check_engine
 from lightrft_visual.rollout.hf import TransformersEngine
@@ -341,6 +341,9 @@ def test_the_model_draws_what_it_described(rig):
     assert scored.images[0] == [rollouts[0].image] and scored.source_images[0] == [shown]
     assert scored.prompts[0] == "a red circle" and scored.responses[0] == rollouts[0].text
     assert scored.images[2] == [] and scored.source_images[4] == []
+    own = batch_from_samples([samples_of(rollouts, rig.checkpoint.tokenizer.pad_token_id, True)])
+    for name in ("prompts", "images", "source_images", "responses", "references"):  # as who scores by himself has them
+        assert getattr(own, name) == getattr(scored, name), name
     assert [len(record["images"]) for record in records_from_rollouts(rollouts[:1])] == [2]
     rollouts[0].image = rollouts[1].image = None
     rollouts[0].text, rollouts[1].text = "a red <image_placeholder>", "red " * 2000
