@@ -87,6 +87,8 @@ def swaps(trainer) -> dict[str, dict[str, float | bool]]:
     from lightrft_visual.models.weight_copies import gathered
 
     policy = trainer.parts.policy
+    if policy.family.most_source_images:
+        return {}  # a text alone is nothing to it
     conditions = policy.encode_prompts(["a red circle"])
     latents = torch.randn((1, *policy.latent_shape(32, 32)), generator=torch.Generator().manual_seed(0))
 

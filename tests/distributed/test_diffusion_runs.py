@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from small_edits import given_edits
 from small_pipeline import given_flags
 from whole_runs import ROOT, rows, run_plan
 
@@ -34,6 +35,8 @@ RUNS = {
     "--eval_steps 2",
     "pairs": "--diffusion_algorithm diffusion_dpo --prompt_data {pairs} --pair_data {pairs} --n_samples_per_prompt 2 "
     "--dpo_beta 50 --save_steps 2 --eval_steps 2",
+    "edit": "--pretrain {edits}/pipeline --prompt_data {edits}/edits.jsonl --eval_data {edits}/edits.jsonl "
+    "--source_pixels 1024 --max_sequence_length null --max_steps 2",
 }
 
 
@@ -56,6 +59,7 @@ FLAGS = {
         **with_resume("dgpo", f"{RUNS['dgpo']} --zero_stage 2"),
         **with_resume("pairs", f"{RUNS['pairs']} --zero_stage 2"),
         "reward_fl": f"{REWARD_FL} --max_steps 2 --zero_stage 2",
+        "edit": f"{RUNS['edit']} --zero_stage 2",
         "bf16": "--max_steps 2 --bf16 true --enable_ema true --ema_interval 1",
     },
     2: {
@@ -70,12 +74,14 @@ FLAGS = {
         "dgpo_2": f"{RUNS['dgpo']} --zero_stage 2 --max_steps 4",
         "pairs_2": f"{RUNS['pairs']} --zero_stage 2 --max_steps 4",
         "reward_fl_2": f"{REWARD_FL} --max_steps 2 --zero_stage 2",
+        "edit_2": f"{RUNS['edit']} --zero_stage 2",
+        "edit_3": f"{RUNS['edit']} --zero_stage 3",
     },
 }
 PAIRS = [
     ("flow", "flow_1"), ("flow", "flow_2"), ("flow", "flow_3"), ("full", "full_2"), ("full", "full_3"),
     ("nft", "nft_2"), ("nft", "nft_3"), ("awm", "awm_3"), ("dgpo", "dgpo_2"), ("pairs", "pairs_2"),
-    ("reward_fl", "reward_fl_2"),
+    ("reward_fl", "reward_fl_2"), ("edit", "edit_2"), ("edit", "edit_3"),
 ]  # fmt: skip
 NAMES = ("loss", "grad_norm", "reward_mean", "reward_std")
 
@@ -87,12 +93,14 @@ def given(tmp_path_factory) -> list[str]:
 
 
 def launched(ranks: int, given: list[str], folder: Path, cache: Path) -> Path:
-    runs = {}
+    runs, edits = {}, given_edits(folder)
     for name, flags in FLAGS[ranks].items():
         words = flags.split()
         copies = [word for word in words if word.startswith("copy:")]
         own = [
-            word.replace("{pairs}", given[given.index("--prompt_data") + 1].replace("prompts", "pairs"))
+            word.replace("{pairs}", given[given.index("--prompt_data") + 1].replace("prompts", "pairs")).replace(
+                "{edits}", str(edits)
+            )
             for word in words
         ]
         runs[name] = [*copies, *given, *(word for word in own if word not in copies)]

@@ -48,6 +48,7 @@ RUNS = {
     "tokens": f"{GLM} {TOKENS}",
     "tokens_whole": f"{GLM} {TOKENS} --lora_rank 0 --guidance_scale 1 --beta 0.01",
     "tokens_by_steps": f"{GLM} --trainable_models vision_language_encoder",
+    "half_misspelt": f"{GLM} --trainable_models transformer,vision_language_encodr",
     "steps_by_tokens": f"{GLM} --diffusion_algorithm token_grpo",
 }
 

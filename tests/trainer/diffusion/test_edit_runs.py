@@ -77,6 +77,9 @@ def test_the_autoregressive_half_is_trained_where_the_run_is_told_to(folder, run
 def test_algorithms_and_halves_that_do_not_fit_are_refused(folder) -> None:
     assert "train it by diffusion_algorithm token_grpo" in facts(folder, "tokens_by_steps")["text"]
     assert "set trainable_models vision_language_encoder" in facts(folder, "steps_by_tokens")["text"]
+    assert (
+        "no 'vision_language_encodr'; did you mean 'vision_language_encoder'?" in facts(folder, "half_misspelt")["text"]
+    )
 
 
 def test_its_lora_goes_into_the_stock_pipeline(folder) -> None:
