@@ -42,3 +42,26 @@ def test_blocks_that_were_freed_are_used_again():
 
 def test_what_the_user_set_stays():
     assert pages_faulted("kept", MALLOC_TRIM_THRESHOLD_="131072") > 2_000
+
+
+GIVEN_BACK = """
+import numpy
+from lightrft_visual.strategy.host import give_back_freed_memory, keep_freed_memory
+
+def filled():  # MiB
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) // 1024
+
+keep_freed_memory()
+blocks = [numpy.ones(2**17) for _ in range(128)]  # 1 MiB each
+left = blocks[::2]
+del blocks
+before = filled()
+print(give_back_freed_memory(31 * 2**20), before - filled(), give_back_freed_memory(64 * 2**20), before - filled())
+"""
+
+
+def test_memory_between_blocks_that_stay_goes_back_where_it_is_worth_it():
+    told = subprocess.run([sys.executable, "-c", GIVEN_BACK], capture_output=True, text=True, check=True).stdout.split()
+    assert told[0] == "False" and int(told[1]) < 4
+    assert told[2] == "True" and int(told[3]) > 48
