@@ -46,7 +46,7 @@ def one(tmp_path_factory, cache_root, given) -> Path:
 def two(tmp_path_factory, cache_root, given) -> Path:
     runs = {f"flow_{stage}": [*given, "--zero_stage", str(stage)] for stage in STAGES}
     runs |= {f"bf16_{stage}": [*given, "--bf16", "true", "--zero_stage", str(stage)] for stage in (2, 3)}
-    return run_plan(runs, tmp_path_factory.mktemp("two"), cache_root, 2, timeout=240, driver=DRIVER)
+    return run_plan(runs, tmp_path_factory.mktemp("two"), cache_root, 2, driver=DRIVER)
 
 
 @pytest.mark.parametrize("stage", STAGES)
