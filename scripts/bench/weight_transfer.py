@@ -25,7 +25,7 @@ from torch import nn
 from lightrft_visual.config.placement import ResourcesConfig
 from lightrft_visual.rollout.remote.pool import WorkerPool
 from lightrft_visual.rollout.remote.ray_workers import Cluster
-from lightrft_visual.rollout.remote.weights import THREADS, WeightsRefused, take_over
+from lightrft_visual.rollout.remote.weights import THREADS, WeightPost, WeightsRefused, take_over
 from lightrft_visual.rollout.remote.worker import Blueprint, Order
 
 T = torch.Tensor
@@ -59,6 +59,39 @@ class Copies:
 def now() -> np.ndarray:
     """Seconds by the clock, and of this process."""
     return np.array([time.perf_counter(), time.process_time()])
+
+
+def report(found: dict[str, list[np.ndarray]], bytes_: int, workers: int) -> None:
+    """Medians of the rounds after the first two: seconds, and CPU seconds, of each part."""
+    took = {name: np.median(each[2:], axis=0) for name, each in found.items()}
+    copy, several, transfer = (took[name][0] for name in ("copy", "copies", "transfer"))
+    writing = f"of which writing {took['writing'][0]:.3f}"
+    print(f"{bytes_ / 2**20:.0f} MiB to {workers} workers: {transfer:.3f} s, {writing}")
+    for what, seconds in (("one thread", copy), (f"{THREADS} threads", several)):
+        print(
+            f"copied once by {what} in {seconds:.3f} s ({bytes_ / seconds / 1e9:.1f} GB/s): the transfer takes "
+            f"{transfer / seconds:.2f} times that"
+        )
+    cpu = ", ".join(f"{name} {took[name][1]:.3f}" for name in ("copy", "copies", "writing"))
+    total = took["writing"][1] + took["workers"][1]
+    print(
+        f"CPU seconds: {cpu}, all workers {took['workers'][1]:.3f}; on {THREADS} idle cores the transfer would take "
+        f"{total / THREADS / took['copy'][1]:.2f} times a copy"
+    )
+
+
+def refusal(pool: WorkerPool, post: WeightPost, weights: dict[str, torch.Tensor]) -> None:
+    """Posts a version whose last bucket has a wrong checksum, and says what comes of it."""
+    before = pool.submit().result(60)[0][:-1]
+    posted = post.post(weights.items())
+    last = posted.buckets[-1]
+    wrong = replace(posted, buckets=(*posted.buckets[:-1], replace(last, checksum=last.checksum ^ 1)))
+    try:
+        pool.give_weights(wrong.number, wrong, at_once=True)
+        print("a wrong checksum was NOT refused")
+    except WeightsRefused as error:
+        pool.give_weights(wrong.number - 1, None, at_once=False)
+        print(f"refused: {error}; weights unchanged: {pool.submit().result(60)[0][:-1] == before}")
 
 
 def main() -> None:
@@ -99,31 +132,8 @@ def main() -> None:
             found["workers"].append(np.array([0.0, sum(spent)]))
             for tensor in weights.values():
                 tensor += 1
-    took = {name: np.median(each[2:], axis=0) for name, each in found.items()}
-    copy, several, transfer = (took[name][0] for name in ("copy", "copies", "transfer"))
-    writing = f"of which writing {took['writing'][0]:.3f}"
-    print(f"{bytes_ / 2**20:.0f} MiB to {args.workers} workers: {transfer:.3f} s, {writing}")
-    for what, seconds in (("one thread", copy), (f"{THREADS} threads", several)):
-        print(
-            f"copied once by {what} in {seconds:.3f} s ({bytes_ / seconds / 1e9:.1f} GB/s): the transfer takes "
-            f"{transfer / seconds:.2f} times that"
-        )
-    cpu = ", ".join(f"{name} {took[name][1]:.3f}" for name in ("copy", "copies", "writing"))
-    total = took["writing"][1] + took["workers"][1]
-    print(
-        f"CPU seconds: {cpu}, all workers {took['workers'][1]:.3f}; on {THREADS} idle cores the transfer would take "
-        f"{total / THREADS / took['copy'][1]:.2f} times a copy"
-    )
-    before = pool.submit().result(60)[0][:-1]
-    posted = post.post(weights.items())
-    last = posted.buckets[-1]
-    wrong = replace(posted, buckets=(*posted.buckets[:-1], replace(last, checksum=last.checksum ^ 1)))
-    try:
-        pool.give_weights(wrong.number, wrong, at_once=True)
-        print("a wrong checksum was NOT refused")
-    except WeightsRefused as error:
-        pool.give_weights(wrong.number - 1, None, at_once=False)
-        print(f"refused: {error}; weights unchanged: {pool.submit().result(60)[0][:-1] == before}")
+    report(found, bytes_, args.workers)
+    refusal(pool, post, weights)
     pool.close()
     cluster.close()
 
