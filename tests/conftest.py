@@ -30,6 +30,14 @@ def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadScopeScheduling
 
     class OneWorkerAFile(LoadScopeScheduling):
+        def remove_node(self, node):
+            """Of a worker that died, only files with tests left go back to the queue: another worker would be given an
+            empty file for each of the others, would never report on it, and would wait for ever."""
+            files = self.assigned_work[node]
+            for file in [file for file, tests in files.items() if all(tests.values())]:
+                del files[file]
+            return super().remove_node(node)
+
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
             return "distributed" if file.startswith("tests/distributed/") else file

@@ -1,0 +1,31 @@
+"""A test process that dies costs one failed test; the others are run and the whole ends."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+DIES_ONCE = """
+import os
+from pathlib import Path
+
+def test_dies(flag=Path(__file__).parent / "died"):
+    if not flag.exists():
+        flag.write_text("")
+        os._exit(143)
+
+def test_follows():
+    pass
+"""
+
+
+def test_the_other_tests_run_after_a_worker_died(tmp_path):
+    shutil.copy(Path(__file__).parent / "conftest.py", tmp_path)
+    for name in "abcde":
+        (tmp_path / f"test_{name}.py").write_text("def test_one():\n    pass\n\ndef test_two():\n    pass\n")
+    (tmp_path / "test_l.py").write_text(DIES_ONCE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "1 failed, 12 passed" in done.stdout, done.stdout + done.stderr
