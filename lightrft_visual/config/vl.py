@@ -216,6 +216,7 @@ class TrainConfig(Section):
     micro_train_batch_size: PositiveInt = 8
     max_tokens_per_batch: int = 0  # with packing: fill each micro-batch up to this many tokens instead of by count
     packing_samples: bool = False
+    homogeneous_batches: bool = False  # an optimizer step trains on answers alone or on drawings alone
     # compute a prompt once for its samples; default: where the model is shown to train equally
     share_prefix: bool | None = None
     num_episodes: PositiveInt = 1  # passes over the prompt data
@@ -280,6 +281,11 @@ class RunConfig(Section):
         self._check_algorithm()
         self._check_lengths()
         self._check_offload()
+        require(
+            not self.train.homogeneous_batches or self.updates(1) > self.train.max_epochs,
+            "homogeneous_batches trains on answers in one optimizer step and on drawings in another: lower "
+            "train_batch_size to at most half of a rollout's samples",
+        )
         require(
             self.train.gradient_accumulation_steps is None or self.distributed.sp_size == 1,
             "gradient_accumulation_steps counts micro-batches of single ranks, and with sp_size several train on one: "

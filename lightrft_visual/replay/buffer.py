@@ -37,6 +37,7 @@ class NaiveReplayBuffer:
     hold samples on the CPU and move batches to the accelerator; packing_samples: give out packed batches; seed: of the
     draws of `sample`; share_prefix: the models compute the prompt of a group once, so `plan` keeps groups together;
     keep_groups: so does it because their losses meet in one term; sequence: the ranks that train on the same samples.
+    homogeneous: an optimizer step trains on answers or on drawings alone.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class NaiveReplayBuffer:
         share_prefix: bool = False,
         keep_groups: bool = False,
         sequence: SequenceGroup | None = None,
+        homogeneous: bool = False,
     ) -> None:
         if sample_batch_size < 1:
             raise ConfigError(f"sample_batch_size must be at least 1, not {sample_batch_size}")
@@ -59,6 +61,7 @@ class NaiveReplayBuffer:
         self.share_prefix = share_prefix
         self.keep_groups = keep_groups
         self.sequence = sequence
+        self.homogeneous = homogeneous
         self.items: list[AnyItem] = []
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -166,7 +169,7 @@ class NaiveReplayBuffer:
 
     def _steps(self, seed: int, step_size: int | None, by_tokens: bool) -> list[list[SampleRef]]:
         samples = self._references()
-        steps = sampling.shuffled_steps(samples, step_size, seed)
+        steps = sampling.shuffled_steps(samples, step_size, seed, self.homogeneous)
         if not self.cpu_offload or not sampling.have_keys(samples):
             return steps
         ranks = self._parts()
@@ -174,7 +177,7 @@ class NaiveReplayBuffer:
         if not moves:
             return steps
         self._exchange(moves)
-        return sampling.shuffled_steps(self._references(), step_size, seed)
+        return sampling.shuffled_steps(self._references(), step_size, seed, self.homogeneous)
 
     def _parts(self) -> int:
         """Of the samples: as many as ranks, or as groups of ranks that have the same ones."""
@@ -205,13 +208,17 @@ class NaiveReplayBuffer:
         """All samples of all ranks, by rank or group of ranks."""
         rank, shared = collectives.rank() // self._copies, self._shared_prompts()
         own = [
-            SampleRef(rank, index, _token_count(item), _number(item.sample_id), *shared[index])
+            SampleRef(rank, index, _token_count(item), _number(item.sample_id), *shared[index], self._kind(item))
             for index, item in enumerate(self.items)
         ]
         gathered = collectives.all_gather_object(own)[:: self._copies]
         if not all(gathered):
             raise DataError(f"replay buffer without samples; samples by rank: {[len(each) for each in gathered]}")
         return [sample for each in gathered for sample in each]
+
+    def _kind(self, item: AnyItem) -> int:
+        """1 of a drawing, 0 of an answer, where a step trains on one kind."""
+        return int(self.homogeneous and bool((item.info or {}).get("drawn", False)))
 
     def _shared_prompts(self) -> list[tuple[int | None, int]]:
         """(group, or None, and its prompt's tokens) of each sample."""

@@ -23,7 +23,8 @@ class SampleRef:
     """One sample as all ranks see it. key: sample_id, or None; tokens: its length S.
 
     group: of samples whose prompt of `prompt` tokens is computed once for all of them in a micro-batch; None for a
-    sample that shares nothing. Such groups stay together where they can.
+    sample that shares nothing. Such groups stay together where they can. kind: of samples that homogeneous steps keep
+    apart.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class SampleRef:
     key: int | None = None
     group: int | None = None
     prompt: int = 0
+    kind: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,14 @@ def have_keys(samples: Sequence[SampleRef]) -> bool:
     return None not in keys and len(keys) == len(samples)
 
 
-def shuffled_steps(samples: Sequence[SampleRef], step_size: int | None, seed: int) -> list[list[SampleRef]]:
+def shuffled_steps(
+    samples: Sequence[SampleRef], step_size: int | None, seed: int, homogeneous: bool = False
+) -> list[list[SampleRef]]:
     """Samples of each optimizer step, all ranks together; the last step may be smaller.
 
     The order is a permutation, drawn by `seed`, of the samples, or of the groups that share a prompt, sorted by key. So
     with keys on all samples the steps do not depend on the number of ranks. step_size None: one step.
+    homogeneous: as many steps, each of samples of one kind (see `_homogeneous`).
     """
     if step_size is not None and step_size < 1:
         raise ConfigError(f"the samples of a step must be at least 1, not {step_size}")
@@ -62,7 +67,33 @@ def shuffled_steps(samples: Sequence[SampleRef], step_size: int | None, seed: in
     generator, groups = torch.Generator().manual_seed(seed), _groups(samples)
     order = [each for index in torch.randperm(len(groups), generator=generator).tolist() for each in groups[index]]
     size = step_size or len(order)
+    if homogeneous:
+        steps = _homogeneous(order, -(-len(order) // size))
+        return [steps[index] for index in torch.randperm(len(steps), generator=generator).tolist()]
     return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def _homogeneous(order: Sequence[SampleRef], count: int) -> list[list[SampleRef]]:
+    """`count` steps of samples of one kind each: one for each kind, and the others where steps are largest.
+
+    Raises ConfigError where there are more kinds than steps.
+    """
+    kinds: dict[int, list[SampleRef]] = {}
+    for sample in order:
+        kinds.setdefault(sample.kind, []).append(sample)
+    if len(kinds) > count:
+        raise ConfigError(
+            f"homogeneous_batches: {len(order)} samples of {len(kinds)} kinds make {count} optimizer step; lower "
+            "train_batch_size so that each kind has a step"
+        )
+    steps = dict.fromkeys(kinds, 1)
+    for _ in range(min(count, len(order)) - len(kinds)):
+        steps[max(kinds, key=lambda kind: len(kinds[kind]) / steps[kind])] += 1
+    return [
+        own[len(own) * part // steps[kind] : len(own) * (part + 1) // steps[kind]]
+        for kind, own in kinds.items()
+        for part in range(steps[kind])
+    ]
 
 
 def moves_between_ranks(step: Sequence[SampleRef], ranks: int, by_tokens: bool) -> list[tuple[SampleRef, int]]:

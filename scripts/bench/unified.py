@@ -33,11 +33,12 @@ OWN = {"questions": "greedy answers", "drawings": "gold of drawings"}  # a run o
 class Run:
     """kinds: of each batch or, in turns, of the run. rate: the learning rate; Adam divides a step by the root of the
     squared gradients, of two kinds where a batch has both, so that each kind's share of it is smaller by about sqrt(2).
-    """
+    homogeneous: an optimizer step for each kind, not one for both."""
 
     kinds: tuple[str, ...]
     mixing: str = "even"
     rate: float = 3e-4
+    homogeneous: bool = False
 
     def flags(self, prompts: int, steps: int) -> dict[str, int | float | str]:
         """prompts: of each kind, in each of `steps` steps."""
@@ -46,7 +47,8 @@ class Run:
         return {
             "prompt_mixing": self.mixing,
             "rollout_batch_size": size,
-            "train_batch_size": size * 8,
+            "train_batch_size": size * 8 // (len(self.kinds) if self.homogeneous else 1),
+            "homogeneous_batches": self.homogeneous,
             "max_steps": steps * turns,
             "actor_learning_rate": self.rate,
         }
@@ -56,6 +58,7 @@ RUNS = {
     "drawings": Run(("drawings",)),
     "questions": Run(("questions",)),
     "both": Run(("drawings", "questions"), rate=4.2e-4),
+    "both, a step each": Run(("drawings", "questions"), homogeneous=True),
     "in turns": Run(("drawings", "questions"), "turns"),
 }
 
@@ -126,7 +129,7 @@ def main() -> None:
     runs: dict[str, dict[int, list[dict[str, float]]]] = {}
     for seed in arguments.seeds:
         for name in arguments.runs:
-            folder = arguments.out.resolve() / f"{name.replace(' ', '_')}-{seed}"
+            folder = arguments.out.resolve() / f"{name.replace(',', '').replace(' ', '_')}-{seed}"
             if not (folder / "checkpoint-final").exists():
                 train(name, seed, folder, arguments, further)
             runs.setdefault(name, {})[seed] = measured(folder)

@@ -66,6 +66,7 @@ class VLTrainer(PolicyTrainer):
             seed=train.seed,
             share_prefix=bool(train.share_prefix),
             sequence=parts.strategy.sequence,
+            homogeneous=train.homogeneous_batches,
         )
         self.policy_update = PolicyUpdate(parts.actor, algorithm, parts.maker.settings.sampling.scoring, train.seed)
         self.policy_update.behaviour = parts.config.asynchronous.stale_correction == "behaviour"
