@@ -6,8 +6,11 @@ import os
 import warnings
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)  # the same examples in every run
+hypothesis.settings.load_profile("suite")
 warnings.filterwarnings("ignore", category=FutureWarning)
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

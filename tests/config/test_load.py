@@ -42,10 +42,11 @@ def texts(leaf: Leaf) -> st.SearchStrategy[str]:
     """Values of a leaf as typed on a command line."""
     words = st.text("abzAZ09_./-:,= {}[]'", min_size=1).filter(lambda text: not text.startswith("--"))
     numbers = st.floats(allow_nan=False, allow_infinity=False)
+    items = st.integers(0, 10**6) if "list[int]" in leaf.type_name else numbers
     kinds = {
         "bool": st.sampled_from(("true", "false", "True", "0", "1")),
         "text": words,
-        "list": st.lists(numbers, min_size=1, max_size=3).map(lambda items: ",".join(map(repr, items))),
+        "list": st.lists(items, min_size=1, max_size=3).map(lambda items: ",".join(map(repr, items))),
         "number": st.integers(-(10**9), 10**9).map(str),
     }
     values = (
