@@ -115,6 +115,7 @@ ONE_RANK = {
     "unified": small(_UNIFIED),
     "emu3": small(_EMU3),
     "unified_packed": small(f"{_UNIFIED} --packing_samples true"),
+    "unified_apart": small(f"{_UNIFIED} --homogeneous_batches true --train_batch_size {MIXED_BATCH * 2} --max_steps 2"),
     **FLAG_RUNS,
     **RESUME_RUNS,
     **HOSTILE,

@@ -38,6 +38,12 @@ def test_a_loss_of_each_kind_is_a_mean_of_its_own(one_rank):
         assert packed["loss_answer"] == pytest.approx(padded["loss_answer"], abs=1e-5)
 
 
+def test_homogeneous_batches_are_of_one_kind(one_rank):
+    for row in rows(one_rank / "unified_apart"):
+        assert row["loss"] == pytest.approx((2 * row["loss_answer"] + row["loss_drawing"]) / 2, abs=1e-5)
+        assert row["ratio_max_dev_first"] <= 1e-5 and row["grad_norm"] > 0.1
+
+
 def test_emu3_is_trained_on_both_kinds_and_its_checkpoint_loads_in_transformers(one_rank):
     found = rows(one_rank / "emu3")
     assert len(found) == 2
