@@ -10,12 +10,13 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from curves import mean_curve, spread
 from omegaconf import OmegaConf
 
 HALF = 0.5  # of the gap between the start's gold and 1: how many samples a run needs to close so much of it
@@ -69,11 +70,6 @@ def read_all(folder: Path) -> dict[str, list[Run]]:
     for path in found:
         runs[path.parent.name.rsplit("-", 1)[0]].append(read(path.parent))
     return runs
-
-
-def spread(values: list[float]) -> str:
-    """Mean and standard deviation over runs."""
-    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def counts(runs: list[Run], golds: list[float]) -> str:
@@ -140,9 +136,8 @@ def draw(runs: dict[str, list[Run]], output: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), dpi=110)
     for panel, column in zip(panels, ("gold", "diversity")):
         for name, group in runs.items():
-            length = min(len(run.samples) for run in group)
-            means = [mean(getattr(run, column)[place] for run in group) for place in range(length)]
-            panel.plot(group[0].samples[:length], means, "o-", markersize=3, linewidth=1, label=name)
+            curve = mean_curve([(run.samples, getattr(run, column)) for run in group])
+            panel.plot(*curve, "o-", markersize=3, linewidth=1, label=name)
         panel.set(xlabel="samples", title=f"held-out captions: {column}")
         panel.grid(alpha=0.3)
     panels[0].set_ylim(0, 1.02)

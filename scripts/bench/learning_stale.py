@@ -22,9 +22,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import torch
+from curves import spread
 
 CORRECTIONS = {
     "none": ["async.stale_correction=none"],
@@ -33,7 +34,7 @@ CORRECTIONS = {
     "mask": ["--tis_mode", "token", "--tis_mask", "true", "--tis_floor", "0.5"],
 }
 FLAGS = "--engine_type hf --max_steps 240 --eval_steps 20"
-LAST = 2  # evaluations whose mean is a run's result
+LAST = 2  # evaluations whose mean is a run's result: the last ones that all runs have
 ENGINES: dict[str, object] = {}
 
 
@@ -105,27 +106,29 @@ def evaluations(folder: Path) -> dict[str, list[float]]:
 
 
 def table(folder: Path) -> str:
-    """Of all finished runs: the mean of the last evaluations; over seeds mean and standard deviation."""
+    """Of all finished runs: the mean of the last evaluations, those of the last steps at which all runs were evaluated;
+    over seeds mean and standard deviation."""
     found: dict[tuple[int, str], dict[str, dict]] = defaultdict(dict)
     for path in sorted(folder.glob("k*-*-*/checkpoint-final")):
         k, correction, seed = path.parent.name.split("-")
         found[int(k[1:]), correction][seed] = evaluations(path.parent)
+    shared = set.intersection(*(set(run["step"]) for runs in found.values() for run in runs.values())) if found else ()
+    ends_at = sorted(shared)[-LAST:]
+
+    def end(run: dict, column: str) -> float:
+        return mean(value for step, value in zip(run["step"], run[column]) if step in ends_at)
+
     columns = ("k", "correction", "seeds", "sampled", "beside k = 0", "greedy", "beside k = 0")
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     base = next((runs for (k, _), runs in found.items() if k == 0), {})
     for (k, correction), runs in sorted(found.items()):
         cells = []
         for column in ("eval_reward", "eval_reward_greedy"):
-            ends = {seed: mean(run[column][-LAST:]) for seed, run in runs.items()}
-            apart = [value - mean(base[seed][column][-LAST:]) for seed, value in ends.items() if seed in base]
+            ends = {seed: end(run, column) for seed, run in runs.items()}
+            apart = [value - end(base[seed], column) for seed, value in ends.items() if seed in base]
             cells += [spread(list(ends.values())), spread(apart, sign="+") if k and apart else ""]
         lines.append(f"| {k} | {correction if k else ''} | {', '.join(sorted(runs))} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def spread(values: list[float], sign: str = "") -> str:
-    """Mean and standard deviation."""
-    return f"{mean(values):{sign}.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def main() -> None:

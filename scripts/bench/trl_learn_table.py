@@ -8,11 +8,9 @@ import statistics
 import sys
 from pathlib import Path
 
+from curves import spread
+
 WINDOW, WANTED = 10, 0.8  # steps of a mean; the reward whose samples are counted
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.mean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def samples_to(rewards: list[float], samples: int) -> int | None:
@@ -30,7 +28,7 @@ def main(folder: Path, samples: int) -> None:
             ours.append([float(row["reward_mean"]) for row in csv.DictReader(file)])
     theirs = [json.loads(path.read_text())["rewards"] for path in sorted(folder.glob("trl-*.json"))]
     print(f"| samples | reward, ours ({len(ours)} seeds) | reward, TRL ({len(theirs)} seeds) |\n|---|---|---|")
-    steps = len(ours[0])
+    steps = min(map(len, [*ours, *theirs]))  # rows hold every run, or their means would be of others
     for start in [*range(0, steps - WINDOW, 2 * WINDOW), steps - WINDOW]:
         cells = [spread([statistics.mean(run[start : start + WINDOW]) for run in side]) for side in (ours, theirs)]
         print(f"| {start * samples} to {(start + WINDOW) * samples} | {' | '.join(cells)} |")
