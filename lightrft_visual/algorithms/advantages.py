@@ -293,7 +293,7 @@ class GDPOCalculator(GroupNormCalculator):
             total = decoupled_rewards(components, weights, _group_ids(experiences), statistics.valid, self.correction)
         moments = Moments.over_ranks(total[statistics.comparable])
         white = (total - moments.mean) / (moments.sample_variance**0.5 + STD_EPS)
-        return torch.where(statistics.comparable, white, 0.0)
+        return torch.where(statistics.comparable & (total != 0), white, 0.0)  # the mean is 0 but for rounding
 
 
 class DistillationCalculator(AdvantageCalculator):
@@ -312,11 +312,14 @@ def decoupled_rewards(
 ) -> T:
     """(N): the sum over rewards k of w_k (r_k - mean of the group) / (std of the group + eps), GDPO's first two steps.
 
-    components {name: (N)}: each reward's own scores, NaN where it does not apply: it then adds 0. weights {name: (N)}.
-    correction: the standard deviation divides by count - correction.
+    components {name: (N)}: each reward's own scores, NaN where it does not apply: it then adds 0. weights {name: (N)};
+    one whose weights are all 0 need not have been scored. correction: the standard deviation divides by count -
+    correction. The sum over a group is 0, and each of its samples has exactly 0 where no reward differs in it.
     """
-    total = torch.zeros_like(valid, dtype=next(iter(weights.values())).dtype)
+    total = torch.zeros(valid.shape, device=valid.device)
     for name, weight in weights.items():
+        if name not in components and not weight.any():
+            continue
         applies = valid & ~components[name].isnan()
         statistics = GroupStatistics(torch.where(applies, components[name], 0.0), group_ids, applies)
         total = total + weight * statistics.centered() / (statistics.std(correction) + eps)

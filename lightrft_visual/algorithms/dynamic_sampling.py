@@ -28,11 +28,12 @@ class DynamicSampling:
 
     wanted: groups of this rank. tries: rounds of sampling at most, the first included. After the last round the batch
     is filled up with groups of equal rewards (they carry no gradient), so that its size stays; how many, over all
-    ranks, is counted in `filled`.
+    ranks, is counted in `filled`. apart: as in `is_informative`.
     """
 
     wanted: int
     tries: int
+    apart: bool = False
     found: dict[GroupRef, list[Rollout]] = field(default_factory=dict)  # on this rank
     rounds: int = 0
     filled: int = 0
@@ -41,7 +42,8 @@ class DynamicSampling:
         """Rollouts of `wanted` groups. sample_round(k) samples and scores round k; every rank calls it alike."""
         while True:
             for number, group in by_group(sample_round(self.rounds)).items():
-                self.found[GroupRef(not is_informative(group), self.rounds, number, collectives.rank())] = group
+                equal = not is_informative(group, self.apart)
+                self.found[GroupRef(equal, self.rounds, number, collectives.rank())] = group
             self.rounds += 1
             shares, refs = zip(*collectives.all_gather_object((self.wanted, list(self.found))))
             best = sorted(ref for each in refs for ref in each)[: sum(shares)]
@@ -84,7 +86,13 @@ def by_group(rollouts: list[Rollout]) -> dict[int, list[Rollout]]:
     return groups
 
 
-def is_informative(group: list[Rollout]) -> bool:
-    """Whether the valid rewards of a group differ."""
-    rewards = [rollout.reward for rollout in group if rollout.valid]
-    return len(rewards) > 1 and max(rewards) > min(rewards)
+def is_informative(group: list[Rollout], apart: bool = False) -> bool:
+    """Whether the valid rewards of a group differ; apart: or any of the rewards that are summed in them, for estimators
+    that compare each by itself."""
+    valid = [rollout for rollout in group if rollout.valid]
+    columns = [[rollout.reward for rollout in valid]]
+    if apart:
+        names = {name for rollout in valid for name, weight in rollout.weights.items() if weight}
+        columns = [[rollout.components[name] for rollout in valid if name in rollout.components] for name in names]
+        columns = [[score for score in column if score == score] for column in columns]  # without NaN: it did not apply
+    return any(len(column) > 1 and max(column) > min(column) for column in columns)

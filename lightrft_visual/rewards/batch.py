@@ -301,7 +301,7 @@ class RewardOutput:
     score (B) float32, NaN where invalid, so that a forgotten mask shows at once; valid (B) bool; components {name:
     (B) float32}, NaN where a component did not apply or failed. metrics: plain numbers about the whole call, such as
     `reward/invalid_share` and `reward/<name>/failures`. weights {name: (B) float32}: what each component weighs in the
-    score; empty where a `reward_fn` aggregates by hand.
+    score, 0 where it was not scored; empty where a `reward_fn` aggregates by hand.
     """
 
     score: T

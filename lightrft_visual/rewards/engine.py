@@ -266,7 +266,7 @@ class RewardComputationEngine:
         metrics["reward/time"] = time.perf_counter() - started
         components = {name: values.float().to(device) for name, values in named.items()}
         return RewardOutput(
-            score.float().to(device), components, valid.to(device), metrics, self._weights(columns, device)
+            score.float().to(device), components, valid.to(device), metrics, self._weights(columns, len(batch), device)
         )
 
     def require_weights(self, choice: str) -> None:
@@ -277,10 +277,12 @@ class RewardComputationEngine:
                 "rewards in reward_recipe or reward.components"
             )
 
-    def _weights(self, columns: Sequence[Column], device: torch.device | str) -> dict[str, T]:
+    def _weights(self, columns: Sequence[Column], size: int, device: torch.device | str) -> dict[str, T]:
         if self._aggregate is not None:
             return {}
-        return {column.job.name: column.job.weights.float().to(device) for column in columns}
+        names = [entry.name for entry in self.recipe.components()] if self.recipe is not None else []
+        unscored = {name: torch.zeros(size, device=device) for name in names}  # where nothing has a weight, too
+        return unscored | {column.job.name: column.job.weights.float().to(device) for column in columns}
 
     def _plan(self, labels: Sequence[str | None]) -> list[Job]:
         if self.recipe is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
+import sys
 from collections.abc import Collection
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from ..errors import ConfigError, did_you_mean
 from ..strategy.collectives import broadcast_object, is_rank_0
 
 log = logging.getLogger(__name__)
+LARGEST = sys.float_info.max  # what is beyond, NaN too, is no weight
 
 
 class WatchedWeights:
@@ -56,6 +57,6 @@ class WatchedWeights:
         for name, weight in found.items():
             if name not in self.names:
                 raise ConfigError(f"{where}: there is no component {name!r}{did_you_mean(str(name), self.names)}")
-            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-                raise ConfigError(f"{where}: the weight of {name} is {weight!r}, not a number")
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not abs(weight) <= LARGEST:
+                raise ConfigError(f"{where}: the weight of {name} is {str(weight)[:50]}, not a number")
         return {name: float(weight) for name, weight in found.items()}

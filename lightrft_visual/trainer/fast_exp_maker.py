@@ -290,7 +290,8 @@ class FastExperienceMaker:
             rounds.append(self.score(rollouts, early))
             return rollouts
 
-        dynamic = DynamicSampling(len(batch), tries)
+        apart = self.settings.algorithm.estimator.components
+        dynamic = DynamicSampling(len(batch), tries, apart)
         rollouts = dynamic.collect(sample_round)
         self._rest()
         return rollouts, over_rounds(rounds) | {

@@ -389,7 +389,7 @@ class TestGDPO:
             each = experience(self.groups[part], valid=None if valid is None else valid[part])
             each.info = {
                 "reward": torch.zeros(size),
-                "reward_metrics": {name: values[part] for name, values in self.components.items()},
+                "reward_metrics": {name: values[part].clone() for name, values in self.components.items()},
                 "reward_weights": {name: values[part] for name, values in self.weights.items()},
             }
             made.append(each)
@@ -433,6 +433,20 @@ class TestGDPO:
         left = torch.cat(final_rewards("gdpo", torch.zeros(5), plain))
         right = torch.cat(final_rewards("gdpo", torch.zeros(5), cut, **config))
         assert right[0] < left[0] and right[1] > left[1]
+
+    def test_a_group_that_says_nothing_has_exactly_no_advantage(self):
+        """Others look for it: selective replay, forward passes that are left out."""
+        made = self.scored()
+        for values in made[0].info["reward_metrics"].values():
+            values[3:] = 0.3
+        final = torch.cat(final_rewards("gdpo", torch.zeros(5), made))
+        assert (final[3:] == 0).all() and (final[:3] != 0).all()
+
+    def test_weights_that_are_all_zero_teach_nothing(self):
+        made = self.scored()
+        made[0].info["reward_weights"] = {name: torch.zeros(5) for name in self.weights}
+        made[0].info["reward_metrics"] = {}  # what weighs nothing is not scored
+        assert (torch.cat(final_rewards("gdpo", torch.zeros(5), made)) == 0).all()
 
     def test_without_weights_it_says_what_it_needs(self):
         with pytest.raises(ConfigError, match="rewards with weights"):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from dynamic_sampling_ranks import collected
 from launched import run_ranks
 
-from lightrft_visual.algorithms.dynamic_sampling import GroupRef, balanced
+from lightrft_visual.algorithms.dynamic_sampling import GroupRef, balanced, is_informative
+from lightrft_visual.batches.rollouts import Rollout
 
 
 def test_a_round_is_repeated_only_while_groups_that_differ_are_missing():
@@ -32,6 +34,25 @@ def test_two_ranks_share_what_they_find(tmp_path, differing, rounds):
     assert {each["filled"] for each in ranks} == {whole.filled}
     assert [len(each["ids"]) for each in ranks] == [4, 4]
     assert sorted(ranks[0]["ids"] + ranks[1]["ids"]) == sorted(ids)
+
+
+def test_rewards_that_are_compared_one_by_one_may_differ_where_their_sum_does_not():
+    weights = {"a": 1.0, "b": 1.0, "c": 1.0}
+
+    def group(*scores, valid=True):
+        named = [{"a": a, "b": b, "c": math.nan, "note": float(place)} for place, (a, b) in enumerate(scores)]
+        return [
+            Rollout(
+                None, [1], None, "", False, 0,
+                reward=each["a"] + each["b"], valid=valid, weights=weights, components=each,
+            )
+            for each in named
+        ]  # fmt: skip
+
+    told, equal = group((1, 0), (0, 1), (0.5, 0.5)), group((1, 0), (1, 0))
+    assert not is_informative(told) and is_informative(told, apart=True)
+    assert not is_informative(equal, apart=True)
+    assert not is_informative(group((1, 0), (0, 1), valid=False), apart=True)
 
 
 def test_groups_stay_where_they_are_as_long_as_there_is_room():

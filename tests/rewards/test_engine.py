@@ -189,6 +189,9 @@ def test_label_recipes_with_rules_and_zero_weights():
     samples = make_samples(["it is 3", "x"], ["3", "x"], ["count", "free"])
     result = engine.compute_rewards([samples])
     assert result.score.tolist() == [2, 0] and result.valid.all() and "exact" not in result.components
+    assert {name: weights.tolist() for name, weights in result.weights.items()} == {
+        "numeric": [2, 0], "format": [0.5, 0], "exact": [0, 0],
+    }  # fmt: skip
 
 
 class Counted:

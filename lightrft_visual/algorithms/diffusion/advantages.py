@@ -37,7 +37,7 @@ def decoupled_group_advantages(
     total = decoupled_rewards(*doubles, group_id, valid, correction=0, eps=eps)
     comparable = GroupStatistics(total, group_id, valid).comparable
     moments = Moments.of(total[comparable])
-    advantages = torch.where(comparable, (total - moments.mean) / (moments.std + eps), 0.0)
+    advantages = torch.where(comparable & (total != 0), (total - moments.mean) / (moments.std + eps), 0.0)
     return (advantages.clamp(-clip, clip) if clip else advantages).float()
 
 

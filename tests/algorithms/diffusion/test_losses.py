@@ -78,6 +78,21 @@ def test_decoupled_rewards_are_gdpo_over_the_batch():
     assert torch.equal(gathered, found)
 
 
+def test_a_group_that_says_nothing_has_exactly_no_advantage():
+    groups, valid = torch.tensor([0, 0, 0, 1, 1]), torch.ones(5, dtype=torch.bool)
+    components = {"a": torch.tensor([0.1, 0.7, 0.3, 0.5, 0.5]), "b": torch.tensor([0.2, 0.2, 0.9, 0.4, 0.4])}
+    weights = {"a": torch.ones(5), "b": torch.full((5,), 0.3)}
+    found = decoupled_group_advantages(components, weights, groups, valid)
+    assert (found[3:] == 0).all() and (found[:3] != 0).all()
+
+
+def test_rewards_that_all_weigh_nothing_are_no_advantage():
+    groups, valid = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
+    weights = {"a": torch.zeros(4)}
+    assert (decoupled_group_advantages({}, weights, groups, valid) == 0).all()
+    assert (decoupled_group_advantages({"a": torch.arange(4.0)}, weights, groups, valid) == 0).all()
+
+
 # -- clipped loss, KL, guard -------------------------------------------------------------------------------------
 
 
