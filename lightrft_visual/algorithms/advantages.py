@@ -143,7 +143,8 @@ class AdvantageCalculator:
         Returns:
             The experiences, and one tensor (B_i) of final rewards for each. Each info gains per-sample tensors:
             `shaped_reward` before the comparison, `overlong_penalty` and `reward_clipped` when those are on, and for
-            grouped estimators `comparable` (0 where the group has fewer than two valid samples).
+            grouped estimators `comparable` (0 where the group has fewer than two valid samples) and `group_advantage`,
+            the final reward: what KL, whitening and a teacher add to the tokens is not in it.
 
         Raises ValueError when sizes do not agree or a grouped estimator gets no group_id, RewardError for a valid
         reward that is not finite. With reward_running_norm it is a collective: every rank must call it.
@@ -167,7 +168,7 @@ class AdvantageCalculator:
         if self.grouped:
             statistics = GroupStatistics(shaped, _group_ids(experiences), valid)
             notes["comparable"] = statistics.comparable.float()
-            final = self.compared(experiences, statistics, notes)
+            final = notes["group_advantage"] = self.compared(experiences, statistics, notes)
         for name, values in notes.items():
             for experience, part in zip(experiences, values.split(sizes)):
                 experience.info = {**(experience.info or {}), name: part}

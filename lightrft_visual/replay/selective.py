@@ -54,8 +54,8 @@ class SelectiveReplay:
         What is drawn depends on the seed, the step and the samples alone. Where more samples lack an advantage than are
         kept, the rest of them stays.
         """
-        new = [item for item in buffer.items if advantage_size(item) > 0]
-        empty = [(int(item.sample_id), place) for place, item in enumerate(buffer.items) if advantage_size(item) == 0]
+        new = [item for item in buffer.items if teaches(item)]
+        empty = [(int(item.sample_id), place) for place, item in enumerate(buffer.items) if not teaches(item)]
         offers, lacking, counts = zip(
             *collectives.all_gather_object((self._offers(step), [number for number, _ in empty], len(buffer)))
         )
@@ -99,6 +99,13 @@ class SelectiveReplay:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
         self.kept = items_from_state(state["kept"])[-self.capacity :]
+
+
+def teaches(item: AnyItem) -> bool:
+    """Whether a sample is better or worse than its group. Its tokens may have advantages all the same, of a KL in the
+    reward, of whitening or of a teacher."""
+    compared = (item.info or {}).get("group_advantage")
+    return advantage_size(item) > 0 and (compared is None or bool(compared != 0))
 
 
 def advantage_size(item: AnyItem) -> float:

@@ -215,6 +215,14 @@ class TestCompute:
             assign_advantages(calculator, [batch], torch.tensor([4.0]), 0.1, KWARGS)
             torch.testing.assert_close(batch.advantages, torch.tensor(expected))
 
+    def test_what_the_group_says_is_noted_beside_what_the_kl_adds(self):
+        batch = experience([1, 1, 2, 2], kl=torch.full((4, 4), 0.5))
+        config = AlgorithmConfig(advantage_estimator="dr_grpo")
+        calculator = get_advantage_calculator("dr_grpo", config)
+        assign_advantages(calculator, [batch], torch.tensor([1.0, 0.0, 3.0, 3.0]), 0.1, KWARGS)
+        assert batch.info["group_advantage"].tolist() == [0.5, -0.5, 0.0, 0.0]
+        assert (batch.advantages != 0).all()
+
     def test_a_kl_coefficient_without_kl_is_an_error(self):
         with pytest.raises(ValueError, match="no kl"):
             calculator = get_advantage_calculator("reinforce", AlgorithmConfig())

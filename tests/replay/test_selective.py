@@ -38,6 +38,17 @@ def test_samples_without_advantage_give_their_places_to_kept_ones():
     assert stand_in.action_log_probs.tolist() == sample(2, -2.0, 0).action_log_probs.tolist()  # of the old policy
 
 
+def test_what_kl_and_whitening_add_to_the_tokens_is_no_advantage_of_the_group():
+    replay = SelectiveReplay(capacity=8, alpha=1.0, seed=0)
+    for step, compared in enumerate(([1.0, -1.0], [0.0, 2.0])):
+        buffer = filled_buffer([0.9, -1.1], start=2 * step)
+        for item, value in zip(buffer.items, compared):
+            item.info = {"group_advantage": torch.tensor(value)}
+        refilled = replay.refill(buffer, step)
+    assert refilled.replaced == 1 and numbers(buffer)[1] == 3 and numbers(buffer)[0] < 2
+    assert numbers(replay.kept) == [0, 1, 3]
+
+
 def test_the_oldest_go_first_and_invalid_ones_never_stay():
     replay = SelectiveReplay(capacity=2, alpha=1.0, seed=0)
     buffer = filled_buffer([1.0, 1.0, 1.0, 1.0])
