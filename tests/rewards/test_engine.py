@@ -194,6 +194,17 @@ def test_label_recipes_with_rules_and_zero_weights():
     }  # fmt: skip
 
 
+def test_what_raises_the_reward_by_rising():
+    recipe = {"a": [("rule", "exact", 1.0), ("rule", "format", -0.5)], "b": [("rule", "exact", 2.0)]}
+    assert RewardComputationEngine(reward_recipe=recipe).rewarded == {"exact"}
+    assert RewardComputationEngine({"rm": two}, reward_fn=lambda completions: [1.0]).rewarded >= {"rm"}
+
+    def by_hand(model_reward_list):
+        return model_reward_list[0]
+
+    assert RewardComputationEngine({"rm": two}, reward_fn=by_hand).rewarded is None
+
+
 class Counted:
     """A scorer with two outputs that keeps count of itself."""
 
