@@ -124,11 +124,16 @@ class Gains:
         """A new start: what was seen cannot be compared with what follows."""
         self.first, self.last = [], []
 
+    @property
+    def compares(self) -> bool:
+        """Whether there is a look after those of the base."""
+        return any(each not in self.first for each in self.last)
+
     def risen(self) -> bool:
         """Whether gold has risen for certain since the base."""
-        after = [each for each in self.last if each not in self.first][-WINDOW:]
-        if not after:
+        if not self.compares:
             return False
+        after = [each for each in self.last if each not in self.first][-WINDOW:]
         return self._contrast(self.first, after, torch.tensor([0.0, 1.0], dtype=torch.float64)) > RISEN
 
     def _splits(self) -> Iterable[tuple[int, list[Look], list[Look]]]:

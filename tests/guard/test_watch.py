@@ -56,6 +56,24 @@ def test_without_gold_the_reward_says_whether_learning_explains_it():
     ]
 
 
+def test_until_gold_is_looked_at_again_the_reward_says_it():
+    """Gold of evaluations alone, of which the first was before training."""
+    entropies = [1.0] * 8 + [0.2] * 6
+    guard = Guard(GuardConfig(learn_steps=8))
+    guard.after_evaluation(0, {"eval_gold": 0.3}, look_at(0, 0.0, 0.3))
+    assert walk(guard, [{"reward_mean": 0.1 * i, "entropy": e} for i, e in enumerate(entropies)]) == []
+    guard.after_evaluation(14, {"eval_gold": 0.3}, look_at(14, 1.3, 0.3))
+    assert walk(guard, [{"reward_mean": 1.4, "entropy": 0.2}] * 2, first=15) == [(15, "entropy")]
+
+
+def test_images_that_come_to_show_the_same_thing_may_vary_less():
+    """Half of the variety goes where half of the images show the right thing at first, and all of them in the end."""
+    falling = [{"reward_mean": i / 40, "image_diversity": 0.21 - 0.1 * i / 40} for i in range(40)]
+    assert walk(Guard(GuardConfig()), falling) == []
+    gone = falling + [{"reward_mean": 1.0, "image_diversity": 0.08}] * 2
+    assert walk(Guard(GuardConfig()), gone) == [(42, "image_diversity")]
+
+
 def test_form_without_content_is_a_component_that_parts_from_the_whole():
     steps = [
         {"reward_mean": 0.3 + i / 50, "reward/form": 0.1 + i / 40, "reward/exact": 0.5 - max(0, i - 10) * 0.02}
