@@ -54,11 +54,11 @@ class Alarm:
 
 class Guard:
     """Bands over the metrics of steps, gains of reward and gold, partings of reward components; best: (gold, step) of
-    evaluations. rewarded: the components that raise the reward by rising; None for all."""
+    evaluations. penalties: components that do not raise the reward by rising."""
 
     def __init__(self, config: GuardConfig):
         self.config = config
-        self.rewarded: Collection[str] | None = None
+        self.penalties: Collection[str] = ()
         self.bands: dict[str, Band] = {}
         self.partings: dict[str, Parting] = {}
         self.gains = {"gold": Gains(paired=False, base=config.learn_steps), "eval_gold": Gains(paired=True)}
@@ -137,11 +137,10 @@ class Guard:
         return alarms
 
     def _component_partings(self, step: int, reward: float, metrics: Mapping[str, float]) -> list[Alarm]:
-        """A part of the reward that falls while the whole rises: another part pays for it. A penalty may fall, and so
-        may what a scorer says beside its score."""
+        """A part of the reward that falls while the whole rises: another part pays for it. A penalty may fall."""
         alarms: list[Alarm] = []
         names = [name for name in metrics if name.startswith("reward/") and name.count("/") == 1]
-        names = [name for name in names if name not in NO_COMPONENTS and self._is_rewarded(name, metrics)]
+        names = [name for name in names if name not in NO_COMPONENTS and self._pays(name, metrics)]
         for name in names if len(names) > 1 else ():
             value = _finite(metrics, name)
             if value is not None:
@@ -149,9 +148,9 @@ class Guard:
                 self._tell_parting(step, name, parting, parting.see(step, reward, value), alarms)
         return alarms
 
-    def _is_rewarded(self, name: str, metrics: Mapping[str, float]) -> bool:
+    def _pays(self, name: str, metrics: Mapping[str, float]) -> bool:
         own = name.removeprefix("reward/")
-        return metrics.get(WEIGHT + own, 1.0) > 0 and (self.rewarded is None or own in self.rewarded)
+        return metrics.get(WEIGHT + own, 1.0) > 0 and own not in self.penalties
 
     def _reward_risen(self, step: int, reward: float) -> bool:
         """Whether the reward has risen for certain since the start."""

@@ -278,15 +278,10 @@ class RewardComputationEngine:
             )
 
     @property
-    def rewarded(self) -> set[str] | None:
-        """Names of the components that raise the score by rising: whose weights are positive, in every label. None
-        where a `reward_fn` aggregates by hand, as nobody knows what it does with them."""
-        if self._aggregate is not None:
-            return None
-        if self.recipe is None:
-            return set(self._sources)
-        weighed = [entry for entries in self.recipe.entries.values() for entry in entries]
-        return {entry.name for entry in weighed} - {entry.name for entry in weighed if entry.weight <= 0}
+    def penalties(self) -> set[str]:
+        """Names of the components that do not raise the score by rising: of no positive weight in some label."""
+        weighed = [entry for entries in self.recipe.entries.values() for entry in entries] if self.recipe else []
+        return {entry.name for entry in weighed if entry.weight <= 0}
 
     def _weights(self, columns: Sequence[Column], size: int, device: torch.device | str) -> dict[str, T]:
         if self._aggregate is not None:

@@ -83,16 +83,12 @@ def test_form_without_content_is_a_component_that_parts_from_the_whole():
     assert [signal for _, signal in told] == ["reward/exact"] and told[0][0] < 22
 
 
-def test_what_does_not_raise_the_reward_may_fall():
-    """A penalty, and what a scorer says beside its score: a run that learns has less of both."""
-    steps = [
-        {"reward_mean": i / 30, "reward/exact": i / 30, "reward/penalty": 1 - i / 40, "reward/mistakes": 9 - i / 5}
-        for i in range(30)
-    ]
+def test_penalties_may_fall():
+    steps = [{"reward_mean": i / 30, "reward/exact": i / 30, "reward/penalty": 1 - i / 40} for i in range(30)]
     guard = Guard(GuardConfig(learn_steps=8))
-    guard.rewarded = {"exact", "form"}
+    guard.penalties = {"penalty"}
     assert walk(guard, steps) == []
-    by_hand = [each | {"reward_weight/penalty": -1.0, "reward_weight/mistakes": 0.0} for each in steps]
+    by_hand = [each | {"reward_weight/penalty": -1.0} for each in steps]
     assert walk(Guard(GuardConfig(learn_steps=8)), by_hand) == []
     assert walk(Guard(GuardConfig(learn_steps=8)), steps) != []
 

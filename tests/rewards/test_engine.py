@@ -194,15 +194,10 @@ def test_label_recipes_with_rules_and_zero_weights():
     }  # fmt: skip
 
 
-def test_what_raises_the_reward_by_rising():
+def test_components_of_no_positive_weight_are_penalties():
     recipe = {"a": [("rule", "exact", 1.0), ("rule", "format", -0.5)], "b": [("rule", "exact", 2.0)]}
-    assert RewardComputationEngine(reward_recipe=recipe).rewarded == {"exact"}
-    assert RewardComputationEngine({"rm": two}, reward_fn=lambda completions: [1.0]).rewarded >= {"rm"}
-
-    def by_hand(model_reward_list):
-        return model_reward_list[0]
-
-    assert RewardComputationEngine({"rm": two}, reward_fn=by_hand).rewarded is None
+    assert RewardComputationEngine(reward_recipe=recipe).penalties == {"format"}
+    assert RewardComputationEngine({"rm": two}).penalties == set()
 
 
 class Counted:

@@ -40,7 +40,7 @@ class DiffusionTrainer(PolicyTrainer):
     def __init__(self, parts: DiffusionParts):
         super().__init__(parts.loop, parts.recorder, parts.console, parts.timer)
         self.parts, self.config, self.engine, self.maker = parts, parts.config, parts.engine, parts.maker
-        self.guard.rewarded = self.maker.rewards.rewarded
+        self.guard.penalties = self.maker.rewards.penalties
         train = parts.config.train
         coupled = bool(parts.algorithm.coupled)
         self.buffer = NaiveReplayBuffer(train.micro_train_batch_size, seed=train.seed, keep_groups=coupled)

@@ -60,7 +60,7 @@ class VLTrainer(PolicyTrainer):
         self.parts, self.config = parts, parts.config
         train, algorithm = parts.config.train, parts.config.algorithm
         self.maker, self.actor, self.critic = parts.maker, parts.actor, parts.critic
-        self.guard.rewarded = self.maker.rewards.rewarded
+        self.guard.penalties = self.maker.rewards.penalties
         self.buffer = NaiveReplayBuffer(
             train.micro_train_batch_size,
             packing_samples=train.packing_samples,
