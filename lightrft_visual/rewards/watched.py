@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Collection
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from ..errors import ConfigError, did_you_mean
 from ..strategy.collectives import broadcast_object, is_rank_0
 
 log = logging.getLogger(__name__)
-LARGEST = sys.float_info.max  # what is beyond, NaN too, is no weight
+LARGEST = 1e6  # no sane weight is larger: a slip of the hand must not make rewards that are not finite
 
 
 class WatchedWeights:
@@ -58,5 +57,7 @@ class WatchedWeights:
             if name not in self.names:
                 raise ConfigError(f"{where}: there is no component {name!r}{did_you_mean(str(name), self.names)}")
             if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not abs(weight) <= LARGEST:
-                raise ConfigError(f"{where}: the weight of {name} is {str(weight)[:50]}, not a number")
+                raise ConfigError(
+                    f"{where}: the weight of {name} is {str(weight)[:50]}, not a number within ±{LARGEST:.0e}"
+                )
         return {name: float(weight) for name, weight in found.items()}

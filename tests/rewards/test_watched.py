@@ -56,6 +56,7 @@ def test_a_wrong_change_is_said_and_the_last_good_weights_stay(tmp_path, caplog)
             ("format: much", "not a number"),
             ("format: .nan", "not a number"),
             ("format: 1" + 400 * "0", "not a number"),
+            ("format: -1e40", "within ±1e+06"),
             ('{"format": 1', "weights.yaml"),
             ("- 1", "a mapping"),
             (" \n", "is empty"),
