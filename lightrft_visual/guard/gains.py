@@ -97,7 +97,7 @@ class Gains:
 
     def see(self, look: Look) -> Parted | None:
         """What is certain with this look, None where nothing is."""
-        if self.paired and (not look.prompts or not self._comparable(look)):
+        if not look.prompts or (self.paired and not self._comparable(look)):
             return None
         if len(self.first) < self.base:
             self.first.append(look)

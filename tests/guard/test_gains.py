@@ -46,6 +46,14 @@ def test_means_by_prompt_in_the_order_of_prompts():
     assert joined([]) is None
 
 
+def test_steps_that_nobody_could_score_are_no_base():
+    """A judge that is not there yet, and gold that stays behind the reward from where it came."""
+    away = [Look(step, [], [], []) for step in range(-6, 0)]
+    reward, gold = (lambda step, rate=rate: rate * max(0, step - 8) for rate in (0.1, 0.01))
+    left_behind = looks(reward, gold, paired=False, steps=16, prompts=2000)
+    assert seen([*away, *left_behind], paired=False, base=5) is not None
+
+
 def test_gold_that_falls_on_the_same_prompts_parts_where_it_began_to_fall():
     """A tenth, a third of the standard deviation over prompts: the differences of a prompt with itself show it."""
     index, parted = seen(looks(lambda step: 0.02 * step, lambda step: -0.1 * (step > 4)))
