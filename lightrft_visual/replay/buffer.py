@@ -151,8 +151,9 @@ class NaiveReplayBuffer:
         of micro-batches in every step: for `load`, one after the other. With sample ids, which samples make up a step
         does not depend on the number of ranks, and some samples change ranks so that each has an equal share of every
         step (only if samples are held on the CPU); the indices are valid until the next change of the buffer.
-        Pass another seed for each epoch. With `share_prefix` steps and micro-batches are made of whole groups where
-        they fit, and a prompt's tokens count once (see `plan.plan_by_count`).
+        Pass another seed for each epoch. Steps of responses are made of whole groups where they fit. With
+        `share_prefix`, which changes no step, micro-batches are too, and a prompt's tokens count once (see
+        `plan.plan_by_count`).
 
         Raises ConfigError for a token budget without packing, DataError if a rank holds no sample at all, or a sample
         is longer than the budget.
@@ -206,10 +207,10 @@ class NaiveReplayBuffer:
 
     def _references(self) -> list[SampleRef]:
         """All samples of all ranks, by rank or group of ranks."""
-        rank, shared = collectives.rank() // self._copies, self._shared_prompts()
+        rank = collectives.rank() // self._copies
         own = [
-            SampleRef(rank, index, _token_count(item), _number(item.sample_id), *shared[index], self._kind(item))
-            for index, item in enumerate(self.items)
+            SampleRef(rank, index, _token_count(item), _number(item.sample_id), *shared, self._kind(item), _group(item))
+            for index, (item, shared) in enumerate(zip(self.items, self._shared_prompts(), strict=True))
         ]
         gathered = collectives.all_gather_object(own)[:: self._copies]
         if not all(gathered):
@@ -226,9 +227,8 @@ class NaiveReplayBuffer:
             return [(_number(item.group_id), 0) for item in self.items]
         if not self.share_prefix or not self.items:
             return [(None, 0)] * len(self.items)
-        groups = [_number(item.group_id) for item in self.items]
         lengths = zip(*packed_lengths(self.items))
-        return [(None if group == -1 else group, length - count) for group, (length, count) in zip(groups, lengths)]
+        return [(_group(item), length - count) for item, (length, count) in zip(self.items, lengths)]
 
     @torch.no_grad()
     def normalize(self, attribute: str, strategy: SumsOverRanks | None = None) -> None:
@@ -287,6 +287,12 @@ def _number(value: T | None) -> int | None:
 
 def _token_count(item: AnyItem) -> int:
     return 1 if isinstance(item, BufferItemDiffusion) else len(item.sequences)
+
+
+def _group(item: AnyItem) -> int | None:
+    """The group of a response; None without one, and of a drawn image, whose losses do not care."""
+    group = None if isinstance(item, BufferItemDiffusion) else _number(item.group_id)
+    return None if group == -1 else group
 
 
 def _numbers(item: AnyItem, attribute: str) -> T | None:

@@ -24,7 +24,7 @@ class SampleRef:
 
     group: of samples whose prompt of `prompt` tokens is computed once for all of them in a micro-batch; None for a
     sample that shares nothing. Such groups stay together where they can. kind: of samples that homogeneous steps keep
-    apart.
+    apart. together: of samples that come into one step where they fit, also if they share nothing; default: group.
     """
 
     rank: int
@@ -34,6 +34,7 @@ class SampleRef:
     group: int | None = None
     prompt: int = 0
     kind: int = 0
+    together: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def shuffled_steps(
 ) -> list[list[SampleRef]]:
     """Samples of each optimizer step, all ranks together; the last step may be smaller.
 
-    The order is a permutation, drawn by `seed`, of the samples, or of the groups that share a prompt, sorted by key. So
+    The order is a permutation, drawn by `seed`, of the samples, or of those that belong together, sorted by key. So
     with keys on all samples the steps do not depend on the number of ranks. step_size None: one step.
     homogeneous: as many steps, each of samples of one kind (see `_homogeneous`).
     """
@@ -64,7 +65,8 @@ def shuffled_steps(
         raise ConfigError(f"the samples of a step must be at least 1, not {step_size}")
     if have_keys(samples):
         samples = sorted(samples, key=lambda sample: sample.key)
-    generator, groups = torch.Generator().manual_seed(seed), _groups(samples)
+    belongs = [sample.group if sample.together is None else sample.together for sample in samples]
+    generator, groups = torch.Generator().manual_seed(seed), _grouped(samples, belongs)
     order = [each for index in torch.randperm(len(groups), generator=generator).tolist() for each in groups[index]]
     size = step_size or len(order)
     if homogeneous:
@@ -230,9 +232,13 @@ def computed_tokens(batch: Sequence[SampleRef]) -> int:
 
 def _groups(samples: Sequence[SampleRef]) -> list[list[SampleRef]]:
     """Samples that share a prompt together, others alone, in the order of their first ones."""
+    return _grouped(samples, [sample.group for sample in samples])
+
+
+def _grouped(samples: Sequence[SampleRef], groups: Sequence[int | None]) -> list[list[SampleRef]]:
     found: dict[int, list[SampleRef]] = {}
-    for place, sample in enumerate(samples):
-        found.setdefault(-1 - place if sample.group is None else sample.group, []).append(sample)
+    for place, (sample, group) in enumerate(zip(samples, groups)):
+        found.setdefault(-1 - place if group is None else group, []).append(sample)
     return list(found.values())
 
 

@@ -45,8 +45,8 @@ class ParityGate:
     """Compares engine and trainer on a few prompts.
 
     score(inputs, rule) gives the trainer's (B, A) log-probs; reload() loads all weights into the engine again, for the
-    diagnosis. compare(ours, theirs, mask) gives the figure that must not exceed `tolerance`: in float32 the largest
-    difference of a token; in bfloat16, where single rare tokens differ widely, the mean over tokens.
+    diagnosis. What must not exceed `tolerance` is the largest difference of a token, as in float32, or, where the gate
+    `averages`, the mean over tokens, as in bfloat16, where single rare tokens differ widely.
     """
 
     stage: RolloutStage
@@ -57,7 +57,7 @@ class ParityGate:
     vision: bool
     device: torch.device
     tolerance: float
-    compare: Callable[[T, T, T], float] | None = None  # default: log_prob_difference
+    averages: bool = False
     sampling: SamplingSettings = field(default_factory=SamplingSettings)  # of the run: its guidance
 
     @classmethod
@@ -66,10 +66,9 @@ class ParityGate:
         tolerance = config.rollout.parity_tolerance
         if tolerance is None:
             tolerance = BF16_TOLERANCE if config.model.bf16 else FP32_TOLERANCE
-        compare = mean_log_prob_difference if config.model.bf16 else log_prob_difference
         pad_id = checkpoint.tokenizer.pad_token_id
         parts["sampling"] = SamplingSettings.from_config(config.rollout)
-        return cls(pad_id=pad_id, vision=checkpoint.vision, tolerance=tolerance, compare=compare, **parts)
+        return cls(pad_id=pad_id, vision=checkpoint.vision, tolerance=tolerance, averages=config.model.bf16, **parts)
 
     def check(self, batch: PromptBatch, temperature: float = 1.0) -> float:
         """The figure, largest over all ranks; raises RolloutError with the likely cause above the tolerance."""
@@ -83,7 +82,7 @@ class ParityGate:
 
     def figure(self, ours: T, theirs: T, mask: T) -> float:
         """What is held against the tolerance, for (B, A) log-probs under a mask."""
-        return (self.compare or log_prob_difference)(ours, theirs, mask)
+        return (mean_log_prob_difference if self.averages else log_prob_difference)(ours, theirs, mask)
 
     def check_rollouts(self, difference: float, probe: PromptBatch | None = None, temperature: float = 1.0) -> None:
         """The same check on the figure of a whole rollout; `probe` holds prompts of it to find the cause with."""
@@ -169,34 +168,46 @@ class ParityGate:
 class RolloutCheck:
     """What the engine sampled against the trainer's own scores, over one step's rollouts of all ranks.
 
-    gate: None measures, and refuses nothing. probe: prompts of the rollouts, for the diagnosis.
+    gate: None measures, and refuses nothing. probe: prompts of the rollouts, for the diagnosis. largest: difference of
+    a token; total: of all differences, of `tokens` tokens. A mean is that of all tokens: in a micro-batch of short
+    answers one rare token is a large part of it.
     """
 
     gate: ParityGate | None
     probe: PromptBatch | None
     temperature: float
     largest: float = 0.0
-    figure: float = 0.0
-    compared: bool = False
+    total: float = 0.0
+    tokens: float = 0.0
+
+    @property
+    def compared(self) -> bool:
+        """Whether there was anything to compare."""
+        return self.tokens > 0
+
+    @property
+    def figure(self) -> float:
+        """The gate's: what it holds against its tolerance."""
+        averages = self.gate is not None and self.gate.averages
+        return self.total / max(self.tokens, 1.0) if averages else self.largest
 
     def add(self, ours: T, theirs: T | None, mask: T) -> None:
         """One micro-batch, all (B, A). Without log-probs of the engine, or tokens, there is nothing to compare."""
         if theirs is None or not mask.any():
             return
-        self.compared = True
+        tokens = float(mask.sum())
         self.largest = max(self.largest, log_prob_difference(ours, theirs, mask))
-        if self.gate is not None:
-            self.figure = max(self.figure, self.gate.figure(ours, theirs, mask))
+        self.total += mean_log_prob_difference(ours, theirs, mask) * tokens
+        self.tokens += tokens
 
     def settle(self) -> None:
-        """Largest difference and the gate's figure over all ranks, and whether any compared; raises RolloutError where
-        the gate refuses it.
+        """The differences over all ranks; raises RolloutError where the gate refuses its figure of them.
 
         A collective, to be called once all micro-batches are added and before anything is trained on them.
         """
-        own = torch.tensor([self.largest, self.figure, float(self.compared)])
-        self.largest, self.figure, compared = collectives.all_reduce_max(own).tolist()
-        self.compared = bool(compared)
+        self.largest = collectives.all_reduce_max(torch.tensor([self.largest])).item()
+        sums = torch.tensor([self.total, self.tokens], dtype=torch.float64)
+        self.total, self.tokens = collectives.all_reduce_sum(sums).tolist()
         if self.gate is not None:
             self.gate.check_rollouts(self.figure, self.probe, self.temperature)
 

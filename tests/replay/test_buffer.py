@@ -130,6 +130,26 @@ def test_an_empty_buffer_cannot_train():
         NaiveReplayBuffer(0)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_what_is_shared_changes_no_step(packing):
+    """A run trains on the same samples in the same update whether prompts are computed once or not."""
+    items = [
+        text_item(6, 1 + index % 3, sample_id=torch.tensor(index), group_id=torch.tensor(index // 4))
+        for index in range(16)
+    ]
+    found = []
+    for shared in (False, True):
+        buffer = filled(items, 3, packing_samples=packing, share_prefix=shared)
+        budget = 40 if packing else None
+        steps = [
+            sorted(index for batch in step for index in batch.indices)
+            for step in buffer.plan(7, step_size=6, token_budget=budget)
+        ]
+        found.append(steps)
+    assert found[0] == found[1] and [len(step) for step in found[0]] == [6, 6, 4]
+    assert len({index // 4 for index in found[0][0]}) == 2
+
+
 # --- normalisation -------------------------------------------------------------------------------------------------
 
 

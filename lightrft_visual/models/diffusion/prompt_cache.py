@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import xxhash
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 from transformers import ProcessorMixin
 
@@ -25,6 +27,7 @@ from ...batches.conditions import Conditions
 logger = logging.getLogger(__name__)
 T = torch.Tensor
 SUFFIX = ".safetensors"
+CHECKSUM = "xxh3_64"  # of the tensors, among a file's own words
 _LEFT = 0.9  # of the limit, after files were deleted
 
 
@@ -32,13 +35,15 @@ class PromptFiles:
     """Conditions by text as safetensors files of a folder; the ones unused for longest go above `limit` bytes.
 
     encoders: what the conditions depend on besides the text, from `encoder_digest`. Processes may share the folder:
-    files appear whole, by a rename, and one that another process has deleted is only encoded again.
+    files appear whole, by a rename, and one that another process has deleted is only encoded again. A file that cannot
+    be read or written (another user's, a full disk) is said once, and the run goes on without it.
     """
 
     def __init__(self, folder: str | Path, encoders: str, limit: int) -> None:
         self.root, self.limit = Path(folder), limit
         self.folder = self.root / encoders
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._said: set[str] = set()
 
     def __len__(self) -> int:
         return sum(1 for _ in self.folder.glob(f"*{SUFFIX}"))
@@ -47,27 +52,41 @@ class PromptFiles:
         """The conditions of a text, None where they are not there. A damaged file is said, deleted, and not used."""
         path = self._path(text)
         try:
-            conditions = load_file(path)
-            os.utime(path)  # used now
+            conditions = _read(path)
         except FileNotFoundError:
             return None
         except SafetensorError as error:
             logger.warning("%s is damaged (%s): its prompt is encoded again", path, error)
             path.unlink(missing_ok=True)
             return None
+        except OSError as error:
+            self._say_once("read", error)
+            return None
+        try:
+            os.utime(path)  # used now
+        except OSError as error:  # deleted since, or another user's
+            self._say_once("marked as used", error)
         return conditions
 
     def keep(self, text: str, conditions: Conditions) -> None:
         """Write the conditions of a text, and delete old files where the folder has grown too large."""
-        handle, name = tempfile.mkstemp(dir=self.folder)
-        os.close(handle)
-        save_file({name: value.contiguous() for name, value in conditions.items()}, name)
-        os.replace(name, self._path(text))
-        self._bound()
+        try:
+            with tempfile.TemporaryDirectory(dir=self.folder) as own:
+                written = Path(own) / f"new{SUFFIX}"
+                _write(conditions, written)
+                os.replace(written, self._path(text))
+            self._bound()
+        except (OSError, SafetensorError) as error:
+            self._say_once("kept", error)
+
+    def _say_once(self, what: str, error: Exception) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning("encoded prompts of %s cannot all be %s: %s", self.folder, what, error)
 
     def _bound(self) -> None:
         """Over all encoders' files. `limit` holds for the folder, whoever fills it."""
-        found = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in _stats(self.root.glob(f"*/*{SUFFIX}"))]
+        found = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in _stats(self.root.glob(f"**/*{SUFFIX}"))]
         size = sum(each[1] for each in found)
         if size <= self.limit:
             return
@@ -125,21 +144,47 @@ class PromptCache:
 
 
 def encoder_digest(encoders: Iterable[nn.Module], tokenizers: Iterable[Any], *settings: object) -> str:
-    """A name for what decides the conditions of a text: weights and configurations of the encoders, vocabularies and
-    chat templates, and `settings`, such as the pipeline's class, the length of texts, the kind of device and the
-    library's version. tokenizers: some pipelines have a processor in the place of one.
+    """A name for what decides the conditions of a text: weights, adapters and configurations of the encoders,
+    vocabularies and chat templates, and `settings`, such as the pipeline's class, the length of texts, the kind of
+    device and the library's version. tokenizers: some pipelines have a processor in the place of one.
 
     All numbers of a weight count: sums of its bits are exact and quick (four gigabytes a second).
     """
-    found = hashlib.sha256(repr(settings).encode())
+    found = hashlib.sha256(repr((CHECKSUM, *settings)).encode())
     for encoder in encoders:
         found.update(str(encoder.config.to_dict()).encode())
+        for name, module in encoder.named_modules():
+            if isinstance(module, BaseTunerLayer):
+                at_work = module.active_adapters, module.disable_adapters, module.scaling
+                found.update(repr((name, at_work)).encode())
         for name, weight in encoder.state_dict().items():
             found.update(f"{name} {tuple(weight.shape)} {weight.dtype} {_sums(weight)}".encode())
     for tokenizer in tokenizers:
         words = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
         found.update(repr((sorted(words.get_vocab().items()), tokenizer.chat_template)).encode())
     return found.hexdigest()[:24]
+
+
+def _write(conditions: Conditions, path: Path) -> None:
+    save_file({name: value.contiguous() for name, value in conditions.items()}, path, {CHECKSUM: _sum_of(conditions)})
+
+
+def _read(path: Path) -> Conditions:
+    """Raises SafetensorError where the file does not hold what was written."""
+    with safe_open(path, "pt") as file:
+        conditions = {name: file.get_tensor(name) for name in file.keys()}
+        written = (file.metadata() or {}).get(CHECKSUM)
+    if written != _sum_of(conditions):
+        raise SafetensorError("its checksum is another")
+    return conditions
+
+
+def _sum_of(conditions: Conditions) -> str:
+    found = xxhash.xxh3_64()
+    for name in sorted(conditions):
+        found.update(name.encode())
+        found.update(conditions[name].contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def _sums(weight: T) -> tuple[int, ...]:

@@ -56,15 +56,13 @@ class Backbone:
         self.base: nn.Module = model.base_model
         self.family = family_of(self.config)
         self.family.attach(self.base)
-        self.by_segments = self.config.model_type in self.family.packed and attend_by_segments(
-            self.base, exact=self.family.draws
-        )
+        self.by_segments = self.family.unproven is None and attend_by_segments(self.base, exact=self.family.draws)
         self.share_prefix, self.sequence = share_prefix, sequence
         for name, wanted in (("share_prefix", share_prefix), ("sp_size", sequence is not None)):
             if wanted and not self.by_segments:
                 raise ConfigError(
-                    f"{name} is not proven for model type {self.config.model_type!r} with attention "
-                    f"{self.config._attn_implementation}: leave it out"
+                    f"{name} is not proven for {self.family.unproven or f'model type {self.config.model_type!r}'} "
+                    f"with attention {self.config._attn_implementation}: leave it out"
                 )
         self.slices = None if sequence is None else SlicedRow(sequence, self.base, self.family.towers)
 

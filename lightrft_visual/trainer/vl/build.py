@@ -24,7 +24,7 @@ from ...errors import ConfigError
 from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint
 from ...models.vlm.actor import Actor
 from ...models.vlm.critic import Critic
-from ...models.vlm.families.base import VLMFamily
+from ...models.vlm.families import VLMFamily, family_of
 from ...models.weight_copies import FollowingWeights, WeightAverage
 from ...observe.console import RunConsole
 from ...rewards.engine import RewardComputationEngine
@@ -328,8 +328,10 @@ def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoi
         with strategy.loading():
             backbone = load_transformer(model.critic_pretrain or checkpoint.path, model, strategy.dtype)
         freeze(backbone, model.freeze_prefix)
+        shares = family_of(backbone.config).able_to_share(config.train.share_prefix, model.attn_implementation)
         critic = strategy.prepare(
-            Critic(backbone, **extra), _optimizer(config, config.train.critic_learning_rate, total_steps)
+            Critic(backbone, shares, strategy.sequence),
+            _optimizer(config, config.train.critic_learning_rate, total_steps),
         )
     reference, following = None, None
     if config.algorithm.init_kl_coef > 0:
@@ -374,8 +376,9 @@ def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpo
         raise ConfigError(f"teacher_pretrain {path} has other tokens than the policy: it cannot score its responses")
     with strategy.loading():
         transformer = load_transformer(path, config.model, strategy.dtype)
-    banned, shared = checkpoint.family.banned_ids(checkpoint.tokenizer), bool(config.train.share_prefix)
-    frozen = strategy.prepare_inference(Actor(transformer, banned, checkpoint.eos_ids, shared))
+    banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
+    shares = teacher.family.able_to_share(config.train.share_prefix, config.model.attn_implementation)
+    frozen = strategy.prepare_inference(Actor(transformer, banned, checkpoint.eos_ids, shares))
     return own_scores(lambda inputs, rule: frozen(inputs, rule, with_entropy=False).log_probs, strategy.sequence)
 
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import tiny_families
 import torch
+from peft import LoraConfig
 from PIL import Image
 
 from lightrft_visual.embedded.tiny_sd3 import (
@@ -16,6 +17,7 @@ from lightrft_visual.embedded.tiny_sd3 import (
     build_t5_tokenizer,
 )
 from lightrft_visual.models.diffusion import policy as policy_module
+from lightrft_visual.models.diffusion import prompt_cache
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, family_of
 from lightrft_visual.models.diffusion.prompt_cache import PromptCache, PromptFiles, encoder_digest
 
@@ -145,16 +147,52 @@ def test_the_folder_stays_below_its_limit_and_the_oldest_files_go(tmp_path):
     assert not len(PromptFiles(tmp_path, "earlier", 2**20))
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00" * 40, None])
-def test_a_damaged_file_is_said_and_encoded_again(tmp_path, caplog, content):
+@pytest.mark.parametrize(
+    "damage",
+    [lambda whole: b"", lambda whole: b"\x00" * 40, lambda whole: whole[:-3], lambda whole: whole[:-1] + b"!"],
+    ids=["empty", "zeros", "cut", "one byte"],
+)
+def test_a_damaged_file_is_said_and_encoded_again(tmp_path, caplog, damage):
     files = PromptFiles(tmp_path, "encoders", 2**20)
     files.keep("a", conditions_of("a"))
     (path,) = files.folder.glob("*.safetensors")
-    path.write_bytes(path.read_bytes()[:-3] if content is None else content)
+    path.write_bytes(damage(path.read_bytes()))
     calls = []
     given = PromptCache(files=files).get("a", lambda: calls.append("a") or conditions_of("a"))
     assert calls == ["a"] and torch.equal(given["pooled"], torch.ones(1, 2)) and str(path) in caplog.text
     assert torch.equal(files.find("a")["pooled"], torch.ones(1, 2))
+
+
+def test_a_run_goes_on_where_files_can_be_neither_read_nor_written(tmp_path, caplog, monkeypatch):
+    """As those of another user, and those of a disk that is full."""
+    files = PromptFiles(tmp_path, "encoders", 2**20)
+    files.keep("a", conditions_of("a"))
+
+    def refuse(*arguments, **named):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(prompt_cache.os, "utime", refuse)
+    assert torch.equal(files.find("a")["pooled"], torch.ones(1, 2))  # read, though not marked as used
+    monkeypatch.setattr(prompt_cache, "safe_open", refuse)
+    assert files.find("a") is None
+    monkeypatch.setattr(prompt_cache, "save_file", refuse)
+    for text in "bcd":
+        assert torch.equal(PromptCache(files=files).get(text, lambda: conditions_of("b"))["pooled"], torch.ones(1, 2))
+    assert len(files) == 1 and not [path for path in files.folder.iterdir() if path.is_dir()]
+    assert len(caplog.records) == 3 and "cannot all be kept: [Errno 13]" in caplog.text
+
+
+def test_the_encoders_name_changes_with_their_adapters():
+    def digest(**settings):
+        torch.manual_seed(0)
+        encoder = build_clip_encoder(build_clip_tokenizer(), TinyDiffusionSettings())
+        if settings:
+            encoder.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], **settings))
+        return encoder, encoder_digest([encoder], [])
+
+    (adapted, first), (_, other) = digest(lora_alpha=4), digest(lora_alpha=8)
+    adapted.disable_adapters()
+    assert len({digest()[1], first, other, encoder_digest([adapted], [])}) == 4
 
 
 def test_the_encoders_name_changes_with_every_number_vocabulary_and_setting():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from equality import adapters, assert_same, loss_and_gradients
 from tiny_models import actor_of, checkpoint_of, features_of, inputs_of, load, perturb, prompts_for, text_prompts
+from transformers import InternVLConfig
 
 from lightrft_visual.batches.rollouts import Rollout
 from lightrft_visual.batches.sampling import ScoringRule
@@ -17,6 +18,7 @@ from lightrft_visual.embedded.tiny_vlm import QWEN_FAMILIES, VISION_FAMILIES
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.vlm.backbone import Backbone
 from lightrft_visual.models.vlm.critic import Critic
+from lightrft_visual.models.vlm.families import family_of
 from lightrft_visual.models.vlm.shared_prefix import SharedRow
 
 
@@ -142,6 +144,17 @@ def test_what_only_looks_alike_is_not_shared(root):
     holed = first.attention_mask.clone()
     holed[0, -first.action_mask.shape[1] - 2] = 0
     assert SharedRow.of(replace(first, attention_mask=holed)) is None
+
+
+@pytest.mark.parametrize("text", ["qwen3_next", "gpt_oss"])
+def test_language_models_that_are_not_proven_in_rows_are_refused(text):
+    """Linear attention would carry a sample into the next one, and attention sinks are not looked at by segments."""
+    family = family_of(InternVLConfig(text_config={"model_type": text}))
+    reason = f"it is not proven for model type 'internvl' with a language model of type '{text}'"
+    assert family.sharing_refused("auto") == reason
+    with pytest.raises(ConfigError, match=f"packing_samples is not proven for .* of type '{text}'"):
+        family.require_packing()
+    assert family_of(InternVLConfig(text_config={"model_type": "qwen3"})).sharing_refused("auto") is None
 
 
 def test_attention_that_takes_no_segments_is_refused(root):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,8 +116,9 @@ def test_tower_and_projector_have_learning_rates_of_their_own(tmp_path, kind, pr
 HERE = SimpleNamespace(loading=nullcontext, dtype=torch.float32, prepare_inference=lambda module: module, sequence=None)
 
 
-def teacher_for(checkpoint, path) -> object:
+def teacher_for(checkpoint, path, share_prefix: bool | None = None) -> object:
     config = RunConfig(model=ModelConfig(teacher_pretrain=str(path)), algorithm=AlgorithmConfig(teacher_coef=1.0))
+    config.train.share_prefix = share_prefix
     return _teacher(config, HERE, checkpoint)
 
 
@@ -130,6 +132,21 @@ def test_a_larger_model_of_the_same_tokens_can_teach(tmp_path):
     assert not torch.allclose(found, own)
     same = teacher_for(student, student.path)(inputs, ScoringRule())
     torch.testing.assert_close(same, own)
+
+
+def test_a_teacher_of_another_type_computes_each_prompt_anew(tmp_path):
+    """Sharing is settled for the policy; what cannot share beside it is no error."""
+    student = checkpoint_of(tmp_path, "qwen2")
+    other = Path(shutil.copytree(student.path, tmp_path / "llama"))
+    settings = json.loads((other / "config.json").read_text())
+    settings |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (other / "config.json").write_text(json.dumps(settings))
+    inputs = inputs_of(student, rollouts_of(student, text_prompts()))
+    alone, shared = (teacher_for(student, other, share_prefix=each)(inputs, ScoringRule()) for each in (None, True))
+    assert torch.equal(alone, shared) and (alone[inputs.action_mask] < 0).all()
+    assert family_of(Qwen2Config()).able_to_share(True, "auto") and not family_of(LlavaConfig()).able_to_share(
+        True, "auto"
+    )
 
 
 def test_a_teacher_of_other_tokens_or_family_is_refused(tmp_path):

@@ -32,7 +32,9 @@ class VLMFamily(MediaConventions):
     """The adapter of one family. Class methods serve the processor's side, before any weights are loaded.
 
     vision: false for text-only models. draws: whether answers may be images. kinds: of media that prompts may hold.
-    packed: model types whose packed rows are shown by tests to equal single ones. served: whether vLLM has models
+    packed: model types whose packed rows are shown by tests to equal single ones. texts: types of the language model
+    for which they do, where a checkpoint may bring any: layers that carry a state (Mamba, linear attention), or have an
+    attention of their own, would mix the samples of a row. served: whether vLLM has models
     of the family. heads: suffixes of output layers beside the language model's. untrained: prefixes of modules that no
     run trains. towers: module prefixes of the
     vision tower; projectors: of what brings its output to the language model, perhaps inside the tower.
@@ -44,6 +46,7 @@ class VLMFamily(MediaConventions):
     vision: ClassVar[bool] = True
     draws: ClassVar[bool] = False
     packed: ClassVar[tuple[str, ...]] = ()
+    texts: ClassVar[tuple[str, ...]] = ()
     towers: ClassVar[tuple[str, ...]] = ("visual", "vision_tower", "vision_model")
     projectors: ClassVar[tuple[str, ...]] = ("merger", "deepstack_merger_list", "multi_modal_projector", "aligner")
     vision_tokens: ClassVar[tuple[str, ...]] = ()
@@ -105,12 +108,20 @@ class VLMFamily(MediaConventions):
         """How the model answers with images; None where it writes text only."""
         return None
 
+    @property
+    def unproven(self) -> str | None:
+        """What of this architecture is not known to take several samples in a row; None where all of it is."""
+        name = f"model type {self.config.model_type!r}"
+        if self.config.model_type not in self.packed:
+            return name
+        text = self.config.get_text_config().model_type
+        return f"{name} with a language model of type {text!r}" if self.texts and text not in self.texts else None
+
     def require_packing(self) -> None:
         """Raise ConfigError unless packed and single forwards are known to agree for this architecture."""
-        if self.config.model_type not in self.packed:
+        if (unproven := self.unproven) is not None:
             raise ConfigError(
-                f"packing_samples is not proven for model type {self.config.model_type!r}; "
-                "train it padded, without --packing_samples"
+                f"packing_samples is not proven for {unproven}; train it padded, without --packing_samples"
             )
 
     def sharing_refused(self, attn_implementation: str) -> str | None:
@@ -118,8 +129,8 @@ class VLMFamily(MediaConventions):
 
         It takes an architecture whose packed rows are proven, and attention that takes segments.
         """
-        if self.config.model_type not in self.packed:
-            return f"it is not proven for model type {self.config.model_type!r}"
+        if (unproven := self.unproven) is not None:
+            return f"it is not proven for {unproven}"
         if attn_implementation not in ("auto", "sdpa"):
             return f"attn_implementation {attn_implementation} does not take segments"
         return None
@@ -130,6 +141,11 @@ class VLMFamily(MediaConventions):
         several: whether groups have several samples.
         """
         return several and self.sharing_refused(attn_implementation) is None if wanted is None else wanted
+
+    def able_to_share(self, wanted: bool | None, attn_implementation: str) -> bool:
+        """The same of a critic or a teacher, which may be of another type than the policy that `wanted` was settled
+        for: it then computes each sample's prompt anew."""
+        return bool(wanted) and self.sharing_refused(attn_implementation) is None
 
     def token_types(self, ids: T) -> T:
         """int32 of ids' shape: 1 at image placeholders, 2 at video placeholders, 0 elsewhere."""

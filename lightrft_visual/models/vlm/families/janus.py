@@ -29,6 +29,7 @@ class Janus(VLMFamily):
 
     draws = True
     packed = ("janus",)
+    texts = ("llama",)
     towers = ("vision_model",)
     kinds = ("image",)
     vision_tokens = ("<image_placeholder>", "<begin_of_image>", "<end_of_image>")
