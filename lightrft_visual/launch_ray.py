@@ -30,6 +30,7 @@ def start_rank(run: dict[str, Any]) -> None:
     from ray.train import get_context
 
     from .strategy import collectives  # with torch, which the launching process does without
+    from .strategy.launchers import STARTED_BY
 
     context = get_context()
     # the workers' own port is taken by them
@@ -43,6 +44,7 @@ def start_rank(run: dict[str, Any]) -> None:
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
         "RAY_ADDRESS": run["address"],  # rollouts and rewards of the run use the same cluster
+        STARTED_BY: os.getpid(),  # where this worker is killed the rank ends, with a checkpoint, after its step
     }
     environment = os.environ | {name: str(value) for name, value in own.items()}
     code = subprocess.run([sys.executable, *run["command"]], cwd=run["folder"], env=environment).returncode

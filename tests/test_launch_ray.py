@@ -13,6 +13,7 @@ from lightrft_visual.strategy import collectives
 SCRIPT = """
 import os, pathlib, sys
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "RAY_ADDRESS")
+assert int(os.environ["LIGHTRFT_STARTED_BY"]) == os.getppid()
 pathlib.Path("told").write_text(" ".join(os.environ[name] for name in names))
 sys.exit(int(sys.argv[1]))
 """

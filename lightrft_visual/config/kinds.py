@@ -111,7 +111,8 @@ class Engine(Choice):
     (RunConfig, Checkpoint) that refuses settings before any model is loaded. worker: a function of the same, or
     'module:function', to an engine with weights of its own, for a process beside the trainer's (placement split).
     adapters_alone: whether that one, with LoRA, takes the adapters alone, by the names of the trainer's model.
-    continues: whether it goes on with responses that are begun (`PromptFeatures.continued`).
+    continues: whether it goes on with responses that are begun (`PromptFeatures.continued`). reads_patches: whether it
+    reads what the trainer's processor made of images; workers are not sent them otherwise.
     """
 
     tensor_parallel: bool = False
@@ -120,6 +121,7 @@ class Engine(Choice):
     worker: Any = field(default=None, repr=False)
     adapters_alone: bool = field(default=False, repr=False)
     continues: bool = field(default=False, repr=False)
+    reads_patches: bool = field(default=True, repr=False)
 
     def check_settings(self, *arguments: object) -> None:
         """What `check` says; nothing where there is none."""

@@ -125,7 +125,7 @@ for _entry in (
     Engine(
         "vllm", "lightrft_visual.rollout.vllm.engine:VLLMEngine.from_config", "vLLM in this process",
         tensor_parallel=True, resident=True, check="lightrft_visual.rollout.vllm.arguments:check_engine",
-        worker="lightrft_visual.rollout.vllm.engine:worker_engine", continues=True,
+        worker="lightrft_visual.rollout.vllm.engine:worker_engine", continues=True, reads_patches=False,
     ),
     Engine(
         "hf", "lightrft_visual.rollout.hf:TransformersEngine.from_config", "the trainer's own model: where vLLM is not",

@@ -91,6 +91,11 @@ class DistributedConfig(Section):
     def check(self) -> None:
         """What belongs to one ZeRO stage."""
         require(self.zpg == 1 or self.zero_stage == 3, "zpg belongs to ZeRO stage 3: add --zero_stage 3")
+        require(
+            not self.adam_offload or self.zero_stage > 0,
+            "adam_offload is ZeRO's: stage 0 keeps gradients on the device, where the host's Adam cannot read them; "
+            "use zero_stage 1 to 3",
+        )
 
     def settle(self) -> None:
         """The placement where none was named. For a whole configuration: a section's defaults are checked by itself,

@@ -304,12 +304,16 @@ class RunConfig(Section):
             return
         for name, used in (
             ("dynamic_sampling", rollout.dynamic_sampling),
-            ("eval_ema", self.output.eval_ema),
             ("ask_key", self.data.ask_key),
             ("redraw_key", self.data.redraw_key),
             ("noisy_rollout_share", rollout.noisy_rollout_share),
         ):
             require(not used, f"max_staleness above 0 generates ahead, and {name} cannot be part of that; leave it out")
+        require(
+            not self.output.eval_ema,
+            "max_staleness above 0 generates ahead with the trained weights, and an evaluation of the averaged ones "
+            "(eval_ema, the default with enable_ema) cannot be part of that: add --eval_ema false",
+        )
         ahead.check_sampling(
             rollout.engine_type,
             registry.engines[rollout.engine_type].continues,

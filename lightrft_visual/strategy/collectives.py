@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,6 +13,13 @@ import torch.distributed as dist
 from .parcels import pack, unpack
 
 STAGED_BYTES = 2**28  # that a rank sends in one round of an exchange
+_limit: timedelta | None = None  # of a collective of the groups made here; None: PyTorch's own
+
+
+def bound(seconds: float) -> None:
+    """Collectives of groups that are made from now on fail after so long, as those of all ranks do."""
+    global _limit
+    _limit = timedelta(seconds=seconds)
 
 
 def is_initialized() -> bool:
@@ -160,7 +168,7 @@ def neighbours(size: int, tensors: bool = False) -> dist.ProcessGroup | None:
     for first in range(0, world_size(), size) if size > 1 else ():
         # Every rank makes every group; objects go through the host, whatever the accelerator's backend is.
         ranks = list(range(first, first + size))
-        group = dist.new_group(ranks, backend=None if tensors else "gloo")
+        group = dist.new_group(ranks, timeout=_limit, backend=None if tensors else "gloo")
         own = group if rank() in ranks else own
     return own
 

@@ -136,6 +136,7 @@ class DeepspeedStrategy:
             collectives.barrier()  # every rank has opened its buffer
             unlink_buffers(collectives.rank())
             keep_freed_memory()
+        collectives.bound(self.config.collective_timeout)
         watchdog.start(self.config.collective_timeout)
         self.sequence = SequenceGroup.of(self.config.sp_size)
         seed_everything(self.seed)

@@ -30,6 +30,7 @@ except ImportError:  # the copy in an environment of other programs
 FRONTS = ("deepspeed", "ds", "deepspeed.launcher.runner")  # start one of the following and wait for it
 STARTERS = ("deepspeed.launcher.launch", "torchrun", "torch.distributed.run", "torch.distributed.launch")
 WITH_VALUE = ("-W", "-X")  # options of Python whose value may be the next word
+STARTED_BY = "LIGHTRFT_STARTED_BY"  # environment variable: the process that a rank's launcher has put beside it
 
 
 def program(command: Sequence[str]) -> str:
@@ -112,10 +113,17 @@ def _handles(pid: int, number: int) -> bool:
 
 
 class LauncherWatch:
-    """The launchers above this process when it is made: what started it, and what started that."""
+    """The launchers above this process when it is made: what started it, and what started that; or the process that
+    STARTED_BY names."""
 
     def __init__(self) -> None:
         self.launchers: list[psutil.Process] = []
+        self._came_late = False
+        if os.environ.get(STARTED_BY):
+            try:
+                self.launchers.append(psutil.Process(int(os.environ[STARTED_BY])))
+            except psutil.NoSuchProcess:
+                self._came_late = True
         process = psutil.Process().parent()
         while process is not None and _is_launcher(process):
             self.launchers.append(process)
@@ -123,7 +131,7 @@ class LauncherWatch:
 
     def gone(self) -> bool:
         """Whether one of them has ended: nobody waits for this run any more, or can end it."""
-        return not all(map(_runs, self.launchers))
+        return self._came_late or not all(map(_runs, self.launchers))
 
 
 def _is_launcher(process: psutil.Process) -> bool:

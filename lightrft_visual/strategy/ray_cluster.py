@@ -5,13 +5,16 @@ Ray is optional; it carries reward scorers and rollout workers, never the traine
 
 from __future__ import annotations
 
+import math
 import os
+import socket
 import sys
 from typing import Any
 
 from ..errors import ConfigError
 
 OBJECT_STORE_BYTES = 256 * 2**20  # of a cluster started here: prompts and responses pass through it
+CONNECT_SECONDS = 20.0
 AUTH_MODE = "RAY_AUTH_MODE"
 # What a worker process must find as the trainer does; everything else it has from its own host.
 HANDED_ON = ("LIGHTRFT_", "HF_", "VLLM_", "TRANSFORMERS_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_")
@@ -36,18 +39,33 @@ def connect(needed_for: str, cpus: float | None = None, address: str | None = No
             )
         return ray
     named = address or os.environ.get("RAY_ADDRESS")
+    _check_answers(named, needed_for)
     local = {} if named else {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     if not named:
         # By default Ray's processes have the lowest priority but four; a trainer that is at work would starve them.
         os.environ.setdefault("RAY_worker_niceness", "0")
         if cpus is not None:
-            local["num_cpus"] = max(1, round(cpus))
+            local["num_cpus"] = max(1, math.ceil(cpus))  # rounded down, the last worker would wait for a part of one
     try:
         ray.init(address=address, log_to_driver=logs, logging_level="error", **local)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"at {named}" if named else "on this host"
         raise ConfigError(f"{needed_for}: the Ray cluster {where} does not answer: {error}") from error
     return ray
+
+
+def _check_answers(named: str | None, needed_for: str) -> None:
+    """Raise ConfigError where nobody listens at host:port; Ray itself asks again for minutes. Other forms are Ray's."""
+    host, separator, port = (named or "").removeprefix("ray://").rpartition(":")
+    if not separator or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"{needed_for}: no Ray cluster answers at {named} ({error}); RAY_ADDRESS names it, as HOST:6379, and "
+            "without that variable a cluster is started on this host"
+        ) from None
 
 
 def authentication() -> str | None:

@@ -236,18 +236,22 @@ def place_of(frame: FrameType | None) -> str:
 def ended_by_sigterm(what: str) -> Iterator[None]:
     """SIGTERM ends what runs inside when it does not return within TERM_SECONDS: by StoppedBySignal, and when that
     cannot be raised there, by the end of the process. The handler that was set before is asked first."""
-    before, done = signal.getsignal(signal.SIGTERM), threading.Event()
+    before, done, ending = signal.getsignal(signal.SIGTERM), threading.Event(), threading.Lock()
     main = threading.main_thread()
     if threading.current_thread() is not main or not callable(before):
         yield
         return
     asked_at: list[float] = []
+    over: list[bool] = []
 
     def remind() -> None:
         for _ in range(REMINDERS):
             if done.wait(TERM_SECONDS):
                 return
-            signal.pthread_kill(main.ident, signal.SIGTERM)
+            with ending:  # afterwards the signal would meet whatever handler there was before, and may end the process
+                if done.is_set():
+                    return
+                signal.pthread_kill(main.ident, signal.SIGTERM)
         if not done.wait(TERM_SECONDS):
             where = place_of(sys._current_frames().get(main.ident))
             print(f"error: {what} did not react to SIGTERM{where}; the process ends", file=sys.stderr, flush=True)
@@ -255,6 +259,8 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         before(number, frame)
+        if over:
+            return
         if asked_at and time.monotonic() - asked_at[0] > 0.9 * TERM_SECONDS:
             where = place_of(frame)
             raise Interrupted(f"it did not return within {time.monotonic() - asked_at[0]:.3g} s{where}")
@@ -268,5 +274,7 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
     except Interrupted as error:
         raise StoppedBySignal(f"the run was ended by SIGTERM while {what} ran: {error}") from None
     finally:
-        done.set()
+        over.append(True)  # from here on the handler must not raise
+        with ending:
+            done.set()
         signal.signal(signal.SIGTERM, before)

@@ -45,7 +45,7 @@ def run_part(name: str, out: Path, size: str) -> dict:
     if rows.is_file():  # a part that fails in its middle keeps what it had
         result["rows"] = json.loads(rows.read_text())
     result["seconds"] = round(time.monotonic() - started)
-    (out / f"{name}.json").write_text(json.dumps(result, indent=1))
+    parts.write_whole(out / f"{name}.json", json.dumps(result, indent=1))
     return result
 
 

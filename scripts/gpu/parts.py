@@ -272,6 +272,13 @@ def reward_fl(folder: Path, size: str) -> Rows:
     yield "peak memory of torch, and of the plan", run.peak
 
 
+def write_whole(path: Path, text: str) -> None:
+    """A file that is whole or not there: a visit to a card may end at any time, and the next one reads it."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)
+
+
 PARTS: dict[str, tuple[Callable[[Path, str], Rows], int]] = {  # with its time limit in seconds; 25 minutes in sum
     "engines": (engines, 280),
     "grpo": (grpo, 190),
@@ -292,7 +299,7 @@ def main(name: str, out: str, size: str) -> None:
     rows: list[tuple[str, str]] = []
     for row in (PARTS | BY_NAME)[name][0](folder / "work", size):
         rows.append(row)
-        (folder / f"{name}.rows.json").write_text(json.dumps(rows))
+        write_whole(folder / f"{name}.rows.json", json.dumps(rows))
 
 
 if __name__ == "__main__":

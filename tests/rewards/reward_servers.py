@@ -46,9 +46,13 @@ class Handler(BaseHTTPRequestHandler):
         }
         if kind == "hang":
             self.server.owner.released.wait(30)
+        if kind == "together":
+            if call == self.server.owner.together:
+                self.server.owner.all_there.set()
+            self.server.owner.all_there.wait(30)
         if kind == "slow":
             time.sleep(self.server.owner.delay)
-        if kind in ("good", "slow"):
+        if kind in ("good", "slow", "together"):
             self.reply(200, {"rewards": scores, "components": {"detail": scores}})
         elif kind in plain:
             self.reply(200, {"rewards": plain[kind]})
@@ -97,13 +101,14 @@ class _Server(ThreadingHTTPServer):
 
 
 class FaultyServer:
-    def __init__(self, delay: float = 0.0, port: int = 0) -> None:
+    def __init__(self, delay: float = 0.0, port: int = 0, together: int = 0) -> None:
+        """delay: of an answer of 'slow', in seconds. together: so many requests of that kind are answered at once."""
         self.calls: Counter[str] = Counter()
         self.bodies: list[dict] = []
         self.headers: list[dict] = []
         self.in_flight = self.most_in_flight = 0
-        self.delay = delay
-        self.lock, self.released = threading.Lock(), threading.Event()
+        self.delay, self.together = delay, together
+        self.lock, self.released, self.all_there = threading.Lock(), threading.Event(), threading.Event()
         self._http = _Server(("127.0.0.1", port), Handler)
         self._http.owner = self
         self.base = f"http://127.0.0.1:{self._http.server_port}"

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,6 +86,17 @@ def test_a_rank_alone_calls_no_collective(tmp_path, monkeypatch):
         assert collectives.broadcast_object({"a": 1}) == {"a": 1}
     finally:
         dist.destroy_process_group()
+
+
+def test_groups_of_ranks_wait_as_long_as_all_ranks_do(monkeypatch):
+    """Else PyTorch's own limits hold: a run that lets rewards take an hour would end after ten minutes on nccl."""
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append((ranks, options["timeout"])))
+    monkeypatch.setattr(collectives, "world_size", lambda: 4)
+    monkeypatch.setattr(collectives, "_limit", None)
+    collectives.bound(3600)
+    collectives.neighbours(2, tensors=True)
+    assert made == [([0, 1], timedelta(hours=1)), ([2, 3], timedelta(hours=1))]
 
 
 @pytest.mark.parametrize(

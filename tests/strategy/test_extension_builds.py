@@ -7,9 +7,11 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from torch.utils import cpp_extension
+from waiting import polls
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.strategy import extension_builds
@@ -30,6 +32,11 @@ def holder(lock):
     yield process
     process.kill()
     process.wait()
+
+
+def told(caplog) -> bool:
+    """Once there is a line."""
+    return any(caplog.text for _ in polls(60, 0.02))
 
 
 def baton_of(lock: str) -> OwnedBaton:
@@ -60,7 +67,7 @@ def test_of_several_that_find_a_stale_lock_one_gets_it(lock):
 
 
 def test_a_live_owner_is_waited_for_with_a_line(lock, holder, caplog):
-    threading.Timer(0.2, lambda: os.remove(lock)).start()
+    threading.Thread(target=lambda: told(caplog) and os.remove(lock)).start()
     baton_of(lock).wait()
     assert f"waiting for process {holder.pid}" in caplog.text and not os.path.exists(lock)
 
@@ -100,17 +107,22 @@ def test_torchs_builder_does_not_hang_on_a_stale_lock(tmp_path, monkeypatch):
 
 def test_an_owner_is_not_looked_for_all_the_time(lock, holder, monkeypatch):
     """It is looked for in the open files of all processes: a wait spends a small share of its time on that."""
-    looked = []
+    looked, clock = [], [0.0]
+
+    def passes(seconds):
+        clock[0] += seconds
+        if clock[0] > 10 and os.path.exists(lock):
+            os.remove(lock)
 
     def slow(path):
         looked.append(path)
-        time.sleep(0.02)
+        passes(0.02)
         return "somebody"
 
     monkeypatch.setattr(extension_builds, "owner", slow)
-    threading.Timer(0.3, lambda: os.remove(lock)).start()
+    monkeypatch.setattr(extension_builds, "time", SimpleNamespace(sleep=passes, monotonic=lambda: clock[0]))
     baton_of(lock).wait()
-    assert len(looked) <= 3  # once for the line, once at the first turn
+    assert 10 < len(looked) < 30 and 0.02 * len(looked) < 1.2 * extension_builds.LOOKING * 10
 
 
 def test_environments_build_in_folders_of_their_own(monkeypatch):

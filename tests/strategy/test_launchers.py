@@ -12,7 +12,7 @@ import psutil
 import pytest
 from waiting import polls
 
-from lightrft_visual.strategy.launchers import LauncherWatch, program
+from lightrft_visual.strategy.launchers import STARTED_BY, LauncherWatch, program
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = """
@@ -118,6 +118,18 @@ def test_a_launcher_that_has_gone_is_noticed(tmp_path):
     process.wait(30)
     assert any(rank.with_suffix(".seen").exists() for _ in polls(30, 0.05))
     process.stdout.close()
+
+
+def test_a_rank_is_told_which_process_stands_for_its_launcher(monkeypatch):
+    """Workers of Ray have names of their own. One that is gone before its rank has imported everything counts too."""
+    beside = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    monkeypatch.setenv(STARTED_BY, str(beside.pid))
+    watch = LauncherWatch()
+    assert not watch.gone()
+    beside.kill()
+    beside.wait()
+    assert watch.gone() and LauncherWatch().gone()
+    beside.stdin.close()
 
 
 def test_without_a_launcher_there_is_nothing_to_watch():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.strategy.host import free_port
 from lightrft_visual.strategy.ray_cluster import adopt_authentication, authentication, connect
 
 
@@ -20,6 +21,39 @@ def test_a_rank_speaks_to_the_cluster_as_the_rank_that_started_it(monkeypatch):
     assert os.environ == {"RAY_AUTH_MODE": "token"}
     adopt_authentication("disabled")
     assert authentication() == "token"  # what the user has set stays
+
+
+@pytest.mark.parametrize("form", ["{}", "ray://{}"])
+def test_an_address_where_nobody_listens_is_an_error_at_once(monkeypatch, form):
+    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda **_: 1 / 0)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    address = form.format(f"127.0.0.1:{free_port()}")
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=f"placement split: no Ray cluster answers at {address} .*Connection refused"):
+        connect("placement split")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:63790000")
+    with pytest.raises(ConfigError, match="no Ray cluster answers"):
+        connect("placement split")
+
+
+@pytest.mark.parametrize(("cpus", "given"), [(0.4, 1), (2.0, 2), (2.5, 3), (1.25 * 2, 3)])
+def test_a_cluster_started_here_has_room_for_all_that_it_is_started_for(monkeypatch, cpus, given):
+    started = []
+    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda **settings: started.append(settings["num_cpus"]))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    connect("placement split", cpus=cpus)
+    assert started == [given]
+
+
+def test_addresses_that_ray_itself_reads_are_left_to_it(monkeypatch):
+    asked = []
+    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda address, **_: asked.append(address))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    connect("placement split")
+    assert asked == [None]  # which is RAY_ADDRESS to it
 
 
 def test_a_process_of_another_cluster_is_told_what_to_do(monkeypatch):

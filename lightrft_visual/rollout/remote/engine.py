@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...batches.rollouts import PromptFeatures
 from ...batches.sampling import Completion, SamplingSettings
+from ...batches.vision import VisionTensors
 from ...config import registry
 from ...config.choice import load_target
 from ...config.vl import RunConfig
@@ -86,7 +88,7 @@ class RemoteEngine:
     adapters_alone: whether `update_weights` takes LoRA's adapters by the names of the trainer's model, and nothing
     else, because the workers' models have adapters too. ahead: whether batches are begun before they are asked for;
     workers then take over weights between two pieces of work, and each completion tells the policies of its tokens.
-    partial: makes what is begun in segments, where the run wants that.
+    partial: makes what is begun in segments, where the run wants that. reads_patches: whether the workers' engines do.
     """
 
     shares_weights = False
@@ -99,8 +101,9 @@ class RemoteEngine:
         adapters_alone: bool = False,
         ahead: bool = False,
         partial: PartialRollouts | None = None,
+        reads_patches: bool = True,
     ) -> None:
-        self.partial = partial
+        self.partial, self.reads_patches = partial, reads_patches
         self.workers, self.adapters_alone, self.ahead = workers, adapters_alone, ahead
         self.policies: dict[int, int] = {}  # version of the weights -> policy version
         self.waited = 0.0
@@ -115,7 +118,7 @@ class RemoteEngine:
         ahead = config.asynchronous.ahead
         workers = Workers(config, blueprint, turns=ahead + 2)
         alone = entry.adapters_alone and config.model.lora_rank > 0
-        return cls(workers, alone, ahead > 0, _partial(config, workers, checkpoint))
+        return cls(workers, alone, ahead > 0, _partial(config, workers, checkpoint), entry.reads_patches)
 
     def generate(
         self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, finished: Finished | None = None
@@ -141,15 +144,23 @@ class RemoteEngine:
     def begin(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> None:
         """Start on prompts for which `generate` will ask later, with whatever weights are there until then."""
         if self.partial is not None:
-            self._begun[_key(prompts)] = self.partial.begin(prompts, settings)
+            self._begun[_key(prompts)] = self.partial.begin(self._sent(prompts), settings)
         else:
             self._begun[_key(prompts)] = self._submit(prompts, settings, urgent=False)
 
     def _submit(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, urgent: bool) -> list[Future]:
         count = self.workers.pool.size
         size = len(prompts) if count == 1 else math.ceil(len(prompts) / (count * SHARES))
-        parts = [list(prompts[start : start + size]) for start in range(0, len(prompts), max(1, size))]
+        sent = self._sent(prompts)
+        parts = [sent[start : start + size] for start in range(0, len(sent), max(1, size))]
         return [self.workers.pool.submit(part, settings, urgent=urgent) for part in parts]
+
+    def _sent(self, prompts: Sequence[PromptFeatures]) -> list[PromptFeatures]:
+        """The prompts without what no engine reads, which is most of their bytes where engines preprocess images."""
+        left_out: dict[str, Any] = {"reference": None, "label": None, "metadata": {}}
+        if not self.reads_patches:
+            left_out["vision"] = VisionTensors()
+        return [replace(prompt, **left_out) for prompt in prompts]
 
     def _tell_versions(self, completions: list[Completion], version: int | None) -> None:
         """From versions of the weights to those of the policy. version: of all tokens; None where each tells its own,

@@ -209,7 +209,7 @@ def rollout_devices(resources: ResourcesConfig) -> list[int]:
     """
     if not _on_accelerator() or os.environ.get("RAY_ADDRESS"):
         return []
-    return divided(resources, _all_devices(), collectives.world_size())
+    return divided(resources, resources.visible_devices or _all_devices(), collectives.world_size())
 
 
 def shares(found: int, each: int, count: int | None, named: str) -> int:
@@ -227,8 +227,18 @@ def shares(found: int, each: int, count: int | None, named: str) -> int:
 def _all_devices() -> list[int]:
     for name in get_accelerator().visible_devices_envs():
         if os.environ.get(name):
-            return [int(part) for part in os.environ[name].split(",")]
+            return _numbers(name, os.environ[name])
     return list(range(torch.accelerator.device_count()))
+
+
+def _numbers(name: str, devices: str) -> list[int]:
+    try:
+        return [int(part) for part in devices.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"{name} is {devices!r}: which devices are the rollouts' is told by numbers. Set it to numbers, such as "
+            "0,1,2,3, or name them by distributed.resources.visible_devices"
+        ) from None
 
 
 def divided(resources: ResourcesConfig, visible: list[int], ranks: int) -> list[int]:

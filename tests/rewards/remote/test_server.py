@@ -144,7 +144,7 @@ def test_a_run_shows_the_line_of_a_function_behind_our_server():
     def broken(completions):
         return completions[99]
 
-    config = RewardConfig(reward_timeout=5, reward_retries=0)
+    config = RewardConfig(reward_timeout=60, reward_retries=0)
     with ServerThread(create_app(broken)) as url:
         engine = RewardComputationEngine(None, url, config=config)
         with pytest.raises(RewardError, match=r"HTTP 500: .*IndexError.*\n.*test_server.py.*\n.*completions\[99\]"):
@@ -168,11 +168,11 @@ def leaves(completions):
 )
 def test_a_function_cannot_end_the_server(query, told):
     with ServerThread(create_app(leaves)) as url:
-        reply = httpx.post(url, json={"queries": [query]})
+        reply = httpx.post(url, json={"queries": [query]}, timeout=60)
         assert reply.status_code == 500
         said = reply.json()["user_error"]
         assert told in said and f'File "{__file__}"' in said
-        assert httpx.post(url, json={"queries": ["well"]}).json() == {"rewards": [1.0]}
+        assert httpx.post(url, json={"queries": ["well"]}, timeout=60).json() == {"rewards": [1.0]}
 
 
 def test_source_images_of_edits_travel_beside_the_drawn_ones():
@@ -192,10 +192,10 @@ def test_requests_are_merged_and_answers_go_back_to_theirs():
         sizes.append(len(completions))
         return lengths(completions)
 
-    settings = ServerSettings(max_batch=8, max_wait=0.3)
+    settings = ServerSettings(max_batch=8, max_wait=1.0)
     with ServerThread(create_app(watched, settings)) as url, ThreadPoolExecutor(6) as pool:
         bodies = [{"queries": ["x" * (i + 1), "y" * (i + 10)]} for i in range(6)]
-        replies = list(pool.map(lambda body: httpx.post(url, json=body).json()["rewards"], bodies))
+        replies = list(pool.map(lambda body: httpx.post(url, json=body, timeout=60).json()["rewards"], bodies))
         counts = httpx.get(url.replace("/reward", "/metrics")).text
         health = httpx.get(url.replace("/reward", "/health")).json()
     assert replies == [[float(i + 1), float(i + 10)] for i in range(6)]
@@ -211,7 +211,8 @@ def test_one_bad_request_does_not_fail_those_it_was_merged_with():
         return lengths(completions)
 
     with ServerThread(create_app(picky, ServerSettings(max_wait=0.3))) as url, ThreadPoolExecutor(3) as pool:
-        replies = list(pool.map(lambda word: httpx.post(url, json={"queries": [word]}).status_code, ["a", "bad", "c"]))
+        bodies = [{"queries": [word]} for word in ("a", "bad", "c")]
+        replies = list(pool.map(lambda body: httpx.post(url, json=body, timeout=60).status_code, bodies))
     assert replies == [200, 500, 200]
 
 
@@ -265,11 +266,12 @@ def test_example_prints_its_address_and_serves():
         try:
             line = process.stdout.readline()
             url = re.fullmatch(r"serving on (http://127\.0\.0\.1:\d+/reward)\n", line).group(1)
-            reply = httpx.post(url, json={"queries": ["q 3.1"], "prompts": ["q "], "references": ["3"]})
-            assert reply.json() == {"rewards": [1.0]}
-        finally:
+            body = {"queries": ["q 3.1"], "prompts": ["q "], "references": ["3"]}
+            assert httpx.post(url, json=body, timeout=60).json() == {"rewards": [1.0]}
             process.send_signal(signal.SIGTERM)
-            process.wait(timeout=15)
+            process.wait(timeout=60)
+        finally:
+            process.kill()  # else leaving the `with` waits for it, however long it takes
 
 
 @pytest.mark.parametrize(

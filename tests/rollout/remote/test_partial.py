@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from waiting import polls
 
 from lightrft_visual.batches.rollouts import PromptFeatures
 from lightrft_visual.batches.sampling import Completion, SamplingSettings
@@ -29,10 +30,10 @@ class Handle:
         self.calls, self.hold = [], None
 
     def call(self, method, order, arguments):
-        if self.hold is not None:
-            self.hold.wait(5)
         prompts, settings = arguments
         self.calls.append([(prompt.group_id, len(prompt.continued)) for prompt in prompts])
+        if self.hold is not None:
+            self.hold.wait(60)
         return [[self.one(prompt, settings)] for prompt in prompts], order.version
 
     def one(self, prompt, settings):
@@ -52,7 +53,7 @@ def test_segments_make_whole_responses():
     pool = WorkerPool([handle])
     partial = PartialRollouts(pool, Tokenizer(), tokens=3, slots=8)
     (future,) = partial.begin(prompts(2, 7, 9), SamplingSettings(n=2, max_new_tokens=8))
-    made, _ = future.result(5)
+    made, _ = future.result(60)
     assert [[len(each.token_ids) for each in group] for group in made] == [[2, 2], [7, 7], [8, 8]]
     assert [each.truncated for group in made for each in group] == [False] * 4 + [True] * 2
     assert made[1][1].token_ids == [1, 1, 1, 1, 1, 1, END] and made[1][1].text == "1 1 1 1 1 1"
@@ -74,7 +75,7 @@ def test_an_image_is_one_segment_however_short_texts_are():
     (future,) = PartialRollouts(pool, Tokenizer(), tokens=3, slots=8).begin(
         asked, SamplingSettings(n=1, max_new_tokens=8)
     )
-    (text,), (drawn,) = future.result(5)[0]
+    (text,), (drawn,) = future.result(60)[0]
     assert len(text.token_ids) == 7 and drawn.token_ids == [7] * 16 and len(drawn.log_probs) == 16
     assert (drawn.image, drawn.text, drawn.truncated, drawn.versions) == ("a red circle", "", False, [0] * 16)
     pool.close()
@@ -88,12 +89,11 @@ def test_weights_change_and_prompts_join_between_segments():
     settings = SamplingSettings(n=1, max_new_tokens=8)
     (long,) = partial.begin(prompts(6), settings)
     (short,) = partial.begin(prompts(2), settings)
-    while not pool._working:
-        threading.Event().wait(0.001)
+    assert any(handle.calls for _ in polls(60, 0.001))
     pool.give_weights(1, None, at_once=False)
     handle.hold.set()
-    assert long.result(5)[0][0][0].versions == [0, 0, 1, 1, 1, 1]
-    assert short.result(5)[0][0][0].versions == [1, 1]
+    assert long.result(60)[0][0][0].versions == [0, 0, 1, 1, 1, 1]
+    assert short.result(60)[0][0][0].versions == [1, 1]
     assert handle.calls[:2] == [[(0, 0)], [(0, 2), (0, 0)]]  # the second prompt joined the first one's second segment
     pool.close()
 
@@ -113,7 +113,7 @@ def test_an_answer_that_cannot_be_used_is_an_error_and_nobody_waits_for_it(fault
     tokenizer = Tokenizer() if fault == "too few" else Mute()
     (future,) = PartialRollouts(pool, tokenizer, 4, 8).begin(prompts(3, 3), SamplingSettings(n=1, max_new_tokens=4))
     with pytest.raises(ValueError, match="argument 2 is shorter" if fault == "too few" else "no text"):
-        future.result(5)
+        future.result(60)
     pool.close()
 
 
@@ -128,8 +128,8 @@ def test_after_an_error_the_workers_go_on_with_other_batches():
     partial, settings = PartialRollouts(pool, Tokenizer(), 2, slots=1), SamplingSettings(n=1, max_new_tokens=4)
     (bad,), (good,) = partial.begin(prompts(1), settings), partial.begin(prompts(4), settings)
     with pytest.raises(RolloutError, match="not this one"):
-        bad.result(5)
-    assert len(good.result(5)[0][0][0].token_ids) == 4
+        bad.result(60)
+    assert len(good.result(60)[0][0][0].token_ids) == 4
     pool.close()
 
 
@@ -141,5 +141,5 @@ def test_an_error_reaches_who_asks():
     pool = WorkerPool([Broken()])
     (future,) = PartialRollouts(pool, Tokenizer(), 2, 8).begin(prompts(4), SamplingSettings(n=2, max_new_tokens=4))
     with pytest.raises(RolloutError, match="out of order"):
-        future.result(5)
+        future.result(60)
     pool.close()

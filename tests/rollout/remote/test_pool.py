@@ -7,9 +7,11 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lightrft_visual.batches.rollouts import PromptFeatures
 from lightrft_visual.batches.sampling import SamplingSettings
+from lightrft_visual.batches.vision import VisionTensors
 from lightrft_visual.config.placement import ResourcesConfig
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.rollout.remote import ray_workers
@@ -42,9 +44,9 @@ def test_whoever_is_free_takes_the_next_piece():
     def work(handle, order, arguments):
         if handle.name == "slow":
             begun.set()
-            assert rest_done.wait(5)
+            assert rest_done.wait(60)
         else:
-            assert begun.wait(5)
+            assert begun.wait(60)
         if len(handles[1].done) == 4:  # this is its fifth and last
             rest_done.set()
         return arguments[0] * 10
@@ -52,7 +54,7 @@ def test_whoever_is_free_takes_the_next_piece():
     handles = [Handle("slow", work), Handle("quick", work)]
     pool = WorkerPool(handles)
     futures = [pool.submit(number) for number in range(6)]
-    assert [future.result(5) for future in futures] == [(number * 10, 0) for number in range(6)]
+    assert [future.result(60) for future in futures] == [(number * 10, 0) for number in range(6)]
     assert [len(handle.done) for handle in handles] == [1, 5]
     assert 0 < pool.busy_share() <= 1
     pool.close()
@@ -69,7 +71,7 @@ def test_what_a_dead_worker_held_is_done_by_another_once():
     handles = [Handle("a", work), Handle("b", work)]
     pool = WorkerPool(handles)
     futures = [pool.submit(number) for number in range(5)]
-    assert [future.result(5)[0] for future in futures] == list(range(5))
+    assert [future.result(60)[0] for future in futures] == list(range(5))
     counted = Counter(number for handle in handles for (number,) in handle.done)
     assert counted == Counter(range(5)) and pool.deaths == 2
     pool.close()
@@ -82,10 +84,10 @@ def test_work_that_kills_every_worker_ends_with_an_error():
     handle = Handle("a", work)
     pool = WorkerPool([handle])
     with pytest.raises(RolloutError, match=f"{MOST_DEATHS} workers died over the same prompts.*out of memory"):
-        pool.submit(1).result(5)
+        pool.submit(1).result(60)
     pool.close()
     with pytest.raises(RolloutError, match="closed"):
-        pool.submit(1).result(5)
+        pool.submit(1).result(60)
 
 
 def test_a_worker_that_does_not_come_back_is_left_out():
@@ -100,7 +102,7 @@ def test_a_worker_that_does_not_come_back_is_left_out():
     handles = [Handle("lost", work), Handle("kept", work)]
     handles[0].wait_until_back = gone
     pool = WorkerPool(handles)
-    assert [pool.submit(number).result(5)[0] for number in range(8)] == ["made"] * 8
+    assert [pool.submit(number).result(60)[0] for number in range(8)] == ["made"] * 8
     pool.close()
 
 
@@ -116,11 +118,31 @@ def test_no_work_waits_for_workers_that_are_gone():
     pool._queue.put = put_late
     for _ in range(2):
         with pytest.raises(RolloutError, match="no rollout worker is left"):
-            pool.submit(1).result(5)
+            pool.submit(1).result(60)
     engine = RemoteEngine(SimpleNamespace(pool=pool))
     with pytest.raises(RolloutError, match="no rollout worker is left"):
         engine.generate([PromptFeatures("", [1], 0)], SamplingSettings())
     assert pool.busy_share() == 0
+
+
+@pytest.mark.parametrize("reads_patches", [False, True])
+def test_workers_are_sent_what_their_engines_read(reads_patches):
+    sent = []
+
+    def work(handle, order, arguments):
+        prompts, _ = arguments
+        sent.extend(prompts)
+        return [[] for _ in prompts]
+
+    pool = WorkerPool([Handle("a", work)])
+    engine = RemoteEngine(SimpleNamespace(pool=pool), reads_patches=reads_patches)
+    patches = VisionTensors.of(pixel_values=torch.ones(4, 8), image_grid_thw=torch.tensor([[1, 2, 2]]))
+    own = PromptFeatures("", [1], 0, reference="x", metadata={"huge": "y"}, images=["image"], vision=patches, seed=3)
+    engine.generate([own], SamplingSettings())
+    (each,) = sent
+    assert (each.seed, each.images, each.reference, each.metadata) == (3, ["image"], None, {})
+    assert bool(each.vision.names) == reads_patches and own.vision.names and own.metadata
+    pool.close()
 
 
 def test_weights_that_an_idle_worker_cannot_load_end_the_work_of_all():
@@ -131,9 +153,9 @@ def test_weights_that_an_idle_worker_cannot_load_end_the_work_of_all():
     handle.call = call
     pool = WorkerPool([handle], shared=True)
     pool.give_weights(1, Posted(1, ()), at_once=False)
-    pool._threads[0].join(5)
+    pool._threads[0].join(60)
     with pytest.raises(ConfigError, match="no such weight"):
-        pool.submit(1).result(5)
+        pool.submit(1).result(60)
 
 
 def test_a_rank_raises_what_fails_on_it_alone(monkeypatch):
@@ -167,6 +189,16 @@ def test_devices_are_divided():
         divided(ResourcesConfig(rollout_num_gpus="3"), [0, 1], 1)
     with pytest.raises(ConfigError, match="devices \\[1\\] are the trainer's and the rollouts' alike"):
         ResourcesConfig(trainer_devices=[0, 1], rollout_devices=[1])
+
+
+def test_devices_that_a_scheduler_names_otherwise_than_by_numbers(monkeypatch):
+    cuda = SimpleNamespace(device_name=lambda: "cuda", visible_devices_envs=lambda: ["CUDA_VISIBLE_DEVICES"])
+    monkeypatch.setattr(ray_workers, "get_accelerator", lambda: cuda)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937,GPU-46e5d0ac")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES is 'GPU-8932f937,GPU-46e5d0ac': .*visible_devices"):
+        ray_workers.rollout_devices(ResourcesConfig())
+    assert ray_workers.rollout_devices(ResourcesConfig(visible_devices=[0, 1])) == [1]
 
 
 class Accelerated(Cluster):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightrft_visual.config.placement import AsyncConfig
-from lightrft_visual.config.vl import AlgorithmConfig, DistributedConfig, RunConfig
+from lightrft_visual.config.shared import OutputConfig
+from lightrft_visual.config.vl import AlgorithmConfig, DistributedConfig, RunConfig, TrainConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.vl.ahead import RolloutsAhead, add_staleness, leave_out_stale
@@ -71,3 +72,5 @@ def test_settings():
         RunConfig(distributed=split, algorithm=corrected, asynchronous=both)
     with pytest.raises(ConfigError, match="belong to a max_staleness above 0"):
         AsyncConfig(batches_ahead=3)
+    kept = {"train": TrainConfig(enable_ema=True), "output": OutputConfig(eval_ema=False)}
+    RunConfig(distributed=split, asynchronous=AsyncConfig(max_staleness=1), **kept)  # an average may be kept beside it
