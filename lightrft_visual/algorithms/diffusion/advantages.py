@@ -24,7 +24,7 @@ def group_advantages(
     """
     groups = GroupStatistics(rewards.double(), group_id, valid)
     std = Moments.of(rewards[valid]).std if global_std else groups.std(correction=0)
-    advantages = groups.centered() / (std + eps)
+    advantages = torch.where(groups.comparable, groups.centered() / (std + eps), 0.0)  # std is NaN of none
     return (advantages.clamp(-clip, clip) if clip else advantages).float()
 
 

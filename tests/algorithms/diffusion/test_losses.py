@@ -46,6 +46,13 @@ def test_invalid_rewards_enter_no_statistic_and_get_no_advantage():
     assert advantages.tolist() == pytest.approx([-1 / 1.0001, 1 / 1.0001, 0.0, 0.0])
 
 
+@pytest.mark.parametrize("global_std", [False, True])
+def test_without_any_valid_sample_there_is_no_advantage(global_std):
+    rewards, groups = torch.full((4,), math.nan), torch.tensor([0, 0, 1, 1])
+    found = group_advantages(rewards, groups, torch.zeros(4, dtype=torch.bool), global_std=global_std)
+    assert (found == 0).all()
+
+
 def test_advantages_are_clamped():
     rewards = torch.zeros(64)
     rewards[0] = 1.0
