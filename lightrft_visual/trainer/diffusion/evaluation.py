@@ -60,7 +60,7 @@ class DiffusionEvaluation:
         )
         for record, index in zip(records, indices):
             record["sample_id"] = index
-        metrics = {name: _mean_over_ranks(each, rows.sample_ids, real) for name, each in values.items()}
+        metrics = _means_over_ranks(values, rows.sample_ids, real)
         metrics |= self._of_set(media, rows.sample_ids, real, as_base)
         kept = [record for record, (index, is_real) in zip(records, shard) if is_real and index < self.records_to_keep]
         return Evaluated(metrics, gather_all(kept), look)
@@ -84,8 +84,16 @@ class DiffusionEvaluation:
         return found
 
 
-def _mean_over_ranks(values: T, ids: T, real: T) -> float:
-    """Mean of this and all ranks' real, finite values, summed in the order of the prompts."""
-    mine = [(int(i), float(v)) for i, v, r in zip(ids, values, real) if bool(r) and bool(torch.isfinite(v))]
-    rows = sorted(row for part in collectives.all_gather_object(mine) for row in part)
-    return sum(value for _, value in rows) / len(rows) if rows else float("nan")
+def _means_over_ranks(values: dict[str, T], ids: T, real: T) -> dict[str, float]:
+    """Means of this and all ranks' real, finite values, each summed in the order of the prompts. One collective: by a
+    recipe with labels, ranks may have scored other components."""
+    mine = {
+        name: [(int(i), float(v)) for i, v, r in zip(ids, each, real) if bool(r) and bool(torch.isfinite(v))]
+        for name, each in values.items()
+    }
+    ranks = collectives.all_gather_object(mine)
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in ranks for name in part):
+        rows = sorted(row for part in ranks for row in part.get(name, ()))
+        found[name] = sum(value for _, value in rows) / len(rows) if rows else float("nan")
+    return found
