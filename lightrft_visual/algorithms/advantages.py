@@ -123,7 +123,7 @@ class AdvantageCalculator:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
-        self.running = RunningMoments()
+        self.running, self.running_drawn = RunningMoments(), RunningMoments()  # of answers, of drawn images
 
     @property
     def grouped(self) -> bool:
@@ -152,7 +152,7 @@ class AdvantageCalculator:
         sizes = [_batch_size(experience) for experience in experiences]
         if not experiences:
             none = _flat_rewards(rewards, sizes)
-            self._shape(none, none.bool(), none, max_new_tokens, {})  # other ranks may wait in the running norm
+            self._shape(none, none.bool(), [], max_new_tokens, {})  # other ranks may wait in the running norm
             if self.grouped:
                 self.compared([], GroupStatistics(none, none.long(), none.bool()), {})  # or in a norm of its own
             return experiences, []
@@ -161,9 +161,8 @@ class AdvantageCalculator:
         if not bool(torch.isfinite(flat[valid]).all()):
             raise RewardError("a reward that is marked valid is not finite")
         flat = torch.where(valid, flat, 0.0)
-        lengths = torch.cat([_answer_lengths(experience) for experience in experiences])
         notes: dict[str, T] = {}
-        shaped = self._shape(flat, valid, lengths, max_new_tokens, notes)
+        shaped = self._shape(flat, valid, experiences, max_new_tokens, notes)
         final = torch.where(valid, shaped, 0.0)
         if self.grouped:
             statistics = GroupStatistics(shaped, _group_ids(experiences), valid)
@@ -174,17 +173,21 @@ class AdvantageCalculator:
                 experience.info = {**(experience.info or {}), name: part}
         return experiences, list(final.split(sizes))
 
-    def _shape(self, rewards: T, valid: T, lengths: T, max_new_tokens: int, notes: dict[str, T]) -> T:
+    def _shape(self, rewards: T, valid: T, experiences: list, max_new_tokens: int, notes: dict[str, T]) -> T:
         config = self.config
         if config.overlong_buffer:
+            lengths = torch.cat([rewards[:0], *map(_answer_lengths, experiences)])
             penalty = overlong_penalty(
                 lengths, max_new_tokens, config.overlong_buffer_len, config.overlong_buffer_penalty_factor
             )
             notes["overlong_penalty"] = penalty
             rewards = rewards + penalty
         if config.reward_running_norm:
-            self.running.update(rewards[valid])
-            rewards = self.running.normalize(rewards, config.reward_running_norm_minus_mean)
+            drawn = torch.cat([valid[:0], *map(_drawn, experiences)])
+            for running, own in ((self.running, ~drawn), (self.running_drawn, drawn)):
+                running.update(rewards[valid & own])
+                white = running.normalize(rewards, config.reward_running_norm_minus_mean)
+                rewards = torch.where(own, white, rewards)
         if config.reward_clip > 0:
             notes["reward_clipped"] = (valid & (rewards.abs() > config.reward_clip)).float()
             rewards = rewards.clamp(-config.reward_clip, config.reward_clip)
@@ -213,12 +216,13 @@ class AdvantageCalculator:
         return torch.where(counted, returns, 0.0), returns, {"return": rewards.sum(dim=1)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The running moments of the rewards."""
-        return {"running": self.running.state_dict()}
+        """The running moments of the rewards, of answers and of drawn images."""
+        return {"running": self.running.state_dict(), "running_drawn": self.running_drawn.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Go on from a `state_dict`, in which drawn images may be missing."""
         self.running.load_state_dict(state["running"])
+        self.running_drawn.load_state_dict(state.get("running_drawn", {}))
 
 
 class GAECalculator(AdvantageCalculator):
@@ -280,7 +284,7 @@ class GDPOCalculator(GroupNormCalculator):
     """GDPO (arXiv 2601.05242): each reward normalised within its group, then their weighted sum, then the batch's norm.
 
     Rewards of different scale or rarity keep their say, which a sum before the normalisation takes from them. The
-    overlong penalty is one more reward, of weight 1.
+    overlong penalty is one more reward, of weight 1. The last norm is of answers and of drawn images apart.
     """
 
     def compared(self, experiences: list, statistics: GroupStatistics, notes: Mapping[str, T]) -> T:
@@ -292,9 +296,13 @@ class GDPOCalculator(GroupNormCalculator):
                 components |= {"overlong_penalty": notes["overlong_penalty"]}
                 weights |= {"overlong_penalty": torch.ones_like(total)}
             total = decoupled_rewards(components, weights, _group_ids(experiences), statistics.valid, self.correction)
-        moments = Moments.over_ranks(total[statistics.comparable])
-        white = (total - moments.mean) / (moments.sample_variance**0.5 + STD_EPS)
-        return torch.where(statistics.comparable & (total != 0), white, 0.0)  # the mean is 0 but for rounding
+        drawn, white = torch.cat([statistics.comparable[:0], *map(_drawn, experiences)]), torch.zeros_like(total)
+        for kind in (~drawn, drawn):
+            own = statistics.comparable & kind
+            moments = Moments.over_ranks(total[own])
+            own_white = (total - moments.mean) / (moments.sample_variance**0.5 + STD_EPS)
+            white = torch.where(own & (total != 0), own_white, white)  # the mean is 0 but for rounding
+        return white
 
 
 class DistillationCalculator(AdvantageCalculator):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,6 +18,7 @@ class GroupRef(NamedTuple):
     round: int
     group_id: int
     rank: int
+    draws: bool = False  # its responses are images
 
 
 @dataclass
@@ -24,7 +26,8 @@ class DynamicSampling:
     """Collects groups until all ranks together have as many as they want whose rewards differ.
 
     The ranks share what they find: a rank without luck is given groups of another one. Which groups make up the batch
-    does not depend on the number of ranks.
+    does not depend on the number of ranks. Where the model also draws, the batch keeps as many groups of answers and of
+    drawings as the first round brought: a kind that is mastered does not give its place to the other one.
 
     wanted: groups of this rank. tries: rounds of sampling at most, the first included. After the last round the batch
     is filled up with groups of equal rewards (they carry no gradient), so that its size stays; how many, over all
@@ -42,11 +45,11 @@ class DynamicSampling:
         """Rollouts of `wanted` groups. sample_round(k) samples and scores round k; every rank calls it alike."""
         while True:
             for number, group in by_group(sample_round(self.rounds)).items():
-                equal = not is_informative(group, self.apart)
-                self.found[GroupRef(equal, self.rounds, number, collectives.rank())] = group
+                equal, draws = not is_informative(group, self.apart), group[0].prompt.draws
+                self.found[GroupRef(equal, self.rounds, number, collectives.rank(), draws)] = group
             self.rounds += 1
             shares, refs = zip(*collectives.all_gather_object((self.wanted, list(self.found))))
-            best = sorted(ref for each in refs for ref in each)[: sum(shares)]
+            best = best_of_each_kind([ref for each in refs for ref in each])
             self.filled = sum(ref.is_equal for ref in best)
             if self.rounds >= self.tries or (not self.filled and len(best) == sum(shares)):
                 break
@@ -62,6 +65,12 @@ class DynamicSampling:
         ]
         groups = {ref: group for sent in collectives.exchange_objects(parcels) for ref, group in sent.items()}
         return [groups[ref] for ref in sorted(groups)]
+
+
+def best_of_each_kind(refs: list[GroupRef]) -> list[GroupRef]:
+    """The best groups of all ranks, sorted: of each kind as many as the first round has."""
+    places = Counter(ref.draws for ref in refs if ref.round == 0)
+    return sorted(ref for kind, count in places.items() for ref in sorted(r for r in refs if r.draws == kind)[:count])
 
 
 def balanced(refs: list[GroupRef], shares: list[int]) -> dict[GroupRef, int]:

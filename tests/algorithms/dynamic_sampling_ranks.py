@@ -12,14 +12,18 @@ from lightrft_visual.algorithms.dynamic_sampling import DynamicSampling, by_grou
 from lightrft_visual.batches.rollouts import PromptFeatures, Rollout
 
 
-def collected(ranks: int, rank: int, differing: set[int], wanted: int, tries: int) -> tuple[DynamicSampling, list[int]]:
-    """(the sampling, its group ids): each round brings wanted * ranks new prompts, every rank its share."""
+def collected(
+    ranks: int, rank: int, differing: set[int], wanted: int, tries: int, captions: set[int] = frozenset()
+) -> tuple[DynamicSampling, list[int]]:
+    """(the sampling, its group ids): each round brings wanted * ranks new prompts, every rank its share. captions: the
+    prompts that ask for an image."""
     sampling = DynamicSampling(wanted, tries)
 
     def sample_round(number: int) -> list[Rollout]:
         made = []
         for place in range(wanted):
             prompt = PromptFeatures("", [1], group_id=(number * wanted + place) * ranks + rank)
+            prompt.caption = "drawn" if prompt.group_id in captions else None
             rewards = (0.0, 1.0) if prompt.group_id in differing else (0.5, 0.5)
             made += [Rollout(prompt, [2], None, "", False, sample_id=0, reward=reward) for reward in rewards]
         return made

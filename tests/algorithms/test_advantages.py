@@ -170,6 +170,23 @@ class TestShaping:
         resumed.load_state_dict(calculator.state_dict())
         assert resumed.running.state_dict() == calculator.running.state_dict()
 
+    def test_running_norm_is_of_answers_and_of_drawings_apart(self):
+        config = AlgorithmConfig(reward_running_norm=True, reward_running_norm_minus_mean=True)
+        calculator = get_advantage_calculator("reinforce", config)
+        mixed, answers = experience([1, 2, 1, 2]), experience([3])
+        mixed.info["drawn"], answers.info["drawn"] = torch.tensor([0.0, 1, 0, 1]), torch.zeros(1)
+        _, (final,) = calculator.preprocess_rewards(torch.tensor([1.0, 10, 3, 30]), [mixed], 10)
+        assert final.tolist() == pytest.approx([-(0.5**0.5), -(0.5**0.5), 0.5**0.5, 0.5**0.5])
+        resumed = get_advantage_calculator("reinforce", config)
+        resumed.load_state_dict(calculator.state_dict())
+        for each in (calculator, resumed):  # answers 1, 3 and 5: mean 3, standard deviation 2; drawings stay
+            _, (final,) = each.preprocess_rewards(torch.tensor([5.0]), [answers], 10)
+            assert final.tolist() == pytest.approx([1.0])
+            assert each.state_dict()["running"] == {"count": 3, "mean": 3, "squares": 8}
+            assert each.state_dict()["running_drawn"] == {"count": 2, "mean": 20, "squares": 200}
+        calculator.load_state_dict({"running": calculator.running.state_dict()})  # of a version without drawings
+        assert calculator.running_drawn.seen.count == 0
+
     def test_a_rank_without_samples_and_plain_numbers(self):
         assert final_rewards("dr_grpo", [], []) == []
         config = AlgorithmConfig(reward_running_norm=True)
@@ -320,6 +337,16 @@ class TestFinish:
         torch.testing.assert_close(kept, (source - source.mean()) / (source.std() + 1e-6))
         assert all((batch.advantages[~batch.action_mask] == 0).all() for batch in batches)
 
+    def test_whitening_is_of_answers_and_of_drawings_apart(self):
+        batches = self.batches()
+        batches[0].info["drawn"], batches[1].info["drawn"] = torch.tensor([0.0, 1.0]), torch.ones(1)
+        finish_advantages(batches, AlgorithmConfig(advantages_norm=True))
+        answers, drawings = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 9.0])
+        white = [(each - each.mean()) / (each.std() + 1e-6) for each in (answers, drawings)]
+        torch.testing.assert_close(batches[0].advantages[0, :3], white[0])
+        kept = torch.cat([batches[0].advantages[1, :1], batches[1].advantages[0, :2]])
+        torch.testing.assert_close(kept, white[1])
+
     def test_invalid_samples_stay_zero_and_out_of_the_moments(self):
         batches = self.batches()
         batches[1].valid = torch.tensor([False])
@@ -417,6 +444,15 @@ class TestGDPO:
         final = torch.cat(final_rewards("gdpo", torch.zeros(5), self.scored(parts)))
         sums = self.sums()
         torch.testing.assert_close(final, (sums - sums.mean()) / sums.std(), rtol=1e-4, atol=1e-4)
+
+    def test_the_norm_over_the_batch_is_of_answers_and_of_drawings_apart(self):
+        batches = self.scored((3, 2))
+        batches[1].info["drawn"] = torch.ones(2)
+        batches[1].info["reward_metrics"] = {name: torch.tensor([1.0, 3.0]) for name in self.components}
+        answers, drawings = final_rewards("gdpo", torch.zeros(5), batches)
+        sums = self.sums()[:3]
+        torch.testing.assert_close(answers, (sums - sums.mean()) / sums.std(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(drawings, torch.tensor([-(0.5**0.5), 0.5**0.5]), rtol=1e-4, atol=1e-4)
 
     def test_a_reward_keeps_its_say_whatever_its_scale(self):
         first = torch.cat(final_rewards("gdpo", torch.zeros(5), self.scored()))

@@ -24,6 +24,17 @@ def test_after_the_last_round_equal_groups_fill_the_batch_and_are_counted():
     assert sampling.rounds == 2 and sampling.filled == 3 and ids == [6, 0, 1, 2]
 
 
+def test_answers_and_drawings_keep_their_shares_of_the_batch():
+    """Prompts 2 and 3 of each round of four ask for images, of which only one differs, in the third round."""
+    captions = {2, 3, 6, 7, 10, 11, 14, 15}
+    sampling, ids = collected(1, 0, differing={0, 1, 4, 5, 8, 9, 10}, wanted=4, tries=4, captions=captions)
+    assert ids == [0, 1, 10, 2] and sampling.filled == 1 and sampling.rounds == 4
+    sampling, ids = collected(1, 0, differing={0, 5, 2, 7}, wanted=4, tries=4, captions=captions)
+    assert ids == [0, 2, 5, 7] and sampling.filled == 0 and sampling.rounds == 2
+    turns = {4, 5, 6, 7}  # a batch of captions behind one of questions takes no place of theirs
+    assert collected(1, 0, differing={0, 1, *turns, 8}, wanted=4, tries=3, captions=turns)[1] == [0, 1, 8, 2]
+
+
 @pytest.mark.parametrize(("differing", "rounds"), [([0, 2, 4, 6, 8, 10, 12, 14], 2), ([0, 1, 2, 3], 4)])
 def test_two_ranks_share_what_they_find(tmp_path, differing, rounds):
     """Even prompts are rank 0's: with the first list rank 1 never finds a group by itself."""

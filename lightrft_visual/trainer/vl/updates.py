@@ -226,7 +226,7 @@ class PolicyUpdate:
 
 @dataclass
 class ValueUpdate:
-    """One critic step per train batch."""
+    """One critic step per train batch; its loss is of each kind of response by itself, weighed as the policy's."""
 
     critic: TrainEngine
     config: AlgorithmConfig
@@ -237,20 +237,16 @@ class ValueUpdate:
         for index, micro_batch in enumerate(batch.micro_batches):
             experience = buffer.load(micro_batch)
             values = self.critic(ModelInputs.of(experience))
-            losses = value_loss(
-                values,
-                per_action(experience, "values"),
-                per_action(experience, "returns"),
-                batch.token_masks[index].to(values.device),
-                self.config.value_clip,
-                batch.denominators,
-            )
+            targets = per_action(experience, "values"), per_action(experience, "returns")
+            masks = [(kind.token_masks[index].to(values.device), kind.denominators) for kind in batch.kinds]
+            parts = [value_loss(values, *targets, mask, self.config.value_clip, counts) for mask, counts in masks]
+            losses = parts[0] if not batch.kinds[0].name else _joined(batch.kinds, parts, "critic_loss")
             self.critic.accumulate(losses.loss, index == last)
             _record(metrics, losses, index == last, buffer.counts)
         return self.critic.step()
 
 
-def _joined(kinds: Sequence[KindShare], parts: Sequence[LossOutputs]) -> LossOutputs:
+def _joined(kinds: Sequence[KindShare], parts: Sequence[LossOutputs], name_of_loss: str = "loss") -> LossOutputs:
     """The losses of the kinds as one, their metrics by the kinds' names, and beside them the mean over all tokens."""
     total = sum(kind.denominators.tokens for kind in kinds)
     metrics: dict[str, T] = {}
@@ -263,7 +259,7 @@ def _joined(kinds: Sequence[KindShare], parts: Sequence[LossOutputs]) -> LossOut
         for name, value in part.maxima.items():
             maxima[name] = torch.maximum(torch.as_tensor(maxima.get(name, value)), torch.as_tensor(value))
     loss = sum(kind.weight * part.loss for kind, part in zip(kinds, parts))
-    return LossOutputs(loss, metrics | {"loss": loss.detach()}, maxima=maxima)
+    return LossOutputs(loss, metrics | {name_of_loss: loss.detach()}, maxima=maxima)
 
 
 def _record(metrics: MetricsAccumulator, losses: LossOutputs, last: bool, counts: bool, first: bool = False) -> None:

@@ -13,11 +13,12 @@ from lightrft_visual.batches.rollouts import collate
 from lightrft_visual.batches.sampling import ScoringRule
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.errors import RolloutError
+from lightrft_visual.models.vlm.critic import Critic
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.replay.buffer import NaiveReplayBuffer
 from lightrft_visual.replay.plan import MicroBatch
 from lightrft_visual.rollout.parity import RolloutCheck
-from lightrft_visual.trainer.vl.updates import PolicyUpdate, has_dropout, plan_batch
+from lightrft_visual.trainer.vl.updates import PolicyUpdate, ValueUpdate, has_dropout, plan_batch
 
 
 class PlainEngine:
@@ -187,6 +188,22 @@ def test_updates_of_one_kind_say_nothing_of_the_other(tmp_path):
         found[name] = metrics.reduce()
     for name in ("entropy_answer", "entropy_drawing", "loss_answer", "loss_drawing"):
         assert found["apart"][name] == pytest.approx(found["together"][name], rel=1e-5)
+
+
+def test_the_critics_loss_is_a_mean_over_each_kinds_own_tokens(tmp_path):
+    checkpoint = checkpoint_of(tmp_path, "qwen2")
+    experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)
+    mask, drawn = experience.action_mask, torch.tensor([0.0, 1.0, 0.0])
+    experience.values, experience.returns = torch.zeros(mask.shape), (2.0 + drawn).unsqueeze(1).expand(mask.shape)
+    experience.info, config = {"drawn": drawn}, AlgorithmConfig(answer_loss_weight=3.0, value_clip=0.0)
+    buffer, metrics = NaiveReplayBuffer(2), MetricsAccumulator()
+    buffer.append(experience)
+    (micro_batches,) = buffer.plan(0)
+    critic = PlainEngine(Critic(actor_of(checkpoint).transformer))
+    ValueUpdate(critic, config).step(buffer, plan_batch(buffer, micro_batches, config, 6, 6), metrics)
+    found = metrics.reduce()  # a fresh critic says 0, so an answer's token costs 4 / 2, a drawing's 9 / 2
+    assert found["critic_loss_answer"] == pytest.approx(2.0) and found["critic_loss_drawing"] == pytest.approx(4.5)
+    assert found["critic_loss"] == pytest.approx(3 * 2.0 + 4.5) and "loss" not in found
 
 
 def test_the_tokens_of_large_entropy_are_those_of_each_kind(tmp_path):
