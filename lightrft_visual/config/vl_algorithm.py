@@ -98,6 +98,10 @@ class AlgorithmConfig(Section):
             self.kl_target is None or self.init_kl_coef > 0,
             "kl_target steers a coefficient that starts at init_kl_coef: at 0 it would stay there",
         )
+        require(
+            self.answer_loss_weight > 0 or self.drawing_loss_weight > 0,
+            "answer_loss_weight and drawing_loss_weight are both 0: nothing would be trained",
+        )
         require(self.corrects_rollouts or not self.tis_mask, "tis_mask belongs to --tis_mode token or sequence")
         require(
             self.advantage_estimator != "distillation" or self.teacher_coef > 0,

@@ -20,6 +20,7 @@ def load(text: str) -> RunConfig:
         ("--max_tokens_per_batch 4096", "add --packing_samples"),
         ("--packing_samples --max_tokens_per_batch -5", "positive budget"),
         ("--packing_samples --max_tokens_per_batch 1000", r"prompt_max_len \+ generate_max_len = 2048"),
+        ("--answer_loss_weight 0 --drawing_loss_weight 0", "are both 0: nothing would be trained"),
         ("--critic_pretrain somewhere", "critic_pretrain.*gae"),
         ("--tis_mask", "tis_mask belongs to --tis_mode"),
         ("--tis_mode token --tis_floor 0.5", "tis_floor belongs to --tis_mask"),

@@ -104,7 +104,7 @@ class Evaluation:
             if valid:
                 rollout.components["gold"] = score
         mine = [(r.sample_id, None, score, r.prompt.draws) for r, (score, valid) in zip(rollouts, scores) if valid]
-        metrics |= _means_of("eval_gold", mine, set())
+        metrics |= means_of("eval_gold", mine, set())
         return scores
 
     def _fetched(self, indices: list[int], step: int) -> Fetched:
@@ -120,20 +120,21 @@ class Evaluation:
 
 def _means(name: str, rollouts: list[Rollout], labels: set[str]) -> dict[str, float]:
     """Means over the valid rewards of all ranks: all together, by label, and of answers and drawn images apart where
-    there are both. Summed in the prompts' order."""
+    any are drawn. Summed in the prompts' order."""
     mine = [(r.sample_id, r.prompt.label, r.reward, r.prompt.draws) for r in rollouts if r.valid]
-    return _means_of(name, mine, labels)
+    return means_of(name, mine, labels)
 
 
-def _means_of(name: str, mine: list[tuple[int, str | None, float, bool]], labels: set[str]) -> dict[str, float]:
-    """The same of (sample, label, score, whether an image was drawn)."""
+def means_of(name: str, mine: list[tuple[int, str | None, float, bool]], labels: set[str]) -> dict[str, float]:
+    """The same of (sample, label, score, whether an image was drawn). A label that is called as a kind is not reported
+    beside it. A collective."""
     everything = sorted((row for rows in collectives.all_gather_object(mine) for row in rows), key=lambda row: row[0])
     rewards: dict[str, list[float]] = defaultdict(list)
-    both = len({draws for *_, draws in everything}) == 2
+    kinds = {True: "drawing", False: "answer"} if any(draws for *_, draws in everything) else {}
     for _, label, reward, draws in everything:
         rewards[name].append(reward)
-        if both:
-            rewards[f"{name}_{'drawing' if draws else 'answer'}"].append(reward)
-        if label in labels:
+        if kinds:
+            rewards[f"{name}_{kinds[draws]}"].append(reward)
+        if label in labels and label not in kinds.values():
             rewards[f"{name}_{label}"].append(reward)
     return {key: sum(values) / len(values) for key, values in rewards.items()}

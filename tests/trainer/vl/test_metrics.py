@@ -12,6 +12,7 @@ from lightrft_visual.algorithms.kl import get_kl_controller
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.loop import StepData
+from lightrft_visual.trainer.vl.evaluation import means_of
 from lightrft_visual.trainer.vl.metrics import add_image_metrics, add_text_metrics, kl_per_token
 from lightrft_visual.trainer.vl.stages import add_kl
 from lightrft_visual.trainer.vl.trainer import VLTrainer
@@ -63,3 +64,15 @@ def test_answers_are_watched_as_texts_and_drawings_as_images():
     assert found["both"] == found["answers"] | found["drawings"] and not set(found["answers"]) & set(found["drawings"])
     assert found["both"]["repetition"] == pytest.approx(0.25) and found["both"]["image_blank"] == 1.0
     assert found["both"]["drawing_diversity"] == pytest.approx((2 / 3) ** 0.5 / 2, abs=0.01)
+
+
+def test_evaluations_are_told_by_kind_and_by_label():
+    shapes = [(0, "drawing", 1.0, True), (1, "portrait", 0.0, True)]
+    questions = [(2, "colour", 0.5, False), (3, None, 1.0, False)]
+    labels = {"drawing", "portrait", "colour"}
+    assert means_of("eval", shapes + questions, labels) == {
+        "eval": 0.625, "eval_drawing": 0.5, "eval_answer": 0.75, "eval_portrait": 0.0, "eval_colour": 0.5
+    }  # fmt: skip
+    assert means_of("eval", shapes, set()) == {"eval": 0.5, "eval_drawing": 0.5}
+    assert means_of("eval", questions, labels) == {"eval": 0.75, "eval_colour": 0.5}
+    assert means_of("eval", [(0, "drawing", 0.5, False)], labels) == {"eval": 0.5, "eval_drawing": 0.5}
