@@ -176,10 +176,9 @@ class AdvantageCalculator:
     def _shape(self, rewards: T, valid: T, experiences: list, max_new_tokens: int, notes: dict[str, T]) -> T:
         config = self.config
         if config.overlong_buffer:
-            lengths = torch.cat([rewards[:0], *map(_answer_lengths, experiences)])
-            penalty = overlong_penalty(
-                lengths, max_new_tokens, config.overlong_buffer_len, config.overlong_buffer_penalty_factor
-            )
+            lengths = [each.action_mask.sum(dim=1).masked_fill(_drawn(each), 0) for each in experiences]  # no image's
+            limits = max_new_tokens, config.overlong_buffer_len, config.overlong_buffer_penalty_factor
+            penalty = overlong_penalty(torch.cat([rewards[:0], *lengths]), *limits)
             notes["overlong_penalty"] = penalty
             rewards = rewards + penalty
         if config.reward_running_norm:
@@ -441,11 +440,6 @@ def _drawn(experience: Any) -> T:
     if drawn is None:
         return torch.zeros(len(experience.action_mask), dtype=torch.bool, device=experience.action_mask.device)
     return drawn.bool()
-
-
-def _answer_lengths(experience: Any) -> T:
-    """(B) tokens of each answer; 0 of an image, whose length is not its own."""
-    return experience.action_mask.sum(dim=1).masked_fill(_drawn(experience), 0)
 
 
 def _flat_rewards(rewards: T | Sequence[T], sizes: list[int]) -> T:

@@ -357,8 +357,9 @@ def test_the_model_draws_what_it_described(rig):
 def test_what_cannot_be_drawn_is_refused(rig, root):
     data = MultimodalDataProcessor(rig.checkpoint.tokenizer, rig.checkpoint.processor, 256)
     edit = PromptBatch.of(["<image_placeholder> bluer" + BEGIN], [[picture(0)]])
-    with pytest.raises(DataError, match="prompt 0: the prompt asks for an image and brings 1"):
+    with pytest.raises(DataError, match="prompt 0: the prompt asks for an image and brings 1") as refused:
         data.features(edit)
+    assert refused.value.cause == "drawing"
     writer = checkpoint_of(root, "qwen2_5_vl")
     asked = PromptRow([{"role": "user", "content": [{"type": "text", "text": "a"}]}], source="rows:1", draw=True)
     with pytest.raises(DataError, match="rows:1: the row asks for an image, but this model writes text only"):

@@ -61,7 +61,8 @@ class Janus(VLMFamily):
     def check_prompt(cls, prompt: str, images: int, videos: int, model_input: ModelInput, where: str) -> None:
         """Also that prompts which ask for an image bring none: the model draws from text alone."""
         if images and cls.asks_for_image(prompt, model_input):
-            raise DataError(f"{where}: the prompt asks for an image and brings {images}; this model draws from text")
+            text = f"{where}: the prompt asks for an image and brings {images}; this model draws from text"
+            raise DataError(text, "drawing")
         super().check_prompt(prompt, images, videos, model_input, where)
 
     def attach(self, base: nn.Module) -> None:
