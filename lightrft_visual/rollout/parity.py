@@ -88,8 +88,9 @@ class ParityGate:
         """The same check on the figure of a whole rollout; `probe` holds prompts of it to find the cause with."""
         if difference <= self.tolerance:
             return
+        by = f"{difference:.3g} in the mean" if self.averages else f"up to {difference:.3g}"
         text = (
-            f"the trainer's log-probs of this rollout differ from the engine's by up to {difference:.3g} "
+            f"the trainer's log-probs of this rollout differ from the engine's by {by} "
             f"(tolerance {self.tolerance:.3g}): what was sampled is not what would be trained"
         )
         raise RolloutError(text if probe is None else f"{text}. Likely cause: {self._cause(probe, temperature)}")

@@ -9,13 +9,14 @@ import pytest
 import torch
 from equality import adapters, assert_same, loss_and_gradients
 from tiny_models import actor_of, checkpoint_of, features_of, inputs_of, load, perturb, prompts_for, text_prompts
-from transformers import InternVLConfig
+from transformers import AutoModelForImageTextToText, InternVLConfig
 
 from lightrft_visual.batches.rollouts import Rollout
 from lightrft_visual.batches.sampling import ScoringRule
 from lightrft_visual.batches.vision import VisionTensors
 from lightrft_visual.embedded.tiny_vlm import QWEN_FAMILIES, VISION_FAMILIES
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.models.vlm.backbone import Backbone
 from lightrft_visual.models.vlm.critic import Critic
 from lightrft_visual.models.vlm.families import family_of
@@ -144,6 +145,23 @@ def test_what_only_looks_alike_is_not_shared(root):
     holed = first.attention_mask.clone()
     holed[0, -first.action_mask.shape[1] - 2] = 0
     assert SharedRow.of(replace(first, attention_mask=holed)) is None
+
+
+@pytest.mark.parametrize("text", ["qwen3", "qwen3_moe", "llama"])
+def test_other_language_models_inside_internvl(root, text):
+    checkpoint = checkpoint_of(root, "internvl")
+    settings = checkpoint.config.to_dict()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64} if text == "qwen3_moe" else {}
+    settings["text_config"] |= {"model_type": text, "head_dim": 32, "layer_types": None, **experts}
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(InternVLConfig(**settings))
+    perturb(model, 1, 0.05)
+    actor = Actor(model, checkpoint.family.banned_ids(checkpoint.tokenizer), checkpoint.eos_ids)
+    assert actor.config.get_text_config().model_type == text
+    inputs = inputs_of(checkpoint, grouped(checkpoint, prompts_for(checkpoint)))
+    padded = loss_and_gradients(actor, [inputs])
+    actor.backbone.share_prefix = True
+    assert_same(padded, loss_and_gradients(actor, [inputs]), 1e-5)
 
 
 @pytest.mark.parametrize("text", ["qwen3_next", "gpt_oss"])

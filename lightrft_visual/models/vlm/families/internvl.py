@@ -16,7 +16,7 @@ class InternVL(VLMFamily):
     """Ordinary positions over a language model of another family."""
 
     packed = ("internvl",)
-    texts = ("qwen2", "qwen3", "llama")
+    texts = ("qwen2", "qwen3", "qwen3_moe", "llama")
     towers = ("vision_tower",)
     kinds = ("image",)
     vision_tokens = ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
