@@ -6,6 +6,7 @@ In memory within a run, and on disk for the runs after it.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import tempfile
@@ -17,8 +18,8 @@ from typing import Any
 import torch
 import xxhash
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import nn
 from transformers import ProcessorMixin
 
@@ -27,6 +28,7 @@ from ...batches.conditions import Conditions
 logger = logging.getLogger(__name__)
 T = torch.Tensor
 SUFFIX = ".safetensors"
+NEW = ".new"  # behind the name of a file until it is whole
 CHECKSUM = "xxh3_64"  # of the tensors, among a file's own words
 _LEFT = 0.9  # of the limit, after files were deleted
 
@@ -52,7 +54,7 @@ class PromptFiles:
         """The conditions of a text, None where they are not there. A damaged file is said, deleted, and not used."""
         path = self._path(text)
         try:
-            conditions = _read(path)
+            conditions = _decoded(path.read_bytes())  # at once: another process may delete it at any time
         except FileNotFoundError:
             return None
         except SafetensorError as error:
@@ -64,19 +66,24 @@ class PromptFiles:
             return None
         try:
             os.utime(path)  # used now
-        except OSError as error:  # deleted since, or another user's
+        except FileNotFoundError:
+            return conditions  # deleted since
+        except OSError as error:  # such as another user's
             self._say_once("marked as used", error)
         return conditions
 
     def keep(self, text: str, conditions: Conditions) -> None:
         """Write the conditions of a text, and delete old files where the folder has grown too large."""
         try:
-            with tempfile.TemporaryDirectory(dir=self.folder) as own:
-                written = Path(own) / f"new{SUFFIX}"
-                _write(conditions, written)
-                os.replace(written, self._path(text))
+            handle, name = tempfile.mkstemp(dir=self.folder, suffix=f"{SUFFIX}{NEW}")
+            os.close(handle)
+            try:
+                Path(name).write_bytes(_encoded(conditions))
+                os.replace(name, self._path(text))
+            finally:
+                Path(name).unlink(missing_ok=True)
             self._bound()
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             self._say_once("kept", error)
 
     def _say_once(self, what: str, error: Exception) -> None:
@@ -85,8 +92,8 @@ class PromptFiles:
             logger.warning("encoded prompts of %s cannot all be %s: %s", self.folder, what, error)
 
     def _bound(self) -> None:
-        """Over all encoders' files. `limit` holds for the folder, whoever fills it."""
-        found = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in _stats(self.root.glob(f"**/*{SUFFIX}"))]
+        """Over all encoders' files, unfinished ones too. `limit` holds for the folder, whoever fills it."""
+        found = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in _stats(self.root.glob(f"*/*{SUFFIX}*"))]
         size = sum(each[1] for each in found)
         if size <= self.limit:
             return
@@ -165,16 +172,15 @@ def encoder_digest(encoders: Iterable[nn.Module], tokenizers: Iterable[Any], *se
     return found.hexdigest()[:24]
 
 
-def _write(conditions: Conditions, path: Path) -> None:
-    save_file({name: value.contiguous() for name, value in conditions.items()}, path, {CHECKSUM: _sum_of(conditions)})
+def _encoded(conditions: Conditions) -> bytes:
+    return save({name: value.contiguous() for name, value in conditions.items()}, {CHECKSUM: _sum_of(conditions)})
 
 
-def _read(path: Path) -> Conditions:
-    """Raises SafetensorError where the file does not hold what was written."""
-    with safe_open(path, "pt") as file:
-        conditions = {name: file.get_tensor(name) for name in file.keys()}
-        written = (file.metadata() or {}).get(CHECKSUM)
-    if written != _sum_of(conditions):
+def _decoded(content: bytes) -> Conditions:
+    """Raises SafetensorError where this is not what was encoded."""
+    conditions = load(content)
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    if header.get("__metadata__", {}).get(CHECKSUM) != _sum_of(conditions):
         raise SafetensorError("its checksum is another")
     return conditions
 

@@ -1,5 +1,6 @@
 """Encoded prompts are remembered, up to a number of bytes, and do not depend on their neighbours."""
 
+import os
 from contextlib import contextmanager
 
 import pytest
@@ -136,6 +137,8 @@ def test_the_folder_stays_below_its_limit_and_the_oldest_files_go(tmp_path):
     size = 1000
     files = PromptFiles(tmp_path, "encoders", 10 * 2200)
     PromptFiles(tmp_path, "earlier", 2**20).keep("of other encoders", conditions_of("x", size))
+    (tmp_path / "earlier" / f"unfinished.safetensors{prompt_cache.NEW}").write_bytes(b"x" * 2000)
+    os.utime(tmp_path / "earlier" / f"unfinished.safetensors{prompt_cache.NEW}", (0, 0))
     for index in range(20):
         files.keep(str(index), conditions_of("x", size))
         if index:
@@ -173,13 +176,27 @@ def test_a_run_goes_on_where_files_can_be_neither_read_nor_written(tmp_path, cap
 
     monkeypatch.setattr(prompt_cache.os, "utime", refuse)
     assert torch.equal(files.find("a")["pooled"], torch.ones(1, 2))  # read, though not marked as used
-    monkeypatch.setattr(prompt_cache, "safe_open", refuse)
+    monkeypatch.setattr(prompt_cache.Path, "read_bytes", refuse)
     assert files.find("a") is None
-    monkeypatch.setattr(prompt_cache, "save_file", refuse)
+    monkeypatch.setattr(prompt_cache.Path, "write_bytes", refuse)
     for text in "bcd":
         assert torch.equal(PromptCache(files=files).get(text, lambda: conditions_of("b"))["pooled"], torch.ones(1, 2))
-    assert len(files) == 1 and not [path for path in files.folder.iterdir() if path.is_dir()]
+    assert len(files) == len(list(files.folder.iterdir())) == 1
     assert len(caplog.records) == 3 and "cannot all be kept: [Errno 13]" in caplog.text
+
+
+def test_a_file_may_go_while_it_is_read(tmp_path, monkeypatch):
+    """Another run keeps the folder below its limit. Files are read by one call: safetensors opens them twice."""
+    files, read = PromptFiles(tmp_path, "encoders", 2**20), prompt_cache.Path.read_bytes
+    files.keep("a", conditions_of("a"))
+
+    def read_and_lose(path):
+        content = read(path)
+        path.unlink()
+        return content
+
+    monkeypatch.setattr(prompt_cache.Path, "read_bytes", read_and_lose)
+    assert torch.equal(files.find("a")["pooled"], torch.ones(1, 2)) and files.find("a") is None
 
 
 def test_the_encoders_name_changes_with_their_adapters():
