@@ -1,4 +1,4 @@
-"""What float64 in the attention of models that draw costs on the host: CPU seconds, both precisions in turns.
+"""What float64 in attention and products of models that draw costs on the host: CPU seconds, all forms in turns.
 
     python scripts/bench/exact_attention.py [--rounds 5]
 
@@ -20,6 +20,7 @@ from statistics import median
 import numpy as np
 import torch
 from PIL import Image
+from torch import nn
 
 from lightrft_visual.batches.model_inputs import ModelInputs
 from lightrft_visual.batches.prompts import PromptBatch
@@ -29,14 +30,16 @@ from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.embedded.questions import vocabulary_texts
 from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
 from lightrft_visual.models.attention import EXACT_NAME, NAME, exact_attention, segment_attention
+from lightrft_visual.models.exact import ExactLinear
 from lightrft_visual.models.loading import Checkpoint, load_transformer, open_checkpoint
+from lightrft_visual.models.logprobs import LogProbLinear
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.stage import RolloutStage
 
 SETTINGS = SamplingSettings(n=8, max_new_tokens=8, guidance_scale=2.0)
-NAMES = {NAME: "float32", EXACT_NAME: "float64"}
+FORMS = {"float32": (NAME, False), "attention in float64": (EXACT_NAME, False), "products too": (EXACT_NAME, True)}
 
 
 def measured(work: Callable[[], object]) -> float:
@@ -56,11 +59,13 @@ def prompts() -> PromptBatch:
 
 
 def whole_model(folder: Path, rounds: int) -> dict[tuple[str, str], list[float]]:
-    """CPU seconds of each part of a step, by (part, attention)."""
+    """CPU seconds of each part of a step, by (part, form)."""
     path = str(build_tiny_checkpoint(folder / "janus", "janus", texts=vocabulary_texts()))
     checkpoint: Checkpoint = open_checkpoint(path, ModelConfig(), DataConfig())
     transformer = load_transformer(path, ModelConfig(), torch.float32)
     actor = Actor(transformer, checkpoint.family.banned_ids(checkpoint.tokenizer), checkpoint.eos_ids)
+    linear = [module for module in actor.modules() if type(module) is ExactLinear]
+    heads = [module for module in actor.modules() if isinstance(module, LogProbLinear)]
     stage = RolloutStage(
         TransformersEngine(actor, checkpoint.tokenizer, 128),
         MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 256),
@@ -78,12 +83,16 @@ def whole_model(folder: Path, rounds: int) -> dict[tuple[str, str], list[float]]
             actor(each, SETTINGS.scoring).log_probs.sum().backward()
 
     for number in range(rounds + 1):
-        for attention in NAMES:
+        for form, (attention, products) in FORMS.items():
             transformer.base_model.language_model.config._attn_implementation = attention
+            for module in linear:
+                module.__class__ = ExactLinear if products else nn.Linear
+            for head in heads:
+                head.exact = products
             for part, work in (("generate", lambda: stage.generate(batch, SETTINGS)), ("train", train)):
                 seconds = measured(work)
                 if number:  # the first round warms up
-                    found[part, attention].append(seconds)
+                    found[part, form].append(seconds)
     return found
 
 
@@ -94,7 +103,7 @@ def repeated(function: Callable[..., object], times: int, arguments: tuple) -> N
 
 def attention_alone(rounds: int) -> dict[tuple[str, str], list[float]]:
     """Of 16 heads of 128 numbers: one token over a cache of 600, and a whole sample of 600 tokens."""
-    functions, found = {NAME: segment_attention, EXACT_NAME: exact_attention}, defaultdict(list)
+    functions, found = dict(zip(FORMS, (segment_attention, exact_attention))), defaultdict(list)
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = 1, True
     for part, queries, repeats in (("one token over a cache of 600", 1, 20), ("600 tokens", 600, 3)):
@@ -114,8 +123,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = whole_model(Path(folder), rounds) | attention_alone(rounds)
     for part in dict.fromkeys(part for part, _ in found):
-        plain, exact = (median(found[part, name]) for name in NAMES)
-        print(f"{part}: float32 {plain:.4f} s, float64 {exact:.4f} s, {exact / plain:.2f} times")
+        plain, *others = ((form, median(found[part, form])) for form in FORMS if (part, form) in found)
+        told = [f"{form} {seconds:.4f} s, {seconds / plain[1]:.2f} times" for form, seconds in others]
+        print(f"{part}: {plain[0]} {plain[1]:.4f} s; {'; '.join(told)}")
 
 
 if __name__ == "__main__":

@@ -88,6 +88,8 @@ class DiffusionPolicy(nn.Module):
         self._encoded = PromptCache()
         self.offload_activations = False
         self._freeze_and_adapt()
+        if family.first_part in self.trainable:
+            family.train_first()
 
     @classmethod
     def from_pretrained(
@@ -121,7 +123,6 @@ class DiffusionPolicy(nn.Module):
                 f"trainable_models names {', '.join(self.trainable)}: train one of the two halves at a time"
             )
         self.denoisers[name] = self.family.pipeline.components[name]
-        self.family.trains_first = True
 
     @property
     def prediction(self) -> str:

@@ -14,6 +14,7 @@ from ...batches.sampling import ScoringRule
 from ...checkpoint.adapted import is_adapted
 from ...errors import ConfigError
 from ...strategy.sequence import SequenceGroup
+from ..exact import exact_products
 from ..logprobs import LogProbLinear
 from .backbone import Backbone
 
@@ -53,6 +54,9 @@ class Actor(nn.Module):
         self.head = [LogProbLinear.adopt(transformer.get_output_embeddings())]  # in a list: not a second child module
         self.backbone = Backbone(transformer, share_prefix, sequence)
         self.drawing = self.backbone.family.drawing(transformer)
+        if self.drawing is not None:
+            family = self.backbone.family
+            exact_products(transformer, (*family.towers, *family.projectors, *family.untrained))
         if sequence is not None and self.drawing is not None:
             raise ConfigError("sp_size: the halves of guided images are not divided over ranks; leave it at 1")
         self.register_buffer("banned_ids", torch.tensor(banned_ids, dtype=torch.long), persistent=False)

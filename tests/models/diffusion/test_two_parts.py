@@ -98,7 +98,7 @@ def test_tokens_are_replayed_and_trained_and_the_diffusion_half_is_not(lora, tmp
     drawn = rows.conditions["drawn"]
     assert drawn.shape[:2] == (2, 1) and drawn.shape[2] > 2 and int(drawn.max()) < tiny_families.GLM_CODES
     outcome = TokenGRPO(clip_range=0.2, beta=0.1).loss(LossContext(policy, policy), rows, 2)
-    assert outcome.maxima["logp_diff_max"] < 2e-5 and outcome.means["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert outcome.maxima["logp_diff_max"] < 5e-6 and outcome.means["ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert outcome.means["kl"] == pytest.approx(0, abs=1e-6)
     outcome.loss.backward()
     before = policy.family.token_log_probs(rows.conditions).mean(dim=1).detach()

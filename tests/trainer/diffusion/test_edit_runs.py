@@ -56,7 +56,7 @@ def test_the_diffusion_half_of_a_model_of_two_parts_is_trained(folder) -> None:
 def test_the_autoregressive_half_is_trained_where_the_run_is_told_to(folder, run) -> None:
     assert facts(folder, run) == {"updates": 1}
     found = rows(folder, run)
-    assert all(float(row["ratio_max_dev_first"]) < 2e-5 and 0 <= float(row["reward_mean"]) <= 1 for row in found)
+    assert all(float(row["ratio_max_dev_first"]) < 1e-5 and 0 <= float(row["reward_mean"]) <= 1 for row in found)
     before = DiffusionPipeline.from_pretrained(folder / "glm").vision_language_encoder.state_dict()
     saved = folder / run / "checkpoint-final"
     if run == "tokens":

@@ -168,6 +168,10 @@ class DiffusionFamily(ABC):
             scheduler.set_timesteps(num_steps)
         return scheduler.timesteps.clone().float(), scheduler.sigmas[:-1].clone().float()
 
+    def train_first(self) -> None:
+        """Called once the autoregressive half has its adapters: from now on it trains."""
+        self.trains_first = True
+
     def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
         """The shift s of sigma -> s sigma / (1 + (s - 1) sigma) that the pipeline's scheduler applies at this size."""
         config = self.pipeline.scheduler.config

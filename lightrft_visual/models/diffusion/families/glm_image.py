@@ -22,6 +22,8 @@ from transformers import (
 
 from ....batches.conditions import MASK, NEGATIVE, Conditions
 from ....errors import DataError
+from ...attention import attend_by_segments
+from ...exact import exact_products
 from ..schedule import flow_match_schedule, upcast
 from .base import DiffusionFamily, by_kind, encoded_mean, save_transformer_lora, spatial_latent
 
@@ -41,6 +43,13 @@ class GlmImage(DiffusionFamily):
     lora_targets = tuple(f"attn1.{name}" for name in ("to_k", "to_out.0", "to_q", "to_v"))
     first_part = "vision_language_encoder"
     first_lora_targets = ("k_proj", "o_proj", "q_proj", "v_proj")
+
+    def train_first(self) -> None:
+        """Its tokens' log-probs are then compared: attention and products on the host are in float64."""
+        super().train_first()
+        encoder = self.pipeline.vision_language_encoder
+        attend_by_segments(encoder.model, exact=True)
+        exact_products(encoder, but=("visual", "vqmodel"))
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """context (B, L, D) and mask (B, L) of the texts in quotes; a prompt by itself."""
