@@ -56,7 +56,7 @@ class RowChecks:
 @dataclass(frozen=True)
 class _Found:
     """A sound row, without its media. tokens: of its videos and images beyond their placeholders; text: rendered;
-    draws: whether it asks for an image."""
+    draws: whether it asks for an image; asked: the question about that image, rendered."""
 
     label: str | None
     columns: frozenset[str]
@@ -65,6 +65,7 @@ class _Found:
     text: str | None = None
     tokens: int = 0
     draws: bool = False
+    asked: str | None = None
 
 
 class PromptDataset:
@@ -291,7 +292,9 @@ class PromptDataset:
         known = [size for size in sizes if size is not None]
         tokens = sum(count - 1 for count in self.checks.media.image_token_counts(model_input, known)) if known else 0
         tokens += self._video_tokens(row, model_input) if row.videos else 0
-        return _Found(row.label, columns, row.form, row.reference is not None, text, tokens, row.draw)
+        question = row.metadata.get(self.config.ask_key) if row.draw else None
+        asked = render_prompt(question_row(question, row.source), model_input, self.config) if question else None
+        return _Found(row.label, columns, row.form, row.reference is not None, text, tokens, row.draw, asked)
 
     def _check_text(self, row: PromptRow) -> None:
         """No text of the row may hold a token that the model reads as an image or video."""
@@ -312,20 +315,27 @@ class PromptDataset:
             return found
         sound = [place for place, each in enumerate(found) if isinstance(each, _Found)]
         for place, length in zip(sound, self._lengths([found[place] for place in sound])):
-            found[place] = replace(found[place], text=None)
+            found[place] = replace(found[place], text=None, asked=None)
             if length > self.checks.prompt_max_len:
                 name = source.name(rows[place])
                 found[place] = BadRow(name, LONG_PROMPT, f"{name}: {self._too_long(length)}")
         return found
 
     def _lengths(self, found: Sequence[_Found]) -> list[int]:
-        """Tokens of prompts, media expanded."""
+        """Tokens of prompts, media expanded; of the question about an image where that is longer."""
         if not found:
             return []
         model_input = self.checks.model_input
         tokenizer = model_input.tokenizer if isinstance(model_input, ProcessorMixin) else model_input
         ids = tokenizer([each.text for each in found])["input_ids"]
-        return [len(own) + each.tokens for own, each in zip(ids, found)]
+        lengths = [len(own) + each.tokens for own, each in zip(ids, found)]
+        asked = [place for place, each in enumerate(found) if each.asked is not None]
+        if asked:
+            (image,) = self.checks.media.image_token_counts(model_input, [(1, 1)])  # of a drawn one: of any size
+            ids = tokenizer([found[place].asked for place in asked])["input_ids"]
+            for place, own in zip(asked, ids):
+                lengths[place] = max(lengths[place], len(own) + image - 1)
+        return lengths
 
     def _check_length(self, found: _Found) -> None:
         (length,) = self._lengths([found])
@@ -362,6 +372,12 @@ def render_prompt(
     """
     text = _rendered(row, model_input, config)
     return media.begin_drawing(text, model_input, row.source) if row.draw else text
+
+
+def question_row(question: str, source: str) -> PromptRow:
+    """What a model is asked about an image that it drew."""
+    content = [{"type": "image"}, {"type": "text", "text": question}]
+    return PromptRow([{"role": "user", "content": content}], source=source)
 
 
 def caption_of(row: PromptRow) -> str | None:

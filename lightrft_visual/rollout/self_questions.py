@@ -17,9 +17,9 @@ from ..batches.rollouts import Rollout
 from ..batches.sampling import SamplingSettings
 from ..config.vl import DataConfig
 from ..data.placeholders import ModelInput
-from ..data.prompts import render_prompt
-from ..data.rows import PromptRow
-from ..errors import DataError
+from ..data.prompts import question_row, render_prompt
+from ..errors import ConfigError, DataError
+from ..models.vlm.families.base import VLMFamily
 from .stage import RolloutStage
 
 
@@ -51,6 +51,15 @@ class SelfQuestions:
         question = rollout.prompt.metadata[self.data.ask_key]
         if not isinstance(question, str):
             raise DataError(f"prompt {rollout.prompt.group_id}: the question in {self.data.ask_key!r} is no text")
-        content = [{"type": "image"}, {"type": "text", "text": question}]
-        row = PromptRow([{"role": "user", "content": content}], source=f"prompt {rollout.prompt.group_id}")
+        row = question_row(question, f"prompt {rollout.prompt.group_id}")
         return render_prompt(row, self.model_input, self.data)
+
+
+def check_own_views(data: DataConfig, family: VLMFamily) -> None:
+    """Raise ConfigError for `ask_key` or `redraw_key` of a model that cannot draw, or cannot see what it drew."""
+    kind = family.config.model_type
+    if data.redraw_key and not family.draws:
+        raise ConfigError(f"redraw_key: a model of type {kind} writes text only; leave it out")
+    if data.ask_key and not (family.draws and "image" in family.kinds):
+        what = "reads no images" if family.draws else "writes text only"
+        raise ConfigError(f"ask_key: a model of type {kind} {what}, so it says nothing of what it drew; leave it out")

@@ -34,7 +34,7 @@ from lightrft_visual.rollout.engine import check_engine
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.self_drawings import SelfDrawings
-from lightrft_visual.rollout.self_questions import SelfQuestions
+from lightrft_visual.rollout.self_questions import SelfQuestions, check_own_views
 from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
 from lightrft_visual.trainer.vl.parts import prompt_batch
 
@@ -275,6 +275,10 @@ def test_columns_of_drawings_are_read_and_checked_with_the_rows(rig, tmp_path):
     for cell, text in (("3", "the question in 'ask' .ask_key. is no text"), ('"<image_placeholder>"', "text holds")):
         with pytest.raises(DataError, match=text):
             read("rows.jsonl", f'{{"prompt": "a red circle", "draw": true, "ask": {cell}}}', ask_key="ask")
+    long = '{"prompt": "a red circle", "draw": true, "ask": "what is it? ' + "really? " * 12 + '"}'
+    assert len(read("rows.jsonl", long)) == 1
+    with pytest.raises(DataError, match="rows.jsonl:1: the prompt has .* tokens, above prompt_max_len = 64"):
+        read("rows.jsonl", long, ask_key="ask")  # the caption is short
     with pytest.raises(DataError, match="redraw_key. holds true or false, not 'yes'"):
         read("rows.jsonl", '{"prompt": "why?", "again": "yes"}', redraw_key="again")
 
@@ -376,5 +380,15 @@ def test_what_cannot_be_drawn_is_refused(rig, root):
     asked = PromptRow([{"role": "user", "content": [{"type": "text", "text": "a"}]}], source="rows:1", draw=True)
     with pytest.raises(DataError, match="rows:1: the row asks for an image, but this model writes text only"):
         prompt_batch([asked], writer, DataConfig(), torch.arange(1))
+    both = DataConfig(ask_key="ask"), DataConfig(redraw_key="redraw")
+    for data, family, text in (
+        (both[0], writer.family, "ask_key: a model of type qwen2_5_vl writes text only"),
+        (both[1], writer.family, "redraw_key: a model of type qwen2_5_vl writes text only"),
+        (both[0], checkpoint_of(root, "emu3").family, "ask_key: a model of type emu3 reads no images"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            check_own_views(data, family)
+    for data in both:
+        check_own_views(data, rig.checkpoint.family)
     with pytest.raises(ConfigError, match="vLLM has no model of type janus: use --engine_type hf"):
         check_engine(RunConfig(), rig.checkpoint)

@@ -35,7 +35,7 @@ from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate
 from ...rollout.remote.engine import RemoteEngine, check_remote
 from ...rollout.self_drawings import SelfDrawings
-from ...rollout.self_questions import SelfQuestions
+from ...rollout.self_questions import SelfQuestions, check_own_views
 from ...rollout.stage import RolloutStage
 from ...rollout.weight_sync import adapter_weights, named_weights
 from ...strategy import collectives
@@ -181,6 +181,7 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
         raise ConfigError("papo_coef hides parts of images: this model reads text only")
     if config.rollout.noisy_rollout_share > 0 and checkpoint.processor is None:
         raise ConfigError("noisy_rollout_share adds noise to images: this model reads text only")
+    check_own_views(config.data, checkpoint.family)
     _resolve_sharing(config, checkpoint)
     _check_heads(config, checkpoint)
     check_engine(config, checkpoint)
@@ -447,8 +448,6 @@ def _self_questions(config: RunConfig, checkpoint: Checkpoint) -> Callable[[Roll
 def _self_drawings(config: RunConfig, checkpoint: Checkpoint) -> Callable[[RolloutStage], SelfDrawings] | None:
     if not config.data.redraw_key:
         return None
-    if not checkpoint.family.draws:
-        raise ConfigError(f"redraw_key: a model of type {checkpoint.config.model_type} writes text only; leave it out")
     renderer = checkpoint.processor or checkpoint.tokenizer
     scale = config.rollout.guidance_scale
     return partial(
