@@ -104,7 +104,7 @@ def table(runs: dict[str, list[Run]]) -> str:
     """Markdown; see the titles of its columns."""
     baseline = runs.get(BASELINE, [])
     aim = mean(run.gold[-1] for run in baseline) if baseline else None
-    titles = ["run", "seeds", "gold before, after", "share of its gap", "diversity, of the start's"]
+    titles = ["run", "seeds", "samples of each", "gold before, after", "share of its gap", "diversity, of the start's"]
     titles += [
         "reward before, after",
         f"samples to {HALF:.0%} of the gap (diversity there)",
@@ -118,6 +118,7 @@ def table(runs: dict[str, list[Run]]) -> str:
         cells = [
             f"`{name}`",
             str(len(group)),
+            ", ".join(f"{run.samples[-1]:.0f}" for run in group),  # means of other ends are no mean of one run
             f"{spread([run.gold[0] for run in group])}, {spread([run.gold[-1] for run in group])}",
             spread([run.closed for run in group]),
             spread([run.kept for run in group]),

@@ -54,6 +54,12 @@ def test_the_table_counts_samples_to_the_threshold(tmp_path):
     assert "| 640, not reached |" in row
 
 
+def test_the_table_of_drawings_says_where_each_run_ends(tmp_path):
+    write_run(tmp_path / "awm-1", {0: 0.1, 20: 0.5, 40: 0.9})
+    write_run(tmp_path / "awm-2", {0: 0.1, 20: 0.5, 30: 0.9})
+    assert "| `awm` | 2 | 1280, 960 |" in learning_drawing.table(learning_drawing.read_all(tmp_path))
+
+
 def test_stale_runs_are_compared_at_the_steps_that_all_have(tmp_path):
     write_run(tmp_path / "k0-none-1", {0: 0.0, 20: 0.2, 40: 0.4, 60: 0.6})
     write_run(tmp_path / "k2-mask-1", {0: 0.0, 20: 0.1, 40: 0.3})
