@@ -168,7 +168,7 @@ class TransformersEngine:
         cache = DynamicCache(config=actor.config)
         hidden, positions = actor.backbone.prefill(inputs, cache)
         chosen = torch.tensor([places[id(prompt)] for prompt in shown] or [0], device=device)
-        cache.batch_select_indices(chosen)
+        cache.reorder_cache(chosen)  # of layers of all kinds, those of linear attention too
         return hidden[chosen], positions[..., chosen, :], inputs.attention_mask[chosen], cache
 
     def _images(self, chosen: T, choice: Choice) -> dict[int, Any]:

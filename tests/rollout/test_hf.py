@@ -15,15 +15,18 @@ from tiny_models import (
     checkpoint_of,
     clip,
     mixed_prompts,
+    perturb,
     prompts_for,
     text_prompts,
     turn,
 )  # fmt: skip
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.errors import RolloutError
 from lightrft_visual.models.loading import Checkpoint
+from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout.hf import TransformersEngine, draw, truncated
 
 PLAIN = SamplingSettings(n=3, max_new_tokens=6)
@@ -63,6 +66,32 @@ def test_log_probs_are_the_trainers(root, kind, settings):
     rig = rig_of(checkpoint_of(root, kind))
     assert rig.difference(prompts_for(rig.checkpoint), settings) <= 1e-5
     assert rig.gate().check(prompts_for(rig.checkpoint)) <= 1e-5
+
+
+OTHER_LAYERS = {
+    "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_next": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "linear_num_value_heads": 4,
+        "shared_expert_intermediate_size": 64, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHER_LAYERS)
+def test_models_with_layers_of_other_kinds(root, kind):
+    """They share no prompts and are not packed, but are sampled from, and trained padded."""
+    base, sizes = checkpoint_of(root, "qwen2"), {"num_hidden_layers": 2, "head_dim": 32, "pad_token_id": 0}
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    sizes |= {name: getattr(base.config, name) for name in names}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **OTHER_LAYERS[kind]))
+    perturb(model, 1, 0.05)
+    actor = Actor(model, [], base.eos_ids)
+    rig = Rig(base, actor, TransformersEngine(actor, base.tokenizer))
+    assert rig.difference(text_prompts(), PLAIN) <= 1e-5
+    assert "it is not proven" in actor.backbone.family.sharing_refused("auto")
 
 
 def test_a_change_of_the_weights_is_seen_at_once(rig):
