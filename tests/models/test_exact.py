@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import get_peft_model
 from torch import nn
 
 from lightrft_visual.models.exact import ExactLinear, exact_products
 from lightrft_visual.models.logprobs import LogProbLinear
+from lightrft_visual.models.lora import lora_config
 
 
 def layers(bias: bool) -> tuple[nn.Linear, nn.Linear]:
@@ -58,6 +60,21 @@ def test_a_head_scores_by_the_same_products():
         logits = nn.functional.linear(hidden.double(), head.weight.double(), head.bias.double())
         assert (head(hidden, in_float32=True).double() - logits).abs().max() < 1e-6
         assert (alone - head(hidden, targets)[0]).abs().max() <= 5e-7
+
+
+def test_adapters_on_such_layers_have_the_gradients_of_plain_ones():
+    found = []
+    for change in (lambda model: None, exact_products):
+        torch.manual_seed(4)
+        plain = nn.Sequential(nn.Linear(32, 16))
+        model = get_peft_model(plain, lora_config(2, 4, target_modules=["0"], init_lora_weights=False))
+        change(model)
+        made = model(torch.randn(3, 5, 32))
+        (made * torch.arange(16)).sum().backward()
+        found.append([made, *(each.grad for each in model.parameters() if each.requires_grad)])
+    assert len(found[0]) == 3
+    for left, right in zip(*found, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
 
 
 def test_modules_that_are_named_stay_as_they_are():

@@ -76,6 +76,7 @@ class VLTrainer(PolicyTrainer):
         self.separate_scores = train.separate_old_log_probs or has_dropout(parts.actor.module)
         drawing = parts.actor.module.drawing
         self.image_tokens = None if drawing is None else drawing.tokens
+        check_budget(parts.config, self.image_tokens or 0)
         self.dependence = _image_dependence(parts)
         self.supply = PromptSupply(parts.dataset, parts.sampler)
         features = parts.maker.rollout_stage.data_processor.features
@@ -428,6 +429,16 @@ def _image_dependence(parts: VLParts) -> ImageDependence | None:
     pad, device = checkpoint.tokenizer.pad_token_id, parts.strategy.device
     score = own_scores(parts.actor, parts.strategy.sequence)
     return ImageDependence(score, rule, pad, device, every, parts.dataset.labels)
+
+
+def check_budget(config: RunConfig, image_tokens: int) -> None:
+    """Raise ConfigError where a micro-batch's budget of tokens does not hold a prompt with an image drawn for it."""
+    budget, longest = config.train.max_tokens_per_batch, config.rollout.prompt_max_len + image_tokens
+    if 0 < budget < longest:
+        raise ConfigError(
+            f"max_tokens_per_batch {budget} is less than a drawing may have: prompt_max_len + the {image_tokens} "
+            f"tokens of an image = {longest}"
+        )
 
 
 def check_trainer(kind: type[VLTrainer], estimator: str) -> None:

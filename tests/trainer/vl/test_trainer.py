@@ -9,8 +9,9 @@ import torch
 
 from lightrft_visual.algorithms.kl import get_kl_controller
 from lightrft_visual.config.vl import AlgorithmConfig, OutputConfig, RunConfig, TrainConfig
+from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.weight_copies import WeightAverage
-from lightrft_visual.trainer.vl.trainer import VLTrainer
+from lightrft_visual.trainer.vl.trainer import VLTrainer, check_budget
 
 
 def trainer_with_average(shares_weights: bool) -> SimpleNamespace:
@@ -88,3 +89,14 @@ def test_an_average_that_begins_with_the_resume_begins_at_the_resumed_weights():
     trainer = resuming_trainer(0.1)
     VLTrainer.load_state_dict(trainer, STATE)
     assert trainer.parts.ema.copies[0].tolist() == [1.0]
+
+
+def test_a_budget_of_tokens_holds_a_prompt_with_its_image():
+    config = RunConfig()
+    config.rollout.prompt_max_len, config.rollout.generate_max_len = 256, 32
+    check_budget(config, 576)  # no budget
+    config.train.packing_samples, config.train.max_tokens_per_batch = True, 288
+    config.check()
+    check_budget(config, 0)
+    with pytest.raises(ConfigError, match="max_tokens_per_batch 288 .* 576 tokens of an image = 832"):
+        check_budget(config, 576)
