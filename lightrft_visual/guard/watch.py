@@ -54,7 +54,7 @@ class Alarm:
 
 class Guard:
     """Bands over the metrics of steps, gains of reward and gold, partings of reward components; best: (gold, step) of
-    evaluations. penalties: components that do not raise the reward by rising."""
+    evaluations. penalties: components that lower the reward by rising."""
 
     def __init__(self, config: GuardConfig):
         self.config = config
@@ -150,7 +150,7 @@ class Guard:
 
     def _pays(self, name: str, metrics: Mapping[str, float]) -> bool:
         own = name.removeprefix("reward/")
-        return metrics.get(WEIGHT + own, 1.0) > 0 and own not in self.penalties
+        return metrics.get(WEIGHT + own, 1.0) >= 0 and own not in self.penalties
 
     def _reward_risen(self, step: int, reward: float) -> bool:
         """Whether the reward has risen for certain since the start."""

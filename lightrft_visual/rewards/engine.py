@@ -279,9 +279,9 @@ class RewardComputationEngine:
 
     @property
     def penalties(self) -> set[str]:
-        """Names of the components that do not raise the score by rising: of no positive weight in some label."""
+        """Names of the components that lower the score by rising, in some label."""
         weighed = [entry for entries in self.recipe.entries.values() for entry in entries] if self.recipe else []
-        return {entry.name for entry in weighed if entry.weight <= 0}
+        return {entry.name for entry in weighed if entry.weight < 0}
 
     def _weights(self, columns: Sequence[Column], size: int, device: torch.device | str) -> dict[str, T]:
         if self._aggregate is not None:

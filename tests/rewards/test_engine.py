@@ -194,8 +194,8 @@ def test_label_recipes_with_rules_and_zero_weights():
     }  # fmt: skip
 
 
-def test_components_of_no_positive_weight_are_penalties():
-    recipe = {"a": [("rule", "exact", 1.0), ("rule", "format", -0.5)], "b": [("rule", "exact", 2.0)]}
+def test_components_of_negative_weight_are_penalties():
+    recipe = {"a": [("rule", "exact", 1.0), ("rule", "format", -0.5)], "b": [("rule", "exact", 0.0)]}
     assert RewardComputationEngine(reward_recipe=recipe).penalties == {"format"}
     assert RewardComputationEngine({"rm": two}).penalties == set()
 
