@@ -55,8 +55,8 @@ def start_rank(run: dict[str, Any]) -> None:
 def launch(command: list[str], ranks: int | None = None, cpus: float = 1.0) -> None:
     """Run a script, with its arguments, on `ranks` ranks, by default one for each GPU of the cluster, or one.
 
-    cpus: cores that Ray reserves for each rank. Raises ConfigError without Ray Train, or for more ranks than GPUs;
-    ray.train's TrainingFailedError where a rank fails.
+    cpus: cores that Ray reserves for each rank. Raises ConfigError without Ray Train, or for more ranks than GPUs or
+    cores; ray.train's TrainingFailedError where a rank fails.
     """
     ray = connect("launch_ray", cpus=None if ranks is None else max(os.cpu_count() or 1, ranks * cpus), logs=True)
     try:
@@ -65,10 +65,16 @@ def launch(command: list[str], ranks: int | None = None, cpus: float = 1.0) -> N
     except ImportError as error:
         raise ConfigError(f"launch_ray needs Ray Train: pip install 'ray[train]' ({error})") from error
 
-    gpus = int(ray.cluster_resources().get("GPU", 0))
+    found = ray.cluster_resources()
+    gpus, cores = int(found.get("GPU", 0)), found.get("CPU", 0)
     ranks = ranks or gpus or 1
     if 0 < gpus < ranks:
         raise ConfigError(f"{ranks} ranks were asked for, the Ray cluster has {gpus} GPU(s)")
+    if cores < ranks * cpus:  # Ray Train would wait for them for ever
+        raise ConfigError(
+            f"{ranks} ranks of {cpus:g} CPU were asked for, the Ray cluster has {cores:g}: --cpus_per_rank says "
+            "how many Ray reserves for each"
+        )
     reserved = {"CPU": cpus} | ({"GPU": 1} if gpus else {})
     run = {"command": command, "folder": os.getcwd(), "address": ray.get_runtime_context().gcs_address}
     TorchTrainer(

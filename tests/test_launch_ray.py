@@ -34,7 +34,7 @@ def test_a_rank_is_told_its_place_and_its_failure_is_the_runs(tmp_path, monkeypa
         launch_ray.start_rank(run | {"command": ["run.py", "7"]})
 
 
-def test_more_ranks_than_gpus_are_refused_and_a_failure_is_an_exit_code(monkeypatch, capsys):
+def test_more_ranks_than_devices_are_refused_and_a_failure_is_an_exit_code(monkeypatch, capsys):
     pytest.importorskip("ray.train")
     fake = SimpleNamespace(cluster_resources=lambda: {"GPU": 2.0})
     monkeypatch.setattr(launch_ray, "connect", lambda *_, **__: fake)
@@ -42,6 +42,10 @@ def test_more_ranks_than_gpus_are_refused_and_a_failure_is_an_exit_code(monkeypa
     with pytest.raises(SystemExit) as ended:
         launch_ray.main()
     assert ended.value.code == 1 and "3 ranks were asked for, the Ray cluster has 2 GPU(s)" in capsys.readouterr().err
+    fake.cluster_resources = lambda: {"CPU": 2.0}
+    with pytest.raises(SystemExit):
+        launch_ray.main()
+    assert "3 ranks of 1 CPU were asked for, the Ray cluster has 2: --cpus_per_rank" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["launch_ray", "--ranks", "0", "run.py"])  # not as many as there are GPUs
     with pytest.raises(SystemExit):
         launch_ray.main()

@@ -141,5 +141,6 @@ class AsyncConfig(Section):
         )
         require(
             self.stale_correction == "none" or not shaped,
-            "stale_correction behaviour reads sampled log-probs, which top_p < 1 or top_k leave undefined",
+            "stale_correction behaviour reads sampled log-probs, which top_p < 1 or top_k leave undefined: "
+            "use top_p 1, top_k -1, or async.stale_correction none",
         )

@@ -389,13 +389,13 @@ def test_the_time_limit_covers_aggregating_functions(tmp_path, caplog):
         "    while labels[0] == 'hang':\n        pass\n"
         "    return model_reward_list[0] * 2, {'one': model_reward_list[0]}\n"
     )
-    config = RewardConfig(reward_fn=f"{path}:score,{path}:reward_fn", reward_fn_timeout=1.0, reward_max_invalid=1.0)
+    config = RewardConfig(reward_fn=f"{path}:score,{path}:reward_fn", reward_fn_timeout=3.0, reward_max_invalid=1.0)
     made = RewardComputationEngine.from_config(config)
     result = made.compute_rewards([make_samples(["a", "b"])])
     assert result.score.tolist() == [2, 2] and result.components["one"].tolist() == [1, 1]
     result = made.compute_rewards([make_samples(["a", "b"], labels=["hang", None])])
     made.close()
-    assert not result.valid.any() and "reward reward_fn: 2 of 2 samples failed: no result within 1 s" in caplog.text
+    assert not result.valid.any() and "reward reward_fn: 2 of 2 samples failed: no result within 3 s" in caplog.text
     with pytest.raises(ConfigError, match="give it as path.py:function"):
         RewardComputationEngine(
             {"rm": lambda *_, **__: [1.0]},

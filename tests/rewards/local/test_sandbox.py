@@ -45,7 +45,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(path):
-    config = RewardConfig(reward_fn=f"{path}:score", reward_fn_timeout=2.0, reward_max_invalid=1.0)
+    config = RewardConfig(reward_fn=f"{path}:score", reward_fn_timeout=4.0, reward_max_invalid=1.0)
     engine = RewardComputationEngine.from_config(config)
     yield engine
     engine.close()
@@ -63,14 +63,14 @@ def test_arguments_and_results_cross(engine):
 @pytest.mark.parametrize(
     ("first", "words"),
     [
-        ("hang", r"no result within 2 s, at .*mine.py, line 9|no result within 2 s, at .*mine.py, line 10"),
+        ("hang", r"no result within 4 s, at .*mine.py, line (9|10)"),
         ("die", r"its process died \(exit code 3\) by os._exit\(3\), at .*mine.py, line 12"),
     ],
 )
 def test_a_lost_call_is_invalid_and_the_next_one_works(engine, first, words, caplog):
     started = time.monotonic()
     result = rewards(engine, first)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 60
     assert not result.valid.any() and re.search(words, caplog.text)
     assert rewards(engine, "a").valid.all()
 

@@ -62,12 +62,12 @@ def test_user_function_hang_and_exception_on_ray(cluster, tmp_path):
         "    if completions[0] == 'raise':\n     raise ValueError('what went wrong')\n"
         "    return [float(len(c)) for c in completions]\n"
     )
-    source = RaySource("mine", f"{path}:score", timeout=2.0)
+    source = RaySource("mine", f"{path}:score", timeout=4.0)
     try:
         ask = lambda word: source.score(batch_from_samples([make_samples([word, "bb"])]), Call())  # noqa: E731
         assert ask("aaa").values.tolist() == [3, 2]
         late = ask("hang")
-        assert late.failed.all() and late.reasons == {"mine on Ray: no result within 2 s": 2}
+        assert late.failed.all() and late.reasons == {"mine on Ray: no result within 4 s": 2}
         assert ask("a").values.tolist() == [1, 2]
         with pytest.raises(RewardError) as caught:
             ask("raise")
