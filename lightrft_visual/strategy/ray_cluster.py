@@ -9,12 +9,14 @@ import math
 import os
 import socket
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 from ..errors import ConfigError
 
 OBJECT_STORE_BYTES = 256 * 2**20  # of a cluster started here: prompts and responses pass through it
 CONNECT_SECONDS = 20.0
+MISSING = "{} needs the package ray: pip install 'lightrft_visual[ray]'"
 AUTH_MODE = "RAY_AUTH_MODE"
 # What a worker process must find as the trainer does; everything else it has from its own host.
 HANDED_ON = ("LIGHTRFT_", "HF_", "VLLM_", "TRANSFORMERS_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_")
@@ -29,7 +31,7 @@ def connect(needed_for: str, cpus: float | None = None, address: str | None = No
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(f"{needed_for} needs the package ray: pip install 'lightrft_visual[ray]'") from error
+        raise ConfigError(MISSING.format(needed_for)) from error
     if ray.is_initialized():
         own = ray.get_runtime_context().gcs_address
         if address not in (None, own):  # each rank started one of its own for something else, such as its rewards
@@ -52,6 +54,13 @@ def connect(needed_for: str, cpus: float | None = None, address: str | None = No
         where = f"at {named}" if named else "on this host"
         raise ConfigError(f"{needed_for}: the Ray cluster {where} does not answer: {error}") from error
     return ray
+
+
+def check_reachable(needed_for: str) -> None:
+    """Raise ConfigError, without importing Ray, where it is not installed or nobody answers at RAY_ADDRESS."""
+    if "ray" not in sys.modules and find_spec("ray") is None:
+        raise ConfigError(MISSING.format(needed_for))
+    _check_answers(os.environ.get("RAY_ADDRESS"), needed_for)
 
 
 def _check_answers(named: str | None, needed_for: str) -> None:

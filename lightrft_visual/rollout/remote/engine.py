@@ -23,7 +23,7 @@ from ...strategy import collectives
 from ..engine import Finished, RolloutEngine
 from .partial import PartialRollouts
 from .pool import WorkerPool
-from .ray_workers import Cluster
+from .ray_workers import Cluster, check_cluster
 from .worker import Blueprint
 
 T = torch.Tensor
@@ -214,12 +214,13 @@ def _key(prompts: Sequence[PromptFeatures]) -> tuple[int, ...]:
 
 
 def check_remote(config: RunConfig) -> None:
-    """Raise ConfigError for a run whose engine cannot be in workers of its own."""
+    """Raise ConfigError for a run whose engine cannot be in workers of its own, or that has nowhere to start them."""
     entry = registry.engines[config.rollout.engine_type]
     if entry.worker is None:
         raise ConfigError(f"placement split: engine {entry.name} cannot run in a worker of its own; use vllm or hf")
     if config.asynchronous.partial_rollouts and config.model.embedded_family == "janus":
         raise ConfigError("partial_rollouts are for responses in text, and this model draws")
+    check_cluster(config.distributed.resources)
 
 
 def worker_engine(config: RunConfig) -> RolloutEngine:

@@ -16,6 +16,7 @@ from ...strategy import collectives
 from ...strategy.ray_cluster import (
     adopt_authentication,
     authentication,
+    check_reachable,
     connect,
     connected,
     on_devices,
@@ -78,8 +79,6 @@ class Cluster:
 
     def __init__(self, resources: ResourcesConfig, blueprint: Blueprint) -> None:
         self.resources = resources
-        if resources.require_cluster and not os.environ.get("RAY_ADDRESS"):
-            raise ConfigError("this placement needs a Ray cluster: set RAY_ADDRESS to its address, such as host:6379")
         ranks, self.first = collectives.world_size(), collectives.is_rank_0()
         if resources.trainer_num_gpus not in (None, ranks):
             raise ConfigError(
@@ -196,6 +195,13 @@ class _RayActor(Worker):
         import ray
 
         super().__init__(blueprint, fetch=ray.get)
+
+
+def check_cluster(resources: ResourcesConfig) -> None:
+    """Raise ConfigError where it can be known before models load that there is no Ray, or no cluster."""
+    if resources.require_cluster and not os.environ.get("RAY_ADDRESS"):
+        raise ConfigError("this placement needs a Ray cluster: set RAY_ADDRESS to its address, such as host:6379")
+    check_reachable(SETTING)
 
 
 def _on_accelerator() -> bool:

@@ -19,6 +19,7 @@ from ...models.diffusion.policy import DiffusionPolicy, LoraSettings
 from ...models.weight_copies import gathered
 from ...rollout.diffusion_sampler import DiffusionSampler
 from ...rollout.remote.engine import SHARES, Workers
+from ...rollout.remote.ray_workers import check_cluster
 from ...rollout.remote.weights import take_over
 from ...rollout.remote.worker import Blueprint
 from .maker import DiffusersEngine
@@ -94,10 +95,11 @@ def remote_drawing(config: DiffusionRunConfig, local: DiffusersEngine, path: str
 
 
 def check_remote(config: DiffusionRunConfig) -> None:
-    """Raise ConfigError for a run that has no rollouts of its own to be made elsewhere."""
+    """Raise ConfigError for a run that has no rollouts of its own to be made elsewhere, or nowhere to make them."""
     if config.offline or config.algorithm.entry.trains_on == "reward":
         what = "pairs of a file" if config.offline else "images drawn while it learns"
         raise ConfigError(f"placement split: this run trains on {what}, without rollouts; use --placement colocated")
+    check_cluster(config.distributed.resources)
 
 
 def trained_weights(policy: DiffusionPolicy) -> Iterator[tuple[str, T]]:

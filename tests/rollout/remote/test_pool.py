@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -12,14 +13,20 @@ import torch
 from lightrft_visual.batches.rollouts import PromptFeatures
 from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.batches.vision import VisionTensors
+from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.placement import ResourcesConfig
+from lightrft_visual.config.shared import DistributedConfig
+from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.rollout.remote import ray_workers
 from lightrft_visual.rollout.remote.engine import RemoteEngine, Workers
+from lightrft_visual.rollout.remote.engine import check_remote as check_vl
 from lightrft_visual.rollout.remote.pool import LOOK_SECONDS, MOST_DEATHS, WorkerDied, WorkerPool
 from lightrft_visual.rollout.remote.ray_workers import Cluster, RayWorker, divided
 from lightrft_visual.rollout.remote.weights import Posted
-from lightrft_visual.strategy import collectives
+from lightrft_visual.strategy import collectives, ray_cluster
+from lightrft_visual.strategy.host import free_port
+from lightrft_visual.trainer.diffusion.remote import check_remote as check_diffusion
 
 
 class Handle:
@@ -231,6 +238,24 @@ def test_a_worker_has_as_many_devices_as_its_engine_has_ranks(monkeypatch):
     assert Accelerated(two, free=0).given() == [1, 1]
     with pytest.raises(ConfigError, match="rollouts have 0 device"):
         Accelerated(ResourcesConfig(), free=0).given()
+
+
+@pytest.mark.parametrize(("root", "check"), [(RunConfig, check_vl), (DiffusionRunConfig, check_diffusion)])
+def test_a_cluster_that_is_not_there_is_told_before_models_load(monkeypatch, root, check):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = root(distributed=DistributedConfig(placement="split"))
+    check(config)
+    config.distributed.resources.require_cluster = True
+    with pytest.raises(ConfigError, match="needs a Ray cluster: set RAY_ADDRESS"):
+        check(config)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    with pytest.raises(ConfigError, match="placement split: no Ray cluster answers at 127.0.0.1"):
+        check(config)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "ray")
+    monkeypatch.setattr(ray_cluster, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs the package ray"):
+        check(config)
 
 
 def test_workers_that_the_cluster_cannot_place_are_told_with_what_it_has_left():
