@@ -56,6 +56,14 @@ def end_group(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def done_before(path: Path, size: str) -> bool:
+    """Whether a part has a result of this size, without an error: one of tiny shapes says nothing of a card."""
+    if not path.is_file():
+        return False
+    result = json.loads(path.read_text())
+    return result["error"] is None and result["size"] == size
+
+
 def table(results: list[dict], host: dict[str, str]) -> str:
     """The results as markdown: first the host, then one row for each figure."""
     lines = [f"Device: {host['device']}. " + ", ".join(f"{k} {v}" for k, v in host.items() if k != "device") + ".", ""]
@@ -86,9 +94,7 @@ def main() -> None:
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     for name in wanted:
-        path = out / f"{name}.json"
-        done = path.is_file() and json.loads(path.read_text())["error"] is None
-        if done and not arguments.only:
+        if done_before(out / f"{name}.json", arguments.size) and not arguments.only:
             print(f"{name}: done before", flush=True)
             continue
         result = run_part(name, out, arguments.size)

@@ -72,6 +72,15 @@ def test_the_runs_of_a_part_that_is_cut_off_end_too(tmp_path, monkeypatch):
     raise AssertionError("the run goes on")
 
 
+def test_a_part_that_was_tried_on_tiny_shapes_is_still_to_be_done_on_a_card(tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    (tmp_path / "parts.py").write_text("")
+    monkeypatch.setitem(parts.LIMITS, "quick", 60)
+    check.run_part("quick", tmp_path, "tiny")
+    assert check.done_before(tmp_path / "quick.json", "tiny") and not check.done_before(tmp_path / "quick.json", "real")
+    assert not check.done_before(tmp_path / "other.json", "tiny")
+
+
 def test_a_part_that_is_cut_off_keeps_its_rows_and_the_others_follow(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "HERE", tmp_path)
     rows = """'[["a", "1"]]'"""
