@@ -9,6 +9,8 @@ import math
 import os
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,6 +20,7 @@ OBJECT_STORE_BYTES = 256 * 2**20  # of a cluster started here: prompts and respo
 CONNECT_SECONDS = 20.0
 MISSING = "{} needs the package ray: pip install 'lightrft_visual[ray]'"
 AUTH_MODE = "RAY_AUTH_MODE"
+TRIES = "RAY_gcs_server_port_wait_time_s"  # of Ray: seconds of waiting, or tries to connect
 # What a worker process must find as the trainer does; everything else it has from its own host.
 HANDED_ON = ("LIGHTRFT_", "HF_", "VLLM_", "TRANSFORMERS_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_")
 
@@ -49,11 +52,26 @@ def connect(needed_for: str, cpus: float | None = None, address: str | None = No
         if cpus is not None:
             local["num_cpus"] = max(1, math.ceil(cpus))  # rounded down, the last worker would wait for a part of one
     try:
-        ray.init(address=address, log_to_driver=logs, logging_level="error", **local)
+        with _asked_twice() if named else nullcontext():
+            ray.init(address=address, log_to_driver=logs, logging_level="error", **local)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"at {named}" if named else "on this host"
-        raise ConfigError(f"{needed_for}: the Ray cluster {where} does not answer: {error}") from error
+        said = (str(error).strip() or type(error).__name__).splitlines()[-1]  # before that Ray tells tracebacks
+        raise ConfigError(f"{needed_for}: the Ray cluster {where} does not answer: {said}") from error
     return ray
+
+
+@contextmanager
+def _asked_twice() -> Iterator[None]:
+    """Inside, Ray gives up an address where something else listens after two tries of 40 seconds, by default after 20,
+    unless the user has set it."""
+    before = os.environ.get(TRIES)
+    os.environ.setdefault(TRIES, "2")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[TRIES]
 
 
 def check_reachable(needed_for: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from types import SimpleNamespace
 
@@ -54,6 +55,28 @@ def test_addresses_that_ray_itself_reads_are_left_to_it(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     connect("placement split")
     assert asked == [None]  # which is RAY_ADDRESS to it
+
+
+def test_something_else_that_listens_is_given_up_after_two_tries(monkeypatch):
+    tries = []
+
+    def init(**_):
+        tries.append(os.environ["RAY_gcs_server_port_wait_time_s"])
+        raise RuntimeError(
+            "Failed to connect to GCS. Last connection error: Traceback ...\n  a line\nTimedOut: no GCS\n"
+        )
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    monkeypatch.delenv("RAY_gcs_server_port_wait_time_s", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{other.getsockname()[1]}")
+        with pytest.raises(ConfigError, match="does not answer: TimedOut: no GCS$"):
+            connect("placement split")
+        assert "RAY_gcs_server_port_wait_time_s" not in os.environ
+        monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "90")
+        with pytest.raises(ConfigError):
+            connect("placement split")
+    assert tries == ["2", "90"] and os.environ["RAY_gcs_server_port_wait_time_s"] == "90"
 
 
 def test_a_process_of_another_cluster_is_told_what_to_do(monkeypatch):
