@@ -206,6 +206,8 @@ class WorkerPool:
             worker.wait_until_back()
             return True
         except (RolloutError, WorkerDied) as error:
+            if self._closed:  # nobody waits for it any more
+                return False
             with self._lock:
                 self.workers.remove(worker)
             logger.warning("rollout worker %s does not come back: %s", worker.name, error)

@@ -113,6 +113,28 @@ def test_a_worker_that_does_not_come_back_is_left_out():
     pool.close()
 
 
+def test_a_worker_that_is_still_coming_back_when_the_run_ends_is_no_loss(caplog):
+    closing, closed = threading.Event(), threading.Event()
+
+    def work(handle, order, arguments):
+        raise WorkerDied("killed")
+
+    def gone():
+        closing.set()
+        assert closed.wait(60)
+        raise RolloutError("the connection to Ray is closed")
+
+    handle = Handle("a", work)
+    handle.wait_until_back = gone
+    pool = WorkerPool([handle])
+    pool.submit(1)
+    assert closing.wait(60)
+    pool.close()
+    closed.set()
+    pool._threads[0].join(60)
+    assert "it is started again" in caplog.text and "does not come back" not in caplog.text
+
+
 def test_no_work_waits_for_workers_that_are_gone():
     """Also what is submitted in the moment in which the last one is given up."""
     pool = WorkerPool([])
