@@ -23,6 +23,7 @@ from lightrft_visual.rewards.batch import Call, batch_from_media, batch_from_sam
 from lightrft_visual.rewards.remote import ray_pool
 from lightrft_visual.rewards.remote.ray_pool import RayRewardModel, RaySource
 from lightrft_visual.rewards.remote.server import ServerThread, create_app
+from lightrft_visual.strategy.ray_cluster import connect
 
 ray = pytest.importorskip("ray")
 
@@ -31,8 +32,7 @@ ray = pytest.importorskip("ray")
 def cluster():
     if os.environ.get("RAY_ADDRESS"):
         pytest.skip("RAY_ADDRESS is set: the test starts a cluster of its own")
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
-    yield ray
+    yield connect("these tests", cpus=1)  # whose actors do not wait for the other tests, as Ray's own would
     ray.shutdown()
 
 
