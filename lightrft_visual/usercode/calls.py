@@ -232,6 +232,14 @@ def place_of(frame: FrameType | None) -> str:
     return f", at {own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
+def _stopped_inside(error: BaseException) -> StoppedBySignal | None:
+    """What was on its way out already when `error` came: of something that ran inside and was ended first."""
+    earlier = error.__context__
+    while earlier is not None and not isinstance(earlier, StoppedBySignal):
+        earlier = earlier.__context__
+    return earlier
+
+
 @contextlib.contextmanager
 def ended_by_sigterm(what: str) -> Iterator[None]:
     """SIGTERM ends what runs inside when it does not return within TERM_SECONDS: by StoppedBySignal, and when that
@@ -272,7 +280,9 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
     try:
         yield
     except Interrupted as error:
-        raise StoppedBySignal(f"the run was ended by SIGTERM while {what} ran: {error}") from None
+        raise _stopped_inside(error) or StoppedBySignal(
+            f"the run was ended by SIGTERM while {what} ran: {error}"
+        ) from None
     finally:
         over.append(True)  # from here on the handler must not raise
         with ending:

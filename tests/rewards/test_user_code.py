@@ -299,6 +299,17 @@ def sigterm(monkeypatch):
     signal.signal(signal.SIGTERM, before)
 
 
+def test_what_sigterm_ended_is_told_also_when_a_reminder_comes_on_the_way_out(sigterm):
+    """Scoring is asked to end too, and its next reminder may come before the function's error has left it."""
+    with pytest.raises(StoppedBySignal, match="while the function ran"), calls.ended_by_sigterm("scoring"):
+        try:
+            with calls.ended_by_sigterm("the function"):
+                sigterm()
+                threading.Event().wait(20)
+        finally:
+            threading.Event().wait(20)  # until the reminder
+
+
 def test_sigterm_ends_the_wait_for_a_server_that_does_not_answer(sigterm):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/reward"
