@@ -106,6 +106,11 @@ ONE_RANK = {
     "base_separate": small("--max_steps 5 --zero_stage 0 --max_eval_samples 8 --separate_old_log_probs true"),
     "updates": small("--max_steps 3 --train_batch_size 16 --max_epochs 2"),
     "updates_separate": small("--max_steps 3 --train_batch_size 16 --max_epochs 2 --separate_old_log_probs true"),
+    "updates_alone": small("--max_steps 3 --train_batch_size 16 --max_epochs 2 --share_prefix false"),
+    "stale_packed": small(
+        f"--max_steps 3 --engine_type loses_a_sync --plugins {STALE_ENGINE} --packing_samples true --init_kl_coef 0 "
+        "--train_batch_size 16"
+    ),
     "stale": small(f"--max_steps 3 --engine_type loses_a_sync --plugins {STALE_ENGINE}"),
     "twice": small("--max_steps 5 --zero_stage 0 --max_eval_samples 8"),
     **{f"micro_{size}": small(f"--max_steps 1 --micro_train_batch_size {size}") for size in (1, 2, 4, 8, 32)},

@@ -43,12 +43,17 @@ def test_old_log_probs_of_the_training_forward_are_those_of_a_pass_of_their_own(
     assert any(row["ratio_max_dev"] > 0 for row in rows(one_rank / "updates"))
 
 
-def test_nothing_is_trained_on_a_rollout_of_stale_weights(one_rank):
+def test_updates_are_the_same_ones_with_and_without_shared_prompts(one_rank):
+    assert largest_difference(rows(one_rank / "updates"), rows(one_rank / "updates_alone")) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["stale", "stale_packed"])
+def test_nothing_is_trained_on_a_rollout_of_stale_weights(one_rank, name):
     """The first update never reached the engine, and no probe was made after it: the second rollout shows it."""
-    trace = (one_rank / "stale" / "failed.txt").read_text()
+    trace = (one_rank / name / "failed.txt").read_text()
     assert "what was sampled is not what would be trained. Likely cause: stale weight" in trace
     assert "self.actor.step()" not in trace
-    with open(one_rank / "stale" / "metrics.csv", encoding="utf-8") as file:
+    with open(one_rank / name / "metrics.csv", encoding="utf-8") as file:
         assert len(file.readlines()) == 2  # the columns, and the first step
 
 

@@ -91,6 +91,7 @@ class VLTrainer(PolicyTrainer):
                 lambda batch: stage.announce(batch, sampling),
             )
         self.rounds = 0  # batches of prompts taken so far; numbers the prompts of the run
+        self.synced = False  # whether the engine was given trained weights, after those of the start
         self.probe: PromptBatch | None = None
         self.parity = 0.0
 
@@ -223,7 +224,8 @@ class VLTrainer(PolicyTrainer):
 
     def sync(self) -> None:
         """The engine gets the trained weights. Whether they are the same, the next rollout shows before anything is
-        trained on it; a probe is made where none follows or would show it, and now and then."""
+        trained on it; a probe is made where none follows or would show it, and now and then. Rollouts ahead show
+        nothing, as their policy is gone when they are trained on, so there the first sync of a run is probed too."""
         if self.parts.following is not None:
             self.parts.following.step(self.step)
         self._offload()
@@ -232,7 +234,8 @@ class VLTrainer(PolicyTrainer):
         self._policy_is_new()
         every = self.config.rollout.parity_every
         evaluated = self.parts.evaluation is not None and self.evaluation_due()
-        unseen = not self.maker.settings.sampling.full_distribution
+        unseen = not self.maker.settings.sampling.full_distribution or (self.ahead is not None and not self.synced)
+        self.synced = True
         if evaluated or unseen or (every and self.step % every == 0):
             self._check_parity()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightrft_visual.algorithms.kl import get_kl_controller
+from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.config.vl import AlgorithmConfig, OutputConfig, RunConfig, TrainConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.weight_copies import WeightAverage
@@ -100,3 +101,34 @@ def test_a_budget_of_tokens_holds_a_prompt_with_its_image():
     check_budget(config, 0)
     with pytest.raises(ConfigError, match="max_tokens_per_batch 288 .* 576 tokens of an image = 832"):
         check_budget(config, 576)
+
+
+def probed_steps(steps: int, ahead: bool) -> list[int]:
+    """After which of the first steps of a run the engine's new weights are probed."""
+    found: list[int] = []
+
+    def nothing() -> None:
+        pass
+
+    trainer = SimpleNamespace(
+        config=RunConfig(),
+        parts=SimpleNamespace(following=None, evaluation=None),
+        maker=SimpleNamespace(
+            engine=SimpleNamespace(wake=nothing), settings=SimpleNamespace(sampling=SamplingSettings())
+        ),
+        ahead=object() if ahead else None,
+        synced=False,
+        _offload=nothing,
+        _load_engine_weights=nothing,
+        _policy_is_new=nothing,
+        _check_parity=lambda: found.append(trainer.step),
+    )
+    for trainer.step in range(1, steps + 1):
+        VLTrainer.sync(trainer)
+    return found
+
+
+def test_the_first_weights_are_probed_where_no_rollout_would_show_them():
+    """Rollouts ahead are of a policy that is gone when they are trained on: nothing can be compared with them."""
+    assert probed_steps(51, ahead=False) == [50]
+    assert probed_steps(51, ahead=True) == [1, 50]
