@@ -44,7 +44,7 @@ def start_rank(run: dict[str, Any]) -> None:
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
         "RAY_ADDRESS": run["address"],  # rollouts and rewards of the run use the same cluster
-        STARTED_BY: os.getpid(),  # where this worker is killed the rank ends, with a checkpoint, after its step
+        STARTED_BY: os.getpid(),  # where this worker is gone and Ray leaves the rank alone, it ends after its step
     }
     environment = os.environ | {name: str(value) for name, value in own.items()}
     code = subprocess.run([sys.executable, *run["command"]], cwd=run["folder"], env=environment).returncode
