@@ -37,6 +37,7 @@ RUNS = {
     "--dpo_beta 50 --save_steps 2 --eval_steps 2",
     "edit": "--pretrain {edits}/pipeline --prompt_data {edits}/edits.jsonl --eval_data {edits}/edits.jsonl "
     "--source_pixels 1024 --max_sequence_length null --max_steps 2",
+    "z_image": "--pretrain {edits}/z_image --max_sequence_length 24 --max_steps 2",
 }
 
 
@@ -59,7 +60,7 @@ FLAGS = {
         **with_resume("dgpo", f"{RUNS['dgpo']} --zero_stage 2"),
         **with_resume("pairs", f"{RUNS['pairs']} --zero_stage 2"),
         "reward_fl": f"{REWARD_FL} --max_steps 2 --zero_stage 2",
-        "edit": f"{RUNS['edit']} --zero_stage 2",
+        **{name: f"{RUNS[name]} --zero_stage 2" for name in ("edit", "z_image")},
         "bf16": "--max_steps 2 --bf16 true --enable_ema true --ema_interval 1",
     },
     2: {
@@ -75,13 +76,13 @@ FLAGS = {
         "pairs_2": f"{RUNS['pairs']} --zero_stage 2 --max_steps 4",
         "reward_fl_2": f"{REWARD_FL} --max_steps 2 --zero_stage 2",
         "edit_2": f"{RUNS['edit']} --zero_stage 2",
-        "edit_3": f"{RUNS['edit']} --zero_stage 3",
+        **{f"{name}_3": f"{RUNS[name]} --zero_stage 3" for name in ("edit", "z_image")},
     },
 }
 PAIRS = [
     ("flow", "flow_1"), ("flow", "flow_2"), ("flow", "flow_3"), ("full", "full_2"), ("full", "full_3"),
     ("nft", "nft_2"), ("nft", "nft_3"), ("awm", "awm_3"), ("dgpo", "dgpo_2"), ("pairs", "pairs_2"),
-    ("reward_fl", "reward_fl_2"), ("edit", "edit_2"), ("edit", "edit_3"),
+    ("reward_fl", "reward_fl_2"), ("edit", "edit_2"), ("edit", "edit_3"), ("z_image", "z_image_3"),
 ]  # fmt: skip
 NAMES = ("loss", "grad_norm", "reward_mean", "reward_std")
 
