@@ -80,7 +80,10 @@ def parse_run(
     tree, sources = merge(names, own + chosen)
     load_plugins(OmegaConf.select(tree, "plugins"))
     if preset is not None and OmegaConf.select(tree, "model.pretrain") == EMBEDDED:
-        tree, sources = merge(names, own + _preset(reader, preset, tree, sources) + chosen)
+        layers = _preset(reader, preset, tree, sources)
+        tree, sources = merge(names, own + layers + chosen)
+        layers = _preset(reader, preset, tree, sources)  # sizes that a recipe gives may ask for another one
+        tree, sources = merge(names, own + layers + chosen)
     reader.check_swaps(line.swaps)
     return ParsedRun(build(tree, sources), line.dry_run, sources)
 

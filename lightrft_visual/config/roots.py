@@ -9,10 +9,11 @@ from omegaconf import DictConfig
 
 from . import registry
 from .diffusion import DiffusionRunConfig
-from .shared import EMBEDDED_REASONING
+from .shared import EMBEDDED_REASONING, accumulated
 from .vl import RunConfig
 
-Preset = str | Callable[[DictConfig], str]  # the recipe of the embedded model, or how it follows from the settings
+# The recipe of the embedded model, or how it follows from the settings, those of the recipe it named before among them.
+Preset = str | Callable[[DictConfig], str]
 
 
 def _of_algorithm(tree: DictConfig) -> str:
@@ -23,7 +24,20 @@ def _of_algorithm(tree: DictConfig) -> str:
 def _of_task(tree: DictConfig) -> str:
     if tree.model.embedded_family == "janus":
         return "embedded_unified"
-    return "embedded_reasoning" if tree.data.prompt_data == EMBEDDED_REASONING else "embedded_vl"
+    if tree.data.prompt_data == EMBEDDED_REASONING:
+        return "embedded_reasoning"
+    return "embedded_vl_updates" if _several_updates(tree) else "embedded_vl"
+
+
+def _several_updates(tree: DictConfig) -> bool:
+    """Whether a rollout is trained on in more than one optimizer step."""
+    train, samples = tree.train, tree.rollout.rollout_batch_size * tree.rollout.n_samples_per_prompt
+    size = train.train_batch_size
+    if train.groups_per_update is not None:
+        size = train.groups_per_update * tree.rollout.n_samples_per_prompt
+    elif train.gradient_accumulation_steps is not None:
+        size = accumulated(train.gradient_accumulation_steps, train.micro_train_batch_size)
+    return samples // max(1, size) * train.max_epochs > 1
 
 
 DIFFUSION_PRESET: Preset = _of_algorithm

@@ -68,3 +68,26 @@ def test_what_belongs_together_is_accepted():
     load("--guard.policy rollback --prompt_data embedded_reasoning")
     load("--guard.policy rollback --prompt_data a.jsonl --eval_data b.jsonl --gold_fn a.py:f")
     load("--advantage_estimator gae --critic_pretrain somewhere --tis_mode token --tis_mask")
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate", "warmup"),
+    [
+        ("", 5e-4, 0.0),
+        ("--train_batch_size 128", 2.5e-4, 0.05),  # also the schema's default, which is not that of the preset
+        ("--train_batch_size 128 --rollout_batch_size 16", 5e-4, 0.0),
+        ("--groups_per_update 8", 2.5e-4, 0.05),
+        ("--gradient_accumulation_steps 2 --micro_train_batch_size 64", 2.5e-4, 0.05),
+        ("--max_epochs 2", 2.5e-4, 0.05),
+        ("--max_epochs 2 --actor_learning_rate 1e-3", 1e-3, 0.05),
+        ("--train_batch_size 0.5", None, None),
+        ("--train_batch_size 0", None, None),
+    ],
+)
+def test_several_updates_of_the_embedded_task_take_smaller_steps(flags, rate, warmup):
+    if rate is None:
+        with pytest.raises(ConfigError, match="train_batch_size"):
+            load_config(RunConfig, flags.split())
+        return
+    train = load_config(RunConfig, flags.split()).train
+    assert (train.actor_learning_rate, train.lr_warmup_ratio) == (rate, warmup)
