@@ -1,11 +1,11 @@
 """What a run of one step takes, the launcher and all, beside an older version of this project.
 
-    python scripts/bench/startup.py [--before CHECKOUT [--before_from_source]] [--rounds 3] [--threads 2]
+    python scripts/bench/startup.py [--before CHECKOUT [--before_python PYTHON]] [--rounds 3] [--threads 2]
 
 CHECKOUT: a folder with the older version, such as `git worktree add /tmp/first ebf6c37` makes; both use the Python that
-runs this. --before_from_source: the older version finds no bytecode of its libraries and may write none, as in the
-environment that its own set-up made (today's compiles it) where PYTHONDONTWRITEBYTECODE is set. Each side has an
-embedded cache of its own, in FOLDER/cache-*, which an uncounted run fills. Versions alternate. Prints a markdown table:
+runs this, or the older version PYTHON, of an environment of its own: such as its own set-up made it, without compiled
+bytecode of its libraries where PYTHONDONTWRITEBYTECODE is set; today's set-up compiles it. Each side has an embedded
+cache of its own, in FOLDER/cache-*, which an uncounted run fills. Versions alternate. Prints a markdown table:
 CPU seconds (user and system) of all processes together, which a busy machine disturbs least, wall time of the command,
 and seconds until its first line and until the line of the first step; then the ratio of the medians.
 """
@@ -49,13 +49,11 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def run(checkout: Path, folder: Path, threads: int, from_source: bool = False) -> Taken:
+def run(checkout: Path, folder: Path, threads: int, python: Path) -> Taken:
     """One run in a checkout. Raises SystemExit with its last lines where it fails."""
     environment = dict(os.environ, PYTHONPATH=str(checkout), OMP_NUM_THREADS=str(threads), HF_HUB_OFFLINE="1")
     environment["LIGHTRFT_CACHE"] = str(folder / f"cache-{checkout.name}")
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    if from_source:
-        environment |= {"PYTHONPYCACHEPREFIX": tempfile.mkdtemp(dir=folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
     output = ["--output_dir", tempfile.mkdtemp(dir=folder)]
     command = ["deepspeed", "--master_port", str(free_port()), *COMMAND, *output]
     lines, first_line, first_step = [], 0.0, 0.0
@@ -78,7 +76,7 @@ def run(checkout: Path, folder: Path, threads: int, from_source: bool = False) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path)
-    parser.add_argument("--before_from_source", action="store_true")
+    parser.add_argument("--before_python", type=Path, default=sys.executable)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="for caches and outputs; default a new one below /tmp")
@@ -87,13 +85,14 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     now = Path(__file__).resolve().parents[2]
     checkouts = [now] if arguments.before is None else [arguments.before.resolve(), now]
+    pythons = {checkouts[0]: Path(arguments.before_python), now: Path(sys.executable)}
     for checkout in checkouts:
-        run(checkout, folder, arguments.threads)
+        run(checkout, folder, arguments.threads, pythons[checkout])
     taken: dict[Path, list[Taken]] = {checkout: [] for checkout in checkouts}
     print("| version | CPU s | wall s | first line after s | first step after s |\n|---|---|---|---|---|")
     for _ in range(arguments.rounds):
         for checkout in checkouts:
-            one = run(checkout, folder, arguments.threads, arguments.before_from_source and checkout != now)
+            one = run(checkout, folder, arguments.threads, pythons[checkout])
             taken[checkout].append(one)
             row = " | ".join(f"{value:.1f}" for value in (one.cpu, one.wall, one.first_line, one.first_step))
             print(f"| {checkout.name} | {row} |", flush=True)
