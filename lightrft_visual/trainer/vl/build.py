@@ -181,6 +181,8 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
         raise ConfigError("papo_coef hides parts of images: this model reads text only")
     if config.rollout.noisy_rollout_share > 0 and checkpoint.processor is None:
         raise ConfigError("noisy_rollout_share adds noise to images: this model reads text only")
+    if config.train.homogeneous_batches and not checkpoint.family.draws:
+        raise ConfigError("homogeneous_batches parts answers from drawings: this model writes text only; leave it out")
     check_own_views(config.data, checkpoint.family)
     _resolve_sharing(config, checkpoint)
     _check_heads(config, checkpoint)
