@@ -236,6 +236,8 @@ class TrainConfig(Section):
     ema_beta: Annotated[float, within("[0, 1)")] = 0.992
     max_nonfinite_steps: PositiveInt = 3  # abort after this many skipped steps in a row
     separate_old_log_probs: bool = False  # a forward pass of their own even where the training forward gives them
+    # train on groups that have their rewards while the replies of remote scorers to others are under way
+    train_while_scoring: bool = True
     seed: int = 42
 
     def schedule(self, updates: int) -> tuple[str, float]:

@@ -249,6 +249,11 @@ class Scores:
             Scores(v, f, {name: e[i] for name, e in extras.items()}) for i, (v, f) in enumerate(zip(values, failed))
         ]
 
+    def select(self, indices: Sequence[int]) -> Scores:
+        """Those of some samples, in this order; `reasons` are of the whole and stay behind."""
+        rows = torch.as_tensor(indices, dtype=torch.long)
+        return Scores(self.values[rows], self.failed[rows], {name: extra[rows] for name, extra in self.extras.items()})
+
     @classmethod
     def join(cls, parts: Sequence[Scores]) -> Scores:
         """Concatenate; an extra that a part lacks is NaN there."""
@@ -264,13 +269,20 @@ class Scores:
         )
 
 
+class PendingScores(Protocol):
+    """Scores that are under way: a future, or several."""
+
+    def result(self, timeout: float | None = None) -> Scores:
+        """Wait for them."""
+
+
 class PendingSource(ABC):
     """A source that works elsewhere: `submit` returns at once, so that several run at the same time."""
 
     name: str
 
     @abstractmethod
-    def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
+    def submit(self, batch: RewardBatch, call: Call) -> PendingScores:
         """Start scoring."""
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
@@ -278,20 +290,31 @@ class PendingSource(ABC):
         return self.submit(batch, call).result()
 
 
+@dataclass(frozen=True)
+class JoinedScores:
+    """The scores of a call that is worked on in parts. `result` waits for them, in order."""
+
+    parts: Sequence[Future[Scores]]
+
+    def result(self, timeout: float | None = None) -> Scores:
+        """Of all parts; timeout: seconds for each."""
+        return Scores.join([part.result(timeout) for part in self.parts])
+
+
 class StreamingSource(PendingSource):
     """A pending source that takes its samples in parts, as they come."""
 
     @abstractmethod
-    def submit_parts(self, parts: Sequence[Future[RewardBatch]], call: Call) -> Future[Scores]:
-        """Start scoring; a part is worked on once its future is set. The scores are those of all parts, in order."""
+    def submit_parts(self, parts: Sequence[Future[RewardBatch]], call: Call) -> list[Future[Scores]]:
+        """Start scoring; a part is worked on once its future is set. A future of scores for each part."""
 
-    def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
+    def submit(self, batch: RewardBatch, call: Call) -> JoinedScores:
         """Start scoring."""
         parts: list[Future[RewardBatch]] = []
         for part in batch.chunks(call.chunk):
             parts.append(Future())
             parts[-1].set_result(part)
-        return self.submit_parts(parts, call)
+        return JoinedScores(self.submit_parts(parts, call))
 
 
 @dataclass

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..errors import RewardError
-from .batch import Call, PendingSource, RewardBatch, Scores
+from .batch import Call, PendingScores, PendingSource, RewardBatch, Scores
 
 T = torch.Tensor
 NAN = float("nan")
@@ -65,7 +64,7 @@ def run_jobs(
     jobs: Sequence[Job],
     batch: RewardBatch,
     call: Call,
-    early: Mapping[int, Future[Scores]] | None = None,
+    early: Mapping[int, PendingScores] | None = None,
     together: Sequence[Any] = (),
 ) -> tuple[list[Column], dict[str, Counter[str]]]:
     """A column for each job, in order, and why samples failed, by the names of the jobs.
@@ -94,7 +93,7 @@ def run_jobs(
 def run_all(
     jobs: Sequence[tuple[Any, RewardBatch]],
     call: Call,
-    early: Mapping[int, Future[Scores]],
+    early: Mapping[int, PendingScores],
     together: Sequence[Any] = (),
 ) -> list[Scores]:
     """Scores of every (source, batch): those that work elsewhere start first, if they have not yet, and run beside the

@@ -31,7 +31,7 @@ from ..strategy import collectives
 from ..strategy.phase_timer import PhaseTimer
 from .stage_metrics import over_rounds
 from .vl.ahead import leave_out_stale
-from .vl.stages import ForwardStage, MadeExperience, RewardStage
+from .vl.stages import BeingScored, ForwardStage, MadeExperience, RewardStage
 
 if TYPE_CHECKING:
     from .diffusion.maker import DiffusersEngine, DiffusionExperienceMaker
@@ -160,12 +160,14 @@ class FastExperienceMaker:
         batch: PromptBatch,
         more: MorePrompts | None = None,
         scored: Callable[[list[Rollout]], None] | None = None,
+        meanwhile: Callable[[BeingScored], None] | None = None,
         **generate_kwargs: Any,
     ) -> MadeExperience:
         """As `make_experience_list`, for a batch with ids and metadata. `more` brings prompts for dynamic sampling.
 
         scored: is given the rollouts once they have their rewards, and may let go of their media. With it rewards come
-        before the forward passes, but for remote ones.
+        before the forward passes, but for remote ones. meanwhile: is given the experience after its forward passes,
+        while remote scorers are still at work.
         """
         sampling, estimator_kwargs = self._split_kwargs(generate_kwargs)
         early: EarlyScores | None = None
@@ -184,18 +186,21 @@ class FastExperienceMaker:
         experiences = [collate(part, self.tokenizer.pad_token_id, self.vision) for part in parts]
         with self._phase("forward"):  # remote scorers work beside it
             self.forward_stage.run(experiences, sampling.scoring)
+        estimator_kwargs["max_new_tokens"] = sampling.max_new_tokens
+
+        def assign(rewarded: list) -> list:
+            rewards = [each.info["reward"] for each in rewarded]
+            return assign_advantages(self.calculator, rewarded, rewards, self.kl_controller.value, estimator_kwargs)
+
         if not first:
+            if meanwhile is not None:
+                meanwhile(BeingScored(experiences, rollouts, early, self.reward_stage, assign))
             metrics = self._score_all(rollouts, early)
             for experience, part in zip(experiences, parts):
                 add_rewards(experience, part)
             if scored is not None:
                 scored(rollouts)
-        estimator_kwargs["max_new_tokens"] = sampling.max_new_tokens
-        rewards = [each.info["reward"] for each in experiences]
-        experiences = assign_advantages(
-            self.calculator, experiences, rewards, self.kl_controller.value, estimator_kwargs
-        )
-        return MadeExperience(experiences, rollouts, metrics)
+        return MadeExperience(assign(experiences), rollouts, metrics)
 
     def generate_samples(
         self,

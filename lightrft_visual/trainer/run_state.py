@@ -106,6 +106,10 @@ class RunState:
     def _on_signal(self, *_: object) -> None:
         self._stop = True
 
+    def signalled(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self._stop
+
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop; all ranks get the same answer."""
         stop = self._stop or self._launchers.gone()

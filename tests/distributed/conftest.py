@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import elsewhere
 import hostile
 import pytest
+from late_server import late_rewards_server
 from plans import DRAWN_ROW, HOSTILE_ROWS, ONE_RANK, TEXT_ROW, TWO_RANKS, UNIFIED_STEPS, rows_apart, small
 from whole_runs import run_plan
 
@@ -21,11 +23,17 @@ def made_elsewhere(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def one_rank(tmp_path_factory, cache_root, made_elsewhere) -> Path:
+def late_rewards() -> Iterator[dict[str, str]]:
+    with late_rewards_server() as base:
+        yield {name: f"{base}/{name}" for name in ("late", "now", "some")}
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory, cache_root, made_elsewhere, late_rewards) -> Path:
     own = [make(made_elsewhere) for make in (elsewhere.bad, elsewhere.good, elsewhere.bad_rewards)]
     folder = tmp_path_factory.mktemp("one_rank")
     others = {"hostile": hostile_rows(folder, cache_root), **unified(folder, cache_root)}
-    runs = own[0] | own[1] | own[2] | filled(ONE_RANK, **others)
+    runs = own[0] | own[1] | own[2] | filled(ONE_RANK, **others, **late_rewards)
     for name in ("base", "kl_loss_lora"):  # what a run has exported is loaded by vLLM and trained on
         exported = str(folder / name / "checkpoint-final")
         runs[f"reloaded_{name}"] = [*small("--max_steps 1"), "--pretrain", exported, *embedded_flags(cache_root)]
@@ -39,11 +47,12 @@ def embedded_flags(cache_root: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory, cache_root, one_rank) -> Path:
+def two_ranks(tmp_path_factory, cache_root, one_rank, late_rewards) -> Path:
     folder = tmp_path_factory.mktemp("two_ranks")
     task = build_embedded_task(cache_root / "data")
     rows = rows_apart(task.train, folder / "mixed.jsonl")
-    runs = filled(TWO_RANKS, rows=rows, hostile=hostile_rows(folder, cache_root), **unified(folder, cache_root))
+    others = {"hostile": hostile_rows(folder, cache_root), **unified(folder, cache_root), **late_rewards}
+    runs = filled(TWO_RANKS, rows=rows, **others)
     return run_plan(runs, folder, cache_root, ranks=2)
 
 

@@ -100,6 +100,18 @@ _EMU3 = (
     "--rollout_batch_size 4 --train_batch_size 16 --generate_max_len 6 --prompt_max_len 256 --actor_learning_rate 1e-3 "
     "--reward.components.response_spread=1.0 --plugins {spread} --max_eval_samples 4 --eval_data {emu3_rows}"
 )
+# Rewards of servers that answer late, at once, or late and not for all samples ({late}, {now}, {some}).
+LATE_STEPS = 3
+LATE = f"--max_steps {LATE_STEPS} --micro_train_batch_size 2 --remote_rm_url"
+LATE_RUNS = {
+    "late": small(f"{LATE} {{late}}"),
+    "late_now": small(f"{LATE} {{now}}"),
+    "late_waited": small(f"{LATE} {{late}} --train_while_scoring false"),
+    "late_some": small(f"{LATE} {{some}}"),
+    "late_some_waited": small(f"{LATE} {{some}} --train_while_scoring false"),
+    "late_packed": small(f"{LATE} {{late}} --packing_samples true --init_kl_coef 0.05 --policy_loss cispo"),
+    "late_whole": small(f"{LATE} {{late}} --advantages_norm true"),
+}
 STALE_ENGINE = Path(__file__).with_name("stale_engine.py")
 ONE_RANK = {
     "base": small("--max_steps 5 --zero_stage 0 --max_eval_samples 8"),
@@ -117,6 +129,7 @@ ONE_RANK = {
     "padded": small("--max_steps 5 --share_prefix false"),
     "packed": small("--max_steps 5 --share_prefix false --packing_samples true"),
     "budget": small("--max_steps 5 --packing_samples true --max_tokens_per_batch 300"),
+    **LATE_RUNS,
     "unified": small(_UNIFIED),
     "emu3": small(_EMU3),
     "unified_packed": small(f"{_UNIFIED} --packing_samples true"),
@@ -134,6 +147,8 @@ TWO_RANKS = {
     ),
     **{f"unified_{stage}": small(f"{_UNIFIED} --zero_stage {stage}") for stage in (2, 3)},
     "emu3_3": small(f"{_EMU3} --zero_stage 3"),
+    **{f"late_{stage}": small(f"{LATE} {{late}} --zero_stage {stage}") for stage in STAGES},
+    **{f"late_some_{stage}": small(f"{LATE} {{some}} --zero_stage {stage}") for stage in STAGES},
     **RESUME_RUNS,
     **HOSTILE,
     **HOSTILE_RESUMED,

@@ -263,13 +263,10 @@ class RemoteReward(StreamingSource):
         self.name = shown_url(self.replicas[0])
         self._client, self._wire = client, wire or client.config.reward_wire
 
-    def submit_parts(self, parts: Sequence[Future[RewardBatch]], call: Call) -> Future[Scores]:
-        """Send each part as soon as it is there, one request a part; the future never fails for what a server does."""
-        return self._client.loop.submit(self._score(parts, call))
-
-    async def _score(self, parts: Sequence[Future[RewardBatch]], call: Call) -> Scores:
+    def submit_parts(self, parts: Sequence[Future[RewardBatch]], call: Call) -> list[Future[Scores]]:
+        """Send each part as soon as it is there, one request a part; no future fails for what a server does."""
         phase = Phase()
-        return Scores.join(await asyncio.gather(*(self._part(p, call, i, phase) for i, p in enumerate(parts))))
+        return [self._client.loop.submit(self._part(part, call, i, phase)) for i, part in enumerate(parts)]
 
     async def _part(self, part: Future[RewardBatch], call: Call, place: int, phase: Phase) -> Scores:
         batch = await asyncio.wrap_future(part)

@@ -21,6 +21,7 @@ from ...errors import ConfigError
 from ...observe.metrics import MetricsAccumulator
 from ...observe.rollouts import Record, gather_records, own_choice, records_from_rollouts
 from ...replay.buffer import NaiveReplayBuffer
+from ...replay.plan import BALANCED
 from ...replay.selective import SelectiveReplay
 from ...rollout.parity import RolloutCheck
 from ...rollout.weight_sync import gathered_state_dict
@@ -34,6 +35,7 @@ from ..loop import Evaluated, PolicyTrainer, StepData
 from ..stage_metrics import add_stage_metrics
 from .ahead import RolloutsAhead, add_staleness
 from .build import build_parts, engine_weights
+from .early_update import UNEVEN, EarlyUpdate, early_update_fits, finished_first
 from .image_dependence import ImageDependence
 from .metrics import (
     add_distorted,
@@ -61,19 +63,15 @@ class VLTrainer(PolicyTrainer):
         train, algorithm = parts.config.train, parts.config.algorithm
         self.maker, self.actor, self.critic = parts.maker, parts.actor, parts.critic
         self.guard.penalties = self.maker.rewards.penalties
-        self.buffer = NaiveReplayBuffer(
-            train.micro_train_batch_size,
-            packing_samples=train.packing_samples,
-            seed=train.seed,
-            share_prefix=bool(train.share_prefix),
-            sequence=parts.strategy.sequence,
-            homogeneous=train.homogeneous_batches,
-        )
+        self.separate_scores = train.separate_old_log_probs or has_dropout(parts.actor.module)
+        fits = early_update_fits(parts.config, parts.maker.rewards, collectives.world_size())
+        self.trains_early = fits and not self.separate_scores
+        self.buffer = self._new_buffer()
         self.policy_update = PolicyUpdate(parts.actor, algorithm, parts.maker.settings.sampling.scoring, train.seed)
         self.policy_update.behaviour = parts.config.asynchronous.stale_correction == "behaviour"
         self.replay = _selective_replay(algorithm, train.seed)
         self.value_update = ValueUpdate(parts.critic, algorithm) if parts.critic else None
-        self.separate_scores = train.separate_old_log_probs or has_dropout(parts.actor.module)
+        self.early_update = self._early_update() if self.trains_early else None
         drawing = parts.actor.module.drawing
         self.image_tokens = None if drawing is None else drawing.tokens
         check_budget(parts.config, self.image_tokens or 0)
@@ -100,6 +98,23 @@ class VLTrainer(PolicyTrainer):
         """The trainer of a run. Raises as `build.build_parts`, and ConfigError for an estimator of another class."""
         check_trainer(cls, config.algorithm.advantage_estimator)
         return cls(build_parts(config))
+
+    def _new_buffer(self) -> NaiveReplayBuffer:
+        train = self.config.train
+        return NaiveReplayBuffer(
+            train.micro_train_batch_size,
+            packing_samples=train.packing_samples,
+            seed=train.seed,
+            share_prefix=bool(train.share_prefix),
+            sequence=self.parts.strategy.sequence,
+            homogeneous=train.homogeneous_batches,
+            uneven=UNEVEN if self.trains_early else BALANCED,
+        )
+
+    def _early_update(self) -> EarlyUpdate:
+        size, stopping = self.config.rollout.n_samples_per_prompt, self.state.signalled
+        plan = lambda buffer: self._planned(buffer, 0)[0]  # noqa: E731
+        return EarlyUpdate(self.policy_update, self._new_buffer, plan, stopping, self.timer, size)
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -136,7 +151,10 @@ class VLTrainer(PolicyTrainer):
         left = self.settings.total_steps - self.step
         batch = self._next_prompts() if self.ahead is None else self.ahead.next(left)
         self.probe = self._probe_of(batch)
-        made = self.maker.make(batch, more=self._next_prompts, scored=partial(self._let_go_of_media, batch))
+        self.policy_update.version = self.step
+        early, scored = self.early_update, partial(self._let_go_of_media, batch)
+        meanwhile = None if early is None else partial(early.begin, kl_coef=self.maker.kl_controller.value)
+        made = self.maker.make(batch, more=self._next_prompts, scored=scored, meanwhile=meanwhile)
         if self.step + 1 < self.settings.total_steps:
             self.prompts_ahead.begin(self._next_ids())  # while this step is trained on
         data = StepData(made.experiences, records=self._records(made.rollouts))
@@ -174,8 +192,6 @@ class VLTrainer(PolicyTrainer):
     def learn(self, data: StepData) -> None:
         """One KL controller update, then `max_epochs` passes over the step's samples."""
         config = self.config
-        budget = config.train.max_tokens_per_batch or None
-        self.policy_update.version = self.step
         self._steer_kl(data)
         while data.batches:
             self.buffer.append(data.batches.pop(0))
@@ -184,10 +200,7 @@ class VLTrainer(PolicyTrainer):
         self.buffer.share()
         check = None if config.algorithm.reads_log_probs else self._rollout_check()
         for epoch in range(config.train.max_epochs):
-            seed = derive_seed(config.train.seed, "replay", self.step, epoch)
-            steps = self.buffer.plan(seed, step_size=config.train.train_batch_size, token_budget=budget)
-            lengths = config.rollout.generate_max_len, self.image_tokens
-            batches = [plan_batch(self.buffer, step, config.algorithm, *lengths) for step in steps]
+            batches = self._planned(self.buffer, epoch)
             if check is not None and epoch == 0:
                 with self.timer.phase("forward"):
                     self.policy_update.score(self.buffer, batches[0 if self.separate_scores else 1 :], check)
@@ -197,6 +210,17 @@ class VLTrainer(PolicyTrainer):
         if check is not None:
             self._report_check(check, data.metrics)
         self.buffer.clear()
+
+    def _planned(self, buffer: NaiveReplayBuffer, epoch: int) -> list[TrainBatch]:
+        """The train batches of one pass over a buffer. Where training begins before all rewards are there, what was
+        probably finished first comes first in each. A collective."""
+        config = self.config
+        seed, budget = derive_seed(config.train.seed, "replay", self.step, epoch), config.train.max_tokens_per_batch
+        steps = buffer.plan(seed, step_size=config.train.train_batch_size, token_budget=budget or None)
+        if self.trains_early:
+            steps = [finished_first(buffer, step) for step in steps]
+        lengths = config.rollout.generate_max_len, self.image_tokens
+        return [plan_batch(buffer, step, config.algorithm, *lengths) for step in steps]
 
     def _replay(self, metrics: MetricsAccumulator) -> None:
         """Samples of earlier steps in the places of those without advantage."""
@@ -217,7 +241,9 @@ class VLTrainer(PolicyTrainer):
             self.count_step(self.value_update.step(self.buffer, batch, metrics), metrics, "critic_")
         if self.step >= self.config.train.freezing_actor_steps:
             kl_coef = self.maker.kl_controller.value
-            result = self.policy_update.step(self.buffer, batch, kl_coef, metrics, first, check)
+            early = self.early_update
+            begun = [] if early is None else early.take(self.buffer, batch, kl_coef, metrics)
+            result = self.policy_update.step(self.buffer, batch, kl_coef, metrics, first, check, begun)
             self.count_step(result, metrics)
             if result.applied and self.parts.ema is not None:
                 self.parts.ema.step()

@@ -120,6 +120,20 @@ def has_dropout(module: nn.Module) -> bool:
 
 
 @dataclass
+class Share:
+    """What is left of a micro-batch whose loss went backward.
+
+    log_probs (B, A): by the policy as it stands, where the experience brought none; sampled (B, A): the engine's, and
+    which of them can be compared with these.
+    """
+
+    losses: LossOutputs | None
+    log_probs: T | None
+    sampled: T | None
+    comparable: T
+
+
+@dataclass
 class PolicyUpdate:
     """One actor step per train batch.
 
@@ -140,9 +154,8 @@ class PolicyUpdate:
         for micro_batch in (each for batch in batches for each in batch.micro_batches):
             experience = buffer.load(micro_batch)
             inputs = ModelInputs.of(experience)
-            self._keep(
-                buffer, micro_batch, experience, self.actor(inputs, self.rule, with_entropy=False), inputs, check
-            )
+            output = self.actor(inputs, self.rule, with_entropy=False)
+            self._keep(buffer, micro_batch, self._share(None, experience, inputs, output), check)
 
     def step(
         self,
@@ -152,26 +165,44 @@ class PolicyUpdate:
         metrics: MetricsAccumulator,
         first: bool,
         check: RolloutCheck | None = None,
+        begun: Sequence[Share] = (),
     ) -> StepResult:
         """Losses of all micro-batches, then one guarded step.
 
         Args:
             first: the first update of this rollout.
             check: settled before the step, of which nothing is left when it raises.
+            begun: of the first micro-batches, which were `accumulate`d before.
         """
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
-            experience = buffer.load(micro_batch)
-            inputs = ModelInputs.of(experience)
-            output, hidden = self._forward(inputs, experience.action_entropy is None)
-            losses = self._losses(self.loss_inputs(experience, output, batch, index, hidden), batch, index, kl_coef)
-            self.actor.accumulate(losses.loss, index == last)
-            _record(metrics, losses, index == last, buffer.counts, first)
-            if experience.action_log_probs is None:
-                self._keep(buffer, micro_batch, experience, output, inputs, check)
+            share = begun[index] if index < len(begun) else self.accumulate(buffer, batch, index, kl_coef)
+            _record(metrics, share.losses, index == last, buffer.counts, first)
+            if share.log_probs is not None:
+                self._keep(buffer, micro_batch, share, check)
         if check is not None:
             check.settle()
         return self.actor.step()
+
+    def accumulate(self, buffer: NaiveReplayBuffer, batch: TrainBatch, index: int, kl_coef: float) -> Share:
+        """Micro-batch number `index` forward and backward; they come in order, and `step` follows the last one."""
+        experience = buffer.load(batch.micro_batches[index])
+        inputs = ModelInputs.of(experience)
+        output, hidden = self._forward(inputs, experience.action_entropy is None)
+        losses = self._losses(self.loss_inputs(experience, output, batch, index, hidden), batch, index, kl_coef)
+        self.actor.accumulate(losses.loss, index == len(batch.micro_batches) - 1)
+        losses = replace(losses, loss=losses.loss.detach())
+        return self._share(losses, experience, inputs, output)
+
+    def discard(self, buffer: NaiveReplayBuffer, batch: TrainBatch, kl_coef: float) -> None:
+        """Forget the gradients of the micro-batches that were accumulated: by a step that is skipped for a loss that is
+        no number, which leaves weights, optimizer and schedule as they are."""
+        index = len(batch.micro_batches) - 1
+        experience = buffer.load(batch.micro_batches[index])
+        output, hidden = self._forward(ModelInputs.of(experience), experience.action_entropy is None)
+        losses = self._losses(self.loss_inputs(experience, output, batch, index, hidden), batch, index, kl_coef)
+        self.actor.accumulate(losses.loss * float("nan"), last=True)
+        self.actor.step()
 
     def _losses(self, inputs: LossInputs, batch: TrainBatch, index: int, kl_coef: float) -> LossOutputs:
         """Of micro-batch number `index`: the sum of the kinds' losses, each a share of its own kind's in the batch."""
@@ -191,15 +222,18 @@ class PolicyUpdate:
         both = beside_hidden(inputs, config.papo_mask_ratio, self.seed)
         return halves(self.actor(both, self.rule, with_entropy=with_entropy))
 
-    def _keep(self, buffer, micro_batch: MicroBatch, experience, output, inputs: ModelInputs, check) -> None:
+    def _share(self, losses: LossOutputs | None, experience, inputs: ModelInputs, output: ActorOutput) -> Share:
+        scores = output.log_probs.detach() if experience.action_log_probs is None or losses is None else None
+        mask = comparable(experience, inputs.action_mask, self.version)
+        return Share(losses, scores, per_action(experience, "rollout_log_probs"), mask)
+
+    def _keep(self, buffer: NaiveReplayBuffer, micro_batch: MicroBatch, share: Share, check) -> None:
         """The scores as the samples' old log-probs, for the updates to come, and beside the engine's."""
         if micro_batch.filler:
             return
-        scores = output.log_probs.detach()
-        buffer.fill(micro_batch, "action_log_probs", scores)
+        buffer.fill(micro_batch, "action_log_probs", share.log_probs)
         if check is not None:
-            mask = comparable(experience, inputs.action_mask, self.version)
-            check.add(scores, per_action(experience, "rollout_log_probs"), mask)
+            check.add(share.log_probs, share.sampled, share.comparable)
 
     def loss_inputs(self, experience, output, batch: TrainBatch, index: int, hidden=None) -> LossInputs:
         """What the loss reads of micro-batch number `index` and the actor's outputs for it, all (B, A)."""

@@ -102,7 +102,7 @@ class Noting(StreamingSource):
         for number, part in enumerate(parts):
             part.add_done_callback(lambda _, number=number: self.told.append(f"request {number}"))
         ones = lambda part: Scores(torch.ones(len(part)).double(), torch.zeros(len(part)).bool())  # noqa: E731
-        return self.pool.submit(lambda: Scores.join([ones(part.result(timeout=60)) for part in parts]))
+        return [self.pool.submit(lambda part=part: ones(part.result(timeout=60))) for part in parts]
 
 
 @pytest.mark.parametrize("tries", [1, 2])

@@ -1,0 +1,44 @@
+"""A reward server whose answers take their time: `with late_rewards_server() as base:`, then POST to base + '/late'."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+SECONDS = 0.1
+
+
+class Handler(BaseHTTPRequestHandler):
+    """/now answers at once, /late after a while, /some too, and has no score for few of the responses."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
+        if self.path != "/now":
+            time.sleep(SECONDS)
+        numbers = [zlib.crc32(query.encode()) for query in queries]
+        scores = [None if self.path == "/some" and number % 31 == 0 else number % 8 / 8 for number in numbers]
+        data = json.dumps({"rewards": scores}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_) -> None:
+        """Quiet."""
+
+
+@contextmanager
+def late_rewards_server() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
