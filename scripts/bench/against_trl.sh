@@ -9,6 +9,8 @@
 #   TRL_ENV           folder of that environment (default: outputs/bench/trl)
 #   OMP_NUM_THREADS   threads of both sides (default: 2)
 #   OURS              further flags for our side, such as '--packing_samples true'
+#   FURTHER           with --learn: flags of a second run of our side for each seed, which TRL has nothing like
+#                     (default: '--selective_replay 512'; empty: none)
 #   CASES             default: '8x8x32@56/64 4x16x64@448/16', prompts x samples x tokens @ image size / micro-batch
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -18,6 +20,7 @@ if [ "${1:-}" = --replay ]; then replay=true && shift; fi
 default=10
 if $learn; then default=160; elif $replay; then default=4; fi
 rounds=${1:-3} steps=${2:-$default}
+further=${FURTHER---selective_replay 512}
 cases=${CASES:-8x8x32@56/64 4x16x64@448/16}
 ours=.venv/bin/python
 env=${TRL_ENV:-outputs/bench/trl}
@@ -55,10 +58,14 @@ if $learn; then
     # shellcheck disable=SC2086
     "$ours" examples/train_grpo_vl.py "${questions[@]}" --seed "$seed" \
       --output_dir "$work/ours-$seed" ${OURS:-} >&2
+    # shellcheck disable=SC2086
+    [ -z "$further" ] || "$ours" examples/train_grpo_vl.py "${questions[@]}" --seed "$seed" \
+      --output_dir "$work/further-$seed" ${OURS:-} $further >&2
     PYTHONPATH=. "${theirs[@]}" scripts/bench/trl_learn.py "$model" "$work/rows/rows.jsonl" --steps "$steps" \
       --seed "$seed" --out "$work/trl-$seed.json" >&2
   done
-  "$ours" scripts/bench/trl_learn_table.py "$work" 256
+  # shellcheck disable=SC2086
+  "$ours" scripts/bench/trl_learn_table.py "$work" 256 $further
   exit
 fi
 

@@ -1,4 +1,4 @@
-"""`trl_learn_table.py FOLDER SAMPLES_A_STEP`: the two sides of `against_trl.sh --learn` as one markdown table."""
+"""`trl_learn_table.py FOLDER SAMPLES_A_STEP [FLAG ...]`: the sides of `against_trl.sh --learn` as one markdown table."""
 
 from __future__ import annotations
 
@@ -21,20 +21,29 @@ def samples_to(rewards: list[float], samples: int) -> int | None:
     return None
 
 
-def main(folder: Path, samples: int) -> None:
-    ours = []
-    for path in sorted(folder.glob("ours-*/metrics.csv")):
-        with open(path, newline="") as file:
-            ours.append([float(row["reward_mean"]) for row in csv.DictReader(file)])
+def main(folder: Path, samples: int, further: str = "") -> None:
+    ours, other = [rewards_of(sorted(folder.glob(f"{name}-*/metrics.csv"))) for name in ("ours", "further")]
     theirs = [json.loads(path.read_text())["rewards"] for path in sorted(folder.glob("trl-*.json"))]
-    print(f"| samples | reward, ours ({len(ours)} seeds) | reward, TRL ({len(theirs)} seeds) |\n|---|---|---|")
-    steps = min(map(len, [*ours, *theirs]))  # rows hold every run, or their means would be of others
+    sides = {"ours": ours, "TRL": theirs} | ({f"ours with {further}": other} if other else {})
+    heads = " | ".join(f"reward, {name} ({len(runs)} seeds)" for name, runs in sides.items())
+    print(f"| samples | {heads} |\n|---{'|---' * len(sides)}|")
+    steps = min(
+        len(run) for runs in sides.values() for run in runs
+    )  # rows hold every run, or their means would be of others
     for start in [*range(0, steps - WINDOW, 2 * WINDOW), steps - WINDOW]:
-        cells = [spread([statistics.mean(run[start : start + WINDOW]) for run in side]) for side in (ours, theirs)]
+        cells = [spread([statistics.mean(run[start : start + WINDOW]) for run in side]) for side in sides.values()]
         print(f"| {start * samples} to {(start + WINDOW) * samples} | {' | '.join(cells)} |")
-    reached = [", ".join(str(samples_to(run, samples)) for run in side) for side in (ours, theirs)]
+    reached = [", ".join(str(samples_to(run, samples)) for run in side) for side in sides.values()]
     print(f"| until {WANTED} over {WINDOW} steps | {' | '.join(reached)} |")
 
 
+def rewards_of(paths: list[Path]) -> list[list[float]]:
+    found = []
+    for path in paths:
+        with open(path, newline="") as file:
+            found.append([float(row["reward_mean"]) for row in csv.DictReader(file)])
+    return found
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), " ".join(sys.argv[3:]))

@@ -75,3 +75,11 @@ def test_the_table_beside_trl_has_no_row_that_one_run_lacks(tmp_path, capsys):
     trl_learn_table.main(tmp_path, 10)
     shown = capsys.readouterr().out
     assert "| 200 to 300 | 0.900 ± 0.000 | 0.500 |" in shown and "300 to 400" not in shown
+    (tmp_path / "further-1").mkdir()
+    (tmp_path / "further-1" / "metrics.csv").write_text("reward_mean\n" + "0.8\n" * 30)
+    trl_learn_table.main(tmp_path, 10, "--more 1")
+    shown = capsys.readouterr().out
+    assert (
+        "reward, ours with --more 1 (1 seeds) |" in shown and "| 200 to 300 | 0.900 ± 0.000 | 0.500 | 0.800 |" in shown
+    )
+    assert "| until 0.8 over 10 steps | 100, 100 | None | 100 |" in shown

@@ -191,7 +191,8 @@ def _same(begun: Begun, buffer: NaiveReplayBuffer, batch: TrainBatch, kl_coef: f
     masks = zip(expected.policy_masks or expected.token_masks, batch.policy_masks or batch.token_masks, strict=True)
     if not all(torch.equal(mine, now) for mine, now in masks):
         return False
-    done = {index for each in batch.micro_batches[: len(begun.shares)] for index in each.indices}
+    trained = [each for each in batch.micro_batches[: len(begun.shares)] if not each.filler]
+    done = {index for each in trained for index in each.indices}
     return all(torch.equal(begun.buffer[index].advantages, buffer[index].advantages) for index in done)
 
 
