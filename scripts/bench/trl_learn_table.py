@@ -1,4 +1,6 @@
-"""`trl_learn_table.py FOLDER SAMPLES_A_STEP [FLAG ...]`: the sides of `against_trl.sh --learn` as one markdown table."""
+"""`trl_learn_table.py FOLDER SAMPLES [FLAG ...]`: the sides of `against_trl.sh --learn` as one markdown table.
+
+SAMPLES: of a step; the flags: of our second side."""
 
 from __future__ import annotations
 
