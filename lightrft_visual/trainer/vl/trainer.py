@@ -100,9 +100,11 @@ class VLTrainer(PolicyTrainer):
         return cls(build_parts(config))
 
     def _new_buffer(self) -> NaiveReplayBuffer:
-        train = self.config.train
+        train, size = self.config.train, self.config.train.micro_train_batch_size
+        if self.trains_early:  # no larger than the requests in which rewards come
+            size = min(size, self.config.rollout.micro_rollout_batch_size)
         return NaiveReplayBuffer(
-            train.micro_train_batch_size,
+            size,
             packing_samples=train.packing_samples,
             seed=train.seed,
             share_prefix=bool(train.share_prefix),
