@@ -35,9 +35,9 @@ class TinySD15Settings(DrawingSettings):
 
     unet_channels: tuple[int, int] = (64, 64)  # the text is read at the lower resolution only: that is cheaper
     heads: int = 2
-    unet_steps: int = 750
+    unet_steps: int = 1400
     unet_rate: float = 2e-3
-    revision: int = 3  # raised when the code below changes what it builds
+    revision: int = 4  # raised when the code below changes what it builds
 
 
 def embedded_sd15_folder(cache_dir: str | Path | None = None, settings: TinySD15Settings | None = None) -> Path:

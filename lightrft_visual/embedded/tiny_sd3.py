@@ -120,7 +120,7 @@ def built_once(
     with open(root / f".{target.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released with the process, however it ends
         if not (target / MARKER).is_file():
-            logger.info("building the embedded %s model once: two and a half minutes on two idle cores", name)
+            logger.info("building the embedded %s model once: minutes on two idle cores", name)
             _build_aside(target, settings, build)
     return target
 
