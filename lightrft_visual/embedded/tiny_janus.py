@@ -53,18 +53,18 @@ class UnifiedWarmUp:
     vq_batch_size: int = 16
     vq_rate: float = 5e-3
     images: int = 4096
-    steps: int = 700
+    steps: int = 450
     batch_size: int = 32
     learning_rate: float = 2e-3
-    right_share: float = 0.75
+    right_share: float = 0.65
     wrong_colour: float = 0.5
     wrong_shape: float = 0.5
     no_caption: float = 0.1
     question_share: float = 1.0
-    until_question_loss: float = 0.55
+    until_question_loss: float = 0.4
     tie_embeddings: bool = False
     seed: int = 0
-    version: int = 3
+    version: int = 2
 
 
 def embedded_janus(settings: UnifiedWarmUp | None = None, root: Path | None = None, report=print) -> Path:
