@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Difference of ranks' loads up to which samples stay where their rewards come in. More, and they move, with nothing
 # trained before.
 UNEVEN = 0.1
-LONGEST_REST = 32  # steps; after invalid rewards, each time twice as many as before
+LONGEST_REST = 32  # steps; after what was in vain, each time twice as many as before
 LOOK_AGAIN = 0.1  # seconds of waiting for replies after which a signal is looked for
 
 
@@ -77,11 +77,14 @@ class EarlyUpdate:
         own = list(buffer)
         batch = self.plan(buffer)
         moved = any(mine is not planned for mine, planned in zip(own, buffer)) or len(own) != len(buffer)
+        if _on_any_rank(moved):  # to ranks that do not learn their rewards in time
+            self._rest_longer()
+            return
         self.begun = Begun(buffer, batch, kl_coef, [])
         groups = _Groups(step, buffer, self.group_size)
         for index, micro_batch in enumerate(batch.micro_batches[:-1]):
             with self.timer.phase("reward"):
-                ready = not moved and self._ready(groups, micro_batch)
+                ready = self._ready(groups, micro_batch)
             if _on_any_rank(not ready):
                 return
             with self.timer.phase("train"):
@@ -120,13 +123,16 @@ class EarlyUpdate:
     def _begin_less_often(self, buffer: NaiveReplayBuffer) -> None:
         """After gradients were discarded. A collective."""
         if _on_any_rank(any(item.valid is not None and not bool(item.valid) for item in buffer)):
-            self.rest, self.next_rest = self.next_rest, min(2 * self.next_rest, LONGEST_REST)
+            self._rest_longer()
             return
         self.on = False
         logger.warning(
             "train_while_scoring: advantages of a group changed with those of others, so what was trained while "
             "rewards were under way was discarded; from here on nothing is trained before all of them are there"
         )
+
+    def _rest_longer(self) -> None:
+        self.rest, self.next_rest = self.next_rest, min(2 * self.next_rest, LONGEST_REST)
 
 
 class _Groups:

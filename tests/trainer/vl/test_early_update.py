@@ -173,3 +173,15 @@ def test_who_is_asked_to_stop_does_not_wait_for_replies():
     step.early = SimpleNamespace(answered=lambda first, last, seconds: False)
     early.begin(step, 0.0)
     assert early.update.done == [] and early.begun.shares == []
+
+
+def test_samples_that_change_ranks_end_it_for_some_steps():
+    early = early_update()
+
+    def moving(buffer):
+        buffer.items = buffer.items[1:] + buffer.items[:1]
+        return batch_of(buffer)
+
+    early.plan = moving
+    early.begin(Step(), 0.0)
+    assert early.begun is None and early.update.done == [] and (early.rest, early.next_rest) == (1, 2)
