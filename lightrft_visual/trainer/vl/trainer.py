@@ -114,9 +114,8 @@ class VLTrainer(PolicyTrainer):
         )
 
     def _early_update(self) -> EarlyUpdate:
-        size, stopping = self.config.rollout.n_samples_per_prompt, self.state.signalled
-        plan = lambda buffer: self._planned(buffer, 0)[0]  # noqa: E731
-        return EarlyUpdate(self.policy_update, self._new_buffer, plan, stopping, self.timer, size)
+        size, plan = self.config.rollout.n_samples_per_prompt, lambda buffer: self._planned(buffer, 0)[0]
+        return EarlyUpdate(self.policy_update, self._new_buffer, plan, self.state.signalled, self.timer, size)
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -243,8 +242,7 @@ class VLTrainer(PolicyTrainer):
             self.count_step(self.value_update.step(self.buffer, batch, metrics), metrics, "critic_")
         if self.step >= self.config.train.freezing_actor_steps:
             kl_coef = self.maker.kl_controller.value
-            early = self.early_update
-            begun = [] if early is None else early.take(self.buffer, batch, kl_coef, metrics)
+            begun = self.early_update.take(self.buffer, batch, kl_coef, metrics) if self.trains_early else ()
             result = self.policy_update.step(self.buffer, batch, kl_coef, metrics, first, check, begun)
             self.count_step(result, metrics)
             if result.applied and self.parts.ema is not None:

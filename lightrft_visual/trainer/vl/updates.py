@@ -186,10 +186,7 @@ class PolicyUpdate:
 
     def accumulate(self, buffer: NaiveReplayBuffer, batch: TrainBatch, index: int, kl_coef: float) -> Share:
         """Micro-batch number `index` forward and backward; they come in order, and `step` follows the last one."""
-        experience = buffer.load(batch.micro_batches[index])
-        inputs = ModelInputs.of(experience)
-        output, hidden = self._forward(inputs, experience.action_entropy is None)
-        losses = self._losses(self.loss_inputs(experience, output, batch, index, hidden), batch, index, kl_coef)
+        losses, experience, inputs, output = self._run(buffer, batch, index, kl_coef)
         self.actor.accumulate(losses.loss, index == len(batch.micro_batches) - 1)
         losses = replace(losses, loss=losses.loss.detach())
         return self._share(losses, experience, inputs, output)
@@ -197,12 +194,17 @@ class PolicyUpdate:
     def discard(self, buffer: NaiveReplayBuffer, batch: TrainBatch, kl_coef: float) -> None:
         """Forget the gradients of the micro-batches that were accumulated: by a step that is skipped for a loss that is
         no number, which leaves weights, optimizer and schedule as they are."""
-        index = len(batch.micro_batches) - 1
-        experience = buffer.load(batch.micro_batches[index])
-        output, hidden = self._forward(ModelInputs.of(experience), experience.action_entropy is None)
-        losses = self._losses(self.loss_inputs(experience, output, batch, index, hidden), batch, index, kl_coef)
+        losses, *_ = self._run(buffer, batch, len(batch.micro_batches) - 1, kl_coef)
         self.actor.accumulate(losses.loss * float("nan"), last=True)
         self.actor.step()
+
+    def _run(self, buffer: NaiveReplayBuffer, batch: TrainBatch, index: int, kl_coef: float) -> tuple:
+        """Micro-batch number `index` forward: (losses, the experience, its inputs, the actor's output)."""
+        experience = buffer.load(batch.micro_batches[index])
+        inputs = ModelInputs.of(experience)
+        output, hidden = self._forward(inputs, experience.action_entropy is None)
+        losses = self._losses(self.loss_inputs(experience, output, batch, index, hidden), batch, index, kl_coef)
+        return losses, experience, inputs, output
 
     def _losses(self, inputs: LossInputs, batch: TrainBatch, index: int, kl_coef: float) -> LossOutputs:
         """Of micro-batch number `index`: the sum of the kinds' losses, each a share of its own kind's in the batch."""
