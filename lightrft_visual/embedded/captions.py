@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ..errors import ConfigError
-from .drawn_shapes import all_captions, held_out
+from .drawn_shapes import ShapeCaption, all_captions, held_out
 from .task import HELD_OUT
 
 EVAL_REPEATS = 16  # images drawn of each held-out caption in an evaluation
@@ -38,8 +38,9 @@ def embedded_prompts(root: Path, split: str = "test") -> tuple[Path, Path]:
     return paths
 
 
-def caption_split(split: str) -> tuple[list[str], list[str]]:
-    """Captions (to train on, held out), see `embedded_prompts`."""
-    known = [caption for caption in all_captions() if split == "test" or not held_out(caption)]
+def caption_split(split: str, captions: list[ShapeCaption] | None = None) -> tuple[list[str], list[str]]:
+    """Captions (to train on, held out), see `embedded_prompts`; of those without a place unless others are given."""
+    captions = all_captions() if captions is None else captions
+    known = [caption for caption in captions if split == "test" or not held_out(caption)]
     train = [caption.text for caption in known if not held_out(caption, split)]
     return train, [caption.text for caption in known if held_out(caption, split)]

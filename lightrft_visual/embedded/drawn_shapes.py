@@ -8,7 +8,7 @@ gradient. Coordinates are in units of the image's side: x to the right, y down, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,20 +23,24 @@ COLOURS: dict[str, tuple[float, float, float]] = {
     "black": (0.05, 0.05, 0.05),
 }
 SHAPES = ("circle", "square", "triangle", "cross")
+PLACES = ("top left", "top right", "bottom left", "bottom right")
+PLACED_AREA, PLACED_SHIFT = 0.75, 0.125  # of shapes at a place: share of the usual area, distance from the middle
 BACKGROUND = 0.95  # grey level of every drawn background
 
 
 @dataclass(frozen=True)
 class ShapeCaption:
-    """What a caption such as 'a red circle' asks for: indices into COLOURS and SHAPES."""
+    """What a caption such as 'a red circle' asks for: indices into COLOURS, SHAPES and, where it names one, PLACES."""
 
     colour: int
     shape: int
+    place: int | None = None
 
     @property
     def text(self) -> str:
-        """The caption, such as `a red circle`."""
-        return f"a {list(COLOURS)[self.colour]} {SHAPES[self.shape]}"
+        """The caption, such as `a red circle` or `a red circle at the top left`."""
+        text = f"a {list(COLOURS)[self.colour]} {SHAPES[self.shape]}"
+        return text if self.place is None else f"{text} at the {PLACES[self.place]}"
 
 
 def all_captions() -> list[ShapeCaption]:
@@ -44,21 +48,30 @@ def all_captions() -> list[ShapeCaption]:
     return [ShapeCaption(colour, shape) for colour in range(len(COLOURS)) for shape in range(len(SHAPES))]
 
 
-def held_out(caption: ShapeCaption, split: str = "test") -> bool:
-    """Whether a caption is for evaluation only: one shape of each colour; its words are trained on in others.
+def placed_captions() -> list[ShapeCaption]:
+    """Every colour with every shape at every place."""
+    return [replace(caption, place=place) for caption in all_captions() for place in range(len(PLACES))]
 
-    split: 'test', or 'dev', which holds out another shape of each colour, for tuning.
+
+def held_out(caption: ShapeCaption, split: str = "test") -> bool:
+    """Whether a caption is for evaluation only; its words are trained on in others.
+
+    One shape of each colour; of captions with a place one place of each colour and shape, so that every two of their
+    three words are trained on together. split: 'test', or 'dev', which holds out others, for tuning.
     """
     first = 1 if split == "test" else 2
+    if caption.place is not None:
+        return caption.place == (caption.colour + caption.shape + first + caption.colour // len(SHAPES)) % len(PLACES)
     return caption.shape == (caption.colour + first + caption.colour // len(SHAPES)) % len(SHAPES)
 
 
 def parse_caption(text: str) -> ShapeCaption | None:
-    """The first colour and shape named in the text; None when either is missing."""
+    """The first colour and shape named in the text, with the place where one is; None without colour or shape."""
     words = [word.strip(".,!?'\"") for word in text.lower().split()]
     colours = [list(COLOURS).index(word) for word in words if word in COLOURS]
     shapes = [SHAPES.index(word) for word in words if word in SHAPES]
-    return ShapeCaption(colours[0], shapes[0]) if colours and shapes else None
+    places = [PLACES.index(" ".join(two)) for two in zip(words, words[1:]) if " ".join(two) in PLACES]
+    return ShapeCaption(colours[0], shapes[0], places[0] if places else None) if colours and shapes else None
 
 
 def colour_table(reference: T) -> T:
@@ -100,13 +113,21 @@ def draw(colours: T, shapes: T, area: T, x: T, y: T, size: int) -> T:
     return mask * ink + (1 - mask) * BACKGROUND
 
 
-def random_images(colours: T, shapes: T, size: int, generator: torch.Generator, variety: float = 1.0) -> T:
-    """Images of the given colours and shapes at random sizes and places, drawn from the generator.
+def random_images(
+    colours: T, shapes: T, size: int, generator: torch.Generator, variety: float = 1.0, places: T | None = None
+) -> T:
+    """Images of the given colours and shapes at random sizes and centres, drawn from the generator.
 
-    variety: of sizes and places, 0 for the mean ones only.
+    variety: of sizes and centres, 0 for the mean ones only. places (B) long: indices into PLACES, around which the
+    centres then are, not around the middle; -1 for the middle.
     """
     uniform = torch.rand(3, colours.shape[0], generator=generator)
     uniform = torch.lerp(torch.full_like(uniform, 0.5), uniform, variety)
     area = 0.12 + 0.16 * uniform[0]
     x, y = 0.5 + 0.16 * (uniform[1] - 0.5), 0.5 + 0.16 * (uniform[2] - 0.5)
+    if places is not None:
+        placed = places >= 0
+        area = torch.where(placed, area * PLACED_AREA, area)
+        x = x + placed * PLACED_SHIFT * (places % 2 * 2 - 1)
+        y = y + placed * PLACED_SHIFT * (places // 2 * 2 - 1)
     return draw(colours, shapes, area, x, y, size)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
-from .drawn_shapes import BACKGROUND, COLOURS, SHAPES, random_images, shape_masks
+from .drawn_shapes import BACKGROUND, COLOURS, PLACES, SHAPES, random_images, shape_masks
 from .warmup import cache_root
 
 logger = logging.getLogger(__name__)
@@ -41,10 +41,12 @@ class JudgeSettings:
     rate: float = 4e-3
     seed: int = 20_011
     revision: int = 1  # raised when the code below changes what it learns
+    placed: bool = False  # drawings are at one of the named places or in the middle, and the judge tells where
 
 
 class ShapeJudge(nn.Module):
-    """Images (B, 3, H, W) in 0..1 to log-probs of colours (B, 7) and of shapes (B, 5); the last is 'neither'."""
+    """Images (B, 3, H, W) in 0..1 to log-probs of colours (B, 7), of shapes (B, 5) and, of a judge that knows places,
+    of these (B, 5); the last is 'neither'."""
 
     def __init__(self, settings: JudgeSettings):
         super().__init__()
@@ -56,23 +58,41 @@ class ShapeJudge(nn.Module):
         self.body = nn.Sequential(*layers, nn.Flatten(), nn.Linear(width * cells, 96), nn.ReLU())
         self.colour = nn.Linear(96, len(COLOURS) + NEITHER)
         self.shape = nn.Linear(96, len(SHAPES) + NEITHER)
+        self.heads = [self.colour, self.shape]
+        if settings.placed:
+            self.place = nn.Linear(96, len(PLACES) + NEITHER)
+            self.heads.append(self.place)
 
-    def forward(self, images: T) -> tuple[T, T]:
+    def forward(self, images: T) -> tuple[T, ...]:
         """Log-probs of images of any size; see the class."""
         if images.shape[-2:] != (self.side, self.side):
             images = F.interpolate(images, (self.side, self.side), mode="bilinear", antialias=True)
         features = self.body(images * 2 - 1)
-        return self.colour(features).log_softmax(-1), self.shape(features).log_softmax(-1)
+        return tuple(head(features).log_softmax(-1) for head in self.heads)
 
 
-def examples(count: int, side: int, generator: torch.Generator) -> tuple[T, T, T]:
-    """Images (2 count, 3, side, side) in 0..1, colours and shapes (2 count): drawings, then images that are none."""
+def examples(settings: JudgeSettings, generator: torch.Generator) -> tuple[T, list[T]]:
+    """A batch: images (2 N, 3, side, side) in 0..1, drawings and then images that are none, and their colours, shapes
+    and, for a judge that knows them, places (2 N) each."""
+    count, side = settings.batch_size, settings.side
+    drawn, labels = drawings(settings, count, generator)
+    drawn = worn(drawn, generator)
+    others, *other_labels = no_drawings(count, side, generator)
+    others = worn(others, generator)
+    other_labels.append(torch.full((count,), len(PLACES)))
+    return torch.cat([drawn, others]), [torch.cat(each) for each in zip(labels, other_labels)]
+
+
+def drawings(settings: JudgeSettings, count: int, generator: torch.Generator) -> tuple[T, list[T]]:
+    """Images (count, 3, side, side) of the task with their colours, shapes and, where they are told, places (count)."""
     colours = torch.randint(len(COLOURS), (count,), generator=generator)
     shapes = torch.randint(len(SHAPES), (count,), generator=generator)
-    drawn = worn(random_images(colours, shapes, side, generator), generator)
-    others, other_colours, other_shapes = no_drawings(count, side, generator)
-    others = worn(others, generator)
-    return torch.cat([drawn, others]), torch.cat([colours, other_colours]), torch.cat([shapes, other_shapes])
+    labels, places = [colours, shapes], None
+    if settings.placed:
+        told = torch.randint(len(PLACES) + NEITHER, (count,), generator=generator)
+        labels.append(told)
+        places = torch.where(told < len(PLACES), told, -1)
+    return random_images(colours, shapes, settings.side, generator, places=places), labels
 
 
 def worn(images: T, generator: torch.Generator) -> T:
@@ -211,9 +231,8 @@ def train_judge(settings: JudgeSettings) -> ShapeJudge:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.rate, total_steps=settings.steps)
     with torch.enable_grad():
         for _ in range(settings.steps):
-            images, colours, shapes = examples(settings.batch_size, settings.side, generator)
-            colour, shape = judge(images)
-            loss = F.nll_loss(colour, colours) + F.nll_loss(shape, shapes)
+            images, labels = examples(settings, generator)
+            loss = sum(F.nll_loss(logs, label) for logs, label in zip(judge(images), labels))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
@@ -225,23 +244,18 @@ def train_judge(settings: JudgeSettings) -> ShapeJudge:
 class JudgeAccuracy:
     """Shares of fresh images, drawn from another seed than the training's, that the judge names rightly."""
 
-    drawings: float  # colour and shape of drawings
+    drawings: float  # all that it tells of drawings
     others: float  # what is no drawing: the colour, the shape, or neither
 
 
 def measure(judge: ShapeJudge, settings: JudgeSettings, count: int = 1024) -> JudgeAccuracy:
     """The judge's own accuracy on `count` drawings and `count` other images that it has not seen."""
     generator = torch.Generator().manual_seed(settings.seed + 1)
-    colours = torch.randint(len(COLOURS), (count,), generator=generator)
-    shapes = torch.randint(len(SHAPES), (count,), generator=generator)
-    sets = (
-        (random_images(colours, shapes, settings.side, generator), colours, shapes),
-        no_drawings(count, settings.side, generator),
-    )
+    others, *other_labels = no_drawings(count, settings.side, generator)
     shares = []
-    for images, *labels in sets:
-        named = kinds_of(judge, images)
-        shares.append((named == kind_numbers(*labels)).float().mean().item())
+    for images, labels in (drawings(settings, count, generator), (others, other_labels)):
+        right = [logs.argmax(-1) == label for logs, label in zip(judge(images), labels)]
+        shares.append(torch.stack(right).all(dim=0).float().mean().item())
     return JudgeAccuracy(*shares)
 
 
@@ -252,7 +266,7 @@ def kind_numbers(colours: T, shapes: T) -> T:
 
 def kinds_of(judge: ShapeJudge, images: T) -> T:
     """(B): what images (B, 3, H, W) in 0..1 show, as `kind_numbers`."""
-    return kind_numbers(*(each.argmax(-1) for each in judge(images)))
+    return kind_numbers(*(each.argmax(-1) for each in judge(images)[:2]))
 
 
 def judge_file(cache_dir: str | Path | None = None, settings: JudgeSettings | None = None) -> Path:
@@ -281,9 +295,9 @@ def judge_file(cache_dir: str | Path | None = None, settings: JudgeSettings | No
 
 
 @cache
-def embedded_judge() -> ShapeJudge:
-    """The judge of this process, on the host."""
-    settings = JudgeSettings()
+def embedded_judge(placed: bool = False) -> ShapeJudge:
+    """The judge of this process, on the host; placed: the one that knows places too."""
+    settings = JudgeSettings(placed=placed)
     judge = ShapeJudge(settings)
     judge.load_state_dict(load_file(judge_file(settings=settings)))
     return judge.eval().requires_grad_(False)

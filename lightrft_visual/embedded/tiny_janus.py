@@ -1,19 +1,18 @@
 """The embedded model that sees and draws: a tiny Janus, warmed up on the embedded questions and captions, cached.
 
 First its VQ model learns to code drawn shapes. Then the language model learns answers to questions about scenes, as the
-other embedded models do (`warmup.py`), and the codes of drawn shapes, of which a share has a caption of another colour
-or shape: a base that draws clean shapes but often not the ones asked for, and answers some of the questions. Both are
-for RL to improve. A share of the drawings has no caption, for classifier-free guidance.
+other embedded models do (`warmup.py`), and the codes of drawn shapes at one of four places, of which a share has a
+caption of another colour, shape or place: a base that draws clean shapes but often not the ones asked for, and answers
+some of the questions. Both are for RL to improve. A share of the drawings has no caption, for classifier-free guidance.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ from ..batches.vision import VisionTensors
 from ..models.vlm.actor import Actor
 from ..observe.console import RunConsole
 from . import questions
-from .drawn_shapes import COLOURS, SHAPES, all_captions, random_images
+from .drawn_shapes import COLOURS, PLACES, SHAPES, ShapeCaption, placed_captions, random_images
 from .questions import vocabulary_texts
 from .task import EmbeddedTask, supervised_pairs
 from .tiny_vlm import JANUS_DRAWN, build_tiny_checkpoint
@@ -42,29 +41,29 @@ class UnifiedWarmUp:
     """What the warm-up of the embedded Janus does; all of it names the cache folder.
 
     variety: of the images, see `random_images`. vq_plain_share: of the VQ model's steps without codes. images: drawn
-    and coded once. wrong_colour, wrong_shape, no_caption: shares of their captions; the first right_share of the steps
-    has no wrong ones, so that captions are learned before they are doubted. question_share: weight of the questions'
-    loss beside the drawings'; it counts while it is above until_question_loss (nats a token).
+    and coded once. wrong_colour, wrong_shape, wrong_place, no_caption: shares of their captions; the first right_share
+    of the steps has no wrong ones, so that captions are learned before they are doubted. question_every: steps from one
+    that learns questions too to the next.
     """
 
     variety: float = 0.25
     vq_steps: int = 700
     vq_plain_share: float = 0.25
-    vq_batch_size: int = 16
-    vq_rate: float = 5e-3
+    vq_batch_size: int = 32
+    vq_rate: float = 2e-3
     images: int = 4096
-    steps: int = 450
+    steps: int = 500
     batch_size: int = 32
     learning_rate: float = 2e-3
-    right_share: float = 0.65
-    wrong_colour: float = 0.5
-    wrong_shape: float = 0.5
+    right_share: float = 0.7
+    wrong_colour: float = 0.4
+    wrong_shape: float = 0.4
+    wrong_place: float = 0.4
     no_caption: float = 0.1
-    question_share: float = 1.0
-    until_question_loss: float = 0.4
+    question_every: int = 10
     tie_embeddings: bool = False
     seed: int = 0
-    version: int = 2
+    version: int = 3
 
 
 def embedded_janus(settings: UnifiedWarmUp | None = None, root: Path | None = None, report=print) -> Path:
@@ -84,7 +83,7 @@ def embedded_janus(settings: UnifiedWarmUp | None = None, root: Path | None = No
 
 def vocabulary() -> list[str]:
     """Texts that hold every word of questions and captions."""
-    return [*vocabulary_texts(), *(caption.text for caption in all_captions())]
+    return [*vocabulary_texts(), *(caption.text for caption in placed_captions())]
 
 
 def warm_up(folder: Path, task: EmbeddedTask, settings: UnifiedWarmUp) -> tuple[list[float], list[dict[str, float]]]:
@@ -104,17 +103,14 @@ def warm_up(folder: Path, task: EmbeddedTask, settings: UnifiedWarmUp) -> tuple[
         optimizer, settings.learning_rate, total_steps=settings.steps, pct_start=0.1
     )
     console = RunConsole(settings.steps, line_every=REPORT_EVERY, table_every=0, title="warm-up")
-    recent, history = [math.inf], []
+    history = []
     for step in range(1, settings.steps + 1):
-        loss = drawn = _loss(actor, drawings.batch(settings.batch_size))
-        losses = {"drawing": drawn.item()}
-        known = sum(recent) / len(recent) < settings.until_question_loss
-        if not known or step % 3 == 0:
-            with torch.set_grad_enabled(not known):  # where they are known well enough it is only looked at
-                seen = _loss(actor, encode.batch([next(pairs) for _ in range(settings.batch_size)]))
-            recent = [*recent[-9:], seen.item()]
+        loss = _loss(actor, drawings.batch(settings.batch_size))
+        losses = {"drawing": loss.item()}
+        if step % settings.question_every == 0:
+            seen = _loss(actor, encode.batch([next(pairs) for _ in range(settings.batch_size)]))
             losses["questions"] = seen.item()
-            loss = loss if known else loss + settings.question_share * seen
+            loss = loss + seen
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -139,26 +135,25 @@ class Drawings:
     def __init__(self, actor: Actor, tokenizer, settings: UnifiedWarmUp, generator: torch.Generator):
         self.actor, self.tokenizer, self.settings = actor, tokenizer, settings
         self.rng, self.steps = random.Random(settings.seed), 0
-        colours = torch.randint(len(COLOURS), (settings.images,), generator=generator)
-        shapes = torch.randint(len(SHAPES), (settings.images,), generator=generator)
-        pixels = random_images(colours, shapes, JANUS_DRAWN, generator, settings.variety) * 2 - 1
+        pixels, self.shown = drawn(settings.images, settings, generator)
         self.codes = codes_of(actor.model.model.vqmodel, pixels) + actor.drawing.first
-        self.shown = list(zip(colours.tolist(), shapes.tolist()))
-        self.prompts = {caption.text: self._prompt(caption.text) for caption in all_captions()}
+        self.prompts = {caption: self._prompt(caption.text) for caption in placed_captions()}
 
     def _prompt(self, text: str) -> list[int]:
         messages = [{"role": "user", "content": text}]
         turn = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return self.tokenizer.encode(turn + self.tokenizer.boi_token, add_special_tokens=False)
 
-    def _caption(self, colour: int, shape: int) -> list[int]:
-        settings, rng = self.settings, self.rng
-        wrong = self.steps > settings.right_share * settings.steps
-        if wrong and rng.random() < settings.wrong_colour:
-            colour = rng.randrange(len(COLOURS))
-        if wrong and rng.random() < settings.wrong_shape:
-            shape = rng.randrange(len(SHAPES))
-        ids = self.prompts[f"a {list(COLOURS)[colour]} {SHAPES[shape]}"]
+    def _caption(self, shown: ShapeCaption) -> list[int]:
+        settings, rng, asked = self.settings, self.rng, shown
+        if self.steps > settings.right_share * settings.steps:
+            if rng.random() < settings.wrong_colour:
+                asked = replace(asked, colour=rng.randrange(len(COLOURS)))
+            if rng.random() < settings.wrong_shape:
+                asked = replace(asked, shape=rng.randrange(len(SHAPES)))
+            if rng.random() < settings.wrong_place:
+                asked = replace(asked, place=rng.randrange(len(PLACES)))
+        ids = self.prompts[asked]
         if rng.random() < settings.no_caption:
             return self.actor.drawing.without_prompt(torch.tensor(ids)).tolist()
         return ids
@@ -167,10 +162,17 @@ class Drawings:
         """Padded model inputs whose actions are drawn tokens."""
         self.steps += 1
         chosen = [self.rng.randrange(len(self.codes)) for _ in range(size)]
-        prompts = [self._caption(*self.shown[index]) for index in chosen]
+        prompts = [self._caption(self.shown[index]) for index in chosen]
         codes = [self.codes[index].tolist() for index in chosen]
         padded = pad_rollouts(prompts, codes, self.tokenizer.pad_token_id)
         return ModelInputs(*padded, vision=VisionTensors([{}] * size))
+
+
+def drawn(count: int, settings: UnifiedWarmUp, generator: torch.Generator) -> tuple[T, list[ShapeCaption]]:
+    """Images (count, 3, side, side) in -1..1 of random captions, and these."""
+    kinds = [torch.randint(len(each), (count,), generator=generator) for each in (COLOURS, SHAPES, PLACES)]
+    images = random_images(*kinds[:2], JANUS_DRAWN, generator, settings.variety, places=kinds[2])
+    return images * 2 - 1, [ShapeCaption(*each) for each in zip(*(kind.tolist() for kind in kinds))]
 
 
 @torch.no_grad()
@@ -220,9 +222,7 @@ def train_vq(vqmodel: PreTrainedModel, settings: UnifiedWarmUp, generator: torch
 
 def _images(settings: UnifiedWarmUp, generator: torch.Generator) -> Iterator[T]:
     for _ in range(settings.vq_steps):
-        colours = torch.randint(len(COLOURS), (settings.vq_batch_size,), generator=generator)
-        shapes = torch.randint(len(SHAPES), (settings.vq_batch_size,), generator=generator)
-        yield random_images(colours, shapes, JANUS_DRAWN, generator, settings.variety) * 2 - 1
+        yield drawn(settings.vq_batch_size, settings, generator)[0]
 
 
 class _Codebook:

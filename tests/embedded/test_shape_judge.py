@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors import safe_open
 
 from lightrft_visual.embedded.captions import EVAL_REPEATS, embedded_prompts
-from lightrft_visual.embedded.drawn_shapes import COLOURS, SHAPES, all_captions, held_out, random_images
+from lightrft_visual.embedded.drawn_shapes import (
+    COLOURS,
+    SHAPES,
+    all_captions,
+    held_out,
+    placed_captions,
+    random_images,
+)
 from lightrft_visual.embedded.shape_judge import JudgeSettings, embedded_judge, judge_file, kinds_of, no_drawings
 from lightrft_visual.embedded.task import HELD_OUT
 from lightrft_visual.errors import ConfigError
@@ -52,6 +60,21 @@ def test_the_judge_knows_clean_drawings_and_says_how_well(cache_root):
     with safe_open(judge_file(), "pt") as file:
         accuracy = json.loads(file.metadata()["accuracy"])
     assert accuracy["drawings"] > 0.98 and accuracy["others"] > 0.95
+
+
+def test_the_judge_of_captions_with_a_place_knows_places(cache_root):
+    captions = [caption for caption in placed_captions() for _ in range(2)]
+    kinds = [torch.tensor([getattr(each, name) for each in captions]) for name in ("colour", "shape", "place")]
+    images = random_images(*kinds[:2], 32, torch.Generator().manual_seed(3), places=kinds[2])
+    found = judge_images(images, [caption.text for caption in captions])
+    assert found["score"].mean() > 0.95 and found["both"].mean() > 0.95
+    elsewhere = [replace(caption, place=(caption.place + 1) % 4).text for caption in captions]
+    assert judge_images(images, elsewhere)["score"].mean() < 0.02
+    middle, texts = clean(2)
+    assert judge_images(middle, [f"{text} at the top left" for text in texts])["place"].mean() < 0.1
+    mixed = judge_images(torch.cat([images[:2], middle[:2]]), [captions[0].text, "a dog", *texts[:2]])
+    assert mixed["score"].isnan().tolist() == [False, True, False, False]
+    torch.testing.assert_close(mixed["score"][0], found["score"][0])
 
 
 def test_what_pleases_the_reward_in_part_is_no_drawing_to_the_judge(cache_root):

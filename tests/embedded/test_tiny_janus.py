@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations, product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForImageTextToText
 
-from lightrft_visual.embedded.drawn_shapes import held_out, parse_caption
-from lightrft_visual.embedded.tiny_janus import UnifiedWarmUp, _images, codes_of, vocabulary, warm_up
+from lightrft_visual.embedded.drawn_shapes import COLOURS, PLACES, SHAPES, held_out, parse_caption
+from lightrft_visual.embedded.tiny_janus import UnifiedWarmUp, _images, codes_of, drawn, vocabulary, warm_up
 from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
 from lightrft_visual.embedded.unified import unified_task
 from lightrft_visual.embedded.warmup import embedded_task
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.rewards.functions.shape_match import shape_match
 
+KINDS = {"colour": range(len(COLOURS)), "shape": range(len(SHAPES)), "place": range(len(PLACES))}
 SHORT = UnifiedWarmUp(vq_steps=30, vq_batch_size=8, images=32, steps=12, batch_size=4)
 
 
@@ -50,6 +53,12 @@ def test_codes_lie_where_the_stock_decoder_reads_them(warmed):
     assert vq.decode(codes).shape == pixels.shape
 
 
+def test_each_image_is_coded_with_its_caption(warmed):
+    images, captions = drawn(48, SHORT, torch.Generator().manual_seed(1))
+    scores = shape_match((images + 1) / 2, [caption.text for caption in captions])
+    assert scores["place"].min() > 0.95 and scores["score"].mean() > 0.8 and len(set(captions)) > 24
+
+
 def test_held_out_captions_are_drawn_in_evaluations_only(cache_root):
     task = unified_task(cache_root)
 
@@ -58,13 +67,17 @@ def test_held_out_captions_are_drawn_in_evaluations_only(cache_root):
 
     assert all(not row["draw"] for row in rows(task.questions()))
     assert task.train("dev") == f"{task.drawings('dev')},{task.questions()}"
-    for split, count in (("test", 18), ("dev", 12)):
+    for split, count in (("test", 72), ("dev", 48)):
         kept, train = rows(task.held_out(split)), rows(task.drawings(split))
         assert [row["draw"] for row in kept[:4]] == [False, True] * 2 and len(kept) % 2 == 0
         drawn = {row["prompt"] for row in kept if row["draw"]}
         trained = {row["prompt"] for row in train}
         assert all(row["draw"] for row in train) and len(train) == len(rows(task.questions()))
-        assert len(drawn) == 6 and len(trained) == count and not drawn & trained
+        assert len(drawn) == 24 and len(trained) == count and not drawn & trained
+        asked = [parse_caption(text) for text in trained]
+        for one, two in combinations(("colour", "shape", "place"), 2):
+            together = {(getattr(each, one), getattr(each, two)) for each in asked}
+            assert together == set(product(KINDS[one], KINDS[two]))
         assert all(held_out(parse_caption(text), split) for text in drawn)
         assert not any(held_out(parse_caption(text)) for text in trained)
     with pytest.raises(ConfigError, match="eval_split is 'train'; the embedded task evaluates on dev or test"):

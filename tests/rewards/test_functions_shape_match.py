@@ -1,9 +1,18 @@
 """The scorer of the embedded diffusion run cannot be satisfied by less than the picture that was asked for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from lightrft_visual.embedded.drawn_shapes import all_captions, colour_table, draw, parse_caption, random_images
+from lightrft_visual.embedded.drawn_shapes import (
+    all_captions,
+    colour_table,
+    draw,
+    parse_caption,
+    placed_captions,
+    random_images,
+)
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards.functions.shape_match import (
     PIXELS_AT_ONCE,
@@ -74,9 +83,29 @@ def test_the_score_has_a_gradient_that_improves_the_picture():
     assert after.mean() > before.mean()
 
 
+def test_a_named_place_counts_and_no_other_has_it():
+    captions = placed_captions()
+    kinds = [torch.tensor([getattr(each, name) for each in captions]) for name in ("colour", "shape", "place")]
+    images = random_images(*kinds[:2], 32, torch.Generator().manual_seed(0), places=kinds[2])
+    asked = shape_match(images, [caption.text for caption in captions])
+    assert asked["score"].mean() > 0.95 and asked["place"].min() > 0.7
+    for other in range(1, 4):
+        elsewhere = [replace(caption, place=(caption.place + other) % 4).text for caption in captions]
+        found = shape_match(images, elsewhere)
+        assert found["place"].max() == 0 and found["score"].max() == 0
+        torch.testing.assert_close(found["colour"], asked["colour"])
+    without = shape_match(images, [replace(caption, place=None).text for caption in captions])
+    assert without["place"].min() == 1
+    middle = shape_match(pictures(), [f"{text} at the top left" for text in TEXTS])
+    assert middle["score"].mean() < 0.2
+
+
 def test_captions_without_a_known_shape_are_not_valid():
     assert shape_match(pictures()[:2], ["a red circle", "a dog"])["valid"].tolist() == [True, False]
     assert parse_caption("A green, SQUARE!") == parse_caption("a green square")
+    assert all(parse_caption(caption.text) == caption for caption in [*all_captions(), *placed_captions()])
+    assert parse_caption("At the top, left of it, a red circle") == parse_caption("a red circle at the top left")
+    assert parse_caption("a red circle at the top").place is None
 
 
 def test_quality_asks_for_a_clean_picture_of_any_kind():

@@ -15,33 +15,37 @@ from ...errors import ConfigError
 from .shape_match import pixels_of
 
 T = torch.Tensor
-PARTS = ("both", "colour", "shape")
+PARTS = ("score", "both", "colour", "shape", "place")
 
 
 def judge_images(images: T, captions: list[str]) -> dict[str, T]:
     """How sure the judge is that images (B, 3, H, W) in 0..1 show what B captions name.
 
-    Returns float tensors (B) in 0..1: `both` colour and shape, `colour`, `shape`; NaN for a caption that names no known
-    colour and shape.
+    Returns float tensors (B) in 0..1: `colour`, `shape`, `both` of them, `place` (1 where the caption names none), and
+    `score`, all of it; NaN for a caption that names no known colour and shape. Captions with a place have a judge of
+    their own, which knows places too.
     """
     wanted = [parse_caption(caption) for caption in captions]
-    named = torch.tensor([(each.colour, each.shape) if each else (-1, -1) for each in wanted])
-    colours, shapes = embedded_judge()(images.float().clamp(0, 1))
-    unknown = named[:, 0] < 0
-    logs = [
-        log.gather(1, label.clamp_min(0)[:, None])[:, 0].masked_fill(unknown, float("nan"))
-        for log, label in zip((colours, shapes), named.unbind(1))
-    ]
-    return {"both": (logs[0] + logs[1]).exp(), "colour": logs[0].exp(), "shape": logs[1].exp()}
+    named = [(-1, -1, -1) if each is None else (each.colour, each.shape, each.place) for each in wanted]
+    found = torch.full((3, len(wanted)), float("nan"))
+    for placed in (False, True):
+        rows = [row for row, each in enumerate(wanted) if each and (each.place is not None) == placed]
+        if rows:
+            labels = torch.tensor([named[row][: 3 if placed else 2] for row in rows])
+            logs = embedded_judge(placed)(images[rows].float().clamp(0, 1))
+            sure = [log.gather(1, label[:, None])[:, 0].exp() for log, label in zip(logs, labels.unbind(1))]
+            found[:, rows] = torch.stack([*sure, torch.ones(len(rows))][:3])
+    colour, shape, place = found
+    return {"score": colour * shape * place, "both": colour * shape, "colour": colour, "shape": shape, "place": place}
 
 
 class ShapeJudgeScorer:
-    """The scorer `shape_judge`: `both` colour and shape unless `part` says otherwise; the mean over a video's frames.
+    """The scorer `shape_judge`: all that the caption names unless `part` says otherwise.
 
-    None for a caption that names no known colour and shape.
+    The mean over a video's frames; None for a caption that names no known colour and shape.
     """
 
-    def __init__(self, part: str = "both") -> None:
+    def __init__(self, part: str = "score") -> None:
         if part not in PARTS:
             raise ConfigError(f"shape_judge: part is {part!r}; it must be one of: {', '.join(PARTS)}")
         self.part = part

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...embedded.drawn_shapes import BACKGROUND, colour_table, parse_caption, shape_masks
+from ...embedded.drawn_shapes import BACKGROUND, PLACED_SHIFT, colour_table, parse_caption, shape_masks
 from ...errors import ConfigError
 
 T = torch.Tensor
 PIXELS_AT_ONCE = 2**18  # 256 images of 32 pixels a side: templates of all shapes are drawn for each
-PARTS = ("score", "colour", "shape", "coverage", "background")
+PARTS = ("score", "colour", "shape", "coverage", "background", "place")
 
 
 @dataclass
@@ -62,8 +62,9 @@ def template_overlap(found: Foreground) -> T:
 def shape_match(images: T, captions: list[str]) -> dict[str, T]:
     """Score images (B, 3, H, W) in 0..1 against B captions such as 'a red circle'.
 
-    Returns float tensors (B) in 0..1: `score` (the product), `colour`, `shape`, `coverage`, `background`, and `valid`
-    (bool), false where a caption names no known colour and shape. Differentiable in the pixels.
+    Returns float tensors (B) in 0..1: `score` (the product), `colour`, `shape`, `coverage`, `background`, `place` (1
+    where the caption names none), and `valid` (bool), false where a caption names no known colour and shape.
+    Differentiable in the pixels.
     """
     wanted = [parse_caption(caption) for caption in captions]
     valid = torch.tensor([caption is not None for caption in wanted], device=images.device)
@@ -80,10 +81,22 @@ def shape_match(images: T, captions: list[str]) -> dict[str, T]:
     colour = ((0.9 - distance) / 0.75).clamp(0, 1)
     coverage = (found.area / 0.06).clamp(max=1) * ((0.6 - found.area) / 0.2).clamp(0, 1)
     background = ((0.6 - (found.paper - BACKGROUND).abs().amax(dim=1)) / 0.45).clamp(0, 1)
-    score = colour * shape * coverage * background
+    place = _place(found, [None if caption is None else caption.place for caption in wanted])
     return {
-        "score": score, "colour": colour, "shape": shape, "coverage": coverage, "background": background, "valid": valid
+        "score": colour * shape * coverage * background * place,
+        "colour": colour, "shape": shape, "coverage": coverage, "background": background, "place": place,
+        "valid": valid,
     }  # fmt: skip
+
+
+def _place(found: Foreground, places: list[int | None]) -> T:
+    """(B): 1 where the centre of mass is on the named side of the middle, by more than half of what drawings have."""
+    named = torch.tensor([-1 if place is None else place for place in places], device=found.x.device)
+    right, low = named % 2 * 2 - 1, named // 2 * 2 - 1
+    sides = [
+        ((centre - 0.5) * sign / (PLACED_SHIFT / 2)).clamp(0, 1) for centre, sign in ((found.x, right), (found.y, low))
+    ]
+    return torch.where(named < 0, torch.ones_like(found.x), sides[0] * sides[1])
 
 
 def picture_quality(images: T) -> T:
