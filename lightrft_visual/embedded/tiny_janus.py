@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -42,8 +43,8 @@ class UnifiedWarmUp:
 
     variety: of the images, see `random_images`. vq_plain_share: of the VQ model's steps without codes. images: drawn
     and coded once. wrong_colour, wrong_shape, wrong_place, no_caption: shares of their captions; the first right_share
-    of the steps has no wrong ones, so that captions are learned before they are doubted. question_every: steps from one
-    that learns questions too to the next.
+    of the steps has no wrong ones, so that captions are learned before they are doubted. question_share: weight of the
+    questions' loss beside the drawings'; it counts while it is above until_question_loss (nats a token).
     """
 
     variety: float = 0.25
@@ -52,15 +53,17 @@ class UnifiedWarmUp:
     vq_batch_size: int = 32
     vq_rate: float = 2e-3
     images: int = 4096
-    steps: int = 500
-    batch_size: int = 32
+    steps: int = 450
+    drawing_batch_size: int = 64
+    question_batch_size: int = 32
     learning_rate: float = 2e-3
-    right_share: float = 0.7
-    wrong_colour: float = 0.4
-    wrong_shape: float = 0.4
-    wrong_place: float = 0.4
+    right_share: float = 0.8
+    wrong_colour: float = 0.35
+    wrong_shape: float = 0.35
+    wrong_place: float = 0.35
     no_caption: float = 0.1
-    question_every: int = 10
+    question_share: float = 1.0
+    until_question_loss: float = 0.4
     tie_embeddings: bool = False
     seed: int = 0
     version: int = 3
@@ -103,14 +106,17 @@ def warm_up(folder: Path, task: EmbeddedTask, settings: UnifiedWarmUp) -> tuple[
         optimizer, settings.learning_rate, total_steps=settings.steps, pct_start=0.1
     )
     console = RunConsole(settings.steps, line_every=REPORT_EVERY, table_every=0, title="warm-up")
-    history = []
+    recent, history = [math.inf], []
     for step in range(1, settings.steps + 1):
-        loss = _loss(actor, drawings.batch(settings.batch_size))
-        losses = {"drawing": loss.item()}
-        if step % settings.question_every == 0:
-            seen = _loss(actor, encode.batch([next(pairs) for _ in range(settings.batch_size)]))
+        loss = drawn = _loss(actor, drawings.batch(settings.drawing_batch_size))
+        losses = {"drawing": drawn.item()}
+        known = sum(recent) / len(recent) < settings.until_question_loss
+        if not known or step % 3 == 0:
+            with torch.set_grad_enabled(not known):  # where they are known well enough it is only looked at
+                seen = _loss(actor, encode.batch([next(pairs) for _ in range(settings.question_batch_size)]))
+            recent = [*recent[-9:], seen.item()]
             losses["questions"] = seen.item()
-            loss = loss + seen
+            loss = loss if known else loss + settings.question_share * seen
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
