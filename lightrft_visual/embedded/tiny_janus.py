@@ -53,9 +53,8 @@ class UnifiedWarmUp:
     vq_batch_size: int = 32
     vq_rate: float = 2e-3
     images: int = 4096
-    steps: int = 450
-    drawing_batch_size: int = 64
-    question_batch_size: int = 32
+    steps: int = 800
+    batch_size: int = 32
     learning_rate: float = 2e-3
     right_share: float = 0.8
     wrong_colour: float = 0.35
@@ -63,7 +62,7 @@ class UnifiedWarmUp:
     wrong_place: float = 0.35
     no_caption: float = 0.1
     question_share: float = 1.0
-    until_question_loss: float = 0.4
+    until_question_loss: float = 0.45
     tie_embeddings: bool = False
     seed: int = 0
     version: int = 3
@@ -108,12 +107,12 @@ def warm_up(folder: Path, task: EmbeddedTask, settings: UnifiedWarmUp) -> tuple[
     console = RunConsole(settings.steps, line_every=REPORT_EVERY, table_every=0, title="warm-up")
     recent, history = [math.inf], []
     for step in range(1, settings.steps + 1):
-        loss = drawn = _loss(actor, drawings.batch(settings.drawing_batch_size))
+        loss = drawn = _loss(actor, drawings.batch(settings.batch_size))
         losses = {"drawing": drawn.item()}
         known = sum(recent) / len(recent) < settings.until_question_loss
         if not known or step % 3 == 0:
             with torch.set_grad_enabled(not known):  # where they are known well enough it is only looked at
-                seen = _loss(actor, encode.batch([next(pairs) for _ in range(settings.question_batch_size)]))
+                seen = _loss(actor, encode.batch([next(pairs) for _ in range(settings.batch_size)]))
             recent = [*recent[-9:], seen.item()]
             losses["questions"] = seen.item()
             loss = loss if known else loss + settings.question_share * seen

@@ -19,9 +19,7 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards.functions.shape_match import shape_match
 
 KINDS = {"colour": range(len(COLOURS)), "shape": range(len(SHAPES)), "place": range(len(PLACES))}
-SHORT = UnifiedWarmUp(
-    vq_steps=30, vq_batch_size=8, vq_rate=5e-3, images=32, steps=12, drawing_batch_size=4, question_batch_size=4
-)
+SHORT = UnifiedWarmUp(vq_steps=30, vq_batch_size=8, vq_rate=5e-3, images=32, steps=12, batch_size=4)
 
 
 @pytest.fixture(scope="module")
