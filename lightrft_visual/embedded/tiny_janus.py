@@ -1,9 +1,10 @@
 """The embedded model that sees and draws: a tiny Janus, warmed up on the embedded questions and captions, cached.
 
 First its VQ model learns to code drawn shapes. Then the language model learns answers to questions about scenes, as the
-other embedded models do (`warmup.py`), and the codes of drawn shapes at one of four places, of which a share has a
-caption of another colour, shape or place: a base that draws clean shapes but often not the ones asked for, and answers
-some of the questions. Both are for RL to improve. A share of the drawings has no caption, for classifier-free guidance.
+other embedded models do (`warmup.py`), and the codes of drawn shapes at one of four places. As in captions that come
+from the web, a share of the colours, shapes and places is wrong, from the first step to the last: a base that draws
+clean shapes but often not the ones asked for, and answers some of the questions. Both are for RL to improve. A share of
+the drawings has no caption, for classifier-free guidance.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class UnifiedWarmUp:
     """What the warm-up of the embedded Janus does; all of it names the cache folder.
 
     variety: of the images, see `random_images`. vq_plain_share: of the VQ model's steps without codes. images: drawn
-    and coded once. wrong_colour, wrong_shape, wrong_place, no_caption: shares of their captions; the first right_share
-    of the steps has no wrong ones, so that captions are learned before they are doubted. question_share: weight of the
-    questions' loss beside the drawings'; it counts while it is above until_question_loss (nats a token).
+    and coded once. wrong_colour, wrong_shape, wrong_place: shares of their captions in which this word is drawn anew;
+    no_caption: share of those without any. question_share: weight of the questions' loss beside the drawings'; it
+    counts while it is above until_question_loss (nats a token).
     """
 
     variety: float = 0.25
@@ -53,19 +54,18 @@ class UnifiedWarmUp:
     vq_batch_size: int = 32
     vq_rate: float = 2e-3
     images: int = 4096
-    steps: int = 800
+    steps: int = 600
     batch_size: int = 32
     learning_rate: float = 2e-3
-    right_share: float = 0.8
-    wrong_colour: float = 0.35
-    wrong_shape: float = 0.35
-    wrong_place: float = 0.35
+    wrong_colour: float = 0.3
+    wrong_shape: float = 0.3
+    wrong_place: float = 0.3
     no_caption: float = 0.1
     question_share: float = 1.0
-    until_question_loss: float = 0.45
+    until_question_loss: float = 0.8
     tie_embeddings: bool = False
     seed: int = 0
-    version: int = 3
+    version: int = 4
 
 
 def embedded_janus(settings: UnifiedWarmUp | None = None, root: Path | None = None, report=print) -> Path:
@@ -139,7 +139,7 @@ class Drawings:
 
     def __init__(self, actor: Actor, tokenizer, settings: UnifiedWarmUp, generator: torch.Generator):
         self.actor, self.tokenizer, self.settings = actor, tokenizer, settings
-        self.rng, self.steps = random.Random(settings.seed), 0
+        self.rng = random.Random(settings.seed)
         pixels, self.shown = drawn(settings.images, settings, generator)
         self.codes = codes_of(actor.model.model.vqmodel, pixels) + actor.drawing.first
         self.prompts = {caption: self._prompt(caption.text) for caption in placed_captions()}
@@ -151,13 +151,12 @@ class Drawings:
 
     def _caption(self, shown: ShapeCaption) -> list[int]:
         settings, rng, asked = self.settings, self.rng, shown
-        if self.steps > settings.right_share * settings.steps:
-            if rng.random() < settings.wrong_colour:
-                asked = replace(asked, colour=rng.randrange(len(COLOURS)))
-            if rng.random() < settings.wrong_shape:
-                asked = replace(asked, shape=rng.randrange(len(SHAPES)))
-            if rng.random() < settings.wrong_place:
-                asked = replace(asked, place=rng.randrange(len(PLACES)))
+        if rng.random() < settings.wrong_colour:
+            asked = replace(asked, colour=rng.randrange(len(COLOURS)))
+        if rng.random() < settings.wrong_shape:
+            asked = replace(asked, shape=rng.randrange(len(SHAPES)))
+        if rng.random() < settings.wrong_place:
+            asked = replace(asked, place=rng.randrange(len(PLACES)))
         ids = self.prompts[asked]
         if rng.random() < settings.no_caption:
             return self.actor.drawing.without_prompt(torch.tensor(ids)).tolist()
@@ -165,7 +164,6 @@ class Drawings:
 
     def batch(self, size: int) -> ModelInputs:
         """Padded model inputs whose actions are drawn tokens."""
-        self.steps += 1
         chosen = [self.rng.randrange(len(self.codes)) for _ in range(size)]
         prompts = [self._caption(self.shown[index]) for index in chosen]
         codes = [self.codes[index].tolist() for index in chosen]

@@ -15,7 +15,7 @@ from ..strategy import collectives
 from ..strategy.sequence import SequenceGroup
 from . import plan as sampling
 from .codecs import packed_lengths
-from .items import AnyExperience, AnyItem, BufferItemDiffusion, make_experience_batch, strip_padding
+from .items import AnyExperience, AnyItem, BufferItemDiffusion, is_drawn, make_experience_batch, strip_padding
 from .plan import MicroBatch, SampleRef
 from .state import items_from_state, items_to_state
 
@@ -222,7 +222,7 @@ class NaiveReplayBuffer:
 
     def _kind(self, item: AnyItem) -> int:
         """1 of a drawing, 0 of an answer, where a step trains on one kind."""
-        return int(self.homogeneous and bool((item.info or {}).get("drawn", False)))
+        return int(self.homogeneous and is_drawn(item))
 
     def _shared_prompts(self) -> list[tuple[int | None, int]]:
         """(group, or None, and its prompt's tokens) of each sample."""

@@ -193,6 +193,11 @@ def remove_padding_in_sequences(items: list[AnyItem]) -> list[AnyItem]:
     return items
 
 
+def is_drawn(item: AnyItem) -> bool:
+    """Whether a sample of a model that sees and draws is a drawn image."""
+    return bool((item.info or {}).get("drawn", False))
+
+
 def _strip_item(item: BufferItem | BufferItemVL) -> None:
     total = len(item.sequences)
     _, (actions,) = packed_lengths([item])

@@ -14,7 +14,7 @@ from ..algorithms.dynamic_sampling import balanced
 from ..strategy import collectives
 from ..strategy.seeding import derive_seed
 from .buffer import NaiveReplayBuffer
-from .items import AnyItem
+from .items import AnyItem, is_drawn
 from .state import items_from_state, items_to_state
 
 
@@ -39,8 +39,8 @@ class Refilled(NamedTuple):
 class SelectiveReplay:
     """The samples of earlier steps that had an advantage, on this rank its own.
 
-    capacity: samples kept on this rank, the oldest dropped first. alpha: they are drawn in proportion to
-    |advantage| ** alpha, none twice in a step. seed: of the run.
+    capacity: samples of each kind, answers and drawn images, kept on this rank, the oldest dropped first. alpha: they
+    are drawn in proportion to |advantage| ** alpha, none twice in a step. seed: of the run.
     """
 
     capacity: int
@@ -51,35 +51,58 @@ class SelectiveReplay:
     def refill(self, buffer: NaiveReplayBuffer, step: int) -> Refilled:
         """Replace samples without advantage, in place, and keep those that have one. A collective.
 
-        What is drawn depends on the seed, the step and the samples alone. Where more samples lack an advantage than are
-        kept, the rest of them stays.
+        Answers stand in for answers, drawn images for drawn images. What is drawn depends on the seed, the step and the
+        samples alone. Where more samples lack an advantage than are kept, the rest of them stays.
         """
+        _mark(buffer.items, replayed=False)
         new = [item for item in buffer.items if teaches(item)]
-        empty = [(int(item.sample_id), place) for place, item in enumerate(buffer.items) if not teaches(item)]
         offers, lacking, counts = zip(
-            *collectives.all_gather_object((self._offers(step), [number for number, _ in empty], len(buffer)))
+            *collectives.all_gather_object((self._offers(step), _lacking(buffer.items), len(buffer)))
         )
-        drawn = sorted((each for offer in offers for each in offer), reverse=True)
-        replaced = set(sorted(number for each in lacking for number in each)[: len(drawn)])
-        drawn = drawn[: len(replaced)]
-        places = [place for number, place in empty if number in replaced]
-        for place, item in zip(places, self._exchange(drawn, [len(replaced & {*each}) for each in lacking])):
-            buffer.items[place] = item
-        versions = [int(buffer.items[place].policy_version) for place in places]
+        versions = []
+        for kind in sorted({kind for each in lacking for kind in each}):
+            offered = sorted((kept for each in offers for kept in each.get(kind, ())), reverse=True)
+            versions += self._refill(buffer, kind, offered, [each.get(kind, []) for each in lacking])
         everywhere = [version for each in collectives.all_gather_object(versions) for version in each]
-        self.kept = (self.kept + new)[-self.capacity :]
-        return Refilled(sum(counts), len(replaced), everywhere)
+        self.kept = self._newest(self.kept + new)
+        return Refilled(sum(counts), len(everywhere), everywhere)
 
-    def _offers(self, step: int) -> list[Kept]:
-        """Every kept sample with its key: log weight plus Gumbel noise, of which the largest are a draw without
-        replacement (Efraimidis and Spirakis 2006)."""
+    def _refill(
+        self, buffer: NaiveReplayBuffer, kind: bool, offered: list[Kept], lacking: list[list[int]]
+    ) -> list[int]:
+        """Of one kind, drawn or not. lacking: the numbers of each rank's samples without advantage. Returns the policy
+        versions of those that now stand here. A collective."""
+        replaced = set(sorted(number for each in lacking for number in each)[: len(offered)])
+        drawn = offered[: len(replaced)]
+        fresh = [(place, item) for place, item in enumerate(buffer.items) if is_drawn(item) == kind]
+        places = [place for place, item in fresh if int(item.sample_id) in replaced]
+        arrived = self._exchange(drawn, [len(replaced & {*each}) for each in lacking])
+        _mark(arrived, replayed=True)
+        for place, item in zip(places, arrived):
+            buffer.items[place] = item
+        return [int(buffer.items[place].policy_version) for place in places]
+
+    def _newest(self, items: list[AnyItem]) -> list[AnyItem]:
+        """The last `capacity` of each kind, in the order they came."""
+        room: dict[bool, int] = {}
+        chosen = []
+        for item in reversed(items):
+            room[is_drawn(item)] = room.get(is_drawn(item), self.capacity) - 1
+            if room[is_drawn(item)] >= 0:
+                chosen.append(item)
+        return chosen[::-1]
+
+    def _offers(self, step: int) -> dict[bool, list[Kept]]:
+        """Every kept sample with its key, by kind: log weight plus Gumbel noise, of which the largest are a draw
+        without replacement (Efraimidis and Spirakis 2006)."""
         rank = collectives.rank()
-        offers = []
+        offers: dict[bool, list[Kept]] = {}
         for index, item in enumerate(self.kept):
             number = int(item.sample_id)
             uniform = (derive_seed(self.seed, "selective replay", step, number) % 2**52 + 0.5) / 2**52
             gumbel = -math.log(-math.log(uniform))
-            offers.append(Kept(self.alpha * math.log(advantage_size(item)) + gumbel, number, rank, index))
+            key = self.alpha * math.log(advantage_size(item)) + gumbel
+            offers.setdefault(is_drawn(item), []).append(Kept(key, number, rank, index))
         return offers
 
     def _exchange(self, drawn: list[Kept], shares: list[int]) -> list[AnyItem]:
@@ -98,7 +121,22 @@ class SelectiveReplay:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
-        self.kept = items_from_state(state["kept"])[-self.capacity :]
+        self.kept = self._newest(items_from_state(state["kept"]))
+
+
+def _lacking(items: list[AnyItem]) -> dict[bool, list[int]]:
+    """The numbers of samples without advantage, by kind."""
+    lacking: dict[bool, list[int]] = {}
+    for item in items:
+        if not teaches(item):
+            lacking.setdefault(is_drawn(item), []).append(int(item.sample_id))
+    return lacking
+
+
+def _mark(items: list[AnyItem], replayed: bool) -> None:
+    """Say of samples, in their info, whether they are of an earlier step."""
+    for item in items:
+        item.info = {**(item.info or {}), "replayed": replayed}
 
 
 def teaches(item: AnyItem) -> bool:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from lightrft_visual.embedded.drawn_shapes import COLOURS, PLACES, SHAPES, held_out, parse_caption
-from lightrft_visual.embedded.tiny_janus import UnifiedWarmUp, _images, codes_of, drawn, vocabulary, warm_up
+from lightrft_visual.embedded.drawn_shapes import COLOURS, PLACES, SHAPES, ShapeCaption, held_out, parse_caption
+from lightrft_visual.embedded.tiny_janus import Drawings, UnifiedWarmUp, _images, codes_of, drawn, vocabulary, warm_up
 from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
 from lightrft_visual.embedded.unified import unified_task
 from lightrft_visual.embedded.warmup import embedded_task
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rewards.functions.shape_match import shape_match
 
 KINDS = {"colour": range(len(COLOURS)), "shape": range(len(SHAPES)), "place": range(len(PLACES))}
@@ -57,6 +59,23 @@ def test_each_image_is_coded_with_its_caption(warmed):
     images, captions = drawn(48, SHORT, torch.Generator().manual_seed(1))
     scores = shape_match((images + 1) / 2, [caption.text for caption in captions])
     assert scores["place"].min() > 0.95 and scores["score"].mean() > 0.8 and len(set(captions)) > 24
+
+
+def test_only_the_named_shares_of_words_are_wrong(warmed):
+    tokenizer = AutoTokenizer.from_pretrained(warmed[1].name_or_path)
+    actor = Actor(warmed[1], [], [])
+
+    def asked(**wrong) -> list[tuple[ShapeCaption, str]]:
+        settings = replace(SHORT, no_caption=0.0, **wrong)
+        drawings = Drawings(actor, tokenizer, settings, torch.Generator().manual_seed(1))
+        return [(shown, tokenizer.decode(drawings._caption(shown))) for shown in drawings.shown for _ in range(8)]
+
+    assert all(shown.text in text for shown, text in asked(wrong_colour=0.0, wrong_shape=0.0, wrong_place=0.0))
+    replaced = asked(wrong_colour=1.0, wrong_shape=0.0, wrong_place=0.0)
+    one_of = [{replace(shown, colour=colour).text for colour in KINDS["colour"]} for shown, _ in replaced]
+    named = [next(other for other in others if other in text) for others, (_, text) in zip(one_of, replaced)]
+    right = sum(name == shown.text for name, (shown, _) in zip(named, replaced))
+    assert 0 < right < 0.3 * len(replaced)  # one of six by chance
 
 
 def test_held_out_captions_are_drawn_in_evaluations_only(cache_root):

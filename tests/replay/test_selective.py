@@ -23,6 +23,14 @@ def numbers(items) -> list[int]:
     return [int(item.sample_id) for item in items]
 
 
+def of_kinds(advantages: list[float], drawn: tuple[int, ...], start: int = 0):
+    """Samples of which those at the places `drawn` are images."""
+    buffer = filled_buffer(advantages, start=start)
+    for place, item in enumerate(buffer.items):
+        item.info = {"drawn": torch.tensor(place in drawn)}
+    return buffer
+
+
 def test_samples_without_advantage_give_their_places_to_kept_ones():
     replay = SelectiveReplay(capacity=8, alpha=1.0, seed=0)
     first = filled_buffer(ADVANTAGES)
@@ -34,6 +42,7 @@ def test_samples_without_advantage_give_their_places_to_kept_ones():
     assert sorted(numbers(second)) == [0, 2, 5, 8, 10]  # one lacks a stand-in and stays
     assert numbers(second)[2] == 8
     assert numbers(replay.kept) == [0, 2, 5, 8]  # a replayed sample is not kept twice
+    assert [item.info["replayed"] for item in second.items] == [item.sample_id < 6 for item in second.items]
     stand_in = second[numbers(second).index(2)]
     assert stand_in.action_log_probs.tolist() == sample(2, -2.0, 0).action_log_probs.tolist()  # of the old policy
 
@@ -57,6 +66,16 @@ def test_the_oldest_go_first_and_invalid_ones_never_stay():
     assert numbers(replay.kept) == [1, 2]
     masked = text_item(advantages=torch.tensor([1.0, 9.0]), action_mask=torch.tensor([True, False]))
     assert advantage_size(masked) == 1.0
+
+
+def test_answers_stand_in_for_answers_and_drawings_for_drawings():
+    replay = SelectiveReplay(capacity=2, alpha=1.0, seed=0)
+    replay.refill(of_kinds([1.0, 2.0, 3.0, 4.0, 5.0], drawn=(0, 1, 2)), step=0)
+    assert numbers(replay.kept) == [1, 2, 3, 4]  # the last two of each kind, in the order they came
+    buffer = of_kinds([0.0, 0.0, 0.0, 0.0, 0.0], drawn=(1,), start=5)
+    refilled = replay.refill(buffer, step=1)
+    assert refilled.replaced == 3 and numbers(buffer)[1] in (1, 2)
+    assert {*numbers(buffer)} & {0, 1, 2, 3, 4} == {numbers(buffer)[1], 3, 4}
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,9 @@ class PolicyUpdate:
         experience = buffer.load(batch.micro_batches[index])
         inputs = ModelInputs.of(experience)
         output, hidden = self._forward(inputs, experience.action_entropy is None)
-        losses = self._losses(self.loss_inputs(experience, output, batch, index, hidden), batch, index, kl_coef)
+        read = self.loss_inputs(experience, output, batch, index, hidden)
+        losses = self._losses(read, batch, index, kl_coef)
+        losses.maxima["ratio_max_dev_first"] = _deviation_of_fresh(read, experience.info.get("replayed"))
         return losses, experience, inputs, output
 
     def _losses(self, inputs: LossInputs, batch: TrainBatch, index: int, kl_coef: float) -> LossOutputs:
@@ -305,9 +307,19 @@ def _record(metrics: MetricsAccumulator, losses: LossOutputs, last: bool, counts
     for name, share in losses.metrics.items():
         metrics.add(name, share if counts else 0.0, updates)
     for name, value in losses.maxima.items():
-        metrics.add_max(name, value)
-    if first:
-        metrics.add_max("ratio_max_dev_first", losses.maxima["ratio_max_dev"])
+        if first or name != "ratio_max_dev_first":
+            metrics.add_max(name, value)
+
+
+@torch.no_grad()
+def _deviation_of_fresh(inputs: LossInputs, replayed: T | None) -> T:
+    """Largest |ratio - 1| over the tokens that count, without those of samples (B) of earlier steps."""
+    mask = inputs.action_mask
+    if replayed is not None:
+        mask = mask & ~replayed.bool().to(mask.device).unsqueeze(1)
+    ratios = torch.exp(inputs.log_probs.float() - inputs.old_log_probs.float())
+    deviations = torch.where(mask, (ratios - 1).abs(), torch.zeros((), device=mask.device))
+    return deviations.max() if deviations.numel() else deviations.new_zeros(())
 
 
 def per_action(experience, name: str) -> T | None:

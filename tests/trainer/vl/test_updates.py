@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +96,27 @@ def test_a_first_update_scores_the_rollouts_by_its_own_forward(tmp_path, packed)
         filled.append([item.action_log_probs for item in buffer])
     assert all(len(item.action_log_probs) == len(item.action_mask) for item in buffer)
     assert all(torch.equal(left, right) for left, right in zip(*filled)) and filled[0][0].any()
+
+
+def test_the_first_deviation_is_of_the_samples_of_this_step(tmp_path):
+    checkpoint = checkpoint_of(tmp_path, "qwen2")
+    actor = PlainEngine(actor_of(checkpoint))
+    experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)
+    experience.advantages, experience.info = torch.ones(experience.action_mask.shape), {}
+    buffer = NaiveReplayBuffer(2)
+    buffer.append(experience)
+    config, rule = AlgorithmConfig(), ScoringRule()
+    batch = plan_batch(buffer, buffer.plan(0)[0], config, max_tokens=6)
+    PolicyUpdate(actor, config, rule).score(buffer, [batch], RolloutCheck(None, None, 1.0))
+    buffer.items[1].action_log_probs -= 0.5
+    for marked in (1, 0):
+        for place, item in enumerate(buffer.items):
+            item.info = {"replayed": place == marked}
+        metrics = MetricsAccumulator()
+        PolicyUpdate(actor, config, rule).step(buffer, batch, 0.0, metrics, True)
+        found = metrics.reduce()
+        assert found["ratio_max_dev"] == pytest.approx(math.exp(0.5) - 1, rel=1e-4)
+        assert found["ratio_max_dev_first"] == pytest.approx(0.0 if marked else math.exp(0.5) - 1, rel=1e-4)
 
 
 def test_what_the_check_refuses_is_not_stepped_on(tmp_path):
