@@ -49,9 +49,9 @@ class UnifiedWarmUp:
     """
 
     variety: float = 0.25
-    vq_steps: int = 700
-    vq_plain_share: float = 0.25
-    vq_batch_size: int = 32
+    vq_steps: int = 900
+    vq_plain_share: float = 0.35
+    vq_batch_size: int = 24
     vq_rate: float = 2e-3
     images: int = 4096
     steps: int = 600

@@ -31,13 +31,10 @@ OWN = {"questions": "greedy answers", "drawings": "gold of drawings"}  # a run o
 
 @dataclass(frozen=True)
 class Run:
-    """kinds: of each batch or, in turns, of the run. rate: the learning rate; Adam divides a step by the root of the
-    squared gradients, of two kinds where a batch has both, so that each kind's share of it is smaller by about sqrt(2).
-    homogeneous: an optimizer step for each kind, not one for both."""
+    """kinds: of each batch or, in turns, of the run. homogeneous: an optimizer step for each kind, not one for both."""
 
     kinds: tuple[str, ...]
     mixing: str = "even"
-    rate: float = 5e-4
     homogeneous: bool = False
 
     def flags(self, prompts: int, steps: int) -> dict[str, int | float | str]:
@@ -50,14 +47,13 @@ class Run:
             "train_batch_size": size * 8 // (len(self.kinds) if self.homogeneous else 1),
             "homogeneous_batches": self.homogeneous,
             "max_steps": steps * turns,
-            "actor_learning_rate": self.rate,
         }
 
 
 RUNS = {
     "drawings": Run(("drawings",)),
     "questions": Run(("questions",)),
-    "both": Run(("drawings", "questions"), rate=6e-4),
+    "both": Run(("drawings", "questions")),
     "both, a step each": Run(("drawings", "questions"), homogeneous=True),
     "in turns": Run(("drawings", "questions"), "turns"),
 }
