@@ -57,8 +57,7 @@ class AlgorithmConfig(Section):
     papo_mask_ratio: Annotated[float, within("(0, 1]")] = 0.6  # share of image patches that are hidden for it
     papo_entropy_coef: NonNegativeFloat = 0.0  # weight against the entropy of both policies (double entropy loss)
     teacher_coef: NonNegativeFloat = 0.0  # weight of log teacher - log policy in each token's advantage
-    # samples of each kind kept to stand in for those without advantage (VL-Rethinker); 0: off
-    selective_replay: NonNegativeInt = 0
+    selective_replay: NonNegativeInt = 0  # samples of a kind kept to replace those without advantage; 0: off
     selective_replay_alpha: NonNegativeFloat = 1.0  # they are drawn by |advantage| to this power
     overlong_buffer: bool = False
     overlong_buffer_len: PositiveInt = 1024
