@@ -116,10 +116,10 @@ class DiffusionSamplingConfig(Section):
     timesteps: list[float] | None = None  # 1000..0, instead of the scheduler's; num_steps becomes their number
     sigmas: list[float] | None = None  # 1..0, likewise
     noise_level: float | None = None  # default: 0.7, dance_grpo 0.3, ddpo and dpok 1; sde_reflow has none
-    sde_window_size: NonNegativeInt | None = None  # this many stochastic steps, the rest by ODE; default: 0, no
-    # window; mix_grpo 4, temp_flow_grpo 1
-    sde_window_move: Annotated[str | None, one_of(*WINDOW_MOVES)] = None  # default: random, mix_grpo slide,
-    # temp_flow_grpo anywhere
+    # this many stochastic steps, the rest by ODE; default: 0, no window; mix_grpo 4, temp_flow_grpo 1
+    sde_window_size: NonNegativeInt | None = None
+    # default: random, mix_grpo slide, temp_flow_grpo anywhere
+    sde_window_move: Annotated[str | None, one_of(*WINDOW_MOVES)] = None
     sde_window_interval: PositiveInt = 25  # slide, cycle: policy steps between moves
     sde_window_stride: PositiveInt = 1  # slide, cycle: denoising steps of a move
     sde_window_range: list[int] | None = None  # first step and end of the steps it lies in; default: 0 and num_steps/2
@@ -178,8 +178,9 @@ class DiffusionTrainConfig(Section):
     gradient_accumulation_steps: PositiveInt | None = None  # or: micro-batches of a rank that make an update (ROLL)
     micro_train_batch_size: PositiveInt = 8
     steps_per_forward: PositiveInt = 1  # denoising steps of a micro-batch in one forward; memory grows with it
-    rollout_graph_gib: NonNegativeFloat = 1.0  # graphs of the rollout's forwards that are kept for its only update, per
-    # rank, in place of a replay; larger ones are not kept, 0 keeps none
+    # graphs of the rollout's forwards that are kept for its only update, per rank, in place of a replay; larger ones
+    # are not kept, 0 keeps none
+    rollout_graph_gib: NonNegativeFloat = 1.0
     max_epochs: PositiveInt = 1  # rounds of updates over the samples of a step
     num_episodes: PositiveInt = 1
     max_steps: Annotated[int, positive_or(-1, "no limit")] = -1

@@ -109,7 +109,8 @@ def _spelled(hint: Any) -> Any:
 
 
 def field_comments(schema: type) -> dict[str, str]:
-    """The comment beside each field of a dataclass, those of the dataclasses that it extends included."""
+    """The comment of each field of a dataclass, those of the dataclasses that it extends included: what stands beside
+    it, else the lines of comment right above it."""
     inherited = [field_comments(base) for base in schema.__bases__ if is_dataclass(base)]
     source = dedent(inspect.getsource(schema))
     notes = {
@@ -117,11 +118,15 @@ def field_comments(schema: type) -> dict[str, str]:
         for token in tokenize.generate_tokens(StringIO(source).readline)
         if token.type == tokenize.COMMENT and not token.string.startswith("# fmt:")
     }
-    own = {
-        node.target.id: " ".join(notes[line] for line in range(node.lineno, node.end_lineno + 1) if line in notes)
-        for node in ast.parse(source).body[0].body
-        if isinstance(node, ast.AnnAssign)
-    }
+    alone = {number for number, line in enumerate(source.splitlines(), start=1) if line.lstrip().startswith("#")}
+    own = {}
+    for node in ast.parse(source).body[0].body:
+        if isinstance(node, ast.AnnAssign):
+            beside, first = range(node.lineno, node.end_lineno + 1), node.lineno
+            while first - 1 in alone & notes.keys():
+                first -= 1
+            lines = [line for line in beside if line in notes] or range(first, node.lineno)
+            own[node.target.id] = " ".join(notes[line] for line in lines)
     return {name: comment for comments in (*inherited, own) for name, comment in comments.items()}
 
 
