@@ -31,7 +31,7 @@ def test_choices_and_comments_are_shown() -> None:
     assert leaves["algorithm.policy_loss"].help == "ppo | gspo | gmpo | cispo | cpgd | sapo"
     assert leaves["rollout.use_fire"].help == "first token at first_token_temperature (arXiv 2410.21236)"
     assert leaves["train.share_prefix"].help.startswith("compute a prompt once for its samples; default: ")
-    assert leaves["distributed.resources.reward_devices"].help == "of this host"  # the remark above it is of all of them
+    assert leaves["distributed.resources.reward_devices"].help == "of this host"  # not the remark above it
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
