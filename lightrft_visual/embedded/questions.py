@@ -108,16 +108,16 @@ def make_question(kind: str, rng: random.Random) -> tuple[str, list[Scene], str]
         return question.format(*(rng.choice(ANSWERS[kind]) for _ in range(3)), answer), [], answer
     if kind == "two_images":
         other = rng.choice([colour for colour in COLOURS if colour != answer])
-        return question, [_random_scene(rng, colour=colour) for colour in (answer, other)], answer
+        return question, [random_scene(rng, colour=colour) for colour in (answer, other)], answer
     if kind == "size":
-        return question, [_single_scene(rng, large=answer == "large")], answer
+        return question, [single_scene(rng, large=answer == "large")], answer
     if kind == "shape":
-        return question, [_single_scene(rng, large=True, shape=answer)], answer
+        return question, [single_scene(rng, large=True, shape=answer)], answer
     fixed = {"count": int(answer)} if kind == "count" else {"colour": answer}
-    return question, [_random_scene(rng, **fixed)], answer
+    return question, [random_scene(rng, **fixed)], answer
 
 
-def _random_scene(rng: random.Random, count: int | None = None, colour: str | None = None) -> Scene:
+def random_scene(rng: random.Random, count: int | None = None, colour: str | None = None) -> Scene:
     """One to three shapes in different quarters of the image, so that they never touch."""
     count = count or rng.randint(1, 3)
     quarters = rng.sample([(0.25, 0.25), (0.75, 0.25), (0.25, 0.75), (0.75, 0.75)], count)
@@ -125,7 +125,7 @@ def _random_scene(rng: random.Random, count: int | None = None, colour: str | No
     return Scene(centres, 0.16, colour or rng.choice(list(COLOURS)), rng.choice(SHAPES))
 
 
-def _single_scene(rng: random.Random, large: bool, shape: str | None = None) -> Scene:
+def single_scene(rng: random.Random, large: bool, shape: str | None = None) -> Scene:
     """One shape near the middle. Outlines of small ones are beyond a model that is trained for minutes."""
     centre = (0.5 + rng.uniform(-0.05, 0.05), 0.5 + rng.uniform(-0.05, 0.05))
     radius = rng.uniform(0.34, 0.42) if large else rng.uniform(0.12, 0.2)

@@ -1,10 +1,10 @@
 """The embedded model that sees and draws: a tiny Janus, warmed up on the embedded questions and captions, cached.
 
-First its VQ model learns to code drawn shapes. Then the language model learns answers to questions about scenes, as the
-other embedded models do (`warmup.py`), and the codes of drawn shapes at one of four places. As in captions that come
-from the web, a share of the colours, shapes and places is wrong, from the first step to the last: a base that draws
-clean shapes but often not the ones asked for, and answers some of the questions. Both are for RL to improve. A share of
-the drawings has no caption, for classifier-free guidance.
+First its VQ model learns to code drawn shapes. Then the language model learns descriptions of scenes, which teach it to
+see (`descriptions.py`), answers to questions about scenes, as the other embedded models do (`warmup.py`), and the codes
+of drawn shapes at one of four places. As in captions that come from the web, a share of the colours, shapes and places
+is wrong, from the first step to the last: a base that draws clean shapes but often not the ones asked for, and answers
+some of the questions. Both are for RL to improve. A share of the drawings has no caption, for classifier-free guidance.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..batches.sampling import ScoringRule
 from ..batches.vision import VisionTensors
 from ..models.vlm.actor import Actor
 from ..observe.console import RunConsole
-from . import questions
+from . import descriptions, questions
 from .drawn_shapes import COLOURS, PLACES, SHAPES, ShapeCaption, placed_captions, random_images
 from .questions import vocabulary_texts
 from .task import EmbeddedTask, supervised_pairs
@@ -44,8 +44,9 @@ class UnifiedWarmUp:
 
     variety: of the images, see `random_images`. vq_plain_share: of the VQ model's steps without codes. images: drawn
     and coded once. wrong_colour, wrong_shape, wrong_place: shares of their captions in which this word is drawn anew;
-    no_caption: share of those without any. question_share: weight of the questions' loss beside the drawings'; it
-    counts while it is above until_question_loss (nats a token).
+    no_caption: share of those without any. descriptions: scenes on disk that are described; their loss counts in the
+    first described_steps. question_share: weight of the questions' loss beside the drawings'; it counts while it is
+    above until_question_loss (nats a token).
     """
 
     variety: float = 0.25
@@ -61,17 +62,21 @@ class UnifiedWarmUp:
     wrong_shape: float = 0.3
     wrong_place: float = 0.3
     no_caption: float = 0.1
+    descriptions: int = 2048
+    described_steps: int = 150
+    described_batch_size: int = 16
     question_share: float = 1.0
-    until_question_loss: float = 0.8
+    until_question_loss: float = 0.9
     tie_embeddings: bool = False
     seed: int = 0
-    version: int = 4
+    version: int = 5
 
 
 def embedded_janus(settings: UnifiedWarmUp | None = None, root: Path | None = None, report=print) -> Path:
     """The warmed-up checkpoint folder; built within four minutes on two cores when the cache does not hold it."""
     settings, root = settings or UnifiedWarmUp(), root or cache_root()
-    made_of = json.dumps(asdict(settings) | {"questions": questions.VERSION}, sort_keys=True)
+    versions = {"questions": questions.VERSION, "descriptions": descriptions.VERSION}
+    made_of = json.dumps(asdict(settings) | versions, sort_keys=True)
 
     def build(folder: Path) -> None:
         report("building the embedded model that sees and draws by supervised steps, once; takes up to four minutes")
@@ -84,13 +89,13 @@ def embedded_janus(settings: UnifiedWarmUp | None = None, root: Path | None = No
 
 
 def vocabulary() -> list[str]:
-    """Texts that hold every word of questions and captions."""
-    return [*vocabulary_texts(), *(caption.text for caption in placed_captions())]
+    """Texts that hold every word of questions, descriptions and captions."""
+    return [*vocabulary_texts(), *descriptions.vocabulary_texts(), *(caption.text for caption in placed_captions())]
 
 
 def warm_up(folder: Path, task: EmbeddedTask, settings: UnifiedWarmUp) -> tuple[list[float], list[dict[str, float]]]:
     """Train the checkpoint in `folder`, saved back there. Returns the errors of `train_vq`, and each step's losses of
-    drawings and questions, in nats a token."""
+    drawings, descriptions and questions, in nats a token."""
     generator = torch.Generator().manual_seed(settings.seed)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     errors = train_vq(model.model.vqmodel, settings, generator)
@@ -99,6 +104,8 @@ def warm_up(folder: Path, task: EmbeddedTask, settings: UnifiedWarmUp) -> tuple[
     actor.backbone.stands_in = False
     drawings = Drawings(actor, tokenizer, settings, generator)
     encode, pairs = PairEncoder(tokenizer, processor), supervised_pairs(task.demonstrations, seed=settings.seed)
+    scenes = descriptions.build_descriptions(task.folder.parent, settings.descriptions)
+    described = supervised_pairs(scenes.demonstrations, seed=settings.seed)
     trained = [parameter for parameter in actor.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -109,6 +116,10 @@ def warm_up(folder: Path, task: EmbeddedTask, settings: UnifiedWarmUp) -> tuple[
     for step in range(1, settings.steps + 1):
         loss = drawn = _loss(actor, drawings.batch(settings.batch_size))
         losses = {"drawing": drawn.item()}
+        if step <= settings.described_steps:
+            told = _loss(actor, encode.batch([next(described) for _ in range(settings.described_batch_size)]))
+            losses["descriptions"] = told.item()
+            loss = loss + told
         known = sum(recent) / len(recent) < settings.until_question_loss
         if not known or step % 3 == 0:
             with torch.set_grad_enabled(not known):  # where they are known well enough it is only looked at

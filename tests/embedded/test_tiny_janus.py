@@ -21,7 +21,9 @@ from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rewards.functions.shape_match import shape_match
 
 KINDS = {"colour": range(len(COLOURS)), "shape": range(len(SHAPES)), "place": range(len(PLACES))}
-SHORT = UnifiedWarmUp(vq_steps=30, vq_batch_size=8, vq_rate=5e-3, images=32, steps=12, batch_size=4)
+SHORT = UnifiedWarmUp(
+    vq_steps=30, vq_batch_size=8, vq_rate=5e-3, images=32, steps=12, batch_size=4, descriptions=24, described_steps=9
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +37,12 @@ def warmed(tmp_path_factory, cache_root):
 def test_the_warm_up_teaches_both_halves_and_is_saved(warmed):
     before, after, errors, losses = warmed
     assert sum(errors[-5:]) < 0.7 * sum(errors[:5])
-    assert [sorted(each) for each in losses] == [["drawing", "questions"]] * SHORT.steps
-    for kind in ("drawing", "questions"):
-        assert sum(each[kind] for each in losses[-3:]) < sum(each[kind] for each in losses[:3])
+    told = SHORT.described_steps
+    assert [sorted(each) for each in losses[:told]] == [["descriptions", "drawing", "questions"]] * told
+    assert [sorted(each) for each in losses[told:]] == [["drawing", "questions"]] * (SHORT.steps - told)
+    for kind in ("descriptions", "drawing", "questions"):
+        each = [step[kind] for step in losses if kind in step]
+        assert sum(each[-3:]) < sum(each[:3])
     changed = {name for name, value in after.state_dict().items() if not torch.equal(value, before.state_dict()[name])}
     for part in ("vqmodel", "generation_head", "generation_embeddings", "vision_model", "language_model"):
         assert any(f".{part}." in name for name in changed), part
