@@ -1,6 +1,6 @@
 """What one model learns of answering and of drawing: each alone, both at once, in turns; equal samples of each kind.
 
-    python scripts/bench/unified.py OUT [--split test] [--steps 180] [--seeds 42 1 2] [--runs drawings ...] [settings]
+    python scripts/bench/unified.py OUT [--split test] [--steps 240] [--seeds 42 1 2] [--runs drawings ...] [settings]
 
 Trains the embedded Janus by GRPO and evaluates every run on both kinds of held-out prompts. Writes OUT/unified.md: for
 each run the greedy share of right answers, the reward of drawn images and the gold judge's mean of them, before and
@@ -116,10 +116,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--split", choices=("dev", "test"), default="test")
-    parser.add_argument("--steps", type=int, default=180)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--evaluations", type=int, default=3)
+    parser.add_argument("--evaluations", type=int, default=4)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     arguments, further = parser.parse_known_args()
     runs: dict[str, dict[int, list[dict[str, float]]]] = {}
