@@ -6,6 +6,7 @@ how questions are answered. Every look occurs in them, and no image of dev or te
 
 from __future__ import annotations
 
+import os
 import random
 
 from ..strategy.seeding import derive_seed
@@ -18,7 +19,7 @@ COUNTS = ("one", "two", "three")
 SIZES = ("small", "large")
 
 
-def build_descriptions(folder, count: int = 2048, seed: int = 0, size: int = 56) -> EmbeddedTask:
+def build_descriptions(folder: str | os.PathLike, count: int = 2048, seed: int = 0, size: int = 56) -> EmbeddedTask:
     """`count` described scenes below `folder`, as its demonstrations; see `task.build_task`."""
     return build_task(SOURCE, folder, seed, 1, 0, size, count)
 
