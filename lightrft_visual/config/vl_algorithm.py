@@ -42,6 +42,7 @@ class AlgorithmConfig(Section):
     kl_estimator: Annotated[str, registered(registry.kl_estimators)] = "k1"
     use_kl_loss: bool = False  # KL as a loss term instead of in the reward
     entropy_coef: float = 0.0
+    drawing_entropy_coef: float | None = None  # of the tokens of images; default: entropy_coef
     high_entropy_token_ratio: Annotated[float, within("(0, 1]")] = 1.0  # top share of tokens by entropy (2506.01939)
     cpgd_alpha: NonNegativeFloat = 0.0  # weight of the policy-drift term of the cpgd loss
     tis_mode: Annotated[str, registered(registry.tis_modes)] = "off"  # weights for rollout/trainer mismatch
@@ -86,6 +87,12 @@ class AlgorithmConfig(Section):
             or self.teacher_coef > 0
             or self.selective_replay > 0
         )
+
+    @property
+    def entropy_coefs(self) -> tuple[float, float]:
+        """Of answers in text, of images."""
+        drawings = self.drawing_entropy_coef
+        return self.entropy_coef, self.entropy_coef if drawings is None else drawings
 
     @property
     def corrects_rollouts(self) -> bool:

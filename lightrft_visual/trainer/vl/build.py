@@ -48,6 +48,7 @@ from ..fast_exp_maker import FastExperienceMaker, MakerSettings
 from ..loop import LoopSettings
 from ..run_parts import open_recorder, refused_rows_listed, start_strategy, synchronize
 from ..run_state import check_output
+from .checks import check_abilities
 from .evaluation import Evaluation
 from .parts import VLParts, prompt_batch
 
@@ -175,31 +176,13 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     collectives.barrier()
     _resolve_embedded(config)  # other ranks find it in the cache
     checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
-    if config.train.packing_samples:
-        checkpoint.family.require_packing()
-    if config.algorithm.papo_coef > 0 and checkpoint.processor is None:
-        raise ConfigError("papo_coef hides parts of images: this model reads text only")
-    if config.rollout.noisy_rollout_share > 0 and checkpoint.processor is None:
-        raise ConfigError("noisy_rollout_share adds noise to images: this model reads text only")
-    if config.train.homogeneous_batches and not checkpoint.family.draws:
-        raise ConfigError("homogeneous_batches parts answers from drawings: this model writes text only; leave it out")
+    check_abilities(config, checkpoint)
     check_own_views(config.data, checkpoint.family)
     _resolve_sharing(config, checkpoint)
-    _check_heads(config, checkpoint)
     check_engine(config, checkpoint)
     if config.distributed.split:
         check_remote(config)
     return config, checkpoint
-
-
-def _check_heads(config: RunConfig, checkpoint: Checkpoint) -> None:
-    heads, sequence = checkpoint.config.get_text_config().num_attention_heads, config.distributed.sp_size
-    for name, size in (("engine_tp_size", config.rollout.engine_tp_size), ("sp_size", sequence)):
-        if heads % size:
-            raise ConfigError(f"{name} {size} does not divide the model's {heads} attention heads")
-    refused = checkpoint.family.sharing_refused(config.model.attn_implementation)
-    if sequence > 1 and refused:
-        raise ConfigError(f"sp_size {sequence} divides packed rows over ranks: {refused}; leave it at 1")
 
 
 def _fingerprint(named: str, config: RunConfig, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -36,11 +36,12 @@ T = torch.Tensor
 @dataclass
 class KindShare:
     """The samples of one kind of response in a train batch: their tokens (B, A) of each micro-batch, what their loss
-    is divided by, and its weight. A loss of each kind by itself keeps the few tokens of answers from being lost among
-    those of images."""
+    is divided by, its weight, and that of its entropy. A loss of each kind by itself keeps the few tokens of answers
+    from being lost among those of images."""
 
     name: str
     weight: float
+    entropy_coef: float
     token_masks: list[T]
     denominators: LossDenominators
 
@@ -81,13 +82,14 @@ def plan_batch(
             entropies.append(_padded([item.action_entropy for item in items]))
     counted = masks if buffer.counts else [torch.zeros_like(mask) for mask in masks]
     whole = global_denominators(counted, max_tokens)
-    kinds, policy_masks = [KindShare("", 1.0, masks, whole)], None
+    kinds, policy_masks = [KindShare("", 1.0, config.entropy_coef, masks, whole)], None
     if image_tokens is not None:
         answers = [mask & ~images for mask, images in zip(masks, drawn)]
         images = [mask & images for mask, images in zip(masks, drawn)]
+        weights, coefs = (config.answer_loss_weight, config.drawing_loss_weight), config.entropy_coefs
         both = [
-            KindShare("answer", config.answer_loss_weight, answers, global_denominators(answers, max_tokens)),
-            KindShare("drawing", config.drawing_loss_weight, images, global_denominators(images, image_tokens)),
+            KindShare("answer", weights[0], coefs[0], answers, global_denominators(answers, max_tokens)),
+            KindShare("drawing", weights[1], coefs[1], images, global_denominators(images, image_tokens)),
         ]
         alone = [kind for kind in both if kind.denominators.tokens == whole.tokens]  # the other one has no token
         kinds = alone[:1] or both
@@ -213,14 +215,15 @@ class PolicyUpdate:
         parts = []
         for kind in batch.kinds:
             own = replace(inputs, action_mask=kind.token_masks[index].to(inputs.action_mask.device))
-            parts.append(policy_loss(own, self.config, kind.denominators, kl_coef))
+            config = replace(self.config, entropy_coef=kind.entropy_coef)
+            parts.append(policy_loss(own, config, kind.denominators, kl_coef))
         return parts[0] if not batch.kinds[0].name else _joined(batch.kinds, parts)
 
     def _forward(self, inputs: ModelInputs, report_entropy: bool) -> tuple[ActorOutput, ActorOutput | None]:
         """The actor's output, and for PAPO its output with a part of the images hidden, by the same forward."""
         config = self.config
         # Without a pass before, the entropy that is reported is this one's.
-        with_entropy = report_entropy or config.entropy_coef != 0 or config.papo_entropy_coef > 0
+        with_entropy = report_entropy or any(config.entropy_coefs) or config.papo_entropy_coef > 0
         if config.papo_coef == 0:
             return self.actor(inputs, self.rule, with_entropy=with_entropy), None
         both = beside_hidden(inputs, config.papo_mask_ratio, self.seed)

@@ -57,15 +57,6 @@ def test_it_is_an_error_where_it_is_asked_for():
         resolved(PROVEN, wanted=True, attention="flash_attention_2")
 
 
-def test_batches_of_one_kind_are_refused_where_there_is_no_other(monkeypatch):
-    monkeypatch.setattr(build, "_resolve_embedded", lambda config: None)
-    monkeypatch.setattr(build, "open_checkpoint", lambda *_: PROVEN)
-    config = RunConfig()
-    config.train.homogeneous_batches = True
-    with pytest.raises(ConfigError, match="homogeneous_batches parts answers from drawings.*leave it out"):
-        build._open(config)
-
-
 def test_one_sample_shares_with_nobody():
     config = RunConfig()
     config.train.share_prefix, config.rollout.n_samples_per_prompt = True, 1

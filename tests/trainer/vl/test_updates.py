@@ -212,6 +212,25 @@ def test_updates_of_one_kind_say_nothing_of_the_other(tmp_path):
         assert found["apart"][name] == pytest.approx(found["together"][name], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("coefs", "own"), [((0.3, None), (0.3, 0.3)), ((0.3, 0.0), (0.3, 0.0)), ((0.0, 0.2), (0.0, 0.2))]
+)
+def test_each_kind_has_its_own_entropy_bonus(tmp_path, coefs, own):
+    checkpoint = checkpoint_of(tmp_path, "qwen2")
+    experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)
+    experience.advantages, drawn = torch.ones(experience.action_mask.shape), torch.tensor([0.0, 1.0, 0.0])
+    experience.info, metrics = {"drawn": drawn}, MetricsAccumulator()
+    buffer = NaiveReplayBuffer(2)
+    buffer.append(experience)
+    config = AlgorithmConfig(entropy_coef=coefs[0], drawing_entropy_coef=coefs[1])
+    batch = plan_batch(buffer, buffer.plan(0)[0], config, 6, 6)
+    PolicyUpdate(PlainEngine(actor_of(checkpoint)), config, ScoringRule()).step(buffer, batch, 0.0, metrics, True)
+    found = metrics.reduce()
+    for kind, coef in zip(("answer", "drawing"), own):
+        bonus = found[f"policy_loss_{kind}"] - found[f"loss_{kind}"]
+        assert found[f"entropy_{kind}"] > 1 and bonus == pytest.approx(coef * found[f"entropy_{kind}"], abs=1e-5)
+
+
 def test_the_critics_loss_is_a_mean_over_each_kinds_own_tokens(tmp_path):
     checkpoint = checkpoint_of(tmp_path, "qwen2")
     experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)

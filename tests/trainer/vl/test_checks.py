@@ -1,0 +1,38 @@
+"""Settings that a model cannot follow are refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import JanusConfig, Qwen2Config
+
+from lightrft_visual.config.load import load_config
+from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.vlm.families import family_of
+from lightrft_visual.trainer.vl.checks import check_abilities
+
+
+def check(config, flags: str) -> None:
+    checkpoint = SimpleNamespace(family=family_of(config), config=config, processor=None)
+    check_abilities(load_config(RunConfig, flags.split(), preset=None), checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "message"),
+    [
+        (Qwen2Config(), "--homogeneous_batches", "homogeneous_batches parts answers from drawings.*leave it out"),
+        (Qwen2Config(), "--drawing_entropy_coef 0.0", "drawing_entropy_coef.*writes text only; leave it out"),
+        (Qwen2Config(), "--papo_coef 0.01", "papo_coef hides parts of images: this model reads text only"),
+        (Qwen2Config(), "--noisy_rollout_share 0.5", "noisy_rollout_share.*this model reads text only"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused(config, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        check(config, flags)
+
+
+def test_what_it_can_do_is_not():
+    check(Qwen2Config(), "")
+    check(JanusConfig(), "--homogeneous_batches --drawing_entropy_coef 0.0 --entropy_coef 0.05")
