@@ -4,7 +4,8 @@ First its VQ model learns to code drawn shapes. Then the language model learns d
 see (`descriptions.py`), answers to questions about scenes, as the other embedded models do (`warmup.py`), and the codes
 of drawn shapes at one of four places. As in captions that come from the web, a share of the colours, shapes and places
 is wrong, from the first step to the last: a base that draws clean shapes but often not the ones asked for, and answers
-some of the questions. Both are for RL to improve. A share of the drawings has no caption, for classifier-free guidance.
+some of the questions. A share of the answers is wrong too, without which some bases never say a word of a kind: RL then
+has nothing to reward there. Both are for RL to improve. A share of the drawings has no caption, for classifier-free guidance.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import json
 import math
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,7 +32,7 @@ from ..observe.console import RunConsole
 from . import descriptions, questions
 from .drawn_shapes import COLOURS, PLACES, SHAPES, ShapeCaption, placed_captions, random_images
 from .questions import vocabulary_texts
-from .task import EmbeddedTask, supervised_pairs
+from .task import EmbeddedTask, SupervisedPair, supervised_pairs
 from .tiny_vlm import JANUS_DRAWN, build_tiny_checkpoint
 from .warmup import PairEncoder, built_once, cache_root, embedded_task
 
@@ -45,7 +47,8 @@ class UnifiedWarmUp:
     variety: of the images, see `random_images`. vq_plain_share: of the VQ model's steps without codes. images: drawn
     and coded once. wrong_colour, wrong_shape, wrong_place: shares of their captions in which this word is drawn anew;
     no_caption: share of those without any. descriptions: scenes on disk that are described; their loss counts in the
-    first described_steps. question_share: weight of the questions' loss beside the drawings'; it counts while it is
+    first described_steps. wrong_answer: share of the questions whose answer is that of another one of their label, so
+    that every word is tried. question_share: weight of the questions' loss beside the drawings'; it counts while it is
     above until_question_loss (nats a token).
     """
 
@@ -65,11 +68,12 @@ class UnifiedWarmUp:
     descriptions: int = 2048
     described_steps: int = 150
     described_batch_size: int = 16
+    wrong_answer: float = 0.3
     question_share: float = 1.0
     until_question_loss: float = 0.9
     tie_embeddings: bool = False
     seed: int = 0
-    version: int = 5
+    version: int = 6
 
 
 def embedded_janus(settings: UnifiedWarmUp | None = None, root: Path | None = None, report=print) -> Path:
@@ -103,7 +107,8 @@ def warm_up(folder: Path, task: EmbeddedTask, settings: UnifiedWarmUp) -> tuple[
     actor = Actor(model, [], [])
     actor.backbone.stands_in = False
     drawings = Drawings(actor, tokenizer, settings, generator)
-    encode, pairs = PairEncoder(tokenizer, processor), supervised_pairs(task.demonstrations, seed=settings.seed)
+    encode, answered = PairEncoder(tokenizer, processor), supervised_pairs(task.demonstrations, seed=settings.seed)
+    pairs = partly_wrong(answered, settings.wrong_answer, generator)
     scenes = descriptions.build_descriptions(task.folder.parent, settings.descriptions)
     described = supervised_pairs(scenes.demonstrations, seed=settings.seed)
     trained = [parameter for parameter in actor.parameters() if parameter.requires_grad]
@@ -137,6 +142,18 @@ def warm_up(folder: Path, task: EmbeddedTask, settings: UnifiedWarmUp) -> tuple[
     console.close()
     model.save_pretrained(folder)
     return errors, history
+
+
+def partly_wrong(pairs: Iterator[SupervisedPair], share: float, generator: torch.Generator) -> Iterator[SupervisedPair]:
+    """The pairs, `share` of them with the answer of an earlier one of their label in place of their own."""
+    earlier: dict[str, list[str]] = defaultdict(list)
+    for pair in pairs:
+        answers = earlier[pair.kind]
+        if answers and torch.rand((), generator=generator) < share:
+            yield replace(pair, answer=answers[int(torch.randint(len(answers), (), generator=generator))])
+        else:
+            yield pair
+        answers.append(pair.answer)
 
 
 def _loss(actor: Actor, inputs: ModelInputs) -> T:

@@ -12,7 +12,17 @@ import torch.nn.functional as F
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from lightrft_visual.embedded.drawn_shapes import COLOURS, PLACES, SHAPES, ShapeCaption, held_out, parse_caption
-from lightrft_visual.embedded.tiny_janus import Drawings, UnifiedWarmUp, _images, codes_of, drawn, vocabulary, warm_up
+from lightrft_visual.embedded.task import SupervisedPair
+from lightrft_visual.embedded.tiny_janus import (
+    Drawings,
+    UnifiedWarmUp,
+    _images,
+    codes_of,
+    drawn,
+    partly_wrong,
+    vocabulary,
+    warm_up,
+)
 from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
 from lightrft_visual.embedded.unified import unified_task
 from lightrft_visual.embedded.warmup import embedded_task
@@ -81,6 +91,20 @@ def test_only_the_named_shares_of_words_are_wrong(warmed):
     named = [next(other for other in others if other in text) for others, (_, text) in zip(one_of, replaced)]
     right = sum(name == shown.text for name, (shown, _) in zip(named, replaced))
     assert 0 < right < 0.3 * len(replaced)  # one of six by chance
+
+
+def test_the_named_share_of_answers_is_that_of_another_question_of_the_kind():
+    words = {"colour": ["red", "green", "blue", "yellow"], "count": ["1", "2", "3"]}
+    rows = [(kind, words[kind][number % len(words[kind])]) for number in range(4000) for kind in words]
+    pairs = [SupervisedPair(str(number), (), word, kind) for number, (kind, word) in enumerate(rows)]
+    given = list(partly_wrong(iter(pairs), 0.4, torch.Generator().manual_seed(0)))
+    assert [(each.prompt, each.kind) for each in given] == [(each.prompt, each.kind) for each in pairs]
+    for kind, answers in words.items():
+        mine = [(own.answer, each.answer) for own, each in zip(pairs, given) if own.kind == kind]
+        assert {said for _, said in mine} == set(answers)
+        wrong = sum(right != said for right, said in mine) / len(mine)
+        assert wrong == pytest.approx(0.4 * (1 - 1 / len(answers)), abs=0.03)
+    assert list(partly_wrong(iter(pairs), 0.0, torch.Generator())) == pairs
 
 
 def test_held_out_captions_are_drawn_in_evaluations_only(cache_root):
