@@ -5,7 +5,8 @@ see (`descriptions.py`), answers to questions about scenes, as the other embedde
 of drawn shapes at one of four places. As in captions that come from the web, a share of the colours, shapes and places
 is wrong, from the first step to the last: a base that draws clean shapes but often not the ones asked for, and answers
 some of the questions. A share of the answers is wrong too, without which some bases never say a word of a kind: RL then
-has nothing to reward there. Both are for RL to improve. A share of the drawings has no caption, for classifier-free guidance.
+has nothing to reward there. Both are for RL to improve. A share of the drawings has no caption, for classifier-free
+guidance.
 """
 
 from __future__ import annotations
