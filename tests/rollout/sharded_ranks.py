@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from engine_rig import Rig
+from launched import leave
 from tiny_models import actor_of, mixed_prompts
 
 from lightrft_visual.batches.model_inputs import ModelInputs
@@ -56,3 +57,4 @@ def train_step(rig: Rig, train, batch) -> float:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from engine_rig import Rig
+from launched import leave
 from tiny_models import actor_of, mixed_prompts
 
 from lightrft_visual.batches.sampling import SamplingSettings
@@ -46,3 +47,4 @@ def main(folder: str, out: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave()

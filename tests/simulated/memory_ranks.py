@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from launched import leave
 from simulated.accelerator import install
 
 from lightrft_visual.config.vl import DistributedConfig, ModelConfig
@@ -89,3 +90,4 @@ def main(folder: str, out: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave()

@@ -13,6 +13,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.zero import partition_parameters
 from diffusers import DiffusionPipeline
+from launched import leave
 from torch import nn
 
 from lightrft_visual.config.vl import DistributedConfig, ModelConfig
@@ -130,3 +131,4 @@ def compared_pipelines(folder: str, strategy: DeepspeedStrategy) -> dict:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave()

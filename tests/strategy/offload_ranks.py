@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from launched import leave
 
 from lightrft_visual.config.vl import DistributedConfig
 from lightrft_visual.strategy import collectives
@@ -69,3 +70,4 @@ def main(out: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave()

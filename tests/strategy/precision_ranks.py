@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from launched import leave
 from torch import nn
 
 from lightrft_visual.config.shared import DistributedConfig
@@ -127,3 +128,4 @@ def main(out: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    leave()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from launched import leave
 from tiny_models import features_of, inputs_of, mixed_prompts
 
 from lightrft_visual.batches.rollouts import Rollout
@@ -46,3 +47,4 @@ def main(folder: str, out: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave()

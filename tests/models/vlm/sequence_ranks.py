@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from deepspeed.utils import safe_get_full_grad
 from equality import PLAIN, adapters, loss_and_gradients, weighed
+from launched import leave
 from tiny_models import actor_of, features_of, inputs_of, load, perturb, prompts_for
 
 from lightrft_visual.batches.rollouts import Rollout, collate
@@ -162,3 +163,4 @@ def main(folders: str, full: str, out: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave()

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from launched import leave
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -56,3 +57,4 @@ def main(classifier: str, judge: str, out: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave()
