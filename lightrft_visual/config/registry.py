@@ -230,7 +230,7 @@ for _entry in (
         model_types=("janus",), processors=("JanusProcessor",),
     ),
     VLMFamily(
-        "emu3", f"{_families}.emu3:Emu3", "Emu3: answers in text or images, prompts of text; engine hf",
+        "emu3", f"{_families}.emu3:Emu3", "Emu3: answers in text or images; engine hf, or vllm for text",
         model_types=("emu3",), processors=("Emu3Processor",),
     ),
     VLMFamily(

@@ -40,7 +40,11 @@ class MediaConventions:
 
     @classmethod
     def check_prompt(cls, prompt: str, images: int, videos: int, model_input: ModelInput, where: str) -> None:
-        """Raise DataError, starting with `where`, unless the rendered prompt holds one placeholder a medium."""
+        """Raise DataError, starting with `where`, unless the rendered prompt holds one placeholder a medium, and none
+        where it asks for an image: models that draw do it from text alone."""
+        if images and cls.asks_for_image(prompt, model_input):
+            text = f"{where}: the prompt asks for an image and brings {images}; this model draws from text"
+            raise DataError(text, "drawing")
         tokens = cls.placeholders(model_input)
         for kind, wanted in (("image", images), ("video", videos)):
             if kind not in tokens:
@@ -53,6 +57,11 @@ class MediaConventions:
                     f"{where}: the rendered prompt holds {found} {kind} placeholder(s) {tokens[kind]}, "
                     f"but {wanted} {kind}(s) came with it"
                 )
+
+    @classmethod
+    def prompt_prefix(cls, model_input: ModelInput) -> str:
+        """What the processor writes before every prompt and an engine of its own does not."""
+        return ""
 
     @classmethod
     def asks_for_image(cls, prompt: str, model_input: ModelInput) -> bool:

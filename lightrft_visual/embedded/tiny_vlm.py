@@ -77,6 +77,7 @@ _EMU3_TOKENS = {
     "image_wrapper_token": "<|image token|>",
     "eol_token": "<|extra_200|>",
     "eof_token": "<|extra_201|>",
+    "bos_token": "<|extra_203|>",
 }
 EMU3_AREA, EMU3_CODES = 32 * 32, 64  # pixels of what it draws, eight by eight a token; codes
 _EMU3_VISUAL = tuple(f"<|visual token {code:06d}|>" for code in range(EMU3_CODES))

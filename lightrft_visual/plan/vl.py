@@ -20,7 +20,7 @@ from .process import Host, fragments, program
 from .reward_models import RewardModel, kept_here, reward_items, reward_models
 from .shapes import language_model
 from .table import HOST, Item, Phase, Plan
-from .vl_shape import MicroBatch, VLShape, patch_side
+from .vl_shape import MicroBatch, VLShape
 from .zero import BUCKETS, FP32, Model, Zero
 
 FP8 = 1  # byte
@@ -150,7 +150,7 @@ class VLPlanner:
 
     def _media_bytes(self) -> float:
         _, patches, size = self.shape.media_bytes()
-        pixels = patches * (patch_side(self.shape.model_config.vision_config) ** 2 if patches else 0) * 3
+        pixels = patches * self.shape.patch_side**2 * 3
         return self.prompts * (size + pixels)
 
     # -- the engine ----------------------------------------------------------------------------------------------

@@ -46,6 +46,6 @@ def run_ranks(script: str, *arguments: str, timeout: float = 260, ranks: int = 2
 
 
 def leave() -> None:
-    """Ends a rank's script in order: with a process group the interpreter's end aborts at times ("terminate called")."""
+    """Ends a rank's script in order: with a process group the end of the interpreter aborts at times."""
     if dist.is_initialized():
         dist.destroy_process_group()

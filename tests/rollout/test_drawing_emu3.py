@@ -1,4 +1,4 @@
-"""Emu3 draws with ids of its text vocabulary, and ends each row with a token that is given."""
+"""Emu3 draws with ids of its text vocabulary, ends each row with a token that is given, and reads images by codes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_rig import Rig
-from tiny_models import actor_of, checkpoint_of, inputs_of, picture, turn
+from tiny_models import actor_of, checkpoint_of, inputs_of, picture, prompts_for, turn
 from transformers import AutoModelForImageTextToText
 
 from lightrft_visual.batches.model_inputs import ModelInputs
 from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.batches.rollouts import collate
 from lightrft_visual.batches.sampling import SamplingSettings
+from lightrft_visual.batches.vision import VisionTensors
 from lightrft_visual.checkpoint.export import export_hf
 from lightrft_visual.config.vl import ModelConfig
 from lightrft_visual.errors import ConfigError, DataError
@@ -118,14 +119,81 @@ def test_adapters_leave_the_vq_model(rig):
     assert adapted and not any("vqmodel" in name for name in adapted)
 
 
+def seen(rig: Rig) -> PromptBatch:
+    """Text alone, images of several sizes, and a prompt to draw."""
+    batch = prompts_for(rig.checkpoint)
+    return PromptBatch.of([*batch.prompts, prompts(rig).prompts[0]], [*batch.images, []])
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_is_read_is_scored_as_sampled(rig, training):
+    rig.actor.train(training)  # batch norms of the VQ model would read an image otherwise in training
+    averages = {name: value.clone() for name, value in rig.actor.model.model.vqmodel.named_buffers()}
+    rollouts = rig.stage.generate(seen(rig), GUIDED)
+    sampled = collate(rollouts, rig.checkpoint.tokenizer.pad_token_id, True)
+    for packed in (False, True):
+        for shared in (False, True):
+            rig.actor.backbone.share_prefix = shared
+            scored = rig.score(inputs_of(rig.checkpoint, rollouts, packed), GUIDED.scoring)
+            assert (scored - sampled.rollout_log_probs).abs().max() <= 1e-5, (packed, shared)
+    rig.actor.backbone.share_prefix = False
+    rig.actor.eval()
+    now = dict(rig.actor.model.model.vqmodel.named_buffers())
+    assert averages and all(torch.equal(value, now[name]) for name, value in averages.items())
+
+
+def test_images_become_the_codes_of_transformers(rig):
+    stock = AutoModelForImageTextToText.from_pretrained(rig.checkpoint.path)
+    batch = PromptBatch.of(
+        [turn(f"<image>{text}") for text in ("what?", "where?")], [[picture(1, 90, 70)], [picture(2)]]
+    )
+    for rollout in rig.stage.generate(batch, PLAIN)[::2]:
+        inputs = rig.checkpoint.processor(text=rollout.prompt.text, images=rollout.prompt.images, return_tensors="pt")
+        assert inputs["input_ids"][0].tolist() == rollout.prompt.token_ids
+        ours = rig.actor.backbone.hidden_states(inputs_of(rig.checkpoint, [rollout]))[: len(rollout.prompt.token_ids)]
+        theirs = stock.model(**inputs).last_hidden_state[0]
+        assert (ours - theirs).abs().max() <= 1e-4
+        rows, columns = rollout.prompt.vision.get("image_grid_thw")[0, 1:].tolist()
+        counted = rig.checkpoint.family.image_token_counts(rig.checkpoint.processor, [rollout.prompt.images[0].size])
+        assert (
+            counted == [rows * (columns + 1)] == [rollout.prompt.token_ids.count(rig.checkpoint.family.image_token_id)]
+        )
+
+
+def test_an_image_has_the_same_codes_whatever_stands_beside_it(rig):
+    images = picture(1, 90, 70), picture(2, 60, 120)
+    batch = PromptBatch.of([turn("<image>what?"), turn("<image><image>what?")], [[images[0]], [*images]])
+    alone, both = (inputs_of(rig.checkpoint, [rollout]) for rollout in rig.stage.generate(batch, PLAIN)[::2])
+    family = rig.actor.backbone.family
+    codes = [family.arguments(each, family.token_types(each.sequences))["input_ids"] for each in (alone, both)]
+    own, other = (ids[family.token_types(each.sequences) == 1] for ids, each in zip(codes, (alone, both)))
+    assert torch.equal(own, other[: len(own)]) and len(other) > len(own)
+
+
+def test_codes_that_are_missing_are_named(rig):
+    rollouts = rig.stage.generate(PromptBatch.of([turn("<image>what?")], [[picture(0)]]), PLAIN)[:1]
+    inputs = inputs_of(rig.checkpoint, rollouts)
+    (sample,) = inputs.vision.samples
+    fewer = {"pixel_values": sample["pixel_values"][:-7], "image_grid_thw": torch.tensor([[1, 6, 7]])}
+    inputs.vision = VisionTensors([fewer])
+    with pytest.raises(DataError, match=r"sample \d+ has 56 image tokens, its images have 48 codes"):
+        rig.score(inputs, PLAIN.scoring)
+
+
 def test_what_it_cannot_do_is_refused(rig):
-    with pytest.raises(DataError, match="the model takes no images"):
-        rig.stage.generate(PromptBatch.of([turn("what is this?")], [[picture(0)]]), PLAIN)
+    edit = PromptBatch.of([turn("<image>bluer") + "<|image start|>4*4<|image token|>"], [[picture(0)]])
+    with pytest.raises(DataError, match="prompt 0: the prompt asks for an image and brings 1"):
+        rig.stage.generate(edit, PLAIN)
+    with pytest.raises(ConfigError, match="Emu3's processor reads them from preprocessor_config.json alone"):
+        Emu3.processor_arguments(None, 100)
     with pytest.raises(DataError, match="prompt 0: the prompt asks for an image by '6\\*6.*this model draws squares"):
         rig.stage.generate(PromptBatch.of([turn("a circle") + "<|image start|>6*6<|image token|>"]), PLAIN)
     config = type(rig.checkpoint.config)(**rig.checkpoint.config.to_dict())
     config.image_area *= 4
     with pytest.raises(ConfigError, match="image_area is 4096 in this Emu3 checkpoint's config.json and 1024 in its"):
+        Emu3(config).check_processor(rig.checkpoint.processor)
+    config.vq_config.channel_multiplier = [1, 1, 1]
+    with pytest.raises(ConfigError, match="VQ model is 4 pixels wide, its processor counts 8 and resizes images to"):
         Emu3(config).check_processor(rig.checkpoint.processor)
     config.vocabulary_map = {name: number for name, number in config.vocabulary_map.items() if "000063" not in name}
     with pytest.raises(ConfigError, match="visual tokens of this Emu3 checkpoint are not 64 ids in order"):

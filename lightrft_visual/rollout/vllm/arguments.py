@@ -34,7 +34,17 @@ MOST_SEQUENCES, FEWEST_BATCHED_TOKENS = 256, 8192
 HOST_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of keys and values on a host without accelerator
 MOST_HOST_CACHE = 2**30  # bytes
 LARGEST_BLOCK = 256  # tokens; a sequence takes whole blocks of the cache
-_CHECKED: dict[str, bool] = {}
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What vLLM makes of arguments: whether its second model runner, whether transformers' code of the model."""
+
+    second_runner: bool
+    transformers: bool
+
+
+_CHECKED: dict[str, _Checked] = {}
 
 
 @dataclass
@@ -44,7 +54,7 @@ class VLLMSettings:
     max_num_batched_tokens: tokens of one forward at most, default 8192 or one whole sequence; extra: other engine
     arguments by vLLM's names; own_ranks: tensor-parallel ranks are processes that vLLM starts on the devices that it
     sees, not ranks of the run; host_cache: bytes of keys and values on a host without accelerator, all of them written
-    at the start.
+    at the start; prompt_prefix: text that the trainer's processor writes before every prompt and vLLM does not.
     """
 
     model: str
@@ -66,6 +76,7 @@ class VLLMSettings:
     vision: bool = True
     own_ranks: bool = False
     host_cache: int = MOST_HOST_CACHE
+    prompt_prefix: str = ""
     processor_kwargs: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -96,6 +107,7 @@ class VLLMSettings:
             vision=checkpoint.vision,
             own_ranks=config.distributed.split,
             host_cache=host_cache(checkpoint.config.get_text_config(), width, sequences, length),
+            prompt_prefix=checkpoint.family.prompt_prefix(checkpoint.processor or checkpoint.tokenizer),
             processor_kwargs=checkpoint.family.processor_arguments(data.min_pixels, data.max_pixels),
             extra=dict(rollout.engine_kwargs),
         )
@@ -217,12 +229,22 @@ def _check_extra(extra: dict[str, Any], known: set[str], own: set[str]) -> None:
 
 
 def runs_on_second_runner(arguments: dict[str, Any]) -> bool:
-    """Whether vLLM will use its second model runner. Runs all of vLLM's own checks: ConfigError with what they say.
+    """Whether vLLM will use its second model runner. Raises ConfigError as `_checked` does.
 
     The arguments come without our sampling rules, whose kind depends on the answer. A vLLM whose second runner knows no
-    rules (0.26) takes the first one once it is given some. The checks take a second; of the same arguments they are run
-    once.
+    rules (0.26) takes the first one once it is given some.
     """
+    return _checked(arguments).second_runner
+
+
+def runs_transformers(arguments: dict[str, Any]) -> bool:
+    """Whether vLLM will run the model by transformers' code, as it has none of its own. Raises ConfigError alike."""
+    return _checked(arguments).transformers
+
+
+def _checked(arguments: dict[str, Any]) -> _Checked:
+    """Runs all of vLLM's own checks: ConfigError with what they say. They take a second; of the same arguments they are
+    run once."""
     from vllm import envs
     from vllm.platforms import current_platform
 
@@ -233,14 +255,15 @@ def runs_on_second_runner(arguments: dict[str, Any]) -> bool:
     return _CHECKED[key]
 
 
-def _check_by_vllm(arguments: dict[str, Any]) -> bool:
+def _check_by_vllm(arguments: dict[str, Any]) -> _Checked:
     from vllm import EngineArgs
 
     try:
         config = EngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError, NotImplementedError) as error:  # pydantic's ValidationError is a ValueError
         raise ConfigError(f"vLLM refuses this engine: {error}") from error
-    return config.use_v2_model_runner and find_spec(SECOND_RUNNERS_RULES) is not None
+    second = config.use_v2_model_runner and find_spec(SECOND_RUNNERS_RULES) is not None
+    return _Checked(second, config.model_config.using_transformers_backend())
 
 
 def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:

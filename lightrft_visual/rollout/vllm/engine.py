@@ -4,11 +4,12 @@ TRL's colocated mode. Tested with vLLM 0.26 to 0.32."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...batches.rollouts import PromptFeatures
 from ...batches.sampling import Completion, SamplingSettings
@@ -24,12 +25,14 @@ from .arguments import (
     engine_arguments,
     prepare_environment,
     runs_on_second_runner,
+    runs_transformers,
     without_unused,
 )
 from .first_token import FIRST_TOKEN_SCALE
 from .own_ranks import RanksWeights
 from .rules import sampling_rules
 from .tensor_parallel import PromptSharing
+from .transformers_backend import decoder_class_of_its_own
 
 
 class VLLMEngine:
@@ -75,8 +78,11 @@ class VLLMEngine:
             use_private_name()
         arguments = engine_arguments(s, on_cpu)
         rules = sampling_rules(s.banned_ids, runs_on_second_runner(arguments))
+        # Ranks that vLLM starts are processes without a trainer.
+        beside = runs_transformers(arguments) and not s.own_ranks
+        apart = decoder_class_of_its_own(s.model, s.trust_remote_code) if beside else nullcontext()
         try:
-            with without_unused(s.extra):
+            with without_unused(s.extra), apart:
                 return LLM(**arguments, logits_processors=[rules])
         except Exception as error:
             raise RolloutError(f"vLLM could not load {s.model}: {type(error).__name__}: {error}") from error
@@ -120,9 +126,10 @@ class VLLMEngine:
             raise RolloutError(f"vLLM failed while generating: {self.failure}") from error
 
     def _entry(self, prompt: PromptFeatures) -> dict[str, Any]:
-        entry: dict[str, Any] = {"prompt": prompt.text}
+        text = self.settings.prompt_prefix + prompt.text
+        entry: dict[str, Any] = {"prompt": text}
         if prompt.continued:
-            entry = {"prompt_token_ids": self.tokenizer(prompt.text).input_ids + prompt.continued}
+            entry = {"prompt_token_ids": self.tokenizer(text).input_ids + prompt.continued}
         media = {name: items for name, items in (("image", prompt.images), ("video", prompt.videos)) if items}
         if media:
             entry["multi_modal_data"] = media
@@ -174,10 +181,12 @@ class VLLMEngine:
         An engine that sleeps is woken.
         """
         self.wake()
+        self.llm.apply_model(_hold_statistics)
         if self.ranks is not None:
             self.ranks.update(named_tensors)
         else:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+        self.llm.apply_model(_put_statistics_back)
         self.llm.apply_model(_refresh_tied_head)
         if self.lacks_weights:
             self.llm.wake_up(tags=["kv_cache"])
@@ -239,6 +248,22 @@ def _stream(prompt: PromptFeatures) -> int:
 def worker_engine(config: RunConfig, checkpoint: Checkpoint) -> VLLMEngine:
     """The engine of a process that does nothing else."""
     return VLLMEngine(VLLMSettings.from_config(config, checkpoint))
+
+
+_HELD = "_held_statistics"
+
+
+def _hold_statistics(model: torch.nn.Module) -> None:
+    """Set aside what the model keeps beside its weights: the running means of Emu3's VQ model. No run changes them, and
+    a reload leaves them with whatever is in memory."""
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    model.__dict__[_HELD] = [(layer, {name: each.clone() for name, each in layer.named_buffers()}) for layer in layers]
+
+
+def _put_statistics_back(model: torch.nn.Module) -> None:
+    for layer, held in model.__dict__.pop(_HELD):
+        for name, value in held.items():
+            layer.get_buffer(name).copy_(value)
 
 
 def _refresh_tied_head(model: torch.nn.Module) -> None:

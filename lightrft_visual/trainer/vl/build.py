@@ -30,7 +30,7 @@ from ...observe.console import RunConsole
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.distortion import Distortion
-from ...rollout.engine import RolloutEngine, build_engine, check_engine
+from ...rollout.engine import RolloutEngine, build_engine, check_engine, engine_in_words
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate
 from ...rollout.remote.engine import RemoteEngine, check_remote
@@ -82,8 +82,7 @@ def build_parts(config: RunConfig) -> VLParts:
     say("loading the models")
     (actor, critic, reference), following = _models(config, strategy, checkpoint, total_steps)
     models = actor, critic, reference, _teacher(config, strategy, checkpoint)
-    why = "" if checkpoint.family.served else f": vLLM has no model of type {checkpoint.config.model_type}"
-    say(f"starting the engine ({config.rollout.engine_type}{why})")
+    say(f"starting the engine ({engine_in_words(config, checkpoint)})")
     engine, distortion = _engine(config, checkpoint, actor), _distortion(config, total_steps)
     maker = _maker(config, strategy, checkpoint, models, engine, rewards, timer, distortion)
     return VLParts(

@@ -27,6 +27,7 @@ from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.embedded.tiny_vlm import build_processor
 from lightrft_visual.errors import ConfigError, RolloutError
+from lightrft_visual.rollout.engine import EngineByKind
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
 
@@ -39,7 +40,7 @@ FEW = (50, 60)  # the only tokens of the `few` rig, beside the end token
 def settings_for(checkpoint, banned):
     return VLLMSettings(
         model=checkpoint.path, max_model_len=1024, max_videos=2, max_num_seqs=64, banned_ids=banned,
-        vision=checkpoint.vision,
+        vision=checkpoint.vision, prompt_prefix=checkpoint.family.prompt_prefix(checkpoint.processor),
     )  # fmt: skip
 
 
@@ -58,7 +59,11 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("checkpoints")
 
 
-@pytest.fixture(scope="module", params=[DEFAULT, *(kind for kind in ALL_KINDS if kind != DEFAULT)])
+BY_TRANSFORMERS = "emu3"  # vLLM runs it by transformers' code
+KINDS = [DEFAULT, *(kind for kind in ALL_KINDS if kind != DEFAULT), BY_TRANSFORMERS]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def any_rig(request, root):
     yield from loaded(root, request.param)
 
@@ -72,6 +77,7 @@ def rig(any_rig):
 
 
 only_default = pytest.mark.parametrize("any_rig", [DEFAULT], indirect=True)
+only_by_transformers = pytest.mark.parametrize("any_rig", [BY_TRANSFORMERS], indirect=True)
 
 
 # --- parity --------------------------------------------------------------------------------------------------------
@@ -107,6 +113,31 @@ def test_adapters_are_merged_into_the_sync(rig, root):
     rig.engine.update_weights(rig.weights(actor))
     assert rig.difference(mixed_prompts(), PLAIN, actor) <= 1e-5
     assert rig.difference(mixed_prompts(), PLAIN) > 1e-2
+
+
+@only_by_transformers
+def test_a_model_that_draws_writes_by_vllm_and_draws_by_transformers(any_rig):
+    checkpoint, actor = any_rig.checkpoint, any_rig.actor
+    drawer = TransformersEngine(actor, checkpoint.tokenizer)
+    rig = Rig(checkpoint, actor, EngineByKind(any_rig.engine, drawer))
+    drawn = checkpoint.family.begin_drawing(turn("a circle"), checkpoint.processor, "")
+    prompts = [drawn, turn("<image>what colour is it?"), turn("where?"), drawn]
+    batch = PromptBatch.of(prompts, [[], [picture(1, 90, 70)], [], []])
+    for _ in range(2):
+        rollouts = rig.stage.generate(batch, SamplingSettings(n=2, max_new_tokens=5, guidance_scale=2.0))
+        assert [rollout.image is not None for rollout in rollouts] == [True] * 2 + [False] * 4 + [True] * 2
+        assert [rollout.prompt.text for rollout in rollouts] == [text for text in prompts for _ in range(2)]
+        assert rig.difference(batch, SamplingSettings(n=2, max_new_tokens=5, guidance_scale=2.0)) <= 1e-5
+        rig.move()
+        rig.sync()
+
+
+@only_by_transformers
+def test_vllm_leaves_the_class_of_the_trainers_model_alone(any_rig):
+    text = type(any_rig.actor.model.model.text_model)
+    served = any_rig.engine.llm.apply_model(lambda model: type(model.model.text_model))[0]
+    assert served is not text and issubclass(served, text)
+    assert not hasattr(text, "do_not_compile") and text(any_rig.checkpoint.config.get_text_config()) is not None
 
 
 # --- the gate ------------------------------------------------------------------------------------------------------

@@ -40,7 +40,9 @@ class VLMFamily(MediaConventions):
     vision tower; projectors: of what brings its output to the language model, perhaps inside the tower.
     vision_tokens: texts of tokens that are never sampled. tensors: what the forward reads of the processor's
     output. together: those tensors' grids say whose rows they are, so that many prompts go into one call of the
-    processor. media: the kinds that each run the tower by themselves, with their tensor.
+    processor. media: the kinds that each run the tower by themselves, with their tensor. coder: of families that turn
+    images into ids instead, the module that does it, one image at a time; code_side: pixels of a code;
+    largest_image: pixels of an image by the processor's own default.
     """
 
     vision: ClassVar[bool] = True
@@ -56,6 +58,9 @@ class VLMFamily(MediaConventions):
     tensors: ClassVar[tuple[str, ...]] = ("pixel_values",)
     together: ClassVar[bool] = False
     media: ClassVar[dict[str, str]] = {"image": "pixel_values"}
+    coder: ClassVar[str | None] = None
+    code_side: ClassVar[int] = 0
+    largest_image: ClassVar[int] = 0
 
     def __init__(self, config: PretrainedConfig):
         self.config = config

@@ -1,44 +1,58 @@
-"""Emu3: one vocabulary for words and codes of a VQ model, and answers that are text or images.
+"""Emu3: one vocabulary for words and codes of a VQ model, in prompts as in answers.
 
-A prompt that ends with `<|image start|>H*W<|image token|>` is answered by an image of H rows of W codes, each row with
-a token of its own at its end, which is given and not sampled (arXiv 2409.18869). Images in prompts are not taken: what
-reads images is another checkpoint, whose prompts hold codes in place of features.
+An image is H rows of W codes, each row with a token of its own at its end (arXiv 2409.18869). A prompt that ends with
+`<|image start|>H*W<|image token|>` is answered by one; the ends of its rows are given, not sampled. An image that is
+read is coded by the same VQ model, and its codes stand where the processor puts placeholders. What codes an image is
+frozen, so the language model is all that trains.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from ....batches.model_inputs import ModelInputs
+from ....batches.vision import VisionTensors
 from ....data.placeholders import ModelInput
 from ....errors import ConfigError, DataError
+from ....strategy import collectives
 from ...logprobs import LogProbLinear
 from ..drawing import CodesOfHead, Drawing
-from .base import VLMFamily
+from ..vision_cache import first_occurrences
+from .base import VLMFamily, as_tensor, name_of, samples_of
 
 T = torch.Tensor
 IMAGE_AREA = 720 * 720  # pixels, as the processor's own default
-_NAMES = {"begin": "<|image start|>", "row_end": "<|extra_200|>", "first": "<|visual token 000000|>"}
+_NAMES = {
+    "begin": "<|image start|>", "row_end": "<|extra_200|>", "first": "<|visual token 000000|>", "image": "<image>",
+}  # fmt: skip
 
 
 class Emu3(VLMFamily):
-    """Ordinary positions, no images in prompts, text or images as answers.
+    """Ordinary positions, images of any size in prompts, text or images as answers.
 
-    An image has 720 x 720 pixels, or `image_area` of the model's and of the image processor's configuration.
+    pixel_values (patches, 3 * 8 * 8) and image_grid_thw (images, 3) hold what is read, a patch for each code. An image
+    that is drawn has 720 x 720 pixels, or `image_area` of the model's and of the image processor's configuration.
     """
 
     draws = True
     packed = ("emu3",)
     towers = ("vqmodel",)
     projectors = ()
-    kinds = ()
+    kinds = ("image",)
     vision_tokens = ("<image>", "<|image start|>", "<|image end|>", "<|image token|>", "<|extra_200|>", "<|extra_201|>")
-    served = False
     untrained = ("vqmodel",)
-    media = {}
+    tensors = ("pixel_values", "image_sizes")
+    media = {}  # there is no tower whose part of a forward other ranks would wait for
+    coder = "vqmodel"
+    code_side = 8  # as the processor counts placeholders
+    largest_image = 1024 * 1024
 
     def __init__(self, config: PretrainedConfig):
         super().__init__(config)
@@ -46,6 +60,8 @@ class Emu3(VLMFamily):
         if missing:
             raise ConfigError(f"vocabulary_map of this Emu3 checkpoint's config.json lacks {', '.join(missing)}")
         self.ids = {name: config.vocabulary_map[text] for name, text in _NAMES.items()}
+        self.image_token_id = self.ids["image"]
+        self.vqmodel: list[nn.Module] = []  # in a list, as it is no part of this adapter
         self.codes = config.vq_config.codebook_size
         last = config.vocabulary_map.get(f"<|visual token {self.codes - 1:06d}|>")
         if last != self.ids["first"] + self.codes - 1:
@@ -53,6 +69,33 @@ class Emu3(VLMFamily):
                 f"the visual tokens of this Emu3 checkpoint are not {self.codes} ids in order behind "
                 f"{self.ids['first']}: {_NAMES['first']} to the last have to follow each other in vocabulary_map"
             )
+
+    @classmethod
+    def processor_arguments(cls, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
+        """None: the processor is given no bounds in a call."""
+        if min_pixels is not None or max_pixels is not None:
+            raise ConfigError(
+                "min_pixels and max_pixels: Emu3's processor reads them from preprocessor_config.json alone; set them "
+                "there"
+            )
+        return {}
+
+    @classmethod
+    def read(cls, output: Mapping[str, Any], images: Sequence[int], videos: Sequence[int]) -> list[VisionTensors]:
+        """The processor pads images of several sizes to one; each is cut into the patches of its codes here."""
+        patches, grids = [], []
+        for pixels, size in zip(output.get("pixel_values", ()), output.get("image_sizes", ())):
+            height, width = (int(each) for each in size)
+            own = as_tensor(pixels)[:, :height, :width].float()
+            side = cls.code_side
+            cut = own.unfold(1, side, side).unfold(2, side, side)  # (3, rows, columns, side, side)
+            patches.append(cut.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1))
+            grids.append((1, *cut.shape[1:3]))
+        if not grids:
+            return [VisionTensors() for _ in images]
+        joined = VisionTensors.of(pixel_values=torch.cat(patches), image_grid_thw=torch.tensor(grids))
+        shares = joined.shared_out(len(images), {"image": images, "video": videos})
+        return [VisionTensors([share]) for share in shares]
 
     @property
     def _area(self) -> int:
@@ -63,6 +106,11 @@ class Emu3(VLMFamily):
         """Also the codes, which no text holds."""
         codes = range(self.ids["first"], self.ids["first"] + self.codes)
         return sorted({*super().banned_ids(tokenizer), *codes})
+
+    @classmethod
+    def prompt_prefix(cls, model_input: ModelInput) -> str:
+        """The token that begins every prompt, as text."""
+        return model_input.bos_token
 
     @classmethod
     def asks_for_image(cls, prompt: str, model_input: ModelInput) -> bool:
@@ -86,7 +134,15 @@ class Emu3(VLMFamily):
         super().check_prompt(prompt, images, videos, model_input, where)
 
     def check_processor(self, processor: ProcessorMixin) -> None:
-        """Both sizes of an image."""
+        """Both sizes of an image, and of a code."""
+        sides = 2 ** (len(self.config.vq_config.channel_multiplier) - 1), processor.downsample_ratio
+        factor, wanted = processor.image_processor.spatial_factor, self.code_side
+        if set(sides) != {wanted} or factor % wanted:
+            raise ConfigError(
+                f"a code of this Emu3 checkpoint's VQ model is {sides[0]} pixels wide, its processor counts {sides[1]} "
+                f"and resizes images to multiples of {factor}; these have to be {wanted}, {wanted} and a multiple of "
+                f"{wanted}"
+            )
         model, asked = self._area, _area(processor)
         if model != asked:
             raise ConfigError(
@@ -97,6 +153,54 @@ class Emu3(VLMFamily):
     def attach(self, base: nn.Module) -> None:
         """The VQ model stays as it was trained."""
         base.vqmodel.requires_grad_(False)
+        self.vqmodel = [base.vqmodel]
+
+    def check_features(self, inputs: ModelInputs, types: T) -> None:
+        """Raises DataError, naming the sample, where placeholders and codes of its images are not equally many."""
+        placeholders = [int((own == 1).sum()) for own in samples_of(inputs, types)]
+        codes = [_tokens(sample.get("image_grid_thw")) for sample in inputs.vision.samples]
+        if len(codes) != len(placeholders):  # they came joined: only the sums can be compared
+            placeholders, codes = [sum(placeholders)], [sum(codes)]
+        for index, (have, get) in enumerate(zip(placeholders, codes)):
+            if have != get:
+                raise DataError(f"{name_of(inputs, index)} has {have} image tokens, its images have {get} codes")
+
+    def arguments(self, inputs: ModelInputs, types: T) -> dict[str, Any]:
+        """The ids, codes in the places of placeholders."""
+        return {"input_ids": inputs.sequences.masked_scatter(types == 1, self._codes(inputs))}
+
+    @torch.no_grad()
+    def _codes(self, inputs: ModelInputs) -> T:
+        """(image tokens) ids of all images in order, ends of rows among them.
+
+        Each different image is coded once and by itself, so that its codes do not depend on others. Under ZeRO-3 a call
+        gathers weights from all ranks, and all of them make as many calls.
+        """
+        pixels, grids = inputs.vision.get("pixel_values"), inputs.vision.get("image_grid_thw")
+        none = grids is None or not len(grids)
+        first = [] if none else first_occurrences(pixels, grids)
+        blocks = () if none else pixels.split(grids.prod(dim=1).tolist())
+        made: dict[int, T] = {}
+        for index in sorted(set(first)):
+            made[index] = self._coded(blocks[index], *grids[index, 1:].tolist())
+        self._keep_others_company(len(made), inputs.sequences.device)
+        return torch.cat([made[index] for index in first]) if first else inputs.sequences.new_zeros(0)
+
+    def _coded(self, patches: T, rows: int, columns: int) -> T:
+        """(rows * (columns + 1)) ids of one image of patches (rows * columns, 3 * 8 * 8)."""
+        side = self.code_side
+        cut = patches.view(rows, columns, -1, side, side).permute(2, 0, 3, 1, 4)
+        image = cut.reshape(1, -1, rows * side, columns * side)
+        vqmodel = self.vqmodel[0].eval()  # in training mode it normalises by this image, and changes its own averages
+        codes = vqmodel.encode(image, [image.shape[2:]]).image_tokens[0]
+        ends = codes.new_full((rows, 1), self.ids["row_end"])
+        return torch.cat([codes + self.ids["first"], ends], dim=1).flatten().long()
+
+    def _keep_others_company(self, calls: int, device: torch.device) -> None:
+        if is_zero_param(next(self.vqmodel[0].parameters())):
+            most = int(collectives.all_reduce_max(torch.tensor([calls])).item())
+            for _ in range(most - calls):
+                self._coded(torch.zeros(1, 3 * self.code_side**2, device=device), 1, 1)
 
     def drawing(self, transformer: PreTrainedModel) -> Drawing:
         """How it draws squares of its configuration's area."""
@@ -116,6 +220,11 @@ class Emu3(VLMFamily):
             row=side,
             row_end=self.ids["row_end"],
         )
+
+
+def _tokens(grids: T | None) -> int:
+    """Of images with these grids (images, 3), ends of rows among them."""
+    return 0 if grids is None else int((grids[:, 1] * (grids[:, 2] + 1)).sum())
 
 
 def _area(processor: ProcessorMixin) -> int:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
 
 from ....data.placeholders import ModelInput
-from ....errors import ConfigError, DataError
+from ....errors import ConfigError
 from ...logprobs import LogProbLinear
 from ..drawing import Drawing
 from .base import VLMFamily
@@ -56,14 +56,6 @@ class Janus(VLMFamily):
     def begin_drawing(cls, prompt: str, model_input: ModelInput, where: str) -> str:
         """As the processor does with generation_mode 'image'; a whole prompt may bring it along."""
         return prompt if cls.asks_for_image(prompt, model_input) else prompt + model_input.image_start_token
-
-    @classmethod
-    def check_prompt(cls, prompt: str, images: int, videos: int, model_input: ModelInput, where: str) -> None:
-        """Also that prompts which ask for an image bring none: the model draws from text alone."""
-        if images and cls.asks_for_image(prompt, model_input):
-            text = f"{where}: the prompt asks for an image and brings {images}; this model draws from text"
-            raise DataError(text, "drawing")
-        super().check_prompt(prompt, images, videos, model_input, where)
 
     def attach(self, base: nn.Module) -> None:
         """Drawn tokens get the embeddings of the generation side. The VQ model stays as it was trained."""
