@@ -100,6 +100,8 @@ _EMU3 = (
     "--rollout_batch_size 4 --train_batch_size 16 --generate_max_len 6 --prompt_max_len 256 --actor_learning_rate 1e-3 "
     "--reward.components.response_spread=1.0 --plugins {spread} --max_eval_samples 4 --eval_data {emu3_rows}"
 )
+# The same with images to read, in places where rank 1 of 2 has all of them.
+_EMU3_SEEING = _EMU3.replace("{emu3_rows}", "{emu3_seeing}").replace("--redraw_key redraw", "--ask_key ask")
 # Rewards of servers that answer late, at once, or late and not for all samples ({late}, {now}, {some}).
 LATE_STEPS = 3
 LATE = f"--max_steps {LATE_STEPS} --micro_train_batch_size 2 --remote_rm_url"
@@ -132,6 +134,8 @@ ONE_RANK = {
     **LATE_RUNS,
     "unified": small(_UNIFIED),
     "emu3": small(_EMU3),
+    "emu3_seeing": small(_EMU3_SEEING),
+    "emu3_vllm": small(_EMU3_SEEING.replace("--engine_type hf", "--engine_type vllm")),
     "unified_packed": small(f"{_UNIFIED} --packing_samples true"),
     "unified_apart": small(f"{_UNIFIED} --homogeneous_batches true --train_batch_size {MIXED_BATCH * 2} --max_steps 2"),
     **FLAG_RUNS,
@@ -147,6 +151,7 @@ TWO_RANKS = {
     ),
     **{f"unified_{stage}": small(f"{_UNIFIED} --zero_stage {stage}") for stage in (2, 3)},
     "emu3_3": small(f"{_EMU3} --zero_stage 3"),
+    **{f"emu3_seeing_{stage}": small(f"{_EMU3_SEEING} --zero_stage {stage}") for stage in (2, 3)},
     **{f"late_{stage}": small(f"{LATE} {{late}} --zero_stage {stage}") for stage in (1, 3)},
     **{f"late_some_{stage}": small(f"{LATE} {{some}} --zero_stage {stage}") for stage in (0, 2, 3)},
     **RESUME_RUNS,
@@ -157,6 +162,17 @@ TWO_RANKS = {
 
 TEXT_ROW = {"prompt": "How many?", "reference": "2", "label": "text"}
 DRAWN_ROW = {"prompt": "a red circle", "draw": True, "label": "drawing"}
+
+
+def in_order(rows: list[dict], size: int, steps: int) -> list[dict]:
+    """`rows`, a batch of this size again and again, placed so that a run meets them in this order in each step."""
+    count = size * steps
+    placed: list[dict] = [{}] * count
+    sampler = PromptSampler([count], size, seed=SEED)
+    for _ in range(steps):
+        for row, index in zip(rows, sampler.next_batch(), strict=True):
+            placed[index] = row
+    return placed
 
 
 def rows_apart(embedded: Path, target: Path, other: dict = TEXT_ROW, steps: int = MIXED_STEPS) -> Path:

@@ -68,3 +68,22 @@ def test_emu3_is_trained_on_both_kinds_and_its_checkpoint_loads_in_transformers(
 def test_emu3_is_divided_over_ranks_and_trains_alike(one_rank, two_ranks):
     ours, theirs = rows(one_rank / "emu3"), rows(two_ranks / "emu3_3")
     assert max(abs(a[name] - b[name]) for a, b in zip(ours, theirs, strict=True) for name in NAMES if name in a) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["emu3_seeing", "emu3_vllm"])
+def test_emu3_trains_on_what_it_reads_as_sampled_by_either_engine(one_rank, name):
+    found = rows(one_rank / name)
+    assert len(found) == 2
+    for row in found:
+        assert row["ratio_max_dev_first"] <= 1e-5 and row["rollout_logp_diff_max"] <= 1e-5 and row["parity"] <= 1e-5
+        assert row["grad_norm"] > 0
+    kinds = [[record.get("kind") for record in step] for step in rollouts(one_rank / name)]
+    assert all({*step} == {None, "drawing"} for step in kinds)
+    seen = [record for step in rollouts(one_rank / name) for record in step if record.get("kind") is None]
+    assert {len(record["images"]) for record in seen} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_of_which_one_reads_all_images_train_like_one(one_rank, two_ranks, stage):
+    ours, theirs = rows(one_rank / "emu3_seeing"), rows(two_ranks / f"emu3_seeing_{stage}")
+    assert max(abs(a[name] - b[name]) for a, b in zip(ours, theirs, strict=True) for name in NAMES if name in a) < 1e-4

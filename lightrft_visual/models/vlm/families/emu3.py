@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
+from deepspeed.runtime.zero.partition_parameters import is_zero_param, register_external_parameter
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -180,10 +180,15 @@ class Emu3(VLMFamily):
         none = grids is None or not len(grids)
         first = [] if none else first_occurrences(pixels, grids)
         blocks = () if none else pixels.split(grids.prod(dim=1).tolist())
-        made: dict[int, T] = {}
-        for index in sorted(set(first)):
-            made[index] = self._coded(blocks[index], *grids[index, 1:].tolist())
-        self._keep_others_company(len(made), inputs.sequences.device)
+        kept, device = sorted(set(first)), inputs.sequences.device
+        quantiser, divided = self.vqmodel[0].quantize, is_zero_param(next(self.vqmodel[0].parameters()))
+        if divided:  # its forward reads the weight of a module inside without calling that
+            register_external_parameter(quantiser, quantiser.embedding.weight)
+        # Before the first call, which waits for the other ranks.
+        most = int(collectives.all_reduce_max(torch.tensor([len(kept)])).item()) if divided else len(kept)
+        made = {index: self._coded(blocks[index], *grids[index, 1:].tolist()) for index in kept}
+        for _ in range(most - len(kept)):
+            self._coded(torch.zeros(1, 3 * self.code_side**2, device=device), 1, 1)
         return torch.cat([made[index] for index in first]) if first else inputs.sequences.new_zeros(0)
 
     def _coded(self, patches: T, rows: int, columns: int) -> T:
@@ -195,12 +200,6 @@ class Emu3(VLMFamily):
         codes = vqmodel.encode(image, [image.shape[2:]]).image_tokens[0]
         ends = codes.new_full((rows, 1), self.ids["row_end"])
         return torch.cat([codes + self.ids["first"], ends], dim=1).flatten().long()
-
-    def _keep_others_company(self, calls: int, device: torch.device) -> None:
-        if is_zero_param(next(self.vqmodel[0].parameters())):
-            most = int(collectives.all_reduce_max(torch.tensor([calls])).item())
-            for _ in range(most - calls):
-                self._coded(torch.zeros(1, 3 * self.code_side**2, device=device), 1, 1)
 
     def drawing(self, transformer: PreTrainedModel) -> Drawing:
         """How it draws squares of its configuration's area."""
