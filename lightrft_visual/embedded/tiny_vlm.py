@@ -331,7 +331,7 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "janus": TinyFamily(_janus, _janus_processor, _JANUS_MEDIA, _JANUS_TOKENS, draws=True),
     "emu3": TinyFamily(_emu3, _emu3_processor, _EMU3_MEDIA, _EMU3_TOKENS, _EMU3_VISUAL, draws=True),
 }
-FAMILIES = tuple(name for name, family in TINY_FAMILIES.items() if not family.draws)  # those that vLLM runs
+FAMILIES = tuple(name for name, family in TINY_FAMILIES.items() if not family.draws)  # those that write text only
 VISION_FAMILIES = tuple(name for name in FAMILIES if TINY_FAMILIES[name].processor is not None)
 QWEN_FAMILIES = tuple(name for name in VISION_FAMILIES if name.startswith("qwen"))
 CHAT_TEMPLATE = chat_template("qwen2_5_vl")

@@ -31,7 +31,7 @@ class SlicedRow:
 
     def __init__(self, group: SequenceGroup, base: nn.Module, towers: tuple[str, ...]):
         self.group, self.active = group, False
-        text = getattr(base, "language_model", base)
+        text = next((getattr(base, name) for name in ("language_model", "text_model") if hasattr(base, name)), base)
         heads = text.config.num_attention_heads
         if heads % group.size:
             raise ConfigError(f"sp_size {group.size} does not divide the model's {heads} attention heads")
