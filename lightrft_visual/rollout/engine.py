@@ -136,6 +136,8 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
             f"placement split: engine {config.rollout.engine_type} only writes, and this model also draws; workers of "
             f"its rollouts use --engine_type {DRAWER}"
         )
+    if config.asynchronous.partial_rollouts and checkpoint.family.draws:
+        raise ConfigError("partial_rollouts are for responses in text, and this model draws")
     registry.engines[config.rollout.engine_type].check_settings(config, checkpoint)
 
 

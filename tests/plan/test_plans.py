@@ -9,20 +9,25 @@ from pathlib import Path
 import pytest
 import tiny_families
 import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from lightrft_visual.config.devices import DEVICES, GIB
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit, parse_run
 from lightrft_visual.config.roots import DIFFUSION_PRESET
 from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.embedded.questions import vocabulary_texts
 from lightrft_visual.embedded.tiny_sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
 from lightrft_visual.plan import check
 from lightrft_visual.plan.advice import advice, forecasts
 from lightrft_visual.plan.diffusion import Computed, DiffusionPlanner
+from lightrft_visual.plan.meta import LiveBytes
 from lightrft_visual.plan.pipelines import pipeline_policy
 from lightrft_visual.plan.table import HOST, Item, Phase, Plan
+from lightrft_visual.plan.vl_shape import MicroBatch, VLShape
 from lightrft_visual.trainer.diffusion.graphs import kept_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -224,6 +229,33 @@ def test_graphs_of_the_rollout_are_counted_until_they_have_served() -> None:
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "internvl", "qwen2"])
 def test_every_embedded_family_is_planned_and_fits(family: str) -> None:
     assert plan_of("--embedded_family", family, "--plan_device", "cpu").fits
+
+
+def test_images_that_become_ids_are_counted_as_they_are_coded(tmp_path) -> None:
+    folder = build_tiny_checkpoint(tmp_path / "emu3", "emu3", texts=vocabulary_texts())
+    words = [
+        "--pretrain",
+        str(folder),
+        "--prompt_max_len",
+        "100",
+        "--rollout_batch_size",
+        "4",
+        "--plan_device",
+        "cpu",
+        "--train_batch_size",
+        "32",
+    ]
+    plan = plan_of(*words)
+    patches = next(item for item in plan.phases[1].items if item.name.startswith("patches and images of the batch"))
+    pixels = 100 * 3 * 8 * 8  # of a prompt, a code each
+    assert plan.fits and patches.bytes == 4 * (4 * pixels + pixels)
+    config = parse_run(RunConfig, words).config
+    shape = VLShape(config, AutoConfig.from_pretrained(folder))
+    coder = AutoModelForImageTextToText.from_pretrained(folder).model.vqmodel
+    with torch.no_grad(), LiveBytes([*coder.parameters(), *coder.buffers()]) as live:
+        coder.encode(torch.zeros(1, 3, 80, 80), [(80, 80)])
+    told = shape.scoring(MicroBatch(1, 1, 1, 2), CARD) - shape.scoring(MicroBatch(1, 1, 1, 0), CARD)
+    assert told == 2 * 4 * pixels and shape._tower(0, backward=False) == pytest.approx(live.peak, rel=0.1)
 
 
 def test_host_memory_counts_too() -> None:

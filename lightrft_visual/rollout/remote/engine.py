@@ -218,8 +218,6 @@ def check_remote(config: RunConfig) -> None:
     entry = registry.engines[config.rollout.engine_type]
     if entry.worker is None:
         raise ConfigError(f"placement split: engine {entry.name} cannot run in a worker of its own; use vllm or hf")
-    if config.asynchronous.partial_rollouts and config.model.embedded_family == "janus":
-        raise ConfigError("partial_rollouts are for responses in text, and this model draws")
     check_cluster(config.distributed.resources)
 
 
