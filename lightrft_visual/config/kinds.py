@@ -112,7 +112,8 @@ class Engine(Choice):
     'module:function', to an engine with weights of its own, for a process beside the trainer's (placement split).
     adapters_alone: whether that one, with LoRA, takes the adapters alone, by the names of the trainer's model.
     continues: whether it goes on with responses that are begun (`PromptFeatures.continued`). reads_patches: whether it
-    reads what the trainer's processor made of images; workers are not sent them otherwise.
+    reads what the trainer's processor made of images; workers are not sent them otherwise. draws: whether it makes
+    images too, of models whose answers may be images; beside one that does not another one draws.
     """
 
     tensor_parallel: bool = False
@@ -122,6 +123,7 @@ class Engine(Choice):
     adapters_alone: bool = field(default=False, repr=False)
     continues: bool = field(default=False, repr=False)
     reads_patches: bool = field(default=True, repr=False)
+    draws: bool = field(default=False, repr=False)
 
     def check_settings(self, *arguments: object) -> None:
         """What `check` says; nothing where there is none."""

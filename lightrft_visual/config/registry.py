@@ -129,7 +129,7 @@ for _entry in (
     ),
     Engine(
         "hf", "lightrft_visual.rollout.hf:TransformersEngine.from_config", "the trainer's own model: where vLLM is not",
-        worker="lightrft_visual.rollout.hf:worker_engine", adapters_alone=True, continues=True,
+        worker="lightrft_visual.rollout.hf:worker_engine", adapters_alone=True, continues=True, draws=True,
     ),
     Engine(
         "sglang", "lightrft_visual.rollout.sglang.engine:SGLangEngine.from_config",

@@ -16,7 +16,7 @@ from ..models.loading import Checkpoint
 from ..strategy.deepspeed import TrainEngine
 
 Finished = Callable[[int, list[Completion]], None]
-DRAWER = "hf"  # the engine that draws
+DRAWER = "hf"  # draws beside an engine that does not
 
 
 class RolloutEngine(Protocol):
@@ -142,4 +142,4 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
 
 
 def _needs_drawer(config: RunConfig, checkpoint: Checkpoint) -> bool:
-    return checkpoint.family.draws and config.rollout.engine_type != DRAWER
+    return checkpoint.family.draws and not registry.engines[config.rollout.engine_type].draws

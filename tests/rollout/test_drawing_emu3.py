@@ -180,7 +180,7 @@ def test_codes_that_are_missing_are_named(rig):
         rig.score(inputs, PLAIN.scoring)
 
 
-def test_what_it_cannot_do_is_refused(rig):
+def test_what_it_cannot_do_is_refused(rig, monkeypatch):
     edit = PromptBatch.of([turn("<image>bluer") + "<|image start|>4*4<|image token|>"], [[picture(0)]])
     with pytest.raises(DataError, match="prompt 0: the prompt asks for an image and brings 1"):
         rig.stage.generate(edit, PLAIN)
@@ -192,6 +192,10 @@ def test_what_it_cannot_do_is_refused(rig):
     config.image_area *= 4
     with pytest.raises(ConfigError, match="image_area is 4096 in this Emu3 checkpoint's config.json and 1024 in its"):
         Emu3(config).check_processor(rig.checkpoint.processor)
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.checkpoint.processor, "bos_token", None)
+        with pytest.raises(ConfigError, match="tokenizer of this Emu3 checkpoint has no bos_token"):
+            rig.checkpoint.family.check_processor(rig.checkpoint.processor)
     config.vq_config.channel_multiplier = [1, 1, 1]
     with pytest.raises(ConfigError, match="VQ model is 4 pixels wide, its processor counts 8 and resizes images to"):
         Emu3(config).check_processor(rig.checkpoint.processor)

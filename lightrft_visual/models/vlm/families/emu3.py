@@ -134,7 +134,9 @@ class Emu3(VLMFamily):
         super().check_prompt(prompt, images, videos, model_input, where)
 
     def check_processor(self, processor: ProcessorMixin) -> None:
-        """Both sizes of an image, and of a code."""
+        """Both sizes of an image, and of a code; and what begins a prompt, in whose place "None" would be written."""
+        if processor.bos_token is None:
+            raise ConfigError("the tokenizer of this Emu3 checkpoint has no bos_token, with which each prompt begins")
         sides = 2 ** (len(self.config.vq_config.channel_multiplier) - 1), processor.downsample_ratio
         factor, wanted = processor.image_processor.spatial_factor, self.code_side
         if set(sides) != {wanted} or factor % wanted:
