@@ -39,7 +39,7 @@ def test_it_is_the_model_of_the_diffusers_folder(folder: Path) -> None:
             each.velocity(latents, steps, known | {"first_frame": first}, 1.0)
             for each, known in zip((parts, whole), conditions)
         )
-    assert torch.equal(one, other)
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-5)  # kernels round by where in memory weights lie
 
 
 def test_the_kind_of_model_is_known_before_it_is_loaded(folder: Path) -> None:
