@@ -63,7 +63,7 @@ class EngineByKind:
 
     def __init__(self, writer: RolloutEngine, drawer: RolloutEngine):
         self.writer, self.drawer = writer, drawer
-        self.streams = writer.streams and drawer.streams
+        self.streams = getattr(writer, "streams", False) and drawer.streams  # engines of plugins may not say it
 
     @property
     def lacks_weights(self) -> bool:
