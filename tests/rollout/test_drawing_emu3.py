@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from lightrft_visual.batches.model_inputs import ModelInputs
 from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.rollouts import collate
+from lightrft_visual.batches.rollouts import Rollout, collate
 from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.batches.vision import VisionTensors
 from lightrft_visual.checkpoint.export import export_hf
@@ -42,9 +42,8 @@ def prompts(rig: Rig) -> PromptBatch:
     return PromptBatch.of([drawn[0], turn("where?"), drawn[1], turn("how many red circles are there?")])
 
 
-@pytest.mark.parametrize("settings", [PLAIN, GUIDED], ids=["plain", "guided"])
-def test_drawn_tokens_are_scored_as_sampled_and_given_ones_as_certain(rig, settings):
-    rollouts = rig.stage.generate(prompts(rig), settings)
+def check_replay(rig: Rig, rollouts: list[Rollout], settings: SamplingSettings) -> None:
+    """Padded and packed, with prompts of their own and shared ones."""
     sampled = collate(rollouts, rig.checkpoint.tokenizer.pad_token_id, True)
     for packed in (False, True):
         for shared in (False, True):
@@ -52,6 +51,12 @@ def test_drawn_tokens_are_scored_as_sampled_and_given_ones_as_certain(rig, setti
             scored = rig.score(inputs_of(rig.checkpoint, rollouts, packed), settings.scoring)
             assert (scored - sampled.rollout_log_probs).abs().max() <= 1e-5, (packed, shared)
     rig.actor.backbone.share_prefix = False
+
+
+@pytest.mark.parametrize("settings", [PLAIN, GUIDED], ids=["plain", "guided"])
+def test_drawn_tokens_are_scored_as_sampled_and_given_ones_as_certain(rig, settings):
+    rollouts = rig.stage.generate(prompts(rig), settings)
+    check_replay(rig, rollouts, settings)
     drawn = [rollout for rollout in rollouts if rollout.prompt.draws]
     assert len(drawn) == 4 and drawn[0].image.size == (32, 32)
     first, end = rig.actor.drawing.first, rig.actor.drawing.row_end
@@ -130,13 +135,7 @@ def test_what_is_read_is_scored_as_sampled(rig, training):
     rig.actor.train(training)  # batch norms of the VQ model would read an image otherwise in training
     averages = {name: value.clone() for name, value in rig.actor.model.model.vqmodel.named_buffers()}
     rollouts = rig.stage.generate(seen(rig), GUIDED)
-    sampled = collate(rollouts, rig.checkpoint.tokenizer.pad_token_id, True)
-    for packed in (False, True):
-        for shared in (False, True):
-            rig.actor.backbone.share_prefix = shared
-            scored = rig.score(inputs_of(rig.checkpoint, rollouts, packed), GUIDED.scoring)
-            assert (scored - sampled.rollout_log_probs).abs().max() <= 1e-5, (packed, shared)
-    rig.actor.backbone.share_prefix = False
+    check_replay(rig, rollouts, GUIDED)
     rig.actor.eval()
     now = dict(rig.actor.model.model.vqmodel.named_buffers())
     assert averages and all(torch.equal(value, now[name]) for name, value in averages.items())
@@ -176,7 +175,7 @@ def test_codes_that_are_missing_are_named(rig):
     (sample,) = inputs.vision.samples
     fewer = {"pixel_values": sample["pixel_values"][:-7], "image_grid_thw": torch.tensor([[1, 6, 7]])}
     inputs.vision = VisionTensors([fewer])
-    with pytest.raises(DataError, match=r"sample \d+ has 56 image tokens, its images have 48 codes"):
+    with pytest.raises(DataError, match=r"sample \d+ has 56 image tokens, its images have 48 features"):
         rig.score(inputs, PLAIN.scoring)
 
 

@@ -165,20 +165,23 @@ class VLMFamily(MediaConventions):
         return one_dimensional_positions(inputs)
 
     def check_features(self, inputs: ModelInputs, types: T) -> None:
-        """For families that give each row of pixel values the same number of tokens.
+        """Where a sample's features can be counted before they are computed.
 
         Raises DataError, naming the sample, where placeholders and features are not equally many.
         """
-        if self.tokens_per_row is None or not self.vision:
+        features = [self.feature_count(sample) for sample in inputs.vision.samples]
+        if not self.vision or None in features:
             return
         wanted = [int((own == 1).sum()) for own in samples_of(inputs, types)]
-        rows = [len(sample.get("pixel_values", ())) for sample in inputs.vision.samples]
-        features = [self.tokens_per_row * count for count in rows]
         if len(features) != len(wanted):  # they came joined: only the sums can be compared
             wanted, features = [sum(wanted)], [sum(features)]
         for index, (have, get) in enumerate(zip(wanted, features)):
             if have != get:
                 raise DataError(f"{name_of(inputs, index)} has {have} image tokens, its images have {get} features")
+
+    def feature_count(self, sample: Mapping[str, T]) -> int | None:
+        """Tokens that the images of a sample's tensors take; None where the family does not say it here."""
+        return None if self.tokens_per_row is None else self.tokens_per_row * len(sample.get("pixel_values", ()))
 
     def arguments(self, inputs: ModelInputs, types: T) -> dict[str, Any]:
         """Keyword arguments of the base model's forward beside ids, mask, positions and cache."""

@@ -25,7 +25,7 @@ from ....strategy import collectives
 from ...logprobs import LogProbLinear
 from ..drawing import CodesOfHead, Drawing
 from ..vision_cache import first_occurrences
-from .base import VLMFamily, as_tensor, name_of, samples_of
+from .base import VLMFamily, as_tensor
 
 T = torch.Tensor
 IMAGE_AREA = 720 * 720  # pixels, as the processor's own default
@@ -157,15 +157,10 @@ class Emu3(VLMFamily):
         base.vqmodel.requires_grad_(False)
         self.vqmodel = [base.vqmodel]
 
-    def check_features(self, inputs: ModelInputs, types: T) -> None:
-        """Raises DataError, naming the sample, where placeholders and codes of its images are not equally many."""
-        placeholders = [int((own == 1).sum()) for own in samples_of(inputs, types)]
-        codes = [_tokens(sample.get("image_grid_thw")) for sample in inputs.vision.samples]
-        if len(codes) != len(placeholders):  # they came joined: only the sums can be compared
-            placeholders, codes = [sum(placeholders)], [sum(codes)]
-        for index, (have, get) in enumerate(zip(placeholders, codes)):
-            if have != get:
-                raise DataError(f"{name_of(inputs, index)} has {have} image tokens, its images have {get} codes")
+    def feature_count(self, sample: Mapping[str, T]) -> int:
+        """Codes, and the ends of their rows."""
+        grids = sample.get("image_grid_thw")
+        return 0 if grids is None else int((grids[:, 1] * (grids[:, 2] + 1)).sum())
 
     def arguments(self, inputs: ModelInputs, types: T) -> dict[str, Any]:
         """The ids, codes in the places of placeholders."""
@@ -221,11 +216,6 @@ class Emu3(VLMFamily):
             row=side,
             row_end=self.ids["row_end"],
         )
-
-
-def _tokens(grids: T | None) -> int:
-    """Of images with these grids (images, 3), ends of rows among them."""
-    return 0 if grids is None else int((grids[:, 1] * (grids[:, 2] + 1)).sum())
 
 
 def _area(processor: ProcessorMixin) -> int:
