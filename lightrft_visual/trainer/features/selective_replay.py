@@ -10,12 +10,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..algorithms.dynamic_sampling import balanced
-from ..strategy import collectives
-from ..strategy.seeding import derive_seed
-from .buffer import NaiveReplayBuffer
-from .items import AnyItem, is_drawn
-from .state import items_from_state, items_to_state
+from ...algorithms.dynamic_sampling import balanced
+from ...replay.buffer import NaiveReplayBuffer
+from ...replay.items import AnyItem, is_drawn
+from ...replay.state import items_from_state, items_to_state
+from ...strategy import collectives
+from ...strategy.seeding import derive_seed
+from ..hooks import HookContext, StepHook
 
 
 class Kept(NamedTuple):
@@ -154,3 +155,47 @@ def advantage_size(item: AnyItem) -> float:
     if item.action_mask is not None and item.action_mask.shape == sizes.shape:
         sizes = sizes[item.action_mask.bool()]
     return sizes.mean().item() if sizes.numel() else 0.0
+
+
+class SelectiveReplayHook(StepHook):
+    """Refills each step's buffer; `replayed_share` and `replayed_age` say with how much, and how old it is."""
+
+    name = "replay"
+
+    def __init__(self, replay: SelectiveReplay) -> None:
+        self.replay = replay
+        self.found: dict[str, float] = {}
+
+    def setup(self, context: HookContext) -> None:
+        """Ages are counted from the step in progress."""
+        self.finished = context.step
+
+    def on_buffer(self, buffer: NaiveReplayBuffer) -> NaiveReplayBuffer:
+        """A collective."""
+        step = self.finished()
+        refilled = self.replay.refill(buffer, step)
+        self.found = {"replayed_share": refilled.replaced / refilled.samples}
+        if refilled.versions:
+            self.found["replayed_age"] = step - sum(refilled.versions) / len(refilled.versions)
+        return buffer
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step's buffer, the same on every rank."""
+        return self.found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The kept samples."""
+        return self.replay.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with them."""
+        self.replay.load_state_dict(state)
+
+
+def build(parts: Any) -> SelectiveReplayHook | None:
+    """For `selective_replay`, samples over all ranks."""
+    algorithm = parts.config.algorithm
+    if algorithm.selective_replay == 0:
+        return None
+    share = max(1, algorithm.selective_replay // collectives.world_size())
+    return SelectiveReplayHook(SelectiveReplay(share, algorithm.selective_replay_alpha, parts.config.train.seed))

@@ -1,0 +1,133 @@
+"""The guard of a run as a hook: statistics of rollouts, gold that training never sees, alarms and what follows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from ...config.shared import GuardConfig
+from ...errors import ConfigError
+from ...guard.gains import Look
+from ...guard.watch import Alarm, Guard
+from ..hooks import HookContext, StepData, StepHook, StopRun
+from ..run_state import RunState
+
+
+class Watched(Protocol):
+    """What the guard looks at in a kind of run."""
+
+    def add_statistics(self, step: StepData) -> None:
+        """Numbers of the rollouts that no reward decides, into the step's metrics. A collective."""
+
+    def gold_of(self, rollouts: Any) -> Any:
+        """What gold says of scored rollouts, whose media are still there. A collective."""
+
+    def add_gold(self, step: StepData, scores: Any, number: int) -> Look:
+        """`gold` into the step's metrics; reward and gold of each prompt. A collective."""
+
+
+class _BackToBest(StopRun):
+    """The guard's `rollback`: the run ends at the checkpoint of the best gold, whose model is exported."""
+
+    def settle(self, state: RunState) -> str:
+        """The checkpoint becomes the newest one, too."""
+        state.roll_back()
+        trainer = state.trainer
+        return (
+            f"{self.reason} went back to the best gold: step {trainer.step}, "
+            f"eval_gold {trainer.latest_eval['eval_gold']:.3g}"
+        )
+
+
+class GuardHook(StepHook):
+    """Feeds a `Guard` with each step and each evaluation, and tells its alarms.
+
+    gold: whether there is a judge; then every `gold_every` steps it scores the rollouts. penalties: components of the
+    reward that lower it by rising.
+    """
+
+    name = "guard"
+
+    def __init__(self, config: GuardConfig, watched: Watched, gold: bool, penalties: Any) -> None:
+        self.config, self.watched, self.gold = config, watched, gold
+        self.guard = Guard(config)
+        self.guard.penalties = penalties
+        self.scores: Any = None
+        self.look: Look | None = None
+
+    def setup(self, context: HookContext) -> None:
+        """Alarms are told by the run's own console, recorder and report."""
+        self.context = context
+
+    def on_scores(self, rollouts: Any) -> Any:
+        """Gold comes before media are released."""
+        every = self.config.gold_every
+        due = self.config.watch and self.gold and every > 0 and self.context.step() % every == 0
+        self.scores = self.watched.gold_of(rollouts) if due else None
+        return rollouts
+
+    def on_experience(self, step: StepData) -> StepData:
+        """Statistics, and gold where it was asked."""
+        self.look = None
+        if self.config.watch:
+            self.watched.add_statistics(step)
+            if self.scores is not None:
+                self.look = self.watched.add_gold(step, self.scores, self.context.step() + 1)
+        return step
+
+    def on_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Alarms of a step. Raises StopRun by policy."""
+        self._keep("step", self.look)
+        self._tell(self.guard.after_step(self.context.step(), metrics, self.look))
+
+    def on_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Alarms of an evaluation, whose best weights are kept. Raises StopRun by policy."""
+        look = getattr(metrics, "look", None)
+        self._keep("evaluation", look)
+        alarms = self.guard.after_evaluation(self.context.step(), metrics, look)
+        if self.config.keeps_best:
+            self._keep_best(metrics)
+        self._tell(alarms)
+
+    def _keep_best(self, metrics: Mapping[str, float]) -> None:
+        if self.guard.best is None:
+            raise ConfigError(
+                "guard.keep_best (and policy rollback) keeps the checkpoint of the best eval_gold, and this evaluation "
+                f"has none ({', '.join(metrics)}): name a judge by --gold_recipe or --gold_fn"
+            )
+        if self.guard.best[1] == self.context.step():
+            with self.context.timer.phase("save"):
+                self.context.state.save_best()
+
+    def _keep(self, kind: str, look: Look | None) -> None:
+        if look is not None:
+            self.context.recorder.log_look(self.context.step(), {"kind": kind, **asdict(look)})
+
+    def _tell(self, alarms: list[Alarm]) -> None:
+        for alarm in alarms:
+            self.context.recorder.log_alarm(alarm.step, alarm.record())
+            self.context.console.message(f"guard, step {alarm.step}: {alarm.text}")
+        if alarms:
+            self.context.report.write()
+            if self.config.policy != "warn":
+                raise self._ending(alarms[-1])
+
+    def _ending(self, alarm: Alarm) -> StopRun:
+        step = self.context.step()
+        if self.config.policy == "stop":
+            return StopRun(f"stopped by the guard at step {step} ({alarm.signal})")
+        return _BackToBest(f"the guard ({alarm.signal}, step {step})", export=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Bands, and what has been told."""
+        return self.guard.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with them."""
+        self.guard.load_state_dict(state)
+
+
+def build(parts: Any) -> GuardHook:
+    """Always: evaluations have a best one also where nothing is watched."""
+    return GuardHook(parts.config.guard, parts.watched(), parts.has_gold, parts.maker.rewards.penalties)

@@ -1,0 +1,82 @@
+"""How many tokens of the rollouts depend on the image: scored with it, and again with all of its patches hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...batches.model_inputs import ModelInputs
+from ...batches.rollouts import Rollout, collate
+from ...batches.sampling import ScoringRule
+from ...models.vlm.actor import ActorOutput
+from ...models.vlm.masked_images import beside_hidden, halves
+from ...observe.metrics import MetricsAccumulator
+from ...strategy.sequence import own_scores
+from ..hooks import HookContext, StepData, StepHook
+
+NAME = "image_dependence"
+MOVED = 0.1  # nats by which the log-prob of a sampled token, or the entropy, must move
+PROMPTS = 16  # measured each time, on every rank
+MAX_LABELS = 24  # with columns of their own
+
+
+@dataclass
+class ImageDependenceHook(StepHook):
+    """Measures a step's rollouts now and then; two forwards of one response of some prompts.
+
+    every: steps between two measurements. labels: of all prompts; up to MAX_LABELS of them get columns of their own.
+    """
+
+    actor: Callable[..., ActorOutput]
+    rule: ScoringRule
+    pad_id: int
+    device: torch.device
+    every: int
+    labels: set[str | None]
+
+    def setup(self, context: HookContext) -> None:
+        """Steps are counted, and seconds told, by the run."""
+        self.finished, self.timer = context.step, context.timer
+
+    def on_experience(self, step: StepData) -> StepData:
+        """The first step is measured, and every `every` steps one after it."""
+        if self.finished() % self.every == 0:
+            with self.timer.phase("forward"):
+                self.measure(step.rollouts, step.metrics)
+        return step
+
+    @torch.no_grad()
+    def measure(self, rollouts: Sequence[Rollout], metrics: MetricsAccumulator) -> None:
+        """Add the share of tokens that depend on the image: `image_dependence` over responses to prompts with images or
+        videos, and `image_dependence_<label>` over all of a label. Every rank calls it, with one rollout or more."""
+        first: dict[int, Rollout] = {}
+        for rollout in rollouts:
+            first.setdefault(rollout.prompt.group_id, rollout)
+        chosen = list(first.values())[:PROMPTS]
+        inputs = ModelInputs.of(collate(chosen, self.pad_id, vision=True)).to(self.device)
+        shown, hidden = halves(self.actor(beside_hidden(inputs, 1.0, seed=0), self.rule))
+        moved = (shown.log_probs - hidden.log_probs).abs() > MOVED
+        moved |= (shown.entropy - hidden.entropy).abs() > MOVED
+        for rollout, own, mask in zip(chosen, moved.float(), inputs.action_mask):
+            if rollout.prompt.images or rollout.prompt.videos:
+                metrics.add_mean(NAME, own, mask)
+            if rollout.prompt.label is not None and len(self.labels) <= MAX_LABELS:
+                metrics.add_mean(f"{NAME}_{rollout.prompt.label}", own, mask)
+
+
+def build(parts: Any) -> ImageDependenceHook | None:
+    """For `image_dependence_every`, of a model that sees and does not draw."""
+    every, checkpoint = parts.config.rollout.image_dependence_every, parts.checkpoint
+    if every == 0 or checkpoint.processor is None or checkpoint.family.draws:
+        return None
+    return ImageDependenceHook(
+        own_scores(parts.actor, parts.strategy.sequence),
+        parts.maker.settings.sampling.scoring,
+        checkpoint.tokenizer.pad_token_id,
+        parts.strategy.device,
+        every,
+        parts.dataset.labels,
+    )

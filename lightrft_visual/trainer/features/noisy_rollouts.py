@@ -1,0 +1,115 @@
+"""NoisyRollout (arXiv 2504.13055): some of a prompt's responses are drawn from a noisy copy of its image.
+
+The copy is for generation alone: rewards, group statistics and the update see the prompt with its clean image.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ...batches.rollouts import PromptFeatures, Variant
+from ...rollout.multimodal import MultimodalDataProcessor
+from ...strategy.seeding import derive_seed
+from ..hooks import HookContext, StepData, StepHook
+
+NOISE_STEPS = 1000  # of the forward process that says how strong the noise of a step is
+T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Distortion:
+    """How many responses of a prompt see a noisy image, and how noisy it is as the run goes on.
+
+    share: of a prompt's responses. noise_steps: alpha_0 of the paper, a step of NOISE_STEPS of the forward process.
+    decay, midpoint: lambda and gamma / t_max of its sigmoid schedule. total_steps: t_max, rollout steps of the run.
+    """
+
+    share: float
+    noise_steps: int
+    decay: float
+    midpoint: float
+    total_steps: int
+
+    def distorted(self, samples: int) -> int:
+        """How many of a prompt's `samples` responses are drawn from its noisy image; at least one is not."""
+        return min(round(self.share * samples), samples - 1)
+
+    def strength(self, step: int) -> int:
+        """The noise of rollout step number `step`, from 0 on: alpha_0 (1 - sigmoid(lambda (t - gamma) / t_max))."""
+        return int(self.noise_steps * (1 - 1 / (1 + math.exp(-self.decay * (step / self.total_steps - self.midpoint)))))
+
+
+def kept_signal() -> T:
+    """(NOISE_STEPS): the share of the variance that is still the image's after each step, the product of 1 - beta."""
+    betas = torch.linspace(-6, 6, NOISE_STEPS, dtype=torch.float64).sigmoid() * (0.5e-2 - 1e-5) + 1e-5
+    return (1 - betas).cumprod(0)
+
+
+def noisy(image: Image.Image, strength: int, seed: int) -> Image.Image:
+    """sqrt(kept) x + sqrt(1 - kept) e for pixels x in [0, 1], cut to that range; of the same size, in RGB."""
+    kept = kept_signal()[strength].item()
+    pixels = torch.from_numpy(np.array(image.convert("RGB"), dtype=np.float32) / 255)
+    noise = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(seed % 2**63))
+    mixed = (math.sqrt(kept) * pixels + math.sqrt(1 - kept) * noise).clamp(0, 1)
+    return Image.fromarray((mixed * 255).round().byte().numpy())
+
+
+def noisy_images(images: list[Image.Image], strength: int, seed: int) -> list[Image.Image]:
+    """Those of one prompt, each with noise of its own. seed: of the prompt's rollouts."""
+    return [noisy(image, strength, derive_seed(seed, "distortion", number)) for number, image in enumerate(images)]
+
+
+class NoisyRolloutsHook(StepHook):
+    """Gives each request a variant with noisy images for some of its samples; reports what they earned.
+
+    samples: of a prompt. processor: preprocesses the noisy images.
+    """
+
+    def __init__(self, distortion: Distortion, samples: int, processor: MultimodalDataProcessor) -> None:
+        self.distortion, self.processor = distortion, processor
+        self.count = distortion.distorted(samples)
+
+    def setup(self, context: HookContext) -> None:
+        """The noise of a step follows its number."""
+        self.finished = context.step
+
+    def on_prompts(self, requests: list[PromptFeatures]) -> list[PromptFeatures]:
+        """A prompt without images has a variant too, of another seed alone: each rank draws as often as the others."""
+        if not self.count:
+            return requests
+        strength = self.distortion.strength(self.finished())
+        seeds = [derive_seed(each.seed, "noisy copy") for each in requests]
+        images = [noisy_images(each.images, strength, seed) for each, seed in zip(requests, seeds)]
+        copies = self.processor.with_images(requests, images)
+        return [
+            replace(each, variants=[Variant(replace(copy, seed=seed), self.count, bool(each.images))])
+            for each, copy, seed in zip(requests, copies, seeds)
+        ]
+
+    def on_experience(self, step: StepData) -> StepData:
+        """`reward_distorted`: of responses that were drawn from noisy images; `noise_strength`: of that noise."""
+        step.metrics.add("noise_strength", float(self.distortion.strength(self.finished())))
+        rewards = [each.reward for each in step.rollouts if each.distorted and each.valid]
+        step.metrics.add_moments("reward_distorted", torch.tensor(rewards))
+        return step
+
+
+def build(parts: Any) -> NoisyRolloutsHook | None:
+    """For `noisy_rollout_share`."""
+    rollout = parts.config.rollout
+    if rollout.noisy_rollout_share == 0:
+        return None
+    distortion = Distortion(
+        rollout.noisy_rollout_share,
+        rollout.noisy_rollout_strength,
+        rollout.noisy_rollout_decay,
+        rollout.noisy_rollout_midpoint,
+        parts.loop.total_steps,
+    )
+    return NoisyRolloutsHook(distortion, rollout.n_samples_per_prompt, parts.maker.rollout_stage.data_processor)

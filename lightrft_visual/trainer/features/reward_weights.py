@@ -1,0 +1,30 @@
+"""Weights of rewards that a watched file gives: read before each step, and shown in its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..hooks import StepHook
+
+
+class RewardWeightsHook(StepHook):
+    """Reads the watched file at the start of each step. rewards: the run's reward engine."""
+
+    def __init__(self, rewards: Any) -> None:
+        self.rewards, self.weights = rewards, {}
+
+    def on_prompts(self, requests: Any) -> Any:
+        """A collective: all ranks take over what rank 0 reads."""
+        self.weights = self.rewards.refresh_weights()
+        return requests
+
+    def metrics(self) -> Mapping[str, float]:
+        """`reward_weight/<name>` of each reward."""
+        return {f"reward_weight/{name}": weight for name, weight in self.weights.items()}
+
+
+def build(parts: Any) -> RewardWeightsHook | None:
+    """Where weights are watched."""
+    rewards = parts.maker.rewards
+    return RewardWeightsHook(rewards) if rewards.watches_weights else None

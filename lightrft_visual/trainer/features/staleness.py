@@ -1,0 +1,65 @@
+"""Rollouts that ran ahead of the trainer: how old their tokens are, and which are too old to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...batches.rollouts import Rollout
+from ...observe.metrics import MetricsAccumulator
+from ..hooks import HookContext, StepData, StepHook
+
+T = torch.Tensor
+
+
+class StalenessHook(StepHook):
+    """Makes responses with tokens of a policy more than `most` versions old invalid; reports the age of all tokens.
+
+    engine: whose `measured()` tells how long trainer and engines waited for each other.
+    """
+
+    def __init__(self, most: int, engine: Any) -> None:
+        self.most, self.engine, self.dropped = most, engine, 0.0
+
+    def setup(self, context: HookContext) -> None:
+        """The present policy's version is the number of finished steps."""
+        self.version = context.step
+
+    def on_scores(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """What is too old teaches nothing; it stays in the statistics of nobody."""
+        old = [each for each in rollouts if self.version() - each.policy_version > self.most]
+        for each in old:
+            each.valid = False
+        self.dropped = len(old) / len(rollouts)
+        return rollouts
+
+    def on_experience(self, step: StepData) -> StepData:
+        """`staleness_mean` and its relatives, see `add_ages`."""
+        for each in step.batches:
+            if each.token_versions is not None:
+                add_ages(step.metrics, self.version() - each.token_versions, each.action_mask, self.most)
+        return step
+
+    def metrics(self) -> Mapping[str, float]:
+        """The share that was dropped, and what the engine measured."""
+        return {"dropped_stale_share": self.dropped} | dict(self.engine.measured())
+
+
+def add_ages(metrics: MetricsAccumulator, ages: T, mask: T, most: int) -> None:
+    """`staleness_mean`, `staleness_max`, and `staleness_0` to `staleness_<most>`, the share of each age under the mask;
+    the last one holds those that are older too. ages: versions between the policy that drew and the present one."""
+    ages = ages.clamp(min=0)
+    metrics.add_mean("staleness_mean", ages.float(), mask)
+    if mask.any():
+        metrics.add_max("staleness_max", float(ages[mask].max()))
+    for age in range(most + 1):
+        of_age = ages == age if age < most else ages >= age
+        metrics.add_mean(f"staleness_{age}", of_age.float(), mask)
+
+
+def build(parts: Any) -> StalenessHook | None:
+    """For `max_staleness`."""
+    most = parts.config.asynchronous.max_staleness
+    return StalenessHook(most, parts.maker.engine) if most else None

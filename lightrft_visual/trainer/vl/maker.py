@@ -1,0 +1,203 @@
+"""From prompts to experience for models that answer: rollouts, rewards, forward passes by role, advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from ...algorithms.advantages import AdvantageCalculator, assign_advantages
+from ...batches.experience import Experience, ExperienceVL
+from ...batches.prompts import PromptBatch
+from ...batches.rollouts import Rollouts, add_rewards, collate, samples_of
+from ...batches.samples import Samples, SamplesVL
+from ...batches.sampling import SamplingSettings
+from ...config.vl import AlgorithmConfig
+from ...errors import ConfigError
+from ...rewards.engine import RewardComputationEngine
+from ...rollout.engine import RolloutEngine
+from ...rollout.multimodal import MultimodalDataProcessor
+from ...rollout.stage import RolloutStage
+from ...strategy.phase_timer import PhaseTimer
+from ..hooks import Hooks, StepData
+from .stages import ForwardStage, RewardStage
+
+T = torch.Tensor
+
+
+@dataclass
+class MakerSettings:
+    """What the contract's constructor of `FastExperienceMaker` has no argument for.
+
+    Args:
+        engine: None builds the transformers engine around the actor.
+        micro_batch_size: samples of a forward pass.
+        data_processor, rewards: None builds them from the constructor's arguments.
+        weights_follow: the engine is given new weights after each batch, so that it need not keep the old ones while it
+            sleeps.
+        score_policy: False leaves the policy's log-probs and entropies to the training forward, where nothing reads
+            them before.
+        other_scores: fields of the experience and the functions of (inputs, rule) that score them, as a reference is
+            asked: what a loss term or an estimator needs of other models.
+        hooks: what follows a step.
+    """
+
+    engine: Any = None
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    micro_batch_size: int = 8
+    run_seed: int = 42
+    data_processor: MultimodalDataProcessor | None = None
+    rewards: RewardComputationEngine | None = None
+    timer: PhaseTimer | None = None
+    weights_follow: bool = False
+    score_policy: bool = True
+    other_scores: Mapping[str, Callable[..., T]] = field(default_factory=dict)
+    hooks: Hooks = field(default_factory=Hooks)
+
+
+@dataclass
+class ExperienceMaker:
+    """Sequences the stages. `generate`, `score` and `make_experience` follow each other in a step.
+
+    tokenizer: whose padding id batches are padded with; vision: whether the model sees. policy_version: of the weights
+    that the engine has.
+    """
+
+    rollout_stage: RolloutStage
+    reward_stage: RewardStage
+    forward_stage: ForwardStage
+    calculator: AdvantageCalculator
+    kl_controller: Any
+    tokenizer: Any
+    vision: bool
+    settings: MakerSettings
+    policy_version: int = 0
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """What generates."""
+        return self.rollout_stage.engine
+
+    @property
+    def rewards(self) -> RewardComputationEngine:
+        """What scores."""
+        return self.reward_stage.rewards
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingSettings | None = None, rest: bool = True) -> Rollouts:
+        """n responses to each prompt, prompt-major; remote scorers work on each as soon as it is finished.
+
+        Args:
+            prompts: of this rank, with ids that no other prompt of the run has.
+            sampling: default that of the settings.
+            rest: let the engine sleep afterwards, so that rewards and forward passes have its memory.
+
+        Raises:
+            DataError: a prompt cannot be used. RolloutError: the engine read other prompts than the trainer will.
+        """
+        sampling, hooks = sampling or self.settings.sampling, self.settings.hooks
+        pending = self.reward_stage.begin(prompts, sampling.n)
+        try:
+            with self._phase("sync"):
+                self.engine.wake()
+            with self._phase("generate"):
+                requests = hooks.on_prompts(self.rollout_stage.requests(prompts))
+                finished = None if pending is None else pending.add
+                made = self.rollout_stage.draw(requests, sampling, self.policy_version, finished)
+        except BaseException:
+            if pending is not None:
+                pending.cancel()
+            raise
+        prompts.let_go_of_media()
+        if rest:
+            self.rest()
+        return hooks.on_rollouts(Rollouts(made, sampling, pending))
+
+    def rest(self) -> None:
+        """Let the engine give its memory on the accelerator to others."""
+        with self._phase("sync"):
+            self.engine.sleep(keep_weights=not self.settings.weights_follow)
+
+    def score(self, rollouts: Rollouts) -> None:
+        """Rewards in place; where remote scorers are at work, `make_experience` waits for them after its forwards."""
+        if not self.rewards.streams:
+            self._settle(rollouts)
+
+    def make_experience(self, rollouts: Rollouts, **estimator: float) -> StepData:
+        """Micro-batches with log-probs by role, KL and advantages, in the order of the rollouts. A collective.
+
+        Args:
+            rollouts: given to `score` before.
+            estimator: gamma and lambd, in place of the configuration's.
+        """
+        parts = self._parts(rollouts)
+        experiences = [collate(part, self.tokenizer.pad_token_id, self.vision) for part in parts]
+        with self._phase("forward"):
+            self.forward_stage.run(experiences, rollouts.sampling.scoring)
+        if not rollouts.scored:
+            self._settle(rollouts)
+        for experience, part in zip(experiences, parts):
+            add_rewards(experience, part)
+        rewards = [each.info["reward"] for each in experiences]
+        arguments = estimator | {"max_new_tokens": rollouts.sampling.max_new_tokens}
+        made = assign_advantages(self.calculator, experiences, rewards, self.kl_controller.value, arguments)
+        return StepData(made, rollouts)
+
+    def _settle(self, rollouts: Rollouts) -> None:
+        self.judge(rollouts)
+        self.settings.hooks.on_scores(rollouts)
+
+    # -- outside a step ------------------------------------------------------------------------------------------
+
+    def sample(
+        self, prompts: PromptBatch, sampling: SamplingSettings, purpose: str, seed: int | None = None
+    ) -> Rollouts:
+        """Responses that no hook follows, as for evaluations. purpose, seed: see `RolloutStage.requests`."""
+        with self._phase("sync"):
+            self.engine.wake()
+        with self._phase("generate"):
+            requests = self.rollout_stage.requests(prompts, purpose, seed)
+            return Rollouts(self.rollout_stage.draw(requests, sampling, self.policy_version), sampling)
+
+    def judge(self, rollouts: Rollouts) -> None:
+        """Rewards in place, all of them; waits for what remote scorers have begun."""
+        with self._phase("reward"):
+            self.reward_stage.run(rollouts)
+
+    def experiences(
+        self, batch: PromptBatch, more: Callable[[], PromptBatch] | None = None, **generate_kwargs: Any
+    ) -> list[Experience | ExperienceVL]:
+        """A step's three calls for one batch; generate_kwargs: see `FastExperienceMaker.make_experience_list`."""
+        sampling, estimator = self._split(generate_kwargs)
+        rollouts = self.generate(batch, sampling)
+        self.score(rollouts)
+        return self.make_experience(rollouts, **estimator).batches
+
+    def samples(self, batch: PromptBatch, **generate_kwargs: Any) -> list[Samples | SamplesVL]:
+        """Unscored rollouts in micro-batches."""
+        sampling, _ = self._split(generate_kwargs)
+        rollouts = self.sample(batch, sampling, "rollout")
+        return [samples_of(part, self.tokenizer.pad_token_id, self.vision) for part in self._parts(rollouts)]
+
+    def _parts(self, rollouts: Rollouts) -> list[list]:
+        """Those of each micro-batch."""
+        size = self.settings.micro_batch_size
+        return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+
+    def _split(self, generate_kwargs: Mapping[str, Any]) -> tuple[SamplingSettings, dict[str, Any]]:
+        """Sampling settings, and what the estimator is given; the caller's dict is only read."""
+        known = {item.name for item in fields(self.settings.sampling)} - {"n"}
+        sampling = {name: value for name, value in generate_kwargs.items() if name in known}
+        estimator = {name: value for name, value in generate_kwargs.items() if name in ("gamma", "lambd")}
+        unknown = sorted(set(generate_kwargs) - set(sampling) - set(estimator))
+        if unknown:
+            raise ConfigError(f"unknown generation argument(s): {', '.join(unknown)}")
+        return replace(self.settings.sampling, **sampling), estimator
+
+    def _phase(self, name: str):
+        return self.settings.timer.phase(name) if self.settings.timer is not None else nullcontext()
