@@ -21,6 +21,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError, nearest
 from .constraints import Constraint, constraints_of
+from .removed import removed
 from .roots import ROOTS
 from .spellings import ALIASES, ALIASES_OF, DIFFERENT
 from .translations import TRANSLATIONS
@@ -196,9 +197,16 @@ class Names:
         except ConfigError as error:
             raise ConfigError(f"{error} ({setting.origin})") from None
 
+    def passed_over(self, setting: Setting) -> bool:
+        """Whether a setting of an earlier version, which a file names, asks for nothing that is gone."""
+        gone = removed(setting.name)
+        return gone is not None and setting.origin != COMMAND_LINE and setting.value in gone.harmless
+
     def unknown(self, name: str, origin: str) -> ConfigError:
         """The error for a name that reaches nothing, with advice."""
         plain = name.replace("-", "_")
+        if (gone := removed(plain)) is not None:
+            return ConfigError(f"{name!r} ({origin}) is gone: {gone.instead}")
         if plain in self.sections:
             example = next(path for path in self.leaves if path.startswith(plain + "."))
             return ConfigError(f"{name!r} ({origin}) is a section; set its fields, such as {example}")

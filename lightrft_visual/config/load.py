@@ -147,6 +147,8 @@ def merge(names: Names, settings: Iterable[Setting]) -> tuple[DictConfig, dict[s
     tree, sources = OmegaConf.structured(names.schema), {}
     for setting in (each for written in settings for each in names.translated(written)):
         found = names.find(setting.name)
+        if not found and names.passed_over(setting):
+            continue
         if not found:
             raise names.unknown(setting.name, setting.origin)
         for (leaf, inside), value in zip(found, _shared(setting, len(found)), strict=True):

@@ -118,8 +118,6 @@ class DataConfig(Section):
     reference_key: str = "reference"
     label_key: str = "label"
     draw_key: str = "draw"  # a column that is true in rows to be answered by an image
-    ask_key: str = ""  # a column with a question that the model answers about the image it drew; empty: none is asked
-    redraw_key: str = ""  # a column that is true in rows whose answer the model then draws; empty: none is drawn
     apply_chat_template: bool = True
     system_prompt: str | None = None
     image_root: str | None = None  # folder that relative image paths start from; default: the data file's folder
@@ -236,8 +234,6 @@ class TrainConfig(Section):
     ema_beta: Annotated[float, within("[0, 1)")] = 0.992
     max_nonfinite_steps: PositiveInt = 3  # abort after this many skipped steps in a row
     separate_old_log_probs: bool = False  # a forward pass of their own even where the training forward gives them
-    # train on groups that have their rewards while the replies of remote scorers to others are under way
-    train_while_scoring: bool = True
     seed: int = 42
 
     def schedule(self, updates: int) -> tuple[str, float]:
@@ -306,8 +302,6 @@ class RunConfig(Section):
             return
         for name, used in (
             ("dynamic_sampling", rollout.dynamic_sampling),
-            ("ask_key", self.data.ask_key),
-            ("redraw_key", self.data.redraw_key),
             ("noisy_rollout_share", rollout.noisy_rollout_share),
         ):
             require(not used, f"max_staleness above 0 generates ahead, and {name} cannot be part of that; leave it out")

@@ -56,7 +56,7 @@ class RowChecks:
 @dataclass(frozen=True)
 class _Found:
     """A sound row, without its media. tokens: of its videos and images beyond their placeholders; text: rendered;
-    draws: whether it asks for an image; asked: the question about that image, rendered."""
+    draws: whether it asks for an image."""
 
     label: str | None
     columns: frozenset[str]
@@ -65,7 +65,6 @@ class _Found:
     text: str | None = None
     tokens: int = 0
     draws: bool = False
-    asked: str | None = None
 
 
 class PromptDataset:
@@ -147,14 +146,10 @@ class PromptDataset:
                     found.add(self._parse(source, row, row).label)
         return collectives.broadcast_object(found)
 
-    def check_drawing_columns(self) -> None:
-        """Raise ConfigError for a column that is named for drawings and that no row has: a slip of the pen there would
-        turn rows that ask for an image into questions."""
+    def check_draw_column(self) -> None:
+        """Raise ConfigError for a named draw_key that is true in no row: a slip of the pen there would turn rows that
+        ask for an image into questions."""
         config, spec = self.config, self.config.prompt_data
-        for flag in ("ask_key", "redraw_key"):
-            key = getattr(config, flag)
-            if key and key not in self.columns:
-                raise ConfigError(f"{flag}: no row of {spec} has a column {key!r}{did_you_mean(key, self.columns)}")
         if config.draw_key != DataConfig.draw_key and not self.has_drawings:
             hint = did_you_mean(config.draw_key, self.columns)
             raise ConfigError(f"draw_key: no row of {spec} is true in {config.draw_key!r}{hint}")
@@ -292,16 +287,13 @@ class PromptDataset:
         known = [size for size in sizes if size is not None]
         tokens = sum(count - 1 for count in self.checks.media.image_token_counts(model_input, known)) if known else 0
         tokens += self._video_tokens(row, model_input) if row.videos else 0
-        question = row.metadata.get(self.config.ask_key) if row.draw else None
-        asked = render_prompt(question_row(question, row.source), model_input, self.config) if question else None
-        return _Found(row.label, columns, row.form, row.reference is not None, text, tokens, row.draw, asked)
+        return _Found(row.label, columns, row.form, row.reference is not None, text, tokens, row.draw)
 
     def _check_text(self, row: PromptRow) -> None:
         """No text of the row may hold a token that the model reads as an image or video."""
         if isinstance(row.prompt, str):  # whole prompts, which bring the placeholders themselves
             return
         texts = [part["text"] for message in row.prompt for part in message["content"] if part["type"] == "text"]
-        texts.append(row.metadata.get(self.config.ask_key) or "")  # which the model is asked with an image of its own
         typed = next((token for token in self._reserved for text in texts if token in text), None)
         if typed is not None:
             text = f"the text holds {typed}, which the model would read as an image or video that is not there"
@@ -315,27 +307,20 @@ class PromptDataset:
             return found
         sound = [place for place, each in enumerate(found) if isinstance(each, _Found)]
         for place, length in zip(sound, self._lengths([found[place] for place in sound])):
-            found[place] = replace(found[place], text=None, asked=None)
+            found[place] = replace(found[place], text=None)
             if length > self.checks.prompt_max_len:
                 name = source.name(rows[place])
                 found[place] = BadRow(name, LONG_PROMPT, f"{name}: {self._too_long(length)}")
         return found
 
     def _lengths(self, found: Sequence[_Found]) -> list[int]:
-        """Tokens of prompts, media expanded; of the question about an image where that is longer."""
+        """Tokens of prompts, media expanded."""
         if not found:
             return []
         model_input = self.checks.model_input
         tokenizer = model_input.tokenizer if isinstance(model_input, ProcessorMixin) else model_input
         ids = tokenizer([each.text for each in found])["input_ids"]
-        lengths = [len(own) + each.tokens for own, each in zip(ids, found)]
-        asked = [place for place, each in enumerate(found) if each.asked is not None]
-        if asked:
-            (image,) = self.checks.media.image_token_counts(model_input, [(1, 1)])  # of a drawn one: of any size
-            ids = tokenizer([found[place].asked for place in asked])["input_ids"]
-            for place, own in zip(asked, ids):
-                lengths[place] = max(lengths[place], len(own) + image - 1)
-        return lengths
+        return [len(own) + each.tokens for own, each in zip(ids, found)]
 
     def _check_length(self, found: _Found) -> None:
         (length,) = self._lengths([found])
@@ -372,12 +357,6 @@ def render_prompt(
     """
     text = _rendered(row, model_input, config)
     return media.begin_drawing(text, model_input, row.source) if row.draw else text
-
-
-def question_row(question: str, source: str) -> PromptRow:
-    """What a model is asked about an image that it drew."""
-    content = [{"type": "image"}, {"type": "text", "text": question}]
-    return PromptRow([{"role": "user", "content": content}], source=source)
 
 
 def caption_of(row: PromptRow) -> str | None:

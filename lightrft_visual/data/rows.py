@@ -135,11 +135,6 @@ def _metadata(raw: Mapping[str, Any], config: DataConfig, read: set[str | None])
     named = {config.input_key, config.label_key, config.reference_key}
     named -= {DataConfig.input_key, DataConfig.label_key, DataConfig.reference_key}
     columns = {key: value for key, value in raw.items() if key not in roles or key in named}
-    if config.redraw_key in columns:
-        asked = columns[config.redraw_key]
-        columns[config.redraw_key] = _flag(asked, "asks for the answer to be drawn", "redraw_key")
-    if not isinstance(columns.get(config.ask_key), str | None):
-        raise DataError(f"the question in {config.ask_key!r} (ask_key) is no text", "drawing")
     if config.input_key in columns:
         columns[config.input_key] = _without_media(columns[config.input_key])
     return columns

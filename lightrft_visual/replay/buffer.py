@@ -37,8 +37,7 @@ class NaiveReplayBuffer:
     hold samples on the CPU and move batches to the accelerator; packing_samples: give out packed batches; seed: of the
     draws of `sample`; share_prefix: the models compute the prompt of a group once, so `plan` keeps groups together;
     keep_groups: so does it because their losses meet in one term; sequence: the ranks that train on the same samples.
-    homogeneous: an optimizer step trains on answers or on drawings alone. uneven: difference of the ranks' loads, as a
-    part of a load, up to which no sample changes ranks.
+    homogeneous: an optimizer step trains on answers or on drawings alone.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class NaiveReplayBuffer:
         keep_groups: bool = False,
         sequence: SequenceGroup | None = None,
         homogeneous: bool = False,
-        uneven: float = sampling.BALANCED,
     ) -> None:
         if sample_batch_size < 1:
             raise ConfigError(f"sample_batch_size must be at least 1, not {sample_batch_size}")
@@ -64,7 +62,6 @@ class NaiveReplayBuffer:
         self.keep_groups = keep_groups
         self.sequence = sequence
         self.homogeneous = homogeneous
-        self.uneven = uneven
         self.items: list[AnyItem] = []
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -177,7 +174,7 @@ class NaiveReplayBuffer:
         if not self.cpu_offload or not sampling.have_keys(samples):
             return steps
         ranks = self._parts()
-        moves = [move for step in steps for move in sampling.moves_between_ranks(step, ranks, by_tokens, self.uneven)]
+        moves = [move for step in steps for move in sampling.moves_between_ranks(step, ranks, by_tokens)]
         if not moves:
             return steps
         self._exchange(moves)

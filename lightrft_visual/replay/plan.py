@@ -98,13 +98,11 @@ def _homogeneous(order: Sequence[SampleRef], count: int) -> list[list[SampleRef]
     ]
 
 
-def moves_between_ranks(
-    step: Sequence[SampleRef], ranks: int, by_tokens: bool, uneven: float = BALANCED
-) -> list[tuple[SampleRef, int]]:
+def moves_between_ranks(step: Sequence[SampleRef], ranks: int, by_tokens: bool) -> list[tuple[SampleRef, int]]:
     """(sample, new rank) of the few samples to move, so that all ranks hold nearly equal shares of one step.
 
     Shares count tokens, or else samples. Each move takes from the fullest rank to the emptiest the sample that comes
-    nearest to halving their gap, until the gap is at most `uneven` of a share, or one sample, or no sample narrows it.
+    nearest to halving their gap, until the gap is at most BALANCED of a share, or one sample, or no sample narrows it.
     Samples that share a prompt move together, and count by the tokens that are computed; they are parted only where
     the ranks still lie further apart than the prompt's second computation costs.
     """
@@ -114,7 +112,7 @@ def moves_between_ranks(
     sizes = [[cost(group) for group in each] for each in own]
     loads = [sum(each) for each in sizes]
     moves = []
-    while max(loads) - min(loads) > max(1, uneven * sum(loads) / ranks):
+    while max(loads) - min(loads) > max(1, BALANCED * sum(loads) / ranks):
         full, empty = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[full] - loads[empty]
         place = _nearest(sizes[full], gap / 2)

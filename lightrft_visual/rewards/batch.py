@@ -37,9 +37,9 @@ def metric_name(name: Any) -> str:
 class RewardBatch:
     """B samples, one list entry each.
 
-    prompts: rendered ones, of drawn images their captions, of an image drawn from the answer the reference. images: the
-    sample's images, in order, a missing one as None; the one that was drawn, where the response is an image. videos:
-    the sample's videos, each a list of frames, a (C, T, H, W) float tensor in 0..1 or a (T, C, H, W) uint8 one.
+    prompts: rendered ones, of drawn images their captions. images: the sample's images, in order, a missing one as
+    None; the one that was drawn, where the response is an image. videos: the sample's videos, each a list of frames, a
+    (C, T, H, W) float tensor in 0..1 or a (T, C, H, W) uint8 one.
     `generated` is true when the media were made by the policy (one image or video a sample) and false when they were
     part of the prompt.
     source_images: what a generated one was made from, in order: images to edit, a first frame; empty without any.
@@ -115,7 +115,8 @@ def batch_from_samples(outputs: Sequence[Samples], vlm_mode: bool = True) -> Rew
         size = len(samples)
         batch.step = max(batch.step, samples.policy_version)
         shown, drawn = _media_of(samples, "raw_images", size, vlm_mode), _drawn_of(samples, size, vlm_mode)
-        batch.prompts += map(_asked, samples.prompts, _captions_of(samples, size), samples.references, drawn)
+        captions = _captions_of(samples, size)
+        batch.prompts += [text if caption is None else caption for text, caption in zip(samples.prompts, captions)]
         batch.responses += samples.responses
         batch.labels += samples.labels
         batch.references += samples.references
@@ -123,7 +124,6 @@ def batch_from_samples(outputs: Sequence[Samples], vlm_mode: bool = True) -> Rew
         batch.ids += samples.sample_ids.tolist()
         batch.group_ids += samples.group_ids.tolist()
         batch.images += [own if image is None else [image] for own, image in zip(shown, drawn)]
-        batch.source_images += [[] if image is None else own for own, image in zip(shown, drawn)]
         batch.videos += _media_of(samples, "raw_videos", size, vlm_mode)
         sequences, actions = samples.sequences.cpu(), samples.action_mask.cpu().bool()
         attention, count = samples.attention_mask.cpu().bool(), samples.num_actions
@@ -136,27 +136,19 @@ def batch_from_rollouts(rollouts: Sequence[Rollout]) -> RewardBatch:
     """Rollouts in order as one batch; nothing is padded or copied but the lists of images."""
     prompts = [rollout.prompt for rollout in rollouts]
     return RewardBatch(
-        prompts=[_asked(each.text, each.caption, each.reference, made.image) for each, made in zip(prompts, rollouts)],
+        prompts=[prompt.text if prompt.caption is None else prompt.caption for prompt in prompts],
         responses=[rollout.text for rollout in rollouts],
         labels=[prompt.label for prompt in prompts],
         references=[prompt.reference for prompt in prompts],
         metadata=[prompt.metadata for prompt in prompts],
         images=[list(rollout.prompt.images) if rollout.image is None else [rollout.image] for rollout in rollouts],
         videos=[list(prompt.videos) for prompt in prompts],
-        source_images=[[] if rollout.image is None else list(rollout.prompt.images) for rollout in rollouts],
         ids=[rollout.sample_id for rollout in rollouts],
         group_ids=[prompt.group_id for prompt in prompts],
         sequence_tokens=[torch.tensor(rollout.prompt.token_ids + rollout.token_ids) for rollout in rollouts],
         completion_tokens=[torch.tensor(rollout.token_ids, dtype=torch.long) for rollout in rollouts],
         step=max((rollout.policy_version for rollout in rollouts), default=0),
     )
-
-
-def _asked(prompt: str, caption: str | None, reference: Any, image: Any) -> str:
-    """The prompt; of a drawn image its caption, of one drawn from the answer the reference, if that is a text."""
-    if caption is not None:
-        return caption
-    return reference if image is not None and isinstance(reference, str) else prompt
 
 
 def _drawn_of(samples: Samples, size: int, vlm_mode: bool) -> list[Any]:
@@ -248,11 +240,6 @@ class Scores:
         return [
             Scores(v, f, {name: e[i] for name, e in extras.items()}) for i, (v, f) in enumerate(zip(values, failed))
         ]
-
-    def select(self, indices: Sequence[int]) -> Scores:
-        """Those of some samples, in this order; `reasons` are of the whole and stay behind."""
-        rows = torch.as_tensor(indices, dtype=torch.long)
-        return Scores(self.values[rows], self.failed[rows], {name: extra[rows] for name, extra in self.extras.items()})
 
     @classmethod
     def join(cls, parts: Sequence[Scores]) -> Scores:

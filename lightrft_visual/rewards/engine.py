@@ -194,11 +194,6 @@ class RewardComputationEngine:
         return any(isinstance(source, StreamingSource) for source in self._all_sources)
 
     @property
-    def streams_all(self) -> bool:
-        """Whether all scorers work elsewhere, and no function sums their scores by hand; alike on all ranks."""
-        return self._aggregate is None and all(isinstance(source, StreamingSource) for source in self._all_sources)
-
-    @property
     def _all_sources(self) -> list[Any]:
         return [*self._sources.values(), *self._by_identity.values()]
 
@@ -227,16 +222,6 @@ class RewardComputationEngine:
         if not rollouts:
             raise RewardError("score_rollouts was given no rollouts")
         return self.score(batch_from_rollouts(rollouts), chunk, device, early)
-
-    def score_answered(self, rollouts: Sequence[Rollout], first: int, early: EarlyScores) -> RewardOutput:
-        """Rewards of rollouts number `first` and following of a call, whose other scores may still be under way; equal
-        to those that `score_rollouts` gives them with the rest. Only where `streams_all`. Waits for replies, checks no
-        share of invalid ones, and its metrics are empty."""
-        batch = batch_from_rollouts(rollouts)
-        columns, _ = run_jobs(self._plan(batch.labels), batch, early.call, early.of(first, first + len(batch)))
-        score, valid = weighted_sum(columns, len(batch), self._unweighted(batch))
-        components = {name: values.float() for name, values in named_components(columns).items()}
-        return RewardOutput(score.float(), components, valid, weights=self._weights(columns, len(batch), "cpu"))
 
     def score_media(
         self,

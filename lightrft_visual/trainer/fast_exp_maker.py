@@ -24,14 +24,12 @@ from ..rewards.engine import RewardComputationEngine
 from ..rollout.distortion import Distortion
 from ..rollout.engine import RolloutEngine
 from ..rollout.multimodal import MultimodalDataProcessor
-from ..rollout.self_drawings import SelfDrawings
-from ..rollout.self_questions import SelfQuestions
 from ..rollout.stage import RolloutStage
 from ..strategy import collectives
 from ..strategy.phase_timer import PhaseTimer
 from .stage_metrics import over_rounds
 from .vl.ahead import leave_out_stale
-from .vl.stages import BeingScored, ForwardStage, MadeExperience, RewardStage
+from .vl.stages import ForwardStage, MadeExperience, RewardStage
 
 if TYPE_CHECKING:
     from .diffusion.maker import DiffusersEngine, DiffusionExperienceMaker
@@ -41,6 +39,7 @@ __all__ = ["FastExperienceMaker", "MakerSettings", "MultimodalDataProcessor", "R
 
 T = torch.Tensor
 MorePrompts = Callable[[], PromptBatch]
+Scored = Callable[[list[Rollout]], None]
 
 
 @dataclass
@@ -52,8 +51,7 @@ class MakerSettings:
     arguments. dynamic_sampling_tries: 1 turns dynamic sampling off. weights_follow: the engine is given new weights
     after each batch, so that it need not keep the old ones while it sleeps. score_policy: False leaves the policy's
     log-probs and entropies to the training forward, where nothing reads them before. max_staleness: responses with
-    tokens of a policy that is more versions old are left out; 0 looks at none. self_questions: makes what asks the
-    model about the images that it drew, self_drawings what lets it draw its answers. distortion: of images, for some
+    tokens of a policy that is more versions old are left out; 0 looks at none. distortion: of images, for some
     responses of each rollout. teacher: scores rollouts as a reference does, for on-policy distillation.
     """
 
@@ -70,8 +68,6 @@ class MakerSettings:
     weights_follow: bool = False
     score_policy: bool = True
     max_staleness: int = 0
-    self_questions: Callable[[RolloutStage], SelfQuestions] | None = None
-    self_drawings: Callable[[RolloutStage], SelfDrawings] | None = None
     distortion: Distortion | None = None
     teacher: Callable[..., T] | None = None
 
@@ -156,51 +152,28 @@ class FastExperienceMaker:
         return self.make(numbered(), more=numbered, **generate_kwargs).experiences
 
     def make(
-        self,
-        batch: PromptBatch,
-        more: MorePrompts | None = None,
-        scored: Callable[[list[Rollout]], None] | None = None,
-        meanwhile: Callable[[BeingScored], None] | None = None,
-        **generate_kwargs: Any,
+        self, batch: PromptBatch, more: MorePrompts | None = None, scored: Scored | None = None, **generate_kwargs: Any
     ) -> MadeExperience:
         """As `make_experience_list`, for a batch with ids and metadata. `more` brings prompts for dynamic sampling.
 
-        scored: is given the rollouts once they have their rewards, and may let go of their media. With it rewards come
-        before the forward passes, but for remote ones. meanwhile: is given the experience after its forward passes,
-        while remote scorers are still at work.
+        scored: is given the rollouts once they have their rewards, and may let go of their media. That is before the
+        forward passes, but where remote scorers work beside these.
         """
         sampling, estimator_kwargs = self._split_kwargs(generate_kwargs)
-        early: EarlyScores | None = None
-        resampling = more is not None and self.settings.dynamic_sampling_tries > 1
-        if resampling:
-            rollouts, metrics = self._resampled(batch, sampling, more)
-        else:
-            rollouts, early = self._generate_early(batch, sampling)
-            self._rest()
-        first = resampling or (scored is not None and not self.rewards.streams)
-        if first and not resampling:
-            metrics = self._score_all(rollouts, early)
-        if first and scored is not None:
-            scored(rollouts)
+        rollouts, early, metrics = self._sampled(batch, sampling, more, scored)
         parts = self._parts(rollouts)
         experiences = [collate(part, self.tokenizer.pad_token_id, self.vision) for part in parts]
-        with self._phase("forward"):  # remote scorers work beside it
+        with self._phase("forward"):
             self.forward_stage.run(experiences, sampling.scoring)
+        if metrics is None:
+            metrics = self._score_all(rollouts, early, scored)
+        for experience, part in zip(experiences, parts):
+            add_rewards(experience, part)
+        rewards = [each.info["reward"] for each in experiences]
         estimator_kwargs["max_new_tokens"] = sampling.max_new_tokens
-
-        def assign(rewarded: list) -> list:
-            rewards = [each.info["reward"] for each in rewarded]
-            return assign_advantages(self.calculator, rewarded, rewards, self.kl_controller.value, estimator_kwargs)
-
-        if not first:
-            if meanwhile is not None:
-                meanwhile(BeingScored(experiences, rollouts, early, self.reward_stage, assign))
-            metrics = self._score_all(rollouts, early)
-            for experience, part in zip(experiences, parts):
-                add_rewards(experience, part)
-            if scored is not None:
-                scored(rollouts)
-        return MadeExperience(assign(experiences), rollouts, metrics)
+        kl_coef = self.kl_controller.value
+        made = assign_advantages(self.calculator, experiences, rewards, kl_coef, estimator_kwargs)
+        return MadeExperience(made, rollouts, metrics)
 
     def generate_samples(
         self,
@@ -228,39 +201,48 @@ class FastExperienceMaker:
         early: EarlyScores | None = None,
         seed: int | None = None,
     ) -> list[Rollout]:
-        """Unscored rollouts, prompt-major. early: is given each prompt's as they are finished, or where the model is
-        asked about its drawings, or draws its answers, all of them after that. seed: see `RolloutStage.generate`."""
-        own_views = self.settings.self_questions is not None or self.settings.self_drawings is not None
+        """Unscored rollouts, prompt-major. early: is given each prompt's as they are finished. seed: see
+        `RolloutStage.generate`."""
         with self._phase("sync"):
             self.engine.wake()
         with self._phase("generate"):
-            rollouts = self.rollout_stage.generate(
+            return self.rollout_stage.generate(
                 batch,
                 sampling,
                 policy_version=self.policy_version,
                 purpose=purpose,
-                finished=None if early is None or own_views else early.add,
+                finished=None if early is None else early.add,
                 seed=seed,
                 distortion=self.settings.distortion if purpose == "rollout" else None,
             )
-            if self.settings.self_questions is not None:
-                self.settings.self_questions(self.rollout_stage).ask(rollouts)
-            if self.settings.self_drawings is not None:
-                self.settings.self_drawings(self.rollout_stage).draw(rollouts)
-            if early is not None and own_views:
-                early.add(0, rollouts)
-            return rollouts
 
     def score(self, rollouts: list[Rollout], early: EarlyScores | None = None) -> dict[str, float]:
         """Score rollouts in place with the reward engine, which may have begun; its counts of this rank."""
         with self._phase("reward"):
             return self.reward_stage.run(rollouts, early)
 
-    def _score_all(self, rollouts: list[Rollout], early: EarlyScores | None) -> dict[str, float]:
+    def _sampled(
+        self, batch: PromptBatch, sampling: SamplingSettings, more: MorePrompts | None, scored: Scored | None
+    ) -> tuple[list[Rollout], EarlyScores | None, dict[str, float] | None]:
+        """Rollouts, the engine asleep after them, with metrics of their rewards: None while remote scorers are at work
+        on them, whose replies `_score_all` waits for."""
+        if more is not None and self.settings.dynamic_sampling_tries > 1:
+            rollouts, metrics = self._resampled(batch, sampling, more)
+            if scored is not None:
+                scored(rollouts)
+            return rollouts, None, metrics
+        rollouts, early = self._generate_early(batch, sampling)
+        self._rest()
+        metrics = None if self.rewards.streams else self._score_all(rollouts, early, scored)
+        return rollouts, early, metrics
+
+    def _score_all(self, rollouts: list[Rollout], early: EarlyScores | None, scored: Scored | None) -> dict[str, float]:
         """Rewards in place, stale responses left out, and metrics."""
         metrics = over_rounds([self.score(rollouts, early)])
         if self.settings.max_staleness:
             metrics |= leave_out_stale(rollouts, self.policy_version, self.settings.max_staleness)
+        if scored is not None:
+            scored(rollouts)
         return metrics
 
     def _generate_early(

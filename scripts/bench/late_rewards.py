@@ -1,12 +1,12 @@
-"""What remote rewards add to a step whose last samples are scored last, with and without --train_while_scoring.
+"""What remote rewards add to a step whose last samples are scored last.
 
     OMP_NUM_THREADS=2 python scripts/bench/late_rewards.py FOLDER [--delay 0.2] [--steps 12] [--rounds 3] [flag ...]
 
 Whole runs on the embedded model, 8 prompts x 8 samples of 32 tokens, 3 URLs, requests and micro-batches of 8 samples.
 The engine finishes one prompt after another over --generation seconds, the longest last. What is added is the median
 step with replies after --delay seconds, less the median step with replies at once; runs alternate. Prints JSON, with
-whether the trained weights are the same in all runs of a round. Unknown arguments go to the runs, such as
---init_kl_coef 0.01.
+whether the trained weights are the same in all runs of a round. Unknown arguments go to the runs: --init_kl_coef 0.01
+brings forward passes, which replies hide behind.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FLAGS = (
     "--min_new_tokens 32 --train_batch_size 64 --micro_train_batch_size 8 --max_eval_samples 0 --eval_steps 0 "
     "--report false --save_trajectories false --logging_steps 1000000 --image_dependence_every 0 --engine_type paced"
 )
-CASES = {"at once": (0.0, True), "late": (1.0, True), "late, all waited for": (1.0, False)}
+CASES = ("at once", "late")
 
 
 def serve(pipe: Connection) -> None:
@@ -62,12 +62,12 @@ def serve(pipe: Connection) -> None:
 
 def run(name: str, folder: Path, ports: list[int], arguments: argparse.Namespace, further: list[str]) -> float:
     """Median seconds of a step."""
-    late, early = CASES[name]
-    urls = ",".join(f"http://127.0.0.1:{port}/{late * arguments.delay:g}" for port in ports)
+    delay = arguments.delay if name == "late" else 0.0
+    urls = ",".join(f"http://127.0.0.1:{port}/{delay:g}" for port in ports)
     command = [
         sys.executable, str(ROOT / "examples" / "train_grpo_vl.py"), *FLAGS.split(), "--plugins", __file__,
         "--remote_rm_url", urls, "--max_steps", str(arguments.steps + WARM_UP), "--output_dir", str(folder),
-        "--train_while_scoring", str(early), *further,
+        *further,
     ]  # fmt: skip
     folder.mkdir(parents=True)
     with open(folder / "log.txt", "w") as log:
@@ -97,13 +97,13 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in CASES}
     same = True
     for number in range(arguments.rounds):
-        folders = {name: arguments.folder / str(number) / name.replace(", ", "_").replace(" ", "_") for name in CASES}
+        folders = {name: arguments.folder / str(number) / name.replace(" ", "_") for name in CASES}
         for name, folder in folders.items():
             seconds[name].append(run(name, folder, ports, arguments, further))
         same &= len({weights_of(folder) for folder in folders.values()}) == 1
     server.terminate()
     medians = {name: round(statistics.median(values), 3) for name, values in seconds.items()}
-    added = {name: round(medians[name] - medians["at once"], 3) for name in CASES if CASES[name][0]}
+    added = round(medians["late"] - medians["at once"], 3)
     print(json.dumps({"step_s": medians, "added_s": added, "same_weights": same, "rounds": seconds}))
 
 

@@ -7,7 +7,7 @@ line with the median and the worst time of a phase, and exits with status 1 when
 
 With --generation S the micro-batches are finished one after the other over S seconds, and --forward S seconds of other
 work (log-probs, reference, critic) follow before the rewards are read. The times are then what the rewards add to both.
-late_rewards.py measures whole steps of a trainer, which trains on a part of the samples meanwhile.
+late_rewards.py measures whole steps of a trainer.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from lightrft_visual.config.command_line import parse_command_line
 from lightrft_visual.config.leaves import Leaf, Setting, names_of
 from lightrft_visual.config.load import config_or_exit, load_config, merge, parse_run, resolved_yaml, write_resolved
 from lightrft_visual.config.recipes import LayerReader
+from lightrft_visual.config.removed import REMOVED
 from lightrft_visual.config.roots import ROOTS
 from lightrft_visual.config.spellings import BARE_VALUES, DIFFERENT, PATHS
 from lightrft_visual.config.vl import RunConfig
@@ -408,6 +409,22 @@ def test_names_of_other_systems_are_answered_by_what_this_run_has(name: str, kin
 def test_every_advice_is_given_somewhere() -> None:
     for name in DIFFERENT:
         assert any(not names_of(root.schema).find(name) and names_of(root.schema).hint(name) for root in ROOTS), name
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_setting_that_is_gone_is_refused_on_the_command_line_with_what_to_use_instead(name: str) -> None:
+    assert any(not names_of(root.schema).find(name) for root in ROOTS)
+    for flag in (f"--{name}", f"--no_{name}", f"--train.{name.replace('_', '-')}=1"):
+        assert f"is gone: {REMOVED[name].instead}" in refused(flag)
+
+
+def test_the_file_of_an_earlier_run_loads_where_what_is_gone_asked_for_nothing(tmp_path: Path) -> None:
+    earlier = tmp_path / "config.resolved.yaml"
+    earlier.write_text("data: {ask_key: '', redraw_key: ''}\ntrain:\n  train_while_scoring: true\n  seed: 7\n")
+    assert plain("--config", str(earlier)).train.seed == 7
+    earlier.write_text("train:\n  seed: 7\ndata:\n  redraw_key: again\n")
+    told = refused("--config", str(earlier))
+    assert "'data.redraw_key'" in told and f"{earlier.name}:4) is gone: leave it out; score answers" in told
 
 
 def test_the_advice_for_beta_is_accepted() -> None:

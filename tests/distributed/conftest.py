@@ -61,7 +61,7 @@ def unified(folder: Path, cache_root: Path) -> dict[str, Path]:
     """Untrained models that draw, rows for them, and the reward of these runs."""
     task = build_embedded_task(cache_root / "data")
     emu3_rows = folder / "emu3.jsonl"
-    emu3_rows.write_text("".join(json.dumps(row) + "\n" for row in [TEXT_ROW | {"redraw": True}, DRAWN_ROW] * 4))
+    emu3_rows.write_text("".join(json.dumps(row) + "\n" for row in [TEXT_ROW, DRAWN_ROW] * 4))
     images = []
     for number, size in enumerate([(56, 56), (90, 70)]):
         images.append(str(folder / f"seen_{number}.png"))
@@ -69,7 +69,7 @@ def unified(folder: Path, cache_root: Path) -> dict[str, Path]:
     seeing = [
         TEXT_ROW,
         {"prompt": "how many?", "images": images[:1], "reference": "2", "label": "text"},
-        DRAWN_ROW | {"ask": "what is it?"},
+        DRAWN_ROW,
         {"prompt": "<image> or <image>?", "images": images, "reference": "2", "label": "text"},
     ]
     emu3_seeing = folder / "emu3_seeing.jsonl"

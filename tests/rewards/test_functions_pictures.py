@@ -264,3 +264,10 @@ def test_multi_scorer_has_names_and_average():
     result = engine.score_media(["", ""], [Image.new("RGB", (4, 4), "white"), Image.new("RGB", (4, 4), "black")])
     assert result.components["light"].tolist() == [1, 0] and result.components["avg"].tolist() == [2, 0]
     assert set(result.components) == {"multi", "light", "contrast", "avg"}
+
+
+def test_source_likeness_is_of_the_last_images_at_the_smaller_size():
+    shown, half = Image.new("RGB", (8, 8), "white"), Image.new("RGB", (4, 4), (255, 255, 0))
+    result = score("source_likeness", {}, ["bluer"] * 3, [shown, half, half], source_images=[[shown], [shown], []])
+    assert result.score[:2].tolist() == pytest.approx([1.0, 2 / 3])
+    assert result.valid.tolist() == [True, True, False]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from lightrft_visual.batches.model_inputs import ModelInputs
 from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.rollouts import collate, samples_of
+from lightrft_visual.batches.rollouts import collate
 from lightrft_visual.batches.sampling import SamplingSettings, ScoringRule
 from lightrft_visual.checkpoint.export import export_hf
 from lightrft_visual.config.vl import DataConfig, ModelConfig, RunConfig
@@ -26,17 +23,10 @@ from lightrft_visual.data.rows import PromptRow, parse_row
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.models import attention as attention_module
 from lightrft_visual.models.loading import add_lora
-from lightrft_visual.models.vlm.families.emu3 import Emu3
 from lightrft_visual.models.vlm.families.janus import Janus
-from lightrft_visual.observe.rollouts import records_from_rollouts
-from lightrft_visual.rewards.batch import batch_from_rollouts, batch_from_samples
-from lightrft_visual.rewards.functions.source_likeness import SourceLikeness
 from lightrft_visual.rollout.engine import check_engine
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
-from lightrft_visual.rollout.self_drawings import SelfDrawings
-from lightrft_visual.rollout.self_questions import SelfQuestions, check_own_views
-from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
 from lightrft_visual.trainer.vl.parts import prompt_batch
 
 BEGIN = "<begin_of_image>"
@@ -251,130 +241,19 @@ def test_rows_ask_for_an_image_and_bring_their_caption(rig):
         row(prompt="a red circle", draw="yes")
 
 
-def test_columns_of_drawings_are_read_and_checked_with_the_rows(rig, tmp_path):
-    def read(data, rows=None, **settings):
-        path = tmp_path / data
-        path.write_text(rows or path.read_text())
-        config = DataConfig(prompt_data=str(path), **settings)
-        dataset = PromptDataset.for_training(
-            config, RowChecks(model_input=rig.checkpoint.processor, prompt_max_len=64, media=Janus)
-        )
-        dataset.check_drawing_columns()
+def test_the_column_of_drawings_is_read_and_checked_with_the_rows(rig, tmp_path):
+    def read(rows, **settings):
+        (tmp_path / "rows.csv").write_text(rows)
+        config = DataConfig(prompt_data=str(tmp_path / "rows.csv"), **settings)
+        checks = RowChecks(model_input=rig.checkpoint.processor, prompt_max_len=64, media=Janus)
+        dataset = PromptDataset.for_training(config, checks)
+        dataset.check_draw_column()
         return dataset
 
-    table = "prompt,draw,again,ask\na red circle,true,,what is it?\nhow many?,FALSE,true,\nwhy?,,false,\n"
-    table = read("rows.csv", table, redraw_key="again", ask_key="ask")
-    assert [row.draw for row in table] == [True, False, False]
-    assert [row.metadata["again"] for row in table] == [False, True, False]
-    for settings, text in (
-        ({"draw_key": "drwa"}, "draw_key: no row of .* is true in 'drwa'; did you mean 'draw'?"),
-        ({"ask_key": "asc"}, "ask_key: no row of .* has a column 'asc'; did you mean 'ask'?"),
-        ({"redraw_key": "agian"}, "redraw_key: no row of .* has a column 'agian'; did you mean 'again'?"),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            read("rows.csv", **settings)
-    for cell, text in (("3", "the question in 'ask' .ask_key. is no text"), ('"<image_placeholder>"', "text holds")):
-        with pytest.raises(DataError, match=text):
-            read("rows.jsonl", f'{{"prompt": "a red circle", "draw": true, "ask": {cell}}}', ask_key="ask")
-    long = '{"prompt": "a red circle", "draw": true, "ask": "what is it? ' + "really? " * 12 + '"}'
-    assert len(read("rows.jsonl", long)) == 1
-    with pytest.raises(DataError, match="rows.jsonl:1: the prompt has .* tokens, above prompt_max_len = 64"):
-        read("rows.jsonl", long, ask_key="ask")  # the caption is short
-    with pytest.raises(DataError, match="redraw_key. holds true or false, not 'yes'"):
-        read("rows.jsonl", '{"prompt": "why?", "again": "yes"}', redraw_key="again")
-
-
-def test_the_model_is_asked_about_what_it_drew(rig):
-    asked = {"ask": "what colour is it?"}
-    batch = PromptBatch.of(
-        ["a red circle" + BEGIN, "a blue square" + BEGIN, turn("where?")],
-        references=["red", None, None],
-        metadata=[asked, {}, asked],
-        captions=["a red circle", "a blue square", None],
-    )
-    settings = SamplingSettings(n=2, max_new_tokens=4)
-    rollouts = rig.stage.generate(batch, settings)
-    before = [rollout.text for rollout in rollouts]
-    questions = SelfQuestions(rig.stage, rig.checkpoint.processor, DataConfig(ask_key="ask"), 4)
-    questions.ask(rollouts)
-    questions.ask([])
-    assert [rollout.text for rollout in rollouts[2:]] == before[2:]
-    for rollout in rollouts[:2]:
-        shown = PromptBatch.of([turn("<image_placeholder>\nwhat colour is it?")], [[rollout.image]])
-        (answer,) = rig.stage.generate(shown, SamplingSettings(n=1, temperature=0.0, max_new_tokens=4))
-        assert rollout.text == answer.text != ""
-    scored = batch_from_rollouts(rollouts)
-    assert scored.images[0] == [rollouts[0].image] and scored.images[4] == []
-    assert scored.prompts[0] == "a red circle" and scored.prompts[4] == turn("where?")
-    rollouts[0].prompt.metadata["ask"] = 3
-    with pytest.raises(DataError, match="prompt 0: the question in 'ask' is no text"):
-        questions.ask(rollouts)
-
-
-def test_remote_scorers_see_what_the_model_said_of_its_drawing(rig):
-    batch = PromptBatch.of(
-        ["a red circle" + BEGIN, turn("where?")], metadata=[{"ask": "what colour is it?"}, {}], captions=["a", None]
-    )
-    asks = partial(
-        SelfQuestions, model_input=rig.checkpoint.processor, data=DataConfig(ask_key="ask"), max_new_tokens=4
-    )
-    maker = SimpleNamespace(
-        settings=MakerSettings(self_questions=asks), engine=rig.engine, rollout_stage=rig.stage, policy_version=0,
-        _phase=lambda name: nullcontext(),
-    )  # fmt: skip
-    seen = {}
-
-    def add(first, rollouts):
-        seen.update({first + place: each.text for place, each in enumerate(rollouts)})
-
-    made = FastExperienceMaker.generate(
-        maker, batch, SamplingSettings(n=2, max_new_tokens=4), early=SimpleNamespace(add=add)
-    )
-    assert [seen[place] for place in range(4)] == [each.text for each in made] and made[0].text
-
-
-def test_the_model_draws_what_it_described(rig):
-    shown, described = picture(0), {"redraw": True}
-    batch = PromptBatch.of(
-        [turn("<image_placeholder>\nwhat is this?"), turn("where?"), "a blue square" + BEGIN],
-        [[shown], None, None],
-        references=["a red circle", None, None],
-        metadata=[described, {}, described],
-        captions=[None, None, "a blue square"],
-    )
-    rollouts = rig.stage.generate(batch, SamplingSettings(n=2, max_new_tokens=4))
-    drawn_before = rollouts[4].image
-    drawings = SelfDrawings(
-        rig.stage, rig.checkpoint.processor, DataConfig(redraw_key="redraw"), type(rig.checkpoint.family), 2.0
-    )
-    drawings.draw(rollouts)
-    drawings.draw([])
-    assert rollouts[2].image is None and rollouts[4].image is drawn_before
-    for rollout in rollouts[:2]:
-        greedy = SamplingSettings(n=1, temperature=0.0, guidance_scale=2.0)
-        (alone,) = rig.stage.generate(PromptBatch.of([turn(rollout.text) + BEGIN]), greedy)
-        assert np.array_equal(np.array(rollout.image), np.array(alone.image))
-    scored = batch_from_rollouts(rollouts)
-    assert scored.images[0] == [rollouts[0].image] and scored.source_images[0] == [shown]
-    assert scored.prompts[0] == "a red circle" and scored.responses[0] == rollouts[0].text
-    assert scored.images[2] == [] and scored.source_images[4] == []
-    own = batch_from_samples([samples_of(rollouts, rig.checkpoint.tokenizer.pad_token_id, True)])
-    for name in ("prompts", "images", "source_images", "responses", "references"):  # as who scores by himself has them
-        assert getattr(own, name) == getattr(scored, name), name
-    assert [len(record["images"]) for record in records_from_rollouts(rollouts[:1])] == [2]
-    rollouts[0].image = rollouts[1].image = None
-    rollouts[0].text, rollouts[1].text = "a red <image_placeholder>", "red " * 2000
-    drawings.draw(rollouts)
-    assert rollouts[0].image is rollouts[1].image is None  # what no prompt can hold is not drawn, and ends no run
-    likeness = SourceLikeness()
-    assert likeness([[shown], scored.images[0], []], [[shown], [shown], [shown]])[0::2] == [1.0, None]
-    assert 0 < likeness(scored.images[:1], scored.source_images[:1])[0] < 1
-
-
-class Blind(Emu3):
-    """Draws, and sees nothing."""
-
-    kinds = ()
+    table = "prompt,draw\na red circle,true\nhow many?,FALSE\nwhy?,\n"
+    assert [row.draw for row in read(table)] == [True, False, False]
+    with pytest.raises(ConfigError, match="draw_key: no row of .* is true in 'drwa'; did you mean 'draw'?"):
+        read(table, draw_key="drwa")
 
 
 def test_what_cannot_be_drawn_is_refused(rig, root):
@@ -387,15 +266,5 @@ def test_what_cannot_be_drawn_is_refused(rig, root):
     asked = PromptRow([{"role": "user", "content": [{"type": "text", "text": "a"}]}], source="rows:1", draw=True)
     with pytest.raises(DataError, match="rows:1: the row asks for an image, but this model writes text only"):
         prompt_batch([asked], writer, DataConfig(), torch.arange(1))
-    both = DataConfig(ask_key="ask"), DataConfig(redraw_key="redraw")
-    for data, family, text in (
-        (both[0], writer.family, "ask_key: a model of type qwen2_5_vl writes text only"),
-        (both[1], writer.family, "redraw_key: a model of type qwen2_5_vl writes text only"),
-        (both[0], Blind(checkpoint_of(root, "emu3").config), "ask_key: a model of type emu3 reads no images"),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            check_own_views(data, family)
-    for data in both:
-        check_own_views(data, rig.checkpoint.family)
     with pytest.raises(ConfigError, match="vLLM has no model of type janus: use --engine_type hf"):
         check_engine(RunConfig(), rig.checkpoint)

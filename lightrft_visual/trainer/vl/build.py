@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,9 +34,6 @@ from ...rollout.engine import RolloutEngine, build_engine, check_engine, engine_
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate
 from ...rollout.remote.engine import RemoteEngine, check_remote
-from ...rollout.self_drawings import SelfDrawings
-from ...rollout.self_questions import SelfQuestions, check_own_views
-from ...rollout.stage import RolloutStage
 from ...rollout.weight_sync import adapter_weights, named_weights
 from ...strategy import collectives
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
@@ -176,7 +173,6 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     _resolve_embedded(config)  # other ranks find it in the cache
     checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
     check_abilities(config, checkpoint)
-    check_own_views(config.data, checkpoint.family)
     _resolve_sharing(config, checkpoint)
     check_engine(config, checkpoint)
     if config.distributed.split:
@@ -247,7 +243,7 @@ def _datasets(config: RunConfig, checkpoint: Checkpoint) -> tuple[PromptDataset,
     length = rollout.prompt_max_len
     checks = RowChecks(limits=rollout, model_input=renderer, prompt_max_len=length, media=family, labels=labels)
     dataset = PromptDataset.for_training(config.data, checks)
-    dataset.check_drawing_columns()
+    dataset.check_draw_column()
     if config.data.eval_data is None or config.data.max_eval_samples == 0:
         return dataset, None
     return dataset, PromptDataset.for_evaluation(config.data, checks)
@@ -397,8 +393,6 @@ def _maker(config, strategy, checkpoint, models, engine, rewards, timer, distort
         ),
         rewards=rewards,
         timer=timer,
-        self_questions=_self_questions(config, checkpoint),
-        self_drawings=_self_drawings(config, checkpoint),
         distortion=distortion,
         teacher=teacher,
     )
@@ -419,23 +413,6 @@ def _distortion(config: RunConfig, total_steps: int) -> Distortion | None:
         rollout.noisy_rollout_decay,
         rollout.noisy_rollout_midpoint,
         total_steps,
-    )
-
-
-def _self_questions(config: RunConfig, checkpoint: Checkpoint) -> Callable[[RolloutStage], SelfQuestions] | None:
-    if not config.data.ask_key:
-        return None
-    renderer, length = checkpoint.processor or checkpoint.tokenizer, config.rollout.generate_max_len
-    return partial(SelfQuestions, model_input=renderer, data=config.data, max_new_tokens=length)
-
-
-def _self_drawings(config: RunConfig, checkpoint: Checkpoint) -> Callable[[RolloutStage], SelfDrawings] | None:
-    if not config.data.redraw_key:
-        return None
-    renderer = checkpoint.processor or checkpoint.tokenizer
-    scale = config.rollout.guidance_scale
-    return partial(
-        SelfDrawings, model_input=renderer, data=config.data, media=type(checkpoint.family), guidance_scale=scale
     )
 
 

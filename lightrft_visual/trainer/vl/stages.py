@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +13,8 @@ from ...algorithms.kl import compute_approx_kl
 from ...batches.experience import Experience, ExperienceVL
 from ...batches.model_inputs import ModelInputs
 from ...batches.prompts import PromptBatch
-from ...batches.rollouts import Rollout, add_rewards
+from ...batches.rollouts import Rollout
 from ...batches.sampling import ScoringRule
-from ...errors import RewardError
-from ...rewards.batch import RewardOutput
 from ...rewards.early import EarlyScores
 from ...rewards.engine import RewardComputationEngine
 from ...strategy.offload import Guest
@@ -51,14 +49,6 @@ class RewardStage:
     def run(self, rollouts: list[Rollout], early: EarlyScores | None = None) -> dict[str, float]:
         """The reward engine's `counts` of this rank. Raises as `RewardComputationEngine.compute_rewards`."""
         output = self.rewards.score_rollouts(rollouts, self.chunk, early=early)
-        self._give(output, rollouts)
-        return output.counts
-
-    def run_part(self, rollouts: list[Rollout], first: int, early: EarlyScores) -> None:
-        """As `run`, for the rollouts number `first` and following of a call whose other replies may be missing."""
-        self._give(self.rewards.score_answered(rollouts, first, early), rollouts)
-
-    def _give(self, output: RewardOutput, rollouts: list[Rollout]) -> None:
         scores, valid = output.score.tolist(), output.valid.tolist()
         components = {name: values.tolist() for name, values in output.components.items()}
         weights = {name: values.tolist() for name, values in output.weights.items()}
@@ -66,40 +56,7 @@ class RewardStage:
             rollout.reward, rollout.valid = scores[index], valid[index]
             rollout.components = {name: values[index] for name, values in components.items()}
             rollout.weights = {name: values[index] for name, values in weights.items()}
-
-
-@dataclass
-class BeingScored:
-    """Experience of a step while remote scorers are at work on it.
-
-    experiences: micro-batches without rewards; rollouts: their responses, in order. early: the replies so far, None
-    where this rank asked for none. assign: fills the advantages of micro-batches that have rewards, all in place.
-    """
-
-    experiences: list[Experience | ExperienceVL]
-    rollouts: list[Rollout]
-    early: EarlyScores | None
-    rewards: RewardStage
-    assign: Callable[[list[Experience | ExperienceVL]], list[Experience | ExperienceVL]]
-
-    def with_advantages(self, parts: range, samples: range) -> list[Experience | ExperienceVL] | None:
-        """The micro-batches `parts`, which hold the responses `samples`, with rewards and advantages; waits for their
-        replies. They share their tensors with those without. None where a reward is missing or not valid."""
-        own = self.rollouts[samples.start : samples.stop]
-        if self.early is None:
-            return None
-        try:
-            self.rewards.run_part(own, samples.start, self.early)
-        except RewardError:  # the scoring of all samples meets it again and raises it, on all ranks alike
-            return None
-        if not all(rollout.valid for rollout in own):
-            return None
-        made, start = [], 0
-        for experience in self.experiences[parts.start : parts.stop]:
-            made.append(replace(experience, info=dict(experience.info)))
-            add_rewards(made[-1], own[start : start + len(experience.action_mask)])
-            start += len(experience.action_mask)
-        return self.assign(made)
+        return output.counts
 
 
 @dataclass

@@ -21,7 +21,6 @@ from ...errors import ConfigError
 from ...observe.metrics import MetricsAccumulator
 from ...observe.rollouts import Record, gather_records, own_choice, records_from_rollouts
 from ...replay.buffer import NaiveReplayBuffer
-from ...replay.plan import BALANCED
 from ...replay.selective import SelectiveReplay
 from ...rollout.parity import RolloutCheck
 from ...rollout.weight_sync import gathered_state_dict
@@ -35,7 +34,6 @@ from ..loop import Evaluated, PolicyTrainer, StepData
 from ..stage_metrics import add_stage_metrics
 from .ahead import RolloutsAhead, add_staleness
 from .build import build_parts, engine_weights
-from .early_update import UNEVEN, EarlyUpdate, early_update_fits, finished_first
 from .image_dependence import ImageDependence
 from .metrics import (
     add_distorted,
@@ -64,14 +62,18 @@ class VLTrainer(PolicyTrainer):
         self.maker, self.actor, self.critic = parts.maker, parts.actor, parts.critic
         self.guard.penalties = self.maker.rewards.penalties
         self.separate_scores = train.separate_old_log_probs or has_dropout(parts.actor.module)
-        fits = early_update_fits(parts.config, parts.maker.rewards, collectives.world_size())
-        self.trains_early = fits and not self.separate_scores
-        self.buffer = self._new_buffer()
+        self.buffer = NaiveReplayBuffer(
+            train.micro_train_batch_size,
+            packing_samples=train.packing_samples,
+            seed=train.seed,
+            share_prefix=bool(train.share_prefix),
+            sequence=parts.strategy.sequence,
+            homogeneous=train.homogeneous_batches,
+        )
         self.policy_update = PolicyUpdate(parts.actor, algorithm, parts.maker.settings.sampling.scoring, train.seed)
         self.policy_update.behaviour = parts.config.asynchronous.stale_correction == "behaviour"
         self.replay = _selective_replay(algorithm, train.seed)
         self.value_update = ValueUpdate(parts.critic, algorithm) if parts.critic else None
-        self.early_update = self._early_update() if self.trains_early else None
         drawing = parts.actor.module.drawing
         self.image_tokens = None if drawing is None else drawing.tokens
         check_budget(parts.config, self.image_tokens or 0)
@@ -98,24 +100,6 @@ class VLTrainer(PolicyTrainer):
         """The trainer of a run. Raises as `build.build_parts`, and ConfigError for an estimator of another class."""
         check_trainer(cls, config.algorithm.advantage_estimator)
         return cls(build_parts(config))
-
-    def _new_buffer(self) -> NaiveReplayBuffer:
-        train, size = self.config.train, self.config.train.micro_train_batch_size
-        if self.trains_early:  # no larger than the requests in which rewards come
-            size = min(size, self.config.rollout.micro_rollout_batch_size)
-        return NaiveReplayBuffer(
-            size,
-            packing_samples=train.packing_samples,
-            seed=train.seed,
-            share_prefix=bool(train.share_prefix),
-            sequence=self.parts.strategy.sequence,
-            homogeneous=train.homogeneous_batches,
-            uneven=UNEVEN if self.trains_early else BALANCED,
-        )
-
-    def _early_update(self) -> EarlyUpdate:
-        size, plan = self.config.rollout.n_samples_per_prompt, lambda buffer: self._planned(buffer, 0)[0]
-        return EarlyUpdate(self.policy_update, self._new_buffer, plan, self.state.signalled, self.timer, size)
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -153,9 +137,7 @@ class VLTrainer(PolicyTrainer):
         batch = self._next_prompts() if self.ahead is None else self.ahead.next(left)
         self.probe = self._probe_of(batch)
         self.policy_update.version = self.step
-        early, scored = self.early_update, partial(self._let_go_of_media, batch)
-        meanwhile = None if early is None else partial(early.begin, kl_coef=self.maker.kl_controller.value)
-        made = self.maker.make(batch, more=self._next_prompts, scored=scored, meanwhile=meanwhile)
+        made = self.maker.make(batch, more=self._next_prompts, scored=partial(self._let_go_of_media, batch))
         if self.step + 1 < self.settings.total_steps:
             self.prompts_ahead.begin(self._next_ids())  # while this step is trained on
         data = StepData(made.experiences, records=self._records(made.rollouts))
@@ -201,7 +183,7 @@ class VLTrainer(PolicyTrainer):
         self.buffer.share()
         check = None if config.algorithm.reads_log_probs else self._rollout_check()
         for epoch in range(config.train.max_epochs):
-            batches = self._planned(self.buffer, epoch)
+            batches = self._planned(epoch)
             if check is not None and epoch == 0:
                 with self.timer.phase("forward"):
                     self.policy_update.score(self.buffer, batches[0 if self.separate_scores else 1 :], check)
@@ -212,16 +194,13 @@ class VLTrainer(PolicyTrainer):
             self._report_check(check, data.metrics)
         self.buffer.clear()
 
-    def _planned(self, buffer: NaiveReplayBuffer, epoch: int) -> list[TrainBatch]:
-        """The train batches of one pass over a buffer. Where training begins before all rewards are there, what was
-        probably finished first comes first in each. A collective."""
+    def _planned(self, epoch: int) -> list[TrainBatch]:
+        """The train batches of one pass over the buffer. A collective."""
         config = self.config
         seed, budget = derive_seed(config.train.seed, "replay", self.step, epoch), config.train.max_tokens_per_batch
-        steps = buffer.plan(seed, step_size=config.train.train_batch_size, token_budget=budget or None)
-        if self.trains_early:
-            steps = [finished_first(buffer, step) for step in steps]
+        steps = self.buffer.plan(seed, step_size=config.train.train_batch_size, token_budget=budget or None)
         lengths = config.rollout.generate_max_len, self.image_tokens
-        return [plan_batch(buffer, step, config.algorithm, *lengths) for step in steps]
+        return [plan_batch(self.buffer, step, config.algorithm, *lengths) for step in steps]
 
     def _replay(self, metrics: MetricsAccumulator) -> None:
         """Samples of earlier steps in the places of those without advantage."""
@@ -242,8 +221,7 @@ class VLTrainer(PolicyTrainer):
             self.count_step(self.value_update.step(self.buffer, batch, metrics), metrics, "critic_")
         if self.step >= self.config.train.freezing_actor_steps:
             kl_coef = self.maker.kl_controller.value
-            begun = self.early_update.take(self.buffer, batch, kl_coef, metrics) if self.trains_early else ()
-            result = self.policy_update.step(self.buffer, batch, kl_coef, metrics, first, check, begun)
+            result = self.policy_update.step(self.buffer, batch, kl_coef, metrics, first, check)
             self.count_step(result, metrics)
             if result.applied and self.parts.ema is not None:
                 self.parts.ema.step()

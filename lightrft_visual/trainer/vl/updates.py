@@ -122,20 +122,6 @@ def has_dropout(module: nn.Module) -> bool:
 
 
 @dataclass
-class Share:
-    """What is left of a micro-batch whose loss went backward.
-
-    log_probs (B, A): by the policy as it stands, where the experience brought none; sampled (B, A): the engine's, and
-    which of them can be compared with these.
-    """
-
-    losses: LossOutputs | None
-    log_probs: T | None
-    sampled: T | None
-    comparable: T
-
-
-@dataclass
 class PolicyUpdate:
     """One actor step per train batch.
 
@@ -157,7 +143,7 @@ class PolicyUpdate:
             experience = buffer.load(micro_batch)
             inputs = ModelInputs.of(experience)
             output = self.actor(inputs, self.rule, with_entropy=False)
-            self._keep(buffer, micro_batch, self._share(None, experience, inputs, output), check)
+            self._keep(buffer, micro_batch, experience, output.log_probs, check)
 
     def step(
         self,
@@ -167,48 +153,35 @@ class PolicyUpdate:
         metrics: MetricsAccumulator,
         first: bool,
         check: RolloutCheck | None = None,
-        begun: Sequence[Share] = (),
     ) -> StepResult:
         """Losses of all micro-batches, then one guarded step.
 
         Args:
             first: the first update of this rollout.
             check: settled before the step, of which nothing is left when it raises.
-            begun: of the first micro-batches, which were `accumulate`d before.
         """
         last = len(batch.micro_batches) - 1
-        for index, micro_batch in enumerate(batch.micro_batches):
-            share = begun[index] if index < len(begun) else self.accumulate(buffer, batch, index, kl_coef)
-            _record(metrics, share.losses, index == last, buffer.counts, first)
-            if share.log_probs is not None:
-                self._keep(buffer, micro_batch, share, check)
+        for index in range(len(batch.micro_batches)):
+            losses = self._accumulate(buffer, batch, index, kl_coef, check)
+            _record(metrics, losses, index == last, buffer.counts, first)
         if check is not None:
             check.settle()
         return self.actor.step()
 
-    def accumulate(self, buffer: NaiveReplayBuffer, batch: TrainBatch, index: int, kl_coef: float) -> Share:
-        """Micro-batch number `index` forward and backward; they come in order, and `step` follows the last one."""
-        losses, experience, inputs, output = self._run(buffer, batch, index, kl_coef)
-        self.actor.accumulate(losses.loss, index == len(batch.micro_batches) - 1)
-        losses = replace(losses, loss=losses.loss.detach())
-        return self._share(losses, experience, inputs, output)
-
-    def discard(self, buffer: NaiveReplayBuffer, batch: TrainBatch, kl_coef: float) -> None:
-        """Forget the gradients of the micro-batches that were accumulated: by a step that is skipped for a loss that is
-        no number, which leaves weights, optimizer and schedule as they are."""
-        losses, *_ = self._run(buffer, batch, len(batch.micro_batches) - 1, kl_coef)
-        self.actor.accumulate(losses.loss * float("nan"), last=True)
-        self.actor.step()
-
-    def _run(self, buffer: NaiveReplayBuffer, batch: TrainBatch, index: int, kl_coef: float) -> tuple:
-        """Micro-batch number `index` forward: (losses, the experience, its inputs, the actor's output)."""
-        experience = buffer.load(batch.micro_batches[index])
-        inputs = ModelInputs.of(experience)
-        output, hidden = self._forward(inputs, experience.action_entropy is None)
+    def _accumulate(
+        self, buffer: NaiveReplayBuffer, batch: TrainBatch, index: int, kl_coef: float, check: RolloutCheck | None
+    ) -> LossOutputs:
+        """Micro-batch number `index` forward and backward; nothing else of it is kept on the accelerator."""
+        micro_batch = batch.micro_batches[index]
+        experience = buffer.load(micro_batch)
+        output, hidden = self._forward(ModelInputs.of(experience), experience.action_entropy is None)
         read = self.loss_inputs(experience, output, batch, index, hidden)
         losses = self._losses(read, batch, index, kl_coef)
         losses.maxima["ratio_max_dev_first"] = _deviation_of_fresh(read, experience.info.get("replayed"))
-        return losses, experience, inputs, output
+        self.actor.accumulate(losses.loss, index == len(batch.micro_batches) - 1)
+        if experience.action_log_probs is None:
+            self._keep(buffer, micro_batch, experience, output.log_probs.detach(), check)
+        return replace(losses, loss=losses.loss.detach())
 
     def _losses(self, inputs: LossInputs, batch: TrainBatch, index: int, kl_coef: float) -> LossOutputs:
         """Of micro-batch number `index`: the sum of the kinds' losses, each a share of its own kind's in the batch."""
@@ -229,18 +202,16 @@ class PolicyUpdate:
         both = beside_hidden(inputs, config.papo_mask_ratio, self.seed)
         return halves(self.actor(both, self.rule, with_entropy=with_entropy))
 
-    def _share(self, losses: LossOutputs | None, experience, inputs: ModelInputs, output: ActorOutput) -> Share:
-        scores = output.log_probs.detach() if experience.action_log_probs is None or losses is None else None
-        mask = comparable(experience, inputs.action_mask, self.version)
-        return Share(losses, scores, per_action(experience, "rollout_log_probs"), mask)
-
-    def _keep(self, buffer: NaiveReplayBuffer, micro_batch: MicroBatch, share: Share, check) -> None:
-        """The scores as the samples' old log-probs, for the updates to come, and beside the engine's."""
+    def _keep(
+        self, buffer: NaiveReplayBuffer, micro_batch: MicroBatch, experience, log_probs: T, check: RolloutCheck | None
+    ) -> None:
+        """The scores (B, A) as the samples' old log-probs, for the updates to come, and beside the engine's."""
         if micro_batch.filler:
             return
-        buffer.fill(micro_batch, "action_log_probs", share.log_probs)
+        buffer.fill(micro_batch, "action_log_probs", log_probs)
         if check is not None:
-            check.add(share.log_probs, share.sampled, share.comparable)
+            mask = comparable(experience, ModelInputs.of(experience).action_mask, self.version)
+            check.add(log_probs, per_action(experience, "rollout_log_probs"), mask)
 
     def loss_inputs(self, experience, output, batch: TrainBatch, index: int, hidden=None) -> LossInputs:
         """What the loss reads of micro-batch number `index` and the actor's outputs for it, all (B, A)."""

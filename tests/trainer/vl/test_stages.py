@@ -87,7 +87,7 @@ def test_without_a_reader_the_training_forward_scores_the_policy(checkpoint):
 def test_the_engine_sleeps_before_rewards_and_forward_passes(checkpoint):
     told: list[str] = []
     maker_of(checkpoint, told).make(PROMPTS)
-    assert told == ["wake", "generate", "sleep", "forward", "forward", "reward"]
+    assert told == ["wake", "generate", "sleep", "reward", "forward", "forward"]
 
 
 class Noting(StreamingSource):
@@ -109,7 +109,7 @@ class Noting(StreamingSource):
 def test_remote_scorers_work_while_others_are_generated_and_beside_the_forward_passes(checkpoint, tries):
     told: list[str] = []
     maker = maker_of(checkpoint, told, dynamic_sampling_tries=tries)
-    maker.reward_stage.rewards = RewardComputationEngine(reward_model=Noting(told))
+    maker.reward_stage.rewards = maker.rewards = RewardComputationEngine(reward_model=Noting(told))
     decode = maker.engine._decode
 
     def noted(rows, settings):
