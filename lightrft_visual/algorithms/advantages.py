@@ -436,7 +436,7 @@ def _batch_size(experience: Any) -> int:
 
 def _drawn(experience: Any) -> T:
     """(B) bool: the samples whose response is an image."""
-    drawn = (experience.info or {}).get("drawn")
+    drawn = (experience.info or {}).get("loss_part")
     if drawn is None:
         return torch.zeros(len(experience.action_mask), dtype=torch.bool, device=experience.action_mask.device)
     return drawn.bool()

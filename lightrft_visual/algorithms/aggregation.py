@@ -46,6 +46,20 @@ class LossDenominators:
     max_tokens: int
 
 
+@dataclass(frozen=True)
+class PartSettings:
+    """Samples whose loss stands for itself, such as answers beside drawings: a few long ones drown no others.
+
+    name: of its metrics; "" where there is one part. weight: of its loss. entropy_coef: of its entropy bonus.
+    max_tokens: the longest response.
+    """
+
+    name: str
+    weight: float
+    entropy_coef: float
+    max_tokens: int
+
+
 def global_denominators(masks: Sequence[T], max_tokens: int) -> LossDenominators:
     """Denominators of a train batch from this rank's micro-batch masks [(B, A) bool]; a collective over all ranks.
 

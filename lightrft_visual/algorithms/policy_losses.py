@@ -11,7 +11,7 @@ batch. `maxima` combine by the maximum.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,6 +21,7 @@ from ..config.vl import AlgorithmConfig
 from ..strategy.collectives import all_gather_object
 from .aggregation import LossDenominators, LossOutputs, aggregate, global_denominators, token_mean
 from .kl import compute_approx_kl
+from .loss_terms import terms_of
 
 __all__ = [
     "LossDenominators",
@@ -40,10 +41,6 @@ T = torch.Tensor
 # exp of a log-ratio beyond this is of no use as a weight, and e^20 is far from overflow in float32.
 MAX_LOG_RATIO = 20.0
 
-# How much a token adds to PAPO's KL at most, as in its authors' code: a loss that raises an estimate must bound it, and
-# that of a token which the policy likes better without the image grows exponentially.
-MOST_PERCEPTION = 10.0
-
 
 @dataclass
 class LossInputs:
@@ -54,7 +51,7 @@ class LossInputs:
     old_log_probs: the trainer's before the first update of this rollout; rollout_log_probs: the engine's.
     ref_log_probs: the reference model's, for the KL loss. policy_mask: the tokens of action_mask whose policy term is
     kept (high-entropy filtering), default all; denominators still count action_mask.
-    hidden_log_probs, hidden_entropy: the policy's with a part of the images hidden, with gradients (PAPO).
+    extra: what the forward brought for the terms of the loss, by name.
     """
 
     log_probs: T
@@ -65,8 +62,7 @@ class LossInputs:
     entropy: T | None = None
     ref_log_probs: T | None = None
     policy_mask: T | None = None
-    hidden_log_probs: T | None = None
-    hidden_entropy: T | None = None
+    extra: Mapping[str, T] = field(default_factory=dict)
 
 
 @dataclass
@@ -208,7 +204,7 @@ def _policy_drift(inputs: LossInputs, cap: float) -> T:
 def policy_loss(
     inputs: LossInputs, config: AlgorithmConfig, denominators: LossDenominators, kl_coef: float | None = None
 ) -> LossOutputs:
-    """The actor's loss of one micro-batch: policy term, and by config KL loss, perception loss and entropy bonus.
+    """The actor's loss of one micro-batch: policy term, and by config KL loss and the terms of `loss_terms`.
 
     kl_coef: the KL controller's value, read when `use_kl_loss`; default init_kl_coef. Raises ValueError when a tensor
     that the config needs is missing (rollout_log_probs for tis_mode, ref_log_probs for use_kl_loss, entropy for
@@ -239,27 +235,12 @@ def policy_loss(
         )
         outputs.loss = outputs.loss + (config.init_kl_coef if kl_coef is None else kl_coef) * kl_loss
         outputs.metrics["kl_loss"] = kl_loss.detach()
-    if config.papo_coef > 0:
-        _add_perception(outputs, inputs, config, denominators)
-    if config.entropy_coef != 0:
-        outputs.loss = outputs.loss - config.entropy_coef * aggregate(inputs.entropy, mask, mode, denominators)
+    for term in terms_of(config):
+        share, metrics = term.share(inputs, mode, denominators)
+        outputs.loss = outputs.loss + share
+        outputs.metrics.update(metrics)
     outputs.metrics["loss"] = outputs.loss.detach()
     return outputs
-
-
-def _add_perception(
-    outputs: LossOutputs, inputs: LossInputs, config: AlgorithmConfig, denominators: LossDenominators
-) -> None:
-    """PAPO (arXiv 2507.06448): minus papo_coef times KL(policy || policy with hidden patches), by the k3 estimate, and
-    plus papo_entropy_coef times the entropies of both, without which the KL is raised by guessing wildly."""
-    mask, mode = inputs.action_mask, config.loss_agg_mode
-    tokens = compute_approx_kl(inputs.log_probs, inputs.hidden_log_probs, "k3").clamp(max=MOST_PERCEPTION)
-    kl = aggregate(tokens, mask, mode, denominators)
-    outputs.loss = outputs.loss - config.papo_coef * kl
-    outputs.metrics["perception_kl"] = kl.detach()
-    if config.papo_entropy_coef > 0:
-        entropy = aggregate(inputs.entropy + inputs.hidden_entropy, mask, mode, denominators)
-        outputs.loss = outputs.loss + config.papo_entropy_coef * entropy
 
 
 def token_log_weights(log_weights: T) -> T:
@@ -298,8 +279,6 @@ def _require_tensors(inputs: LossInputs, config: AlgorithmConfig) -> None:
         (config.corrects_rollouts, inputs.rollout_log_probs, f"tis_mode {config.tis_mode} needs rollout_log_probs"),
         (config.use_kl_loss, inputs.ref_log_probs, "use_kl_loss needs ref_log_probs"),
         (config.entropy_coef != 0, inputs.entropy, "entropy_coef needs entropy"),
-        (config.papo_coef > 0, inputs.hidden_log_probs, "papo_coef needs hidden_log_probs"),
-        (config.papo_entropy_coef > 0, inputs.hidden_entropy, "papo_entropy_coef needs hidden_entropy"),
     )
     for needed, tensor, message in needs:
         if needed and tensor is None:
@@ -324,8 +303,7 @@ def _without_masked(inputs: LossInputs) -> LossInputs:
         rollout_log_probs=clean(inputs.rollout_log_probs),
         entropy=clean(inputs.entropy),
         ref_log_probs=clean(inputs.ref_log_probs),
-        hidden_log_probs=clean(inputs.hidden_log_probs),
-        hidden_entropy=clean(inputs.hidden_entropy),
+        extra={name: clean(tensor) for name, tensor in inputs.extra.items()},
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .experience import Experience, ExperienceVL
 from .samples import Samples, SamplesVL, pad_rollouts
+from .sampling import SamplingSettings
 from .vision import VisionTensors
 
 T = torch.Tensor
@@ -23,7 +25,8 @@ class PromptFeatures:
     vision: what the model reads of them, which an engine that preprocesses by itself leaves aside. seed: fixes the
     sampling of all its responses, whatever else is in the batch. caption: what is to be drawn, where the response is an
     image; None where it is text. continued: tokens of a response that is already begun, which goes on behind them;
-    copy: which of the prompt's it is.
+    copy: which of the prompt's it is. variants: what some of its samples are drawn from instead.
+    loss_part: the part of the loss that its samples belong to.
     """
 
     text: str
@@ -39,11 +42,24 @@ class PromptFeatures:
     caption: str | None = None
     continued: list[int] = field(default_factory=list)
     copy: int = 0
+    variants: list[Variant] = field(default_factory=list)
+    loss_part: int = 0
 
     @property
     def draws(self) -> bool:
         """Whether the response is an image."""
         return self.caption is not None
+
+
+class Variant(NamedTuple):
+    """What the last `count` of a prompt's samples are drawn from; `distorted` where its media are others.
+
+    Rewards, statistics and the update see the prompt itself. All requests of a step have variants of the same counts.
+    """
+
+    features: PromptFeatures
+    count: int
+    distorted: bool
 
 
 @dataclass
@@ -69,6 +85,41 @@ class Rollout:
     distorted: bool = False
 
 
+class Rollouts(list[Rollout]):
+    """This rank's rollouts of one call, prompt-major.
+
+    sampling: how they were drawn. pending: scores that remote scorers are at work on. counts: plain numbers of the
+    stages, of this rank. scored: whether each has its reward.
+    """
+
+    def __init__(
+        self,
+        rollouts: Iterable[Rollout],
+        sampling: SamplingSettings | None = None,
+        pending: Any = None,
+        counts: dict[str, float] | None = None,
+        scored: bool = False,
+    ) -> None:
+        super().__init__(rollouts)
+        self.sampling, self.pending, self.scored = sampling or SamplingSettings(), pending, scored
+        self.counts: dict[str, float] = dict(counts or {})
+
+    @property
+    def versions(self) -> T:
+        """(B): the earliest policy that drew a token of each."""
+        return torch.tensor([each.policy_version for each in self])
+
+    def leave_out(self, which: T) -> None:
+        """Rollouts (B) bool that teach nothing."""
+        for rollout, left_out in zip(self, which.tolist()):
+            rollout.valid = rollout.valid and not left_out
+
+    def settle(self, counts: dict[str, float]) -> None:
+        """Each has its reward now; counts: the reward engine's."""
+        self.pending, self.scored = None, True
+        self.counts |= counts
+
+
 def let_go_of_media(rollouts: list[Rollout], shown: set[int]) -> int:
     """Decoded images and videos of the prompts, but those of the samples `shown`, become None: they were generated from
     and scored, and models read the patches. Returns about how many bytes that frees."""
@@ -86,7 +137,7 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
     """A padded micro-batch of B rollouts, in order; ExperienceVL for vision models, also without any image.
 
     Log-probs, values and advantages of the trainer are still to come. info: response_length, total_length, truncated,
-    drawn (1 where the response is an image), distorted (B) float32 and, where the rollouts are scored, reward (B) and
+    loss_part, distorted (B) float32 and, where the rollouts are scored, reward (B) and
     reward_metrics {name: (B)}, NaN where a component did not apply; reward_weights {name: (B)} where their weighted sum
     is the reward. Vision tensors are referred to, not copied; the images themselves stay behind.
     """
@@ -97,7 +148,7 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
         "response_length": action_mask.sum(dim=1).float(),
         "total_length": attention_mask.sum(dim=1).float(),
         "truncated": torch.tensor([float(rollout.truncated) for rollout in rollouts]),
-        "drawn": torch.tensor([float(rollout.prompt.draws) for rollout in rollouts]),
+        "loss_part": torch.tensor([float(rollout.prompt.loss_part) for rollout in rollouts]),
         "distorted": torch.tensor([float(rollout.distorted) for rollout in rollouts]),
     }
     shared: dict[str, Any] = dict.fromkeys(

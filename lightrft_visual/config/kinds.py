@@ -154,6 +154,20 @@ class DiffusionFamily(Choice):
 
 
 @dataclass(frozen=True)
+class LossTerm(Choice):
+    """target: a function of AlgorithmConfig to an `algorithms.loss_terms.LossTerm`, or to None where the settings do
+    not ask for it."""
+
+
+@dataclass(frozen=True)
+class Hook(Choice):
+    """target: a function of the parts of a run (`VLParts`, `DiffusionParts`) to a `trainer.hooks.StepHook`, or to None
+    where the configuration does not ask for it. kinds: of runs that it may follow, 'vl' and 'diffusion'."""
+
+    kinds: tuple[str, ...] = ("vl", "diffusion")
+
+
+@dataclass(frozen=True)
 class RolloutMetric(Choice):
     """A mean over the samples or tokens of a vision-language step's rollouts; its name is the column in metrics.csv.
 

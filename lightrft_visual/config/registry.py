@@ -24,7 +24,9 @@ from .kinds import (
     DiffusionAlgorithm,
     DiffusionFamily,
     Engine,
+    Hook,
     KLEstimator,
+    LossTerm,
     PolicyLoss,
     RolloutMetric,
     Scorer,
@@ -43,6 +45,8 @@ diffusion_algorithms = Registry("diffusion algorithm", DiffusionAlgorithm)
 engines = Registry("rollout engine", Engine)
 vlm_families = Registry("vision-language family", VLMFamily)
 diffusion_families = Registry("diffusion family", DiffusionFamily)
+hooks = Registry("hook", Hook)
+loss_terms = Registry("term of the policy loss", LossTerm)
 rollout_metrics = Registry("rollout metric", RolloutMetric)
 differentiable_rewards = Registry("differentiable reward", DifferentiableReward)
 scorers = Registry("scorer", Scorer)
@@ -95,6 +99,37 @@ for _entry in (
     PolicyLoss("sapo", f"{_losses}:sapo_loss", "smooth gate on the ratio of each token instead of a clip"),
 ):
     policy_losses.add(_entry)
+
+for _entry in (
+    LossTerm("entropy", f"{ALGORITHMS}.loss_terms:entropy_bonus", "`entropy_coef`: a bonus for entropy"),
+    LossTerm("perception", f"{ALGORITHMS}.loss_terms:perception", "`papo_coef`: PAPO's perception loss"),
+):
+    loss_terms.add(_entry)
+
+_features = f"{TRAINER}.features"
+for _entry in (  # in the order in which they follow a step
+    Hook("ema", f"{_features}.ema:build", "`enable_ema`: an average of the weights"),
+    Hook(
+        "reference_refresh", f"{_features}.reference_refresh:build", "`ref_update_steps`: a reference that follows",
+        kinds=("vl",),
+    ),
+    Hook("reward_weights", f"{_features}.reward_weights:build", "`reward_weights_file`: watched weights"),
+    Hook(
+        "noisy_rollouts", f"{_features}.noisy_rollouts:build", "`noisy_rollout_share`: noisy images", kinds=("vl",)
+    ),
+    Hook("staleness", f"{_features}.staleness:build", "`max_staleness`: the age of tokens"),
+    Hook("guard", f"{_features}.guard:build", "gold, learnt bands, alarms"),
+    Hook(
+        "image_dependence", f"{_features}.image_dependence:build",
+        "`image_dependence_every`: tokens that depend on the image", kinds=("vl",),
+    ),
+    Hook("records", f"{_features}.records:build", "rollouts that people are shown"),
+    Hook(
+        "selective_replay", f"{_features}.selective_replay:build", "`selective_replay`: samples of earlier steps",
+        kinds=("vl",),
+    ),
+):  # fmt: skip
+    hooks.add(_entry)
 
 _aggregation = f"{ALGORITHMS}.aggregation"
 for _entry in (
@@ -332,6 +367,8 @@ ALL: dict[str, Registry] = {
     "--loss_agg_mode": aggregations,
     "--kl_estimator": kl_estimators,
     "--tis_mode": tis_modes,
+    "settings of its own, for a term of the loss": loss_terms,
+    "settings of its own, for a hook": hooks,
     "--engine_type": engines,
     "--diffusion_algorithm": diffusion_algorithms,
     "the checkpoint's model type": vlm_families,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from ..errors import ConfigError
 from . import idle, registry
@@ -232,6 +232,8 @@ class TrainConfig(Section):
     freezing_actor_steps: int = -1  # PPO: train the critic alone for this many steps first
     enable_ema: bool = False
     ema_beta: Annotated[float, within("[0, 1)")] = 0.992
+    ema_interval: ClassVar[int] = 1
+    ema_warmup: ClassVar[bool] = False
     max_nonfinite_steps: PositiveInt = 3  # abort after this many skipped steps in a row
     separate_old_log_probs: bool = False  # a forward pass of their own even where the training forward gives them
     seed: int = 42

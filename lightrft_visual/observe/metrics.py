@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ import torch
 from ..strategy.collectives import all_gather_object, all_reduce_sum
 
 Number = float | int | torch.Tensor
+COUNTED = ("/failures", "/not_applicable")  # ends of names of counts of samples, which add up over ranks
+SPENT = "/time"  # of seconds, which ranks spend at once
 
 
 def as_double(value: Number) -> torch.Tensor:
@@ -105,6 +107,14 @@ class MetricsAccumulator:
     def add_moments(self, name: str, values: torch.Tensor) -> None:
         """Report `<name>_mean` and `<name>_std` (population) over the elements of all micro-batches and ranks."""
         self._moments[name] = self._moments.get(name, Moments()).merge(Moments.of(values))
+
+    def add_numbers(self, found: Mapping[str, float]) -> None:
+        """Add plain numbers of this rank: counts are summed over ranks, anything else is averaged."""
+        for name, value in found.items():
+            if name.endswith(COUNTED):
+                self.add_total(name, value)
+            else:
+                self.add(name, value)
 
     def reduce(self) -> dict[str, float]:
         """Combine all ranks (a collective: every rank calls it) and start afresh."""

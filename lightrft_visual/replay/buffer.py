@@ -15,7 +15,7 @@ from ..strategy import collectives
 from ..strategy.sequence import SequenceGroup
 from . import plan as sampling
 from .codecs import packed_lengths
-from .items import AnyExperience, AnyItem, BufferItemDiffusion, is_drawn, make_experience_batch, strip_padding
+from .items import AnyExperience, AnyItem, BufferItemDiffusion, make_experience_batch, part_of, strip_padding
 from .plan import MicroBatch, SampleRef
 from .state import items_from_state, items_to_state
 
@@ -37,7 +37,7 @@ class NaiveReplayBuffer:
     hold samples on the CPU and move batches to the accelerator; packing_samples: give out packed batches; seed: of the
     draws of `sample`; share_prefix: the models compute the prompt of a group once, so `plan` keeps groups together;
     keep_groups: so does it because their losses meet in one term; sequence: the ranks that train on the same samples.
-    homogeneous: an optimizer step trains on answers or on drawings alone.
+    homogeneous: an optimizer step trains on one part of the loss alone, such as answers.
     """
 
     def __init__(
@@ -218,8 +218,8 @@ class NaiveReplayBuffer:
         return [sample for each in gathered for sample in each]
 
     def _kind(self, item: AnyItem) -> int:
-        """1 of a drawing, 0 of an answer, where a step trains on one kind."""
-        return int(self.homogeneous and is_drawn(item))
+        """The part of the loss, where a step trains on one."""
+        return part_of(item) if self.homogeneous else 0
 
     def _shared_prompts(self) -> list[tuple[int | None, int]]:
         """(group, or None, and its prompt's tokens) of each sample."""

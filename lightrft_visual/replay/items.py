@@ -193,9 +193,9 @@ def remove_padding_in_sequences(items: list[AnyItem]) -> list[AnyItem]:
     return items
 
 
-def is_drawn(item: AnyItem) -> bool:
-    """Whether a sample of a model that sees and draws is a drawn image."""
-    return bool((item.info or {}).get("drawn", False))
+def part_of(item: AnyItem) -> int:
+    """Which part of the loss a sample belongs to; 0 where there is one."""
+    return int((item.info or {}).get("loss_part", 0))
 
 
 def _strip_item(item: BufferItem | BufferItemVL) -> None:

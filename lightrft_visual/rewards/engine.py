@@ -148,6 +148,11 @@ class RewardComputationEngine:
         self.require_weights("reward_weights_file")
         return WatchedWeights(path, [e.name for e in self.recipe.components()] if self.recipe else list(self._sources))
 
+    @property
+    def watches_weights(self) -> bool:
+        """Whether `reward_weights_file` is given."""
+        return self._watched is not None
+
     def refresh_weights(self) -> dict[str, float]:
         """Read `reward_weights_file` again where it has changed, and return the weights that it gives; {} without one.
         A collective, between the scoring of two batches."""

@@ -109,6 +109,7 @@ class MultimodalDataProcessor:
         """
         images, videos = self._load(batch.images, None, "image"), self._load(batch.videos, None, "video")
         token_ids, vision = self._prepare(batch.prompts, images, videos)
+        captions = [self._caption(batch, i) for i in range(len(batch))]
         return [
             PromptFeatures(
                 text=batch.prompts[i],
@@ -120,7 +121,8 @@ class MultimodalDataProcessor:
                 images=images[i],
                 videos=videos[i],
                 vision=vision[i],
-                caption=self._caption(batch, i),
+                caption=captions[i],
+                loss_part=int(captions[i] is not None),
             )
             for i in range(len(batch))
         ]

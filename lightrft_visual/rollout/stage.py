@@ -10,7 +10,6 @@ from ..batches.rollouts import PromptFeatures, Rollout
 from ..batches.sampling import Completion, SamplingSettings
 from ..errors import RolloutError
 from ..strategy.seeding import derive_seed
-from .distortion import Distortion, noisy_images
 from .engine import RolloutEngine
 from .multimodal import MultimodalDataProcessor
 
@@ -28,57 +27,70 @@ class RolloutStage:
         self,
         batch: PromptBatch,
         settings: SamplingSettings,
-        *,
         policy_version: int = 0,
         purpose: str = "rollout",
-        finished: Taker | None = None,
         seed: int | None = None,
-        distortion: Distortion | None = None,
     ) -> list[Rollout]:
-        """P * n rollouts, prompt-major. Seeds come from (seed, by default the run's, purpose, prompt id) alone.
+        """`requests` and `draw` in one."""
+        return self.draw(self.requests(batch, purpose, seed), settings, policy_version)
 
-        finished(first, rollouts) gets the rollouts of each prompt, and the number of the first of them, once all of
-        them are made; engines that do not tell give all of them at the end. distortion: the last responses of a prompt
-        are drawn from noisy copies of its images, as strong as it says for step number `policy_version`.
-
-        Raises DataError for prompts that cannot be used, and RolloutError when the engine's prompt ids are not the
-        trainer's (then images would land on other tokens).
-        """
-        prompts = self._seeded(batch, purpose, seed)
-        made: dict[int, list[Rollout]] = {number: [] for number in range(len(prompts))}
-        noisy = 0 if distortion is None else distortion.distorted(settings.n)
-
-        def take(number: int, responses: list[Completion], distorted: bool = False) -> None:
-            own = made[number]
-            first = prompts[number].group_id * settings.n + len(own)
-            own += _rollouts(prompts[number], responses, first, policy_version, distorted)
-            if finished is not None and len(own) == settings.n:
-                finished(number * settings.n, own)
-
-        self._draw(prompts, replace(settings, n=settings.n - noisy), take, finished is not None)
-        if noisy:
-            copies = self._noisy_copies(prompts, distortion.strength(policy_version))
-            seen = [bool(prompt.images) for prompt in prompts]
-            self._draw(
-                copies,
-                replace(settings, n=noisy),
-                lambda number, responses: take(number, responses, seen[number]),
-                finished is not None,
-            )
-        return [rollout for number in range(len(prompts)) for rollout in made[number]]
-
-    def announce(self, batch: PromptBatch, settings: SamplingSettings) -> None:
-        """Let an engine that can begin on a batch for which `generate` will ask later."""
-        batch.prepared = self._seeded(batch, "rollout", None)
-        self.engine.begin(batch.prepared, settings)
-
-    def _seeded(self, batch: PromptBatch, purpose: str, seed: int | None) -> list[PromptFeatures]:
+    def requests(self, batch: PromptBatch, purpose: str = "rollout", seed: int | None = None) -> list[PromptFeatures]:
+        """What the engine is asked to continue, one a prompt. Seeds come from (seed, by default the run's, purpose,
+        prompt id) alone. Raises DataError for prompts that cannot be used."""
         prompts = self.data_processor.features(batch) if batch.prepared is None else batch.prepared
         for prompt in prompts:
             prompt.seed = derive_seed(self.run_seed if seed is None else seed, purpose, prompt.group_id)
         return prompts
 
-    def _draw(self, prompts: list[PromptFeatures], settings: SamplingSettings, take: Given, at_once: bool) -> None:
+    def draw(
+        self,
+        requests: list[PromptFeatures],
+        settings: SamplingSettings,
+        policy_version: int = 0,
+        finished: Taker | None = None,
+    ) -> list[Rollout]:
+        """P * n rollouts, prompt-major.
+
+        Args:
+            requests: of `requests`; variants give the last samples of a prompt.
+            settings: n and how responses are drawn.
+            policy_version: of the engine's weights.
+            finished: is given the rollouts of each prompt, and the number of the first of them, once all are made;
+                engines that do not stream give all of them at the end.
+
+        Raises:
+            RolloutError: the engine's prompt ids are not the trainer's (images would land on other tokens).
+        """
+        made: dict[int, list[Rollout]] = {number: [] for number in range(len(requests))}
+        counts = [variant.count for variant in requests[0].variants] if requests else []
+        if any([variant.count for variant in each.variants] != counts for each in requests):
+            raise RolloutError("all requests of a step must have variants of the same counts")
+
+        def take(number: int, responses: list[Completion], distorted: bool = False) -> None:
+            own = made[number]
+            first = requests[number].group_id * settings.n + len(own)
+            own += _rollouts(requests[number], responses, first, policy_version, distorted)
+            if finished is not None and len(own) == settings.n:
+                finished(number * settings.n, own)
+
+        at_once = finished is not None
+        self._generate(requests, replace(settings, n=settings.n - sum(counts)), take, at_once)
+        for index, count in enumerate(counts):
+            variants = [each.variants[index] for each in requests]
+            self._generate(
+                [each.features for each in variants],
+                replace(settings, n=count),
+                lambda number, responses, variants=variants: take(number, responses, variants[number].distorted),
+                at_once,
+            )
+        return [rollout for number in range(len(requests)) for rollout in made[number]]
+
+    def announce(self, batch: PromptBatch, settings: SamplingSettings) -> None:
+        """Let an engine that can begin on a batch for which `generate` will ask later."""
+        batch.prepared = self.requests(batch)
+        self.engine.begin(batch.prepared, settings)
+
+    def _generate(self, prompts: list[PromptFeatures], settings: SamplingSettings, take: Given, at_once: bool) -> None:
         """take(number, responses) for each prompt; at_once: as soon as its responses are there, if the engine can."""
         given: set[int] = set()
 
@@ -93,13 +105,6 @@ class RolloutStage:
         for number, responses in enumerate(completions):
             if number not in given:
                 take(number, responses)
-
-    def _noisy_copies(self, prompts: list[PromptFeatures], strength: int) -> list[PromptFeatures]:
-        """The prompts with noisy images, and seeds of their own; one without images stays as it is."""
-        seeds = [derive_seed(prompt.seed, "noisy copy") for prompt in prompts]
-        images = [noisy_images(prompt.images, strength, seed) for prompt, seed in zip(prompts, seeds)]
-        copies = self.data_processor.with_images(prompts, images)
-        return [replace(copy, seed=seed) for copy, seed in zip(copies, seeds)]
 
 
 def _rollouts(

@@ -55,6 +55,7 @@ class HookContext:
     recorder: Any
     console: Any
     timer: Any
+    report: Any
 
     @property
     def config(self) -> Any:
@@ -154,11 +155,10 @@ class Hooks:
         self._hooks = list(hooks)
         self.stopping: StopRun | None = None
 
-    @classmethod
-    def of(cls, parts: Any, callbacks: Sequence[Any] = ()) -> Hooks:
+    def build(self, parts: Any, callbacks: Sequence[Any] = ()) -> None:
         """Those that the configuration of `parts` asks for, in the registry's order, and then a user's own."""
-        made = (entry.load()(parts) for entry in registry.hooks)
-        return cls([*(each for each in made if each is not None), *callbacks])
+        made = (entry.load()(parts) for entry in registry.hooks if parts.kind in entry.kinds)
+        self._hooks += [*(each for each in made if each is not None), *callbacks]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._hooks)

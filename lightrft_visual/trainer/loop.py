@@ -1,7 +1,7 @@
 """The one training loop, for models that see and models that draw.
 
-A step: `data = collect()`, `learn(data)`, `sync()`. What differs between kinds of models is in the hooks below; what a
-step writes, evaluates, saves and survives is here.
+A step is `train_step`, then `sync`; what a step writes, evaluates, saves and survives is here. `vl/trainer.py` and
+`diffusion/trainer.py` say what the two are for a kind of model. Features follow by hooks (`hooks.py`).
 """
 
 from __future__ import annotations
@@ -11,27 +11,24 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..config.shared import GuardConfig
 from ..config.vl import OutputConfig, TrainConfig
-from ..errors import ConfigError, NonFiniteError, StoppedBySignal
-from ..guard.gains import Look
-from ..guard.watch import Alarm, Guard
-from ..observe.console import RunConsole
+from ..errors import NonFiniteError, StoppedBySignal
 from ..observe.metrics import MetricsAccumulator
-from ..observe.recorder import RunRecorder
 from ..observe.rollouts import Record
 from ..report.writer import ReportWriter
 from ..strategy import watchdog
 from ..strategy.deepspeed import StepResult
-from ..strategy.phase_timer import PhaseTimer
 from ..strategy.start_up import say
+from .hooks import HookContext, StepData, StopRun
 from .run_state import RunState, final_folder
 
 logger = logging.getLogger(__name__)
+
+__all__ = ["Evaluated", "LoopSettings", "PolicyTrainer", "StepData"]
 
 
 @dataclass
@@ -44,33 +41,24 @@ class LoopSettings:
     train: TrainConfig
     resume_folder: Path | None = None
     model: dict[str, Any] | None = None
-    guard: GuardConfig = field(default_factory=GuardConfig)
 
 
-@dataclass
-class StepData:
-    """One step on this rank, from `collect` to `learn` and the outputs.
+class Evaluated(dict[str, float]):
+    """An evaluation's metrics by name, the same on every rank; empty where there is no evaluation data.
 
-    batches: what is trained on, in micro-batches. metrics: of this step; every stage adds its own, and the loop reduces
-    them over ranks. records: of the rollouts that people are shown; look: reward and gold of each group, where gold
-    scored them; both the same on every rank.
+    records: of rollouts to show. sheet: records of a contact sheet. look: reward and gold of each prompt, where there
+    is gold.
     """
 
-    batches: list[Any]
-    metrics: MetricsAccumulator = field(default_factory=MetricsAccumulator)
-    records: list[Record] = field(default_factory=list)
-    look: Look | None = None
-
-
-class Evaluated(NamedTuple):
-    """An evaluation's metrics and the records of the rollouts to show, both may be empty; reward and gold of each
-    prompt where there is gold; of models that see and draw, the records of a sheet of drawings. The same on every
-    rank."""
-
-    metrics: dict[str, float]
-    records: list[Record]
-    look: Look | None = None
-    drawings: Sequence[Record] = ()
+    def __init__(
+        self,
+        metrics: Mapping[str, float] | None = None,
+        records: Sequence[Record] = (),
+        sheet: Sequence[Record] = (),
+        look: Any = None,
+    ) -> None:
+        super().__init__(metrics or {})
+        self.records, self.sheet, self.look = list(records), list(sheet), look
 
 
 @contextmanager
@@ -88,33 +76,39 @@ def start_up_objects_aside() -> Iterator[None]:
 
 
 class PolicyTrainer(ABC):
-    """`fit` runs the loop; a subclass says how experience is made, trained on, synchronised and evaluated."""
+    """`fit` runs the loop; a subclass says what a step is, and how it is synchronised and evaluated.
 
-    def __init__(self, settings: LoopSettings, recorder: RunRecorder, console: RunConsole, timer: PhaseTimer):
-        self.settings, self.recorder, self.console, self.timer = settings, recorder, console, timer
-        self.report = ReportWriter(recorder.folder, active=recorder.active and settings.output.report)
+    parts: of `VLParts` or `DiffusionParts`. callbacks: hooks of a user, after those of the configuration.
+    """
+
+    def __init__(self, parts: Any, callbacks: Sequence[Any] = ()):
+        self.parts, self.config = parts, parts.config
+        self.settings, self.recorder = parts.loop, parts.recorder
+        self.console, self.timer, self.hooks = parts.console, parts.timer, parts.hooks
+        self.report = ReportWriter(self.recorder.folder, active=self.recorder.active and self.settings.output.report)
         self.step = 0  # finished rollout steps
         self.nonfinite_in_a_row = 0
         self.latest_eval: dict[str, float] = {}
         self.evaluated_step = -1
-        self.guard = Guard(settings.guard)
-        self.alarmed: Alarm | None = None  # the last alarm of a policy that ends the run
-        self.state = RunState(self, settings.output, settings.resume_folder)
-        watchdog.follow(timer)
+        self.state = RunState(self, self.settings.output, self.settings.resume_folder)
+        self.hooks.build(parts, callbacks)
+        self.hooks.setup(
+            HookContext(
+                parts, lambda: self.step, self.settings.total_steps, self.state, self.recorder, self.console,
+                self.timer, self.report,
+            )
+        )  # fmt: skip
+        watchdog.follow(self.timer)
 
-    # -- hooks ---------------------------------------------------------------------------------------------------
+    # -- what a kind of model adds -------------------------------------------------------------------------------
 
     @abstractmethod
     def start(self) -> None:
         """Before the first step: bring the engine to the trainer's weights and check that they agree."""
 
     @abstractmethod
-    def collect(self) -> StepData:
-        """This step's rollouts, scored and turned into experience."""
-
-    @abstractmethod
-    def learn(self, data: StepData) -> None:
-        """Train on a step's data, which it uses up: `data.batches` is empty afterwards. Adds to `data.metrics`."""
+    def train_step(self) -> StepData:
+        """One step, from prompts to the optimizer. What it returns is reported."""
 
     @abstractmethod
     def sync(self) -> None:
@@ -126,7 +120,7 @@ class PolicyTrainer(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Plain state for exact resume, weights and optimizers aside."""
+        """Plain state for exact resume; weights, optimizers and hooks aside."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -172,17 +166,22 @@ class PolicyTrainer(ABC):
             self.recorder.close()
 
     def _steps(self) -> bool:
-        """Whether the model is to be exported: all steps were made, or the guard went back to the best ones. A signal
-        and the guard's `stop` end them earlier, with a checkpoint."""
+        """Whether the model is to be exported: all steps were made, or a hook that ended the run asks for it. A signal
+        ends them earlier, with a checkpoint."""
         while self.step < self.settings.total_steps:
             self.state.mark()
             done = self.step
             try:
                 self._one_step()
-            except StoppedBySignal as error:  # by scoring, on all ranks alike: in `collect` or in an evaluation
+                if self.hooks.stopping is not None:
+                    return self._end(self.hooks.stopping)
+            except StoppedBySignal as error:  # by scoring, on all ranks alike: in a step or in an evaluation
                 return self._stop(str(error), rewound=self.step == done)
-            if self.alarmed is not None:
-                return self._end_by_guard(self.alarmed)
+            except StopRun as stop:  # before the step has trained
+                with self.timer.phase("save"):
+                    self.state.save_marked()
+                self.console.message(f"{stop.reason}; a checkpoint of step {self.step} is saved")
+                return stop.export
             if self.step < self.settings.total_steps and self.state.stop_requested():
                 return self._stop()
         return True
@@ -194,94 +193,53 @@ class PolicyTrainer(ABC):
         self.console.message(f"{why}\n{said}" if why else said)
         return False
 
-    def _end_by_guard(self, alarm: Alarm) -> bool:
-        """By `guard.policy`: a checkpoint, or back to the best one. True where the model is to be exported."""
-        if self.settings.guard.policy == "stop":
-            with self.timer.phase("save"):
-                self.state.save()
-            self.console.message(f"stopped by the guard at step {self.step} ({alarm.signal}); a checkpoint is saved")
-            return False
-        at = self.step
+    def _end(self, stop: StopRun) -> bool:
         with self.timer.phase("save"):
-            self.state.roll_back()
-        self.console.message(
-            f"the guard ({alarm.signal}, step {at}) went back to the best gold: step {self.step}, "
-            f"eval_gold {self.latest_eval['eval_gold']:.3g}"
-        )
-        return True
+            said = stop.settle(self.state)
+        self.console.message(said)
+        return stop.export
 
     def _one_step(self) -> None:
-        data = self.collect()
-        with self.timer.phase("train"):
-            self.learn(data)
+        data = self.train_step()
         self.step += 1
         with self.timer.phase("sync"):
+            self.hooks.on_sync()
             self.sync()
         self._report(data)
         output, last = self.settings.output, self.step == self.settings.total_steps
         if self.evaluation_due():
             self._evaluate()
         if output.save_steps > 0 and (last or self.step % output.save_steps == 0):
-            self._save()  # the last step as well: a finished run can be given more steps
-
-    def _save(self) -> None:
-        with self.timer.phase("save"):
-            self.state.save()
+            with self.timer.phase("save"):
+                self.state.save()  # the last step as well: a finished run can be given more steps
 
     def _report(self, data: StepData) -> None:
+        data.metrics.add_numbers(self.hooks.metrics())
         metrics = data.metrics.reduce() | self.timer.reduce()
         self.recorder.log_step(self.step, metrics)
         self.console.step(self.step, metrics)
         self.report.after_step(self.step)
-        if self.settings.output.save_trajectories:
+        if data.records:
             self.recorder.save_rollouts(self.step, data.records)
             self.console.samples(self.step, data.records)
-        self._keep_look("step", data.look)
-        self._tell(self.guard.after_step(self.step, metrics, data.look))
+        self.hooks.on_metrics(metrics)
 
     def _evaluate(self) -> None:
         with self.timer.phase("eval"):
-            self.latest_eval, records, look, _ = self.evaluate()
-            self.evaluated_step = self.step
-        self.state.check_metrics(self.latest_eval)
-        if not self.latest_eval:
+            evaluated = self.evaluate()
+        self.latest_eval, self.evaluated_step = dict(evaluated), self.step
+        self.state.check_metrics(evaluated)
+        if not evaluated:
             return
-        self.recorder.save_eval_rollouts(self.step, records)
+        if evaluated.sheet:
+            self.recorder.save_contact_sheet(self.step, evaluated.sheet)
+        self.recorder.save_eval_rollouts(self.step, evaluated.records)
         self.recorder.log_eval(self.step, self.latest_eval)
         self.console.evaluation(self.step, self.latest_eval)
-        self._keep_look("evaluation", look)
-        alarms = self.guard.after_evaluation(self.step, self.latest_eval, look)
-        if self.settings.guard.keeps_best:
-            self._keep_best()
-        self._tell(alarms)
+        self.hooks.on_evaluation(evaluated)
         if self.step < self.settings.total_steps:  # at the last step `fit` writes it, as the run ends
             self.report.write()
         self.timer.collect()
-
-    def _keep_best(self) -> None:
-        """A checkpoint of these weights where no evaluation before had more gold. ConfigError where there is none."""
-        if self.guard.best is None:
-            raise ConfigError(
-                "guard.keep_best (and policy rollback) keeps the checkpoint of the best eval_gold, and this evaluation "
-                f"has none ({', '.join(self.latest_eval)}): name a judge by --gold_recipe or --gold_fn"
-            )
-        if self.guard.best[1] == self.step:
-            with self.timer.phase("save"):
-                self.state.save_best()
-
-    def _keep_look(self, kind: str, look: Look | None) -> None:
-        if look is not None:
-            self.recorder.log_look(self.step, {"kind": kind, **asdict(look)})
-
-    def _tell(self, alarms: list[Alarm]) -> None:
-        """Warn; by policy the run ends after this step."""
-        for alarm in alarms:
-            self.recorder.log_alarm(alarm.step, alarm.record())
-            self.console.message(f"guard, step {alarm.step}: {alarm.text}")
-            if self.settings.guard.policy != "warn":
-                self.alarmed = alarm
-        if alarms:
-            self.report.write()
 
     # -- shared by the subclasses --------------------------------------------------------------------------------
 
@@ -289,11 +247,6 @@ class PolicyTrainer(ABC):
         """Whether the weights of the present step are evaluated."""
         every = self.settings.output.eval_steps
         return self.step == self.settings.total_steps or (every > 0 and self.step % every == 0)
-
-    def _gold_due(self) -> bool:
-        """Whether the rollouts of the step in progress are scored by gold."""
-        every = self.settings.guard.gold_every
-        return every > 0 and self.step % every == 0
 
     def count_step(self, result: StepResult, metrics: MetricsAccumulator, prefix: str = "") -> None:
         """Record an optimizer step in `metrics`; a skipped one is counted, said, and too many in a row end the run."""

@@ -63,7 +63,7 @@ class Resumable(Protocol):
     nonfinite_in_a_row: int
     latest_eval: dict[str, float]
     evaluated_step: int
-    guard: Any
+    hooks: Any
     settings: Any
     recorder: Any
     console: Any
@@ -124,6 +124,10 @@ class RunState:
         self.exit_code = self.output.sigterm_exit_code
         if not rewound:
             self.mark()
+        return self.save_marked()
+
+    def save_marked(self) -> Path:
+        """A checkpoint as of the last `mark`; nothing may have been trained since."""
         return self.save(self._between_steps)
 
     def save(self, changing: Mapping[str, Any] | None = None) -> Path:
@@ -155,7 +159,11 @@ class RunState:
         self.save_best()
 
     def _changing(self) -> dict[str, Any]:
-        return {"trainer": self.trainer.state_dict(), "random": rng_state()}
+        return {
+            "trainer": self.trainer.state_dict(),
+            "hooks": self.trainer.hooks.state_dict(),
+            "random": rng_state(),
+        }
 
     def check_metrics(self, metrics: Mapping[str, float]) -> None:
         """Raise ConfigError when `best_metric` is not among an evaluation's metrics."""
@@ -189,7 +197,6 @@ class RunState:
             "nonfinite_in_a_row": self.trainer.nonfinite_in_a_row,
             "latest_eval": self.trainer.latest_eval,
             "evaluated_step": self.trainer.evaluated_step,
-            "guard": self.trainer.guard.state_dict(),
             **changing,
         }
         save_state(folder / f"run_state_rank{collectives.rank()}.safetensors", state)
@@ -214,7 +221,13 @@ class RunState:
         self.trainer.nonfinite_in_a_row = int(state["nonfinite_in_a_row"])
         self.trainer.latest_eval = dict(state["latest_eval"])
         self.trainer.evaluated_step = int(state["evaluated_step"])
-        if "guard" in state:  # checkpoints of earlier versions have none: the bands are learnt anew
-            self.trainer.guard.load_state_dict(state["guard"])
         self.trainer.load_state_dict(state["trainer"])
+        self.trainer.hooks.load_state_dict(state.get("hooks") or _hooks_of_version_2(state))
         set_rng_state(state["random"])
+
+
+def _hooks_of_version_2(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the hooks of a checkpoint of the second version had: it stood beside the trainer's state, and in it."""
+    return {"guard": state.get("guard")} | {
+        name: state["trainer"].get(name) for name in ("ema", "replay", "reference") if state["trainer"].get(name)
+    }

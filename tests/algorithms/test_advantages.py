@@ -174,7 +174,7 @@ class TestShaping:
         config = AlgorithmConfig(reward_running_norm=True, reward_running_norm_minus_mean=True)
         calculator = get_advantage_calculator("reinforce", config)
         mixed, answers = experience([1, 2, 1, 2]), experience([3])
-        mixed.info["drawn"], answers.info["drawn"] = torch.tensor([0.0, 1, 0, 1]), torch.zeros(1)
+        mixed.info["loss_part"], answers.info["loss_part"] = torch.tensor([0.0, 1, 0, 1]), torch.zeros(1)
         _, (final,) = calculator.preprocess_rewards(torch.tensor([1.0, 10, 3, 30]), [mixed], 10)
         assert final.tolist() == pytest.approx([-(0.5**0.5), -(0.5**0.5), 0.5**0.5, 0.5**0.5])
         resumed = get_advantage_calculator("reinforce", config)
@@ -339,7 +339,7 @@ class TestFinish:
 
     def test_whitening_is_of_answers_and_of_drawings_apart(self):
         batches = self.batches()
-        batches[0].info["drawn"], batches[1].info["drawn"] = torch.tensor([0.0, 1.0]), torch.ones(1)
+        batches[0].info["loss_part"], batches[1].info["loss_part"] = torch.tensor([0.0, 1.0]), torch.ones(1)
         finish_advantages(batches, AlgorithmConfig(advantages_norm=True))
         answers, drawings = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 9.0])
         white = [(each - each.mean()) / (each.std() + 1e-6) for each in (answers, drawings)]
@@ -447,7 +447,7 @@ class TestGDPO:
 
     def test_the_norm_over_the_batch_is_of_answers_and_of_drawings_apart(self):
         batches = self.scored((3, 2))
-        batches[1].info["drawn"] = torch.ones(2)
+        batches[1].info["loss_part"] = torch.ones(2)
         batches[1].info["reward_metrics"] = {name: torch.tensor([1.0, 3.0]) for name in self.components}
         answers, drawings = final_rewards("gdpo", torch.zeros(5), batches)
         sums = self.sums()[:3]

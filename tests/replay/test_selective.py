@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from launched import run_ranks
+from lightrft_visual.replay.selective import SelectiveReplay, advantage_size
 from replay_cases import text_item, vision_item
 from selective_ranks import filled_buffer, sample
 
 from lightrft_visual.checkpoint.state import load_state, save_state
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.replay.selective import SelectiveReplay, advantage_size
 
 ADVANTAGES = [1.0, 0.0, -2.0, 0.0, 0.0, 0.5]
 
@@ -27,7 +27,7 @@ def of_kinds(advantages: list[float], drawn: tuple[int, ...], start: int = 0):
     """Samples of which those at the places `drawn` are images."""
     buffer = filled_buffer(advantages, start=start)
     for place, item in enumerate(buffer.items):
-        item.info = {"drawn": torch.tensor(place in drawn)}
+        item.info = {"loss_part": torch.tensor(place in drawn)}
     return buffer
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from lightrft_visual.rollout.distortion import Distortion, kept_signal, noisy
 from PIL import Image
 
 from lightrft_visual.batches.prompts import PromptBatch
@@ -18,7 +19,6 @@ from lightrft_visual.config.vl import RolloutConfig, RunConfig
 from lightrft_visual.embedded.questions import vocabulary_texts
 from lightrft_visual.embedded.tiny_vlm import build_processor, build_tokenizer
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.rollout.distortion import Distortion, kept_signal, noisy
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.parity import RolloutCheck
 from lightrft_visual.rollout.stage import RolloutStage

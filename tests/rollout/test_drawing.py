@@ -84,7 +84,7 @@ def test_answers_in_text_are_scored_as_sampled(root, kind):
 def test_drawn_tokens_are_scored_as_sampled(rig, settings):
     rollouts = rig.stage.generate(mixed(rig), settings)
     sampled = collate(rollouts, rig.checkpoint.tokenizer.pad_token_id, True)
-    assert sampled.info["drawn"].sum() == 4 and sampled.rollout_log_probs.std() > 0.1
+    assert sampled.info["loss_part"].sum() == 4 and sampled.rollout_log_probs.std() > 0.1
     for packed in (False, True):
         inputs = inputs_of(rig.checkpoint, rollouts, packed)
         for shared in (False, True):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from lightrft_visual.trainer.stage_metrics import add_stage_metrics, over_rounds
 
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import RewardOutput
-from lightrft_visual.trainer.stage_metrics import add_stage_metrics, over_rounds
 
 
 def test_components_are_told_per_sample_and_counts_by_the_call():

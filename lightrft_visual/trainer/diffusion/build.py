@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from ...errors import ConfigError, did_you_mean
 from ...guard.gold import EMBEDDED_GOLD, DrawingGold, embedded_gold
 from ...models.diffusion.families.base import DiffusionFamily
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, named_family, pipeline_class
-from ...models.weight_copies import WeightAverage, WeightCopy
+from ...models.weight_copies import WeightCopy
 from ...observe.console import RunConsole
 from ...observe.contact_sheet import SHEET_IMAGES
 from ...rewards.differentiable import check_scores, load_differentiable
@@ -37,6 +38,7 @@ from ...strategy import collectives
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
 from ...strategy.phase_timer import PhaseTimer
 from ...strategy.start_up import say
+from ..hooks import Hooks
 from ..loop import LoopSettings
 from ..run_parts import open_recorder, refused_rows_listed, start_strategy, synchronize
 from ..run_state import check_output
@@ -45,15 +47,16 @@ from .graphs import RolloutGraphs
 from .maker import DiffusersEngine, DiffusionExperienceMaker
 from .pairs import PairExperience
 from .parts import DiffusionParts
+from .prompts import DrawingSource, PairSource
 from .remote import check_remote, remote_drawing
 from .stages import DiffusionSampling, DrawingBatch, ImageSettings, TrainedVelocity
-from .trainer import DiffusionTrainer
+from .trainer import DiffusionTrainer, RewardFLTrainer
 
 EMBEDDED_REWARD = '{"*": [["rule", "shape_match", 1.0]]}'
 
 
-def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
-    """The trainer of a diffusion run.
+def build_diffusion_trainer(config: DiffusionRunConfig, callbacks: Sequence[Any] = ()) -> DiffusionTrainer:
+    """The trainer of a diffusion run. callbacks: hooks of a user.
 
     Raises ConfigError or DataError before any model is loaded for whatever can be known by then.
     """
@@ -84,32 +87,37 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     model = TrainedVelocity(engine, policy)
     images = ImageSettings.from_config(config)
     sampling = DiffusionSampling(model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), images)
-    drawing = DiffusersEngine(sampling, config.sampling.n_samples_per_prompt, old)
+    drawing = DiffusersEngine(sampling, config.sampling.n_samples_per_prompt, old, config.algorithm)
     if config.distributed.split:
         drawing = remote_drawing(config, drawing, resolve_pipeline(config.model.pretrain, config.model.family))
     gold = _gold(config, strategy, eval_prompts, embedded)
+    hooks = Hooks()
+    if config.offline:
+        per_rank = config.sampling.rollout_batch_size // collectives.world_size()
+        maker = PairExperience(prompts, sampling, per_rank, rewards, drawing, timer)
+    else:
+        graphs = RolloutGraphs.from_config(config, policy)
+        maker = DiffusionExperienceMaker(drawing, rewards, config.algorithm, timer, hooks, graphs)
+    source = PairSource if config.offline else DrawingSource
     parts = DiffusionParts(
         config=config,
         policy=policy,
         engine=engine,
         algorithm=algorithm,
         loss=algorithm.load()(config),
-        maker=DiffusionExperienceMaker(drawing, rewards, config.algorithm, timer, config.asynchronous.max_staleness),
-        prompts=prompts,
+        maker=maker,
+        prompts=source(config, prompts, drawing if config.distributed.split else None),
         evaluation=_evaluation(config, model, eval_prompts, rewards, gold),
-        loop=LoopSettings(total_steps, config.output, config.train, resume_folder, fingerprinted, config.guard),
+        loop=LoopSettings(total_steps, config.output, config.train, resume_folder, fingerprinted),
         recorder=recorder,
         console=RunConsole(total_steps, line_every=config.output.logging_steps, active=collectives.is_rank_0()),
         timer=timer,
+        hooks=hooks,
         old=old,
-        ema=_ema(config, policy),
         differentiable=differentiable,
-        pairs=PairExperience(prompts, sampling, config.sampling.rollout_batch_size // collectives.world_size())
-        if config.offline
-        else None,
-        graphs=RolloutGraphs.from_config(config, policy),
     )
-    return DiffusionTrainer(parts)
+    trainer = RewardFLTrainer if algorithm.trains_on == "reward" else DiffusionTrainer
+    return trainer(parts, callbacks)
 
 
 def _evaluation(
@@ -122,7 +130,8 @@ def _evaluation(
     output, images = config.output, ImageSettings.from_config(config)
     fixed = images if output.eval_seed is None else replace(images, run_seed=output.eval_seed)
     sampling = DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), fixed)
-    return DiffusionEvaluation(sampling, prompts, rewards, max(SHEET_IMAGES, output.num_trajectories_to_save), gold)
+    shown = output.num_trajectories_to_save
+    return DiffusionEvaluation(sampling, prompts, rewards, max(SHEET_IMAGES, shown), shown, gold)
 
 
 def _rewards(
@@ -374,10 +383,3 @@ def _gold(
     )
     known = all(parse_caption(row.prompt) is not None for row in prompts)
     return embedded_gold(rewards) if embedded and known else DrawingGold(rewards)
-
-
-def _ema(config: DiffusionRunConfig, policy: DiffusionPolicy) -> WeightAverage | None:
-    train = config.train
-    if not train.enable_ema:
-        return None
-    return WeightAverage(policy.trainable_parameters(), train.ema_beta, train.ema_interval, train.ema_warmup)

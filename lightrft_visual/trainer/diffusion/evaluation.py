@@ -10,6 +10,7 @@ from ...data.drawing_prompts import DrawPrompts
 from ...data.validation import validation_shard_indices
 from ...guard.gold import DrawingGold
 from ...guard.images import diversity, drift, groups_of, thumbnails
+from ...observe.contact_sheet import SHEET_IMAGES
 from ...observe.rollouts import gather_all, records_from_media
 from ...rewards.engine import RewardComputationEngine
 from ...strategy import collectives
@@ -25,14 +26,16 @@ T = torch.Tensor
 class DiffusionEvaluation:
     """Draws the held-out prompts with the present weights and scores them.
 
-    records_to_keep: of so many first prompts records are returned. gold: a judgement that training never sees, where
-    there is one. base: thumbnails (N, 3, S, S) of what the weights before training drew.
+    records_to_keep: of so many first prompts records are made; trajectories: of them are stored as rollouts. gold: a
+    judgement that training never sees, where there is one. base: thumbnails (N, 3, S, S) of what the weights before
+    training drew.
     """
 
     sampling: DiffusionSampling
     prompts: DrawPrompts
     rewards: RewardComputationEngine
     records_to_keep: int
+    trajectories: int
     gold: DrawingGold | None = None
     base: T | None = None
 
@@ -63,7 +66,8 @@ class DiffusionEvaluation:
         metrics = _means_over_ranks(values, rows.sample_ids, real)
         metrics |= self._of_set(media, rows.sample_ids, real, as_base)
         kept = [record for record, (index, is_real) in zip(records, shard) if is_real and index < self.records_to_keep]
-        return Evaluated(metrics, gather_all(kept), look)
+        shown = gather_all(kept)
+        return Evaluated(metrics, shown[: self.trajectories], shown[:SHEET_IMAGES], look)
 
     def _of_set(self, media: T, ids: T, real: T, as_base: bool) -> dict[str, float]:
         """What the images of all ranks show together."""

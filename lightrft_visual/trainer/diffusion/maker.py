@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ import torch
 from ...algorithms.diffusion.advantages import gathered_group_advantages
 from ...algorithms.diffusion.diffusion_dpo import gathered_pairs
 from ...algorithms.diffusion.rows import experience_of
-from ...batches.diffusion_sampling import KeptSteps
 from ...batches.experience import ExperienceDiffusion
 from ...batches.prompts import PromptBatch
 from ...config.diffusion import DiffusionAlgorithmConfig
@@ -20,6 +20,7 @@ from ...models.weight_copies import WeightCopy
 from ...rewards.batch import RewardOutput
 from ...rewards.engine import RewardComputationEngine
 from ...strategy.phase_timer import PhaseTimer
+from ..hooks import Hooks, StepData
 from .graphs import Graphed, RolloutGraphs
 from .stages import DiffusionSampling, DrawingBatch, Sampled
 
@@ -30,12 +31,14 @@ T = torch.Tensor
 class DiffusersEngine:
     """The `diffusers` engine: draws with the policy under training.
 
-    old: rollouts are drawn with these weights where the algorithm keeps an old policy.
+    old: rollouts are drawn with these weights where the algorithm keeps an old policy. algorithm: how advantages of
+    its samples are made where nobody else says.
     """
 
     sampling: DiffusionSampling
     n_samples_per_prompt: int
     old: WeightCopy | None = None
+    algorithm: DiffusionAlgorithmConfig = field(default_factory=DiffusionAlgorithmConfig)
 
     def rows(self, batch: PromptBatch) -> DrawingBatch:
         """Every prompt of the batch `n_samples_per_prompt` times, prompt-major."""
@@ -45,11 +48,9 @@ class DiffusersEngine:
         ids = batch.ids.repeat_interleave(n)
         return DrawingBatch(*repeated, group_ids=ids, sample_ids=ids * n + torch.arange(n).repeat(len(batch)))
 
-    def experience_maker(
-        self, rewards: RewardComputationEngine, algorithm: DiffusionAlgorithmConfig, timer: PhaseTimer | None = None
-    ) -> DiffusionExperienceMaker:
+    def experience_maker(self, rewards: RewardComputationEngine) -> DiffusionExperienceMaker:
         """What makes experience with this engine; `FastExperienceMaker` asks for it."""
-        return DiffusionExperienceMaker(self, rewards, algorithm, timer)
+        return DiffusionExperienceMaker(self, rewards, self.algorithm)
 
     def generate(self, rows: DrawingBatch, step: int, graphs: RolloutGraphs | None = None) -> list[Sampled]:
         """Rollouts by micro-batch, in the order of the rows. graphs: those that are kept."""
@@ -58,68 +59,105 @@ class DiffusersEngine:
 
 
 @dataclass
-class DrawnExperience:
-    """What the maker makes of a step's rows on this rank.
+class Drawn:
+    """What was drawn for a step's rows on this rank, in micro-batches of the order of the rows.
 
-    experiences: micro-batches with rewards and advantages, in the order of the rows. media (B, 3, …) in 0..1 on the
-    host. metrics: numbers of the whole batch, the same on every rank. kept: graphs of the experiences' steps, or empty.
+    media (B, 3, …) in 0..1 on the host. step: the policy's version. scored: their rewards, once they are there. counts:
+    numbers of the whole batch, the same on every rank. too_old: samples (B) bool that teach nothing.
     """
 
-    experiences: list[ExperienceDiffusion]
+    rows: DrawingBatch
+    samples: list[Sampled]
     media: T
-    metrics: dict[str, float]
-    kept: list[KeptSteps]
+    step: int
+    scored: RewardOutput | None = None
+    counts: dict[str, float] = field(default_factory=dict)
+    too_old: T | None = None
+
+    def __len__(self) -> int:
+        return len(self.media)
 
     @property
-    def batches(self) -> list[ExperienceDiffusion] | list[Graphed]:
-        """What is trained on."""
-        return [*map(Graphed, self.experiences, self.kept)] if self.kept else self.experiences
+    def versions(self) -> T:
+        """(B) of the policies that drew them."""
+        own = [self.step if each.policy_version is None else each.policy_version for each in self.samples]
+        return torch.cat([torch.full((len(each.media),), version) for each, version in zip(self.samples, own)])
+
+    @property
+    def valid(self) -> T:
+        """(B) bool: the samples whose rewards count."""
+        return self.scored.valid.cpu() if self.too_old is None else self.scored.valid.cpu() & ~self.too_old
+
+    def leave_out(self, which: T) -> None:
+        """Samples (B) bool that teach nothing."""
+        self.too_old = which
+
+
+def joined(parts: Sequence[Drawn]) -> Drawn:
+    """What was drawn and scored for several batches of rows, one after the other, without its latents."""
+    columns = zip(*(vars(each.rows).values() for each in parts))
+    rows = DrawingBatch(
+        *(torch.cat(each) if isinstance(each[0], T) else [cell for part in each for cell in part] for each in columns)
+    )
+    score, valid = (
+        torch.cat([getattr(each.scored, name).cpu() for each in parts]) for name in ("score", "valid")
+    )  # fmt: skip
+    return Drawn(rows, [], torch.cat([each.media for each in parts]), parts[0].step, RewardOutput(score, {}, valid))
 
 
 @dataclass
 class DiffusionExperienceMaker:
-    """Sequences the stages for models that draw: sampling and decoding, rewards, advantages within prompts."""
+    """From rows of prompts to experience for models that draw. `generate`, `score` and `make_experience` follow each
+    other in a step. policy_version: of the weights, by which noise is drawn where the contract's calls ask."""
 
     engine: DiffusersEngine
     rewards: RewardComputationEngine
     algorithm: DiffusionAlgorithmConfig
     timer: PhaseTimer | None = None
-    max_staleness: int = 0  # 0 looks at no sample's age
+    hooks: Hooks = field(default_factory=Hooks)
+    graphs: RolloutGraphs | None = None
+    policy_version: int = 0
 
-    def make(self, rows: DrawingBatch, step: int, graphs: RolloutGraphs | None = None) -> DrawnExperience:
-        """Experience of one step's rows; `step` is the policy's version, by which noise is drawn. A collective."""
+    def generate(self, rows: DrawingBatch, step: int) -> Drawn:
+        """Images or videos of one step's rows; `step` is the policy's version, by which noise is drawn."""
+        rows = self.hooks.on_prompts(rows)
         with self._phase("generate"):
-            drawn = self.engine.generate(rows, step, graphs)
-        media = torch.cat([each.media for each in drawn]).cpu()
+            samples = self.engine.generate(rows, step, self.graphs)
+        media = torch.cat([each.media for each in samples]).cpu()
+        return self.hooks.on_rollouts(Drawn(rows, samples, media, step))
+
+    def score(self, drawn: Drawn) -> None:
+        """Rewards of what was drawn. A collective."""
         with self._phase("reward"):
-            scored = score_samples(self.rewards, rows, media)
+            drawn.scored = score_samples(self.rewards, drawn.rows, drawn.media)
+        drawn.counts |= drawn.scored.counts
+        self.hooks.on_scores(drawn)
+
+    def make_experience(self, drawn: Drawn) -> StepData:
+        """Micro-batches with rewards and advantages. A collective."""
         experiences, start = [], 0
-        for each in drawn:
+        for each in drawn.samples:
             part = slice(start, start + len(each.media))
-            experiences.append(scored_experience(each, rows.select(part), rewards_at(scored, part), step))
+            scored = rewards_at(drawn.scored, part)
+            scored.valid = drawn.valid[part]
+            experiences.append(scored_experience(each, drawn.rows.select(part), scored, drawn.step))
             start = part.stop
-        counts = scored.counts | self._leave_out_stale(experiences, step)
-        kept = [each.result.kept for each in drawn if each.result.kept is not None]
-        return DrawnExperience(experiences, media, counts | self._advantages(experiences, scored), kept)
+        drawn.counts |= self._advantages(experiences, drawn.scored)
+        kept = [each.result.kept for each in drawn.samples if each.result.kept is not None]
+        return StepData([*map(Graphed, experiences, kept)] if kept else experiences, drawn)
 
-    def _leave_out_stale(self, experiences: list[ExperienceDiffusion], step: int) -> dict[str, float]:
-        """Samples of a policy that is more than `max_staleness` versions old become invalid; their share."""
-        if not self.max_staleness:
-            return {}
-        stale = [step - each.policy_version > self.max_staleness for each in experiences]
-        for each, old in zip(experiences, stale):
-            each.valid = each.valid & ~old
-        return {"dropped_stale_share": torch.cat(stale).float().mean().item()}
-
-    def experiences_of(self, batch: PromptBatch, step: int, **generate_kwargs: Any) -> list[ExperienceDiffusion]:
-        """`make` for prompts with ids. Raises ConfigError for generation arguments: the sampler has its settings."""
+    def experiences(self, batch: PromptBatch, **generate_kwargs: Any) -> list[ExperienceDiffusion]:
+        """A step's three calls for prompts with ids. Raises ConfigError for generation arguments: the sampler has its
+        settings."""
         if generate_kwargs:
             raise ConfigError(f"the diffusers engine takes no generation arguments: {', '.join(generate_kwargs)}")
-        return self.make(self.engine.rows(batch), step).experiences
+        drawn = self.generate(self.engine.rows(batch), self.policy_version)
+        self.score(drawn)
+        return self.make_experience(drawn).batches
 
-    def draw(self, batch: PromptBatch, step: int) -> list[Sampled]:
+    def samples(self, batch: PromptBatch, **generate_kwargs: Any) -> list[Sampled]:
         """Unscored images or videos of prompts with ids, in micro-batches."""
-        return self.engine.generate(self.engine.rows(batch), step)
+        return self.engine.generate(self.engine.rows(batch), self.policy_version)
 
     def _advantages(self, experiences: list[ExperienceDiffusion], scored: RewardOutput) -> dict[str, float]:
         """Advantages within prompts; or which pair a sample belongs to, as its group, and 1 or -1 for its side."""

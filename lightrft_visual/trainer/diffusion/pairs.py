@@ -13,7 +13,11 @@ from ...batches.experience import ExperienceDiffusion
 from ...data.preference_pairs import PreferencePairs
 from ...data.prompt_sampling import distributed_k_repeat_indices
 from ...data.prompts import PromptRow
+from ...rewards.engine import RewardComputationEngine
 from ...strategy import collectives
+from ...strategy.phase_timer import PhaseTimer
+from ..hooks import StepData
+from .maker import DiffusersEngine
 from .stages import DiffusionSampling, DrawingBatch, rows_of
 
 T = torch.Tensor
@@ -23,16 +27,30 @@ T = torch.Tensor
 class PairExperience:
     """Draws pairs and makes experience of them. sampling: for prompts, sizes and the schedule of timesteps.
 
-    pairs_per_rank: of a step.
+    pairs_per_rank: of a step. rewards, engine: of evaluations.
     """
 
     pairs: PreferencePairs
     sampling: DiffusionSampling
     pairs_per_rank: int
+    rewards: RewardComputationEngine
+    engine: DiffusersEngine
+    timer: PhaseTimer
 
-    def make(self, step: int, seed: int) -> list[ExperienceDiffusion]:
+    def generate(self, seed: int, step: int) -> list[ExperienceDiffusion]:
         """This rank's pairs of one step, in micro-batches: finished latents (B, 1, …), advantages 1 of chosen and -1 of
         rejected images, and as group the pair."""
+        with self.timer.phase("encode"):
+            return self._encoded(seed, step)
+
+    def score(self, encoded: list[ExperienceDiffusion]) -> None:
+        """Which image is the better one is known."""
+
+    def make_experience(self, encoded: list[ExperienceDiffusion]) -> StepData:
+        """What `generate` made."""
+        return StepData(encoded)
+
+    def _encoded(self, seed: int, step: int) -> list[ExperienceDiffusion]:
         drawn = distributed_k_repeat_indices(
             dataset_length=len(self.pairs), batch_size=self.pairs_per_rank, repeats_per_prompt=1,
             world_size=collectives.world_size(), rank=collectives.rank(), seed=seed,

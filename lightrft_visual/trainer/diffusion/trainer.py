@@ -1,62 +1,108 @@
-"""The loop's hooks for models that draw: Flow-GRPO, its relatives, DiffusionNFT, AWM, preferences and Reward FL."""
+"""Models that draw: Flow-GRPO, its relatives, DiffusionNFT, AWM, preferences, Reward FL.
+
+`DiffusionTrainer.train_step` is one step, top to bottom; Reward FL has a step of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ...algorithms.diffusion.context import LossContext
 from ...algorithms.diffusion.nft import old_policy_decay
 from ...batches.experience import ExperienceDiffusion
-from ...guard.gains import Look, joined
-from ...observe.contact_sheet import SHEET_IMAGES
 from ...observe.metrics import MetricsAccumulator
-from ...observe.rollouts import Record, gather_records, records_from_media
 from ...replay.buffer import NaiveReplayBuffer
-from ...strategy import collectives
+from ...rewards.batch import RewardOutput
 from ...strategy.deepspeed import StepResult
 from ...strategy.seeding import derive_seed
 from ...strategy.start_up import say
-from ..loop import Evaluated, PolicyTrainer, StepData
-from ..stage_metrics import add_stage_metrics
-from ..staleness import add_ages
+from ..hooks import StepData
+from ..loop import Evaluated, PolicyTrainer
 from .graphs import Graphed, worth_using
-from .maker import DrawnExperience
+from .maker import Drawn, joined
 from .parts import DiffusionParts
 from .remote import RemoteDrawing
-from .stages import DrawingBatch, k_repeat_prompts, update_rows
+from .stages import update_rows
 from .updates import ReplayUpdate, RewardUpdate, Scored, without_zero_advantages
-from .watching import add_gold, add_image_metrics, look_at
 
 
 class DiffusionTrainer(PolicyTrainer):
     """Trains a diffusion policy on its own images or videos."""
 
-    def __init__(self, parts: DiffusionParts):
-        super().__init__(parts.loop, parts.recorder, parts.console, parts.timer)
-        self.parts, self.config, self.engine, self.maker = parts, parts.config, parts.engine, parts.maker
-        self.guard.penalties = self.maker.rewards.penalties
-        train = parts.config.train
-        coupled = bool(parts.algorithm.coupled)
-        self.buffer = NaiveReplayBuffer(train.micro_train_batch_size, seed=train.seed, keep_groups=coupled)
-        algorithm = parts.config.algorithm
+    def __init__(self, parts: DiffusionParts, callbacks: Sequence[Any] = ()):
+        super().__init__(parts, callbacks)
+        self.engine, self.maker, self.prompts = parts.engine, parts.maker, parts.prompts
+        train, algorithm = parts.config.train, parts.config.algorithm
+        self.buffer = NaiveReplayBuffer(
+            train.micro_train_batch_size, seed=train.seed, keep_groups=bool(parts.algorithm.coupled)
+        )
         choice = algorithm.timestep_fraction, algorithm.timestep_choice, train.steps_per_forward, algorithm.min_sigma
         self.replay_update = ReplayUpdate(parts.engine, parts.algorithm, parts.loss, *choice)
-        self.reward_update = None
-        if parts.algorithm.trains_on == "reward":
-            sampling = parts.maker.engine.sampling
-            self.reward_update = RewardUpdate(
-                parts.engine, sampling, parts.loss, parts.differentiable, train.seed, train.micro_train_batch_size
-            )
         self.updates = 0
-        self.ahead = parts.config.asynchronous.ahead
 
-    # -- stages --------------------------------------------------------------------------------------------------
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def train_step(self) -> StepData:
+        """Prompts, rollouts, rewards, experience, updates. A collective."""
+        rows = self.prompts.next(self.step, self.settings.total_steps)
+        drawn = self.maker.generate(rows, self.step)
+        self.maker.score(drawn)
+        data = self.maker.make_experience(drawn)
+        self._measure(data)
+        data = self.hooks.on_experience(data)
+        with self.timer.phase("train"):
+            self._learn(data)
+        return data
+
+    def _learn(self, data: StepData) -> None:
+        """`max_epochs` passes over the step's samples, an optimizer step for each train batch."""
+        if isinstance(data.batches[0], Graphed):
+            if worth_using(data.batches, self.config.only_advantages_count):
+                result = self.replay_update.step_on_graphs(data.batches, self._context(True), data.metrics)
+                self._finish_update(result, data.metrics)
+                return
+            data.batches = experiences_of(data)
+        while data.batches:
+            self.buffer.append(data.batches.pop(0))
+        self.hooks.on_buffer(self.buffer)
+        for epoch in range(self.config.train.max_epochs):
+            seed = derive_seed(self.config.train.seed, "replay", self.step, epoch)
+            steps = self.buffer.plan(seed, step_size=self.config.train.train_batch_size)
+            for index, micro_batches in enumerate(steps):
+                left_out = 0
+                if self.config.only_advantages_count:
+                    micro_batches, left_out = without_zero_advantages(self.buffer, micro_batches)
+                batches = self.hooks.on_train_batch([self.buffer.load(each) for each in micro_batches])
+                first = epoch == index == 0
+                result = self.replay_update.step(batches, self._context(first), seed, data.metrics, first, left_out)
+                self._finish_update(result, data.metrics)
+        self.buffer.clear()
+
+    def _measure(self, data: StepData) -> None:
+        """Rewards of the step, and numbers of its stages; pairs of a file have none."""
+        for experience in experiences_of(data) if isinstance(data.rollouts, Drawn) else ():
+            valid = experience.valid.bool()
+            data.metrics.add_moments("reward", experience.info["reward"][valid])
+            data.metrics.add_mean("reward_invalid_share", (~valid).float())
+            for name, values in experience.info["reward_metrics"].items():
+                data.metrics.add_mean(f"reward/{name}", values, ~values.isnan())
+        if isinstance(data.rollouts, Drawn):
+            data.metrics.add_numbers(data.rollouts.counts)
+
+    def _context(self, on_policy: bool = False) -> LossContext:
+        seed = derive_seed(self.config.train.seed, "loss", self.step, self.updates)
+        on_policy = on_policy and not self.prompts.runs_ahead
+        return LossContext(self.engine, self.parts.policy, self.parts.old, seed, on_policy)
+
+    def _finish_update(self, result: StepResult, metrics: MetricsAccumulator) -> None:
+        self.updates += 1
+        self.count_step(result, metrics)
+        self.hooks.on_update(result)
+
+    # -- engine and evaluation -----------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Sampling uses the trained weights themselves, or those that workers are given."""
@@ -74,186 +120,38 @@ class DiffusionTrainer(PolicyTrainer):
         if isinstance(self.maker.engine, RemoteDrawing):
             self.maker.engine.hand_over(self.step)
 
+    def evaluate(self) -> Evaluated:
+        """See `DiffusionEvaluation.run`; with the weights that hooks lend for it."""
+        if self.parts.evaluation is None:
+            return Evaluated()
+        if self.step == 0:
+            say("evaluating the model as it is")
+        with self.hooks.weights_for("evaluation") or nullcontext():
+            return self.parts.evaluation.run(self.step, as_base=self.step == 0)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
     def close(self) -> None:
         """Release the rollout and reward workers."""
         if isinstance(self.maker.engine, RemoteDrawing):
             self.maker.engine.workers.close()
         self.maker.rewards.close()
-        if self.parts.evaluation is not None and self.parts.evaluation.gold is not None:
-            self.parts.evaluation.gold.rewards.close()
-
-    def collect(self) -> StepData:
-        """Experience of this rank's next rows; Reward FL draws while it learns, and gets the rows of its updates; pairs
-        of a file take the place of rollouts."""
-        sampling, total = self.config.sampling, self._samples_a_step()
-        seed = derive_seed(self.config.train.seed, "k_repeat", self.step)
-        if self.reward_update is not None:
-            size = self.config.train.train_batch_size
-            return StepData(update_rows(self.parts.prompts, total, sampling.n_samples_per_prompt, size, seed))
-        if self.parts.pairs is not None:
-            with self.timer.phase("encode"):
-                return StepData(self.parts.pairs.make(self.step, seed))
-        rows = self._rows(self.step)
-        for later in range(self.step, min(self.step + self.ahead + 1, self.settings.total_steps)) if self.ahead else ():
-            self.maker.engine.announce(later, partial(self._rows, later))
-        weights = self.maker.rewards.refresh_weights()
-        made = self.maker.make(rows, self.step, self.parts.graphs)
-        data = StepData(made.batches, records=self._records_of(rows, made))
-        for experience in made.experiences:
-            self._add_rewards(data.metrics, experience)
-        for name, weight in weights.items():
-            data.metrics.add(f"reward_weight/{name}", weight)
-        add_stage_metrics(data.metrics, made.metrics)
-        if self.ahead:
-            self._add_staleness(data)
-        rewards = torch.cat([each.info["reward"] for each in made.experiences])
-        valid = torch.cat([each.valid for each in made.experiences])
-        data.look = self._watch(data.metrics, rows, made.media, (rewards, valid))
-        return data
-
-    def _rows(self, step: int) -> DrawingBatch:
-        """This rank's rows of a step."""
-        seed = derive_seed(self.config.train.seed, "k_repeat", step)
-        per_rank = self._samples_a_step() // collectives.world_size()
-        return k_repeat_prompts(self.parts.prompts, per_rank, self.config.sampling.n_samples_per_prompt, seed)
-
-    def _add_staleness(self, data: StepData) -> None:
-        ages = self.step - torch.cat([each.policy_version for each in data.batches])
-        add_ages(data.metrics, ages, torch.ones_like(ages, dtype=torch.bool), self.config.asynchronous.max_staleness)
-        for name, value in self.maker.engine.measured().items():
-            data.metrics.add(name, value)
-
-    def _watch(
-        self, metrics: MetricsAccumulator, rows: DrawingBatch, media: torch.Tensor,
-        reward: tuple[torch.Tensor, torch.Tensor],
-    ) -> Look | None:  # fmt: skip
-        """What the guard reads of the images of a step and of their rewards, see `look_at`; None where no gold does."""
-        evaluation = self.parts.evaluation
-        if not self.config.guard.watch:
-            return None
-        add_image_metrics(metrics, rows, media)
-        if evaluation is None or evaluation.gold is None or not self._gold_due():
-            return None
-        golden = add_gold(metrics, evaluation.gold, rows, media)
-        return look_at(self.step + 1, rows.group_ids, reward, golden)
-
-    def _samples_a_step(self) -> int:
-        return self.config.sampling.rollout_batch_size * self.config.sampling.n_samples_per_prompt
-
-    def learn(self, data: StepData) -> None:
-        """`max_epochs` passes over the step's samples, an optimizer step for each train batch."""
-        if self.reward_update is not None:
-            self._learn_from_reward(data)
-            return
-        if isinstance(data.batches[0], Graphed):
-            if worth_using(data.batches, self.config.only_advantages_count):
-                result = self.replay_update.step_on_graphs(data.batches, self._context(True), data.metrics)
-                self._finish_update(result, data.metrics)
-                return
-            data.batches = [each.experience for each in data.batches]
-        while data.batches:
-            self.buffer.append(data.batches.pop(0))
-        for epoch in range(self.config.train.max_epochs):
-            seed = derive_seed(self.config.train.seed, "replay", self.step, epoch)
-            steps = self.buffer.plan(seed, step_size=self.config.train.train_batch_size)
-            for index, micro_batches in enumerate(steps):
-                left_out = 0
-                if self.config.only_advantages_count:
-                    micro_batches, left_out = without_zero_advantages(self.buffer, micro_batches)
-                batches = [self.buffer.load(micro_batch) for micro_batch in micro_batches]
-                first = epoch == index == 0
-                result = self.replay_update.step(batches, self._context(first), seed, data.metrics, first, left_out)
-                self._finish_update(result, data.metrics)
-        self.buffer.clear()
-
-    def _learn_from_reward(self, data: StepData) -> None:
-        looks: list[Look | None] = []
-        for epoch in range(self.config.train.max_epochs):
-            for rows in data.batches:
-                result, drawn = self.reward_update.step(rows, self._context(), self.step, epoch, data.metrics)
-                self._finish_update(result, data.metrics)
-                data.metrics.add_moments("reward", drawn.scores[drawn.valid])
-                data.metrics.add_mean("reward_invalid_share", (~drawn.valid).float())
-                if epoch == 0:
-                    data.records += _records_of_drawn(rows, drawn)
-                    looks.append(self._watch(data.metrics, rows, drawn.media, (drawn.scores, drawn.valid)))
-        data.look = joined([each for each in looks if each is not None])
-        data.records = self._gathered(data.records)
-        data.batches.clear()
-
-    def _context(self, on_policy: bool = False) -> LossContext:
-        seed = derive_seed(self.config.train.seed, "loss", self.step, self.updates)
-        return LossContext(self.engine, self.parts.policy, self.parts.old, seed, on_policy and not self.ahead)
-
-    def _finish_update(self, result: StepResult, metrics: MetricsAccumulator) -> None:
-        self.updates += 1
-        self.count_step(result, metrics)
-        if result.applied and self.parts.ema is not None:
-            self.parts.ema.step()
-
-    def evaluate(self) -> Evaluated:
-        """See `DiffusionEvaluation.run`; with the EMA weights for `eval_ema`. Writes a contact sheet."""
-        if self.parts.evaluation is None:
-            return Evaluated({}, [])
-        if self.step == 0:
-            say("evaluating the model as it is")
-        with self._evaluated_weights():
-            metrics, records, look, _ = self.parts.evaluation.run(self.step, as_base=self.step == 0)
-        self.recorder.save_contact_sheet(self.step, records[:SHEET_IMAGES])
-        return Evaluated(metrics, records[: self.config.output.num_trajectories_to_save], look)
-
-    @contextmanager
-    def _evaluated_weights(self) -> Iterator[None]:
-        with self.parts.ema.swapped() if self.config.output.eval_ema else nullcontext():
-            yield
-
-    # -- metrics and records -------------------------------------------------------------------------------------
-
-    def _add_rewards(self, metrics: MetricsAccumulator, experience: ExperienceDiffusion) -> None:
-        valid = experience.valid.bool()
-        metrics.add_moments("reward", experience.info["reward"][valid])
-        metrics.add_mean("reward_invalid_share", (~valid).float())
-        for name, values in experience.info["reward_metrics"].items():
-            metrics.add_mean(f"reward/{name}", values, ~values.isnan())
-
-    def _records_of(self, rows: DrawingBatch, made: DrawnExperience) -> list[Record]:
-        rewards = torch.cat([each.info["reward"] for each in made.experiences])
-        valid = torch.cat([each.valid for each in made.experiences])
-        components = {
-            name: torch.cat([each.info["reward_metrics"][name] for each in made.experiences])
-            for name in made.experiences[0].info["reward_metrics"]
-        }
-        records = records_from_media(
-            rows.prompts, list(made.media), rewards, components, valid=valid, group_ids=rows.group_ids
-        )
-        for record, sample_id in zip(records, rows.sample_ids.tolist()):
-            record["sample_id"] = sample_id
-        return self._gathered(records)
-
-    def _gathered(self, records: list[Record]) -> list[Record]:
-        """Those of all ranks that are kept and shown; none where nobody asks for them. A collective."""
-        output = self.config.output
-        if not output.save_trajectories:
-            return []
-        return gather_records(records, output.num_trajectories_to_save, self.config.train.seed, self.step)
-
-    # -- state ---------------------------------------------------------------------------------------------------
+        self.hooks.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Updates made so far, and the averaged and old weights where there are any."""
-        copies = {"ema": self.parts.ema, "old": self.parts.old}
-        return (
-            {"updates": self.updates}
-            | {name: copy.state_dict() if copy is not None else None for name, copy in copies.items()}
-            | {"base_images": self.parts.evaluation.base if self.parts.evaluation is not None else None}
-        )
+        """Updates made so far, the old weights where there are any, and what the base drew in the first evaluation."""
+        old, evaluation = self.parts.old, self.parts.evaluation
+        return {
+            "updates": self.updates,
+            "old": old.state_dict() if old is not None else None,
+            "base_images": evaluation.base if evaluation is not None else None,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
         self.updates = int(state["updates"])
-        for name, copy in (("ema", self.parts.ema), ("old", self.parts.old)):
-            if copy is not None:
-                copy.resume(state[name])
+        if self.parts.old is not None:
+            self.parts.old.resume(state["old"])
         if self.parts.evaluation is not None:
             self.parts.evaluation.base = state.get("base_images")  # earlier versions kept none
 
@@ -267,17 +165,50 @@ class DiffusionTrainer(PolicyTrainer):
 
     def export(self, folder: Path) -> None:
         """LoRA for the stock pipeline's load_lora_weights, or the whole pipeline when all weights train."""
-        with self._evaluated_weights():
+        with self.hooks.weights_for("export") or nullcontext():
             if self.config.model.lora_rank:
                 self.parts.policy.save_lora(folder)
             else:
                 self.parts.policy.save_pretrained(folder)
 
 
-def _records_of_drawn(rows: DrawingBatch, drawn: Scored) -> list[Record]:
-    records = records_from_media(
-        rows.prompts, list(drawn.media), drawn.scores, valid=drawn.valid, group_ids=rows.group_ids
-    )
-    for record, sample_id in zip(records, rows.sample_ids.tolist()):
-        record["sample_id"] = sample_id
-    return records
+class RewardFLTrainer(DiffusionTrainer):
+    """Reward FL: no replay; images are drawn while it learns, and carry the gradient of their reward."""
+
+    def __init__(self, parts: DiffusionParts, callbacks: Sequence[Any] = ()):
+        super().__init__(parts, callbacks)
+        train, sampling = parts.config.train, parts.maker.engine.sampling
+        self.reward_update = RewardUpdate(
+            parts.engine, sampling, parts.loss, parts.differentiable, train.seed, train.micro_train_batch_size
+        )
+
+    def train_step(self) -> StepData:
+        """An optimizer step for each train batch of rows, `max_epochs` times. Hooks see what the first pass drew."""
+        config, data = self.config, StepData([])
+        total = config.sampling.rollout_batch_size * config.sampling.n_samples_per_prompt
+        seed = derive_seed(config.train.seed, "k_repeat", self.step)
+        batches = update_rows(
+            self.prompts.dataset, total, config.sampling.n_samples_per_prompt, config.train.train_batch_size, seed
+        )
+        shown: list[Drawn] = []
+        with self.timer.phase("train"):
+            for epoch in range(config.train.max_epochs):
+                for rows in batches:
+                    result, drawn = self.reward_update.step(rows, self._context(), self.step, epoch, data.metrics)
+                    self._finish_update(result, data.metrics)
+                    data.metrics.add_moments("reward", drawn.scores[drawn.valid])
+                    data.metrics.add_mean("reward_invalid_share", (~drawn.valid).float())
+                    if epoch == 0:
+                        shown.append(_as_drawn(rows, drawn, self.step))
+        data.rollouts = joined(shown)
+        self.hooks.on_scores(data.rollouts)
+        return self.hooks.on_experience(data)
+
+
+def experiences_of(data: StepData) -> list[ExperienceDiffusion]:
+    """The micro-batches of a step, without the graphs of their rollouts."""
+    return [each.experience if isinstance(each, Graphed) else each for each in data.batches]
+
+
+def _as_drawn(rows: Any, drawn: Scored, step: int) -> Drawn:
+    return Drawn(rows, [], drawn.media, step, RewardOutput(drawn.scores, {}, drawn.valid))

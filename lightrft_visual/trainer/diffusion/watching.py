@@ -2,18 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ...guard.gains import Look, look_of
 from ...guard.gold import DrawingGold
 from ...guard.images import gathered, image_statistics
 from ...observe.metrics import MetricsAccumulator
+from ...observe.rollouts import Record, records_from_media
 from ...rewards.batch import RewardOutput
 from ...strategy import collectives
-from .maker import score_samples
+from ..hooks import StepData
+from .maker import Drawn, score_samples
 from .stages import DrawingBatch
 
 T = torch.Tensor
+
+
+@dataclass
+class DrawingWatched:
+    """For `features.guard`. gold: the judge, if there is one."""
+
+    gold: DrawingGold | None
+
+    def add_statistics(self, step: StepData) -> None:
+        """Of the step's images; of pairs of a file there are none. A collective."""
+        if isinstance(step.rollouts, Drawn):
+            add_image_metrics(step.metrics, step.rollouts.rows, step.rollouts.media)
+
+    def gold_of(self, drawn: Drawn) -> RewardOutput:
+        """All its scores."""
+        return score_samples(self.gold.rewards, drawn.rows, drawn.media)
+
+    def add_gold(self, step: StepData, scores: RewardOutput, number: int) -> Look:
+        """`gold`: the mean over the samples that could be scored. A collective."""
+        drawn = step.rollouts
+        step.metrics.add_mean("gold", scores.score, scores.valid)
+        return look_at(number, drawn.rows.group_ids, (drawn.scored.score, drawn.valid), scores)
+
+    def close(self) -> None:
+        """Release the judge's workers."""
+        if self.gold is not None:
+            self.gold.rewards.close()
+
+
+def records_of_drawn(drawn: Drawn) -> list[Record]:
+    """One record for each image or video of this rank, with its reward and components."""
+    rows, scored = drawn.rows, drawn.scored
+    records = records_from_media(
+        rows.prompts, list(drawn.media), scored.score, scored.components, valid=drawn.valid, group_ids=rows.group_ids
+    )
+    for record, sample_id in zip(records, rows.sample_ids.tolist()):
+        record["sample_id"] = sample_id
+    return records
 
 
 def add_image_metrics(metrics: MetricsAccumulator, rows: DrawingBatch, media: torch.Tensor) -> None:
@@ -21,13 +63,6 @@ def add_image_metrics(metrics: MetricsAccumulator, rows: DrawingBatch, media: to
     thumbs, groups = gathered(media, rows.group_ids, collectives.all_gather_object)
     for name, value in image_statistics(thumbs, groups).items():
         metrics.add(name, value)
-
-
-def add_gold(metrics: MetricsAccumulator, gold: DrawingGold, rows: DrawingBatch, media: torch.Tensor) -> RewardOutput:
-    """`gold`: the mean over the samples that could be scored; returns all scores."""
-    scored = score_samples(gold.rewards, rows, media)
-    metrics.add_mean("gold", scored.score, scored.valid)
-    return scored
 
 
 def look_at(step: int, prompts: T, reward: tuple[T, T], gold: RewardOutput) -> Look:

@@ -26,6 +26,9 @@ class Watched(Protocol):
     def add_gold(self, step: StepData, scores: Any, number: int) -> Look:
         """`gold` into the step's metrics; reward and gold of each prompt. A collective."""
 
+    def close(self) -> None:
+        """Release the judge's workers."""
+
 
 class _BackToBest(StopRun):
     """The guard's `rollback`: the run ends at the checkpoint of the best gold, whose model is exported."""
@@ -126,6 +129,10 @@ class GuardHook(StepHook):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with them."""
         self.guard.load_state_dict(state)
+
+    def close(self) -> None:
+        """The judge's workers."""
+        self.watched.close()
 
 
 def build(parts: Any) -> GuardHook:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
-from ...batches.rollouts import Rollout, let_go_of_media
-from ...observe.rollouts import gather_records, own_choice, records_from_rollouts
+from ...batches.rollouts import let_go_of_media
+from ...observe.rollouts import Record, gather_records, own_choice
 from ...strategy.host import give_back_freed_memory
 from ..hooks import HookContext, StepData, StepHook
 
@@ -14,26 +14,29 @@ from ..hooks import HookContext, StepData, StepHook
 class RecordsHook(StepHook):
     """Chooses the records of each step; decoded media that no record shows leave the host's memory once scored.
 
-    count: records of a step, over all ranks; 0 keeps none.
+    count: records of a step, over all ranks; 0 keeps none. records_of: those of rollouts. releases: whether rollouts
+    hold media that nobody needs again.
     """
 
-    def __init__(self, count: int, run_seed: int) -> None:
-        self.count, self.run_seed = count, run_seed
+    def __init__(self, count: int, run_seed: int, records_of: Callable[[Any], list[Record]], releases: bool) -> None:
+        self.count, self.run_seed, self.records_of, self.releases = count, run_seed, records_of, releases
 
     def setup(self, context: HookContext) -> None:
         """Steps are counted by the run."""
         self.finished = context.step
 
-    def on_scores(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+    def on_scores(self, rollouts: Any) -> Any:
         """Models read the patches; images themselves were generated from and scored, and are shown by the records."""
-        own = own_choice(records_from_rollouts(rollouts), self.count, self.run_seed, self.finished() + 1)
+        if not self.releases:
+            return rollouts
+        own = own_choice(self.records_of(rollouts), self.count, self.run_seed, self.finished() + 1)
         give_back_freed_memory(let_go_of_media(rollouts, {record["sample_id"] for record in own}))
         return rollouts
 
     def on_experience(self, step: StepData) -> StepData:
         """A collective where records are kept."""
         if self.count:
-            records = records_from_rollouts(step.rollouts)
+            records = self.records_of(step.rollouts)
             step.records += gather_records(records, self.count, self.run_seed, self.finished() + 1)
         return step
 
@@ -41,4 +44,5 @@ class RecordsHook(StepHook):
 def build(parts: Any) -> RecordsHook:
     """Always: without records all media are released."""
     output = parts.config.output
-    return RecordsHook(output.num_trajectories_to_save if output.save_trajectories else 0, parts.config.train.seed)
+    count = output.num_trajectories_to_save if output.save_trajectories else 0
+    return RecordsHook(count, parts.config.train.seed, parts.records_of, releases=parts.kind == "vl")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ...algorithms.dynamic_sampling import balanced
 from ...replay.buffer import NaiveReplayBuffer
-from ...replay.items import AnyItem, is_drawn
+from ...replay.items import AnyItem, part_of
 from ...replay.state import items_from_state, items_to_state
 from ...strategy import collectives
 from ...strategy.seeding import derive_seed
@@ -40,8 +40,8 @@ class Refilled(NamedTuple):
 class SelectiveReplay:
     """The samples of earlier steps that had an advantage, on this rank its own.
 
-    capacity: samples of each kind, answers and drawn images, kept on this rank, the oldest dropped first. alpha: they
-    are drawn in proportion to |advantage| ** alpha, none twice in a step. seed: of the run.
+    capacity: samples of each part of the loss, such as answers and drawn images, kept on this rank, the oldest dropped
+    first. alpha: they are drawn in proportion to |advantage| ** alpha, none twice in a step. seed: of the run.
     """
 
     capacity: int
@@ -68,14 +68,12 @@ class SelectiveReplay:
         self.kept = self._newest(self.kept + new)
         return Refilled(sum(counts), len(everywhere), everywhere)
 
-    def _refill(
-        self, buffer: NaiveReplayBuffer, kind: bool, offered: list[Kept], lacking: list[list[int]]
-    ) -> list[int]:
-        """Of one kind, drawn or not. lacking: the numbers of each rank's samples without advantage. Returns the policy
+    def _refill(self, buffer: NaiveReplayBuffer, kind: int, offered: list[Kept], lacking: list[list[int]]) -> list[int]:
+        """Of one part. lacking: the numbers of each rank's samples without advantage. Returns the policy
         versions of those that now stand here. A collective."""
         replaced = set(sorted(number for each in lacking for number in each)[: len(offered)])
         drawn = offered[: len(replaced)]
-        fresh = [(place, item) for place, item in enumerate(buffer.items) if is_drawn(item) == kind]
+        fresh = [(place, item) for place, item in enumerate(buffer.items) if part_of(item) == kind]
         places = [place for place, item in fresh if int(item.sample_id) in replaced]
         arrived = self._exchange(drawn, [len(replaced & {*each}) for each in lacking])
         _mark(arrived, replayed=True)
@@ -85,25 +83,25 @@ class SelectiveReplay:
 
     def _newest(self, items: list[AnyItem]) -> list[AnyItem]:
         """The last `capacity` of each kind, in the order they came."""
-        room: dict[bool, int] = {}
+        room: dict[int, int] = {}
         chosen = []
         for item in reversed(items):
-            room[is_drawn(item)] = room.get(is_drawn(item), self.capacity) - 1
-            if room[is_drawn(item)] >= 0:
+            room[part_of(item)] = room.get(part_of(item), self.capacity) - 1
+            if room[part_of(item)] >= 0:
                 chosen.append(item)
         return chosen[::-1]
 
-    def _offers(self, step: int) -> dict[bool, list[Kept]]:
+    def _offers(self, step: int) -> dict[int, list[Kept]]:
         """Every kept sample with its key, by kind: log weight plus Gumbel noise, of which the largest are a draw
         without replacement (Efraimidis and Spirakis 2006)."""
         rank = collectives.rank()
-        offers: dict[bool, list[Kept]] = {}
+        offers: dict[int, list[Kept]] = {}
         for index, item in enumerate(self.kept):
             number = int(item.sample_id)
             uniform = (derive_seed(self.seed, "selective replay", step, number) % 2**52 + 0.5) / 2**52
             gumbel = -math.log(-math.log(uniform))
             key = self.alpha * math.log(advantage_size(item)) + gumbel
-            offers.setdefault(is_drawn(item), []).append(Kept(key, number, rank, index))
+            offers.setdefault(part_of(item), []).append(Kept(key, number, rank, index))
         return offers
 
     def _exchange(self, drawn: list[Kept], shares: list[int]) -> list[AnyItem]:
@@ -125,12 +123,12 @@ class SelectiveReplay:
         self.kept = self._newest(items_from_state(state["kept"]))
 
 
-def _lacking(items: list[AnyItem]) -> dict[bool, list[int]]:
+def _lacking(items: list[AnyItem]) -> dict[int, list[int]]:
     """The numbers of samples without advantage, by kind."""
-    lacking: dict[bool, list[int]] = {}
+    lacking: dict[int, list[int]] = {}
     for item in items:
         if not teaches(item):
-            lacking.setdefault(is_drawn(item), []).append(int(item.sample_id))
+            lacking.setdefault(part_of(item), []).append(int(item.sample_id))
     return lacking
 
 

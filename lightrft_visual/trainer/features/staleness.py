@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ...batches.rollouts import Rollout
 from ...observe.metrics import MetricsAccumulator
 from ..hooks import HookContext, StepData, StepHook
 
@@ -27,18 +26,20 @@ class StalenessHook(StepHook):
         """The present policy's version is the number of finished steps."""
         self.version = context.step
 
-    def on_scores(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        """What is too old teaches nothing; it stays in the statistics of nobody."""
-        old = [each for each in rollouts if self.version() - each.policy_version > self.most]
-        for each in old:
-            each.valid = False
-        self.dropped = len(old) / len(rollouts)
+    def on_scores(self, rollouts: Any) -> Any:
+        """What is too old teaches nothing, and is in no statistics."""
+        too_old = self.version() - rollouts.versions > self.most
+        rollouts.leave_out(too_old)
+        self.dropped = too_old.float().mean().item()
         return rollouts
 
     def on_experience(self, step: StepData) -> StepData:
         """`staleness_mean` and its relatives, see `add_ages`."""
         for each in step.batches:
-            if each.token_versions is not None:
+            if not hasattr(each, "token_versions"):  # drawn as a whole
+                ages = self.version() - each.policy_version
+                add_ages(step.metrics, ages, torch.ones_like(ages, dtype=torch.bool), self.most)
+            elif each.token_versions is not None:
                 add_ages(step.metrics, self.version() - each.token_versions, each.action_mask, self.most)
         return step
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...algorithms.aggregation import PartSettings
 from ...algorithms.kl import get_kl_controller
 from ...batches.sampling import SamplingSettings
 from ...checkpoint.fingerprint import check_model, fingerprint
@@ -19,17 +20,16 @@ from ...config.vl import RunConfig, mixing_probabilities
 from ...data.bad_rows import list_bad_rows
 from ...data.evaluation_rows import EvaluationRows
 from ...data.prompts import PromptDataset, PromptSampler, RowChecks
+from ...data.supply import PromptSupply
 from ...embedded.resolve import resolve_checkpoint
 from ...errors import ConfigError
 from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint
 from ...models.vlm.actor import Actor
 from ...models.vlm.critic import Critic
 from ...models.vlm.families import VLMFamily, family_of
-from ...models.weight_copies import FollowingWeights, WeightAverage
 from ...observe.console import RunConsole
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config, scored_labels
-from ...rollout.distortion import Distortion
 from ...rollout.engine import RolloutEngine, build_engine, check_engine, engine_in_words
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate
@@ -41,13 +41,18 @@ from ...strategy.offload import Guest
 from ...strategy.phase_timer import PhaseTimer
 from ...strategy.sequence import own_scores
 from ...strategy.start_up import say
-from ..fast_exp_maker import FastExperienceMaker, MakerSettings
+from ..features.dynamic_sampling import ResamplingMaker
+from ..features.rollouts_ahead import RolloutsAhead
+from ..hooks import Hooks
 from ..loop import LoopSettings
 from ..run_parts import open_recorder, refused_rows_listed, start_strategy, synchronize
 from ..run_state import check_output
 from .checks import check_abilities
 from .evaluation import Evaluation
+from .maker import ExperienceMaker, MakerSettings, build_maker
 from .parts import VLParts, prompt_batch
+from .prompts import PromptSource
+from .updates import parts_of_loss
 
 logger = logging.getLogger(__name__)
 
@@ -74,31 +79,34 @@ def build_parts(config: RunConfig) -> VLParts:
     rewards = _rewards(config, strategy, checkpoint, sets)
     recorder = open_recorder(config, resumed=resume_folder is not None)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
-    (total_steps, sampler), timer = _schedule(config, dataset), PhaseTimer(synchronize)
+    (total_steps, sampler), timer, hooks = _schedule(config, dataset), PhaseTimer(synchronize), Hooks()
     gold = _gold(judged, strategy, checkpoint, sets)
     say("loading the models")
-    (actor, critic, reference), following = _models(config, strategy, checkpoint, total_steps)
+    (actor, critic, reference), frozen = _models(config, strategy, checkpoint, total_steps)
     models = actor, critic, reference, _teacher(config, strategy, checkpoint)
+    loss_parts = _loss_parts(config, actor)
     say(f"starting the engine ({engine_in_words(config, checkpoint)})")
-    engine, distortion = _engine(config, checkpoint, actor), _distortion(config, total_steps)
-    maker = _maker(config, strategy, checkpoint, models, engine, rewards, timer, distortion)
+    engine = _engine(config, checkpoint, actor)
+    maker = _maker(config, strategy, checkpoint, models, engine, rewards, timer, hooks)
+    prompts = _prompts(config, checkpoint, maker, PromptSupply(dataset, sampler))
     return VLParts(
         config=config,
         strategy=strategy,
         checkpoint=checkpoint,
         actor=actor,
         critic=critic,
-        maker=maker,
+        maker=_resampling(config, maker, prompts),
         dataset=dataset,
-        sampler=sampler,
+        prompts=prompts,
         evaluation=_evaluation(config, maker, eval_set, checkpoint, gold),
-        loop=LoopSettings(total_steps, config.output, config.train, resume_folder, model, config.guard),
+        loop=LoopSettings(total_steps, config.output, config.train, resume_folder, model),
+        loss_parts=loss_parts,
         recorder=recorder,
         console=RunConsole(total_steps, line_every=config.output.logging_steps, active=collectives.is_rank_0()),
         timer=timer,
+        hooks=hooks,
         gate=_gate(config, maker, engine, actor, strategy, checkpoint),
-        ema=_ema(config, actor),
-        following=following,
+        reference_module=frozen,
         gold=gold,
     )
 
@@ -294,7 +302,7 @@ def _actor_optimizer(
 
 
 def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint, total_steps: int):
-    """((actor, critic or None, reference score function or None), what moves the reference or None)."""
+    """((actor, critic or None, reference score function or None), the reference's own module or None)."""
     model = config.model
     with strategy.loading():
         transformer = load_transformer(checkpoint.path, model, strategy.dtype)
@@ -314,15 +322,14 @@ def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoi
             Critic(backbone, shares, strategy.sequence),
             _optimizer(config, config.train.critic_learning_rate, total_steps),
         )
-    reference, following = None, None
+    reference, frozen = None, None
     if config.algorithm.init_kl_coef > 0:
-        reference, following = _reference(config, strategy, checkpoint, actor, new_actor)
-    return (actor, critic, reference), following
+        reference, frozen = _reference(config, strategy, checkpoint, actor, new_actor)
+    return (actor, critic, reference), frozen
 
 
 def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint, actor: TrainEngine, new_actor):
-    """(log-probs of the starting policy: the adapters switched off under LoRA, else a frozen copy; what moves that copy
-    towards the policy, None where nothing does)."""
+    """(log-probs of the starting policy: the adapters switched off under LoRA, else a frozen copy; that copy)."""
     if config.model.lora_rank:
 
         def without_adapters(inputs, rule):
@@ -339,10 +346,7 @@ def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Check
         return frozen(inputs, rule, with_entropy=False).log_probs
 
     score = own_scores(scored, strategy.sequence)
-    every, mixup = config.algorithm.ref_update_steps, config.algorithm.ref_update_mixup
-    reference = Guest(frozen, score, strategy.device) if on_host else score
-    following = FollowingWeights(frozen, lambda: actor.module.parameters(), every, mixup) if every else None
-    return reference, following
+    return (Guest(frozen, score, strategy.device) if on_host else score), frozen
 
 
 def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint):
@@ -370,7 +374,42 @@ def _engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> Ro
     return build_engine(config, checkpoint, actor)
 
 
-def _maker(config, strategy, checkpoint, models, engine, rewards, timer, distortion) -> FastExperienceMaker:
+def _loss_parts(config: RunConfig, actor: TrainEngine) -> list[PartSettings]:
+    """Raises ConfigError where a micro-batch's budget of tokens does not hold a prompt with an image drawn for it."""
+    drawing = actor.module.drawing
+    tokens = None if drawing is None else drawing.tokens
+    budget, longest = config.train.max_tokens_per_batch, config.rollout.prompt_max_len + (tokens or 0)
+    if 0 < budget < longest:
+        raise ConfigError(
+            f"max_tokens_per_batch {budget} is less than a drawing may have: prompt_max_len + the {tokens or 0} "
+            f"tokens of an image = {longest}"
+        )
+    return parts_of_loss(config.algorithm, config.rollout.generate_max_len, tokens)
+
+
+def _prompts(
+    config: RunConfig, checkpoint: Checkpoint, maker: ExperienceMaker, supply: PromptSupply
+) -> PromptSource | RolloutsAhead:
+    source = PromptSource(
+        supply,
+        lambda rows, ids: prompt_batch(rows, checkpoint, config.data, ids),
+        maker.rollout_stage.data_processor.features,
+        keeps_ready=config.rollout.dynamic_sampling,
+    )
+    if not config.asynchronous.max_staleness:
+        return source
+    stage, sampling = maker.rollout_stage, maker.settings.sampling
+    return RolloutsAhead(source, config.asynchronous.ahead, maker.engine, lambda batch: stage.announce(batch, sampling))
+
+
+def _resampling(config: RunConfig, maker: ExperienceMaker, prompts: PromptSource) -> ExperienceMaker | ResamplingMaker:
+    tries = config.rollout.dynamic_sampling_max_tries if config.rollout.dynamic_sampling else 1
+    if tries == 1:
+        return maker
+    return ResamplingMaker(maker, tries, prompts.next_again, config.algorithm.estimator.components)
+
+
+def _maker(config, strategy, checkpoint, models, engine, rewards, timer, hooks) -> ExperienceMaker:
     actor, critic, reference, teacher = models
     actor, critic = (None if each is None else own_scores(each, strategy.sequence) for each in (actor, critic))
     rollout, data = config.rollout, config.data
@@ -379,10 +418,8 @@ def _maker(config, strategy, checkpoint, models, engine, rewards, timer, distort
         sampling=SamplingSettings.from_config(config.rollout),
         algorithm=config.algorithm,
         micro_batch_size=rollout.micro_rollout_batch_size,
-        dynamic_sampling_tries=rollout.dynamic_sampling_max_tries if rollout.dynamic_sampling else 1,
         run_seed=config.train.seed,
         weights_follow=True,
-        max_staleness=config.asynchronous.max_staleness,
         score_policy=config.algorithm.reads_log_probs,
         data_processor=MultimodalDataProcessor(
             checkpoint.tokenizer,
@@ -393,27 +430,13 @@ def _maker(config, strategy, checkpoint, models, engine, rewards, timer, distort
         ),
         rewards=rewards,
         timer=timer,
-        distortion=distortion,
-        teacher=teacher,
+        other_scores={} if teacher is None else {"teacher_log_probs": teacher},
+        hooks=hooks,
     )
-    return FastExperienceMaker(
-        actor, critic, None, reference, checkpoint.tokenizer, rollout.prompt_max_len,
-        get_kl_controller(config.algorithm), strategy, packing_samples=config.train.packing_samples,
-        processor=checkpoint.processor, settings=settings,
+    return build_maker(
+        actor, critic, reference, checkpoint.tokenizer, get_kl_controller(config.algorithm), strategy.device, settings,
+        vision=checkpoint.processor is not None,
     )  # fmt: skip
-
-
-def _distortion(config: RunConfig, total_steps: int) -> Distortion | None:
-    rollout = config.rollout
-    if rollout.noisy_rollout_share == 0:
-        return None
-    return Distortion(
-        rollout.noisy_rollout_share,
-        rollout.noisy_rollout_strength,
-        rollout.noisy_rollout_decay,
-        rollout.noisy_rollout_midpoint,
-        total_steps,
-    )
 
 
 def _evaluation(config, maker, eval_set, checkpoint, gold) -> Evaluation | None:
@@ -450,9 +473,3 @@ def engine_weights(engine: RolloutEngine, actor: TrainEngine) -> Iterator[tuple[
     if isinstance(engine, RemoteEngine) and engine.adapters_alone:
         return adapter_weights(actor)
     return named_weights(actor)
-
-
-def _ema(config: RunConfig, actor: TrainEngine) -> WeightAverage | None:
-    if not config.train.enable_ema:
-        return None
-    return WeightAverage([p for p in actor.module.parameters() if p.requires_grad], config.train.ema_beta)

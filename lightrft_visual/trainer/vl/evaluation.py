@@ -16,9 +16,9 @@ from ...observe.contact_sheet import SHEET_IMAGES
 from ...observe.rollouts import Record, gather_all, gather_records, records_from_rollouts
 from ...rewards.engine import RewardComputationEngine
 from ...strategy import collectives
-from ..fast_exp_maker import FastExperienceMaker
 from ..loop import Evaluated
-from .metrics import gold_scores, look_at
+from .judging import gold_scores, look_at
+from .maker import ExperienceMaker
 
 logger = logging.getLogger(__name__)
 MAX_LABELS = 24  # with metrics of their own
@@ -50,7 +50,7 @@ class Evaluation:
     the prompts, for media that are fetched now.
     """
 
-    maker: FastExperienceMaker
+    maker: ExperienceMaker
     prompts: PromptBatch
     sampling: SamplingSettings
     greedy: SamplingSettings
@@ -87,7 +87,7 @@ class Evaluation:
         if self.rows is not None and self.rows.remote:
             metrics["eval_bad_rows"] = float(fetched.lost)
         records = gather_records(records_from_rollouts(sampled), self.records_to_keep, self.run_seed, step)
-        return Evaluated(metrics, records, look, self._sheet(sampled))
+        return Evaluated(metrics, records, self._sheet(sampled), look)
 
     def _sheet(self, rollouts: list[Rollout]) -> list[Record]:
         """The first drawing of each prompt, of the first prompts of all ranks that ask for one: the same prompts in
@@ -112,8 +112,8 @@ class Evaluation:
 
     def _rollouts(self, batch: PromptBatch, real: list[bool], settings: SamplingSettings) -> list[Rollout]:
         """Scored responses to this rank's prompts, of those that are real."""
-        rollouts = self.maker.generate(batch, settings, purpose="eval", seed=self.seed)
-        self.maker.score(rollouts)
+        rollouts = self.maker.sample(batch, settings, "eval", self.seed)
+        self.maker.judge(rollouts)
         kept = [is_real for is_real in real for _ in range(settings.n)]
         return [rollout for rollout, is_real in zip(rollouts, kept) if is_real]
 

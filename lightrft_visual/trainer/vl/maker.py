@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...algorithms.advantages import AdvantageCalculator, assign_advantages
+from ...algorithms.advantages import AdvantageCalculator, assign_advantages, get_advantage_calculator
 from ...batches.experience import Experience, ExperienceVL
 from ...batches.prompts import PromptBatch
 from ...batches.rollouts import Rollouts, add_rewards, collate, samples_of
@@ -161,17 +161,15 @@ class ExperienceMaker:
         with self._phase("sync"):
             self.engine.wake()
         with self._phase("generate"):
-            requests = self.rollout_stage.requests(prompts, purpose, seed)
-            return Rollouts(self.rollout_stage.draw(requests, sampling, self.policy_version), sampling)
+            made = self.rollout_stage.generate(prompts, sampling, self.policy_version, purpose, seed)
+            return Rollouts(made, sampling)
 
     def judge(self, rollouts: Rollouts) -> None:
         """Rewards in place, all of them; waits for what remote scorers have begun."""
         with self._phase("reward"):
             self.reward_stage.run(rollouts)
 
-    def experiences(
-        self, batch: PromptBatch, more: Callable[[], PromptBatch] | None = None, **generate_kwargs: Any
-    ) -> list[Experience | ExperienceVL]:
+    def experiences(self, batch: PromptBatch, **generate_kwargs: Any) -> list[Experience | ExperienceVL]:
         """A step's three calls for one batch; generate_kwargs: see `FastExperienceMaker.make_experience_list`."""
         sampling, estimator = self._split(generate_kwargs)
         rollouts = self.generate(batch, sampling)
@@ -201,3 +199,34 @@ class ExperienceMaker:
 
     def _phase(self, name: str):
         return self.settings.timer.phase(name) if self.settings.timer is not None else nullcontext()
+
+
+def build_maker(
+    actor: Any, critic: Any, reference: Any, tokenizer: Any, kl_controller: Any, device: torch.device,
+    settings: MakerSettings, vision: bool,
+) -> ExperienceMaker:  # fmt: skip
+    """The stages around an actor, and a critic and a reference where there are any.
+
+    Args:
+        actor, critic, reference: see `ForwardStage`.
+        tokenizer: whose padding id batches are padded with.
+        kl_controller: its `value` weighs the KL in the reward.
+        device: where forward passes run.
+        settings: with an engine, a data processor and rewards.
+        vision: whether the model sees.
+    """
+    algorithm = settings.algorithm
+    forward = ForwardStage(
+        actor if settings.score_policy else None, reference, critic, device, algorithm.kl_estimator,
+        settings.other_scores,
+    )  # fmt: skip
+    return ExperienceMaker(
+        RolloutStage(settings.engine, settings.data_processor, settings.run_seed),
+        RewardStage(settings.rewards, settings.micro_batch_size),
+        forward,
+        get_advantage_calculator(algorithm.advantage_estimator, algorithm),
+        kl_controller,
+        tokenizer,
+        vision,
+        settings,
+    )

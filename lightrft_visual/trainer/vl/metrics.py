@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from ...batches.experience import Experience
-from ...batches.rollouts import Rollout
 from ...config import registry
-from ...guard.gains import Look, look_of
-from ...guard.images import SIDE, gathered, image_statistics
-from ...guard.texts import text_statistics
 from ...observe.metrics import MetricsAccumulator
-from ...rewards.engine import RewardComputationEngine
 from ...strategy import collectives
 
 
@@ -48,15 +42,17 @@ for _name, _about, _read in (
     registry.rollout_metrics.register(_name, _about)(_read)
 
 
-def add_rollout_metrics(metrics: MetricsAccumulator, experiences: Sequence[Experience], draws: bool = False) -> None:
+def add_rollout_metrics(
+    metrics: MetricsAccumulator, experiences: Sequence[Experience], parts: Sequence[str] = ("",)
+) -> None:
     """Rewards, tokens, and every rollout metric of the registry, of this rank's micro-batches (B, A).
 
-    draws: the model's responses may be images; some metrics are then also of each kind.
+    parts: names of the parts of the loss; where there are several, some metrics are also of each.
     """
     for each in experiences:
         metrics.add_moments("reward", each.info["reward"][each.valid.bool()])
-        if draws:
-            _add_kinds(metrics, each)
+        if len(parts) > 1:
+            _add_parts(metrics, each, parts)
         metrics.add_total("tokens", each.info["total_length"].sum())
         for entry in registry.rollout_metrics:
             values = entry.load()(each)
@@ -67,75 +63,15 @@ def add_rollout_metrics(metrics: MetricsAccumulator, experiences: Sequence[Exper
     _add_groups(metrics, experiences)
 
 
-def _add_kinds(metrics: MetricsAccumulator, experience: Experience) -> None:
-    """The reward, and the entropy where it is known, of answers and of images apart."""
-    drawn = experience.info["drawn"].bool()
-    for kind, own in (("answer", ~drawn), ("drawing", drawn)):
+def _add_parts(metrics: MetricsAccumulator, experience: Experience, parts: Sequence[str]) -> None:
+    """The reward, and the entropy where it is known, of each part by itself."""
+    for number, name in enumerate(parts):
+        own = experience.info["loss_part"] == number
         if own.any():
-            metrics.add_moments(f"reward_{kind}", experience.info["reward"][experience.valid.bool() & own])
+            metrics.add_moments(f"reward_{name}", experience.info["reward"][experience.valid.bool() & own])
             if experience.action_entropy is not None:
                 mask = experience.action_mask & own.unsqueeze(1)
-                metrics.add_mean(f"entropy_{kind}", experience.action_entropy, mask)
-
-
-def add_text_metrics(metrics: MetricsAccumulator, rollouts: Sequence[Rollout]) -> None:
-    """See `text_statistics`; of this rank's answers, where it has any, averaged over ranks. Images are no texts."""
-    answers = [each for each in rollouts if not each.prompt.draws]
-    if not answers:
-        return
-    found = text_statistics([each.token_ids for each in answers], [each.prompt.group_id for each in answers])
-    for name, value in found.items():
-        metrics.add(name, value)
-
-
-def add_image_metrics(metrics: MetricsAccumulator, rollouts: Sequence[Rollout]) -> None:
-    """See `image_statistics`; of all ranks' drawings, where there are any. A collective.
-
-    The variety within groups is `drawing_diversity`, of which no band is learnt: a model that comes to draw what its
-    captions say draws one thing for one caption.
-    """
-    drawn = [each for each in rollouts if each.prompt.draws]
-    images = [torch.from_numpy(np.array(each.image.convert("RGB"))).permute(2, 0, 1) / 255 for each in drawn]
-    media = torch.stack(images) if images else torch.zeros(0, 3, SIDE, SIDE)
-    thumbs, groups = gathered(
-        media, torch.tensor([each.prompt.group_id for each in drawn]), collectives.all_gather_object
-    )
-    for name, value in (image_statistics(thumbs, groups) if len(thumbs) else {}).items():
-        metrics.add("drawing_diversity" if name == "image_diversity" else name, value)
-
-
-def add_distorted(metrics: MetricsAccumulator, rollouts: Sequence[Rollout], strength: int) -> None:
-    """`reward_distorted`: of responses that were drawn from noisy images; `noise_strength`: of that noise."""
-    metrics.add("noise_strength", float(strength))
-    rewards = [each.reward for each in rollouts if each.distorted and each.valid]
-    metrics.add_moments("reward_distorted", torch.tensor(rewards))
-
-
-def gold_scores(gold: RewardComputationEngine, rollouts: Sequence[Rollout]) -> list[tuple[float, bool]]:
-    """(score, whether it counts) of each rollout, which is only read. A collective."""
-    scored = gold.score_rollouts(rollouts, len(rollouts))
-    return list(zip(scored.score.tolist(), scored.valid.tolist()))
-
-
-def add_gold(
-    metrics: MetricsAccumulator, gold: RewardComputationEngine, rollouts: Sequence[Rollout], step: int
-) -> Look:
-    """`gold`: the mean over the rollouts that could be scored; returns it by group. A collective."""
-    scores = gold_scores(gold, rollouts)
-    for score, valid in scores:
-        if valid:
-            metrics.add("gold", score)
-    return look_at(step, rollouts, scores)
-
-
-def look_at(step: int, rollouts: Sequence[Rollout], scores: Sequence[tuple[float, bool]]) -> Look:
-    """Reward and gold, as `gold_scores`, of each prompt of all ranks' rollouts. A collective."""
-    mine = [
-        (each.prompt.group_id, each.reward, score)
-        for each, (score, valid) in zip(rollouts, scores)
-        if valid and each.valid
-    ]
-    return look_of(step, (sample for part in collectives.all_gather_object(mine) for sample in part))
+                metrics.add_mean(f"entropy_{name}", experience.action_entropy, mask)
 
 
 def _add_groups(metrics: MetricsAccumulator, experiences: Sequence[Experience]) -> None:

@@ -3,44 +3,68 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from ...algorithms.aggregation import PartSettings
 from ...batches.prompts import PromptBatch
 from ...config.vl import RunConfig
-from ...data.prompts import PromptDataset, PromptSampler, caption_of, render_prompt
+from ...data.prompts import PromptDataset, caption_of, render_prompt
 from ...models.loading import Checkpoint
-from ...models.weight_copies import FollowingWeights, WeightAverage
+from ...observe.rollouts import Record, records_from_rollouts
 from ...rewards.engine import RewardComputationEngine
 from ...rollout.parity import ParityGate
 from ...strategy.deepspeed import DeepspeedStrategy, TrainEngine
-from ..fast_exp_maker import FastExperienceMaker
+from ..hooks import Hooks
 from ..loop import LoopSettings
 from .evaluation import Evaluation
+from .judging import VLWatched
+from .maker import ExperienceMaker
+from .prompts import PromptSource
 
 
 @dataclass
 class VLParts:
     """Everything a vision-language run is made of; `build.build_parts` puts it together from a configuration."""
 
+    kind: ClassVar[str] = "vl"
+
     config: RunConfig
     strategy: DeepspeedStrategy
     checkpoint: Checkpoint
     actor: TrainEngine
     critic: TrainEngine | None
-    maker: FastExperienceMaker
+    maker: ExperienceMaker
     dataset: PromptDataset
-    sampler: PromptSampler
+    prompts: PromptSource
     evaluation: Evaluation | None
     loop: LoopSettings
+    loss_parts: list[PartSettings]
     recorder: Any
     console: Any
     timer: Any
+    hooks: Hooks
     gate: ParityGate | None = None
-    ema: WeightAverage | None = None
-    following: FollowingWeights | None = None  # moves the reference
+    reference_module: torch.nn.Module | None = None  # a frozen copy with weights of its own
     gold: RewardComputationEngine | None = None
+
+    @property
+    def has_gold(self) -> bool:
+        """Whether a judge that training never sees is named."""
+        return self.gold is not None
+
+    def trainable_parameters(self) -> list[torch.nn.Parameter]:
+        """Of the policy."""
+        return [parameter for parameter in self.actor.module.parameters() if parameter.requires_grad]
+
+    def records_of(self, rollouts: Any) -> list[Record]:
+        """Of a step's rollouts."""
+        return records_from_rollouts(rollouts)
+
+    def watched(self) -> VLWatched:
+        """What the guard looks at."""
+        return VLWatched(self.gold, draws=len(self.loss_parts) > 1)
 
 
 def prompt_batch(rows: list, checkpoint: Checkpoint, data, ids: torch.Tensor) -> PromptBatch:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,26 +13,13 @@ from ...algorithms.kl import compute_approx_kl
 from ...batches.experience import Experience, ExperienceVL
 from ...batches.model_inputs import ModelInputs
 from ...batches.prompts import PromptBatch
-from ...batches.rollouts import Rollout
+from ...batches.rollouts import Rollouts
 from ...batches.sampling import ScoringRule
 from ...rewards.early import EarlyScores
 from ...rewards.engine import RewardComputationEngine
 from ...strategy.offload import Guest
 
 T = torch.Tensor
-
-
-@dataclass
-class MadeExperience:
-    """What the stages make of a batch of prompts on this rank.
-
-    experiences: padded micro-batches on the host, with advantages. rollouts: the responses they were made of, scored,
-    in the same order. metrics: plain numbers of the stages, of this rank.
-    """
-
-    experiences: list[Experience | ExperienceVL]
-    rollouts: list[Rollout]
-    metrics: dict[str, float]
 
 
 @dataclass
@@ -46,9 +33,9 @@ class RewardStage:
         """Remote scorers at work on n samples a prompt that are still to be generated; None without any."""
         return self.rewards.begin([label for label in prompts.labels for _ in range(n)], self.chunk)
 
-    def run(self, rollouts: list[Rollout], early: EarlyScores | None = None) -> dict[str, float]:
-        """The reward engine's `counts` of this rank. Raises as `RewardComputationEngine.compute_rewards`."""
-        output = self.rewards.score_rollouts(rollouts, self.chunk, early=early)
+    def run(self, rollouts: Rollouts) -> None:
+        """Waits for what `begin` has started. Raises as `RewardComputationEngine.compute_rewards`."""
+        output = self.rewards.score_rollouts(rollouts, self.chunk, early=rollouts.pending)
         scores, valid = output.score.tolist(), output.valid.tolist()
         components = {name: values.tolist() for name, values in output.components.items()}
         weights = {name: values.tolist() for name, values in output.weights.items()}
@@ -56,7 +43,7 @@ class RewardStage:
             rollout.reward, rollout.valid = scores[index], valid[index]
             rollout.components = {name: values[index] for name, values in components.items()}
             rollout.weights = {name: values[index] for name, values in weights.items()}
-        return output.counts
+        rollouts.settle(output.counts)
 
 
 @dataclass
@@ -65,8 +52,8 @@ class ForwardStage:
 
     Micro-batches lie on the host; one at a time goes to `device`, and what comes out goes back to the host.
     actor(inputs, rule) returns log_probs and entropy (None: the training forward will give them);
-    reference(inputs, rule) the reference's log_probs (None: no KL), teacher(inputs, rule) those of a model to learn
-    from; critic(inputs) values (None without one). All are (B, A).
+    reference(inputs, rule) the reference's log_probs (None: no KL); critic(inputs) values (None without one).
+    others: (inputs, rule) to what goes into a field of the experience, by its name. All are (B, A).
     """
 
     actor: Callable[..., Any] | None
@@ -74,11 +61,11 @@ class ForwardStage:
     critic: Callable[..., T] | None
     device: torch.device
     kl_estimator: str = "k1"
-    teacher: Callable[..., T] | None = None
+    others: Mapping[str, Callable[..., T]] = field(default_factory=dict)
 
     @torch.no_grad()
     def run(self, batches: Sequence[Experience | ExperienceVL], rule: ScoringRule) -> None:
-        """Fill action_log_probs, action_entropy, base_action_log_probs, teacher_log_probs, values and kl of padded
+        """Fill action_log_probs, action_entropy, base_action_log_probs, values, kl and the fields of `others` of padded
         micro-batches."""
         inputs = [ModelInputs.of(each) for each in batches]
         if self.actor is not None:
@@ -90,9 +77,9 @@ class ForwardStage:
             with self.reference if isinstance(self.reference, Guest) else nullcontext():
                 for experience, each in zip(batches, inputs):
                     experience.base_action_log_probs = self.reference(each.to(self.device), rule).cpu()
-        if self.teacher is not None:
+        for name, score in self.others.items():
             for experience, each in zip(batches, inputs):
-                experience.teacher_log_probs = self.teacher(each.to(self.device), rule).cpu()
+                setattr(experience, name, score(each.to(self.device), rule).cpu())
         if self.critic is not None:
             for experience, each in zip(batches, inputs):
                 experience.values = self.critic(each.to(self.device)).cpu()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
 
+from ...algorithms.aggregation import PartSettings
+from ...algorithms.loss_terms import forward_with, terms_of
 from ...algorithms.policy_losses import (
     LossDenominators,
     LossInputs,
@@ -21,7 +23,6 @@ from ...batches.model_inputs import ModelInputs
 from ...batches.sampling import ScoringRule
 from ...config.vl import AlgorithmConfig
 from ...models.vlm.actor import ActorOutput
-from ...models.vlm.masked_images import beside_hidden, halves
 from ...observe.metrics import MetricsAccumulator
 from ...replay.buffer import NaiveReplayBuffer
 from ...replay.items import unpack_actions
@@ -34,14 +35,10 @@ T = torch.Tensor
 
 
 @dataclass
-class KindShare:
-    """The samples of one kind of response in a train batch: their tokens (B, A) of each micro-batch, what their loss
-    is divided by, its weight, and that of its entropy. A loss of each kind by itself keeps the few tokens of answers
-    from being lost among those of images."""
+class LossPart:
+    """One part of a train batch's loss: its tokens (B, A) of each micro-batch, and what their loss is divided by."""
 
-    name: str
-    weight: float
-    entropy_coef: float
+    settings: PartSettings
     token_masks: list[T]
     denominators: LossDenominators
 
@@ -51,52 +48,60 @@ class TrainBatch:
     """The micro-batches of one optimizer step on this rank, with denominators over all ranks.
 
     token_masks: for each micro-batch the tokens (B, A) that count, policy_masks those whose policy term is kept.
-    kinds: the parts of the policy loss where responses are of both kinds; else there is one, of everything.
+    parts: those of the loss that have a token; at least one.
     """
 
     micro_batches: list[MicroBatch]
     token_masks: list[T]
     policy_masks: list[T] | None
     denominators: LossDenominators
-    kinds: list[KindShare]
+    parts: list[LossPart]
+
+
+def parts_of_loss(config: AlgorithmConfig, max_tokens: int, image_tokens: int | None = None) -> list[PartSettings]:
+    """One part; answers and drawings where responses may be images, of `image_tokens` tokens."""
+    if image_tokens is None:
+        return [PartSettings("", 1.0, config.entropy_coef, max_tokens)]
+    answers, drawings = config.entropy_coefs
+    return [
+        PartSettings("answer", config.answer_loss_weight, answers, max_tokens),
+        PartSettings("drawing", config.drawing_loss_weight, drawings, image_tokens),
+    ]
 
 
 def plan_batch(
     buffer: NaiveReplayBuffer,
     micro_batches: list[MicroBatch],
     config: AlgorithmConfig,
-    max_tokens: int,
-    image_tokens: int | None = None,
+    parts: Sequence[PartSettings],
 ) -> TrainBatch:
     """Masks and denominators of one optimizer step. A collective: every rank calls it.
 
-    max_tokens: the longest answer; image_tokens: tokens of an image, where responses may be images.
+    parts: by the samples' `loss_part`; with one, all samples belong to it.
     """
-    masks, drawn, entropies = [], [], []
+    masks, ids, entropies = [], [], []
     for micro_batch in micro_batches:
         items = [buffer[index] for index in micro_batch.indices]
         masks.append(_padded([_counted(item, micro_batch, config.mask_truncated) for item in items]))
-        if image_tokens is not None:
-            drawn.append(torch.tensor([[bool(item.info["drawn"])] for item in items]))
+        if len(parts) > 1:
+            ids.append(torch.tensor([[int(item.info["loss_part"])] for item in items]))
         if config.high_entropy_token_ratio < 1:
             entropies.append(_padded([item.action_entropy for item in items]))
     counted = masks if buffer.counts else [torch.zeros_like(mask) for mask in masks]
-    whole = global_denominators(counted, max_tokens)
-    kinds, policy_masks = [KindShare("", 1.0, config.entropy_coef, masks, whole)], None
-    if image_tokens is not None:
-        answers = [mask & ~images for mask, images in zip(masks, drawn)]
-        images = [mask & images for mask, images in zip(masks, drawn)]
-        weights, coefs = (config.answer_loss_weight, config.drawing_loss_weight), config.entropy_coefs
-        both = [
-            KindShare("answer", weights[0], coefs[0], answers, global_denominators(answers, max_tokens)),
-            KindShare("drawing", weights[1], coefs[1], images, global_denominators(images, image_tokens)),
-        ]
-        alone = [kind for kind in both if kind.denominators.tokens == whole.tokens]  # the other one has no token
-        kinds = alone[:1] or both
-    if config.high_entropy_token_ratio < 1:  # of each kind, as images have the larger entropy throughout
-        chosen = [high_entropy_masks(entropies, kind.token_masks, config.high_entropy_token_ratio) for kind in kinds]
-        policy_masks = [torch.stack(parts).any(dim=0) for parts in zip(*chosen)]
-    return TrainBatch(micro_batches, masks, policy_masks, whole, kinds)
+    whole = global_denominators(counted, parts[0].max_tokens)
+    made = [LossPart(parts[0], masks, whole)] if len(parts) == 1 else _loss_parts(parts, masks, ids, whole)
+    policy_masks = None
+    if config.high_entropy_token_ratio < 1:  # of each part, as images have the larger entropy throughout
+        chosen = [high_entropy_masks(entropies, part.token_masks, config.high_entropy_token_ratio) for part in made]
+        policy_masks = [torch.stack(each).any(dim=0) for each in zip(*chosen)]
+    return TrainBatch(micro_batches, masks, policy_masks, whole, made)
+
+
+def _loss_parts(parts: Sequence[PartSettings], masks: list[T], ids: list[T], whole: LossDenominators) -> list[LossPart]:
+    """Those with a token, or the first one alone, where all tokens are of one part. A collective."""
+    own = [[mask & (each == number) for mask, each in zip(masks, ids)] for number in range(len(parts))]
+    made = [LossPart(part, mine, global_denominators(mine, part.max_tokens)) for part, mine in zip(parts, own)]
+    return [part for part in made if part.denominators.tokens == whole.tokens][:1] or made
 
 
 def _counted(item, micro_batch: MicroBatch, mask_truncated: bool) -> T:
@@ -132,18 +137,19 @@ class PolicyUpdate:
     actor: TrainEngine
     config: AlgorithmConfig
     rule: ScoringRule
-    seed: int = 42  # of what PAPO hides
+    seed: int = 42  # of the run
     behaviour: bool = False  # old log-probs are the engine's: of the policies that drew the tokens
-    version: int | None = None  # of the policy, where tokens may be older
 
     @torch.no_grad()
-    def score(self, buffer: NaiveReplayBuffer, batches: Sequence[TrainBatch], check: RolloutCheck) -> None:
-        """Old log-probs of train batches into the buffer's samples, by the policy as it stands."""
+    def score(
+        self, buffer: NaiveReplayBuffer, batches: Sequence[TrainBatch], check: RolloutCheck, version: int | None = None
+    ) -> None:
+        """Old log-probs of train batches into the buffer's samples, by the policy as it stands, of this version."""
         for micro_batch in (each for batch in batches for each in batch.micro_batches):
             experience = buffer.load(micro_batch)
             inputs = ModelInputs.of(experience)
             output = self.actor(inputs, self.rule, with_entropy=False)
-            self._keep(buffer, micro_batch, experience, output.log_probs, check)
+            self._keep(buffer, micro_batch, experience, output.log_probs, check, version)
 
     def step(
         self,
@@ -153,67 +159,78 @@ class PolicyUpdate:
         metrics: MetricsAccumulator,
         first: bool,
         check: RolloutCheck | None = None,
+        version: int | None = None,
     ) -> StepResult:
         """Losses of all micro-batches, then one guarded step.
 
         Args:
             first: the first update of this rollout.
             check: settled before the step, of which nothing is left when it raises.
+            version: of the policy; tokens of other ones are not compared.
         """
         last = len(batch.micro_batches) - 1
         for index in range(len(batch.micro_batches)):
-            losses = self._accumulate(buffer, batch, index, kl_coef, check)
+            losses = self._accumulate(buffer, batch, index, kl_coef, check, version)
             _record(metrics, losses, index == last, buffer.counts, first)
         if check is not None:
             check.settle()
         return self.actor.step()
 
     def _accumulate(
-        self, buffer: NaiveReplayBuffer, batch: TrainBatch, index: int, kl_coef: float, check: RolloutCheck | None
+        self,
+        buffer: NaiveReplayBuffer,
+        batch: TrainBatch,
+        index: int,
+        kl_coef: float,
+        check: RolloutCheck | None,
+        version: int | None,
     ) -> LossOutputs:
         """Micro-batch number `index` forward and backward; nothing else of it is kept on the accelerator."""
         micro_batch = batch.micro_batches[index]
         experience = buffer.load(micro_batch)
-        output, hidden = self._forward(ModelInputs.of(experience), experience.action_entropy is None)
-        read = self.loss_inputs(experience, output, batch, index, hidden)
+        output, extra = self._forward(ModelInputs.of(experience), experience.action_entropy is None)
+        read = self.loss_inputs(experience, output, batch, index, extra)
         losses = self._losses(read, batch, index, kl_coef)
         losses.maxima["ratio_max_dev_first"] = _deviation_of_fresh(read, experience.info.get("replayed"))
         self.actor.accumulate(losses.loss, index == len(batch.micro_batches) - 1)
         if experience.action_log_probs is None:
-            self._keep(buffer, micro_batch, experience, output.log_probs.detach(), check)
+            self._keep(buffer, micro_batch, experience, output.log_probs.detach(), check, version)
         return replace(losses, loss=losses.loss.detach())
 
     def _losses(self, inputs: LossInputs, batch: TrainBatch, index: int, kl_coef: float) -> LossOutputs:
-        """Of micro-batch number `index`: the sum of the kinds' losses, each a share of its own kind's in the batch."""
-        parts = []
-        for kind in batch.kinds:
-            own = replace(inputs, action_mask=kind.token_masks[index].to(inputs.action_mask.device))
-            config = replace(self.config, entropy_coef=kind.entropy_coef)
-            parts.append(policy_loss(own, config, kind.denominators, kl_coef))
-        return parts[0] if not batch.kinds[0].name else _joined(batch.kinds, parts)
+        """Of micro-batch number `index`: the sum of the parts' losses, each a share of its own part's in the batch."""
+        found = []
+        for part in batch.parts:
+            own = replace(inputs, action_mask=part.token_masks[index].to(inputs.action_mask.device))
+            config = replace(self.config, entropy_coef=part.settings.entropy_coef)
+            found.append(policy_loss(own, config, part.denominators, kl_coef))
+        return _joined(batch.parts, found)
 
-    def _forward(self, inputs: ModelInputs, report_entropy: bool) -> tuple[ActorOutput, ActorOutput | None]:
-        """The actor's output, and for PAPO its output with a part of the images hidden, by the same forward."""
-        config = self.config
+    def _forward(self, inputs: ModelInputs, report_entropy: bool) -> tuple[ActorOutput, dict[str, T]]:
+        """The actor's output, and what terms of the loss read beside it, by the same forward."""
+        terms = terms_of(self.config)
         # Without a pass before, the entropy that is reported is this one's.
-        with_entropy = report_entropy or any(config.entropy_coefs) or config.papo_entropy_coef > 0
-        if config.papo_coef == 0:
-            return self.actor(inputs, self.rule, with_entropy=with_entropy), None
-        both = beside_hidden(inputs, config.papo_mask_ratio, self.seed)
-        return halves(self.actor(both, self.rule, with_entropy=with_entropy))
+        entropy = report_entropy or any(self.config.entropy_coefs) or any(term.needs_entropy for term in terms)
+        return forward_with(terms, lambda each: self.actor(each, self.rule, with_entropy=entropy), inputs, self.seed)
 
     def _keep(
-        self, buffer: NaiveReplayBuffer, micro_batch: MicroBatch, experience, log_probs: T, check: RolloutCheck | None
+        self,
+        buffer: NaiveReplayBuffer,
+        micro_batch: MicroBatch,
+        experience,
+        log_probs: T,
+        check: RolloutCheck | None,
+        version: int | None,
     ) -> None:
         """The scores (B, A) as the samples' old log-probs, for the updates to come, and beside the engine's."""
         if micro_batch.filler:
             return
         buffer.fill(micro_batch, "action_log_probs", log_probs)
         if check is not None:
-            mask = comparable(experience, ModelInputs.of(experience).action_mask, self.version)
+            mask = comparable(experience, ModelInputs.of(experience).action_mask, version)
             check.add(log_probs, per_action(experience, "rollout_log_probs"), mask)
 
-    def loss_inputs(self, experience, output, batch: TrainBatch, index: int, hidden=None) -> LossInputs:
+    def loss_inputs(self, experience, output, batch: TrainBatch, index: int, extra: Mapping[str, T]) -> LossInputs:
         """What the loss reads of micro-batch number `index` and the actor's outputs for it, all (B, A)."""
         device = output.log_probs.device
         policy_mask = batch.policy_masks[index].to(device) if batch.policy_masks is not None else None
@@ -231,14 +248,13 @@ class PolicyUpdate:
             entropy=output.entropy,
             ref_log_probs=per_action(experience, "base_action_log_probs"),
             policy_mask=policy_mask,
-            hidden_log_probs=None if hidden is None else hidden.log_probs,
-            hidden_entropy=None if hidden is None else hidden.entropy,
+            extra=extra,
         )
 
 
 @dataclass
 class ValueUpdate:
-    """One critic step per train batch; its loss is of each kind of response by itself, weighed as the policy's."""
+    """One critic step per train batch; its loss is of each part by itself, weighed as the policy's."""
 
     critic: TrainEngine
     config: AlgorithmConfig
@@ -250,27 +266,29 @@ class ValueUpdate:
             experience = buffer.load(micro_batch)
             values = self.critic(ModelInputs.of(experience))
             targets = per_action(experience, "values"), per_action(experience, "returns")
-            masks = [(kind.token_masks[index].to(values.device), kind.denominators) for kind in batch.kinds]
-            parts = [value_loss(values, *targets, mask, self.config.value_clip, counts) for mask, counts in masks]
-            losses = parts[0] if not batch.kinds[0].name else _joined(batch.kinds, parts, "critic_loss")
+            masks = [(part.token_masks[index].to(values.device), part.denominators) for part in batch.parts]
+            found = [value_loss(values, *targets, mask, self.config.value_clip, counts) for mask, counts in masks]
+            losses = _joined(batch.parts, found, "critic_loss")
             self.critic.accumulate(losses.loss, index == last)
             _record(metrics, losses, index == last, buffer.counts)
         return self.critic.step()
 
 
-def _joined(kinds: Sequence[KindShare], parts: Sequence[LossOutputs], name_of_loss: str = "loss") -> LossOutputs:
-    """The losses of the kinds as one, their metrics by the kinds' names, and beside them the mean over all tokens."""
-    total = sum(kind.denominators.tokens for kind in kinds)
+def _joined(parts: Sequence[LossPart], found: Sequence[LossOutputs], name_of_loss: str = "loss") -> LossOutputs:
+    """The losses of the parts as one, their metrics by the parts' names, and beside them the mean over all tokens."""
+    if not parts[0].settings.name:
+        return found[0]
+    total = sum(part.denominators.tokens for part in parts)
     metrics: dict[str, T] = {}
     maxima: dict[str, T | float] = {}
-    for kind, part in zip(kinds, parts):
-        share = kind.denominators.tokens / total
-        for name, value in part.metrics.items():
+    for part, losses in zip(parts, found):
+        share = part.denominators.tokens / total
+        for name, value in losses.metrics.items():
             metrics[name] = metrics.get(name, 0.0) + share * value
-            metrics[f"{name}_{kind.name}"] = value
-        for name, value in part.maxima.items():
+            metrics[f"{name}_{part.settings.name}"] = value
+        for name, value in losses.maxima.items():
             maxima[name] = torch.maximum(torch.as_tensor(maxima.get(name, value)), torch.as_tensor(value))
-    loss = sum(kind.weight * part.loss for kind, part in zip(kinds, parts))
+    loss = sum(part.settings.weight * losses.loss for part, losses in zip(parts, found))
     return LossOutputs(loss, metrics | {name_of_loss: loss.detach()}, maxima=maxima)
 
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightrft_visual.trainer.vl.ahead import RolloutsAhead, add_staleness, leave_out_stale
 
 from lightrft_visual.config.placement import AsyncConfig
 from lightrft_visual.config.shared import OutputConfig
 from lightrft_visual.config.vl import AlgorithmConfig, DistributedConfig, RunConfig, TrainConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.observe.metrics import MetricsAccumulator
-from lightrft_visual.trainer.vl.ahead import RolloutsAhead, add_staleness, leave_out_stale
 from lightrft_visual.trainer.vl.updates import comparable
 
 

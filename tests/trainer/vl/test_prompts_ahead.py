@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from lightrft_visual.trainer.vl.prompts_ahead import PromptsAhead
 from PIL import Image
 
 from lightrft_visual.batches.prompts import PromptBatch
@@ -16,7 +17,6 @@ from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.data.sampler import PromptSampler
 from lightrft_visual.data.supply import PromptSupply
 from lightrft_visual.errors import DataError
-from lightrft_visual.trainer.vl.prompts_ahead import PromptsAhead
 
 BAD, SIZE = (1, 4, 5), 4
 

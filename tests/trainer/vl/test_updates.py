@@ -199,7 +199,7 @@ def test_updates_of_one_kind_say_nothing_of_the_other(tmp_path):
     experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)
     experience.advantages = torch.ones(experience.action_mask.shape)
     drawn = torch.arange(len(experience.action_mask)) % 2
-    experience.info, config, image_tokens = {"drawn": drawn.float()}, AlgorithmConfig(), 6
+    experience.info, config, image_tokens = {"loss_part": drawn.float()}, AlgorithmConfig(), 6
     buffer, found = NaiveReplayBuffer(1), {}
     buffer.append(experience)
     kinds = [[MicroBatch([index]) for index in range(len(drawn)) if drawn[index] == kind] for kind in (0, 1)]
@@ -219,7 +219,7 @@ def test_each_kind_has_its_own_entropy_bonus(tmp_path, coefs, own):
     checkpoint = checkpoint_of(tmp_path, "qwen2")
     experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)
     experience.advantages, drawn = torch.ones(experience.action_mask.shape), torch.tensor([0.0, 1.0, 0.0])
-    experience.info, metrics = {"drawn": drawn}, MetricsAccumulator()
+    experience.info, metrics = {"loss_part": drawn}, MetricsAccumulator()
     buffer = NaiveReplayBuffer(2)
     buffer.append(experience)
     config = AlgorithmConfig(entropy_coef=coefs[0], drawing_entropy_coef=coefs[1])
@@ -236,7 +236,7 @@ def test_the_critics_loss_is_a_mean_over_each_kinds_own_tokens(tmp_path):
     experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)
     mask, drawn = experience.action_mask, torch.tensor([0.0, 1.0, 0.0])
     experience.values, experience.returns = torch.zeros(mask.shape), (2.0 + drawn).unsqueeze(1).expand(mask.shape)
-    experience.info, config = {"drawn": drawn}, AlgorithmConfig(answer_loss_weight=3.0, value_clip=0.0)
+    experience.info, config = {"loss_part": drawn}, AlgorithmConfig(answer_loss_weight=3.0, value_clip=0.0)
     buffer, metrics = NaiveReplayBuffer(2), MetricsAccumulator()
     buffer.append(experience)
     (micro_batches,) = buffer.plan(0)
@@ -255,7 +255,7 @@ def test_the_tokens_of_large_entropy_are_those_of_each_kind(tmp_path):
     experience.action_log_probs = torch.zeros(mask.shape)
     tokens = torch.arange(mask.numel()).view(mask.shape)
     experience.action_entropy = 0.01 * tokens + 5 * drawn.unsqueeze(1)  # no answer's comes near to an image's
-    experience.info = {"truncated": torch.zeros(8), "drawn": drawn}
+    experience.info = {"truncated": torch.zeros(8), "loss_part": drawn}
     buffer.append(experience)
     (micro_batches,) = buffer.plan(0)
     config = AlgorithmConfig(high_entropy_token_ratio=0.5)

@@ -1,0 +1,134 @@
+"""Terms that are added to the policy loss: what each needs of the forward pass, and its share of the loss.
+
+A term is an entry of `registry.loss_terms`: a function of an AlgorithmConfig to a `LossTerm`, or to None where the
+settings do not ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..batches.model_inputs import ModelInputs
+from ..config import registry
+from ..config.vl import AlgorithmConfig
+from ..models.vlm.actor import ActorOutput
+from ..models.vlm.masked_images import beside_hidden, halves
+from .aggregation import LossDenominators, aggregate
+from .kl import compute_approx_kl
+
+T = torch.Tensor
+Call = Callable[[ModelInputs], ActorOutput]
+
+# How much a token adds to PAPO's KL at most, as in its authors' code: a loss that raises an estimate must bound it, and
+# that of a token which the policy likes better without the image grows exponentially.
+MOST_PERCEPTION = 10.0
+
+
+class LossTerm:
+    """A share of the policy loss beside the policy term itself.
+
+    needs_entropy: whether the forward must bring entropies, with gradients.
+    """
+
+    needs_entropy = False
+
+    def forward(self, call: Call, inputs: ModelInputs, seed: int) -> tuple[ActorOutput, dict[str, T]]:
+        """The actor's output for a micro-batch, and what `share` reads beside it, (B, A) each by name.
+
+        Args:
+            call: the actor's forward, with gradients; it is called once, so that ranks stay in step.
+            inputs: of the micro-batch.
+            seed: of the run.
+        """
+        return call(inputs), {}
+
+    def share(self, inputs: Any, mode: str, denominators: LossDenominators) -> tuple[T, dict[str, T]]:
+        """(what is added to the loss, metrics): shares of the train batch's, as `aggregate` gives them.
+
+        Args:
+            inputs: `LossInputs`, with zeros at masked positions; `inputs.extra` holds what `forward` returned.
+            mode: the aggregation of the policy loss.
+            denominators: of the train batch.
+        """
+        raise NotImplementedError
+
+
+def forward_with(terms: list[LossTerm], call: Call, inputs: ModelInputs, seed: int) -> tuple[ActorOutput, dict[str, T]]:
+    """One forward pass for all terms: its output, and what they read beside it."""
+    extra: dict[str, T] = {}
+    for term in terms:
+        call = _nested(term, call, seed, extra)
+    return call(inputs), extra
+
+
+def _nested(term: LossTerm, call: Call, seed: int, extra: dict[str, T]) -> Call:
+    def through(inputs: ModelInputs) -> ActorOutput:
+        output, found = term.forward(call, inputs, seed)
+        extra.update(found)
+        return output
+
+    return through
+
+
+def terms_of(config: AlgorithmConfig) -> list[LossTerm]:
+    """Those that the settings ask for."""
+    found = (entry.load()(config) for entry in registry.loss_terms)
+    return [term for term in found if term is not None]
+
+
+class EntropyBonus(LossTerm):
+    """Minus entropy_coef times the policy's entropy."""
+
+    needs_entropy = True
+
+    def __init__(self, coefficient: float) -> None:
+        self.coefficient = coefficient
+
+    def share(self, inputs: Any, mode: str, denominators: LossDenominators) -> tuple[T, dict[str, T]]:
+        """Its metric is the policy loss's own `entropy`."""
+        return -self.coefficient * aggregate(inputs.entropy, inputs.action_mask, mode, denominators), {}
+
+
+class Perception(LossTerm):
+    """PAPO (arXiv 2507.06448): minus papo_coef times KL(policy || policy with hidden patches), by the k3 estimate, and
+    plus papo_entropy_coef times the entropies of both, without which the KL is raised by guessing wildly."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config, self.needs_entropy = config, config.papo_entropy_coef > 0
+
+    def forward(self, call: Call, inputs: ModelInputs, seed: int) -> tuple[ActorOutput, dict[str, T]]:
+        """The samples beside themselves with a part of their images hidden."""
+        shown, hidden = halves(call(beside_hidden(inputs, self.config.papo_mask_ratio, seed)))
+        extra = {"hidden_log_probs": hidden.log_probs}
+        return shown, extra if hidden.entropy is None else extra | {"hidden_entropy": hidden.entropy}
+
+    def share(self, inputs: Any, mode: str, denominators: LossDenominators) -> tuple[T, dict[str, T]]:
+        """`perception_kl`."""
+        mask, hidden = inputs.action_mask, needed(inputs.extra, "hidden_log_probs", "papo_coef")
+        tokens = compute_approx_kl(inputs.log_probs, hidden, "k3").clamp(max=MOST_PERCEPTION)
+        kl = aggregate(tokens, mask, mode, denominators)
+        loss = -self.config.papo_coef * kl
+        if self.needs_entropy:
+            both = inputs.entropy + needed(inputs.extra, "hidden_entropy", "papo_entropy_coef")
+            loss = loss + self.config.papo_entropy_coef * aggregate(both, mask, mode, denominators)
+        return loss, {"perception_kl": kl.detach()}
+
+
+def needed(extra: Mapping[str, T], name: str, setting: str) -> T:
+    """A tensor that a setting asks for. Raises ValueError where the forward brought none."""
+    if name not in extra:
+        raise ValueError(f"{setting} needs {name}, which this batch does not have")
+    return extra[name]
+
+
+def entropy_bonus(config: AlgorithmConfig) -> EntropyBonus | None:
+    """For `entropy_coef`."""
+    return EntropyBonus(config.entropy_coef) if config.entropy_coef != 0 else None
+
+
+def perception(config: AlgorithmConfig) -> Perception | None:
+    """For `papo_coef`."""
+    return Perception(config) if config.papo_coef > 0 else None
