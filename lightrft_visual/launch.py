@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .config.vl import RunConfig
-from .errors import LightRFTVisualError, StoppedBySignal
+from .errors import FolderInUse, LightRFTVisualError, StoppedBySignal
 from .strategy.host import bound_spinning
 from .strategy.start_up import importing, leaving, say, seldom_collecting
 from .usercode.calls import TERMINATED, describe_error, masked
@@ -114,8 +114,9 @@ def _fail(config: AnyConfig, error: BaseException) -> None:
     text = _in_words(error)
     where = "" if stage == watchdog.STARTING else f" ({f'rank {rank}, ' if world_size > 1 else ''}stage {stage})"
     ending = Ending(rank, world_size, stage, resolved_yaml(config))
-    log = write_crash_log(config.output.output_dir, error, ending)
-    if log is None:
+    in_use = isinstance(error, FolderInUse)  # its crash.log is the other run's
+    log = None if in_use else write_crash_log(config.output.output_dir, error, ending)
+    if log is None and not in_use:
         traceback.print_exception(error)
     first, *rest = text.split("\n")
     rest += [f"the full traceback, versions and configuration: {log}"] if log is not None else []

@@ -43,6 +43,16 @@ class Interrupted(BaseException):
     """SIGTERM, raised inside a user's function that runs on."""
 
 
+class StopRequest:
+    """A handler of SIGTERM that remembers whether the signal came; user code asks it by `ended_by_sigterm`."""
+
+    def __init__(self) -> None:
+        self.made = False
+
+    def __call__(self, *_: object) -> None:
+        self.made = True
+
+
 class Elsewhere:
     """A function that runs in another process; `invoke` takes the arguments of a call, or ROWS of them."""
 
@@ -243,7 +253,8 @@ def _stopped_inside(error: BaseException) -> StoppedBySignal | None:
 @contextlib.contextmanager
 def ended_by_sigterm(what: str) -> Iterator[None]:
     """SIGTERM ends what runs inside when it does not return within TERM_SECONDS: by StoppedBySignal, and when that
-    cannot be raised there, by the end of the process. The handler that was set before is asked first."""
+    cannot be raised there, by the end of the process. The handler that was set before is asked first. Where that is a
+    StopRequest and the signal has come already, it counts as coming now: nobody sends it again."""
     before, done, ending = signal.getsignal(signal.SIGTERM), threading.Event(), threading.Lock()
     main = threading.main_thread()
     if threading.current_thread() is not main or not callable(before):
@@ -265,6 +276,11 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
             print(f"error: {what} did not react to SIGTERM{where}; the process ends", file=sys.stderr, flush=True)
             os._exit(TERMINATED)
 
+    def ask() -> None:
+        if not asked_at:
+            asked_at.append(time.monotonic())
+            threading.Thread(target=remind, daemon=True).start()
+
     def on_signal(number: int, frame: FrameType | None) -> None:
         before(number, frame)
         if over:
@@ -272,12 +288,12 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
         if asked_at and time.monotonic() - asked_at[0] > 0.9 * TERM_SECONDS:
             where = place_of(frame)
             raise Interrupted(f"it did not return within {time.monotonic() - asked_at[0]:.3g} s{where}")
-        if not asked_at:
-            asked_at.append(time.monotonic())
-            threading.Thread(target=remind, daemon=True).start()
+        ask()
 
     signal.signal(signal.SIGTERM, on_signal)
     try:
+        if isinstance(before, StopRequest) and before.made:  # looked at now that a signal reaches `on_signal`
+            ask()
         yield
     except Interrupted as error:
         raise _stopped_inside(error) or StoppedBySignal(

@@ -320,6 +320,23 @@ def test_sigterm_ends_the_wait_for_a_server_that_does_not_answer(sigterm):
         made.close()
 
 
+@pytest.mark.parametrize("when", ["before the call", "in an earlier call"])
+def test_sigterm_that_came_before_a_hanging_function_ends_it_too(sigterm, when):
+    """It reaches the handler of the run, and is not sent again."""
+    request = calls.StopRequest()
+    signal.signal(signal.SIGTERM, request)
+    if when == "before the call":
+        sigterm()
+    else:
+        with calls.ended_by_sigterm("an earlier function"):
+            sigterm()
+    with pytest.raises(StoppedBySignal, match="while the function ran: it did not return within"):
+        with calls.ended_by_sigterm("the function"):
+            threading.Event().wait(20)
+            pytest.fail("nothing ended it")
+    assert request.made and signal.getsignal(signal.SIGTERM) is request
+
+
 SWALLOWS = """
 import os, signal, time
 from lightrft_visual.usercode import calls

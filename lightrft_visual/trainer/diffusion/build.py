@@ -35,10 +35,11 @@ from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.diffusion_sampler import DiffusionSampler
 from ...strategy import collectives
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from ...strategy.folder_lock import FolderLock
 from ...strategy.phase_timer import PhaseTimer
 from ...strategy.start_up import say
 from ..loop import LoopSettings
-from ..run_parts import open_recorder, refused_rows_listed, start_strategy, synchronize
+from ..run_parts import open_recorder, output_folder_held, refused_rows_listed, start_strategy, synchronize
 from ..run_state import check_output
 from .evaluation import DiffusionEvaluation
 from .graphs import RolloutGraphs
@@ -64,6 +65,16 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
     differentiable = _differentiable(config)
     strategy = start_strategy(config)
     _check_ranks(config)
+    with output_folder_held(config.output.output_dir) as lock:
+        return _built(config, strategy, differentiable, lock)
+
+
+def _built(
+    config: DiffusionRunConfig,
+    strategy: DeepspeedStrategy,
+    differentiable: DifferentiableScore | None,
+    lock: FolderLock | None,
+) -> DiffusionTrainer:
     resume_folder = check_output(config.output)
     embedded = config.data.prompt_data == EMBEDDED
     config = _resolve_embedded(config)
@@ -74,7 +85,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
         prompts, eval_prompts = _prompts(config)
     sets = [each for each in (prompts, eval_prompts) if each is not None]
     rewards = _rewards(config, strategy, sets, differentiable is None)
-    recorder = open_recorder(config, resumed=resume_folder is not None)
+    recorder = open_recorder(config, resumed=resume_folder is not None, lock=lock)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
     algorithm = config.algorithm.entry
     total_steps, timer = _total_steps(config, len(prompts)), PhaseTimer(synchronize)
