@@ -1,4 +1,4 @@
-"""Whole runs on prompts with a video, an mp4 file, with default flags: scored by its frames, recorded and shown."""
+"""Whole runs on prompts with a video, an mp4 file, with default flags; and runs whose reward scores nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ def score(completions, frames, videos, references):
         seen.append("red" if red > blue else "blue")
     assert seen == references
     return [len(text) % 3 for text in completions]
+
+def nothing(completions):
+    return [None] * len(completions)
 """
+NOTHING = "--reward_fn {folder}/score.py:nothing --reward_max_invalid 1 --max_eval_samples 0 --engine_type hf"
+ESTIMATORS = {"grpo": "group_norm", "rloo": "rloo", "ppo": "gae"}
 
 
 def write_clip(path: Path, colour: tuple[int, int, int]) -> None:
@@ -67,7 +72,10 @@ def folder(tmp_path_factory, cache_root) -> Path:
     data.write_text("".join(lines))
     (folder / "score.py").write_text(SCORE)
     given = f"{SIZE} --pretrain {model} --prompt_data {data} --eval_data {data} --reward_fn {folder}/score.py:score"
-    return run_plan({name: [*given.split(), "--engine_type", name] for name in ENGINES}, folder, cache_root)
+    runs = {name: f"{given} --engine_type {name}" for name in ENGINES}
+    for name, estimator in ESTIMATORS.items():
+        runs[name] = f"{given} {NOTHING.format(folder=folder)} --advantage_estimator {estimator}"
+    return run_plan({name: flags.split() for name, flags in runs.items()}, folder, cache_root)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -86,3 +94,10 @@ def test_a_run_on_mp4_files_scores_records_and_shows_them(folder, engine):
         Image.open(io.BytesIO(base64.b64decode(data))) for data in re.findall(r"data:image/\w+;base64,([\w+/=]+)", page)
     ]
     assert {colour_of(image) for image in shown if image.width > 3 * image.height} == set(COLOURS)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_step_of_invalid_samples_alone_ends_the_run_whatever_share_is_allowed(folder, name):
+    failed = (folder / name / "failed.txt").read_text()
+    assert "RewardError: step 1: 100% of the samples are invalid" in failed
+    assert not (folder / name / "metrics.csv").exists() and not (folder / name / "checkpoint-final").exists()
