@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..config.shared import GuardConfig
 from ..config.vl import OutputConfig, TrainConfig
-from ..errors import ConfigError, NonFiniteError, StoppedBySignal
+from ..errors import ConfigError, NonFiniteError, RewardError, StoppedBySignal
 from ..guard.gains import Look
 from ..guard.watch import Alarm, Guard
 from ..observe.console import RunConsole
@@ -99,6 +99,7 @@ class PolicyTrainer(ABC):
         self.evaluated_step = -1
         self.guard = Guard(settings.guard)
         self.alarmed: Alarm | None = None  # the last alarm of a policy that ends the run
+        self.most_invalid = 1.0  # share of a step's samples above which the run ends; all of them always end it
         self.state = RunState(self, settings.output, settings.resume_folder)
         watchdog.follow(timer)
 
@@ -214,10 +215,12 @@ class PolicyTrainer(ABC):
         data = self.collect()
         with self.timer.phase("train"):
             self.learn(data)
+        metrics = data.metrics.reduce()
+        self._check_valid(metrics)
         self.step += 1
         with self.timer.phase("sync"):
             self.sync()
-        self._report(data)
+        self._report(data, metrics | self.timer.reduce())
         output, last = self.settings.output, self.step == self.settings.total_steps
         if self.evaluation_due():
             self._evaluate()
@@ -228,8 +231,17 @@ class PolicyTrainer(ABC):
         with self.timer.phase("save"):
             self.state.save()
 
-    def _report(self, data: StepData) -> None:
-        metrics = data.metrics.reduce() | self.timer.reduce()
+    def _check_valid(self, metrics: Mapping[str, float]) -> None:
+        """Raise RewardError for a step of invalid samples alone, which trained nothing, or of more than are allowed."""
+        share = metrics.get("reward_invalid_share", 0.0)
+        if share < 1 and share <= self.most_invalid:
+            return
+        allowed = f" (reward_max_invalid is {self.most_invalid:.0%})" if share < 1 else ", so there is nothing to learn"
+        stale = metrics.get("dropped_stale_share", 0.0)
+        why = f"{stale:.0%} are older than max_staleness" if stale else "the reward has no score for them"
+        raise RewardError(f"step {self.step + 1}: {share:.0%} of the samples are invalid{allowed}: {why}")
+
+    def _report(self, data: StepData, metrics: Mapping[str, float]) -> None:
         self.recorder.log_step(self.step, metrics)
         self.console.step(self.step, metrics)
         self.report.after_step(self.step)

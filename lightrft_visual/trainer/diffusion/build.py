@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ...algorithms.diffusion.reward_fl import DifferentiableScore
 from ...batches.diffusion_sampling import TRAIN_TIMESTEPS
 from ...checkpoint.fingerprint import check_model, fingerprint
 from ...config import registry
@@ -29,7 +28,6 @@ from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of
 from ...models.weight_copies import WeightAverage, WeightCopy
 from ...observe.console import RunConsole
 from ...observe.contact_sheet import SHEET_IMAGES
-from ...rewards.differentiable import check_scores, load_differentiable
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.diffusion_sampler import DiffusionSampler
@@ -47,8 +45,9 @@ from .maker import DiffusersEngine, DiffusionExperienceMaker
 from .pairs import PairExperience
 from .parts import DiffusionParts
 from .remote import check_remote, remote_drawing
-from .stages import DiffusionSampling, DrawingBatch, ImageSettings, TrainedVelocity
+from .stages import DiffusionSampling, ImageSettings, TrainedVelocity
 from .trainer import DiffusionTrainer
+from .training_reward import TrainingReward
 
 EMBEDDED_REWARD = '{"*": [["rule", "shape_match", 1.0]]}'
 
@@ -62,17 +61,17 @@ def build_diffusion_trainer(config: DiffusionRunConfig) -> DiffusionTrainer:
         check_remote(config)
     config = with_reward(config)
     check_reward_config(config.reward)
-    differentiable = _differentiable(config)
+    trained_on = TrainingReward.from_config(config)
     strategy = start_strategy(config)
     _check_ranks(config)
     with output_folder_held(config.output.output_dir) as lock:
-        return _built(config, strategy, differentiable, lock)
+        return _built(config, strategy, trained_on, lock)
 
 
 def _built(
     config: DiffusionRunConfig,
     strategy: DeepspeedStrategy,
-    differentiable: DifferentiableScore | None,
+    trained_on: TrainingReward | None,
     lock: FolderLock | None,
 ) -> DiffusionTrainer:
     resume_folder = check_output(config.output)
@@ -84,7 +83,9 @@ def _built(
     with refused_rows_listed(config.output.output_dir):
         prompts, eval_prompts = _prompts(config)
     sets = [each for each in (prompts, eval_prompts) if each is not None]
-    rewards = _rewards(config, strategy, sets, differentiable is None)
+    if trained_on is not None:
+        _check_training_reward(trained_on, config, prompts, strategy)
+    rewards = _rewards(config, strategy, sets, trained_on is None)
     recorder = open_recorder(config, resumed=resume_folder is not None, lock=lock)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
     algorithm = config.algorithm.entry
@@ -114,7 +115,7 @@ def _built(
         timer=timer,
         old=old,
         ema=_ema(config, policy),
-        differentiable=differentiable,
+        trained_on=trained_on,
         pairs=PairExperience(prompts, sampling, config.sampling.rollout_batch_size // collectives.world_size())
         if config.offline
         else None,
@@ -169,24 +170,20 @@ def _fingerprint(config: DiffusionRunConfig) -> dict[str, Any]:
     return fingerprint(model.pretrain, None if model.pretrain == EMBEDDED else model.pretrain, settings)
 
 
-def _differentiable(config: DiffusionRunConfig):
-    """Reward FL's reward as a function of (media, rows); None for the other algorithms."""
-    if config.algorithm.entry.trains_on != "reward":
-        return None
-    name = config.algorithm.differentiable_reward
-    function = load_differentiable(name, config.algorithm.differentiable_kwargs)
-
-    def score(media: torch.Tensor, rows) -> DifferentiableScore:
-        scores, valid = function(media, rows.prompts, _with_first_frames(rows))
-        check_scores(scores, valid, len(rows), name)
-        return DifferentiableScore(scores, valid)
-
-    return score
+def _check_training_reward(
+    reward: TrainingReward, config: DiffusionRunConfig, prompts: DrawPrompts, strategy: DeepspeedStrategy
+) -> None:
+    """Raise ConfigError or RewardError for a reward that does not know the prompts, or that has no gradient."""
+    reward.check_prompts(prompts, config.reward.reward_max_invalid)
+    model, sampling = config.model, config.sampling
+    moving = model.pretrain != EMBEDDED and draws_videos(adapter_of(model.pretrain, model.family))
+    frames = [sampling.num_frames] if moving else []
+    reward.check_gradient(prompts[0], (1, 3, *frames, sampling.height, sampling.width), strategy.device)
 
 
-def _with_first_frames(rows: DrawingBatch) -> list[dict[str, Any]]:
-    """Metadata of the rows, in which the first frame of image-to-video, or the image to edit, is `input_image`."""
-    return [{FIRST_FRAME: images[0]} | row if images else row for row, images in zip(rows.metadata, rows.images)]
+def draws_videos(adapter: type[DiffusionFamily]) -> bool:
+    """Whether a family's models draw videos: images of one's own cannot be encoded for them."""
+    return adapter.encode is DiffusionFamily.encode
 
 
 def _check_ranks(config: DiffusionRunConfig) -> None:
@@ -239,7 +236,7 @@ def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | Non
         prompts = PreferencePairs(data.prompt_data, data.prompt_split, data.max_samples, data)
         # After the data: the embedded pipeline is built by its first use, in minutes.
         adapter = named_family(pipeline_class(resolve_pipeline(config.model.pretrain, config.model.family)))
-        if adapter.encode is DiffusionFamily.encode:
+        if draws_videos(adapter):
             raise ConfigError(f"pair_data holds images, and {adapter.__name__} draws videos: train a model of images")
     else:
         prompts = DrawPrompts(data.prompt_data, data.prompt_split, data.max_samples, data, images, labels)

@@ -17,6 +17,7 @@ from .evaluation import DiffusionEvaluation
 from .graphs import RolloutGraphs
 from .maker import DiffusionExperienceMaker
 from .pairs import PairExperience
+from .training_reward import TrainingReward
 
 
 @dataclass
@@ -37,6 +38,6 @@ class DiffusionParts:
     timer: Any
     old: WeightCopy | None = None
     ema: WeightAverage | None = None
-    differentiable: Any = None
+    trained_on: TrainingReward | None = None
     pairs: PairExperience | None = None
     graphs: RolloutGraphs | None = None

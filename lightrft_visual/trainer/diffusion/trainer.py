@@ -51,8 +51,9 @@ class DiffusionTrainer(PolicyTrainer):
         if parts.algorithm.trains_on == "reward":
             sampling = parts.maker.engine.sampling
             self.reward_update = RewardUpdate(
-                parts.engine, sampling, parts.loss, parts.differentiable, train.seed, train.micro_train_batch_size
+                parts.engine, sampling, parts.loss, parts.trained_on, train.seed, train.micro_train_batch_size
             )
+            self.most_invalid = parts.config.reward.reward_max_invalid  # elsewhere the reward engine holds it
         self.updates = 0
         self.ahead = parts.config.asynchronous.ahead
 
