@@ -309,13 +309,14 @@ class VLTrainer(PolicyTrainer):
             self.maker.engine.note_policy(self.step)
 
     def _load_engine_weights(self, lent: bool = False) -> None:
-        """lent: the actor has other weights for a while, and stays where it is."""
-        self.maker.engine.update_weights(self._handed_over(self.config.rollout.offload_trainer and not lent))
+        """The engine takes over the actor's weights. Those then make room for what it wakes next, where that is asked
+        for and the engine keeps a copy: not before it has returned, as engines read the last ones after all were named.
 
-    def _handed_over(self, offload: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """The actor's weights for an engine that keeps a copy; offload: they then make room for what it wakes next."""
-        yield from engine_weights(self.maker.engine, self.actor)
-        if offload:
+        lent: the actor has other weights for a while, and stays where it is.
+        """
+        engine = self.maker.engine
+        engine.update_weights(engine_weights(engine, self.actor))
+        if self.config.rollout.offload_trainer and not (lent or engine.shares_weights):
             self.actor.offload_weights()
 
     def _check_parity(self) -> None:
