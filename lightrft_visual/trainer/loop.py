@@ -151,26 +151,30 @@ class PolicyTrainer(ABC):
         """Train to the last step; returns the last evaluation's metrics.
 
         Raises NonFiniteError after too many skipped steps in a row, and whatever a stage raises; what was written
-        until then stays.
+        until then stays. Meanwhile SIGTERM, in the main thread, asks for a checkpoint and an orderly end.
         """
         try:
-            self.state.resume()
-            with self.timer.phase("sync"):
-                self.start()
-            if self.step == 0:
-                self._evaluate()
-            say(f"training from step {self.step + 1}")
-            self.timer.collect()
-            with start_up_objects_aside():
-                finished = self._steps()
-            if finished:
-                with self.timer.phase("save"):
-                    self.state.save_final(final_folder(self.settings.output))
-            return self.latest_eval
+            with self.state.listening():
+                return self._run()
         finally:
             self.console.close()
             self.report.write()
             self.recorder.close()
+
+    def _run(self) -> dict[str, float]:
+        self.state.resume()
+        with self.timer.phase("sync"):
+            self.start()
+        if self.step == 0:
+            self._evaluate()
+        say(f"training from step {self.step + 1}")
+        self.timer.collect()
+        with start_up_objects_aside():
+            finished = self._steps()
+        if finished:
+            with self.timer.phase("save"):
+                self.state.save_final(final_folder(self.settings.output))
+        return self.latest_eval
 
     def _steps(self) -> bool:
         """Whether the model is to be exported: all steps were made, or the guard went back to the best ones. A signal

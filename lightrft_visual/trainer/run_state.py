@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,8 @@ from ..checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from ..config.shared import OutputConfig
 from ..errors import CheckpointError, ConfigError
 from ..strategy import collectives
-from ..strategy.launchers import LauncherWatch
+from ..strategy.launcher_watch import LauncherWatch
+from ..strategy.signals import handled
 from ..usercode.calls import StopRequest
 
 
@@ -102,7 +104,10 @@ class RunState:
         self.exit_code = 0
         self._stop, self._launchers = StopRequest(), LauncherWatch()
         self._between_steps: dict[str, Any] = {}
-        signal.signal(signal.SIGTERM, self._stop)
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Inside, SIGTERM asks for a checkpoint and an orderly end; the handler of before comes back afterwards."""
+        return handled(signal.SIGTERM, self._stop)
 
     def signalled(self) -> bool:
         """Whether this process was asked to stop."""

@@ -21,7 +21,7 @@ from ..errors import RewardError, StoppedBySignal
 from ..masking import mask_text
 from .background import shared_loop
 from .failures import ScoringFailed
-from .surroundings import LeftProcess, is_users, put_back
+from .surroundings import is_users, put_back
 
 log = logging.getLogger(__name__)
 SLOW_SECONDS = 30.0  # after this long, then after twice as long each time, a line says what is still running
@@ -36,7 +36,7 @@ SHOWN_CAUSES = 4
 
 
 class Left(RewardError):
-    """A user's function called sys.exit, os._exit and the like, or SIGTERM came: no policy goes on after that."""
+    """A user's function called sys.exit and the like, or SIGTERM came: no policy goes on after that."""
 
 
 class Interrupted(BaseException):
@@ -86,8 +86,6 @@ def what_happened(error: BaseException) -> str:
     """An error in a few words: "raised KeyError: 'x'"."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r})"
-    if isinstance(error, LeftProcess):
-        return f"called {error}"
     try:
         message = " ".join(str(error).split("\n"))[:LONGEST_MESSAGE]
     except Exception as second:
@@ -125,7 +123,7 @@ def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> 
             return invoke(function, arguments)
     except (RewardError, ScoringFailed):
         raise
-    except (SystemExit, LeftProcess, KeyboardInterrupt) as error:
+    except (SystemExit, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise  # elsewhere nobody pressed Ctrl-C
         raise Left(f"{what} {masked(describe_error(error))}") from error

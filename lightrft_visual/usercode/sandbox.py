@@ -31,7 +31,7 @@ from ..errors import ConfigError, RewardError
 from .calls import Elsewhere, describe_error, invoke, masked, place_now
 from .failures import Failed, ScoringFailed
 from .loading import LoadedFunction, load_reward_fn
-from .surroundings import FORKED, LeftProcess, no_silent_exit
+from .surroundings import FORKED
 
 START_SECONDS = 120.0  # importing the function's module does not count against a call
 TOLD_AT = 0.5  # share of the limit after which the child says where it is
@@ -234,11 +234,8 @@ def _answer(function: Callable[..., Any], payload: bytes, send: Callable[[Any], 
     try:
         seconds, arguments = pickle.loads(payload)  # from the parent process, over its own pipe
         signal.setitimer(signal.ITIMER_REAL, seconds + ORPHAN_SECONDS)
-        with _place_told(TOLD_AT * seconds, send), no_silent_exit():
+        with _place_told(TOLD_AT * seconds, send):
             return {"result": to_json(invoke(function, arguments))}
-    except LeftProcess as left:  # costs this call, as any other death of this process
-        send({"place": f" by {left}, {left.place}"})
-        os._exit(left.code)
     except BaseException as error:
         return {"error": describe_error(error)}
     finally:

@@ -80,9 +80,16 @@ class Walk(PolicyTrainer):
 
 @pytest.fixture
 def walk(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    yield lambda **settings: Walk(tmp_path, **settings)
-    signal.signal(signal.SIGTERM, before)
+    return lambda **settings: Walk(tmp_path, **settings)
+
+
+def test_a_run_handles_sigterm_only_while_it_lasts(walk):
+    trainer, before, during = walk(), signal.getsignal(signal.SIGTERM), []
+    sync = trainer.sync
+    trainer.sync = lambda: (during.append(signal.getsignal(signal.SIGTERM)), sync())
+    assert signal.getsignal(signal.SIGTERM) is before
+    trainer.fit()
+    assert during and before not in during and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_report_follows_the_run_and_shows_its_end(walk, tmp_path):

@@ -19,6 +19,7 @@ from ...models.loading import Checkpoint
 from ...strategy.deepspeed import TrainEngine
 from ...strategy.seeding import derive_seed
 from ...strategy.start_up import importing
+from ...strategy.vendor_patches import decoder_class_of_its_own
 from ..engine import Finished
 from .arguments import (
     VLLMSettings,
@@ -26,13 +27,11 @@ from .arguments import (
     prepare_environment,
     runs_on_second_runner,
     runs_transformers,
-    without_unused,
 )
 from .first_token import FIRST_TOKEN_SCALE
 from .own_ranks import RanksWeights
 from .rules import sampling_rules
 from .tensor_parallel import PromptSharing
-from .transformers_backend import decoder_class_of_its_own
 
 
 class VLLMEngine:
@@ -67,7 +66,7 @@ class VLLMEngine:
 
     def _build(self):
         # Imported late: vLLM detects its platform and reads the environment at import.
-        with importing(), without_unused(self.settings.extra):
+        with importing():
             from vllm import LLM
 
         from .shared_memory import use_private_name
@@ -82,7 +81,7 @@ class VLLMEngine:
         beside = runs_transformers(arguments) and not s.own_ranks
         apart = decoder_class_of_its_own(s.model, s.trust_remote_code) if beside else nullcontext()
         try:
-            with without_unused(s.extra), apart:
+            with apart:
                 return LLM(**arguments, logits_processors=[rules])
         except Exception as error:
             raise RolloutError(f"vLLM could not load {s.model}: {type(error).__name__}: {error}") from error
