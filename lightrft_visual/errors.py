@@ -22,6 +22,10 @@ class ConfigError(LightRFTVisualError, ValueError):
     """A configuration that cannot work; raised before any model loads."""
 
 
+class FolderInUse(ConfigError):
+    """Another run that is still going writes to the output folder; nothing of this run may be written there."""
+
+
 class DataError(LightRFTVisualError, ValueError):
     """A data set, row, image or video that cannot be used. cause: a short name that bad rows are counted by."""
 

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .config.vl import RunConfig
-from .errors import LightRFTVisualError, StoppedBySignal
+from .errors import FolderInUse, LightRFTVisualError, StoppedBySignal
 from .strategy.host import bound_spinning
-from .strategy.start_up import importing, leaving, say, seldom_collecting
+from .strategy.signals import handled
+from .strategy.start_up import importing, say, seldom_collecting
 from .usercode.calls import TERMINATED, describe_error, masked
-from .usercode.surroundings import no_silent_exit
 
 if TYPE_CHECKING:
     from .config.diffusion import DiffusionRunConfig
@@ -76,20 +76,19 @@ def run_diffusion(config: DiffusionRunConfig) -> None:
 def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
     bound_spinning()  # before anything loads torch
     quiet_libraries()
-    signal.signal(signal.SIGTERM, _end_at_once)  # until the trainer has a handler of its own
     try:
         say("importing libraries")
-        with no_silent_exit():
-            with importing():
-                from transformers.utils import logging as transformers_logging
+        with importing():
+            from transformers.utils import logging as transformers_logging
 
-            transformers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()
+        with handled(signal.SIGTERM, _end_at_once):
             with seldom_collecting():
                 trainer = build()
-            trainer.fit()
-            with leaving():
+            with trainer.state.listening():
+                trainer.fit()
                 trainer.close()
-    except BaseException as error:  # also sys.exit, os._exit and the like: the steps of the run were not done
+    except BaseException as error:  # also sys.exit and the like: the steps of the run were not done
         _fail(config, error)
     _leave()
     if trainer.state.exit_code:
@@ -110,12 +109,15 @@ def _fail(config: AnyConfig, error: BaseException) -> None:
     from .observe.crash_log import Ending, write_crash_log
     from .strategy import collectives, watchdog
 
+    if isinstance(error, RuntimeError) and not isinstance(error, LightRFTVisualError):
+        watchdog.give_way()  # as every collective fails once a rank is gone
     stage, rank, world_size = watchdog.stage(), collectives.rank(), collectives.world_size()
     text = _in_words(error)
     where = "" if stage == watchdog.STARTING else f" ({f'rank {rank}, ' if world_size > 1 else ''}stage {stage})"
     ending = Ending(rank, world_size, stage, resolved_yaml(config))
-    log = write_crash_log(config.output.output_dir, error, ending)
-    if log is None:
+    in_use = isinstance(error, FolderInUse)  # its crash.log is the other run's
+    log = None if in_use else write_crash_log(config.output.output_dir, error, ending)
+    if log is None and not in_use:
         traceback.print_exception(error)
     first, *rest = text.split("\n")
     rest += [f"the full traceback, versions and configuration: {log}"] if log is not None else []

@@ -30,7 +30,7 @@ def start_rank(run: dict[str, Any]) -> None:
     from ray.train import get_context
 
     from .strategy import collectives  # with torch, which the launching process does without
-    from .strategy.launchers import STARTED_BY
+    from .strategy.launcher_watch import STARTED_BY
 
     context = get_context()
     # the workers' own port is taken by them

@@ -152,15 +152,7 @@ FAULTS = {
     "one_score_skipped": Fault("return ['x', *well(completions)[1:]]", "is a str, not a number", 0, 2, SKIP),
     # -- it leaves
     **{f"sys_exit_{code}": Fault(f"sys.exit({code})  {MARK}", f"called sys.exit({code})") for code in (0, 1, None)},
-    "os_exit_0": Fault(f"os._exit(0)  {MARK}", "called os._exit(0)"),
-    "os_exit_in_thread": Fault(
-        f"def leave():\n    os._exit(0)  {MARK}\nthread = threading.Thread(target=leave)\nthread.start()\n"
-        "thread.join()\nreturn well(completions)",
-        "os._exit(0)",
-        0,
-        2,
-    ),
-    "os_exit_elsewhere": Fault(f"os._exit(0)  {MARK}", "its process died", flags="--reward_fn_timeout 60"),
+    "os_exit_elsewhere": Fault("os._exit(0)", "its process died", flags="--reward_fn_timeout 60"),
     "keyboard_interrupt": Fault(f"raise KeyboardInterrupt  {MARK}", "interrupted before the run was done", code=130),
     "exit_in_thread": harmless("thread = threading.Thread(target=sys.exit)\nthread.start()\nthread.join()"),
     "thread_dies": harmless(
@@ -207,7 +199,7 @@ FAULTS = {
     # -- it cannot be loaded
     "syntax_error": at_start(f"x = 1\ndef score(completions:  {MARK}\n    return []\n", "SyntaxError"),
     "import_error": at_start(f"import not_there  {MARK}\n", "ModuleNotFoundError: No module named 'not_there'"),
-    "exits_on_import": at_start(f"import os\nos._exit(0)  {MARK}\n", "os._exit(0)"),
+    "exits_on_import": at_start(f"import sys\nsys.exit(0)  {MARK}\n", "sys.exit(0)"),
     "missing_function": at_start(
         "def scores(completions):\n    return []\n", "has no function 'score'; did you mean 'scores'?"
     ),

@@ -205,4 +205,7 @@ if __name__ == "__main__":
         traceback.print_exc()
         os._exit(1)
     if "--drive" in sys.argv:
+        from lightrft_visual.strategy import watchdog
+
+        watchdog.stop()  # else the others would take this rank for one that died
         os._exit(0)  # vLLM's engine does not end in order beside others

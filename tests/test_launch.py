@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -31,8 +32,6 @@ def ended(monkeypatch, tmp_path):
     config.output.output_dir = str(tmp_path / "run")
     config.reward.remote_rm_url = "http://host/score?token=urlsecret123"
 
-    before = signal.getsignal(signal.SIGTERM)
-
     def run(error):
         def build():
             if callable(error):
@@ -43,8 +42,7 @@ def ended(monkeypatch, tmp_path):
             launch._run(config, build)
         return caught.value.args[0]
 
-    yield run
-    signal.signal(signal.SIGTERM, before)
+    return run
 
 
 def log_of(folder):
@@ -55,12 +53,6 @@ def log_of(folder):
 def test_leaving_from_inside_a_run_is_a_failure(ended, code, capsys):
     assert ended(SystemExit(code)) == 1
     assert f"error: sys.exit({code!r}) was called before the run was done (stage reward)" in capsys.readouterr().err
-
-
-def test_the_process_cannot_be_left_behind_the_runs_back(ended, capsys):
-    assert ended(lambda: os._exit(0)) == 1
-    told = capsys.readouterr().err
-    assert "error: os._exit(0) was called before the run was done (stage reward)\n" in told and __file__ in told
 
 
 def test_ctrl_c_has_the_code_that_shells_give_it(ended, capsys):
@@ -76,14 +68,21 @@ def test_sigterm_before_the_first_step_ends_the_run_at_once(ended, capsys):
     assert "ended by SIGTERM before the first step" in capsys.readouterr().err
 
 
+def test_a_run_that_failed_leaves_the_handler_of_sigterm_that_it_found(ended):
+    before = signal.getsignal(signal.SIGTERM)
+    during = []
+    ended(lambda: during.append(signal.getsignal(signal.SIGTERM)))
+    assert signal.getsignal(signal.SIGTERM) is before and during[0] is not before
+
+
 def test_a_reward_that_hangs_in_the_first_evaluation_leaves_the_code_of_sigterm(ended):
     assert ended(StoppedBySignal("it did not return")) == 143
 
 
 def test_a_run_that_was_stopped_ends_with_the_code_that_was_asked_for(monkeypatch):
     monkeypatch.setattr(launch, "_leave", lambda: None)
-    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
-    trainer = SimpleNamespace(fit=lambda: None, close=lambda: None, state=SimpleNamespace(exit_code=75))
+    state = SimpleNamespace(exit_code=75, listening=nullcontext)
+    trainer = SimpleNamespace(fit=lambda: None, close=lambda: None, state=state)
     with pytest.raises(SystemExit) as left:
         launch._run(RunConfig(), lambda: trainer)
     assert left.value.code == 75

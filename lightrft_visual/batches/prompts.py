@@ -83,4 +83,4 @@ class PromptBatch:
 def _as_list(cell: Any) -> list:
     if cell is None:
         return []
-    return list(cell) if isinstance(cell, (list, tuple)) else [cell]
+    return list(cell) if type(cell) in (list, tuple) else [cell]  # a decoded video is a named tuple, and one item

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import CheckpointError
+from ..strategy.files import follow_umask
 from .adapted import is_adapted
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def export_hf(
         model.generation_config.save_pretrained(str(folder))
     if processor is not None:
         processor.save_pretrained(str(folder))
+    follow_umask(Path(folder))
     return Path(folder)
 
 
@@ -114,6 +116,7 @@ def export_lora(
         config.save_pretrained(str(folder))
     finally:
         config.inference_mode = inference_mode
+    follow_umask(folder)
     return folder
 
 
@@ -142,6 +145,7 @@ def export_diffusers_lora(
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(metadata, sort_keys=True)
     save_file(plain_tensors(weights), folder / LORA_WEIGHT_NAME_SAFE, {"format": "pt", LORA_ADAPTER_METADATA_KEY: text})
+    follow_umask(folder)
     return folder
 
 

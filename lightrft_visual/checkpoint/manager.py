@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from ..errors import CheckpointError, ConfigError
 from ..strategy.collectives import all_gather_object, broadcast_object, is_rank_0, rank, world_size
+from ..strategy.files import follow_umask
 from .manifest import MANIFEST, check_files, describe_files, list_files, read_manifest, sync_file, write_manifest
 from .versions import NewerFormat
 
@@ -220,6 +221,7 @@ class CheckpointManager:
 
     def _describe(self, staging: Path, name: str) -> dict[str, dict[str, Any]]:
         """Hash all files, each rank a share of them; the whole list on every rank."""
+        on_rank_0(f"opening the files of {name} to whom the umask lets read", lambda: follow_umask(staging))
         listed = on_rank_0(f"listing {name}", lambda: list_files(staging))
         mine = together(f"hashing {name}", lambda: describe_files(staging, listed[rank() :: world_size()]))
         merged = {key: value for part in all_gather_object(mine) for key, value in part.items()}

@@ -452,7 +452,7 @@ class DiffusionRunConfig(Section):
     def _check_no_differentiable_reward(self) -> None:
         a = self.algorithm
         require(
-            a.differentiable_reward == type(a).differentiable_reward and not a.differentiable_kwargs,
+            a.differentiable_reward is None and not a.differentiable_kwargs,
             "differentiable_reward and its settings (reward_model_path) are what reward_fl trains on, not "
             f"{a.entry.name}: add --diffusion_algorithm reward_fl, or name the reward by --reward_fn, "
             "--reward_pretrain or reward.components.NAME=WEIGHT",

@@ -51,7 +51,8 @@ class DiffusionAlgorithmConfig(Section):
     score_mean: float = 0.0
     score_std: PositiveFloat = 1.0
     score_target: float | None = None  # Reward FL: images that reach this score have no gradient, as in ReFL's hinge
-    differentiable_reward: str = "shape_match"  # of Reward FL: shape_match, face_similarity, or path.py:function
+    # Of Reward FL: shape_match (the default with the embedded prompts), face_similarity, or path.py:function.
+    differentiable_reward: str | None = None
     differentiable_kwargs: dict[str, Any] = field(default_factory=dict)  # settings of a named one, {setting: value}
 
     @property

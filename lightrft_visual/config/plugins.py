@@ -32,7 +32,7 @@ def plugins_in(arguments: Sequence[str]) -> str:
 def _load(name: str) -> ModuleType:
     from ..usercode.calls import describe_error  # loads torch, as nearly every plugin does
     from ..usercode.loading import load_module
-    from ..usercode.surroundings import LeftProcess, put_back
+    from ..usercode.surroundings import put_back
 
     if name.endswith(".py"):
         path = Path(name).expanduser().resolve()
@@ -44,5 +44,5 @@ def _load(name: str) -> ModuleType:
     try:
         with put_back(f"plugin {name}"):
             return importlib.import_module(name)
-    except (Exception, SystemExit, LeftProcess) as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"plugin {name} fails on import: {describe_error(error).removeprefix('raised ')}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +12,19 @@ from PIL import Image
 from ..errors import DataError
 
 Item = TypeVar("Item")
+
+
+class Video(NamedTuple):
+    """Frames of one video and when they were taken; the pair is what vLLM takes as one item of multi_modal_data.
+
+    It is a tuple of two, not a sequence of frames: read `frames`.
+
+    frames: uint8 array [T, H, W, 3]. metadata: fps of the original, frames_indices in it, total_num_frames, duration
+    in seconds, video_backend, and do_sample_frames = False: the frames are already chosen.
+    """
+
+    frames: np.ndarray
+    metadata: dict[str, Any]
 
 
 def evenly_spaced(items: Sequence[Item], count: int) -> list[Item]:
@@ -74,15 +87,17 @@ def to_rgb(image: Any) -> Image.Image:
 
 
 def is_video(media: Any) -> bool:
-    """True for four-dimensional arrays and tensors, and for sequences of frames."""
+    """True for a `Video`, for four-dimensional arrays and tensors, and for sequences of frames."""
     if isinstance(media, torch.Tensor | np.ndarray):
         return media.ndim == 4
     return isinstance(media, Sequence) and not isinstance(media, str)
 
 
 def frames_first(video: Any) -> Sequence[Any]:
-    """The frames of a video in order, as views: a sequence of images, an array or tensor [T, ...], or the model's
-    floats [C, T, H, W] with C of 1 or 3. Raises DataError for an array or tensor without four axes."""
+    """The frames of a video in order, as views: a `Video`, a sequence of images, an array or tensor [T, ...], or the
+    model's floats [C, T, H, W] with C of 1 or 3. Raises DataError for an array or tensor without four axes."""
+    if isinstance(video, Video):
+        video = video.frames
     if not isinstance(video, torch.Tensor | np.ndarray):
         return list(video)
     if video.ndim != 4:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..errors import DataError
-from .video import Video
+from .imaging import Video
 
 _VISION_NAME = re.compile("vision|image|img|video", re.IGNORECASE)
 ModelInput = ProcessorMixin | PreTrainedTokenizerBase

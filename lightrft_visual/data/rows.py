@@ -21,6 +21,7 @@ from ..config.vl import DataConfig
 from ..errors import DataError
 from .bounds import check_reference, check_values
 from .forms import MediaCell, find_media, messages_in, read_form
+from .imaging import Video
 from .media import resolve_source
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -157,7 +158,7 @@ def as_source_list(cell: Any, kind: str) -> list[Any]:
     """The sources in a media cell, which holds nothing, one, or several. Raises DataError for empty ones."""
     if cell is None or (isinstance(cell, (str, bytes)) and not cell):
         return []
-    if isinstance(cell, (list, tuple)):
+    if isinstance(cell, (list, tuple)) and not isinstance(cell, Video):
         items = list(cell)
     elif isinstance(cell, np.ndarray) and cell.dtype == object:
         items = cell.tolist()

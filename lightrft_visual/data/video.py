@@ -12,7 +12,7 @@ import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from qwen_vl_utils import smart_resize
 from qwen_vl_utils.vision_process import smart_nframes
 
 from ..errors import DataError
+from .imaging import Video
 from .media import check_aspect_ratio, describe_source, image_size, is_remote, load_image, read_source
 
 MAX_FRAMES = 768
@@ -43,17 +44,6 @@ _OPTIONS: dict[str, tuple[bool, float, float]] = {
 }
 # Playlists and concatenations name further files and URLs; everything else is refused by not being listed.
 _CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpeg", "mpegts", "gif", "flv", "ogg", "asf", "h264", "hevc")
-
-
-class Video(NamedTuple):
-    """Frames of one video and when they were taken; the pair is what vLLM takes as one item of multi_modal_data.
-
-    frames: uint8 array [T, H, W, 3]. metadata: fps of the original, frames_indices in it, total_num_frames, duration
-    in seconds, video_backend, and do_sample_frames = False: the frames are already chosen.
-    """
-
-    frames: np.ndarray
-    metadata: dict[str, Any]
 
 
 def load_video(

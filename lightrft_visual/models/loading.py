@@ -100,6 +100,8 @@ def load_transformer(path: str, model: ModelConfig, dtype: torch.dtype) -> PreTr
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         auto = AutoModelForImageTextToText if family_of(config).vision else AutoModelForCausalLM
         transformer, report = auto.from_pretrained(path, output_loading_info=True, **arguments)
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model {path} cannot be loaded: {error}") from error
     if report["missing_keys"]:

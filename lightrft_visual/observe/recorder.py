@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..masking import mask_config
 from ..strategy.collectives import rank, world_size
 from ..strategy.files import append_line, read_jsonl, to_json, write_atomic
+from ..strategy.folder_lock import FolderLock
 from . import environment
 from .images import save_image, save_video
 from .sinks import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink, column_name
@@ -49,11 +50,13 @@ class RunRecorder:
         *,
         config: Mapping[str, Any] | None = None,
         active: bool | None = None,
+        lock: FolderLock | None = None,
     ):
-        """`config` is shown by W&B, masked; `active` overrides 'rank 0 only'."""
+        """`config` is shown by W&B, masked; `active` overrides 'rank 0 only'; `lock` is released by `close`."""
         self.folder = Path(output_dir)
         self.options = options or RecorderOptions()
         self.active = rank() == 0 if active is None else active
+        self._lock = lock
         self._sinks: list[Sink] = []
         self._eval_sinks: list[Sink] = []
         if self.active:
@@ -158,12 +161,14 @@ class RunRecorder:
         remove_unused_images(self.rollout_folder)
 
     def close(self) -> None:
-        """Close every sink."""
+        """Close every sink, and let other runs have the folder."""
         if not self.active:
             return
         for sink in dict.fromkeys([*self._sinks, *self._eval_sinks]):
             sink.close()
         self.active = False
+        if self._lock is not None:
+            self._lock.release()
 
     def _save_records(self, name: str, step: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
         if not self.active:

@@ -17,6 +17,7 @@ import torch
 
 from ..batches.rollouts import Rollout
 from ..batches.samples import Samples, SamplesVL
+from ..data.imaging import Video
 from ..errors import RewardError
 from ..usercode.failures import Failed, ScoringFailed
 from .imaging import EncodedImages, to_pil, video_frames
@@ -38,8 +39,8 @@ class RewardBatch:
     """B samples, one list entry each.
 
     prompts: rendered ones, of drawn images their captions. images: the sample's images, in order, a missing one as
-    None; the one that was drawn, where the response is an image. videos: the sample's videos, each a list of frames, a
-    (C, T, H, W) float tensor in 0..1 or a (T, C, H, W) uint8 one.
+    None; the one that was drawn, where the response is an image. videos: the sample's videos: of prompts, uint8 arrays
+    (T, H, W, 3); of the policy, a list of frames, a (C, T, H, W) float tensor in 0..1 or a (T, C, H, W) uint8 one.
     `generated` is true when the media were made by the policy (one image or video a sample) and false when they were
     part of the prompt.
     source_images: what a generated one was made from, in order: images to edit, a first frame; empty without any.
@@ -124,7 +125,7 @@ def batch_from_samples(outputs: Sequence[Samples], vlm_mode: bool = True) -> Rew
         batch.ids += samples.sample_ids.tolist()
         batch.group_ids += samples.group_ids.tolist()
         batch.images += [own if image is None else [image] for own, image in zip(shown, drawn)]
-        batch.videos += _media_of(samples, "raw_videos", size, vlm_mode)
+        batch.videos += map(_frames_of, _media_of(samples, "raw_videos", size, vlm_mode))
         sequences, actions = samples.sequences.cpu(), samples.action_mask.cpu().bool()
         attention, count = samples.attention_mask.cpu().bool(), samples.num_actions
         batch.sequence_tokens += [sequences[i][attention[i]] for i in range(size)]
@@ -142,13 +143,18 @@ def batch_from_rollouts(rollouts: Sequence[Rollout]) -> RewardBatch:
         references=[prompt.reference for prompt in prompts],
         metadata=[prompt.metadata for prompt in prompts],
         images=[list(rollout.prompt.images) if rollout.image is None else [rollout.image] for rollout in rollouts],
-        videos=[list(prompt.videos) for prompt in prompts],
+        videos=[_frames_of(prompt.videos) for prompt in prompts],
         ids=[rollout.sample_id for rollout in rollouts],
         group_ids=[prompt.group_id for prompt in prompts],
         sequence_tokens=[torch.tensor(rollout.prompt.token_ids + rollout.token_ids) for rollout in rollouts],
         completion_tokens=[torch.tensor(rollout.token_ids, dtype=torch.long) for rollout in rollouts],
         step=max((rollout.policy_version for rollout in rollouts), default=0),
     )
+
+
+def _frames_of(videos: Sequence[Any]) -> list[Any]:
+    """The videos of a prompt without what is known of their files: a `Video` is a pair, of which scorers see frames."""
+    return [video.frames if isinstance(video, Video) else video for video in videos]
 
 
 def _drawn_of(samples: Samples, size: int, vlm_mode: bool) -> list[Any]:

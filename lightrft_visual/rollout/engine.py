@@ -35,7 +35,10 @@ class RolloutEngine(Protocol):
         """n completions a prompt, in order."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take over weights by the names of the actor's checkpoint; caches of the old ones are void."""
+        """Take over weights by the names of the actor's checkpoint; caches of the old ones are void.
+
+        Once it has returned the trainer's own may leave the device. Memory that only `generate` needs may come after.
+        """
 
     def reset_caches(self) -> None:
         """Forget what was computed of earlier prompts."""

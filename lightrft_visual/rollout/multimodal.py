@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from ..batches.prompts import PromptBatch
 from ..batches.rollouts import PromptFeatures
 from ..batches.vision import VisionTensors
+from ..data.imaging import Video
 from ..data.media import MAX_IMAGE_PIXELS, describe_source, load_image
 from ..data.rows import as_source_list
-from ..data.video import Video, load_video
+from ..data.video import load_video
 from ..errors import ConfigError, DataError
 from ..models.vlm.families import family_of_processor
 from ..strategy.host import give_back_freed_memory
@@ -165,7 +166,7 @@ class MultimodalDataProcessor:
         batch = []
         for index, cell in enumerate(cells):
             try:
-                sources = [cell] if isinstance(cell, Video) else as_source_list(cell, kind)
+                sources = as_source_list(cell, kind)
                 if wanted is not None and wanted[index] != len(sources):
                     raise DataError(f"{len(sources)} {kind}(s) given, {kind}s_num says {wanted[index]}")
                 for source in sources:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,17 +19,18 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 import torch.nn as nn
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 from ..config.diffusion import DiffusionTrainConfig
 from ..config.shared import DistributedConfig
 from ..config.vl import TrainConfig
 from ..errors import CheckpointError, ConfigError, NonFiniteError
-from . import collectives, watchdog
+from . import collectives, vendor_patches, watchdog
 from .dividing import Divide, divide, loading_divided
-from .extension_builds import leave_out_shared_memory, watch_locks
+from .extension_builds import CPU_ADAM, SHARED_MEMORY, build_first
 from .host import keep_freed_memory, unlink_buffers
 from .offload import HostStay
 from .precision import FP32Kept
@@ -38,6 +40,8 @@ from .seeding import seed_everything
 from .sequence import SequenceGroup
 
 logger = logging.getLogger(__name__)
+
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # without a launcher
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,34 @@ class StepResult:
     learning_rate: float
 
 
+def join(accelerator: DeepSpeedAccelerator, timeout: timedelta) -> None:
+    """Make the process group that the environment describes, for torch and DeepSpeed. One rank binds no port.
+
+    timeout: of its collectives. Raises ConfigError where another program has the port of several ranks.
+    """
+    on_host = accelerator.device_name() == "cpu"
+    backend = "gloo" if on_host else accelerator.communication_backend_name()
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        if not dist.is_initialized():
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        with vendor_patches.without_shared_memory():
+            deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
+        return
+    build_first(SHARED_MEMORY)
+    try:
+        deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"port {os.environ['MASTER_PORT']} of this host, at which the ranks meet, is taken by another run or "
+            "program; choose a free one for this run: deepspeed --master_port PORT"
+        ) from error
+    if on_host:
+        collectives.barrier()  # every rank has opened its buffer
+        unlink_buffers(collectives.rank())
+
+
 class DeepspeedStrategy:
     """Process groups, ZeRO settings and precision of one run."""
 
@@ -108,33 +140,18 @@ class DeepspeedStrategy:
     def setup_distributed(self) -> None:
         """Join the process group of the launcher (a group of one without a launcher) and seed this rank.
 
-        Raises ConfigError where sp_size does not divide the ranks.
+        Raises ConfigError where sp_size does not divide the ranks, or where their port is taken.
         """
-        import os
-
-        from .host import free_port
-
-        defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         if "RANK" not in os.environ:
-            os.environ.update(defaults, MASTER_PORT=os.environ.get("MASTER_PORT") or str(free_port()))
+            os.environ.update(ALONE)
         if self.config.local_rank >= 0:  # the launcher's argument; it sets the variable too
             os.environ["LOCAL_RANK"] = str(self.config.local_rank)
         accelerator = get_accelerator()
         if accelerator.device_name() != "cpu":
             accelerator.set_device(int(os.environ["LOCAL_RANK"]))
         collectives.share_cores()  # images are prepared on the host, whatever the accelerator is
-        if accelerator.device_name() == "cpu" and int(os.environ["WORLD_SIZE"]) == 1:
-            leave_out_shared_memory()
-        else:
-            watch_locks()
-        deepspeed.init_distributed(
-            dist_backend=accelerator.communication_backend_name() if accelerator.device_name() != "cpu" else "gloo",
-            timeout=timedelta(seconds=self.config.collective_timeout),
-            verbose=False,
-        )
+        join(accelerator, timedelta(seconds=self.config.collective_timeout))
         if accelerator.device_name() == "cpu":
-            collectives.barrier()  # every rank has opened its buffer
-            unlink_buffers(collectives.rank())
             keep_freed_memory()
         collectives.bound(self.config.collective_timeout)
         watchdog.start(self.config.collective_timeout)
@@ -279,8 +296,8 @@ def _cpu_adam(parameters: list[dict[str, Any]], arguments: dict[str, Any]) -> to
     """DeepSpeed's Adam on the host, which is compiled at its first use. ConfigError when that fails."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    watch_locks()
     try:
+        build_first(CPU_ADAM)
         return DeepSpeedCPUAdam(parameters, adamw_mode=True, **arguments)
     except Exception as error:  # the builder raises whatever the compiler or the loader raised
         raise ConfigError(

@@ -1,9 +1,10 @@
-"""Builds of C++ extensions by several processes: a lock that its owner left behind is taken away, with a line.
+"""Builds of C++ extensions: by one process of a host at a time, in a folder of this environment's own.
 
 DeepSpeed compiles parts of itself at their first use, under a lock file of torch's builder. A process that is killed
-while it compiles leaves the file, and every later start would wait for it for ever and say nothing. Each environment
-builds in a folder of its own: torch's default is shared by all environments of a Python version, and two of them that
-run in turn would compile everything anew at each start.
+while it compiles leaves that file, and every later start would wait for it for ever and say nothing. So a run builds
+what it needs under a lock of its own, which ends with its process, and takes such a file away first.
+Torch's default folder is shared by all environments of a Python version: two of them that run in turn would compile
+everything anew at each start.
 """
 
 from __future__ import annotations
@@ -14,30 +15,51 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import deepspeed
 import torch
-from torch.utils.file_baton import FileBaton
-
-from ..errors import ConfigError
+from deepspeed.accelerator import get_accelerator
 
 logger = logging.getLogger(__name__)
 
 OTHER_HOSTS = 600.0  # seconds that a lock may be the work of a process on another host that shares the folder
+PATIENCE = 5.0  # seconds after which a line says what is waited for
+SHARED_MEMORY = "ShareMemCommBuilder"  # DeepSpeed's collectives between ranks of one host without accelerators
+CPU_ADAM = "CPUAdamBuilder"  # its Adam on the host
 
 
-LOOKING = 0.05  # share of a wait that may go into looking for the lock's owner
-SHARED_MEMORY = "deepspeed_shm_comm"  # DeepSpeed's collectives between ranks of one host without accelerators
+def build_first(*builders: str) -> None:
+    """Compile and load these parts of DeepSpeed before it asks for them; the first process of a host that comes does.
+
+    What this host cannot build is left out: DeepSpeed does without it, or says why it cannot.
+    """
+    with building():
+        for name in builders:
+            builder = get_accelerator().create_op_builder(name)
+            if builder is not None and builder.is_compatible(verbose=False):
+                builder.load(verbose=False)
 
 
-def watch_locks() -> None:
-    """Let torch's builder look for the owners of locks, in this process, and build in this environment's folder."""
-    from torch.utils import cpp_extension  # looks for CUDA's compiler, and says so, when it is imported
+@contextmanager
+def building() -> Iterator[Path]:
+    """Inside, this process alone builds in this environment's folder, where no lock of a dead process is left."""
+    folder = own_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".building", "w") as file:
+        _lock(file, folder)
+        remove_stale_locks(folder)
+        yield folder
 
-    cpp_extension.FileBaton = OwnedBaton
-    root = Path(cpp_extension.get_default_build_root())
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(root / environment_name()))
+
+def own_folder() -> Path:
+    """Where this process builds from now on: this environment's folder, or what TORCH_EXTENSIONS_DIR says."""
+    from torch.utils.cpp_extension import get_default_build_root  # looks for CUDA's compiler as it is imported
+
+    return Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(get_default_build_root()) / environment_name())))
 
 
 def environment_name() -> str:
@@ -46,44 +68,29 @@ def environment_name() -> str:
     return f"py{sys.version_info.major}{sys.version_info.minor}_torch{torch.__version__}_{where}"
 
 
-def leave_out_shared_memory() -> None:
-    """Let DeepSpeed start without its collectives over shared memory, which it would compile: one rank has nobody to
-    exchange with."""
-    deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False
+def _lock(file: IO[str], folder: Path) -> None:
+    """Until the file is closed, or the process ends."""
+    told_at = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > told_at:
+                logger.warning("waiting for another process of this environment, which builds in %s", folder)
+                told_at = float("inf")
+            time.sleep(0.05)
 
 
-class OwnedBaton(FileBaton):
-    """torch's lock file, which counts only while the process that made it lives and holds it open."""
-
-    def try_acquire(self) -> bool:
-        """Whether the lock is this process's own now; a lock without an owner is removed first."""
-        with open(f"{self.lock_file_path}.check", "w") as checked:
-            fcntl.flock(checked, fcntl.LOCK_EX)  # of several ranks that find a stale lock one removes it
-            if super().try_acquire():
-                return True
-            if owner(self.lock_file_path) is not None:
-                return False
-            logger.warning("removing %s: the process that built there is gone", self.lock_file_path)
-            Path(self.lock_file_path).unlink(missing_ok=True)
-            return bool(super().try_acquire())
-
-    def wait(self) -> None:
-        """Until the owner is done. Raises ConfigError where it ends without having finished."""
-        builder = owner(self.lock_file_path) or "another process"  # it may end while it is looked for
-        logger.warning("waiting for %s, which builds under %s", builder, self.lock_file_path)
-        look_again = 0.0  # the owner is looked for in the open files of all processes, which takes its time
-        while os.path.exists(self.lock_file_path):
-            time.sleep(self.wait_seconds)
-            began = time.monotonic()
-            if began < look_again:
-                continue
-            if owner(self.lock_file_path) is None and os.path.exists(self.lock_file_path):
-                raise ConfigError(f"the process that built under {self.lock_file_path} ended before it was done")
-            ended = time.monotonic()
-            look_again = ended + (ended - began) / LOOKING
+def remove_stale_locks(folder: Path) -> None:
+    """Remove lock files of torch's builder that no process has open."""
+    for lock in folder.glob("*/lock"):
+        if owner(lock) is None:
+            logger.warning("removing %s: the process that built there is gone", lock)
+            lock.unlink(missing_ok=True)
 
 
-def owner(lock: str) -> str | None:
+def owner(lock: str | Path) -> str | None:
     """Who holds the lock file open, for a message; None for a file that nobody of this host has open.
 
     A lock of another user, or a young one where the run has ranks on other hosts, counts as owned.

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,19 @@ def write_atomic(path: Path, data: str | bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def follow_umask(folder: Path) -> None:
+    """Let files below a folder be read by whom the umask lets read new files; safetensors lets their owner alone."""
+    probe = folder / ".mode"
+    probe.touch()
+    allowed = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            mode = stat.S_IMODE(path.stat().st_mode)
+            if mode | allowed != mode:
+                path.chmod(mode | allowed)
 
 
 def append_line(path: Path, text: str) -> None:

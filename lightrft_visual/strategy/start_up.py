@@ -1,4 +1,4 @@
-"""What a run says and does while it starts, and as it ends. Nothing here imports torch."""
+"""What a run says and does while it starts. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -46,18 +46,3 @@ def seldom_collecting() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-@contextmanager
-def leaving() -> Iterator[None]:
-    """Inside, which is where the process ends, collections of garbage that libraries ask for do nothing.
-
-    vLLM asks for two as it shuts down, each a walk through everything that was ever imported, for memory that the
-    system takes back in a moment.
-    """
-    collect, unfreeze = gc.collect, gc.unfreeze
-    gc.collect, gc.unfreeze = (lambda *_, **__: 0), (lambda: None)
-    try:
-        yield
-    finally:
-        gc.collect, gc.unfreeze = collect, unfreeze

@@ -1,7 +1,8 @@
-"""Ends a rank when another one is dead, stopped or has failed, instead of waiting for it in a collective for ever.
+"""Ends a rank when another one is gone, stopped or has failed, instead of waiting for it in a collective for ever.
 
+A rank whose process has ended before the run is noticed by its connection (`presence`), within a minute at most.
 Every rank's thread writes a heartbeat into the process group's store and reads the others'. The thread beats as long as
-the process can run, so a long stage is never mistaken for a stall; a killed or stopped process beats no more. A rank
+the process can run, so a long stage is never mistaken for a stall; a stopped process beats no more. A rank
 that ends with an error says so in the store, and the others end at once. What hangs while its process runs (a reward
 server, say) is caught by the time limit of the collective that the other ranks wait in.
 """
@@ -17,29 +18,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 from . import collectives
 from .phase_timer import PhaseTimer
+from .presence import GREETING_LIMIT, Presence, Store
 
 logger = logging.getLogger(__name__)
 
 STARTING, BETWEEN = "start-up", "between phases"
 LONGEST_PAUSE = 5.0  # seconds between heartbeats
 LONGEST_FAREWELL = 20.0  # seconds that a request to the store under way at the end of a run is waited for
+LOSS_KNOWN = 3.0  # seconds in which all ranks hear of one that is gone
 FAILED = "failed: "
-
-
-class Store(Protocol):
-    """What the watchdog needs of torch's TCPStore."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def get(self, key: str) -> bytes: ...
+KEYS = "lightrft_visual"  # before all keys in the store
 
 
 @dataclass
@@ -56,7 +50,7 @@ class Watchdog:
     """One rank's watch over the others.
 
     connect: opens a connection of its own to the store (another thread may wait in the group's own). limit: seconds
-    without a heartbeat after which a rank counts as dead. end: called with a message when this rank must end.
+    without a heartbeat after which a rank counts as stopped. end: called with a message when this rank must end.
     """
 
     connect: Callable[[], Store]
@@ -70,6 +64,8 @@ class Watchdog:
     _beats: int = 0
     _judged: float = 0.0
     _failing: bool = False
+    _presence: Presence | None = None
+    _losing: threading.Event = field(default_factory=threading.Event)
     _seen: dict[int, LastSeen] = field(default_factory=dict)
     _stopped: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list)
@@ -79,13 +75,19 @@ class Watchdog:
         """Seconds between two heartbeats."""
         return min(LONGEST_PAUSE, self.limit / 10)
 
-    def start(self) -> None:
-        # Two threads: a store on a stopped process lets a request wait for ever.
-        """Begin to beat and to watch, in threads that end with the process."""
-        for action in (self.beat, self.judge):
-            thread = threading.Thread(target=self._repeat, args=(action,), name="watchdog", daemon=True)
+    def start(self, address: str) -> None:
+        """Begin to beat and to watch, in threads that end with the process. address: of rank 0's host.
+
+        Waits until the ranks are connected, so that none can be gone unnoticed, but not for ever.
+        """
+        self._presence = Presence(self.rank, self.world_size, self.lost)
+        # Beats and judgements apart: a store on a stopped process lets a request wait for ever.
+        work = [lambda: self._repeat(self.beat), lambda: self._repeat(self.judge), lambda: self._accompany(address)]
+        for target in work:
+            thread = threading.Thread(target=target, name="watchdog", daemon=True)
             thread.start()
             self._threads.append(thread)
+        self._presence.complete.wait(GREETING_LIMIT)
 
     def stop(self) -> None:
         """End the watch and its threads; for the orderly end of a run.
@@ -93,6 +95,8 @@ class Watchdog:
         Python aborts the process ("terminate called") when it ends with a thread inside torch's store.
         """
         self._stopped.set()
+        if self._presence is not None:
+            self._presence.leave()
         for thread in self._threads:
             thread.join(timeout=LONGEST_FAREWELL)
 
@@ -121,6 +125,35 @@ class Watchdog:
         if self.timer is None:
             return STARTING
         return self.timer.failed_in or self.timer.current or BETWEEN
+
+    def _accompany(self, address: str) -> None:
+        """Hold the connection by which the others notice when this rank is gone, and notice when they are."""
+        try:
+            self._presence.run(self.connect(), f"{KEYS}/presence/{attempt()}", address)
+        except (OSError, RuntimeError) as error:
+            if not self._stopped.is_set():
+                logger.warning("a rank that is gone is noticed after collective_timeout only: %s", error)
+
+    def lost(self, other: int, told: str) -> None:
+        """End this rank, as the process of another one is gone. told: why, where rank 0 has said so."""
+        self._losing.set()
+        why = told or self._last_words(other) or f"rank {other} is gone: its process has ended or its host is silent"
+        if self._presence is not None and self.rank == 0:
+            self._presence.pass_on(other, why)
+        self._end(why)
+
+    def _last_words(self, other: int) -> str:
+        try:
+            store = self.connect()
+            said = store.get(self._key(other)).decode() if store.check([self._key(other)]) else ""
+        except RuntimeError:  # the store was with the rank that is gone
+            return ""
+        return f"rank {other} {said}" if said.startswith(FAILED) else ""
+
+    def give_way(self) -> None:
+        """Where the loss of another rank may be behind this one's error, let the watch name it and end this process."""
+        if self.world_size > 1 and self._losing.wait(LOSS_KNOWN):
+            time.sleep(2 * LONGEST_PAUSE)  # in which the process ends
 
     def _repeat(self, action: Callable[[], None]) -> None:
         while not self._stopped.wait(self.pause):
@@ -166,11 +199,16 @@ class Watchdog:
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def _key(self, rank: int) -> str:
-        return f"lightrft_visual/heartbeat/{rank}"
+        return f"{KEYS}/heartbeat/{attempt()}/{rank}"
 
     def _end(self, why: str) -> None:
         if not self._failing:
             self.end(f"{why}; rank {self.rank} ends in stage: {self.stage}")
+
+
+def attempt() -> str:
+    """Which watch of these ranks this is: the store outlives runs of one process, and torchrun's the processes."""
+    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{_starts}"
 
 
 def end_process(message: str) -> None:
@@ -181,12 +219,14 @@ def end_process(message: str) -> None:
 
 # The process group is one per process, and so is the watch over it.
 _current: Watchdog | None = None
+_starts = 0
 
 
 def start(limit: float) -> Watchdog:
     """Watch over the ranks of the process group that the environment describes; idle for a single rank."""
-    global _current
+    global _current, _starts
     stop()
+    _starts += 1
 
     def connect() -> Store:
         return dist.TCPStore(
@@ -199,7 +239,7 @@ def start(limit: float) -> Watchdog:
 
     _current = Watchdog(connect, collectives.rank(), collectives.world_size(), limit, end_process)
     if _current.world_size > 1:
-        _current.start()
+        _current.start(os.environ["MASTER_ADDR"])
         atexit.register(stop)
     return _current
 
@@ -219,6 +259,12 @@ def report_failure(text: str) -> None:
     """Let the other ranks know that this one ends, and why; the caller then ends the process."""
     if _current is not None:
         _current.report_failure(text)
+
+
+def give_way() -> None:
+    """Before an error is told as this rank's own: end this process by naming the rank that is gone, if one is."""
+    if _current is not None:
+        _current.give_way()
 
 
 def stop() -> None:

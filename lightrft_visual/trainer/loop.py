@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.vl import OutputConfig, TrainConfig
-from ..errors import NonFiniteError, StoppedBySignal
+from ..errors import NonFiniteError, RewardError, StoppedBySignal
 from ..observe.metrics import MetricsAccumulator
 from ..observe.rollouts import Record
 from ..report.writer import ReportWriter
@@ -90,6 +90,7 @@ class PolicyTrainer(ABC):
         self.nonfinite_in_a_row = 0
         self.latest_eval: dict[str, float] = {}
         self.evaluated_step = -1
+        self.most_invalid = 1.0  # share of a step's samples above which the run ends; all of them always end it
         self.state = RunState(self, self.settings.output, self.settings.resume_folder)
         self.hooks.build(parts, callbacks)
         self.hooks.setup(
@@ -144,26 +145,30 @@ class PolicyTrainer(ABC):
         """Train to the last step; returns the last evaluation's metrics.
 
         Raises NonFiniteError after too many skipped steps in a row, and whatever a stage raises; what was written
-        until then stays.
+        until then stays. Meanwhile SIGTERM, in the main thread, asks for a checkpoint and an orderly end.
         """
         try:
-            self.state.resume()
-            with self.timer.phase("sync"):
-                self.start()
-            if self.step == 0:
-                self._evaluate()
-            say(f"training from step {self.step + 1}")
-            self.timer.collect()
-            with start_up_objects_aside():
-                finished = self._steps()
-            if finished:
-                with self.timer.phase("save"):
-                    self.state.save_final(final_folder(self.settings.output))
-            return self.latest_eval
+            with self.state.listening():
+                return self._run()
         finally:
             self.console.close()
             self.report.write()
             self.recorder.close()
+
+    def _run(self) -> dict[str, float]:
+        self.state.resume()
+        with self.timer.phase("sync"):
+            self.start()
+        if self.step == 0:
+            self._evaluate()
+        say(f"training from step {self.step + 1}")
+        self.timer.collect()
+        with start_up_objects_aside():
+            finished = self._steps()
+        if finished:
+            with self.timer.phase("save"):
+                self.state.save_final(final_folder(self.settings.output))
+        return self.latest_eval
 
     def _steps(self) -> bool:
         """Whether the model is to be exported: all steps were made, or a hook that ended the run asks for it. A signal
@@ -201,11 +206,14 @@ class PolicyTrainer(ABC):
 
     def _one_step(self) -> None:
         data = self.train_step()
+        data.metrics.add_numbers(self.hooks.metrics())
+        metrics = data.metrics.reduce()
+        self._check_valid(metrics)
         self.step += 1
         with self.timer.phase("sync"):
             self.hooks.on_sync()
             self.sync()
-        self._report(data)
+        self._report(data, metrics | self.timer.reduce())
         output, last = self.settings.output, self.step == self.settings.total_steps
         if self.evaluation_due():
             self._evaluate()
@@ -213,9 +221,17 @@ class PolicyTrainer(ABC):
             with self.timer.phase("save"):
                 self.state.save()  # the last step as well: a finished run can be given more steps
 
-    def _report(self, data: StepData) -> None:
-        data.metrics.add_numbers(self.hooks.metrics())
-        metrics = data.metrics.reduce() | self.timer.reduce()
+    def _check_valid(self, metrics: Mapping[str, float]) -> None:
+        """Raise RewardError for a step of invalid samples alone, which trained nothing, or of more than are allowed."""
+        share = metrics.get("reward_invalid_share", 0.0)
+        if share < 1 and share <= self.most_invalid:
+            return
+        allowed = f" (reward_max_invalid is {self.most_invalid:.0%})" if share < 1 else ", so there is nothing to learn"
+        too_old = metrics.get("dropped_stale_share", 0.0)
+        why = f"{too_old:.0%} are older than max_staleness" if too_old else "the reward has no score for them"
+        raise RewardError(f"step {self.step + 1}: {share:.0%} of the samples are invalid{allowed}: {why}")
+
+    def _report(self, data: StepData, metrics: Mapping[str, float]) -> None:
         self.recorder.log_step(self.step, metrics)
         self.console.step(self.step, metrics)
         self.report.after_step(self.step)

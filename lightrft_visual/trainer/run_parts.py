@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,15 +14,37 @@ from ..config.diffusion import DiffusionRunConfig
 from ..config.load import resolved_yaml, write_resolved
 from ..config.vl import RunConfig
 from ..data.bad_rows import TooManyBadRows, list_bad_rows
+from ..errors import ConfigError
 from ..observe import crash_log
 from ..observe.earlier_runs import holds_results, set_aside
 from ..observe.recorder import RecorderOptions, RunRecorder
 from ..plan.sizes import use_chosen_sizes
 from ..strategy import collectives
 from ..strategy.deepspeed import DeepspeedStrategy
+from ..strategy.folder_lock import FolderLock
 
 logger = logging.getLogger(__name__)
 AnyConfig = RunConfig | DiffusionRunConfig
+
+
+@contextmanager
+def output_folder_held(output_dir: str) -> Iterator[FolderLock | None]:
+    """Inside it a run is built in a folder that is its alone: rank 0 gets the lock, for the recorder to release.
+
+    It is released at once where the start fails. A collective: where another run is still going in the folder, every
+    rank raises FolderInUse, before anything is moved or loaded; ConfigError where the folder cannot be written.
+    """
+    lock, refused = None, None
+    if collectives.is_rank_0():
+        try:
+            lock = FolderLock.take(Path(output_dir))
+        except ConfigError as error:
+            refused = error
+    refused = collectives.broadcast_object(refused)
+    if refused is not None:
+        raise refused
+    with nullcontext() if lock is None else lock.released_on_error():
+        yield lock
 
 
 @contextmanager
@@ -51,10 +73,11 @@ def start_strategy(config: AnyConfig) -> DeepspeedStrategy:
     return strategy
 
 
-def open_recorder(config: AnyConfig, resumed: bool) -> RunRecorder:
+def open_recorder(config: AnyConfig, resumed: bool, lock: FolderLock | None) -> RunRecorder:
     """The recorder of a run, with config.resolved.yaml and env.json written. Raises ConfigError.
 
     resumed: whether the run goes on from a checkpoint; else what an earlier one left in the folder is put aside.
+    lock: of the folder; the recorder releases it when it is closed.
     """
     output = config.output
     if collectives.is_rank_0() and not resumed:
@@ -63,7 +86,7 @@ def open_recorder(config: AnyConfig, resumed: bool) -> RunRecorder:
             logger.warning("%s held an earlier run; its files are in %s now", output.output_dir, aside)
         (Path(output.output_dir) / crash_log.FILE_NAME).unlink(missing_ok=True)  # of a start that came to nothing
     options = RecorderOptions(output.run_name, output.use_tensorboard, output.use_wandb)
-    recorder = RunRecorder(output.output_dir, options, config={"config": resolved_yaml(config)})
+    recorder = RunRecorder(output.output_dir, options, config={"config": resolved_yaml(config)}, lock=lock)
     if collectives.is_rank_0():
         write_resolved(config, Path(output.output_dir) / "config.resolved.yaml")
     recorder.write_env()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,9 @@ from ..checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from ..config.shared import OutputConfig
 from ..errors import CheckpointError, ConfigError
 from ..strategy import collectives
-from ..strategy.launchers import LauncherWatch
+from ..strategy.launcher_watch import LauncherWatch
+from ..strategy.signals import handled
+from ..usercode.calls import StopRequest
 
 
 def final_folder(output: OutputConfig) -> Path:
@@ -99,20 +102,20 @@ class RunState:
         by = self.best or ("eval_gold", "max")  # checkpoints without it are kept by their age alone
         self.manager = CheckpointManager(output.ckpt_path or output.output_dir, output.max_ckpt_num, by)
         self.exit_code = 0
-        self._stop, self._launchers = False, LauncherWatch()
+        self._stop, self._launchers = StopRequest(), LauncherWatch()
         self._between_steps: dict[str, Any] = {}
-        signal.signal(signal.SIGTERM, self._on_signal)
 
-    def _on_signal(self, *_: object) -> None:
-        self._stop = True
+    def listening(self) -> AbstractContextManager[None]:
+        """Inside, SIGTERM asks for a checkpoint and an orderly end; the handler of before comes back afterwards."""
+        return handled(signal.SIGTERM, self._stop)
 
     def signalled(self) -> bool:
         """Whether this process was asked to stop."""
-        return self._stop
+        return self._stop.made
 
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop; all ranks get the same answer."""
-        stop = self._stop or self._launchers.gone()
+        stop = self._stop.made or self._launchers.gone()
         return collectives.all_reduce_max(torch.tensor([float(stop)])).item() > 0
 
     def mark(self) -> None:

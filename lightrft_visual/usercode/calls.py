@@ -21,7 +21,7 @@ from ..errors import RewardError, StoppedBySignal
 from ..masking import mask_text
 from .background import shared_loop
 from .failures import ScoringFailed
-from .surroundings import LeftProcess, is_users, put_back
+from .surroundings import is_users, put_back
 
 log = logging.getLogger(__name__)
 SLOW_SECONDS = 30.0  # after this long, then after twice as long each time, a line says what is still running
@@ -36,11 +36,21 @@ SHOWN_CAUSES = 4
 
 
 class Left(RewardError):
-    """A user's function called sys.exit, os._exit and the like, or SIGTERM came: no policy goes on after that."""
+    """A user's function called sys.exit and the like, or SIGTERM came: no policy goes on after that."""
 
 
 class Interrupted(BaseException):
     """SIGTERM, raised inside a user's function that runs on."""
+
+
+class StopRequest:
+    """A handler of SIGTERM that remembers whether the signal came; user code asks it by `ended_by_sigterm`."""
+
+    def __init__(self) -> None:
+        self.made = False
+
+    def __call__(self, *_: object) -> None:
+        self.made = True
 
 
 class Elsewhere:
@@ -76,8 +86,6 @@ def what_happened(error: BaseException) -> str:
     """An error in a few words: "raised KeyError: 'x'"."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r})"
-    if isinstance(error, LeftProcess):
-        return f"called {error}"
     try:
         message = " ".join(str(error).split("\n"))[:LONGEST_MESSAGE]
     except Exception as second:
@@ -115,7 +123,7 @@ def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> 
             return invoke(function, arguments)
     except (RewardError, ScoringFailed):
         raise
-    except (SystemExit, LeftProcess, KeyboardInterrupt) as error:
+    except (SystemExit, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise  # elsewhere nobody pressed Ctrl-C
         raise Left(f"{what} {masked(describe_error(error))}") from error
@@ -243,7 +251,8 @@ def _stopped_inside(error: BaseException) -> StoppedBySignal | None:
 @contextlib.contextmanager
 def ended_by_sigterm(what: str) -> Iterator[None]:
     """SIGTERM ends what runs inside when it does not return within TERM_SECONDS: by StoppedBySignal, and when that
-    cannot be raised there, by the end of the process. The handler that was set before is asked first."""
+    cannot be raised there, by the end of the process. The handler that was set before is asked first. Where that is a
+    StopRequest and the signal has come already, it counts as coming now: nobody sends it again."""
     before, done, ending = signal.getsignal(signal.SIGTERM), threading.Event(), threading.Lock()
     main = threading.main_thread()
     if threading.current_thread() is not main or not callable(before):
@@ -265,6 +274,11 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
             print(f"error: {what} did not react to SIGTERM{where}; the process ends", file=sys.stderr, flush=True)
             os._exit(TERMINATED)
 
+    def ask() -> None:
+        if not asked_at:
+            asked_at.append(time.monotonic())
+            threading.Thread(target=remind, daemon=True).start()
+
     def on_signal(number: int, frame: FrameType | None) -> None:
         before(number, frame)
         if over:
@@ -272,12 +286,12 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
         if asked_at and time.monotonic() - asked_at[0] > 0.9 * TERM_SECONDS:
             where = place_of(frame)
             raise Interrupted(f"it did not return within {time.monotonic() - asked_at[0]:.3g} s{where}")
-        if not asked_at:
-            asked_at.append(time.monotonic())
-            threading.Thread(target=remind, daemon=True).start()
+        ask()
 
     signal.signal(signal.SIGTERM, on_signal)
     try:
+        if isinstance(before, StopRequest) and before.made:  # looked at now that a signal reaches `on_signal`
+            ask()
         yield
     except Interrupted as error:
         raise _stopped_inside(error) or StoppedBySignal(

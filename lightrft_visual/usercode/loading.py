@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import ConfigError, did_you_mean
 from .calls import describe_error, masked
-from .surroundings import LeftProcess, put_back
+from .surroundings import put_back
 
 MODULE_PREFIX = "_lightrft_reward_"  # of the modules that are made from files: no other process can import them
 
@@ -60,7 +60,7 @@ def load_module(path_text: str, what: str = "reward file") -> Any:
     try:
         with put_back(f"{what} {path_text}"), _beside(path.parent):
             specification.loader.exec_module(module)
-    except (Exception, SystemExit, LeftProcess) as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         told = masked(describe_error(error)).removeprefix("raised ")
         raise ConfigError(f"{what} {path_text} fails on import: {told}") from error

@@ -1,7 +1,7 @@
-"""What a user's function changes around itself is put back: streams, folder, warnings, gradients; and it cannot leave.
+"""What a user's function changes around itself is put back: streams, folder, warnings, gradients.
 
 A reward function may do all of this for its own good. The run that called it still needs its output, its folder and
-its gradients afterwards, and its exit code must say whether the run was done.
+its gradients afterwards.
 """
 
 from __future__ import annotations
@@ -25,36 +25,9 @@ _one_at_a_time = threading.Lock()
 _said: set[str] = set()
 
 
-class LeftProcess(BaseException):
-    """A user's code called os._exit. No SystemExit: a thread that ends by it says so. code, place: of the call."""
-
-    def __init__(self, code: int, place: str) -> None:
-        super().__init__(f"os._exit({code!r})")
-        self.code, self.place = code, place
-
-
 def is_users(filename: str) -> bool:
     """Whether a line of this file is a user's own, neither ours nor a library's."""
     return not filename.startswith(LIBRARIES) and "site-packages" not in filename
-
-
-@contextlib.contextmanager
-def no_silent_exit() -> Iterator[None]:
-    """While it lasts, os._exit called by a user's line raises LeftProcess; in processes made meanwhile it works."""
-    before, process = os._exit, os.getpid()
-
-    def leave(code: int) -> None:
-        caller = sys._getframe(1)
-        if os.getpid() != process or not is_users(caller.f_code.co_filename):
-            return before(code)
-        raise LeftProcess(code, f"at {caller.f_code.co_filename}, line {caller.f_lineno}")
-
-    os._exit = leave
-    try:
-        yield
-    finally:
-        if os._exit is leave:
-            os._exit = before
 
 
 @contextlib.contextmanager
@@ -69,8 +42,7 @@ def put_back(what: str) -> Iterator[None]:
     process = os.getpid()
     changes = [_folder(), _streams(), _warnings(), _torch_modes()]
     try:
-        with no_silent_exit():
-            yield
+        yield
     finally:
         if os.getpid() != process:
             told = f"error: {what} forked a process that came back into the run; that process ends"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
@@ -122,3 +124,19 @@ def test_export_diffusers_lora_reloads_with_its_scale(tmp_path, wrapped):
     assert torch.allclose(denoise(again), expected, atol=1e-6)
     with safe_open(tmp_path / "pytorch_lora_weights.safetensors", "pt") as file:
         assert all(name.startswith("transformer.transformer_blocks") for name in file.keys())
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_exported_files_follow_the_umask(tmp_path, umask, mode):
+    adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    transformer = with_random_adapter(tiny_transformer(), target_modules=["to_q"])
+    before = os.umask(umask)
+    try:
+        export_hf(tiny_model(), None, tmp_path / "hf")
+        export_lora(adapted, tmp_path / "lora")
+        export_diffusers_lora({"transformer": (transformer, None)}, tmp_path / "diffusers")
+    finally:
+        os.umask(before)
+    files = [each for each in tmp_path.rglob("*") if each.is_file()]
+    assert {each.name: oct(each.stat().st_mode & 0o777) for each in files} == {each.name: oct(mode) for each in files}
+    assert len([each for each in files if each.suffix == ".safetensors"]) == 3

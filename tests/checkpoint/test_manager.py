@@ -8,8 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from lightrft_visual.checkpoint.manager import CheckpointManager, resolve_resume, verify
 from lightrft_visual.errors import CheckpointError, ConfigError
@@ -303,3 +305,21 @@ def test_settings_are_checked(tmp_path):
         CheckpointManager(tmp_path, max_num=0)
     with pytest.raises(ConfigError, match="max or min"):
         CheckpointManager(tmp_path, keep_best=("reward", "best"))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_of_a_checkpoint_follow_the_umask_whatever_library_wrote_them(tmp_path, umask, mode):
+    """safetensors makes files that only their owner can read."""
+
+    def write(folder: Path) -> None:
+        write_files(folder)
+        save_file({"w": torch.ones(2)}, folder / "zero" / "model.safetensors")
+
+    before = os.umask(umask)
+    try:
+        path = CheckpointManager(tmp_path / "run").save(1, write)
+    finally:
+        os.umask(before)
+    files = [each for each in path.rglob("*") if each.is_file()]
+    assert {each.name: oct(each.stat().st_mode & 0o777) for each in files} == {each.name: oct(mode) for each in files}
+    assert len(files) == 5 and verify(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import shutil
 import subprocess
@@ -24,27 +25,53 @@ print(run.config.distributed.zero_stage)
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The content of a wheel built from a copy: setuptools writes beside the sources."""
-    copy, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a build reads: setuptools writes beside the sources."""
+    copy = tmp_path_factory.mktemp("sources")
     for name in ("setup.py", "requirements.txt"):
         shutil.copy(ROOT / name, copy)
     for name in ("lightrft_visual", "examples"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    build = f"from setuptools import build_meta; print(build_meta.build_wheel({str(out)!r}))"
-    subprocess.run([sys.executable, "-c", build], cwd=copy, check=True, capture_output=True)
+    return copy
+
+
+def build(kind: str, sources: Path, out: Path) -> Path:
+    """The unpacked content of a wheel; kind: build_wheel, or build_editable for what `pip install -e` installs."""
+    code = f"from setuptools import build_meta; build_meta.{kind}({str(out)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=sources, check=True, capture_output=True)
     (wheel,) = out.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(out / "unpacked")
     return out / "unpacked"
 
 
+@pytest.fixture(scope="module")
+def unpacked(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("build_wheel", sources, tmp_path_factory.mktemp("wheel"))
+
+
+def foreign_groups(installed: Path) -> set[str]:
+    """Groups of entry points by which other packages would load this one; commands of its own are none."""
+    (metadata,) = installed.glob("*.dist-info")
+    points = configparser.ConfigParser(delimiters=["="])
+    points.read(metadata / "entry_points.txt")
+    return set(points.sections()) - {"console_scripts"}
+
+
 def test_it_holds_every_recipe_and_layer(unpacked: Path) -> None:
     shipped, source = unpacked / "lightrft_visual" / "configs", ROOT / "examples" / "configs"
     names = {file.relative_to(source) for file in source.rglob("*.yaml")}
     assert names and {file.relative_to(shipped) for file in shipped.rglob("*") if file.is_file()} == names
-    beside = {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"}
-    assert beside == {"lightrft_visual", "lightrft_visual_launchers.py"}
+    assert {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"} == {"lightrft_visual"}
+
+
+def test_a_wheel_is_loaded_by_no_other_package(unpacked: Path) -> None:
+    assert not foreign_groups(unpacked)
+
+
+def test_an_editable_installation_is_loaded_by_no_other_package(sources: Path, tmp_path: Path) -> None:
+    installed = build("build_editable", sources, tmp_path)
+    assert not foreign_groups(installed) and not list(installed.glob("*launchers*"))
 
 
 def test_it_holds_the_small_prompt_sets(unpacked: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from lightrft_visual.data.imaging import evenly_spaced, is_video, to_pil, to_rgb, to_uint8, video_frames
+from lightrft_visual.data.video import load_video
 from lightrft_visual.errors import DataError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
@@ -66,3 +67,10 @@ def test_bytes_have_a_storage_of_their_own():
     assert mine.untyped_storage().nbytes() == mine.numel() == 48 and mine.dtype == torch.uint8
     whole = torch.zeros(8, 3, 4, 4, dtype=torch.uint8)
     assert to_uint8(whole[1]).untyped_storage().nbytes() == 48
+
+
+def test_frames_of_a_decoded_video_are_its_own_not_its_two_parts():
+    video = load_video({"video": [Image.new("RGB", (8, 8), (level, 0, 0)) for level in (10, 20, 30)]})
+    assert is_video(video)
+    assert [frame.getpixel((0, 0))[0] for frame in video_frames(video)] == [10, 20, 30]
+    assert [frame.getpixel((0, 0))[0] for frame in video_frames(video, 2)] == [10, 30]

@@ -69,4 +69,7 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         os._exit(1)
+    from lightrft_visual.strategy import watchdog
+
+    watchdog.stop()  # else the others would take this rank for one that died
     os._exit(0)  # vLLM's shutdown takes the process group with it; nothing else is left to end in order

@@ -23,7 +23,8 @@ BASE = (
     "--num_trajectories_to_save 8"
 )
 REWARD_FL = (
-    "--diffusion_algorithm reward_fl --mid_timestep 1 --final_timestep 2 --micro_train_batch_size 2 --warmup_steps 0 "
+    "--diffusion_algorithm reward_fl --differentiable_reward shape_match --mid_timestep 1 --final_timestep 2 "
+    "--micro_train_batch_size 2 --warmup_steps 0 "
     "--max_epochs 2 --learning_rate 1e-3"  # Adam takes whole steps of gradients near zero, which rounding decides
 )
 RUNS = {

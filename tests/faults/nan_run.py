@@ -80,4 +80,7 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         os._exit(1)
+    from lightrft_visual.strategy import watchdog
+
+    watchdog.stop()  # else the others would take this rank for one that died
     os._exit(0)

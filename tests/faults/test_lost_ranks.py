@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import patient_launcher
 import psutil
 import pytest
 from waiting import output_of, polls
@@ -82,12 +81,11 @@ def test_a_stopped_rank_ends_the_other(tmp_path, cache_root, stopped):
 
 @pytest.fixture(scope="module")
 def survived(tmp_path_factory, cache_root) -> dict:
-    """A run whose rank 1 is killed between rollout and update. It is resumed, and its launcher gets SIGTERM; resumed
-    again, it hangs in a reward function, and that rank gets SIGTERM; then it is finished."""
+    """A run whose rank 1 is killed between rollout and update. It is resumed, and its launcher gets SIGTERM, which ends
+    the launcher; resumed again, it hangs in a reward function, and that rank gets SIGTERM; then it is finished."""
     folder = tmp_path_factory.mktemp("survived") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CRASH_MARK", str(folder.parent / "crashed"))
-        patch.setenv("PYTHONPATH", patient_launcher.install(folder.parent / "installed"))
         more = f"--max_steps 60 --reward_fn {REWARD}:score"
         crashed = launch(EXAMPLE, flags(folder, more), cache_root, ranks=2)
         after_crash = len(rows(folder))
@@ -130,7 +128,7 @@ def test_a_killed_rank_ends_the_run(survived):
     assert survived["crashed"].returncode != 0
     assert survived["after_crash"] == 2
     errors = survived["crashed"].stderr
-    assert "error:" in errors and "stage" in errors.split("error:")[-1], errors[-3000:]
+    assert "error: rank 1 is gone" in errors and "rank 0 ends in stage:" in errors, errors[-3000:]
 
 
 def test_a_killed_rank_leaves_no_shared_memory(survived):
@@ -139,9 +137,9 @@ def test_a_killed_rank_leaves_no_shared_memory(survived):
     assert not list(Path("/dev/shm").glob(f"*_{port}_*"))
 
 
-def test_sigterm_to_the_launcher_saves_and_exits_with_0(survived):
-    code, output, _ = survived["terminated"]
-    assert code == 0, output[-3000:]
+def test_sigterm_to_the_launcher_makes_its_ranks_save(survived):
+    """It dies of the signal; they see that it is gone."""
+    _, output, _ = survived["terminated"]
     assert f"stopped by signal at step {survived['terminated_at']}" in output
     assert survived["terminated_at"] < 60
 

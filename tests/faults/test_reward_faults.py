@@ -80,7 +80,7 @@ def processes():
     return context
 
 
-@pytest.mark.parametrize("name", ["os_exit_0", "closes_stdout", "on_rank_1"])
+@pytest.mark.parametrize("name", ["sys_exit_0", "closes_stdout", "on_rank_1"])
 def test_a_whole_run(name, tmp_path, processes, cache_root):
     outcome = faults.run(name, FAULTS[name], tmp_path / name, processes)
     assert not outcome.problems, outcome.output[-3000:]

@@ -137,8 +137,6 @@ def test_an_aggregating_function(file):
 
 AGGREGATORS = """
 import os, sys
-def leaves(model_reward_list):
-    os._exit(0)
 def exits(model_reward_list):
     sys.exit(0)
 def nothing(model_reward_list):
@@ -158,11 +156,10 @@ def changes(model_reward_list, completions):
 @pytest.mark.parametrize(
     ("name", "told", "line"),
     [
-        ("leaves", r"leaves called os._exit\(0\)", 4),
-        ("exits", r"exits called sys.exit\(0\)", 6),
-        ("nothing", "nothing returned NoneType", 7),
-        ("one", "one returned 1 scores for 2 samples", 9),
-        ("endless", "endless: score 0 of 2 is not finite", 11),
+        ("exits", r"exits called sys.exit\(0\)", 4),
+        ("nothing", "nothing returned NoneType", 5),
+        ("one", "one returned 1 scores for 2 samples", 7),
+        ("endless", "endless: score 0 of 2 is not finite", 9),
     ],
 )
 @pytest.mark.parametrize("policy", ["error", "skip"])
@@ -320,6 +317,23 @@ def test_sigterm_ends_the_wait_for_a_server_that_does_not_answer(sigterm):
         made.close()
 
 
+@pytest.mark.parametrize("when", ["before the call", "in an earlier call"])
+def test_sigterm_that_came_before_a_hanging_function_ends_it_too(sigterm, when):
+    """It reaches the handler of the run, and is not sent again."""
+    request = calls.StopRequest()
+    signal.signal(signal.SIGTERM, request)
+    if when == "before the call":
+        sigterm()
+    else:
+        with calls.ended_by_sigterm("an earlier function"):
+            sigterm()
+    with pytest.raises(StoppedBySignal, match="while the function ran: it did not return within"):
+        with calls.ended_by_sigterm("the function"):
+            threading.Event().wait(20)
+            pytest.fail("nothing ended it")
+    assert request.made and signal.getsignal(signal.SIGTERM) is request
+
+
 SWALLOWS = """
 import os, signal, time
 from lightrft_visual.usercode import calls
@@ -438,3 +452,14 @@ def test_local_models_run_on_the_accelerator_unless_told_otherwise(monkeypatch):
     model = Placed()
     RewardComputationEngine(model, config=config).compute_rewards([make_samples(["a"])], device="cpu")
     assert model.seen == [("cpu", "cpu")]
+
+
+def test_os_exit_of_a_users_function_ends_the_process_with_its_code(tmp_path):
+    (tmp_path / "mine.py").write_text("import os\ndef score(completions):\n    os._exit(7)\n")
+    code = (
+        "import os\nfrom lightrft_visual.usercode import calls, loading\nbefore = os._exit\n"
+        f"function = loading.load_reward_fn('{tmp_path}/mine.py:score')\nassert os._exit is before\n"
+        "calls.call(function, 'score', {'completions': ['a']})\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 7, ended.stderr

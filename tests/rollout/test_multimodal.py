@@ -10,7 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from lightrft_visual.data.video import Video, load_video
+from lightrft_visual.batches.prompts import PromptBatch
+from lightrft_visual.data.imaging import Video
+from lightrft_visual.data.video import load_video
 from lightrft_visual.embedded.questions import vocabulary_texts
 from lightrft_visual.embedded.tiny_vlm import QWEN_FAMILIES, build_processor, build_tokenizer
 from lightrft_visual.errors import ConfigError, DataError
@@ -242,3 +244,9 @@ def test_references_come_back_as_they_are(data):
     made = data.process_multimodal_batch(["one", "two"], None, references, None, 2)
     assert made.all_references == [references[0]] * 2 + [references[1]] * 2
     assert all(type(reference) is dict for reference in made["all_references"])
+
+
+def test_a_decoded_video_given_alone_is_one_video_of_its_prompt():
+    video = clip(0)
+    batch = PromptBatch.of([turn(VIDEO)], videos=[video])
+    assert batch.videos[0][0] is video and len(batch.videos[0]) == 1

@@ -33,12 +33,11 @@ def load() -> types.ModuleType:
     """Compile (once a machine) and register the device; the C++ module."""
     from torch.utils.cpp_extension import load as compile_extension
 
-    from lightrft_visual.strategy.extension_builds import watch_locks
+    from lightrft_visual.strategy.extension_builds import building
 
-    watch_locks()  # a test that was killed while it compiled leaves a lock behind
-    native = compile_extension(
-        "lightrft_simulated_device", [str(Path(__file__).with_name("device.cpp"))], extra_cflags=["-O1"], verbose=False
-    )
+    sources = [str(Path(__file__).with_name("device.cpp"))]
+    with building():  # a test that was killed while it compiled leaves a lock behind
+        native = compile_extension("lightrft_simulated_device", sources, extra_cflags=["-O1"], verbose=False)
     torch.utils.rename_privateuse1_backend(NAME)
     module = types.ModuleType(f"torch.{NAME}")
     module.native = native

@@ -61,7 +61,8 @@ DRAWING = {
     "--components.clip_score 1 --components.placed 1 --kwargs.clip_score.model {clip} "
     "--kwargs.placed.scorer {placed}:drawn",
     "nft": "--diffusion_algorithm diffusion_nft --guidance_scale 1 --zero_stage 1",
-    "reward_fl": "--diffusion_algorithm reward_fl --zero_stage 0 --mid_timestep 1 --final_timestep 2 --warmup_steps 0 "
+    "reward_fl": "--diffusion_algorithm reward_fl --differentiable_reward shape_match --zero_stage 0 --mid_timestep 1 "
+    "--final_timestep 2 --warmup_steps 0 "
     "--gradient_checkpointing true --use_gradient_checkpointing_offload true",
 }
 TWO_RANKS = (

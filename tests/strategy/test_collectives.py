@@ -68,7 +68,7 @@ SITES = {
     "parity": parity_probe,
     "generation in step": waiting_generation,
     "non-finite loss": accumulated_loss,
-    "stop by signal": lambda: RunState.stop_requested(SimpleNamespace(_stop=True)),
+    "stop by signal": lambda: RunState.stop_requested(SimpleNamespace(_stop=SimpleNamespace(made=True))),
 }
 
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from lightrft_visual.strategy.start_up import importing, leaving, say, seldom_collecting
+from lightrft_visual.strategy.start_up import importing, say, seldom_collecting
 
 OF_A_RUN = (
     "import sys; import lightrft_visual.launch; early = {'torch', 'transformers', 'deepspeed'} & set(sys.modules);"
@@ -51,27 +51,3 @@ def test_the_garbage_collector_looks_seldom_while_a_run_is_built():
     with seldom_collecting():
         assert gc.get_threshold() == (10_000, *before[1:])
     assert gc.get_threshold() == before
-
-
-def test_libraries_collect_no_garbage_as_the_process_ends():
-    runs = []
-
-    def told(phase, info):
-        runs.append(phase)
-
-    enabled = gc.isenabled()
-    gc.disable()
-    gc.callbacks.append(told)
-    try:
-        with leaving():
-            gc.freeze()
-            gc.unfreeze()
-            assert gc.collect() == gc.collect(2) == 0 and not runs
-            assert gc.get_freeze_count() > 0
-        gc.collect()
-        assert runs == ["start", "stop"]
-    finally:
-        gc.callbacks.remove(told)
-        gc.unfreeze()
-        if enabled:
-            gc.enable()

@@ -54,7 +54,7 @@ def test_ranks_share_the_hosts_cores_whatever_the_accelerator_is(monkeypatch, ki
     )
     monkeypatch.setattr(deepspeed_strategy, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(deepspeed_strategy.deepspeed, "init_distributed", lambda **arguments: None)
-    for name in ("unlink_buffers", "seed_everything", "watch_locks"):
+    for name in ("unlink_buffers", "seed_everything", "build_first"):
         monkeypatch.setattr(deepspeed_strategy, name, lambda *arguments: None)
     monkeypatch.setattr(deepspeed_strategy.watchdog, "start", lambda limit: None)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)

@@ -10,6 +10,7 @@ import pytest
 from lightrft_visual.checkpoint.manager import resolve_resume
 from lightrft_visual.config.shared import GuardConfig
 from lightrft_visual.config.vl import OutputConfig, TrainConfig
+from lightrft_visual.errors import RewardError
 from lightrft_visual.guard.gains import Look
 from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.recorder import RunRecorder
@@ -28,12 +29,12 @@ def test_the_collector_skips_what_start_up_made_until_the_steps_end():
 class Walk(PolicyTrainer):
     """Steps that train nothing but a counter, its weights; the one numbered `fails` raises. golds: by step."""
 
-    def __init__(self, folder, fails=None, steps=3, golds=(), guard=None, resume=None, **output):
+    def __init__(self, folder, fails=None, steps=3, golds=(), guard=None, resume=None, invalid=(), **output):
         settings = LoopSettings(
             steps, OutputConfig(output_dir=str(folder), **output), TrainConfig(), resume, guard=guard or GuardConfig()
         )
         super().__init__(settings, RunRecorder(folder), RunConsole(steps, active=False), PhaseTimer(lambda: None))
-        self.fails, self.golds, self.weights = fails, golds, 0
+        self.fails, self.golds, self.invalid, self.weights = fails, golds, invalid, 0
         self.report.every = self.report._next = 1
 
     def start(self):
@@ -46,6 +47,8 @@ class Walk(PolicyTrainer):
         if self.step + 1 == self.fails:
             raise RuntimeError("broken")
         data.metrics.add("reward_mean", 0.25 * (self.step + 1))
+        for name, shares in dict(self.invalid).items():  # of each step
+            data.metrics.add(name, shares[self.step])
         self.weights += 1
 
     def sync(self):
@@ -77,9 +80,16 @@ class Walk(PolicyTrainer):
 
 @pytest.fixture
 def walk(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    yield lambda **settings: Walk(tmp_path, **settings)
-    signal.signal(signal.SIGTERM, before)
+    return lambda **settings: Walk(tmp_path, **settings)
+
+
+def test_a_run_handles_sigterm_only_while_it_lasts(walk):
+    trainer, before, during = walk(), signal.getsignal(signal.SIGTERM), []
+    sync = trainer.sync
+    trainer.sync = lambda: (during.append(signal.getsignal(signal.SIGTERM)), sync())
+    assert signal.getsignal(signal.SIGTERM) is before
+    trainer.fit()
+    assert during and before not in during and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_report_follows_the_run_and_shows_its_end(walk, tmp_path):
@@ -107,6 +117,27 @@ def test_a_run_that_ends_with_an_error_has_a_report_of_what_it_did(walk, tmp_pat
         walk(fails=3).fit()
     text = (tmp_path / "report.html").read_text()
     assert "0.500" in text and "last step" in text
+
+
+@pytest.mark.parametrize(
+    ("most", "invalid", "told"),
+    [
+        (1.0, {"reward_invalid_share": [0.75, 1.0]}, "step 2: 100% .*nothing to learn: the reward has no score"),
+        (0.5, {"reward_invalid_share": [0.5, 0.75]}, r"step 2: 75% .*\(reward_max_invalid is 50%\): the reward"),
+        (
+            1.0,
+            {"reward_invalid_share": [0.0, 1.0], "dropped_stale_share": [0.0, 0.25]},
+            "step 2: .*: 25% are older than max_staleness",
+        ),
+    ],
+)
+def test_a_step_of_invalid_samples_ends_the_run_and_is_not_done(walk, tmp_path, most, invalid, told):
+    trainer = walk(invalid=invalid, save_steps=1)
+    trainer.most_invalid = most
+    with pytest.raises(RewardError, match=told):
+        trainer.fit()
+    assert trainer.step == 1 and [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000001"]
 
 
 def test_a_run_without_a_report(walk, tmp_path):

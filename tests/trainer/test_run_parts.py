@@ -1,4 +1,4 @@
-"""A start that bad rows end leaves the list of them, and nothing of an earlier run is lost."""
+"""A start that bad rows end leaves the list of them; of a live or earlier run in the folder nothing is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.bad_rows import TooManyBadRows
 from lightrft_visual.data.prompts import PromptDataset
-from lightrft_visual.trainer.run_parts import refused_rows_listed
+from lightrft_visual.errors import ConfigError, FolderInUse
+from lightrft_visual.strategy import collectives
+from lightrft_visual.trainer.run_parts import output_folder_held, refused_rows_listed
 
 
 def refused(output: Path, *prompts: str) -> list[dict]:
@@ -41,3 +43,34 @@ def test_the_list_of_an_earlier_run_is_kept(tmp_path):
     (tmp_path / "run" / "bad_rows.jsonl").write_text(json.dumps(earlier) + "\n")
     rows = refused(tmp_path / "run", "a", "")
     assert rows[0] == earlier and len(rows) == 2
+
+
+def test_a_folder_is_held_until_its_lock_is_released(tmp_path):
+    with output_folder_held(str(tmp_path)) as lock:
+        pass
+    with pytest.raises(FolderInUse), output_folder_held(str(tmp_path)):
+        pytest.fail("two runs in one folder")
+    lock.release()
+    with output_folder_held(str(tmp_path)) as lock:
+        lock.release()
+
+
+def test_a_start_that_fails_releases_the_folder(tmp_path):
+    with pytest.raises(ConfigError) as failure, output_folder_held(str(tmp_path)):
+        raise ConfigError("no such model")
+    with output_folder_held(str(tmp_path)) as lock:
+        lock.release()
+    assert str(failure.value) == "no such model"
+
+
+@pytest.mark.parametrize("refused", [FolderInUse("taken"), None])
+def test_other_ranks_hear_from_rank_0_whether_the_folder_is_free(tmp_path, monkeypatch, refused):
+    monkeypatch.setattr(collectives, "is_rank_0", lambda: False)
+    monkeypatch.setattr(collectives, "broadcast_object", lambda mine: refused)
+    if refused is None:
+        with output_folder_held(str(tmp_path)) as lock:
+            assert lock is None
+    else:
+        with pytest.raises(FolderInUse, match="taken"), output_folder_held(str(tmp_path)):
+            pytest.fail("it went on")
+    assert not list(tmp_path.iterdir())

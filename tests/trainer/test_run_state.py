@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -17,14 +19,6 @@ from lightrft_visual.errors import CheckpointError, ConfigError
 from lightrft_visual.guard.watch import Guard
 from lightrft_visual.trainer.run_state import RunState, best_metric, check_output, final_folder
 from lightrft_visual.trainer.vl import build
-
-
-@pytest.fixture(autouse=True)
-def signals():
-    """RunState takes SIGTERM over; the tests give it back."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 def output(tmp_path, **settings) -> OutputConfig:
@@ -128,6 +122,28 @@ def test_a_step_that_is_given_up_is_saved_as_if_it_had_not_begun(tmp_path):
     assert folder.name == "checkpoint-000003" and saved["trainer"] == {"consumed": 24}
     assert torch.equal(torch.rand(2), expected) and not torch.equal(drawn, expected[:1])
     assert state.exit_code == 75
+
+
+def test_sigterm_asks_a_run_to_stop_while_it_listens(tmp_path):
+    state, before = RunState(Trainer(), output(tmp_path)), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ValueError), state.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert state.stop_requested()
+        raise ValueError("a stage fails")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_run_in_another_thread_leaves_signals_alone(tmp_path):
+    state, found = RunState(Trainer(), output(tmp_path)), []
+
+    def run():
+        with state.listening():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGTERM)]
 
 
 def test_a_run_without_its_launcher_stops(tmp_path):

@@ -10,24 +10,46 @@ from typing import Any
 import torch
 
 from ...config import registry
+from ...embedded.drawn_shapes import parse_caption
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
 from ...usercode.calls import call
 from ...usercode.loading import LoadedFunction, callable_name, load_reward_fn
 from ..functions.shape_match import shape_match
 
 T = torch.Tensor
-# (media (B, 3, H, W) or (B, 3, T, H, W) in about 0..1 with gradient, prompts, metadata) -> scores (B), valid (B) bool
+# (media (B, 3, H, W) or (B, 3, T, H, W) in about 0..1 with gradient, prompts, metadata) -> scores (B), valid (B) bool.
+# One that has a method `knows(prompt, metadata)` says for which prompts it can score images, and by `needs` what these
+# must have.
 PixelReward = Callable[[T, list[str], list[dict[str, Any]]], tuple[T, T]]
 
 
-def embedded_shape_match() -> PixelReward:
+class EmbeddedShapeMatch:
     """The embedded task's measure; a caption without a known colour and shape is invalid."""
 
-    def score(media: T, prompts: list[str], metadata: list[dict[str, Any]]) -> tuple[T, T]:
+    needs = "captions that name a colour and a shape of the embedded drawings"
+
+    def __call__(self, media: T, prompts: list[str], metadata: list[dict[str, Any]]) -> tuple[T, T]:
+        """(scores (B) with gradient, valid (B) bool)."""
         found = shape_match(media, prompts)
         return found["score"], found["valid"]
 
-    return score
+    def knows(self, prompt: str, metadata: dict[str, Any]) -> bool:
+        """Whether the caption names both."""
+        return parse_caption(prompt) is not None
+
+
+def embedded_shape_match() -> PixelReward:
+    """See `EmbeddedShapeMatch`."""
+    return EmbeddedShapeMatch()
+
+
+def with_gradient() -> str:
+    """Which rewards carry a gradient, as the end of an error."""
+    named = ", ".join(f"{entry.name} ({entry.about})" for entry in registry.differentiable_rewards)
+    return (
+        f"Rewards with a gradient are {named}, and a function of one's own of (media, prompts, metadata), "
+        "--differentiable_reward path.py:name (docs/reward_fl.md)"
+    )
 
 
 def load_differentiable(name: str, settings: Mapping[str, Any] | None = None) -> PixelReward:

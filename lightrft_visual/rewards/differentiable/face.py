@@ -104,6 +104,8 @@ class DifferentiableFaceSimilarity:
     a reference, without a face in it, or without a face in any frame are marked invalid.
     """
 
+    needs = f"a first frame, or a picture in the column {' or '.join(REFERENCE_COLUMNS)}"
+
     def __init__(self, model: nn.Module, finder: FaceFinder | None = None, size: int = 112, scale: float = 127.5):
         self.model, self.finder, self.size, self.scale = model, finder, size, scale
         self._known: dict[str, T | None] = {}
@@ -116,6 +118,10 @@ class DifferentiableFaceSimilarity:
         valid = torch.tensor([score is not None for score in scores], device=media.device)
         nothing = media.sum() * 0  # so that scores keep their graph when no sample has a face
         return torch.stack([nothing if score is None else score for score in scores]), valid
+
+    def knows(self, prompt: str, metadata: dict[str, Any]) -> bool:
+        """Whether there is a face to compare with."""
+        return any(metadata.get(column) is not None for column in REFERENCE_COLUMNS)
 
     def _score(self, frames: T, row: dict[str, Any]) -> T | None:
         wanted = self._reference(row, frames.device)

@@ -45,7 +45,7 @@ class SGLangEngine:
         require_package()
         prepare_environment()
         self.settings, self.tokenizer = settings, tokenizer
-        self.asleep = self.lacks_weights = False
+        self.asleep = self.lacks_weights = self.lacks_cache = False
         self.failure: str | None = None
         self.engine = self._build()
 
@@ -81,6 +81,7 @@ class SGLangEngine:
             raise RolloutError(f"the engine failed before: {self.failure}")
         if self.lacks_weights:
             raise RolloutError("the engine slept without its weights: call update_weights before it generates")
+        self.wake()
         own = [within_context(prompt, settings, self.settings.context_length) for prompt in prompts]
         ids = self.settings.banned_ids, self.settings.eos_ids
         asked = [request(prompt, each, *ids) for prompt, each in zip(prompts, own)]
@@ -118,14 +119,15 @@ class SGLangEngine:
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load new weights in place, then drop every cache that was computed with the old ones.
 
-        An engine that sleeps is woken.
+        An engine that sleeps is woken, but for a KV cache that went with the old weights: `wake` or `generate` takes it
+        back, when the caller has made room for it.
         """
-        self.wake()
+        if self.asleep:
+            self.wake()
         weights.send(self.engine, named_tensors)
-        if self.lacks_weights:
-            self.engine.resume_memory_occupation(tags=[CACHE])
-            self.lacks_weights = False
-        self.reset_caches()
+        self.lacks_weights = False
+        if not self.lacks_cache:
+            self.reset_caches()
 
     def reset_caches(self) -> None:
         """The prefix cache and that of processed images; the one of image embeddings is off."""
@@ -136,17 +138,22 @@ class SGLangEngine:
     def sleep(self, keep_weights: bool = True) -> None:
         """Free accelerator memory until `wake`: the KV cache and, unless they are kept, the weights.
 
-        Kept weights stay on the device. Others are gone: `wake` brings back their room alone, `update_weights` fills
-        it and then takes the KV cache back.
+        Kept weights stay on the device. Others are gone: `wake` brings back their room alone until `update_weights` has
+        filled it, and then the KV cache.
         """
         if self.settings.enable_sleep and get_accelerator().device_name() != "cpu" and not self.asleep:
             self.engine.release_memory_occupation(tags=[CACHE] if keep_weights else [CACHE, WEIGHTS])
             self.asleep, self.lacks_weights = True, self.lacks_weights or not keep_weights
 
     def wake(self) -> None:
+        """Take back what sleeps: without weights their room alone, and after new ones the KV cache, emptied."""
         if self.asleep:
             self.engine.resume_memory_occupation(tags=[WEIGHTS] if self.lacks_weights else [CACHE])
-            self.asleep = False
+            self.asleep, self.lacks_cache = False, self.lacks_weights
+        elif self.lacks_cache and not self.lacks_weights:
+            self.engine.resume_memory_occupation(tags=[CACHE])
+            self.lacks_cache = False
+            self.reset_caches()
 
     def close(self) -> None:
         """Shut the engine down. SGLang ends every process that this one has started: do it last."""

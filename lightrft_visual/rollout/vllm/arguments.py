@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from typing import Any
@@ -158,25 +155,6 @@ def prepare_environment() -> None:
         os.environ["MASTER_PORT"] = str(free_port())
 
 
-@contextmanager
-def without_unused(extra: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, vLLM imports none of three things that it has no use for here, and does without when they are missing.
-
-    On CPU, where nothing is compiled, that is torch's compiler, in which it widens a list (half a second); everywhere
-    Ray, which it asks whether it is in use, and OpenTelemetry, unless `extra`, the user's engine arguments, name where
-    traces go: not before somebody else has imported them.
-    """
-    compiler = ["torch._inductor.lowering"] if get_accelerator().device_name() == "cpu" else []
-    tracing = [] if "otlp_traces_endpoint" in extra else ["opentelemetry"]
-    hidden = [name for name in (*compiler, "ray", *tracing) if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # None is an ImportError for whoever asks
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
-
-
 def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
     """Arguments of vLLM's `EngineArgs`; the sampling rules are still to come.
 
@@ -275,5 +253,5 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
     settings = VLLMSettings.from_config(config, checkpoint)
     if settings.own_ranks:  # on the devices of a worker; this process may see none but its own
         settings = replace(settings, tensor_parallel_size=1)
-    with importing(), without_unused(settings.extra):
+    with importing():
         runs_on_second_runner(engine_arguments(settings, on_cpu))

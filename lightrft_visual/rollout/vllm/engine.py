@@ -19,6 +19,7 @@ from ...models.loading import Checkpoint
 from ...strategy.deepspeed import TrainEngine
 from ...strategy.seeding import derive_seed
 from ...strategy.start_up import importing
+from ...strategy.vendor_patches import decoder_class_of_its_own
 from ..engine import Finished
 from .arguments import (
     VLLMSettings,
@@ -26,13 +27,11 @@ from .arguments import (
     prepare_environment,
     runs_on_second_runner,
     runs_transformers,
-    without_unused,
 )
 from .first_token import FIRST_TOKEN_SCALE
 from .own_ranks import RanksWeights
 from .rules import sampling_rules
 from .tensor_parallel import PromptSharing
-from .transformers_backend import decoder_class_of_its_own
 
 
 class VLLMEngine:
@@ -53,7 +52,7 @@ class VLLMEngine:
         self.sharing = PromptSharing(1 if settings.own_ranks else settings.tensor_parallel_size)
         prepare_environment()
         self.settings = settings
-        self.asleep = self.lacks_weights = False
+        self.asleep = self.lacks_weights = self.lacks_cache = False
         self.failure: str | None = None
         self.llm = self._build()
         if settings.starts_ranks:
@@ -67,7 +66,7 @@ class VLLMEngine:
 
     def _build(self):
         # Imported late: vLLM detects its platform and reads the environment at import.
-        with importing(), without_unused(self.settings.extra):
+        with importing():
             from vllm import LLM
 
         from .shared_memory import use_private_name
@@ -82,7 +81,7 @@ class VLLMEngine:
         beside = runs_transformers(arguments) and not s.own_ranks
         apart = decoder_class_of_its_own(s.model, s.trust_remote_code) if beside else nullcontext()
         try:
-            with without_unused(s.extra), apart:
+            with apart:
                 return LLM(**arguments, logits_processors=[rules])
         except Exception as error:
             raise RolloutError(f"vLLM could not load {s.model}: {type(error).__name__}: {error}") from error
@@ -119,6 +118,7 @@ class VLLMEngine:
             raise RolloutError(f"the engine failed before: {self.failure}")
         if self.lacks_weights:
             raise RolloutError("the engine slept without its weights: call update_weights before it generates")
+        self.wake()
         try:
             return self.llm.generate(prompts, params, use_tqdm=False)
         except Exception as error:
@@ -178,9 +178,11 @@ class VLLMEngine:
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load new weights in place (checkpoint names), then drop every cache that was computed with the old ones.
 
-        An engine that sleeps is woken.
+        An engine that sleeps is woken, but for a KV cache that went with the old weights: `wake` or `generate` takes it
+        back, when the caller has made room for it.
         """
-        self.wake()
+        if self.asleep:
+            self.wake()
         self.llm.apply_model(_hold_statistics)
         if self.ranks is not None:
             self.ranks.update(named_tensors)
@@ -188,9 +190,7 @@ class VLLMEngine:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
         self.llm.apply_model(_put_statistics_back)
         self.llm.apply_model(_refresh_tied_head)
-        if self.lacks_weights:
-            self.llm.wake_up(tags=["kv_cache"])
-            self.lacks_weights = False
+        self.lacks_weights = False
         self.reset_caches()
 
     def reset_caches(self) -> None:
@@ -202,17 +202,22 @@ class VLLMEngine:
     def sleep(self, keep_weights: bool = True) -> None:
         """Free weights and KV cache on the accelerator until `wake`; nothing to free on CPU.
 
-        Kept weights are copied to host memory and back. Without them `wake` brings back their room alone;
-        `update_weights` fills it and then takes the KV cache back, which does not stand beside what the sync gathers.
+        Kept weights are copied to host memory and back. Without them `wake` brings back their room alone until
+        `update_weights` has filled it; then it takes the KV cache back, which does not stand beside what the sync
+        gathers.
         """
         if self.settings.enable_sleep and get_accelerator().device_name() != "cpu" and not self.asleep:
             self.llm.sleep(level=1 if keep_weights else 2)
             self.asleep, self.lacks_weights = True, self.lacks_weights or not keep_weights
 
     def wake(self) -> None:
+        """Take back what sleeps: without weights their room alone, and after new ones the KV cache."""
         if self.asleep:
             self.llm.wake_up(tags=["weights"] if self.lacks_weights else None)
-            self.asleep = False
+            self.asleep, self.lacks_cache = False, self.lacks_weights
+        elif self.lacks_cache and not self.lacks_weights:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.lacks_cache = False
 
     def close(self) -> None:
         """Shut the engine down, and with it torch's process group, which vLLM takes to be its own: do it last."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ...algorithms.diffusion.reward_fl import DifferentiableScore
 from ...batches.diffusion_sampling import TRAIN_TIMESTEPS
 from ...checkpoint.fingerprint import check_model, fingerprint
 from ...config import registry
@@ -30,17 +29,17 @@ from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of
 from ...models.weight_copies import WeightCopy
 from ...observe.console import RunConsole
 from ...observe.contact_sheet import SHEET_IMAGES
-from ...rewards.differentiable import check_scores, load_differentiable
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.diffusion_sampler import DiffusionSampler
 from ...strategy import collectives
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from ...strategy.folder_lock import FolderLock
 from ...strategy.phase_timer import PhaseTimer
 from ...strategy.start_up import say
 from ..hooks import Hooks
 from ..loop import LoopSettings
-from ..run_parts import open_recorder, refused_rows_listed, start_strategy, synchronize
+from ..run_parts import open_recorder, output_folder_held, refused_rows_listed, start_strategy, synchronize
 from ..run_state import check_output
 from .evaluation import DiffusionEvaluation
 from .graphs import RolloutGraphs
@@ -49,8 +48,9 @@ from .pairs import PairExperience
 from .parts import DiffusionParts
 from .prompts import DrawingSource, PairSource
 from .remote import check_remote, remote_drawing
-from .stages import DiffusionSampling, DrawingBatch, ImageSettings, TrainedVelocity
+from .stages import DiffusionSampling, ImageSettings, TrainedVelocity
 from .trainer import DiffusionTrainer, RewardFLTrainer
+from .training_reward import TrainingReward
 
 EMBEDDED_REWARD = '{"*": [["rule", "shape_match", 1.0]]}'
 
@@ -64,9 +64,20 @@ def build_diffusion_trainer(config: DiffusionRunConfig, callbacks: Sequence[Any]
         check_remote(config)
     config = with_reward(config)
     check_reward_config(config.reward)
-    differentiable = _differentiable(config)
+    trained_on = TrainingReward.from_config(config)
     strategy = start_strategy(config)
     _check_ranks(config)
+    with output_folder_held(config.output.output_dir) as lock:
+        return _built(config, strategy, trained_on, lock, callbacks)
+
+
+def _built(
+    config: DiffusionRunConfig,
+    strategy: DeepspeedStrategy,
+    trained_on: TrainingReward | None,
+    lock: FolderLock | None,
+    callbacks: Sequence[Any],
+) -> DiffusionTrainer:
     resume_folder = check_output(config.output)
     embedded = config.data.prompt_data == EMBEDDED
     config = _resolve_embedded(config)
@@ -76,8 +87,10 @@ def build_diffusion_trainer(config: DiffusionRunConfig, callbacks: Sequence[Any]
     with refused_rows_listed(config.output.output_dir):
         prompts, eval_prompts = _prompts(config)
     sets = [each for each in (prompts, eval_prompts) if each is not None]
-    rewards = _rewards(config, strategy, sets, differentiable is None)
-    recorder = open_recorder(config, resumed=resume_folder is not None)
+    if trained_on is not None:
+        _check_training_reward(trained_on, config, prompts, strategy)
+    rewards = _rewards(config, strategy, sets, trained_on is None)
+    recorder = open_recorder(config, resumed=resume_folder is not None, lock=lock)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
     algorithm = config.algorithm.entry
     total_steps, timer = _total_steps(config, len(prompts)), PhaseTimer(synchronize)
@@ -114,7 +127,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig, callbacks: Sequence[Any]
         timer=timer,
         hooks=hooks,
         old=old,
-        differentiable=differentiable,
+        trained_on=trained_on,
     )
     trainer = RewardFLTrainer if algorithm.trains_on == "reward" else DiffusionTrainer
     return trainer(parts, callbacks)
@@ -167,24 +180,20 @@ def _fingerprint(config: DiffusionRunConfig) -> dict[str, Any]:
     return fingerprint(model.pretrain, None if model.pretrain == EMBEDDED else model.pretrain, settings)
 
 
-def _differentiable(config: DiffusionRunConfig):
-    """Reward FL's reward as a function of (media, rows); None for the other algorithms."""
-    if config.algorithm.entry.trains_on != "reward":
-        return None
-    name = config.algorithm.differentiable_reward
-    function = load_differentiable(name, config.algorithm.differentiable_kwargs)
-
-    def score(media: torch.Tensor, rows) -> DifferentiableScore:
-        scores, valid = function(media, rows.prompts, _with_first_frames(rows))
-        check_scores(scores, valid, len(rows), name)
-        return DifferentiableScore(scores, valid)
-
-    return score
+def _check_training_reward(
+    reward: TrainingReward, config: DiffusionRunConfig, prompts: DrawPrompts, strategy: DeepspeedStrategy
+) -> None:
+    """Raise ConfigError or RewardError for a reward that does not know the prompts, or that has no gradient."""
+    reward.check_prompts(prompts, config.reward.reward_max_invalid)
+    model, sampling = config.model, config.sampling
+    moving = model.pretrain != EMBEDDED and draws_videos(adapter_of(model.pretrain, model.family))
+    frames = [sampling.num_frames] if moving else []
+    reward.check_gradient(prompts[0], (1, 3, *frames, sampling.height, sampling.width), strategy.device)
 
 
-def _with_first_frames(rows: DrawingBatch) -> list[dict[str, Any]]:
-    """Metadata of the rows, in which the first frame of image-to-video, or the image to edit, is `input_image`."""
-    return [{FIRST_FRAME: images[0]} | row if images else row for row, images in zip(rows.metadata, rows.images)]
+def draws_videos(adapter: type[DiffusionFamily]) -> bool:
+    """Whether a family's models draw videos: images of one's own cannot be encoded for them."""
+    return adapter.encode is DiffusionFamily.encode
 
 
 def _check_ranks(config: DiffusionRunConfig) -> None:
@@ -237,7 +246,7 @@ def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | Non
         prompts = PreferencePairs(data.prompt_data, data.prompt_split, data.max_samples, data)
         # After the data: the embedded pipeline is built by its first use, in minutes.
         adapter = named_family(pipeline_class(resolve_pipeline(config.model.pretrain, config.model.family)))
-        if adapter.encode is DiffusionFamily.encode:
+        if draws_videos(adapter):
             raise ConfigError(f"pair_data holds images, and {adapter.__name__} draws videos: train a model of images")
     else:
         prompts = DrawPrompts(data.prompt_data, data.prompt_split, data.max_samples, data, images, labels)

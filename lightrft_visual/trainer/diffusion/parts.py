@@ -20,6 +20,7 @@ from .evaluation import DiffusionEvaluation
 from .maker import DiffusionExperienceMaker, Drawn
 from .pairs import PairExperience
 from .prompts import DrawingSource
+from .training_reward import TrainingReward
 from .watching import DrawingWatched, records_of_drawn
 
 
@@ -43,7 +44,7 @@ class DiffusionParts:
     timer: Any
     hooks: Hooks
     old: WeightCopy | None = None
-    differentiable: Any = None
+    trained_on: TrainingReward | None = None
 
     @property
     def has_gold(self) -> bool:

@@ -177,9 +177,10 @@ class RewardFLTrainer(DiffusionTrainer):
 
     def __init__(self, parts: DiffusionParts, callbacks: Sequence[Any] = ()):
         super().__init__(parts, callbacks)
+        self.most_invalid = parts.config.reward.reward_max_invalid  # elsewhere the reward engine holds it
         train, sampling = parts.config.train, parts.maker.engine.sampling
         self.reward_update = RewardUpdate(
-            parts.engine, sampling, parts.loss, parts.differentiable, train.seed, train.micro_train_batch_size
+            parts.engine, sampling, parts.loss, parts.trained_on, train.seed, train.micro_train_batch_size
         )
 
     def train_step(self) -> StepData:

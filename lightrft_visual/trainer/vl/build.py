@@ -37,6 +37,7 @@ from ...rollout.remote.engine import RemoteEngine, check_remote
 from ...rollout.weight_sync import adapter_weights, named_weights
 from ...strategy import collectives
 from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from ...strategy.folder_lock import FolderLock
 from ...strategy.offload import Guest
 from ...strategy.phase_timer import PhaseTimer
 from ...strategy.sequence import own_scores
@@ -45,7 +46,7 @@ from ..features.dynamic_sampling import ResamplingMaker
 from ..features.rollouts_ahead import RolloutsAhead
 from ..hooks import Hooks
 from ..loop import LoopSettings
-from ..run_parts import open_recorder, refused_rows_listed, start_strategy, synchronize
+from ..run_parts import open_recorder, output_folder_held, refused_rows_listed, start_strategy, synchronize
 from ..run_state import check_output
 from .checks import check_abilities
 from .evaluation import Evaluation
@@ -66,6 +67,11 @@ def build_parts(config: RunConfig) -> VLParts:
     check_reward_config(config.reward)
     strategy = start_strategy(config)
     _check_ranks(config)
+    with output_folder_held(config.output.output_dir) as lock:
+        return _build_parts(config, strategy, lock)
+
+
+def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, lock: FolderLock | None) -> VLParts:
     resume_folder = check_output(config.output)
     named, judged = config.model.pretrain, config.gold
     say("reading tokenizer and processor, checking the engine's settings")
@@ -77,7 +83,7 @@ def build_parts(config: RunConfig) -> VLParts:
         dataset, eval_set = _datasets(config, checkpoint)
     sets = [each for each in (dataset, eval_set) if each is not None]
     rewards = _rewards(config, strategy, checkpoint, sets)
-    recorder = open_recorder(config, resumed=resume_folder is not None)
+    recorder = open_recorder(config, resumed=resume_folder is not None, lock=lock)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
     (total_steps, sampler), timer, hooks = _schedule(config, dataset), PhaseTimer(synchronize), Hooks()
     gold = _gold(judged, strategy, checkpoint, sets)

@@ -168,10 +168,15 @@ class VLTrainer(PolicyTrainer):
                 self.critic.offload_weights()
 
     def _load_engine_weights(self, lent: bool = False) -> None:
-        """lent: the actor has other weights for a while, and stays where it is."""
-        self.maker.engine.update_weights(engine_weights(self.maker.engine, self.actor))
-        if self.config.rollout.offload_trainer and not lent:
-            self.actor.offload_weights()  # once the engine has taken them: it may read the last ones late
+        """The engine takes over the actor's weights. Those then make room for what it wakes next, where that is asked
+        for and the engine keeps a copy: not before it has returned, as engines read the last ones after all were named.
+
+        lent: the actor has other weights for a while, and stays where it is.
+        """
+        engine = self.maker.engine
+        engine.update_weights(engine_weights(engine, self.actor))
+        if self.config.rollout.offload_trainer and not (lent or engine.shares_weights):
+            self.actor.offload_weights()
         self.maker.policy_version = self.step
         if not lent:
             self.prompts.policy_is_new(self.step)

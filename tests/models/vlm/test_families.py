@@ -19,6 +19,7 @@ from lightrft_visual.models.vlm.families import VLMFamily, family_of, family_of_
 from lightrft_visual.models.vlm.families.internvl import InternVL
 from lightrft_visual.models.vlm.families.qwen import QwenVL
 from lightrft_visual.models.vlm.families.text import TextOnly
+from lightrft_visual.models.vlm.families.unregistered import Unregistered
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 INTERNVL_IMAGE = "<IMG_CONTEXT>"
@@ -37,7 +38,8 @@ def test_a_checkpoint_and_its_processor_find_their_family(root, kind, family):
 
 def test_a_family_from_outside_is_one_class_and_one_entry():
     config = SimpleNamespace(model_type="blindfold", to_dict=lambda: {"vision_config": {}})
-    assert type(family_of(config)) is VLMFamily
+    config.get_text_config = lambda: config
+    assert type(family_of(config)) is Unregistered
 
     @vlm_families.register("blindfold", "sees nothing", model_types=("blindfold",), processors=("Blind",))
     class Blindfold(VLMFamily):

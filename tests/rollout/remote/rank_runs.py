@@ -15,7 +15,7 @@ from lightrft_visual.config.load import load_config
 from lightrft_visual.config.roots import VL_PRESET
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.rollout.remote.weights import WeightPost, WeightsRefused
-from lightrft_visual.strategy import collectives
+from lightrft_visual.strategy import collectives, watchdog
 from lightrft_visual.trainer.vl.trainer import build_trainer
 
 FLAGS = (
@@ -71,4 +71,5 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         os._exit(1)
+    watchdog.stop()  # else the others would take this rank for one that died
     os._exit(0)

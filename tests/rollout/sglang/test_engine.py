@@ -158,6 +158,8 @@ def test_sleep_without_weights_takes_the_cache_back_after_new_ones(fake):
     with pytest.raises(RolloutError, match="slept without its weights"):
         made.generate(prompts(1), SamplingSettings())
     made.update_weights([("lm_head.weight", torch.ones(2))])
+    assert fake.order()[-1] == "end_weight_update"  # the caller makes room for the cache first
+    made.wake()
     made.sleep()
     made.wake()
     tags = [given["tags"] for name, given in fake.calls if name.endswith("memory_occupation")]

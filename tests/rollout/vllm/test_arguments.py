@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -129,26 +127,3 @@ def test_the_cache_on_a_host_holds_all_sequences_and_no_more(root, monkeypatch) 
     assert engine_arguments(own, on_cpu=True)[name] == 2**28
     monkeypatch.setenv(HOST_CACHE, "2")
     assert name not in engine_arguments(settings, on_cpu=True)
-
-
-def test_vllm_is_imported_without_torchs_compiler_ray_and_tracing() -> None:
-    """On CPU it compiles nothing, nobody has started Ray, and no trace is asked for; all of them take their time to
-    import, and still can be."""
-    code = (
-        "import sys\n"
-        "from lightrft_visual.rollout.vllm.arguments import prepare_environment, without_unused\n"
-        "prepare_environment()\n"
-        "with without_unused({}):\n"
-        "    from vllm import LLM\n"
-        "    from vllm.tracing import is_otel_available\n"
-        "    from vllm.ray.lazy_utils import is_ray_initialized\n"
-        "    assert not is_ray_initialized() and not is_otel_available()\n"
-        "assert not {'torch._inductor.lowering', 'ray', 'opentelemetry'} & set(sys.modules)\n"
-        "with without_unused({'otlp_traces_endpoint': 'http://127.0.0.1:4317'}):\n"
-        "    assert 'opentelemetry' not in sys.modules\n"
-        "    import opentelemetry\n"
-        "import ray, torch._inductor.lowering\n"
-        "with without_unused({}):\n"
-        "    assert sys.modules['ray'] is ray\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -47,7 +47,7 @@ def engine(monkeypatch):
     monkeypatch.setattr(engine_module, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
     made = VLLMEngine.__new__(VLLMEngine)
     made.settings, made.llm = VLLMSettings("model", 64, enable_sleep=True), ToldLLM()
-    made.asleep = made.lacks_weights = False
+    made.asleep = made.lacks_weights = made.lacks_cache = False
     made.failure = None
     return made
 
@@ -61,18 +61,23 @@ def test_with_its_weights_it_wakes_whole(engine):
     assert engine.llm.told == ["sleep 1", "wake all", "generate"]
 
 
-def test_without_them_room_for_weights_comes_first_and_the_kv_cache_after_the_load(engine):
+@pytest.mark.parametrize("woken", [True, False], ids=["by wake", "by generate"])
+def test_without_them_room_for_weights_comes_first_and_the_kv_cache_when_the_load_has_returned(engine, woken):
     engine.sleep(keep_weights=False)
+    engine.wake()
     engine.wake()
     with pytest.raises(RolloutError, match="call update_weights before"):
         engine._run([{}], [None])
     engine.update_weights([])
+    engine.update_weights([])  # no room for the cache is needed to load once more
+    assert engine.llm.told == ["sleep 2", "wake weights", *["reload_weights", "reset"] * 2]
+    if woken:
+        engine.wake()
+        assert engine.llm.told[6:] == ["wake kv_cache"]
     engine._run([{}], [None])
-    assert engine.llm.told == [
-        "sleep 2", "wake weights", "reload_weights", "wake kv_cache", "reset", "generate",
-    ]  # fmt: skip
+    assert engine.llm.told[6:] == ["wake kv_cache", "generate"]
     engine.update_weights([])
-    assert engine.llm.told[6:] == ["reload_weights", "reset"]
+    assert engine.llm.told[8:] == ["reload_weights", "reset"]
 
 
 def test_a_load_wakes_and_weights_that_were_not_loaded_are_not_taken_for_kept_ones(engine):
@@ -81,8 +86,9 @@ def test_a_load_wakes_and_weights_that_were_not_loaded_are_not_taken_for_kept_on
     engine.sleep()  # before anything was loaded
     assert engine.lacks_weights
     engine.update_weights([])
-    assert engine.llm.told[-4:] == ["wake weights", "reload_weights", "wake kv_cache", "reset"]
+    assert engine.llm.told[-3:] == ["wake weights", "reload_weights", "reset"]
     engine._run([{}], [None])
+    assert engine.llm.told[-2:] == ["wake kv_cache", "generate"]
 
 
 def test_an_engine_that_may_not_sleep_stays_awake(engine):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
 from lightrft_visual.embedded.tiny_sd3 import TinyDiffusionSettings, build_pipeline
+from lightrft_visual.embedded.tiny_sd15 import TinySD15Settings, build_sd15_pipeline
 from lightrft_visual.errors import LightRFTVisualError
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 
@@ -47,6 +48,19 @@ def falling(images):
 
 def broken(images):
     return [float("nan")] * len(images)
+
+def nothing(images):
+    return [None] * len(images)
+
+def smooth(media, prompts, metadata, valid=1):
+    scores = -(media[..., 1:] - media[..., :-1]).square().flatten(1).mean(dim=1)
+    return scores, scores.isfinite() & (media.new_tensor([index % 4 < valid for index in range(len(media))]) > 0)
+
+def smooth_nowhere(media, prompts, metadata):
+    return smooth(media, prompts, metadata, valid=0)
+
+def flat(media, prompts, metadata):
+    return smooth(media.detach(), prompts, metadata)
 """
 EMA = "--enable_ema true --ema_interval 1 --ema_beta 0.5"
 HACKED = "--reward_fn {folder}/scores.py:rising --gold_fn {folder}/scores.py:falling --gold_every 0"
@@ -55,6 +69,11 @@ VRL = (
     "rollout.rollout_batch_size=2 rollout.sample_batch_size=4 actor.gradient_accumulation_steps=1 "
     "eval.num_steps=2 eval.max_prompts=2 eval.use_ema=true trainer.total_epochs=2 trainer.save_freq=1"
 )
+NOTHING = "--reward_fn {folder}/scores.py:nothing --reward_max_invalid 1 --max_eval_samples 0"
+REWARD_FL = "--diffusion_algorithm reward_fl --mid_timestep 1 --final_timestep 2 --warmup_steps 0 --max_steps 1"
+# Its reward: of four samples one is valid, or none; or it has no gradient; or it knows other prompts.
+PULLED = f"{REWARD_FL} --reward_fn {{folder}}/scores.py:some --max_eval_samples 0"
+UNLOADED = f"{PULLED} --pretrain {{folder}}/hollow"  # whose weights are not there: loading it fails
 RUNS = {
     "vrl": f"{VRL} eval.seed=7",
     "vrl_resumed": f"{VRL} eval.seed=7 trainer.resume_from={{folder}}/vrl/checkpoint-1",
@@ -84,6 +103,19 @@ RUNS = {
     "indivisible": "--reward_fn {folder}/scores.py:red --train_batch_size 3",
     "few_prompts": "--reward_fn {folder}/scores.py:red --rollout_batch_size 4 --train_batch_size 16",
     "odd_size": "--reward_fn {folder}/scores.py:red --height 30",
+    **{
+        f"all_invalid_{name}": f"{NOTHING} --diffusion_algorithm {name}"
+        for name in ("flow_grpo", "diffusion_nft", "diffusion_dpo", "awm")
+    },
+    "all_invalid_ddpo": f"{NOTHING} --diffusion_algorithm ddpo --pretrain {{folder}}/sd15",
+    "all_invalid_reward_fl": f"{PULLED} --differentiable_reward {{folder}}/scores.py:smooth_nowhere "
+    "--reward_max_invalid 1",
+    "most_invalid": f"{PULLED} --differentiable_reward {{folder}}/scores.py:smooth",
+    "most_invalid_allowed": f"{PULLED} --differentiable_reward {{folder}}/scores.py:smooth --reward_max_invalid 0.75",
+    "no_training_reward": UNLOADED,
+    "no_gradient": f"{UNLOADED} --differentiable_reward {{folder}}/scores.py:flat",
+    "unknown_prompts": f"{UNLOADED} --differentiable_reward shape_match --prompt_data {{folder}}/photos.jsonl",
+    "few_unknown_prompts": f"{PULLED} --differentiable_reward shape_match --prompt_data {{folder}}/mixed.jsonl",
 }
 
 
@@ -93,6 +125,11 @@ def prepare(folder: Path) -> None:
         shutil.copytree(folder / "pipeline", folder / name)
     weights = folder / "other" / "transformer" / "diffusion_pytorch_model.safetensors"
     save_file({name: tensor * 1.01 for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    shutil.copytree(folder / "pipeline", folder / "hollow", ignore=shutil.ignore_patterns("*.safetensors"))
+    build_sd15_pipeline(TinySD15Settings(unet_channels=(16, 16))).save_pretrained(folder / "sd15")
+    photos = ["a photo of a cat", "a photo of a dog"]
+    for name, texts in (("photos", photos), ("mixed", ["a red circle", "a blue cross", photos[0]])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     captions = ["a red circle", "a blue cross", "a green square"]
     rows = [json.dumps({"prompt": text, "note": text.upper()}) + "\n" for text in captions]
     (folder / "prompts.jsonl").write_text("".join(rows))

@@ -178,6 +178,37 @@ def test_bad_input_ends_before_training(folder, name, error, text):
     assert found.get("error") == error and text in found["text"] and found["steps"] == 0, found
 
 
+@pytest.mark.parametrize("name", ("flow_grpo", "diffusion_nft", "diffusion_dpo", "awm", "ddpo", "reward_fl"))
+def test_a_step_of_invalid_samples_alone_ends_the_run_whatever_share_is_allowed(folder, name):
+    found = facts(folder, f"all_invalid_{name}")
+    assert found.get("error") == "RewardError" and "step 1: 100% of the samples are invalid" in found["text"], found
+    assert found["steps"] == 0 and not (folder / f"all_invalid_{name}" / "checkpoint-final").exists()
+
+
+def test_reward_fl_stops_above_the_share_of_invalid_samples_that_is_allowed(folder):
+    found = facts(folder, "most_invalid")
+    assert found.get("error") == "RewardError" and "75% of the samples are invalid" in found["text"], found
+    assert facts(folder, "most_invalid_allowed")["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    "name,told",
+    (
+        ("no_training_reward", "trains on the gradient of --differentiable_reward, and none is given"),
+        ("no_gradient", "flat: its scores carry no gradient"),
+        ("unknown_prompts", "shape_match cannot score 2 of 2 prompts (the first is 'a photo of a cat')"),
+    ),
+)
+def test_a_reward_that_nothing_can_be_learned_from_is_refused_before_the_model_loads(folder, name, told):
+    text = facts(folder, name)["text"]
+    assert told in text, text
+    assert "Rewards with a gradient are shape_match (" in text and "face_similarity" in text and "path.py:name" in text
+
+
+def test_prompts_that_the_reward_does_not_know_are_counted_where_they_are_few_enough(folder):
+    assert facts(folder, "few_unknown_prompts")["steps"] == 1
+
+
 def test_a_run_resumes_with_its_own_model_wherever_that_lies(folder):
     assert facts(folder, "moved")["steps"] == 1 and "figures" in facts(folder, "moved")
     for name, told in (("other_model", "trained with pretrain '"), ("other_rank", "trained with lora_rank 4 (8 here)")):

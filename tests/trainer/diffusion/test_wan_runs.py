@@ -61,6 +61,7 @@ def test_faces_are_scored_against_the_first_frame_of_the_csv(folder) -> None:
     assert -1 <= float(row["reward_mean"]) <= 1 and float(row["invalid_share"]) == 0.0
 
 
-def test_samples_without_a_face_are_counted_and_move_nothing(folder) -> None:
-    assert float(last_row(folder, "faceless")["invalid_share"]) == 1.0
-    assert facts(folder, "faceless")["moved"] == []
+def test_a_step_without_any_face_ends_the_run_and_moves_nothing(folder) -> None:
+    found = facts(folder, "faceless")
+    assert found["error"].startswith("step 1: 100% of the samples are invalid") and found["moved"] == []
+    assert all(facts(folder, run)["error"] is None for run in ("text", "high", "low", "roll"))

@@ -19,6 +19,7 @@ import tiny_wan_parts
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
+from lightrft_visual.errors import RewardError
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 
 SIZE = "--height 32 --width 32 --num_frames 5 --guidance_scale 1 --max_sequence_length 5 --lora_rank 2"
@@ -68,12 +69,16 @@ def roll(folder: Path) -> str:
 def train(folder: Path, pipeline: str, flags: str) -> dict[str, object]:
     trainer = trainer_of(folder, pipeline, flags)
     before = weights(trainer)
-    trainer.fit()
+    error = None
+    try:
+        trainer.fit()
+    except RewardError as failure:
+        error = str(failure)
     trainer.close()
     after = weights(trainer)
     moved = {name.split(".")[1] for name in before if not torch.equal(before[name], after[name])}
     adapted = sorted({name.split(".")[1] for name in before})
-    return {"moved": sorted(moved), "adapted": adapted, "updates": trainer.updates}
+    return {"moved": sorted(moved), "adapted": adapted, "updates": trainer.updates, "error": error}
 
 
 def prepare(folder: Path) -> None:

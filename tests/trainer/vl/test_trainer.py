@@ -6,12 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from lightrft_visual.algorithms.kl import get_kl_controller
 from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.config.vl import AlgorithmConfig, OutputConfig, RunConfig, TrainConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.weight_copies import WeightAverage
+from lightrft_visual.rollout.remote.weights import WeightPost, received
+from lightrft_visual.rollout.sglang.weights import buckets
+from lightrft_visual.strategy.deepspeed import TrainEngine
 from lightrft_visual.trainer.vl.trainer import VLTrainer, check_budget
 
 
@@ -101,6 +105,91 @@ def test_a_budget_of_tokens_holds_a_prompt_with_its_image():
     check_budget(config, 0)
     with pytest.raises(ConfigError, match="max_tokens_per_batch 288 .* 576 tokens of an image = 832"):
         check_budget(config, 576)
+
+
+class ReadsAfterTheEnd:
+    """An engine that copies weights only when all of them were named, as vLLM does with a padded vocabulary.
+
+    gone: names of tensors whose memory was given back before they were read. Reading them would end the process.
+    """
+
+    shares_weights = False
+
+    def __init__(self):
+        self.gone: list[str] = []
+
+    def update_weights(self, named_tensors) -> None:
+        self.held = self.copied(list(named_tensors))
+
+    def copied(self, named_tensors) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in named_tensors if not self.left(name, tensor)}
+
+    def left(self, name: str, tensor: torch.Tensor) -> bool:
+        if tensor.untyped_storage().nbytes() == 0:
+            self.gone.append(name)
+        return name in self.gone
+
+
+class ReadsInBuckets(ReadsAfterTheEnd):
+    """As SGLang gets them."""
+
+    def update_weights(self, named_tensors) -> None:
+        self.held = self.copied(each for bucket in buckets(named_tensors, most=100) for each in bucket)
+
+
+class Posts(ReadsAfterTheEnd):
+    """As workers of a split placement get them."""
+
+    def update_weights(self, named_tensors) -> None:
+        post = PostOf(self)
+        self.held = {name: tensor.clone() for name, tensor in received(post.post(named_tensors))}
+
+
+class PostOf(WeightPost):
+    def __init__(self, engine: ReadsAfterTheEnd):
+        super().__init__(bucket_bytes=100)
+        self.engine = engine
+
+    def _bucket(self, file, tensors, size):
+        there = [each for each in tensors if not self.engine.left(*each[:2])]
+        return super()._bucket(file, there, size)
+
+
+def trainer_that_offloads(engine) -> VLTrainer:
+    """As much of a trainer as giving the engine its weights takes."""
+    actor = nn.Module()
+    actor.model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
+    trainer = VLTrainer.__new__(VLTrainer)
+    trainer.config = RunConfig()
+    trainer.config.rollout.offload_trainer = True
+    trainer.actor = TrainEngine(SimpleNamespace(module=actor), zero_stage=1, max_norm=1.0)
+    trainer.maker = SimpleNamespace(engine=engine)
+    return trainer
+
+
+def bytes_of(model: nn.Module) -> int:
+    return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [ReadsAfterTheEnd, ReadsInBuckets, Posts])
+def test_an_offloaded_actor_leaves_after_the_engine_has_read_all_of_its_weights(kind):
+    trainer = trainer_that_offloads(kind())
+    model = trainer.actor.module.model
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trainer._load_engine_weights()
+    assert trainer.maker.engine.gone == []
+    assert (bytes_of(model) == 0) is (kind is not Posts)  # torch keeps host memory that numpy has read
+    assert list(trainer.maker.engine.held) == list(weights)
+    for name, weight in weights.items():
+        assert torch.equal(trainer.maker.engine.held[name], weight), name
+
+
+@pytest.mark.parametrize("shares_weights,lent", [(True, False), (False, True)])
+def test_weights_that_the_engine_samples_from_or_that_are_lent_stay(shares_weights, lent):
+    trainer = trainer_that_offloads(ReadsAfterTheEnd())
+    trainer.maker.engine.shares_weights = shares_weights
+    trainer._load_engine_weights(lent=lent)
+    assert bytes_of(trainer.actor.engine.module.model) > 0
 
 
 def probed_steps(steps: int, ahead: bool) -> list[int]:

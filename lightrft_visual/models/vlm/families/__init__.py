@@ -1,7 +1,7 @@
 """The families of vision-language models, one adapter a file, found in the registry by model type or by processor.
 
 A model type that is not registered is run as `VLMFamily` has it where it has a vision tower, and as text otherwise;
-padded only.
+padded only, and refused where that would be wrong (`unregistered.py`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,23 @@ from transformers import PretrainedConfig
 from ....config.registry import vlm_families
 from .base import VLMFamily
 from .text import TextOnly
+from .unregistered import Unregistered, check_text
 
 __all__ = ["VLMFamily", "family_of", "family_of_processor"]
 
 
 def family_of(config: PretrainedConfig) -> VLMFamily:
-    """The adapter for a transformers configuration; of several for a model type, the one registered last."""
+    """The adapter for a transformers configuration; of several for a model type, the one registered last.
+
+    Raises ConfigError for a model type without one that the plain adapter would run wrong.
+    """
     entry = next((each for each in reversed([*vlm_families]) if config.model_type in each.model_types), None)
     if entry is not None:
         return entry.load()(config)
-    return (VLMFamily if "vision_config" in config.to_dict() else TextOnly)(config)
+    if "vision_config" in config.to_dict():
+        return Unregistered(config)
+    check_text(config)
+    return TextOnly(config)
 
 
 def family_of_processor(processor: Any) -> type[VLMFamily]:

@@ -1,0 +1,56 @@
+"""What is changed inside other libraries, for as long as a `with` lasts, because they leave no other way.
+
+Each entry says why, and in which versions it was seen to be needed. An entry goes when the library offers a setting.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SHARED_MEMORY = "deepspeed_shm_comm"
+
+
+@contextmanager
+def without_shared_memory() -> Iterator[None]:
+    """Inside, `deepspeed.init_distributed` starts without its collectives over shared memory.
+
+    Why: one rank has nobody to exchange with. DeepSpeed would still compile them (40 s at the first start, by a C++
+    compiler that the host may lack), and make a named buffer that two runs with the same MASTER_PORT would share.
+    Versions: DeepSpeed 0.14 to 0.19 have no setting for it.
+    """
+    import deepspeed
+
+    compatible = deepspeed.ops.__compatible_ops__
+    before = dict(compatible)
+    compatible[SHARED_MEMORY] = False
+    try:
+        yield
+    finally:
+        compatible.clear()
+        compatible.update(before)
+
+
+@contextmanager
+def decoder_class_of_its_own(model: str, trust_remote_code: bool = False) -> Iterator[None]:
+    """Inside, transformers makes models of this checkpoint with a subclass in place of their language model's class.
+
+    Why: for torch.compile vLLM's transformers backend changes the class of the language model in place: how it is made
+    and how it is called. The trainer's model is of that class too, and its next forward would fail. vLLM, which builds
+    its model inside, changes the subclass.
+    Versions: vLLM 0.26 to 0.32, for models of which it has no code of its own, such as Emu3.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        found = AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+    own = type(found.get_decoder())
+    home, name = sys.modules[own.__module__], own.__name__
+    setattr(home, name, type(name, (own,), {"__module__": own.__module__, "__qualname__": own.__qualname__}))
+    try:
+        yield
+    finally:
+        setattr(home, name, own)

@@ -1,0 +1,151 @@
+"""Model types without an adapter: what the plain adapter does not know is refused at start, and the rest runs right."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import perturb
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, LlavaNextImageProcessor, LlavaNextProcessor
+
+from lightrft_visual.batches.model_inputs import ModelInputs
+from lightrft_visual.batches.sampling import ScoringRule
+from lightrft_visual.batches.vision import VisionTensors
+from lightrft_visual.config.registry import vlm_families
+from lightrft_visual.config.vl import DataConfig, ModelConfig
+from lightrft_visual.embedded.tiny_vlm import TINY_FAMILIES, build_tokenizer, tiny_config
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.loading import load_transformer, open_checkpoint
+from lightrft_visual.models.vlm.actor import Actor
+from lightrft_visual.models.vlm.families import family_of
+
+UNKNOWN = {
+    "qwen3_vl_moe": ["M-RoPE"],
+    "qwen3_5": ["M-RoPE", "linear_attention"],
+    "qwen3_5_moe": ["M-RoPE", "linear_attention"],
+    "glm4v": ["M-RoPE"],
+    "ernie4_5_vl_moe": ["M-RoPE"],
+    "qwen2_5_omni_thinker": ["M-RoPE"],
+    "gemma3": ["sliding_attention", "bidirectional attention"],
+    "paligemma": ["bidirectional attention"],
+    "aya_vision": ["sliding_attention", "logit_scale"],
+    "idefics2": ["sliding_window"],
+    "llama4": ["chunked_attention"],
+    "mllama": ["cross-attention"],
+    "idefics": ["cross-attention"],
+    "florence2": ["an encoder"],
+}
+TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def config_of(model_type: str, **settings):
+    if model_type in TINY_FAMILIES:
+        return tiny_config(model_type, build_tokenizer(["a"], family=model_type), tie_embeddings=False)
+    return CONFIG_MAPPING[model_type](**settings)
+
+
+@pytest.mark.parametrize("model_type", UNKNOWN)
+def test_a_type_with_what_the_plain_adapter_does_not_know_is_refused(model_type):
+    with pytest.raises(ConfigError, match=f"model type '{model_type}' has no adapter") as refused:
+        family_of(config_of(model_type))
+    for known in (*UNKNOWN[model_type], "qwen3_vl", "internvl", "llava"):
+        assert known in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_type": "default", "mrope_section": [2, 3, 3]}, {"rope_type": "default", "mrope_interleaved": True}],
+)
+def test_mrope_that_only_a_nested_setting_tells_is_found(rope):
+    text = TINY | {"model_type": "llama", "rope_parameters": rope | {"rope_theta": 1e4}}
+    with pytest.raises(ConfigError, match="'vipllava' .*M-RoPE"):
+        family_of(config_of("vipllava", text_config=text))
+
+
+def test_a_checkpoint_of_a_refused_type_is_refused_before_weights_or_processor_are_read(tmp_path):
+    config_of("qwen3_vl_moe").save_pretrained(tmp_path)
+    build_tokenizer(["a"]).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="^model type 'qwen3_vl_moe' has no adapter"):
+        open_checkpoint(str(tmp_path), ModelConfig(), DataConfig())
+    with pytest.raises(ConfigError, match="^model type 'qwen3_vl_moe' has no adapter"):
+        load_transformer(str(tmp_path), ModelConfig(), torch.float32)
+
+
+def test_a_processor_that_gives_what_the_plain_adapter_does_not_pass_is_refused(tmp_path):
+    tokenizer = build_tokenizer(["a"])
+    processor = LlavaNextProcessor(LlavaNextImageProcessor(), tokenizer, patch_size=14)
+    family = family_of(config_of("llava_next"))
+    with pytest.raises(ConfigError, match="'llava_next' .*inputs of its processor: image_sizes"):
+        family.check_processor(processor)
+    config_of("llava_next").save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="image_sizes"):
+        open_checkpoint(str(tmp_path), ModelConfig(), DataConfig())
+
+
+def test_a_class_from_outside_transformers_is_judged_by_its_processor_alone():
+    config = SimpleNamespace(model_type="outside", to_dict=lambda: {"vision_config": {}})
+    config.get_text_config = lambda: SimpleNamespace(to_dict=dict)
+    names = ["input_ids", "token_type_ids", "attention_mask", "pixel_values"]
+    family_of(config).check_processor(SimpleNamespace(model_input_names=names))
+    with pytest.raises(ConfigError, match="inputs of its processor: image_grid_thw"):
+        family_of(config).check_processor(SimpleNamespace(model_input_names=[*names, "image_grid_thw"]))
+
+
+REGISTERED = sorted({model_type for family in vlm_families for model_type in family.model_types})
+
+
+@pytest.mark.parametrize("model_type", REGISTERED)
+def test_registered_types_are_left_to_their_adapters(model_type):
+    entry = next(family for family in vlm_families if model_type in family.model_types)
+    assert type(family_of(config_of(model_type))) is entry.load()
+
+
+@pytest.mark.parametrize("model_type", ["vipllava", "got_ocr2", "deepseek_vl", "ovis2"])
+def test_plain_types_pass(model_type):
+    assert family_of(config_of(model_type)).vision
+
+
+@pytest.mark.parametrize(
+    "model_type,settings", [("mistral", {"sliding_window": 8}), ("qwen3_5_text", {}), ("gpt_oss", {}), ("granite", {})]
+)
+def test_texts_with_layers_of_their_own_pass_as_their_masks_are_transformers_own(model_type, settings):
+    assert not family_of(config_of(model_type, **settings)).vision
+
+
+@pytest.mark.parametrize(
+    "model_type,settings,told",
+    [
+        ("gemma2", {}, "final_logit_softcapping 30.0"),
+        ("cohere", {}, "logit_scale 0.0625"),
+        ("granite", {"logits_scaling": 8.0}, "logits_scaling 8.0"),
+        ("falcon_h1", {"lm_head_multiplier": 0.5}, "lm_head_multiplier 0.5"),
+    ],
+)
+def test_logits_that_are_more_than_the_head_gives_are_refused_of_texts_too(model_type, settings, told):
+    with pytest.raises(ConfigError, match=f"'{model_type}' .*{told}"):
+        family_of(config_of(model_type, **settings))
+
+
+@torch.no_grad()
+def test_log_probs_of_a_plain_type_are_its_own_after_two_images_and_text():
+    vision = {
+        "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "projection_dim": 32,
+    }  # fmt: skip
+    config = config_of(
+        "vipllava", text_config=TINY | {"model_type": "llama"}, vision_config=vision, image_token_index=60,
+        image_seq_length=4, vision_feature_layers=[-2, -1],
+    )  # fmt: skip
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    perturb(model, 0, 0.1)
+    torch.manual_seed(0)
+    pixels = torch.randn(2, 3, 28, 28)
+    sequences = torch.tensor([[5, *[60] * 4, 6, 7, *[60] * 4, 8, 9, 10]])
+    mask = torch.ones_like(sequences)
+    inputs = ModelInputs(sequences, mask, mask[:, 1:].bool(), vision=VisionTensors.of(pixel_values=pixels))
+    ours = Actor(model, [], [1])(inputs, ScoringRule()).log_probs[0]
+    logits = model(input_ids=sequences, attention_mask=mask, pixel_values=pixels).logits[0, :-1]
+    theirs = logits.log_softmax(-1).gather(1, sequences[0, 1:, None])[:, 0]
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
