@@ -27,7 +27,7 @@ print(run.config.distributed.zero_stage)
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The content of a wheel built from a copy: setuptools writes beside the sources."""
     copy, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel")
-    for name in ("setup.py", "requirements.txt"):
+    for name in ("setup.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for name in ("lightrft_visual", "examples"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
