@@ -11,7 +11,7 @@ requirements = [
     for line in (here / "requirements.txt").read_text().splitlines()
     if line.split("#")[0].strip()
 ]
-development = {"pytest", "ray", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "setuptools", "wheel"}
+development = {"pytest", "ray", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "setuptools", "wheel"}
 # Recipes and small prompt sets, which a wheel has no examples/ for.
 SHIPPED = {f"lightrft_visual.{name}": f"examples/{name}" for name in ("configs", "datasets")}
 
@@ -25,8 +25,6 @@ version = re.search(r'__version__ = "([^"]+)"', (here / "lightrft_visual" / "__i
 setup(
     name="lightrft_visual",
     version=version,
-    description="RL post-training for models that see and models that draw",
-    python_requires=">=3.11,<3.14",
     packages=[*find_packages(include=["lightrft_visual", "lightrft_visual.*"]), *SHIPPED],
     package_dir=SHIPPED,
     package_data={

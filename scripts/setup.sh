@@ -15,7 +15,7 @@ python=${LIGHTRFT_PYTHON:-}
 if [ -z "$python" ]; then
   if python3.11 --version >/dev/null 2>&1; then python=python3.11; else python=python3; fi
 fi
-files=(requirements.txt "scripts/requirements/$device.txt" setup.py scripts/remove_old_hook.py)
+files=(requirements.txt "scripts/requirements/$device.txt" setup.py pyproject.toml scripts/remove_old_hook.py)
 [ "$device" = cpu ] && files+=(scripts/requirements/cpu-override.txt)
 stamp="$device $("$python" --version) $(cat "${files[@]}" | sha256sum | cut -d' ' -f1)"
 

@@ -28,7 +28,7 @@ print(run.config.distributed.zero_stage)
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what a build reads: setuptools writes beside the sources."""
     copy = tmp_path_factory.mktemp("sources")
-    for name in ("setup.py", "requirements.txt"):
+    for name in ("setup.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for name in ("lightrft_visual", "examples"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))

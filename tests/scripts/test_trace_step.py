@@ -1,0 +1,120 @@
+"""What scripts/trace_step.py counts: by a small package whose numbers are known, and by a whole run."""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "trace_step.py"
+
+LOOP = """
+import threading
+from small_loss import Trainer
+
+class Kept:
+    number = 0
+
+def fit():
+    for step in range(3):
+        before(step)
+        threading.Thread(target=lambda: update()).run()
+        after()
+
+def before(step):
+    worker = threading.Thread(target=in_thread)
+    worker.start()
+    worker.join()
+
+def after():
+    class Local:
+        number = [each for each in range(2)]
+
+def in_thread():
+    return sum(each for each in range(2))
+
+def update():
+    return Trainer().loss()
+
+def never():
+    return 0
+"""
+LOSS = """
+class Trainer:
+    def loss(self):
+        return helped()
+
+def helped():
+    return loss()
+
+def loss():
+    return 0
+"""
+
+
+@pytest.fixture
+def module():
+    spec = importlib.util.spec_from_file_location("trace_step", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture
+def traced(module, tmp_path, monkeypatch):
+    """The tracer after a run of a script that calls the package's loop."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "small_loop.py").write_text(LOOP)
+    (package / "small_loss.py").write_text(LOSS)
+    script = tmp_path / "script.py"
+    script.write_text("import small_loop\n\nsmall_loop.fit()\n")
+    monkeypatch.syspath_prepend(package)
+    tracer = module.StepTracer("Trainer.loss", script, package)
+    before = sys.getprofile(), threading.getprofile()
+    tracer.install()
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.setprofile(before[0])
+        threading.setprofile(before[1])
+        for name in ("small_loop", "small_loss"):
+            sys.modules.pop(name, None)
+    return tracer
+
+
+def test_tracer_counts_functions_between_two_calls_in_all_threads(traced):
+    # The loss, its helper, the function of the same name; after, before, in_thread, the lambda and update.
+    # `fit` was called before, `never` is not.
+    assert traced.files == {"small_loop.py": 5, "small_loss.py": 3}
+
+
+def test_tracer_counts_frames_from_the_script_to_the_first_loss(traced):
+    # The script, fit, the lambda, update, loss; depth has Thread.run of the standard library too.
+    assert traced.frames == 5 and traced.depth == 6
+
+
+def test_tracer_ends_at_the_second_call(traced):
+    assert traced.calls == 2
+
+
+def test_table_of_a_whole_run_has_the_step_of_the_trainer():
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--case", "grpo_hf", "--list"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    head, row, *listed = (line.split() for line in done.stdout.splitlines())
+    assert head == ["case", "files", "functions", "frames", "depth"]
+    name, files, functions, frames, depth = row[0], *map(int, row[1:])
+    assert name == "grpo_hf" and 2 < frames <= depth
+    counts = {file: int(count) for count, file in listed}
+    assert len(counts) == files and sum(counts.values()) == functions
+    assert {"algorithms", "rollout", "models", "rewards", "trainer"} <= {file.split("/")[0] for file in counts}
