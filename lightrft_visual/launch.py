@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from .errors import FolderInUse, LightRFTVisualError, StoppedBySignal
 from .strategy.host import bound_spinning
 from .strategy.signals import handled
 from .strategy.start_up import importing, say, seldom_collecting
-from .usercode.calls import TERMINATED, describe_error, masked
+from .usercode.calls import TERMINATED, describe_error, masked, place_of
 
 if TYPE_CHECKING:
     from .config.diffusion import DiffusionRunConfig
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
     AnyConfig = RunConfig | DiffusionRunConfig
 
+LEFT_SECONDS = 10.0  # that threads get which a run has left, once the program is over
+LOOK_SECONDS = 0.2
 INTERRUPTED = 130  # exit code of a process that Ctrl-C ended, as shells give it
 
 
@@ -90,7 +94,7 @@ def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
                 trainer.close()
     except BaseException as error:  # also sys.exit and the like: the steps of the run were not done
         _fail(config, error)
-    _leave()
+    _leave(trainer.state.exit_code)
     if trainer.state.exit_code:
         sys.exit(trainer.state.exit_code)
 
@@ -139,7 +143,7 @@ def _in_words(error: BaseException) -> str:
     return "\n".join([first.removeprefix("raised "), *lines])
 
 
-def _leave() -> None:
+def _leave(code: int) -> None:
     import torch.distributed as dist
 
     from .strategy import watchdog
@@ -148,3 +152,39 @@ def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.freeze()  # the interpreter's last collection would walk through everything that was ever imported
+    threading.Thread(target=_end_in_time, args=(code,), name="leaving", daemon=True).start()
+
+
+def _end_in_time(code: int) -> None:
+    """In a thread: once the program is over, threads that would keep its process get LEFT_SECONDS and are then named.
+
+    The interpreter waits for every thread that is no daemon, and a reward function may have left one that never ends.
+    """
+    while not _program_is_over():
+        time.sleep(LOOK_SECONDS)
+    for _ in range(round(LEFT_SECONDS / LOOK_SECONDS)):
+        if not _left_threads():
+            return
+        time.sleep(LOOK_SECONDS)
+    left, frames = _left_threads(), sys._current_frames()
+    if not left:
+        return
+    named = "; ".join(f"{thread.name}{place_of(frames.get(thread.ident))}" for thread in left)
+    told = f"the run is done, but threads that it started go on: {named}; the process ends without them"
+    print(f"warning: {told}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _program_is_over() -> bool:
+    """Whether the main thread has left the program, and waits inside `threading` for the others or is gone."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_filename == threading.__file__
+
+
+def _left_threads() -> list[threading.Thread]:
+    main = threading.main_thread()
+    return [thread for thread in threading.enumerate() if not thread.daemon and thread is not main]

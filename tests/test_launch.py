@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -80,7 +82,7 @@ def test_a_reward_that_hangs_in_the_first_evaluation_leaves_the_code_of_sigterm(
 
 
 def test_a_run_that_was_stopped_ends_with_the_code_that_was_asked_for(monkeypatch):
-    monkeypatch.setattr(launch, "_leave", lambda: None)
+    monkeypatch.setattr(launch, "_leave", lambda code: None)
     state = SimpleNamespace(exit_code=75, listening=nullcontext)
     trainer = SimpleNamespace(fit=lambda: None, close=lambda: None, state=state)
     with pytest.raises(SystemExit) as left:
@@ -140,3 +142,69 @@ def test_an_error_that_cannot_be_written_as_text(ended, capsys, tmp_path):
     assert ended(Silent()) == 1
     assert "error: Silent: (its message cannot be had: ZeroDivisionError) (stage reward)" in capsys.readouterr().err
     assert "Silent" in log_of(tmp_path)
+
+
+LEAVES = """
+import atexit, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from lightrft_visual import launch
+from lightrft_visual.config.vl import RunConfig
+
+launch.LEFT_SECONDS = 1.0
+atexit.register(print, "atexit")
+
+def stays():
+    time.sleep(600)
+
+def fit():
+    if "thread" in sys.argv:
+        threading.Thread(target=stays, name="telemetry").start()
+    if "pool" in sys.argv:
+        ThreadPoolExecutor(1, thread_name_prefix="pool").submit(stays)
+    if "idle" in sys.argv:
+        ThreadPoolExecutor(1).submit(int).result()
+    if "ends soon" in sys.argv:
+        threading.Timer(0.5, print, ["ended by itself"]).start()
+    if "daemon" in sys.argv:
+        threading.Thread(target=stays, daemon=True).start()
+    print("written last", end="")
+
+trainer = SimpleNamespace(fit=fit, close=lambda: None, state=SimpleNamespace(exit_code=int(sys.argv[1])))
+launch._run(RunConfig(), lambda: trainer)
+if "goes on" in sys.argv:
+    time.sleep(3)
+    print(" and on")
+"""
+
+
+@pytest.fixture
+def left(tmp_path):
+    """Exit code and output of a program whose run leaves something."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+
+    def run(code, *what):
+        command = [sys.executable, str(tmp_path / "leaves.py"), str(code), *what]
+        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+        return subprocess.run(command, env=environment, capture_output=True, timeout=120, text=True)
+
+    return run
+
+
+@pytest.mark.parametrize(("what", "name", "code"), [("thread", "telemetry", 0), ("pool", "pool_0", 75)])
+def test_threads_that_a_run_left_and_that_never_end_are_named_and_left(left, tmp_path, what, name, code):
+    ended = left(code, what)
+    assert ended.returncode == code and ended.stdout.endswith("written last")
+    assert f"threads that it started go on: {name}, at {tmp_path}/leaves.py, line" in ended.stderr
+
+
+@pytest.mark.parametrize("what", ["idle", "ends soon", "daemon"])
+def test_threads_that_end_in_time_are_waited_for_without_a_word(left, what):
+    ended = left(0, what)
+    assert ended.returncode == 0 and "go on" not in ended.stderr and "atexit" in ended.stdout
+    assert ("ended by itself" in ended.stdout) == (what == "ends soon")
+
+
+def test_program_that_goes_on_after_its_run_is_not_ended(left):
+    ended = left(0, "thread", "goes on")
+    assert ended.returncode == 0 and "and on" in ended.stdout and "telemetry" in ended.stderr

@@ -58,7 +58,7 @@ def test_second_run_into_a_live_folder_is_refused_and_the_folder_resumed_later(r
             if (tmp_path / "waiting").exists() or first.poll() is not None:
                 break
         before = sorted(path.name for path in (tmp_path / "run").iterdir())
-        second = finished(command, LIMIT, env=environment, cwd=tmp_path)
+        second = finished(command, LIMIT, env={**environment, "GO_ON": str(tmp_path)}, cwd=tmp_path)
         after = sorted(path.name for path in (tmp_path / "run").iterdir())
         (tmp_path / "go_on").touch()
         told, _ = output_of(first, LIMIT)

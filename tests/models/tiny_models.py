@@ -24,6 +24,7 @@ from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+ROUND = "qwen2_vl"  # its vocabulary is a multiple of 64; vLLM pads that of all others
 ALL_KINDS = [f"{family}{tied}" for family in (*VISION_FAMILIES, "qwen2") for tied in ("", "+tied")]
 
 
@@ -46,9 +47,16 @@ def checkpoint_of(root: Path, kind: str) -> Checkpoint:
     family, tied, _ = (*kind.partition("+"),)
     folder = build_tiny_checkpoint(root / kind, family, texts=vocabulary_texts(), tie_embeddings=bool(tied))
     model = load(folder, TINY_FAMILIES[family].processor is not None)
+    if family != ROUND:
+        model.resize_token_embeddings(uneven_vocabulary(model))
     perturb(model, 1, 0.05)
     model.save_pretrained(folder)
     return open_checkpoint(str(folder), ModelConfig(), DataConfig())
+
+
+def uneven_vocabulary(model) -> int:
+    """A little less than the model has, so that padding that no text decodes to is left, and no multiple of 64."""
+    return model.config.get_text_config().vocab_size - 5
 
 
 def load(folder, vision: bool):

@@ -6,6 +6,7 @@ One engine is loaded per kind of model (seconds each); pytest runs all tests of 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import (
     ALL_KINDS,
     IMAGE,
+    ROUND,
     actor_of,
     checkpoint_of,
     mixed_prompts,
@@ -25,11 +27,14 @@ from tiny_models import (
 
 from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.batches.sampling import SamplingSettings
+from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.embedded.tiny_vlm import build_processor
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.rollout.engine import EngineByKind
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
+from lightrft_visual.strategy.deepspeed import TrainEngine
+from lightrft_visual.trainer.vl.trainer import VLTrainer
 
 PLAIN = SamplingSettings(n=3, max_new_tokens=6)
 FIRE = SamplingSettings(n=4, temperature=0.7, max_new_tokens=5, first_token_temperature=10.0)
@@ -113,6 +118,24 @@ def test_adapters_are_merged_into_the_sync(rig, root):
     rig.engine.update_weights(rig.weights(actor))
     assert rig.difference(mixed_prompts(), PLAIN, actor) <= 1e-5
     assert rig.difference(mixed_prompts(), PLAIN) > 1e-2
+
+
+@pytest.mark.parametrize("any_rig", [DEFAULT, f"{DEFAULT}+tied", ROUND], indirect=True)
+def test_an_actor_that_leaves_after_the_load_is_sampled_from_as_it_was(any_rig):
+    config = any_rig.checkpoint.config
+    assert (config.get_text_config().vocab_size % 64 == 0) is (config.model_type == ROUND)
+    for parameter in any_rig.actor.parameters():
+        parameter.data = parameter.data.clone()  # of a file's memory map nothing can be given back
+    trainer = VLTrainer.__new__(VLTrainer)
+    trainer.config = RunConfig()
+    trainer.config.rollout.offload_trainer = True
+    trainer.actor = TrainEngine(SimpleNamespace(module=any_rig.actor), zero_stage=1, max_norm=1.0)
+    trainer.maker = SimpleNamespace(engine=any_rig.engine)
+    any_rig.move()
+    trainer._load_engine_weights()
+    assert not any(parameter.untyped_storage().nbytes() for parameter in any_rig.actor.parameters())
+    trainer.actor.bring_back()
+    assert any_rig.difference(prompts_for(any_rig.checkpoint), PLAIN) <= 1e-5
 
 
 @only_by_transformers
