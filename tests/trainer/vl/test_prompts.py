@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-from lightrft_visual.trainer.vl.prompts_ahead import PromptsAhead
 from PIL import Image
 
 from lightrft_visual.batches.prompts import PromptBatch
@@ -17,6 +16,7 @@ from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.data.sampler import PromptSampler
 from lightrft_visual.data.supply import PromptSupply
 from lightrft_visual.errors import DataError
+from lightrft_visual.trainer.vl.prompts import PromptSource
 
 BAD, SIZE = (1, 4, 5), 4
 
