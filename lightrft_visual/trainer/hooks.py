@@ -25,8 +25,8 @@ V = TypeVar("V")
 class StopRun(Exception):
     """Raised by a hook to end the run well: with a checkpoint, exit code 0 and the reason on the console.
 
-    Raised by a method from `on_prompts` to `on_buffer`, the step is given up and made again on resume. Raised by a later
-    one, the step is finished first. export: write the final model as well.
+    Raised by a method from `on_prompts` to `on_buffer`, the step is given up and made again on resume. Raised by a
+    later one, the step is finished first. export: write the final model as well.
     """
 
     def __init__(self, reason: str, export: bool = False) -> None:

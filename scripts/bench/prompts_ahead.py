@@ -24,6 +24,7 @@ FORMS = ("when asked", "rows ahead", "all ahead")
 
 def parts_of(folder: Path, arguments: argparse.Namespace):
     """A new supply of prompts, and what prepares them."""
+    from lightrft_visual.trainer.vl.prompts_ahead import PromptsAhead
     from PIL import Image
 
     from lightrft_visual.batches.prompts import PromptBatch
@@ -32,7 +33,6 @@ def parts_of(folder: Path, arguments: argparse.Namespace):
     from lightrft_visual.data.supply import PromptSupply
     from lightrft_visual.embedded.tiny_vlm import build_processor, build_tokenizer
     from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
-    from lightrft_visual.trainer.vl.prompts_ahead import PromptsAhead
 
     path = folder / "rows.jsonl"
     if not path.exists():

@@ -1,24 +1,59 @@
-"""Every number of a reward is reported once."""
+"""Dynamic sampling around a maker: what is drawn again, and how the numbers of rounds make those of a step."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
-from lightrft_visual.trainer.stage_metrics import add_stage_metrics, over_rounds
+from tiny_models import actor_of, checkpoint_of, turn
 
+from lightrft_visual.algorithms.kl import FixedKLController
+from lightrft_visual.batches.prompts import PromptBatch
+from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.observe.metrics import MetricsAccumulator
-from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import RewardOutput
+from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
+from lightrft_visual.trainer.features.dynamic_sampling import ResamplingMaker, over_rounds
+from lightrft_visual.trainer.hooks import Hooks
+
+PROMPTS = [turn("how many?"), turn("where?")]
 
 
-def test_components_are_told_per_sample_and_counts_by_the_call():
-    def some(prompts):
-        return [None, 1.0, 2.0], {"length": [3.0, 4.0, 5.0]}
+class Noting:
+    """A hook that counts its calls."""
 
-    output = RewardComputationEngine(custom_reward_func=some).score_media(["a", "b", "c"])
-    assert output.metrics["reward/some"] == 1.5
-    counts = output.counts
-    assert counts.pop("reward/time") > 0
-    assert counts == {"reward/some/failures": 0, "reward/some/not_applicable": 1, "reward/invalid_share": 1 / 3}
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_rollouts(self, rollouts):
+        self.calls.append("rollouts")
+        return rollouts
+
+    def on_scores(self, rollouts):
+        self.calls.append("scores")
+        return rollouts
+
+
+def test_equal_groups_are_drawn_again_and_hooks_see_the_scores_of_what_is_kept(tmp_path):
+    rounds, told = [], Noting()
+
+    def equal_at_first(completions):
+        rounds.append(len(completions))
+        return [1.0] * len(completions) if len(rounds) < 3 else [float(place) for place in range(len(completions))]
+
+    checkpoint = checkpoint_of(tmp_path, "qwen2")
+    settings = MakerSettings(sampling=SamplingSettings(n=2, max_new_tokens=4), hooks=Hooks([told]))
+    one = FastExperienceMaker(
+        actor_of(checkpoint), None, None, None, checkpoint.tokenizer, 64, FixedKLController(0.0),
+        SimpleNamespace(device=torch.device("cpu")), reward_fn=equal_at_first, settings=settings,
+    )  # fmt: skip
+    maker = ResamplingMaker(one.maker, tries=4, more=lambda: PromptBatch.of(PROMPTS))
+    made = maker.make_experience(maker.score(maker.generate(PromptBatch.of(PROMPTS))))
+    assert rounds == [4, 4, 4] and made.rollouts.counts["dynamic_rounds"] == 3
+    assert told.calls == ["rollouts"] * 3 + ["scores"]
+    assert [each.reward for each in made.rollouts] == [0.0, 1.0, 2.0, 3.0]
+    assert sum(len(each.sequences) for each in made.batches) == 4
+    assert all((each.advantages[:, 0] != 0).all() for each in made.batches)
 
 
 def test_rounds_of_sampling_make_one_step():
@@ -32,6 +67,6 @@ def test_rounds_of_sampling_make_one_step():
     }  # fmt: skip
     metrics = MetricsAccumulator()
     metrics.add_mean("reward/a", torch.tensor([1.0, 3.0]))
-    add_stage_metrics(metrics, step)
+    metrics.add_numbers(step)
     assert metrics.reduce() == {**step, "reward/a": 2.0}
     assert RewardOutput(torch.ones(1), {"a": torch.ones(1)}, torch.ones(1).bool(), {"reward/a": 1.0}).counts == {}

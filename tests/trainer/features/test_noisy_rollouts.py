@@ -102,7 +102,7 @@ def test_only_generation_sees_the_noisy_image(data, streams):
 
 
 def test_the_engines_word_for_a_noisy_image_is_not_held_against_the_trainer():
-    prompt = SimpleNamespace(token_ids=[1], draws=False, group_id=0, vision=None, images=[], videos=[])
+    prompt = SimpleNamespace(token_ids=[1], loss_part=0, group_id=0, vision=None, images=[], videos=[])
     from lightrft_visual.batches.rollouts import Rollout
 
     rollouts = [Rollout(prompt, [2, 3], [-1.0, -1.0], "", False, k, distorted=k == 1) for k in range(2)]
