@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..algorithms.advantages import get_advantages_and_returns
+from ..algorithms.advantages import get_advantage_calculator, get_advantages_and_returns
 from ..batches.experience import Experience, ExperienceDiffusion, ExperienceVL
 from ..batches.prompts import PromptBatch
 from ..batches.samples import Samples, SamplesVL
@@ -18,7 +18,13 @@ from .vl.maker import MakerSettings, build_maker
 if TYPE_CHECKING:
     from .diffusion.stages import Sampled
 
-__all__ = ["FastExperienceMaker", "MakerSettings", "MultimodalDataProcessor", "RewardComputationEngine"]
+__all__ = [
+    "FastExperienceMaker",
+    "MakerSettings",
+    "MultimodalDataProcessor",
+    "RewardComputationEngine",
+    "get_advantage_calculator",
+]
 
 T = torch.Tensor
 

@@ -25,8 +25,8 @@ V = TypeVar("V")
 class StopRun(Exception):
     """Raised by a hook to end the run well: with a checkpoint, exit code 0 and the reason on the console.
 
-    Raised before the step has trained, the step is given up and made again on resume. Raised by `on_metrics` or
-    `on_evaluation`, the step is finished first. export: write the final model as well.
+    Raised by a method from `on_prompts` to `on_buffer`, the step is given up and made again on resume. Raised by a
+    later one, the step is finished first. export: write the final model as well.
     """
 
     def __init__(self, reason: str, export: bool = False) -> None:
@@ -189,18 +189,16 @@ class Hooks:
         return self._through("on_buffer", buffer)
 
     def on_train_batch(self, batch: V) -> V:
-        """See `StepHook.on_train_batch`."""
-        return self._through("on_train_batch", batch)
+        """See `StepHook.on_train_batch`; a StopRun waits for the end of the step."""
+        return self._through("on_train_batch", batch, waits=True)
 
     def on_update(self, result: Any) -> None:
-        """See `StepHook.on_update`."""
-        for call in self._calls("on_update"):
-            call(result)
+        """See `StepHook.on_update`; a StopRun waits for the end of the step."""
+        self._told("on_update", result)
 
     def on_sync(self) -> None:
-        """See `StepHook.on_sync`."""
-        for call in self._calls("on_sync"):
-            call()
+        """See `StepHook.on_sync`; a StopRun waits for the end of the step."""
+        self._told("on_sync")
 
     def on_metrics(self, metrics: Mapping[str, float]) -> None:
         """See `StepHook.on_metrics`; a StopRun waits for the end of the step."""
@@ -246,17 +244,22 @@ class Hooks:
     def _calls(self, name: str) -> Iterator[Callable[..., Any]]:
         return (getattr(hook, name) for hook in self._hooks if hasattr(hook, name))
 
-    def _through(self, name: str, value: V) -> V:
+    def _through(self, name: str, value: V, waits: bool = False) -> V:
         for call in self._calls(name):
-            value = call(value)
+            try:
+                value = call(value)
+            except StopRun as stop:
+                if not waits:
+                    raise
+                self.stopping = self.stopping or stop
             if value is None:
                 raise TypeError(f"{call.__qualname__} returned None; it returns its argument or what replaces it")
         return value
 
-    def _told(self, name: str, metrics: Mapping[str, float]) -> None:
+    def _told(self, name: str, *arguments: Any) -> None:
         for call in self._calls(name):
             try:
-                call(metrics)
+                call(*arguments)
             except StopRun as stop:
                 self.stopping = self.stopping or stop
 

@@ -173,13 +173,11 @@ class PolicyTrainer(ABC):
     def _steps(self) -> bool:
         """Whether the model is to be exported: all steps were made, or a hook that ended the run asks for it. A signal
         ends them earlier, with a checkpoint."""
-        while self.step < self.settings.total_steps:
+        while self.hooks.stopping is None and self.step < self.settings.total_steps:
             self.state.mark()
             done = self.step
             try:
                 self._one_step()
-                if self.hooks.stopping is not None:
-                    return self._end(self.hooks.stopping)
             except StoppedBySignal as error:  # by scoring, on all ranks alike: in a step or in an evaluation
                 return self._stop(str(error), rewound=self.step == done)
             except StopRun as stop:  # before the step has trained
@@ -187,9 +185,9 @@ class PolicyTrainer(ABC):
                     self.state.save_marked()
                 self.console.message(f"{stop.reason}; a checkpoint of step {self.step} is saved")
                 return stop.export
-            if self.step < self.settings.total_steps and self.state.stop_requested():
+            if self.hooks.stopping is None and self.step < self.settings.total_steps and self.state.stop_requested():
                 return self._stop()
-        return True
+        return True if self.hooks.stopping is None else self._end(self.hooks.stopping)
 
     def _stop(self, why: str = "", rewound: bool = False) -> bool:
         with self.timer.phase("save"):

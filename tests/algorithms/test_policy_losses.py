@@ -56,13 +56,13 @@ def random_inputs(rows=8, length=6, seed=0, scale=0.3):
         entropy=normal().abs(),
         ref_log_probs=old + scale * normal(),
         policy_mask=mask & (normal() > -0.5),
-        hidden_log_probs=old + scale * normal(),
-        hidden_entropy=normal().abs(),
+        extra={"hidden_log_probs": old + scale * normal(), "hidden_entropy": normal().abs()},
     )
 
 
 def rows_of(inputs, part):
-    return LossInputs(**{field.name: getattr(inputs, field.name)[part] for field in fields(inputs)})
+    own = {field.name: getattr(inputs, field.name)[part] for field in fields(inputs) if field.name != "extra"}
+    return LossInputs(**own, extra={name: tensor[part] for name, tensor in inputs.extra.items()})
 
 
 class TestPPO:
@@ -321,16 +321,20 @@ class TestWholeLoss:
         inputs = random_inputs(rows=4, length=5, seed=seed, scale=scale)
         config = AlgorithmConfig(
             policy_loss=name, loss_agg_mode=mode, tis_mode=tis, use_kl_loss=True, kl_estimator="k3", entropy_coef=0.1,
-            cpgd_alpha=0.5, dual_clip=2.0,
+            cpgd_alpha=0.5, dual_clip=2.0, papo_coef=0.1, papo_entropy_coef=0.1,
         )  # fmt: skip
         denominators = global_denominators([inputs.action_mask], 10)
         clean = policy_loss(inputs, config, denominators)
-        dirty = {
-            field.name: torch.where(inputs.action_mask, getattr(inputs, field.name).detach(), junk)
-            for field in fields(inputs)
-            if getattr(inputs, field.name).dtype == torch.float32
-        }
-        inputs = replace(inputs, **dirty)
+        values = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name != "extra"}
+        dirty, extra = (
+            {
+                name: torch.where(inputs.action_mask, value.detach(), junk)
+                for name, value in each.items()
+                if value.dtype == torch.float32
+            }
+            for each in (values, inputs.extra)
+        )
+        inputs = replace(inputs, **dirty, extra=extra)
         inputs.log_probs.requires_grad_()
         outputs = policy_loss(inputs, config, denominators)
         outputs.loss.backward()
@@ -428,7 +432,7 @@ class TestHighEntropy:
 def test_papo_adds_the_perception_loss_of_the_paper():
     """arXiv 2507.06448: J + gamma * (r - log r - 1) - eta * (H + H_hidden), r = policy with hidden patches / policy."""
     plain = random_inputs()
-    hidden, hidden_entropy = plain.hidden_log_probs.requires_grad_(), plain.hidden_entropy
+    hidden, hidden_entropy = plain.extra["hidden_log_probs"].requires_grad_(), plain.extra["hidden_entropy"]
     denominators = global_denominators([plain.action_mask], 6)
     without = policy_loss(plain, AlgorithmConfig(), denominators).loss
     found = policy_loss(plain, AlgorithmConfig(papo_coef=0.02, papo_entropy_coef=0.03), denominators)
@@ -445,18 +449,19 @@ def test_papo_adds_the_perception_loss_of_the_paper():
 def test_papo_takes_a_token_only_so_far():
     """As in the authors' code a token's estimate counts up to 10: the other way, what is maximised runs away."""
     plain = random_inputs()
-    plain.hidden_log_probs = (plain.log_probs.detach() + 6.0).requires_grad_()  # e^6 - 1 - 6, and e^-6 - 1 + 6 in turn
+    hidden = (plain.log_probs.detach() + 6.0).requires_grad_()  # e^6 - 1 - 6, and e^-6 - 1 + 6 in turn
+    plain.extra = {"hidden_log_probs": hidden}
     denominators = global_denominators([plain.action_mask], 6)
     found = policy_loss(plain, AlgorithmConfig(papo_coef=1.0), denominators)
     assert found.metrics["perception_kl"] == pytest.approx(10.0)
     found.loss.backward()
-    assert plain.hidden_log_probs.grad.abs().max() == 0
-    plain.hidden_log_probs = (plain.log_probs.detach() - 6.0).requires_grad_()
+    assert hidden.grad.abs().max() == 0
+    plain.extra = {"hidden_log_probs": (plain.log_probs.detach() - 6.0).requires_grad_()}
     assert policy_loss(plain, AlgorithmConfig(papo_coef=1.0), denominators).metrics["perception_kl"] < 6
 
 
 def test_papo_says_what_it_lacks():
     with pytest.raises(ValueError, match="papo_coef needs hidden_log_probs"):
-        policy_loss(replace(random_inputs(), hidden_log_probs=None), AlgorithmConfig(papo_coef=0.1), ONE)
+        policy_loss(replace(random_inputs(), extra={}), AlgorithmConfig(papo_coef=0.1), ONE)
     with pytest.raises(ValueError, match="papo_entropy_coef belongs to a papo_coef above 0"):
         AlgorithmConfig(papo_entropy_coef=0.1).check()

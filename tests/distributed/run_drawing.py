@@ -56,9 +56,16 @@ def optimizer_elements(trainer) -> int:
     return sum(value.numel() for group in state.values() for value in group.values() if torch.is_tensor(value))
 
 
+def average_of(trainer):
+    """The average of the weights, or None."""
+    from lightrft_visual.trainer.features.ema import EmaHook
+
+    return next((hook.average for hook in trainer.hooks if isinstance(hook, EmaHook)), None)
+
+
 def copied_elements(trainer) -> dict[str, int]:
     """Numbers in the copies of the trained weights that this rank keeps."""
-    kept = {"ema": trainer.parts.ema, "old": trainer.parts.old, "reference": trainer.parts.policy._reference}
+    kept = {"ema": average_of(trainer), "old": trainer.parts.old, "reference": trainer.parts.policy._reference}
     return {name: sum(each.numel() for each in copy.copies) for name, copy in kept.items() if copy is not None}
 
 
@@ -101,7 +108,7 @@ def swaps(trainer) -> dict[str, dict[str, float | bool]]:
             return [parameter.detach().clone() for parameter in parameters]
 
     found = {}
-    kept = {"ema": trainer.parts.ema, "old": trainer.parts.old}
+    kept = {"ema": average_of(trainer), "old": trainer.parts.old}
     contexts = {name: copy.swapped for name, copy in kept.items() if copy is not None} | {"reference": policy.reference}
     if trainer.config.model.lora_rank == 0 and trainer.config.algorithm.beta == 0:
         del contexts["reference"]

@@ -37,12 +37,12 @@ ENDING = {
 READING = {
     "rollouts sampled": Place("rewards.engine:RewardComputationEngine.score_rollouts", "before"),
     "rewards computed": Place("rewards.engine:RewardComputationEngine.score_rollouts", "after"),
-    "log-probs computed": Place("trainer.fast_exp_maker:assign_advantages", "before"),
-    "advantages computed": Place("trainer.fast_exp_maker:assign_advantages", "after"),
+    "log-probs computed": Place("trainer.vl.maker:assign_advantages", "before"),
+    "advantages computed": Place("trainer.vl.maker:assign_advantages", "after"),
     "buffer partly filled": Place("replay.buffer:NaiveReplayBuffer.append", "after", call=2),
     "buffer filled": Place("replay.buffer:NaiveReplayBuffer.plan", "before"),
     "first of two updates done": Place("trainer.vl.updates:PolicyUpdate.step", "after", call=2),
-    "all updates done": Place("trainer.vl.trainer:VLTrainer.learn", "after"),
+    "all updates done": Place("trainer.vl.trainer:VLTrainer._learn", "after"),
     "weights synchronised": Place("trainer.vl.trainer:VLTrainer.sync", "after"),
     **ENDING,
 }
@@ -53,7 +53,7 @@ DRAWING = {
     "buffer partly filled": Place("replay.buffer:NaiveReplayBuffer.append", "after", call=2),
     "buffer filled": Place("replay.buffer:NaiveReplayBuffer.plan", "before"),
     "first of two updates done": Place("trainer.diffusion.trainer:DiffusionTrainer._finish_update", "after", call=2),
-    "all updates done": Place("trainer.diffusion.trainer:DiffusionTrainer.learn", "after"),
+    "all updates done": Place("trainer.diffusion.trainer:DiffusionTrainer._learn", "after"),
     "old policy moved": Place("trainer.diffusion.trainer:DiffusionTrainer.sync", "after"),
     **ENDING,
 }

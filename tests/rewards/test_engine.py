@@ -384,3 +384,14 @@ def test_no_payload_in_logs_or_errors(caplog):
     RewardComputationEngine(custom_reward_func=shaky).compute_rewards([samples])
     assert "shaky: 1 of 2 samples failed: late" in caplog.text
     assert secret not in caplog.text + str(caught.value) and secret[:6] not in repr(caught.value)
+
+
+def test_components_are_told_per_sample_and_counts_by_the_call():
+    def some(prompts):
+        return [None, 1.0, 2.0], {"length": [3.0, 4.0, 5.0]}
+
+    output = RewardComputationEngine(custom_reward_func=some).score_media(["a", "b", "c"])
+    assert output.metrics["reward/some"] == 1.5
+    counts = output.counts
+    assert counts.pop("reward/time") > 0
+    assert counts == {"reward/some/failures": 0, "reward/some/not_applicable": 1, "reward/invalid_share": 1 / 3}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -66,9 +68,10 @@ def test_the_diffusion_maker_hands_media_and_metrics_over_with_the_experience(en
     rewards = RewardComputationEngine(custom_reward_func=redness)
     maker = DiffusionExperienceMaker(engine, rewards, DiffusionAlgorithmConfig())
     batch = PromptBatch.of(PROMPTS, references=[1.0, 0.0], labels=["circles", "crosses"])
-    made, delegated = maker.make(engine.rows(batch), step=0), make(maker_of(engine))
-    assert made.media.shape == (8, 3, 32, 32) and made.metrics["group_size"] == 4
-    assert [each.advantages.tolist() for each in made.experiences] == [each.advantages.tolist() for each in delegated]
+    made = maker.make_experience(maker.score(maker.generate(engine.rows(batch), step=0)))
+    delegated = make(maker_of(engine))
+    assert made.rollouts.media.shape == (8, 3, 32, 32) and made.rollouts.counts["group_size"] == 4
+    assert [each.advantages.tolist() for each in made.batches] == [each.advantages.tolist() for each in delegated]
 
 
 def test_replay_of_what_the_maker_made_is_exact(engine):
@@ -92,7 +95,7 @@ def test_noise_follows_the_policy_version_and_the_call(engine):
 
 
 def test_settings_of_the_advantages_are_used(engine):
-    experiences = make(maker_of(engine, diffusion=DiffusionAlgorithmConfig(adv_clip_max=0.1)))
+    experiences = make(maker_of(replace(engine, algorithm=DiffusionAlgorithmConfig(adv_clip_max=0.1))))
     assert torch.cat([each.advantages for each in experiences]).abs().max() == pytest.approx(0.1)
 
 

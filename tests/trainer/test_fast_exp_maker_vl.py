@@ -9,7 +9,6 @@ import torch
 from tiny_models import actor_of, checkpoint_of, turn
 
 from lightrft_visual.algorithms.kl import FixedKLController
-from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
 
@@ -41,20 +40,3 @@ def test_equal_prompts_of_two_calls_are_sampled_anew(checkpoint):
     again = maker(checkpoint, by_place)
     assert torch.equal(again.make_experience_list(PROMPTS)[0].sequences, first[0].sequences)
     assert [each.sample_ids.tolist() for each in again.generate_samples(PROMPTS)] == [[4, 5, 6, 7]]
-
-
-def test_dynamic_sampling_draws_equal_groups_again(checkpoint):
-    rounds = []
-
-    def equal_at_first(completions):
-        rounds.append(len(completions))
-        return [1.0] * len(completions) if len(rounds) < 3 else by_place(completions)
-
-    one = maker(checkpoint, equal_at_first, dynamic_sampling_tries=4)
-    batch = PromptBatch.of(PROMPTS)
-    made = one.make(batch, more=lambda: batch)
-    experiences = made.experiences
-    assert rounds == [4, 4, 4] and made.metrics["dynamic_rounds"] == 3
-    assert [each.reward for each in made.rollouts] == [0.0, 1.0, 2.0, 3.0]
-    assert sum(len(each.sequences) for each in experiences) == 4
-    assert all((each.advantages[:, 0] != 0).all() for each in experiences)

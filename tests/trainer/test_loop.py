@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,9 @@ from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.strategy.files import read_jsonl
 from lightrft_visual.strategy.phase_timer import PhaseTimer
-from lightrft_visual.trainer.loop import Evaluated, LoopSettings, PolicyTrainer, StepData, start_up_objects_aside
+from lightrft_visual.trainer.features.guard import GuardHook
+from lightrft_visual.trainer.hooks import Hooks, StepData, StepHook, StopRun
+from lightrft_visual.trainer.loop import Evaluated, LoopSettings, PolicyTrainer, start_up_objects_aside
 
 
 def test_the_collector_skips_what_start_up_made_until_the_steps_end():
@@ -26,30 +29,47 @@ def test_the_collector_skips_what_start_up_made_until_the_steps_end():
     assert gc.get_freeze_count() == 0
 
 
+class Watched:
+    """A run that has nothing to watch beside its metrics."""
+
+    def close(self):
+        pass
+
+
 class Walk(PolicyTrainer):
     """Steps that train nothing but a counter, its weights; the one numbered `fails` raises. golds: by step."""
 
-    def __init__(self, folder, fails=None, steps=3, golds=(), guard=None, resume=None, invalid=(), **output):
-        settings = LoopSettings(
-            steps, OutputConfig(output_dir=str(folder), **output), TrainConfig(), resume, guard=guard or GuardConfig()
-        )
-        super().__init__(settings, RunRecorder(folder), RunConsole(steps, active=False), PhaseTimer(lambda: None))
+    def __init__(
+        self, folder, fails=None, steps=3, golds=(), guard=None, resume=None, callbacks=(), invalid=(), **output
+    ):
+        self, folder, fails=None, steps=3, golds=(), guard=None, resume=None, callbacks=(), invalid=(), **output
+    ):
+        settings = LoopSettings(steps, OutputConfig(output_dir=str(folder), **output), TrainConfig(), resume)
+        hook = GuardHook(guard or GuardConfig(), Watched(), gold=False, penalties=())
+        parts = SimpleNamespace(
+            kind="walk", config=None, loop=settings, recorder=RunRecorder(folder), hooks=Hooks([hook]),
+            console=RunConsole(steps, active=False), timer=PhaseTimer(lambda: None),
+        )  # fmt: skip
+        self.guard, self.said = hook.guard, []
+        parts.console.message = self.said.append
+        super().__init__(parts, callbacks)
         self.fails, self.golds, self.invalid, self.weights = fails, golds, invalid, 0
         self.report.every = self.report._next = 1
 
     def start(self):
         pass
 
-    def collect(self):
-        return StepData([])
-
-    def learn(self, data):
+    def train_step(self):
+        data = StepData([])
+        self.hooks.on_scores([])
         if self.step + 1 == self.fails:
             raise RuntimeError("broken")
         data.metrics.add("reward_mean", 0.25 * (self.step + 1))
         for name, shares in dict(self.invalid).items():  # of each step
             data.metrics.add(name, shares[self.step])
         self.weights += 1
+        self.hooks.on_update(SimpleNamespace(applied=True))
+        return data
 
     def sync(self):
         pass
@@ -57,10 +77,10 @@ class Walk(PolicyTrainer):
     def evaluate(self):
         metrics = {"eval_reward": 0.0625 * (self.step + 1)}
         if not self.golds:
-            return Evaluated(metrics, [])
+            return Evaluated(metrics)
         metrics["eval_gold"], worth = self.golds[self.step], [-0.3, -0.1, 0.1, 0.3]  # of four prompts
         columns = ([each + value for each in worth] for value in metrics.values())
-        return Evaluated(metrics, [], Look(self.step, [0, 1, 2, 3], *columns))
+        return Evaluated(metrics, look=Look(self.step, [0, 1, 2, 3], *columns))
 
     def state_dict(self):
         return {}
@@ -183,3 +203,91 @@ def test_an_alarm_goes_back_to_the_best_gold_from_which_the_run_is_resumed(walk,
 def test_the_best_by_gold_outlives_the_rotation(walk, tmp_path):
     walk(steps=7, golds=GOLDS, eval_steps=1, save_steps=1, max_ckpt_num=2).fit()
     assert sorted(path.name for path in tmp_path.glob("checkpoint-0*")) == ["checkpoint-000002", "checkpoint-000007"]
+
+
+# --- hooks that end a run --------------------------------------------------------------------------------------------
+
+
+class Ending(StepHook):
+    """Raises StopRun in one method, in the step of a number; counts the scores that it was given, in its state."""
+
+    name = "ending"
+
+    def __init__(self, method: str, at: int, export: bool = False) -> None:
+        self.scores, self.ended = 0, []
+        given = getattr(self, method)
+
+        def ending(*arguments):
+            if self.finished() == at:
+                raise StopRun("enough", export)
+            return given(*arguments)
+
+        setattr(self, method, ending)
+
+    def setup(self, context):
+        self.finished = context.step
+
+    def on_scores(self, rollouts):
+        self.scores += 1
+        return rollouts
+
+    def on_sync(self):
+        self.ended.append(self.finished())
+
+    def state_dict(self):
+        return {"scores": self.scores}
+
+    def load_state_dict(self, state):
+        self.scores = state["scores"]
+
+
+class CountsScores(Ending):
+    """Counts, before the one that ends the run is asked."""
+
+    name = "counts"
+
+    def __init__(self) -> None:
+        super().__init__("on_sync", at=-1)
+
+
+def test_stop_run_before_training_gives_the_step_up_and_saves_where_it_began(walk, tmp_path):
+    counts = CountsScores()
+    trainer = walk(callbacks=[counts, Ending("on_scores", at=1)])
+    trainer.fit()
+    assert trainer.step == trainer.weights == 1 and counts.scores == 2
+    assert trainer.said[-1] == "enough; a checkpoint of step 1 is saved"
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000001"]
+    again = CountsScores()
+    resumed = walk(callbacks=[again], resume=tmp_path / "checkpoint-000001")
+    resumed.fit()
+    assert resumed.weights == 3 and again.scores == 3  # one of the first step, and the given up one made again
+
+
+@pytest.mark.parametrize("method", ["on_update", "on_sync", "on_metrics"])
+def test_stop_run_of_a_step_that_has_trained_waits_for_its_end(walk, tmp_path, method):
+    at = 1 if method == "on_update" else 2  # the step counts as finished once it is trained
+    trainer = walk(callbacks=[Ending(method, at)], eval_steps=2)
+    assert trainer.fit() == {"eval_reward": 0.1875}  # the evaluation of the step
+    assert trainer.step == 2 and (tmp_path / "checkpoint-000002" / "weights.bin").read_text() == "2"
+    assert trainer.said[-1] == "enough; a checkpoint is saved" and not (tmp_path / "checkpoint-final").exists()
+
+
+def test_stop_run_of_an_evaluation_exports_where_it_says_so(walk, tmp_path):
+    trainer = walk(callbacks=[Ending("on_evaluation", at=2, export=True)], eval_steps=1)
+    trainer.fit()
+    assert trainer.step == 2 and (tmp_path / "checkpoint-final" / "model.bin").read_text() == "2"
+
+
+def test_stop_run_of_the_first_evaluation_ends_the_run_before_any_step(walk, tmp_path):
+    trainer = walk(callbacks=[Ending("on_evaluation", at=0)])
+    trainer.fit()
+    assert trainer.step == trainer.weights == 0 and (tmp_path / "checkpoint-000000").is_dir()
+
+
+def test_a_hooks_numbers_are_columns_of_the_steps_metrics(walk, tmp_path):
+    class Number(StepHook):
+        def metrics(self):
+            return {"my_number": 4.0}
+
+    walk(callbacks=[Number()]).fit()
+    assert [line["my_number"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [4.0] * 3

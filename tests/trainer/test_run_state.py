@@ -13,10 +13,10 @@ import torch
 from lightrft_visual.checkpoint.fingerprint import check_model
 from lightrft_visual.checkpoint.manager import CheckpointManager
 from lightrft_visual.checkpoint.state import load_state, set_rng_state
-from lightrft_visual.config.shared import GuardConfig, OutputConfig
+from lightrft_visual.config.shared import OutputConfig
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import CheckpointError, ConfigError
-from lightrft_visual.guard.watch import Guard
+from lightrft_visual.trainer.hooks import Hooks
 from lightrft_visual.trainer.run_state import RunState, best_metric, check_output, final_folder
 from lightrft_visual.trainer.vl import build
 
@@ -87,7 +87,7 @@ class Trainer:
         self.step, self.evaluated_step, self.nonfinite_in_a_row = 0, -1, 0
         self.latest_eval: dict[str, float] = {}
         self.settings = SimpleNamespace(model=None)
-        self.guard = Guard(GuardConfig())
+        self.hooks = Hooks()
 
     def state_dict(self) -> dict:
         return {}

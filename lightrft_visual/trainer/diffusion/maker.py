@@ -126,12 +126,12 @@ class DiffusionExperienceMaker:
         media = torch.cat([each.media for each in samples]).cpu()
         return self.hooks.on_rollouts(Drawn(rows, samples, media, step))
 
-    def score(self, drawn: Drawn) -> None:
-        """Rewards of what was drawn. A collective."""
+    def score(self, drawn: Drawn) -> Drawn:
+        """What was drawn, with its rewards. A collective."""
         with self._phase("reward"):
             drawn.scored = score_samples(self.rewards, drawn.rows, drawn.media)
         drawn.counts |= drawn.scored.counts
-        self.hooks.on_scores(drawn)
+        return self.hooks.on_scores(drawn)
 
     def make_experience(self, drawn: Drawn) -> StepData:
         """Micro-batches with rewards and advantages. A collective."""
@@ -151,8 +151,7 @@ class DiffusionExperienceMaker:
         settings."""
         if generate_kwargs:
             raise ConfigError(f"the diffusers engine takes no generation arguments: {', '.join(generate_kwargs)}")
-        drawn = self.generate(self.engine.rows(batch), self.policy_version)
-        self.score(drawn)
+        drawn = self.score(self.generate(self.engine.rows(batch), self.policy_version))
         return self.make_experience(drawn).batches
 
     def samples(self, batch: PromptBatch, **generate_kwargs: Any) -> list[Sampled]:

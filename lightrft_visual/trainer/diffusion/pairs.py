@@ -43,8 +43,9 @@ class PairExperience:
         with self.timer.phase("encode"):
             return self._encoded(seed, step)
 
-    def score(self, encoded: list[ExperienceDiffusion]) -> None:
+    def score(self, encoded: list[ExperienceDiffusion]) -> list[ExperienceDiffusion]:
         """Which image is the better one is known."""
+        return encoded
 
     def make_experience(self, encoded: list[ExperienceDiffusion]) -> StepData:
         """What `generate` made."""

@@ -49,7 +49,7 @@ class DiffusionTrainer(PolicyTrainer):
         """Prompts, rollouts, rewards, experience, updates. A collective."""
         rows = self.prompts.next(self.step, self.settings.total_steps)
         drawn = self.maker.generate(rows, self.step)
-        self.maker.score(drawn)
+        drawn = self.maker.score(drawn)
         data = self.maker.make_experience(drawn)
         self._measure(data)
         data = self.hooks.on_experience(data)
@@ -67,7 +67,7 @@ class DiffusionTrainer(PolicyTrainer):
             data.batches = experiences_of(data)
         while data.batches:
             self.buffer.append(data.batches.pop(0))
-        self.hooks.on_buffer(self.buffer)
+        self.buffer = self.hooks.on_buffer(self.buffer)
         for epoch in range(self.config.train.max_epochs):
             seed = derive_seed(self.config.train.seed, "replay", self.step, epoch)
             steps = self.buffer.plan(seed, step_size=self.config.train.train_batch_size)
@@ -201,8 +201,7 @@ class RewardFLTrainer(DiffusionTrainer):
                     data.metrics.add_mean("reward_invalid_share", (~drawn.valid).float())
                     if epoch == 0:
                         shown.append(_as_drawn(rows, drawn, self.step))
-        data.rollouts = joined(shown)
-        self.hooks.on_scores(data.rollouts)
+        data.rollouts = self.hooks.on_scores(joined(shown))
         return self.hooks.on_experience(data)
 
 

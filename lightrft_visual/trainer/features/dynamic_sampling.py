@@ -10,12 +10,11 @@ from ...batches.prompts import PromptBatch
 from ...batches.rollouts import Rollout, Rollouts
 from ...batches.sampling import SamplingSettings
 from ...observe.metrics import COUNTED, SPENT
-from ..hooks import StepData
 from ..vl.maker import ExperienceMaker
 
 
 class ResamplingMaker:
-    """Takes an `ExperienceMaker`'s place; what `generate` returns is scored already.
+    """Takes an `ExperienceMaker`'s place in a step; what `generate` returns is scored already.
 
     Args:
         maker: draws and scores each round.
@@ -50,13 +49,9 @@ class ResamplingMaker:
         counts = over_rounds([each.counts for each in rounds]) | found
         return Rollouts(kept, rounds[0].sampling, counts=counts, scored=True)
 
-    def score(self, rollouts: Rollouts) -> None:
+    def score(self, rollouts: Rollouts) -> Rollouts:
         """They are scored; hooks learn it now, of those that are kept."""
-        self.maker.settings.hooks.on_scores(rollouts)
-
-    def make_experience(self, rollouts: Rollouts, **estimator: float) -> StepData:
-        """See `ExperienceMaker.make_experience`."""
-        return self.maker.make_experience(rollouts, **estimator)
+        return self.maker.settings.hooks.on_scores(rollouts)
 
 
 def over_rounds(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:

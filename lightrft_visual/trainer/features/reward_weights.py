@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..hooks import StepHook
+from ..hooks import HookContext, StepHook
 
 
 class RewardWeightsHook(StepHook):
@@ -13,10 +13,16 @@ class RewardWeightsHook(StepHook):
 
     def __init__(self, rewards: Any) -> None:
         self.rewards, self.weights = rewards, {}
+        self.read_at = -1  # the step; one that asks for prompts again is scored by the same weights
+
+    def setup(self, context: HookContext) -> None:
+        """Steps are counted by the run."""
+        self.finished = context.step
 
     def on_prompts(self, requests: Any) -> Any:
         """A collective: all ranks take over what rank 0 reads."""
-        self.weights = self.rewards.refresh_weights()
+        if self.read_at != self.finished():
+            self.weights, self.read_at = self.rewards.refresh_weights(), self.finished()
         return requests
 
     def metrics(self) -> Mapping[str, float]:

@@ -109,48 +109,51 @@ class ExperienceMaker:
                 requests = hooks.on_prompts(self.rollout_stage.requests(prompts))
                 finished = None if pending is None else pending.add
                 made = self.rollout_stage.draw(requests, sampling, self.policy_version, finished)
+            prompts.let_go_of_media()
+            if rest:
+                self.rest()
+            return hooks.on_rollouts(Rollouts(made, sampling, pending))
         except BaseException:
             if pending is not None:
                 pending.cancel()
             raise
-        prompts.let_go_of_media()
-        if rest:
-            self.rest()
-        return hooks.on_rollouts(Rollouts(made, sampling, pending))
 
     def rest(self) -> None:
         """Let the engine give its memory on the accelerator to others."""
         with self._phase("sync"):
             self.engine.sleep(keep_weights=not self.settings.weights_follow)
 
-    def score(self, rollouts: Rollouts) -> None:
-        """Rewards in place; where remote scorers are at work, `make_experience` waits for them after its forwards."""
-        if not self.rewards.streams:
-            self._settle(rollouts)
+    def score(self, rollouts: Rollouts) -> Rollouts:
+        """With their rewards; where remote scorers are at work, `make_experience` waits for them after its forwards."""
+        return rollouts if self.rewards.streams else self._settle(rollouts)
 
     def make_experience(self, rollouts: Rollouts, **estimator: float) -> StepData:
         """Micro-batches with log-probs by role, KL and advantages, in the order of the rollouts. A collective.
 
         Args:
-            rollouts: given to `score` before.
+            rollouts: of `score`.
             estimator: gamma and lambd, in place of the configuration's.
         """
-        parts = self._parts(rollouts)
-        experiences = [collate(part, self.tokenizer.pad_token_id, self.vision) for part in parts]
+        pad_id = self.tokenizer.pad_token_id
+        experiences = [collate(part, pad_id, self.vision) for part in self._parts(rollouts)]
         with self._phase("forward"):
             self.forward_stage.run(experiences, rollouts.sampling.scoring)
         if not rollouts.scored:
-            self._settle(rollouts)
-        for experience, part in zip(experiences, parts):
+            rollouts = self._settle(rollouts)
+        for experience, part in zip(experiences, self._parts(rollouts), strict=True):
             add_rewards(experience, part)
         rewards = [each.info["reward"] for each in experiences]
         arguments = estimator | {"max_new_tokens": rollouts.sampling.max_new_tokens}
         made = assign_advantages(self.calculator, experiences, rewards, self.kl_controller.value, arguments)
         return StepData(made, rollouts)
 
-    def _settle(self, rollouts: Rollouts) -> None:
+    def policy_is_new(self, version: int) -> None:
+        """The engine has weights of this version from here on."""
+        self.policy_version = version
+
+    def _settle(self, rollouts: Rollouts) -> Rollouts:
         self.judge(rollouts)
-        self.settings.hooks.on_scores(rollouts)
+        return self.settings.hooks.on_scores(rollouts)
 
     # -- outside a step ------------------------------------------------------------------------------------------
 
@@ -172,8 +175,7 @@ class ExperienceMaker:
     def experiences(self, batch: PromptBatch, **generate_kwargs: Any) -> list[Experience | ExperienceVL]:
         """A step's three calls for one batch; generate_kwargs: see `FastExperienceMaker.make_experience_list`."""
         sampling, estimator = self._split(generate_kwargs)
-        rollouts = self.generate(batch, sampling)
-        self.score(rollouts)
+        rollouts = self.score(self.generate(batch, sampling))
         return self.make_experience(rollouts, **estimator).batches
 
     def samples(self, batch: PromptBatch, **generate_kwargs: Any) -> list[Samples | SamplesVL]:

@@ -70,7 +70,7 @@ class VLTrainer(PolicyTrainer):
         prompts = self.prompts.next(self.step, self.settings.total_steps - self.step)
         self.agreement.follow(prompts)
         rollouts = self.maker.generate(prompts)
-        self.maker.score(rollouts)
+        rollouts = self.maker.score(rollouts)
         data = self.maker.make_experience(rollouts)
         if self.step + 1 < self.settings.total_steps:
             self.prompts.prepare_next()  # while this step is trained on
@@ -85,7 +85,7 @@ class VLTrainer(PolicyTrainer):
         self._steer_kl(data)
         while data.batches:
             self.buffer.append(data.batches.pop(0))
-        self.hooks.on_buffer(self.buffer)
+        self.buffer = self.hooks.on_buffer(self.buffer)
         self.buffer.share()
         check = None if self.config.algorithm.reads_log_probs else self.agreement.of_rollouts()
         for epoch in range(self.config.train.max_epochs):
@@ -177,7 +177,7 @@ class VLTrainer(PolicyTrainer):
         engine.update_weights(engine_weights(engine, self.actor))
         if self.config.rollout.offload_trainer and not (lent or engine.shares_weights):
             self.actor.offload_weights()
-        self.maker.policy_version = self.step
+        self.maker.policy_is_new(self.step)
         if not lent:
             self.prompts.policy_is_new(self.step)
 

@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
+from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.strategy import collectives
-from lightrft_visual.trainer.diffusion.maker import DrawnExperience
-from lightrft_visual.trainer.diffusion.trainer import DiffusionTrainer
+from lightrft_visual.trainer.diffusion.maker import Drawn
+from lightrft_visual.trainer.diffusion.watching import records_of_drawn
+from lightrft_visual.trainer.features import records
+from lightrft_visual.trainer.hooks import StepData
 
 SAMPLES, KEPT = 24, 6
 
@@ -35,35 +38,30 @@ def sent(monkeypatch) -> list[int]:
 
 
 def step(shape: tuple[int, ...], **output):
-    """(the step's records, its media): two micro-batches, whose media are joined as the maker joins them."""
-    trainer = object.__new__(DiffusionTrainer)
-    trainer.config, trainer.step = DiffusionRunConfig(), 3
-    trainer.config.output.num_trajectories_to_save = KEPT
-    vars(trainer.config.output).update(output)
+    """(the step's records, its media)."""
+    config = DiffusionRunConfig()
+    config.output.num_trajectories_to_save = KEPT
+    vars(config.output).update(output)
+    hook = records.build(SimpleNamespace(config=config, kind="diffusion", records_of=records_of_drawn))
+    hook.setup(SimpleNamespace(step=lambda: 3))
     media = torch.rand(SAMPLES, *shape)
-    half = SAMPLES // 2
-    experiences = [
-        SimpleNamespace(
-            info={"reward": torch.rand(half), "reward_metrics": {"pixel": torch.rand(half)}},
-            valid=torch.ones(half, dtype=torch.bool),
-        )
-        for _ in range(2)
-    ]
+    scored = RewardOutput(torch.rand(SAMPLES), {"pixel": torch.rand(SAMPLES)}, torch.ones(SAMPLES, dtype=torch.bool))
     rows = SimpleNamespace(
         prompts=["a red circle"] * SAMPLES, group_ids=torch.arange(SAMPLES) // 4, sample_ids=torch.arange(SAMPLES)
     )
-    return trainer._records_of(rows, DrawnExperience(experiences, media, {}, [])), media
+    drawn = Drawn(rows, [], media, step=3, scored=scored)
+    return hook.on_experience(StepData([], hook.on_scores(drawn))).records, media
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 64), (3, 5, 32, 48)])
 def test_a_rank_sends_the_uint8_pixels_of_the_records_that_it_keeps(sent, shape):
-    records, media = step(shape)
+    found, media = step(shape)
     assert len(sent) == 1 and sent[0] <= 1.1 * KEPT * media[0].numel()
-    assert len(records) == KEPT  # of both ranks
-    kept = [(record.get("images") or record["videos"])[0] for record in records]
+    assert len(found) == KEPT  # of both ranks
+    kept = [(record.get("images") or record["videos"])[0] for record in found]
     assert all(each.size == media[0].numel() and each.dtype == "uint8" for each in kept)
 
 
 def test_nothing_is_sent_where_no_rollouts_are_kept(sent):
-    records, _ = step((3, 64, 64), save_trajectories=False)
-    assert records == [] and sent == []
+    found, _ = step((3, 64, 64), save_trajectories=False)
+    assert found == [] and sent == []

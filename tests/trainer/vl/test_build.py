@@ -22,7 +22,13 @@ from lightrft_visual.embedded.warmup import embedded_task
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.vlm.families import family_of
 from lightrft_visual.trainer.vl import build
-from lightrft_visual.trainer.vl.build import _actor_optimizer, _resolve_embedded, _resolve_sharing, _teacher
+from lightrft_visual.trainer.vl.build import (
+    _actor_optimizer,
+    _loss_parts,
+    _resolve_embedded,
+    _resolve_sharing,
+    _teacher,
+)
 
 PROVEN, UNPROVEN = (SimpleNamespace(family=family_of(config())) for config in (Qwen2Config, LlavaConfig))
 
@@ -174,3 +180,18 @@ def test_only_a_reference_that_is_there_is_moved():
     config.algorithm.ref_update_steps, config.model.lora_rank = 2, 4
     with pytest.raises(ConfigError, match="with LoRA the reference"):
         config.check()
+
+
+def test_a_budget_of_tokens_holds_a_prompt_with_its_image():
+    def parts(tokens: int | None) -> list[str]:
+        drawing = None if tokens is None else SimpleNamespace(tokens=tokens)
+        return [part.name for part in _loss_parts(config, SimpleNamespace(module=SimpleNamespace(drawing=drawing)))]
+
+    config = RunConfig()
+    config.rollout.prompt_max_len, config.rollout.generate_max_len = 256, 32
+    assert parts(576) == ["answer", "drawing"]  # no budget
+    config.train.packing_samples, config.train.max_tokens_per_batch = True, 288
+    config.check()
+    assert parts(None) == [""]
+    with pytest.raises(ConfigError, match="max_tokens_per_batch 288 .* 576 tokens of an image = 832"):
+        parts(576)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,20 +15,28 @@ from tiny_models import actor_of, checkpoint_of, turn
 from lightrft_visual.algorithms.kl import FixedKLController
 from lightrft_visual.batches.model_inputs import ModelInputs
 from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.rollouts import PromptFeatures, Rollout, collate
+from lightrft_visual.batches.rollouts import PromptFeatures, Rollout, Rollouts, collate
 from lightrft_visual.batches.sampling import SamplingSettings, ScoringRule
 from lightrft_visual.data.evaluation_rows import Fetched
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rewards.batch import Scores, StreamingSource
 from lightrft_visual.rewards.engine import RewardComputationEngine
 from lightrft_visual.rollout.hf import TransformersEngine
-from lightrft_visual.trainer import fast_exp_maker
-from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
+from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
+from lightrft_visual.trainer.features.dynamic_sampling import ResamplingMaker
+from lightrft_visual.trainer.hooks import Hooks, StepData
+from lightrft_visual.trainer.vl import maker as maker_module
 from lightrft_visual.trainer.vl.evaluation import MAX_LABELS, Evaluation, measured_labels
+from lightrft_visual.trainer.vl.maker import ExperienceMaker, MakerSettings, build_maker
 from lightrft_visual.trainer.vl.metrics import add_rollout_metrics
 from lightrft_visual.trainer.vl.stages import ForwardStage
 
-PROMPTS = PromptBatch.of([turn("how many?"), turn("where?"), turn("why?")])
+
+def prompts() -> PromptBatch:
+    return PromptBatch.of([turn("how many?"), turn("where?"), turn("why?")])
+
+
+PROMPTS = prompts()
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +62,7 @@ class ToldEngine(TransformersEngine):
         self.told.append("sleep" if keep_weights else "sleep without weights")
 
 
-def maker_of(checkpoint, told: list[str], **settings) -> FastExperienceMaker:
+def maker_of(checkpoint, told: list[str], **settings) -> ExperienceMaker:
     actor = actor_of(checkpoint)
 
     def forward(*args, **kwargs):
@@ -64,29 +73,38 @@ def maker_of(checkpoint, told: list[str], **settings) -> FastExperienceMaker:
         told.append("reward")
         return [1.0] * len(completions)
 
-    return FastExperienceMaker(
-        forward, None, None, None, checkpoint.tokenizer, 64, FixedKLController(0.0),
-        SimpleNamespace(device=torch.device("cpu")), reward_fn=reward_fn,
-        settings=MakerSettings(
-            engine=ToldEngine(actor, checkpoint.tokenizer, told), sampling=SamplingSettings(n=2, max_new_tokens=4),
-            micro_batch_size=3, **settings,
-        ),
+    made = MakerSettings(
+        engine=ToldEngine(actor, checkpoint.tokenizer, told), sampling=SamplingSettings(n=2, max_new_tokens=4),
+        micro_batch_size=3, data_processor=MultimodalDataProcessor(checkpoint.tokenizer, None, 64),
+        rewards=RewardComputationEngine(custom_reward_func=reward_fn), **settings,
     )  # fmt: skip
+    return build_maker(
+        forward, None, None, checkpoint.tokenizer, FixedKLController(0.0), torch.device("cpu"), made, vision=False
+    )
+
+
+def resampling(maker: ExperienceMaker) -> ResamplingMaker:
+    return ResamplingMaker(maker, 2, prompts)
+
+
+def made_by(maker: ExperienceMaker | ResamplingMaker) -> StepData:
+    """As a trainer's step asks."""
+    return maker.make_experience(maker.score(maker.generate(prompts())))
 
 
 def test_without_a_reader_the_training_forward_scores_the_policy(checkpoint):
     told: list[str] = []
-    made = maker_of(checkpoint, told, score_policy=False).make(PROMPTS)
+    made = made_by(maker_of(checkpoint, told, score_policy=False))
     assert "forward" not in told
-    assert all(each.action_log_probs is None and not each.kl.any() for each in made.experiences)
+    assert all(each.action_log_probs is None and not each.kl.any() for each in made.batches)
     metrics = MetricsAccumulator()
-    add_rollout_metrics(metrics, made.experiences)
+    add_rollout_metrics(metrics, made.batches)
     assert "entropy" not in metrics.reduce()
 
 
 def test_the_engine_sleeps_before_rewards_and_forward_passes(checkpoint):
     told: list[str] = []
-    maker_of(checkpoint, told).make(PROMPTS)
+    made_by(maker_of(checkpoint, told))
     assert told == ["wake", "generate", "sleep", "reward", "forward", "forward"]
 
 
@@ -108,8 +126,8 @@ class Noting(StreamingSource):
 @pytest.mark.parametrize("tries", [1, 2])
 def test_remote_scorers_work_while_others_are_generated_and_beside_the_forward_passes(checkpoint, tries):
     told: list[str] = []
-    maker = maker_of(checkpoint, told, dynamic_sampling_tries=tries)
-    maker.reward_stage.rewards = maker.rewards = RewardComputationEngine(reward_model=Noting(told))
+    maker = maker_of(checkpoint, told)
+    maker.reward_stage.rewards = RewardComputationEngine(reward_model=Noting(told))
     decode = maker.engine._decode
 
     def noted(rows, settings):
@@ -118,50 +136,80 @@ def test_remote_scorers_work_while_others_are_generated_and_beside_the_forward_p
 
     maker.engine._decode = noted
     maker.engine.micro_batch_size = 2
-    made = maker.make(PROMPTS, more=lambda: PROMPTS)
+    made = made_by(resampling(maker) if tries > 1 else maker)
     one_round = ["wake", "generate", "decode", "decode", "request 0", "decode", "request 1"]
     assert told[: len(one_round)] == one_round
     assert [each for each in told if each == "forward"] == ["forward"] * 2 and told.index("forward") > 6
-    assert all(each.info["reward"].tolist() == [1.0] * 3 and each.valid.all() for each in made.experiences)
+    assert all(each.info["reward"].tolist() == [1.0] * 3 and each.valid.all() for each in made.batches)
 
 
 def test_with_dynamic_sampling_it_sleeps_once_no_round_can_follow(checkpoint):
     told: list[str] = []
-    maker_of(checkpoint, told, dynamic_sampling_tries=2).make(PROMPTS, more=lambda: PROMPTS)
+    made_by(resampling(maker_of(checkpoint, told)))
     rounds = ["wake", "generate", "reward", "wake", "generate", "sleep", "reward"]
     assert told == [*rounds, "sleep", "forward", "forward"]
 
 
-def test_who_lets_go_of_media_is_given_scored_rollouts_before_the_forward_passes(checkpoint):
+class Scored:
+    """A hook that notes what it is given with its rewards."""
+
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    def on_scores(self, rollouts):
+        self.told.append(f"scored {[rollout.reward for rollout in rollouts]}")
+        return rollouts
+
+
+def test_hooks_are_given_scored_rollouts_before_the_forward_passes_but_beside_remote_scorers(checkpoint):
     told: list[str] = []
-
-    def scored(rollouts):
-        told.append(f"scored {[rollout.reward for rollout in rollouts]}")
-
-    made = maker_of(checkpoint, told).make(PROMPTS, scored=scored)
+    maker = maker_of(checkpoint, told, hooks=Hooks([Scored(told)]))
+    made = made_by(maker)
     assert told == ["wake", "generate", "sleep", "reward", f"scored {[1.0] * 6}", "forward", "forward"]
-    assert all(each.info["reward"].tolist() == [1.0] * 3 for each in made.experiences)
-    maker = maker_of(checkpoint, told)
-    maker.reward_stage.rewards = maker.rewards = RewardComputationEngine(reward_model=Noting(told))
+    assert all(each.info["reward"].tolist() == [1.0] * 3 for each in made.batches)
+    maker.reward_stage.rewards = RewardComputationEngine(reward_model=Noting(told))
     told.clear()
-    maker.make(PROMPTS, scored=scored)
+    made_by(maker)
     assert told.index("forward") < told.index(f"scored {[1.0] * 6}") == len(told) - 1
+
+
+class OtherRewards:
+    """A hook that puts other rollouts in the place of those that it is given."""
+
+    def on_scores(self, rollouts):
+        return Rollouts([replace(each, reward=2.0) for each in rollouts], rollouts.sampling, scored=True)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_what_a_hook_puts_in_the_place_of_scored_rollouts_is_trained_on(checkpoint, remote):
+    maker = maker_of(checkpoint, [], hooks=Hooks([OtherRewards()]))
+    if remote:
+        maker.reward_stage.rewards = RewardComputationEngine(reward_model=Noting([]))
+    for each in (made_by(maker), made_by(resampling(maker))):
+        assert [batch.info["reward"].tolist() for batch in each.batches] == [[2.0] * 3] * 2
+        assert [rollout.reward for rollout in each.rollouts] == [2.0] * 6
+
+
+def test_the_version_of_new_weights_stands_on_the_next_rollouts(checkpoint):
+    for maker in (maker_of(checkpoint, []), resampling(maker_of(checkpoint, []))):
+        maker.policy_is_new(3)
+        assert {each.policy_version for each in made_by(maker).rollouts} == {3} and maker.policy_version == 3
 
 
 def test_an_engine_that_is_given_new_weights_does_not_keep_the_old_ones(checkpoint):
     told: list[str] = []
-    maker_of(checkpoint, told, weights_follow=True).make(PROMPTS)
+    made_by(maker_of(checkpoint, told, weights_follow=True))
     assert "sleep without weights" in told and "sleep" not in told
 
 
 def test_an_evaluation_pads_nothing(checkpoint, monkeypatch):
-    monkeypatch.setattr(fast_exp_maker, "collate", None)
+    monkeypatch.setattr(maker_module, "collate", None)
     maker = maker_of(checkpoint, [])
     sampled = SamplingSettings(n=2, max_new_tokens=4)
     greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=4)
     found = Evaluation(maker, PROMPTS, sampled, greedy, records_to_keep=4, run_seed=1).run(step=3)
-    metrics, records = found.metrics, found.records
-    assert metrics == {"eval_reward": 1.0, "eval_reward_greedy": 1.0}
+    records = found.records
+    assert found == {"eval_reward": 1.0, "eval_reward_greedy": 1.0}
     assert len(records) == 4 and all(record["reward"] == 1.0 for record in records)
 
 
@@ -171,8 +219,8 @@ def test_a_masked_row_of_an_evaluation_counts_for_nothing(checkpoint):
     sampled = SamplingSettings(n=2, max_new_tokens=4)
     greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=4)
     found = Evaluation(maker_of(checkpoint, []), PROMPTS, sampled, greedy, 100, 1, rows).run(step=3)
-    metrics, records = found.metrics, found.records
-    assert metrics == {"eval_reward": 1.0, "eval_reward_greedy": 1.0, "eval_bad_rows": 1.0}
+    records = found.records
+    assert found == {"eval_reward": 1.0, "eval_reward_greedy": 1.0, "eval_bad_rows": 1.0}
     assert len(records) == 4 and not any("where?" in record["prompt"] for record in records)
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from lightrft_visual.algorithms.kl import get_kl_controller
-from lightrft_visual.batches.sampling import SamplingSettings
-from lightrft_visual.config.vl import AlgorithmConfig, OutputConfig, RunConfig, TrainConfig
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.config.vl import AlgorithmConfig, RunConfig
 from lightrft_visual.models.weight_copies import WeightAverage
 from lightrft_visual.rollout.remote.weights import WeightPost, received
 from lightrft_visual.rollout.sglang.weights import buckets
 from lightrft_visual.strategy.deepspeed import TrainEngine
-from lightrft_visual.trainer.vl.trainer import VLTrainer, check_budget
+from lightrft_visual.trainer.features.ema import EmaHook
+from lightrft_visual.trainer.hooks import Hooks
+from lightrft_visual.trainer.vl.trainer import VLTrainer
 
 
 def trainer_with_average(shares_weights: bool) -> SimpleNamespace:
@@ -25,8 +25,7 @@ def trainer_with_average(shares_weights: bool) -> SimpleNamespace:
     ema = WeightAverage([weight], 0.9)
     weight.data.fill_(1.0)
     trainer = SimpleNamespace(
-        config=RunConfig(output=OutputConfig(eval_ema=True), train=TrainConfig(enable_ema=True)),
-        parts=SimpleNamespace(ema=ema),
+        hooks=Hooks([EmaHook(ema, lent=True)]),
         maker=SimpleNamespace(engine=SimpleNamespace(shares_weights=shares_weights)),
         actor=SimpleNamespace(bring_back=lambda: trainer.used.append("brought back")),
         weight=weight,
@@ -62,23 +61,19 @@ class Stateful:
 
 def resuming_trainer(coefficient: float) -> SimpleNamespace:
     algorithm = AlgorithmConfig(init_kl_coef=coefficient, kl_target=0.1)
-    weight = torch.nn.Parameter(torch.zeros(1))
-    ema = WeightAverage([weight], 0.9)
-    weight.data.fill_(1.0)  # what load_engines has put there
     told = []
     return SimpleNamespace(
         config=RunConfig(algorithm=algorithm),
-        parts=SimpleNamespace(sampler=Stateful(), ema=ema, following=None),
+        prompts=Stateful(),
+        agreement=SimpleNamespace(figure=0.0),
         maker=SimpleNamespace(kl_controller=get_kl_controller(algorithm), calculator=Stateful()),
         console=SimpleNamespace(message=told.append),
-        replay=None,
         told=told,
     )
 
 
 STATE = {
-    "sampler": {}, "rounds": 3, "parity": 0.0, "init_kl_coef": 0.1, "kl_controller": {"value": 0.07}, "calculator": {},
-    "ema": None,
+    "sampler": {}, "rounds": 3, "parity": 0.5, "init_kl_coef": 0.1, "kl_controller": {"value": 0.07}, "calculator": {},
 }  # fmt: skip
 
 
@@ -87,24 +82,8 @@ def test_the_controller_goes_on_unless_the_command_names_another_coefficient():
     VLTrainer.load_state_dict(same, STATE)
     VLTrainer.load_state_dict(other, STATE)
     assert same.maker.kl_controller.value == 0.07 and not same.told
+    assert same.prompts.loaded is STATE and same.agreement.figure == 0.5
     assert other.maker.kl_controller.value == 0.5 and "init_kl_coef was 0.1" in other.told[0]
-
-
-def test_an_average_that_begins_with_the_resume_begins_at_the_resumed_weights():
-    trainer = resuming_trainer(0.1)
-    VLTrainer.load_state_dict(trainer, STATE)
-    assert trainer.parts.ema.copies[0].tolist() == [1.0]
-
-
-def test_a_budget_of_tokens_holds_a_prompt_with_its_image():
-    config = RunConfig()
-    config.rollout.prompt_max_len, config.rollout.generate_max_len = 256, 32
-    check_budget(config, 576)  # no budget
-    config.train.packing_samples, config.train.max_tokens_per_batch = True, 288
-    config.check()
-    check_budget(config, 0)
-    with pytest.raises(ConfigError, match="max_tokens_per_batch 288 .* 576 tokens of an image = 832"):
-        check_budget(config, 576)
 
 
 class ReadsAfterTheEnd:
@@ -163,7 +142,8 @@ def trainer_that_offloads(engine) -> VLTrainer:
     trainer.config = RunConfig()
     trainer.config.rollout.offload_trainer = True
     trainer.actor = TrainEngine(SimpleNamespace(module=actor), zero_stage=1, max_norm=1.0)
-    trainer.maker = SimpleNamespace(engine=engine)
+    trainer.step, trainer.prompts = 0, SimpleNamespace(policy_is_new=lambda version: None)
+    trainer.maker = SimpleNamespace(engine=engine, policy_is_new=lambda version: None)
     return trainer
 
 
@@ -190,34 +170,3 @@ def test_weights_that_the_engine_samples_from_or_that_are_lent_stay(shares_weigh
     trainer.maker.engine.shares_weights = shares_weights
     trainer._load_engine_weights(lent=lent)
     assert bytes_of(trainer.actor.engine.module.model) > 0
-
-
-def probed_steps(steps: int, ahead: bool) -> list[int]:
-    """After which of the first steps of a run the engine's new weights are probed."""
-    found: list[int] = []
-
-    def nothing() -> None:
-        pass
-
-    trainer = SimpleNamespace(
-        config=RunConfig(),
-        parts=SimpleNamespace(following=None, evaluation=None),
-        maker=SimpleNamespace(
-            engine=SimpleNamespace(wake=nothing), settings=SimpleNamespace(sampling=SamplingSettings())
-        ),
-        ahead=object() if ahead else None,
-        synced=False,
-        _offload=nothing,
-        _load_engine_weights=nothing,
-        _policy_is_new=nothing,
-        _check_parity=lambda: found.append(trainer.step),
-    )
-    for trainer.step in range(1, steps + 1):
-        VLTrainer.sync(trainer)
-    return found
-
-
-def test_the_first_weights_are_probed_where_no_rollout_would_show_them():
-    """Rollouts ahead are of a policy that is gone when they are trained on: nothing can be compared with them."""
-    assert probed_steps(51, ahead=False) == [50]
-    assert probed_steps(51, ahead=True) == [1, 50]

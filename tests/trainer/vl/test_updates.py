@@ -19,7 +19,9 @@ from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.replay.buffer import NaiveReplayBuffer
 from lightrft_visual.replay.plan import MicroBatch
 from lightrft_visual.rollout.parity import RolloutCheck
-from lightrft_visual.trainer.vl.updates import PolicyUpdate, ValueUpdate, has_dropout, plan_batch
+from lightrft_visual.trainer.vl.updates import PolicyUpdate, ValueUpdate, has_dropout, parts_of_loss, plan_batch
+
+ONE_PART = parts_of_loss(AlgorithmConfig(), 6)
 
 
 class PlainEngine:
@@ -61,7 +63,7 @@ def gradients(checkpoint, micro_batch: int, packed: bool, prompts: PromptBatch) 
     metrics = MetricsAccumulator()
     config = AlgorithmConfig(eps_clip=3.0, entropy_coef=0.1)
     (micro_batches,) = buffer.plan(0)
-    batch = plan_batch(buffer, micro_batches, config, max_tokens=6)
+    batch = plan_batch(buffer, micro_batches, config, parts_of_loss(config, 6))
     assert len(micro_batches) == -(-len(prompts) // micro_batch)
     PolicyUpdate(PlainEngine(actor), config, ScoringRule(temperature=0.7)).step(buffer, batch, 0.0, metrics, True)
     found = {name: p.grad for name, p in actor.named_parameters() if p.grad is not None}
@@ -84,7 +86,7 @@ def test_a_first_update_scores_the_rollouts_by_its_own_forward(tmp_path, packed)
     for ahead in (False, True):
         buffer = NaiveReplayBuffer(2, packing_samples=packed)
         buffer.append(experience)
-        batch = plan_batch(buffer, buffer.plan(0)[0], config, max_tokens=6)
+        batch = plan_batch(buffer, buffer.plan(0)[0], config, parts_of_loss(config, 6))
         update, check = PolicyUpdate(actor, config, rule), RolloutCheck(None, None, 1.0)
         if ahead:
             update.score(buffer, [batch], check)
@@ -106,7 +108,7 @@ def test_the_first_deviation_is_of_the_samples_of_this_step(tmp_path):
     buffer = NaiveReplayBuffer(2)
     buffer.append(experience)
     config, rule = AlgorithmConfig(), ScoringRule()
-    batch = plan_batch(buffer, buffer.plan(0)[0], config, max_tokens=6)
+    batch = plan_batch(buffer, buffer.plan(0)[0], config, parts_of_loss(config, 6))
     PolicyUpdate(actor, config, rule).score(buffer, [batch], RolloutCheck(None, None, 1.0))
     buffer.items[1].action_log_probs -= 0.5
     for marked in (1, 0):
@@ -125,7 +127,7 @@ def test_what_the_check_refuses_is_not_stepped_on(tmp_path):
     experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)
     experience.advantages, experience.info = torch.ones(experience.action_mask.shape), {}
     buffer.append(experience)
-    batch = plan_batch(buffer, buffer.plan(0)[0], config, max_tokens=6)
+    batch = plan_batch(buffer, buffer.plan(0)[0], config, parts_of_loss(config, 6))
     with pytest.raises(RolloutError, match="refused"):
         PolicyUpdate(actor, config, ScoringRule()).step(
             buffer, batch, 0.0, MetricsAccumulator(), True, Refusal(None, None, 1.0)
@@ -187,8 +189,8 @@ def test_cut_answers_leave_the_loss_and_its_denominators(cache_root, tmp_path, p
     lengths = experience.action_mask.sum(dim=1)
     buffer.append(experience)
     (micro_batches,) = buffer.plan(0)
-    kept = plan_batch(buffer, micro_batches, AlgorithmConfig(mask_truncated=True), max_tokens=6)
-    every = plan_batch(buffer, micro_batches, AlgorithmConfig(), max_tokens=6)
+    kept = plan_batch(buffer, micro_batches, AlgorithmConfig(mask_truncated=True), ONE_PART)
+    every = plan_batch(buffer, micro_batches, AlgorithmConfig(), ONE_PART)
     assert every.denominators.tokens == lengths.sum() and every.denominators.sequences == 8
     assert kept.denominators.tokens == lengths.sum() - lengths[0] - lengths[3] and kept.denominators.sequences == 6
     assert sum(int(mask.sum()) for mask in kept.token_masks) == kept.denominators.tokens
@@ -205,7 +207,7 @@ def test_updates_of_one_kind_say_nothing_of_the_other(tmp_path):
     kinds = [[MicroBatch([index]) for index in range(len(drawn)) if drawn[index] == kind] for kind in (0, 1)]
     for name, steps in (("apart", kinds), ("together", [kinds[0] + kinds[1]])):
         update, metrics = PolicyUpdate(PlainEngine(actor_of(checkpoint)), config, ScoringRule()), MetricsAccumulator()
-        for step in (plan_batch(buffer, step, config, 6, image_tokens) for step in steps):
+        for step in (plan_batch(buffer, step, config, parts_of_loss(config, 6, image_tokens)) for step in steps):
             update.step(buffer, step, 0.0, metrics, False)
         found[name] = metrics.reduce()
     for name in ("entropy_answer", "entropy_drawing", "loss_answer", "loss_drawing"):
@@ -223,7 +225,7 @@ def test_each_kind_has_its_own_entropy_bonus(tmp_path, coefs, own):
     buffer = NaiveReplayBuffer(2)
     buffer.append(experience)
     config = AlgorithmConfig(entropy_coef=coefs[0], drawing_entropy_coef=coefs[1])
-    batch = plan_batch(buffer, buffer.plan(0)[0], config, 6, 6)
+    batch = plan_batch(buffer, buffer.plan(0)[0], config, parts_of_loss(config, 6, 6))
     PolicyUpdate(PlainEngine(actor_of(checkpoint)), config, ScoringRule()).step(buffer, batch, 0.0, metrics, True)
     found = metrics.reduce()
     for kind, coef in zip(("answer", "drawing"), own):
@@ -241,7 +243,9 @@ def test_the_critics_loss_is_a_mean_over_each_kinds_own_tokens(tmp_path):
     buffer.append(experience)
     (micro_batches,) = buffer.plan(0)
     critic = PlainEngine(Critic(actor_of(checkpoint).transformer))
-    ValueUpdate(critic, config).step(buffer, plan_batch(buffer, micro_batches, config, 6, 6), metrics)
+    ValueUpdate(critic, config).step(
+        buffer, plan_batch(buffer, micro_batches, config, parts_of_loss(config, 6, 6)), metrics
+    )
     found = metrics.reduce()  # a fresh critic says 0, so an answer's token costs 4 / 2, a drawing's 9 / 2
     assert found["critic_loss_answer"] == pytest.approx(2.0) and found["critic_loss_drawing"] == pytest.approx(4.5)
     assert found["critic_loss"] == pytest.approx(3 * 2.0 + 4.5) and "loss" not in found
@@ -259,7 +263,7 @@ def test_the_tokens_of_large_entropy_are_those_of_each_kind(tmp_path):
     buffer.append(experience)
     (micro_batches,) = buffer.plan(0)
     config = AlgorithmConfig(high_entropy_token_ratio=0.5)
-    batch = plan_batch(buffer, micro_batches, config, max_tokens=6, image_tokens=6)
-    for kind in batch.kinds:
+    batch = plan_batch(buffer, micro_batches, config, parts_of_loss(config, 6, 6))
+    for kind in batch.parts:
         chosen = sum(int((own & kept).sum()) for own, kept in zip(kind.token_masks, batch.policy_masks))
         assert chosen == -(-kind.denominators.tokens // 2)

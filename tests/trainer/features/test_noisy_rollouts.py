@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lightrft_visual.rollout.distortion import Distortion, kept_signal, noisy
 from PIL import Image
 
 from lightrft_visual.batches.prompts import PromptBatch
@@ -22,6 +21,7 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.parity import RolloutCheck
 from lightrft_visual.rollout.stage import RolloutStage
+from lightrft_visual.trainer.features.noisy_rollouts import Distortion, NoisyRolloutsHook, kept_signal, noisy
 from lightrft_visual.trainer.vl.updates import comparable
 
 HALF = Distortion(share=0.5, noise_steps=500, decay=30.0, midpoint=40 / 60, total_steps=60)
@@ -81,12 +81,13 @@ def test_only_generation_sees_the_noisy_image(data, streams):
     batch = PromptBatch.of([IMAGE, TEXT], [[image], None], ids=torch.tensor([7, 9]))
     engine, told = Asked(streams), []
     stage = RolloutStage(engine, data, run_seed=3)
-    rollouts = stage.generate(
-        batch,
+    hook = NoisyRolloutsHook(HALF, 4, data)
+    hook.setup(SimpleNamespace(step=lambda: 40))
+    rollouts = stage.draw(
+        hook.on_prompts(stage.requests(batch)),
         SamplingSettings(n=4),
         policy_version=40,
         finished=lambda first, made: told.append((first, len(made))),
-        distortion=HALF,
     )
     (clean, clean_n), (copies, noisy_n) = engine.calls
     assert (clean_n, noisy_n) == (2, 2) and told == [(0, 4), (4, 4)]
@@ -101,7 +102,7 @@ def test_only_generation_sees_the_noisy_image(data, streams):
 
 
 def test_the_engines_word_for_a_noisy_image_is_not_held_against_the_trainer():
-    prompt = SimpleNamespace(token_ids=[1], draws=False, group_id=0, vision=None, images=[], videos=[])
+    prompt = SimpleNamespace(token_ids=[1], loss_part=0, group_id=0, vision=None, images=[], videos=[])
     from lightrft_visual.batches.rollouts import Rollout
 
     rollouts = [Rollout(prompt, [2, 3], [-1.0, -1.0], "", False, k, distorted=k == 1) for k in range(2)]

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-from lightrft_visual.trainer.vl.prompts_ahead import PromptsAhead
 from PIL import Image
 
 from lightrft_visual.batches.prompts import PromptBatch
@@ -17,6 +16,7 @@ from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.data.sampler import PromptSampler
 from lightrft_visual.data.supply import PromptSupply
 from lightrft_visual.errors import DataError
+from lightrft_visual.trainer.vl.prompts import PromptSource
 
 BAD, SIZE = (1, 4, 5), 4
 
@@ -52,10 +52,10 @@ class Preparing:
         return [PromptFeatures(text, [1], int(number)) for text, number in zip(batch.prompts, batch.ids)]
 
 
-def prompts_of(path, features, **settings) -> PromptsAhead:
+def prompts_of(path, features, keeps_ready=False, **settings) -> PromptSource:
     settings = {"on_bad_row": "skip", "max_bad_share": 0.5} | settings
     dataset = PromptDataset(str(path), DataConfig(**settings), split="train", max_rows=100)
-    return PromptsAhead(PromptSupply(dataset, PromptSampler([len(dataset)], SIZE, seed=3)), make, features)
+    return PromptSource(PromptSupply(dataset, PromptSampler([len(dataset)], SIZE, seed=3)), make, features, keeps_ready)
 
 
 def ids(number: int) -> torch.Tensor:
@@ -67,10 +67,10 @@ def test_batches_are_the_same_and_the_sampler_counts_only_those_taken(path):
     ahead = prompts_of(path, features)
     prepared = 0
     for number in range(7):
-        ahead.begin(ids(number))
-        ahead.begin(ids(number))  # one batch ahead, whoever asks
+        ahead.prepare_next()
+        ahead.prepare_next()  # one batch ahead, whoever asks
         assert ahead.supply.sampler.state_dict() == plain.supply.sampler.state_dict()
-        one, two = plain.next(number, ids(number)), ahead.next(number, ids(number))
+        one, two = plain.next(number), ahead.next(number)
         assert one.prompts == two.prompts and torch.equal(one.ids, two.ids) and one.prepared is None
         if two.prepared is not None:
             prepared += 1
@@ -89,8 +89,8 @@ def test_it_is_prepared_beside_the_step_and_leaves_parallel_operations_to_it(pat
     own = torch.get_num_threads()  # 1 where a library of the process holds it there
     try:
         for number in range(3):
-            ahead.begin(ids(number))
-            ahead.next(number, ids(number))
+            ahead.prepare_next()
+            ahead.next(number)
         assert torch.get_num_threads() == own
     finally:
         torch.set_num_threads(threads)
@@ -99,15 +99,15 @@ def test_it_is_prepared_beside_the_step_and_leaves_parallel_operations_to_it(pat
 
 def test_an_error_is_raised_by_the_batch_it_belongs_to(path):
     order = prompts_of(path, None)
-    batches = [order.next(number, ids(number)).prompts for number in range(5)]
+    batches = [order.next(number).prompts for number in range(5)]
     ahead = prompts_of(path, Preparing(refused=14))
     for number in range(3):
-        ahead.begin(ids(number))
-        assert ahead.next(number, ids(number)).prompts == batches[number]
-    ahead.begin(ids(3))
+        ahead.prepare_next()
+        assert ahead.next(number).prompts == batches[number]
+    ahead.prepare_next()
     with pytest.raises(DataError, match="number 14 is refused"):
-        ahead.next(3, ids(3))
-    assert ahead.next(4, ids(4)).prompts == batches[4]
+        ahead.next(3)
+    assert ahead.next(4).prompts == batches[4]
 
 
 def test_a_row_that_ends_the_run_does_so_where_its_batch_is_taken(path):
@@ -115,16 +115,37 @@ def test_a_row_that_ends_the_run_does_so_where_its_batch_is_taken(path):
     taken = 0
     with pytest.raises(DataError, match="is damaged"):  # of the twelve rows three are bad
         for number in range(3):
-            ahead.begin(ids(number))
-            ahead.next(number, ids(number))
+            ahead.prepare_next()
+            ahead.next(number)
             taken += SIZE
     stream = PromptSampler([12], 1, seed=3).take(12)
     assert not set(stream[:taken]) & set(BAD) and set(stream[taken : taken + SIZE]) & set(BAD)
 
 
 def test_numbers_other_than_those_it_was_begun_with_are_not_taken_over(path):
+    """As after a resume, which moves the source behind what was begun."""
     features = Preparing()
     ahead = prompts_of(path, features)
-    ahead.begin(ids(0))
-    batch = ahead.next(0, ids(1))
+    ahead.prepare_next()
+    ahead.load_state_dict(ahead.state_dict() | {"rounds": 1})
+    batch = ahead.next(0)
     assert batch.prepared is None and torch.equal(batch.ids, ids(1))
+
+
+def test_batches_are_numbered_over_the_run_and_a_resumed_source_goes_on(path):
+    source, again = prompts_of(path, None), prompts_of(path, None)
+    first = source.next(0)
+    again.load_state_dict(source.state_dict())
+    assert torch.equal(first.ids, ids(0)) and source.rounds == again.rounds == 1
+    second, resumed = source.next(1), again.next(1)
+    assert torch.equal(second.ids, ids(1)) and torch.equal(resumed.ids, ids(1))
+    assert second.prompts == resumed.prompts != first.prompts
+
+
+def test_a_further_batch_of_a_step_is_prepared_where_makers_may_ask_for_it(path):
+    features = Preparing()
+    source = prompts_of(path, features, keeps_ready=True)
+    taken = [source.next(0), source.next_again(), source.next_again()]
+    assert [batch.ids.tolist() for batch in taken] == [ids(number).tolist() for number in range(3)]
+    assert source._begun is not None and source._begun.ids.tolist() == ids(3).tolist()
+    assert prompts_of(path, Preparing()).state_dict()["rounds"] == 0

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from lightrft_visual.replay.selective import SelectiveReplay
 from replay_cases import text_item
 
 from lightrft_visual.replay.buffer import NaiveReplayBuffer
+from lightrft_visual.trainer.features.selective_replay import SelectiveReplay
 
 
 def sample(number: int, advantage: float, version: int):

@@ -1,0 +1,72 @@
+"""Dynamic sampling around a maker: what is drawn again, and how the numbers of rounds make those of a step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from tiny_models import actor_of, checkpoint_of, turn
+
+from lightrft_visual.algorithms.kl import FixedKLController
+from lightrft_visual.batches.prompts import PromptBatch
+from lightrft_visual.batches.sampling import SamplingSettings
+from lightrft_visual.observe.metrics import MetricsAccumulator
+from lightrft_visual.rewards.batch import RewardOutput
+from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
+from lightrft_visual.trainer.features.dynamic_sampling import ResamplingMaker, over_rounds
+from lightrft_visual.trainer.hooks import Hooks
+
+PROMPTS = [turn("how many?"), turn("where?")]
+
+
+class Noting:
+    """A hook that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_rollouts(self, rollouts):
+        self.calls.append("rollouts")
+        return rollouts
+
+    def on_scores(self, rollouts):
+        self.calls.append("scores")
+        return rollouts
+
+
+def test_equal_groups_are_drawn_again_and_hooks_see_the_scores_of_what_is_kept(tmp_path):
+    rounds, told = [], Noting()
+
+    def equal_at_first(completions):
+        rounds.append(len(completions))
+        return [1.0] * len(completions) if len(rounds) < 3 else [float(place) for place in range(len(completions))]
+
+    checkpoint = checkpoint_of(tmp_path, "qwen2")
+    settings = MakerSettings(sampling=SamplingSettings(n=2, max_new_tokens=4), hooks=Hooks([told]))
+    one = FastExperienceMaker(
+        actor_of(checkpoint), None, None, None, checkpoint.tokenizer, 64, FixedKLController(0.0),
+        SimpleNamespace(device=torch.device("cpu")), reward_fn=equal_at_first, settings=settings,
+    )  # fmt: skip
+    maker = ResamplingMaker(one.maker, tries=4, more=lambda: PromptBatch.of(PROMPTS))
+    made = maker.make_experience(maker.score(maker.generate(PromptBatch.of(PROMPTS))))
+    assert rounds == [4, 4, 4] and made.rollouts.counts["dynamic_rounds"] == 3
+    assert told.calls == ["rollouts"] * 3 + ["scores"]
+    assert [each.reward for each in made.rollouts] == [0.0, 1.0, 2.0, 3.0]
+    assert sum(len(each.sequences) for each in made.batches) == 4
+    assert all((each.advantages[:, 0] != 0).all() for each in made.batches)
+
+
+def test_rounds_of_sampling_make_one_step():
+    rounds = [
+        {"reward/a/failures": 1.0, "reward/invalid_share": 0.5, "reward/time": 2.0},
+        {"reward/a/failures": 2.0, "reward/invalid_share": 0.0, "reward/time": 3.0, "reward/b/not_applicable": 4.0},
+    ]
+    step = over_rounds(rounds)
+    assert step == {
+        "reward/a/failures": 3, "reward/invalid_share": 0.25, "reward/time": 5, "reward/b/not_applicable": 4,
+    }  # fmt: skip
+    metrics = MetricsAccumulator()
+    metrics.add_mean("reward/a", torch.tensor([1.0, 3.0]))
+    metrics.add_numbers(step)
+    assert metrics.reduce() == {**step, "reward/a": 2.0}
+    assert RewardOutput(torch.ones(1), {"a": torch.ones(1)}, torch.ones(1).bool(), {"reward/a": 1.0}).counts == {}

@@ -1,0 +1,53 @@
+"""The average of the weights as a hook: what it follows, what it lends, and where it goes on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightrft_visual.models.weight_copies import WeightAverage
+from lightrft_visual.trainer.features.ema import EmaHook
+from lightrft_visual.trainer.hooks import Hooks
+from lightrft_visual.trainer.run_state import _hooks_of_version_2
+
+
+def followed(lent: bool = True) -> tuple[torch.nn.Parameter, EmaHook]:
+    """A weight of 1 whose average, begun before it moved, is 0."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    hook = EmaHook(WeightAverage([weight], 0.5), lent)
+    weight.data.fill_(1.0)
+    return weight, hook
+
+
+def test_the_average_follows_the_steps_that_were_applied():
+    _, hook = followed()
+    hook.on_update(SimpleNamespace(applied=False))
+    assert hook.average.copies[0].tolist() == [0.0]
+    hook.on_update(SimpleNamespace(applied=True))
+    assert hook.average.copies[0].tolist() == [0.5]
+
+
+@pytest.mark.parametrize("purpose", ["evaluation", "export"])
+def test_the_average_is_lent_where_it_is_asked_for(purpose):
+    weight, hook = followed()
+    with hook.weights_for(purpose):
+        assert weight.item() == 0.0
+    assert weight.item() == 1.0 and followed(lent=False)[1].weights_for(purpose) is None
+
+
+def test_an_average_that_begins_with_the_resume_begins_at_the_resumed_weights():
+    _, hook = followed()
+    Hooks([hook]).load_state_dict({"guard": {}})
+    assert hook.average.copies[0].tolist() == [1.0]
+
+
+def test_a_checkpoint_of_the_second_version_holds_the_average_beside_the_trainers_state():
+    _, saved = followed()
+    saved.on_update(SimpleNamespace(applied=True))
+    state = {"guard": {}, "trainer": {"ema": saved.average.state_dict(), "reference": None, "updates": 3}}
+    weight, hook = followed()
+    Hooks([hook]).load_state_dict(_hooks_of_version_2(state))
+    assert hook.average.copies[0].tolist() == [0.5] and weight.item() == 1.0
+    assert hook.state_dict().keys() == saved.state_dict().keys()

@@ -1,0 +1,78 @@
+"""Rollouts that run ahead: which batches are begun when, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrft_visual.config.placement import AsyncConfig
+from lightrft_visual.config.shared import OutputConfig
+from lightrft_visual.config.vl import AlgorithmConfig, DistributedConfig, RunConfig, TrainConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.trainer.features.rollouts_ahead import RolloutsAhead
+
+
+class Counting:
+    """A source whose batches are the numbers from 1 on; notes the steps that it is asked in."""
+
+    def __init__(self):
+        self.at, self.steps = 0, []
+
+    def next(self, step: int) -> int:
+        self.at += 1
+        self.steps.append(step)
+        return self.at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Noting:
+    def note_policy(self, version: int) -> None:
+        self.version = version
+
+
+def test_batches_come_in_order_and_none_is_lost_by_a_resume():
+    source, begun = Counting(), []
+    ahead = RolloutsAhead(source, 2, Noting(), begun.append)
+    assert ahead.state_dict() == {"at": 0}
+    given = []
+    for step in range(5):
+        given.append(ahead.next(step, 5 - step))
+        assert ahead.state_dict() == {"at": given[-1]}  # a resumed run takes the batch behind it first
+        assert begun == list(range(1, min(5, step + 3) + 1))
+    assert given == [1, 2, 3, 4, 5] and source.at == 5  # no batch is begun that no step will take
+
+
+def test_a_resumed_source_begins_again_with_the_first_batch_not_handed_out():
+    first, again, begun = RolloutsAhead(Counting(), 2, Noting(), [].append), Counting(), []
+    first.next(0, 5)
+    resumed = RolloutsAhead(again, 2, Noting(), begun.append)
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.next(1, 4) == 2 and begun == [2, 3, 4]
+
+
+def test_the_engine_is_told_of_new_weights():
+    engine = Noting()
+    RolloutsAhead(Counting(), 2, engine, [].append).policy_is_new(7)
+    assert engine.version == 7
+
+
+def test_settings():
+    split = DistributedConfig(placement="split")
+    config = RunConfig(distributed=split, asynchronous=AsyncConfig(max_staleness=2))
+    assert config.asynchronous.ahead == 2 and config.asynchronous.stale_correction == "behaviour"
+    corrected = AlgorithmConfig(tis_mode="token")
+    config = RunConfig(distributed=split, algorithm=corrected, asynchronous=AsyncConfig(max_staleness=1))
+    assert config.asynchronous.stale_correction == "none"
+    with pytest.raises(ConfigError, match="add --placement split"):
+        RunConfig(asynchronous=AsyncConfig(max_staleness=1))
+    both = AsyncConfig(max_staleness=1, stale_correction="behaviour")
+    with pytest.raises(ConfigError, match="use one of them"):
+        RunConfig(distributed=split, algorithm=corrected, asynchronous=both)
+    with pytest.raises(ConfigError, match="belong to a max_staleness above 0"):
+        AsyncConfig(batches_ahead=3)
+    kept = {"train": TrainConfig(enable_ema=True), "output": OutputConfig(eval_ema=False)}
+    RunConfig(distributed=split, asynchronous=AsyncConfig(max_staleness=1), **kept)  # an average may be kept beside it
