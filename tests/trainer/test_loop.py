@@ -42,8 +42,6 @@ class Walk(PolicyTrainer):
     def __init__(
         self, folder, fails=None, steps=3, golds=(), guard=None, resume=None, callbacks=(), invalid=(), **output
     ):
-        self, folder, fails=None, steps=3, golds=(), guard=None, resume=None, callbacks=(), invalid=(), **output
-    ):
         settings = LoopSettings(steps, OutputConfig(output_dir=str(folder), **output), TrainConfig(), resume)
         hook = GuardHook(guard or GuardConfig(), Watched(), gold=False, penalties=())
         parts = SimpleNamespace(
