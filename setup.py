@@ -29,8 +29,8 @@ setup(
     package_dir=SHIPPED,
     package_data={
         "lightrft_visual": ["py.typed"],
-        "lightrft_visual.report": ["templates/*"],
-        "lightrft_visual.plan": ["shapes/*.json"],
+        "lightrft_visual.observe.report": ["templates/*"],
+        "lightrft_visual.plugins.memory_plan": ["shapes/*.json"],
         "lightrft_visual.configs": ["**/*.yaml"],
         "lightrft_visual.datasets": ["**/*.txt", "**/*.jsonl"],
     },

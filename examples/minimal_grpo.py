@@ -19,16 +19,16 @@ from deepspeed.accelerator import get_accelerator  # only names the device: CPU,
 
 from lightrft_visual.algorithms.advantages import get_advantage_calculator
 from lightrft_visual.algorithms.policy_losses import LossInputs, global_denominators, policy_loss
-from lightrft_visual.batches.model_inputs import ModelInputs
-from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.rollouts import Rollout, collate
-from lightrft_visual.batches.sampling import SamplingSettings, ScoringRule
 from lightrft_visual.config.vl import AlgorithmConfig, DataConfig, ModelConfig
 from lightrft_visual.data.prompts import PromptDataset, PromptSampler, RowChecks, render_prompt
-from lightrft_visual.embedded.resolve import resolve_checkpoint
-from lightrft_visual.embedded.warmup import embedded_task
+from lightrft_visual.experience.model_inputs import ModelInputs
+from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.rollouts import Rollout, collate
+from lightrft_visual.experience.sampling import SamplingSettings, ScoringRule
 from lightrft_visual.models.loading import Checkpoint, load_transformer, open_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
+from lightrft_visual.plugins.embedded.resolve import resolve_checkpoint
+from lightrft_visual.plugins.embedded.warmup import embedded_task
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.stage import RolloutStage
 from lightrft_visual.trainer.fast_exp_maker import MultimodalDataProcessor

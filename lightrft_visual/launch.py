@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from .config.vl import RunConfig
 from .errors import FolderInUse, LightRFTVisualError, StoppedBySignal
-from .strategy.host import bound_spinning
-from .strategy.signals import handled
-from .strategy.start_up import importing, say, seldom_collecting
-from .usercode.calls import TERMINATED, describe_error, masked, place_of
+from .runtime.host import bound_spinning
+from .runtime.signals import handled
+from .runtime.start_up import importing, say, seldom_collecting
+from .runtime.usercode.calls import TERMINATED, describe_error, masked, place_of
 
 if TYPE_CHECKING:
     from .config.diffusion import DiffusionRunConfig
@@ -51,7 +51,7 @@ def run_vl(config: RunConfig) -> None:
 
     def build():
         with importing():
-            from .plan.check import check_fits
+            from .plugins.memory_plan.check import check_fits
             from .trainer.vl.trainer import build_trainer
 
         check_fits(config)
@@ -67,7 +67,7 @@ def run_diffusion(config: DiffusionRunConfig) -> None:
         with importing():
             from diffusers.utils import logging as diffusers_logging
 
-            from .plan.check import check_fits
+            from .plugins.memory_plan.check import check_fits
             from .trainer.diffusion.build import build_diffusion_trainer
 
         check_fits(config)
@@ -111,7 +111,7 @@ def _fail(config: AnyConfig, error: BaseException) -> None:
     """
     from .config.load import resolved_yaml
     from .observe.crash_log import Ending, write_crash_log
-    from .strategy import collectives, watchdog
+    from .runtime import collectives, watchdog
 
     if isinstance(error, RuntimeError) and not isinstance(error, LightRFTVisualError):
         watchdog.give_way()  # as every collective fails once a rank is gone
@@ -146,7 +146,7 @@ def _in_words(error: BaseException) -> str:
 def _leave(code: int) -> None:
     import torch.distributed as dist
 
-    from .strategy import watchdog
+    from .runtime import watchdog
 
     watchdog.stop()
     if dist.is_initialized():

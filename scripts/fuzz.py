@@ -39,7 +39,6 @@ import pyarrow.parquet
 import torch
 from PIL import Image
 
-from lightrft_visual.checkpoint.state import load_state, save_state
 from lightrft_visual.config.diffusion import DiffusionDataConfig
 from lightrft_visual.config.vl import DATA_FORMATS, DataConfig
 from lightrft_visual.data.drawing_prompts import DrawPrompts
@@ -48,6 +47,7 @@ from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.data.rows import parse_row
 from lightrft_visual.data.video import load_video
 from lightrft_visual.errors import LightRFTVisualError
+from lightrft_visual.runtime.checkpoint.state import load_state, save_state
 
 CPU_SECONDS, WALL_SECONDS, PEAK_BYTES = 2.0, 60, 2 * 2**30
 MARK = "case: "

@@ -290,8 +290,8 @@ def judged(fault: Fault, folder: Path, codes: set[int | None], seconds: float) -
 
 def finished_steps(out: Path) -> list[int]:
     """How many steps the metrics, the rollouts and the newest complete checkpoint tell of."""
-    from lightrft_visual.checkpoint.manager import CheckpointManager
-    from lightrft_visual.strategy.files import read_jsonl
+    from lightrft_visual.runtime.checkpoint.manager import CheckpointManager
+    from lightrft_visual.runtime.files import read_jsonl
 
     latest = CheckpointManager(out).find_latest()
     step = json.loads((latest / "manifest.json").read_text())["step"] if latest else 0

@@ -2,7 +2,7 @@
 """Signatures of what this package uses of SGLang, read from the source of an unpacked wheel, as JSON.
 
     pip download --no-deps sglang==0.5.23 && unzip -q sglang-*.whl -d FOLDER
-    python scripts/sglang_interface.py FOLDER > tests/rollout/sglang/interface.json
+    python scripts/sglang_interface.py FOLDER > tests/plugins/sglang/interface.json
 
 Nothing of SGLang is imported, so that its wheel, which is for CUDA, can be looked at on a CPU. The tests call the
 adapter against these signatures. A parameter reads `name`, `name=` where it has a default, and follows `*` where it is

@@ -112,7 +112,7 @@ def train(case: Case, folder: Path, argv: list[str]) -> None:
 def drive(folder: Path, cases: list[Case], steps: int) -> None:
     """All runs on this rank."""
     from lightrft_visual.launch import quiet_libraries
-    from lightrft_visual.strategy import collectives
+    from lightrft_visual.runtime import collectives
 
     quiet_libraries()
     pairs = ([case] if case.staleness else [case.alone, case] for case in cases)
@@ -205,7 +205,7 @@ if __name__ == "__main__":
         traceback.print_exc()
         os._exit(1)
     if "--drive" in sys.argv:
-        from lightrft_visual.strategy import watchdog
+        from lightrft_visual.runtime import watchdog
 
         watchdog.stop()  # else the others would take this rank for one that died
         os._exit(0)  # vLLM's engine does not end in order beside others

@@ -84,11 +84,11 @@ def test_a_sample_walks_as_the_table_says(tmp_path, walked):
     from tiny_models import IMAGE, actor_of, checkpoint_of, picture
 
     from lightrft_visual.algorithms.kl import FixedKLController
-    from lightrft_visual.batches.sampling import SamplingSettings
     from lightrft_visual.config.vl import AlgorithmConfig, DataConfig
     from lightrft_visual.data import rows
+    from lightrft_visual.experience.buffer import NaiveReplayBuffer
+    from lightrft_visual.experience.sampling import SamplingSettings
     from lightrft_visual.observe.metrics import MetricsAccumulator
-    from lightrft_visual.replay.buffer import NaiveReplayBuffer
     from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
     from lightrft_visual.trainer.vl import parts
     from lightrft_visual.trainer.vl.updates import PolicyUpdate, plan_batch

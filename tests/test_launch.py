@@ -14,7 +14,7 @@ import pytest
 from lightrft_visual import launch
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import RewardError, StoppedBySignal
-from lightrft_visual.strategy import watchdog
+from lightrft_visual.runtime import watchdog
 
 
 class Ended(BaseException):

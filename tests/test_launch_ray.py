@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightrft_visual import launch_ray
-from lightrft_visual.strategy import collectives
+from lightrft_visual.plugins.ray import launch as launch_ray
+from lightrft_visual.runtime import collectives
 
 SCRIPT = """
 import os, pathlib, sys

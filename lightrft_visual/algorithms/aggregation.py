@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..config import registry
-from ..strategy.collectives import all_reduce_sum
+from ..runtime.collectives import all_reduce_sum
 
 T = torch.Tensor
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..batches.rollouts import Rollout
-from ..strategy import collectives
+from ..experience.rollouts import Rollout
+from ..runtime import collectives
 
 
 class GroupRef(NamedTuple):

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..batches.model_inputs import ModelInputs
 from ..config import registry
 from ..config.vl import AlgorithmConfig
+from ..experience.model_inputs import ModelInputs
 from ..models.vlm.actor import ActorOutput
 from ..models.vlm.masked_images import beside_hidden, halves
 from .aggregation import LossDenominators, aggregate

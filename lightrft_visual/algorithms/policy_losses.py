@@ -18,7 +18,7 @@ import torch
 
 from ..config import registry
 from ..config.vl import AlgorithmConfig
-from ..strategy.collectives import all_gather_object
+from ..runtime.collectives import all_gather_object
 from .aggregation import LossDenominators, LossOutputs, aggregate, global_denominators, token_mean
 from .kl import compute_approx_kl
 from .loss_terms import terms_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from ..batches.diffusion_sampling import (
+from ..experience.diffusion_sampling import (
     REDUCTIONS,
     SCHEDULERS,
     TRAJECTORIES,

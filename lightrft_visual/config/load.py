@@ -22,7 +22,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import ConfigError
-from ..masking import mask_urls
+from ..runtime.masking import mask_urls
 from .choice import load_target
 from .command_line import NULL_WORDS, parse_command_line
 from .helptext import help_text
@@ -39,7 +39,7 @@ INSTALLED, SOURCE = PACKAGE / "configs", PACKAGE.parent / "examples" / "configs"
 CONFIG_DIRS = (INSTALLED if INSTALLED.is_dir() else SOURCE,)
 TILDES = re.compile(r"(?:^|(?<=[,=])|(?<=, ))~[^/,]*(?=/|,|$)")
 SCRIPT = "the script's default"
-PLAN = "lightrft_visual.plan.dry_run:dry_run"  # of a configuration: (text, exit code)
+PLAN = "lightrft_visual.plugins.memory_plan.dry_run:dry_run"  # of a configuration: (text, exit code)
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ def plugins_in(arguments: Sequence[str]) -> str:
 
 
 def _load(name: str) -> ModuleType:
-    from ..usercode.calls import describe_error  # loads torch, as nearly every plugin does
-    from ..usercode.loading import load_module
-    from ..usercode.surroundings import put_back
+    from ..runtime.usercode.calls import describe_error  # loads torch, as nearly every plugin does
+    from ..runtime.usercode.loading import load_module
+    from ..runtime.usercode.surroundings import put_back
 
     if name.endswith(".py"):
         path = Path(name).expanduser().resolve()

@@ -167,10 +167,10 @@ for _entry in (
         worker="lightrft_visual.rollout.hf:worker_engine", adapters_alone=True, continues=True, draws=True,
     ),
     Engine(
-        "sglang", "lightrft_visual.rollout.sglang.engine:SGLangEngine.from_config",
+        "sglang", "lightrft_visual.plugins.sglang.engine:SGLangEngine.from_config",
         "SGLang beside this process: Qwen-VL and text models on CUDA", resident=True,
-        check="lightrft_visual.rollout.sglang.arguments:check_engine",
-        worker="lightrft_visual.rollout.sglang.engine:worker_engine", continues=True,
+        check="lightrft_visual.plugins.sglang.arguments:check_engine",
+        worker="lightrft_visual.plugins.sglang.engine:worker_engine", continues=True,
     ),
 ):  # fmt: skip
     engines.add(_entry)

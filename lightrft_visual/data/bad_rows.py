@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import DataError
-from ..strategy import collectives
-from ..strategy.files import read_jsonl
+from ..runtime import collectives
+from ..runtime.files import read_jsonl
 
 logger = logging.getLogger(__name__)
 FILE_NAME = "bad_rows.jsonl"

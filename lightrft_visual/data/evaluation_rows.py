@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from ..errors import DataError
-from ..strategy import collectives
+from ..runtime import collectives
 from .bad_rows import BadRow
 from .prompts import PromptDataset, PromptRow, is_remote_row
 

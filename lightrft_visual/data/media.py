@@ -24,7 +24,7 @@ import torch
 from PIL import Image, ImageOps
 
 from ..errors import DataError
-from ..masking import shown_url
+from ..runtime.masking import shown_url
 from .safe_fetch import fetch_bytes
 
 # No vector formats: Pillow hands those (EPS, WMF) to external programs. JPEG includes MPO.

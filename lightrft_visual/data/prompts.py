@@ -15,7 +15,7 @@ from transformers import ProcessorMixin
 
 from ..config.vl import DataConfig, RolloutConfig
 from ..errors import ConfigError, DataError, did_you_mean
-from ..strategy import collectives
+from ..runtime import collectives
 from .bad_rows import LONG_PROMPT, BadRow, BadRows, TooManyBadRows
 from .media import image_size, is_remote, load_image
 from .placeholders import MediaConventions, ModelInput

@@ -16,7 +16,7 @@ import time
 from urllib.parse import SplitResult, urljoin
 
 from ..errors import DataError
-from ..masking import shown_url, web_address
+from ..runtime.masking import shown_url, web_address
 
 MAX_REDIRECTS = 5
 _CHUNK = 64 * 1024

@@ -11,7 +11,7 @@ import torch
 
 from ..config.vl import mixing_shares
 from ..errors import ConfigError, DataError
-from ..strategy.seeding import derive_seed
+from ..runtime.seeding import derive_seed
 
 
 class PromptSampler:

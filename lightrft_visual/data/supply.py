@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import islice
 
 from ..errors import DataError
-from ..strategy import collectives
+from ..runtime import collectives
 from .bad_rows import BadRow
 from .prompts import PromptDataset, PromptRow
 from .sampler import PromptSampler

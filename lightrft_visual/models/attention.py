@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
 from ..errors import ConfigError
-from ..strategy.sequence import SequenceGroup
+from ..runtime.sequence import SequenceGroup
 
 T = torch.Tensor
 

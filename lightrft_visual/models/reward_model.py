@@ -9,8 +9,8 @@ import torch.nn as nn
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from ..batches.model_inputs import ModelInputs
 from ..errors import ConfigError
+from ..experience.model_inputs import ModelInputs
 from .vlm.backbone import Backbone
 
 T = torch.Tensor

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..data.imaging import is_video, to_rgb, video_frames
 from ..errors import DataError
-from ..strategy.files import writable
+from ..runtime.files import writable
 from .images import film_strip, fit
 
 SHEET = "contact_sheet.png"

@@ -12,8 +12,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..masking import mask_command, mask_text
-from ..strategy.files import writable
+from ..runtime.files import writable
+from ..runtime.masking import mask_command, mask_text
 from .environment import versions
 
 logger = logging.getLogger(__name__)

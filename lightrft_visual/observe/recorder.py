@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..masking import mask_config
-from ..strategy.collectives import rank, world_size
-from ..strategy.files import append_line, read_jsonl, to_json, write_atomic
-from ..strategy.folder_lock import FolderLock
+from ..runtime.collectives import rank, world_size
+from ..runtime.files import append_line, read_jsonl, to_json, write_atomic
+from ..runtime.folder_lock import FolderLock
+from ..runtime.masking import mask_config
 from . import environment
 from .images import save_image, save_video
 from .sinks import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink, column_name

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..batches.rollouts import Rollout
 from ..data.imaging import frames_first, is_video, to_uint8
-from ..strategy.collectives import all_gather_object
-from ..strategy.seeding import derive_seed
+from ..experience.rollouts import Rollout
+from ..runtime.collectives import all_gather_object
+from ..runtime.seeding import derive_seed
 
 Record = dict[str, Any]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import ConfigError
-from ..strategy.files import append_line, read_jsonl, to_json, write_atomic
+from ..runtime.files import append_line, read_jsonl, to_json, write_atomic
 
 logger = logging.getLogger(__name__)
 

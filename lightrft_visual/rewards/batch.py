@@ -15,11 +15,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ..batches.rollouts import Rollout
-from ..batches.samples import Samples, SamplesVL
 from ..data.imaging import Video
 from ..errors import RewardError
-from ..usercode.failures import Failed, ScoringFailed
+from ..experience.rollouts import Rollout
+from ..experience.samples import Samples, SamplesVL
+from ..runtime.usercode.failures import Failed, ScoringFailed
 from .imaging import EncodedImages, to_pil, video_frames
 
 T = torch.Tensor

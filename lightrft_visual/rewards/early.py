@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
-from ..batches.rollouts import Rollout
+from ..experience.rollouts import Rollout
 from .batch import Call, JoinedScores, RewardBatch, Scores, StreamingSource, batch_from_rollouts
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ..batches.rollouts import Rollout
-from ..batches.samples import Samples
 from ..config.placement import ResourcesConfig
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, RewardError, StoppedBySignal
-from ..strategy.collectives import all_gather_object, all_reduce_max, all_reduce_sum
-from ..usercode.calls import ended_by_sigterm
-from ..usercode.loading import callable_name
+from ..experience.rollouts import Rollout
+from ..experience.samples import Samples
+from ..runtime.collectives import all_gather_object, all_reduce_max, all_reduce_sum
+from ..runtime.usercode.calls import ended_by_sigterm
+from ..runtime.usercode.loading import callable_name
 from .batch import (
     Call,
     DividedSource,

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from ..config.placement import ResourcesConfig
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean
-from ..usercode.loading import LoadedFunction, callable_name, load_reward_fn
+from ..runtime.usercode.loading import LoadedFunction, callable_name, load_reward_fn
 from .batch import Source
 from .local.callables import CallableSource
 from .recipe import RecipeEntry
@@ -179,7 +179,7 @@ class Catalogue:
         from .local.models import local_model_source
 
         if self.resources.rewards_placed and isinstance(model, (str, Path)):
-            from .remote.ray_pool import RayRewardModel
+            from ..plugins.ray.reward_pool import RayRewardModel
 
             needed_for = "distributed.resources.reward"
             return self._closed(RayRewardModel(name, str(model), needed_for=needed_for, **self._pool()))
@@ -219,7 +219,7 @@ class Catalogue:
         """A function by path: in this process, or with a time limit in one of its own."""
         if self.config.reward_fn_timeout is None:
             return self._source(function, name, given)
-        from ..usercode.sandbox import SandboxedCallable
+        from ..runtime.usercode.sandbox import SandboxedCallable
 
         moved = SandboxedCallable(function, self.config.reward_fn_timeout)
         self._closing.append(moved.close)
@@ -260,7 +260,7 @@ class Catalogue:
         return self._ray_actors(entry.name, entry.key, entry.kwargs)
 
     def _ray_actors(self, name: str, key: str, kwargs: Mapping[str, Any]) -> Source:
-        from .remote.ray_pool import RaySource
+        from ..plugins.ray.reward_pool import RaySource
 
         if self.config.reward_fn_timeout is not None and ".py:" in key:
             raise ConfigError("reward_fn_timeout is for functions in this process; calls of Ray have reward_timeout")
@@ -269,7 +269,7 @@ class Catalogue:
         )
 
     def _pool(self) -> dict[str, Any]:
-        from .remote.ray_pool import actor_pool
+        from ..plugins.ray.reward_pool import actor_pool
 
         self._on_ray = True
         return {"timeout": self.config.reward_timeout} | actor_pool(self.resources, self.config.reward_ray_actors)

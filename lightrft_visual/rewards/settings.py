@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config.shared import RewardConfig
 from ..errors import ConfigError
-from ..usercode.loading import LoadedFunction, callable_name, load_reward_fn
+from ..runtime.usercode.loading import LoadedFunction, callable_name, load_reward_fn
 from .batch import Source
 from .local import forms
 from .local.callables import Signature, check_inputs

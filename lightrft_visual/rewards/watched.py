@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..config.recipes import load_yaml
 from ..errors import ConfigError, did_you_mean
-from ..strategy.collectives import broadcast_object, is_rank_0
+from ..runtime.collectives import broadcast_object, is_rank_0
 
 log = logging.getLogger(__name__)
 LARGEST = 1e6  # no sane weight is larger: a slip of the hand must not make rewards that are not finite

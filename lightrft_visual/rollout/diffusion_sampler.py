@@ -12,7 +12,8 @@ from typing import Protocol
 
 import torch
 
-from ..batches.diffusion_sampling import (
+from ..errors import ConfigError
+from ..experience.diffusion_sampling import (
     TRAIN_TIMESTEPS,
     DiffusionBatch,
     KeptSteps,
@@ -21,9 +22,8 @@ from ..batches.diffusion_sampling import (
     SamplingResult,
     check_noise,
 )
-from ..errors import ConfigError
 from ..models.diffusion.schedule import flow_match_schedule, stock_flow_match_schedule, upcast
-from ..strategy.seeding import derive_seed
+from ..runtime.seeding import derive_seed
 from .diffusion_steps import Step, euler_step, per_sample, sde_step, transition
 
 T = torch.Tensor

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..batches.diffusion_sampling import REDUCTIONS
 from ..errors import ConfigError
+from ..experience.diffusion_sampling import REDUCTIONS
 from ..models.diffusion.schedule import upcast
 
 T = torch.Tensor

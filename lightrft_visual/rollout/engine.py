@@ -7,13 +7,13 @@ from typing import Protocol
 
 import torch
 
-from ..batches.rollouts import PromptFeatures
-from ..batches.sampling import Completion, SamplingSettings
 from ..config import registry
 from ..config.vl import RunConfig
 from ..errors import ConfigError
+from ..experience.rollouts import PromptFeatures
+from ..experience.sampling import Completion, SamplingSettings
 from ..models.loading import Checkpoint
-from ..strategy.deepspeed import TrainEngine
+from ..runtime.deepspeed import TrainEngine
 
 Finished = Callable[[int, list[Completion]], None]
 DRAWER = "hf"  # draws beside an engine that does not

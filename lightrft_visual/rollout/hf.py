@@ -15,18 +15,18 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
-from ..batches.model_inputs import ModelInputs
-from ..batches.rollouts import PromptFeatures
-from ..batches.sampling import Completion, SamplingSettings
-from ..batches.vision import VisionTensors
 from ..config.vl import RunConfig
+from ..experience.model_inputs import ModelInputs
+from ..experience.rollouts import PromptFeatures
+from ..experience.sampling import Completion, SamplingSettings
+from ..experience.vision import VisionTensors
 from ..models.loading import Checkpoint, add_lora, load_transformer
 from ..models.vlm.actor import Actor
-from ..strategy import collectives
-from ..strategy.deepspeed import TrainEngine
-from ..strategy.seeding import derive_seed
+from ..runtime import collectives
+from ..runtime.deepspeed import TrainEngine
+from ..runtime.seeding import derive_seed
 from .engine import Finished
-from .remote.weights import take_over
+from .weight_post import take_over
 
 T = torch.Tensor
 

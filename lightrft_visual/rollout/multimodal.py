@@ -13,16 +13,16 @@ from easydict import EasyDict
 from PIL.Image import Image
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from ..batches.prompts import PromptBatch
-from ..batches.rollouts import PromptFeatures
-from ..batches.vision import VisionTensors
 from ..data.imaging import Video
 from ..data.media import MAX_IMAGE_PIXELS, describe_source, load_image
 from ..data.rows import as_source_list
 from ..data.video import load_video
 from ..errors import ConfigError, DataError
+from ..experience.prompts import PromptBatch
+from ..experience.rollouts import PromptFeatures
+from ..experience.vision import VisionTensors
 from ..models.vlm.families import family_of_processor
-from ..strategy.host import give_back_freed_memory
+from ..runtime.host import give_back_freed_memory
 
 T = torch.Tensor
 _COLUMNS = {

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from ..batches.experience import Experience
-from ..batches.model_inputs import ModelInputs
-from ..batches.prompts import PromptBatch
-from ..batches.rollouts import Rollout, collate
-from ..batches.sampling import SamplingSettings, ScoringRule
 from ..config.vl import RunConfig
 from ..errors import RolloutError
+from ..experience.model_inputs import ModelInputs
+from ..experience.prompts import PromptBatch
+from ..experience.rollouts import Rollout, collate
+from ..experience.sampling import SamplingSettings, ScoringRule
+from ..experience.types import Experience
 from ..models.loading import Checkpoint
-from ..strategy import collectives
+from ..runtime import collectives
 from .engine import RolloutEngine
 from .stage import RolloutStage
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..batches.prompts import PromptBatch
-from ..batches.rollouts import PromptFeatures, Rollout
-from ..batches.sampling import Completion, SamplingSettings
 from ..errors import RolloutError
-from ..strategy.seeding import derive_seed
+from ..experience.prompts import PromptBatch
+from ..experience.rollouts import PromptFeatures, Rollout
+from ..experience.sampling import Completion, SamplingSettings
+from ..runtime.seeding import derive_seed
 from .engine import RolloutEngine
 from .multimodal import MultimodalDataProcessor
 

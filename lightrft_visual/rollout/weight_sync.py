@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..checkpoint.adapted import is_adapted
-from ..strategy.deepspeed import TrainEngine
+from ..runtime.checkpoint.adapted import is_adapted
+from ..runtime.deepspeed import TrainEngine
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..algorithms.advantages import get_advantage_calculator, get_advantages_and_returns
-from ..batches.experience import Experience, ExperienceDiffusion, ExperienceVL
-from ..batches.prompts import PromptBatch
-from ..batches.samples import Samples, SamplesVL
+from ..experience.prompts import PromptBatch
+from ..experience.samples import Samples, SamplesVL
+from ..experience.types import Experience, ExperienceDiffusion, ExperienceVL
 from ..rewards.engine import RewardComputationEngine
 from ..rollout.multimodal import MultimodalDataProcessor
-from ..strategy import collectives
+from ..runtime import collectives
 from .vl.maker import MakerSettings, build_maker
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from typing import Any
 from ..config.vl import OutputConfig, TrainConfig
 from ..errors import NonFiniteError, RewardError, StoppedBySignal
 from ..observe.metrics import MetricsAccumulator
+from ..observe.report.writer import ReportWriter
 from ..observe.rollouts import Record
-from ..report.writer import ReportWriter
-from ..strategy import watchdog
-from ..strategy.deepspeed import StepResult
-from ..strategy.start_up import say
+from ..runtime import watchdog
+from ..runtime.deepspeed import StepResult
+from ..runtime.start_up import say
 from .hooks import HookContext, StepData, StopRun
 from .run_state import RunState, final_folder
 

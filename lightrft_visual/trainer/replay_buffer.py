@@ -1,5 +1,5 @@
-"""The replay buffer under the import path that LightRFT's users know; the code is in `lightrft_visual.replay`."""
+"""The replay buffer under the import path that LightRFT's users know; the code is in `lightrft_visual.experience`."""
 
-from ..replay.buffer import NaiveReplayBuffer
+from ..experience.buffer import NaiveReplayBuffer
 
 __all__ = ["NaiveReplayBuffer"]

@@ -1,7 +1,6 @@
 """Single samples and the way from batches to samples and back, under the import path that LightRFT's users know."""
 
-from ..batches.ragged import zero_pad_sequences
-from ..replay.items import (
+from ..experience.items import (
     BufferItem,
     BufferItemDiffusion,
     BufferItemVL,
@@ -10,6 +9,7 @@ from ..replay.items import (
     remove_padding_in_sequences,
     split_experience_batch,
 )
+from ..experience.ragged import zero_pad_sequences
 
 __all__ = [
     "BufferItem",

@@ -18,10 +18,10 @@ from ..errors import ConfigError
 from ..observe import crash_log
 from ..observe.earlier_runs import holds_results, set_aside
 from ..observe.recorder import RecorderOptions, RunRecorder
-from ..plan.sizes import use_chosen_sizes
-from ..strategy import collectives
-from ..strategy.deepspeed import DeepspeedStrategy
-from ..strategy.folder_lock import FolderLock
+from ..plugins.memory_plan.sizes import use_chosen_sizes
+from ..runtime import collectives
+from ..runtime.deepspeed import DeepspeedStrategy
+from ..runtime.folder_lock import FolderLock
 
 logger = logging.getLogger(__name__)
 AnyConfig = RunConfig | DiffusionRunConfig

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 import torch
 
-from ..checkpoint.manager import CheckpointManager, on_rank_0, resolve_resume
-from ..checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from ..config.shared import OutputConfig
 from ..errors import CheckpointError, ConfigError
-from ..strategy import collectives
-from ..strategy.launcher_watch import LauncherWatch
-from ..strategy.signals import handled
-from ..usercode.calls import StopRequest
+from ..runtime import collectives
+from ..runtime.checkpoint.manager import CheckpointManager, on_rank_0, resolve_resume
+from ..runtime.checkpoint.state import load_state, rng_state, save_state, set_rng_state
+from ..runtime.launcher_watch import LauncherWatch
+from ..runtime.signals import handled
+from ..runtime.usercode.calls import StopRequest
 
 
 def final_folder(output: OutputConfig) -> Path:

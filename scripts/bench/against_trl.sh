@@ -38,7 +38,7 @@ fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 read -r model data < <("$ours" -c '
-from lightrft_visual.embedded.warmup import WarmUp, embedded_checkpoint, embedded_task
+from lightrft_visual.plugins.embedded.warmup import WarmUp, embedded_checkpoint, embedded_task
 print(embedded_checkpoint(WarmUp(), report=lambda text: None), embedded_task().train)' | tail -n 1)
 
 questions=(--config examples/configs/embedded_vl.yaml --pretrain "$model" --prompt_data "$work/rows/rows.jsonl"

@@ -18,7 +18,7 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from lightrft_visual.models.diffusion import decoding
-from lightrft_visual.plan.meta import held_bytes, on_meta
+from lightrft_visual.plugins.memory_plan.meta import held_bytes, on_meta
 
 WAYS = ("whole", "frames", "blocks")
 

@@ -39,10 +39,10 @@ def main() -> None:
     from safetensors.torch import load_file
     from transformers import AutoProcessor
 
-    from lightrft_visual.batches.prompts import PromptBatch
-    from lightrft_visual.batches.sampling import SamplingSettings
-    from lightrft_visual.embedded.warmup import WarmUp, embedded_checkpoint
+    from lightrft_visual.experience.prompts import PromptBatch
+    from lightrft_visual.experience.sampling import SamplingSettings
     from lightrft_visual.launch import quiet_libraries
+    from lightrft_visual.plugins.embedded.warmup import WarmUp, embedded_checkpoint
     from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
     from lightrft_visual.rollout.stage import RolloutStage
     from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings

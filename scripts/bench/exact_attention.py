@@ -22,18 +22,18 @@ import torch
 from PIL import Image
 from torch import nn
 
-from lightrft_visual.batches.model_inputs import ModelInputs
-from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.rollouts import collate
-from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.config.vl import DataConfig, ModelConfig
-from lightrft_visual.embedded.questions import vocabulary_texts
-from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
+from lightrft_visual.experience.model_inputs import ModelInputs
+from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.rollouts import collate
+from lightrft_visual.experience.sampling import SamplingSettings
 from lightrft_visual.models.attention import EXACT_NAME, NAME, exact_attention, segment_attention
 from lightrft_visual.models.exact import ExactLinear
 from lightrft_visual.models.loading import Checkpoint, load_transformer, open_checkpoint
 from lightrft_visual.models.logprobs import LogProbLinear
 from lightrft_visual.models.vlm.actor import Actor
+from lightrft_visual.plugins.embedded.questions import vocabulary_texts
+from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.stage import RolloutStage

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from lightrft_visual.batches.vision import VisionTensors
-from lightrft_visual.replay.items import BufferItemVL
-from lightrft_visual.strategy import collectives
-from lightrft_visual.strategy.host import free_port
-from lightrft_visual.strategy.parcels import pack
+from lightrft_visual.experience.items import BufferItemVL
+from lightrft_visual.experience.vision import VisionTensors
+from lightrft_visual.runtime import collectives
+from lightrft_visual.runtime.host import free_port
+from lightrft_visual.runtime.parcels import pack
 
 PATCH = 1176  # numbers of a patch of Qwen2.5-VL: 3 channels, 2 frames, 14 x 14 pixels
 RANKS = 2

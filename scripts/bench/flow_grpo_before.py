@@ -54,7 +54,7 @@ def run_side(arguments: list[str], out: Path) -> None:
     schema = importlib.import_module(name).DiffusionRunConfig
     from lightrft_visual.config.load import config_or_exit
     from lightrft_visual.launch import quiet_libraries
-    from lightrft_visual.strategy.deepspeed import DeepspeedStrategy
+    from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
     from lightrft_visual.trainer.diffusion import build, stages
 
     def generators(run_seed: int, step: int, indices: list[int], purpose: str = "noise") -> list[torch.Generator]:
@@ -136,9 +136,9 @@ def main() -> None:
     if options.side is not None:
         run_side(sys.argv[sys.argv.index("--") + 1 :], options.side)
         return
-    from lightrft_visual.embedded.captions import embedded_prompts
-    from lightrft_visual.embedded.resolve import embedded_folder
-    from lightrft_visual.embedded.warmup import cache_root
+    from lightrft_visual.plugins.embedded.captions import embedded_prompts
+    from lightrft_visual.plugins.embedded.resolve import embedded_folder
+    from lightrft_visual.plugins.embedded.warmup import cache_root
 
     common = settings(options, str(embedded_folder()), str(embedded_prompts(cache_root())[0]))
     sides: tuple[list, list] = ([], [])

@@ -33,7 +33,7 @@ from diffusers import StableDiffusion3Pipeline
 from peft import LoraConfig, get_peft_model
 from torchvision.transforms.functional import to_pil_image
 
-from lightrft_visual.rewards.functions.shape_match import ShapeMatch
+from lightrft_visual.plugins.embedded.scorers.shape_match import ShapeMatch
 
 T = torch.Tensor
 TARGETS = [

@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from lightrft_visual.config.shared import GuardConfig
-from lightrft_visual.guard.gains import Look
-from lightrft_visual.guard.watch import Alarm, Guard
-from lightrft_visual.strategy.files import read_jsonl
+from lightrft_visual.observe.guard.gains import Look
+from lightrft_visual.observe.guard.watch import Alarm, Guard
+from lightrft_visual.runtime.files import read_jsonl
 
 HERE = Path(__file__).resolve().parent
 HACKS_FILE = HERE / "guard_hacks.py"
@@ -169,7 +169,7 @@ def main() -> None:
     for name in names:
         case, _, seed = name.rpartition("-")
         if case not in HACKS | CLEAN or not seed.isdigit():
-            sys.exit(f"guard.py: no case {name}; there are, each with -SEED: {', '.join(HACKS | CLEAN)}")
+            sys.exit(f"observe/guard.py: no case {name}; there are, each with -SEED: {', '.join(HACKS | CLEAN)}")
         run = folder / name
         if (run / "checkpoint-final").exists():
             continue

@@ -1,4 +1,4 @@
-"""Rewards that can be pleased without the task, for guard.py."""
+"""Rewards that can be pleased without the task, for observe/guard.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from lightrft_visual.embedded.drawn_shapes import COLOURS, parse_caption
+from lightrft_visual.plugins.embedded.drawn_shapes import COLOURS, parse_caption
 
 TAGGED = re.compile(r"<answer>\s*(\S+)\s*</answer>")
 WORDS = ("red", "green", "blue", "yellow")

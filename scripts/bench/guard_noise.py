@@ -13,7 +13,7 @@ import random
 import sys
 from collections.abc import Callable
 
-from lightrft_visual.guard.gains import Gains, Look
+from lightrft_visual.observe.guard.gains import Gains, Look
 
 LOOKS, NOISE = 30, 0.1  # of a run; of the reward, beside the answers
 CURVES: dict[str, Callable[[int], float]] = {  # logits of the mean

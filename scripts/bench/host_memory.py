@@ -28,12 +28,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.rollouts import PromptFeatures, Rollout, collate, let_go_of_media
-from lightrft_visual.embedded.tiny_vlm import build_processor, build_tokenizer
-from lightrft_visual.replay.buffer import NaiveReplayBuffer
+from lightrft_visual.experience.buffer import NaiveReplayBuffer
+from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate, let_go_of_media
+from lightrft_visual.plugins.embedded.tiny_vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
-from lightrft_visual.strategy.host import give_back_freed_memory, keep_freed_memory
+from lightrft_visual.runtime.host import give_back_freed_memory, keep_freed_memory
 
 PATCH_WIDTH = 3 * 2 * 14 * 14  # channels, frames and pixels of a patch of Qwen2-VL and Qwen2.5-VL
 WIDTH = 20  # patches; rows and columns are even

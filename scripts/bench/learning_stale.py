@@ -85,7 +85,7 @@ def train(folder: Path, k: int, correction: str, seed: int, flags: list[str]) ->
     from lightrft_visual.config.load import load_config
     from lightrft_visual.config.roots import VL_PRESET
     from lightrft_visual.config.vl import RunConfig
-    from lightrft_visual.rollout.remote import engine
+    from lightrft_visual.plugins.ray.rollout import engine
     from lightrft_visual.trainer.vl.trainer import build_trainer
 
     engine.Workers = OneEngine

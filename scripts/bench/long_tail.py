@@ -16,10 +16,10 @@ from collections import deque
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-from lightrft_visual.batches.rollouts import PromptFeatures
-from lightrft_visual.batches.sampling import Completion, SamplingSettings
-from lightrft_visual.rollout.remote.partial import PartialRollouts
-from lightrft_visual.rollout.remote.pool import WorkerPool
+from lightrft_visual.experience.rollouts import PromptFeatures
+from lightrft_visual.experience.sampling import Completion, SamplingSettings
+from lightrft_visual.plugins.ray.rollout.partial import PartialRollouts
+from lightrft_visual.plugins.ray.rollout.pool import WorkerPool
 
 END = 1
 

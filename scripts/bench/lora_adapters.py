@@ -62,18 +62,18 @@ def measure(form: str, arguments: argparse.Namespace) -> dict[str, float]:
     import torch
     from PIL import Image
 
-    from lightrft_visual.batches.model_inputs import ModelInputs
-    from lightrft_visual.batches.prompts import PromptBatch
-    from lightrft_visual.batches.rollouts import collate
-    from lightrft_visual.batches.sampling import SamplingSettings
-    from lightrft_visual.embedded.warmup import WarmUp, embedded_checkpoint
+    from lightrft_visual.experience.model_inputs import ModelInputs
+    from lightrft_visual.experience.prompts import PromptBatch
+    from lightrft_visual.experience.rollouts import collate
+    from lightrft_visual.experience.sampling import SamplingSettings
     from lightrft_visual.launch import quiet_libraries
+    from lightrft_visual.plugins.embedded.warmup import WarmUp, embedded_checkpoint
     from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
     from lightrft_visual.rollout.parity import log_prob_difference
     from lightrft_visual.rollout.stage import RolloutStage
     from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
     from lightrft_visual.rollout.weight_sync import named_weights
-    from lightrft_visual.strategy.deepspeed import TrainEngine
+    from lightrft_visual.runtime.deepspeed import TrainEngine
 
     quiet_libraries()
     checkpoint, actor = actor_of(str(embedded_checkpoint(WarmUp(), report=lambda text: None)), arguments.rank)

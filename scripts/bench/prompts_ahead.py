@@ -27,11 +27,11 @@ def parts_of(folder: Path, arguments: argparse.Namespace):
     from lightrft_visual.trainer.vl.prompts_ahead import PromptsAhead
     from PIL import Image
 
-    from lightrft_visual.batches.prompts import PromptBatch
     from lightrft_visual.config.vl import DataConfig
     from lightrft_visual.data.prompts import PromptDataset, PromptSampler
     from lightrft_visual.data.supply import PromptSupply
-    from lightrft_visual.embedded.tiny_vlm import build_processor, build_tokenizer
+    from lightrft_visual.experience.prompts import PromptBatch
+    from lightrft_visual.plugins.embedded.tiny_vlm import build_processor, build_tokenizer
     from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
     path = folder / "rows.jsonl"

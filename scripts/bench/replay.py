@@ -20,8 +20,14 @@ from functools import partial
 
 import torch
 
-from lightrft_visual.replay.items import BufferItemVL, items_equal, make_experience_batch, split_experience_batch
-from lightrft_visual.replay.plan import SampleRef, moves_between_ranks, plan_by_tokens, unused_share, waiting_share
+from lightrft_visual.experience.batch_plan import (
+    SampleRef,
+    moves_between_ranks,
+    plan_by_tokens,
+    unused_share,
+    waiting_share,
+)
+from lightrft_visual.experience.items import BufferItemVL, items_equal, make_experience_batch, split_experience_batch
 
 PATCH_DIM = 384  # 3 channels x 2 frames x 8 x 8 pixels
 MAX_GROWTH = 1.4

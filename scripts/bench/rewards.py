@@ -23,9 +23,9 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from lightrft_visual.batches.rollouts import PromptFeatures, Rollout
-from lightrft_visual.batches.samples import Samples
 from lightrft_visual.config.shared import RewardConfig
+from lightrft_visual.experience.rollouts import PromptFeatures, Rollout
+from lightrft_visual.experience.samples import Samples
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import RewardOutput
 

@@ -15,13 +15,13 @@ from statistics import median
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lightrft_visual.batches.model_inputs import ModelInputs
-from lightrft_visual.batches.sampling import ScoringRule
 from lightrft_visual.config.vl import DistributedConfig
+from lightrft_visual.experience.model_inputs import ModelInputs
+from lightrft_visual.experience.sampling import ScoringRule
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.strategy import collectives
-from lightrft_visual.strategy.deepspeed import DeepspeedStrategy
-from lightrft_visual.strategy.sequence import SequenceGroup
+from lightrft_visual.runtime import collectives
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
+from lightrft_visual.runtime.sequence import SequenceGroup
 
 
 def model_of(asked: argparse.Namespace) -> Qwen2ForCausalLM:

@@ -22,16 +22,16 @@ import numpy as np
 import torch
 from PIL import Image
 
-from lightrft_visual.batches.model_inputs import ModelInputs
-from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.rollouts import PromptFeatures, Rollout, collate
-from lightrft_visual.batches.sampling import ScoringRule
 from lightrft_visual.config.vl import DataConfig, ModelConfig
-from lightrft_visual.embedded.questions import vocabulary_texts
-from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
+from lightrft_visual.experience.items import make_experience_batch, strip_padding
+from lightrft_visual.experience.model_inputs import ModelInputs
+from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate
+from lightrft_visual.experience.sampling import ScoringRule
 from lightrft_visual.models.loading import load_transformer, open_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.replay.items import make_experience_batch, strip_padding
+from lightrft_visual.plugins.embedded.questions import vocabulary_texts
+from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>what colour is it?<|im_end|>\n"

@@ -1,4 +1,4 @@
-"""How long a step would take on N trainers and M rollout engines, by the simulation of `plan/cluster.py`.
+"""How long a step would take on N trainers and M rollout engines, by the simulation of `plugins/memory_plan/cluster.py`.
 
     python scripts/bench/simulate_cluster.py --gpus 64 --run outputs/run     # costs and lengths that a run had
     python scripts/bench/simulate_cluster.py --gpus 1024 --token 0.02 --learn 0.004 --mean_length 2000 --prompts 512
@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightrft_visual.batches.rollouts import PromptFeatures
-from lightrft_visual.batches.sampling import Completion, SamplingSettings
-from lightrft_visual.plan.cluster import (
+from lightrft_visual.experience.rollouts import PromptFeatures
+from lightrft_visual.experience.sampling import Completion, SamplingSettings
+from lightrft_visual.plugins.memory_plan.cluster import (
     Costs,
     Forecast,
     Layout,
@@ -139,8 +139,8 @@ def _prompt(seed: int, lengths: np.ndarray) -> PromptFeatures:
 
 def real_run(workers: Any, costs: Costs, layout: Layout, lengths: Lengths, steps: int) -> Forecast:
     """What was measured of a run of `steps` steps: by `RemoteEngine`, and a trainer that sleeps."""
-    from lightrft_visual.rollout.remote.engine import RemoteEngine
-    from lightrft_visual.rollout.remote.partial import PartialRollouts
+    from lightrft_visual.plugins.ray.rollout.engine import RemoteEngine
+    from lightrft_visual.plugins.ray.rollout.partial import PartialRollouts
 
     partial = None
     if layout.partial:
@@ -197,8 +197,8 @@ def middle(runs: Sequence[Forecast]) -> Forecast:
 def check(asked: argparse.Namespace) -> None:
     """A table of forecasts and of what real workers took."""
     from lightrft_visual.config.placement import ResourcesConfig
-    from lightrft_visual.rollout.remote.engine import Workers
-    from lightrft_visual.rollout.remote.worker import Blueprint
+    from lightrft_visual.plugins.ray.rollout.engine import Workers
+    from lightrft_visual.plugins.ray.rollout.worker import Blueprint
 
     slow = asked.slower
     costs = Costs(token=0.004 * slow, prompt=0.01 * slow, load=0.05 * slow, learn=2e-4 * slow, step=0.3 * slow)

@@ -31,7 +31,7 @@ def arguments_of() -> argparse.Namespace:
 
 def start_ranks() -> int:
     """Runs this script once a rank; their exit code."""
-    from lightrft_visual.strategy.host import free_port
+    from lightrft_visual.runtime.host import free_port
 
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     shared |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
@@ -48,9 +48,9 @@ def engine_of(hidden: int, layers: int):
     from transformers import AutoModelForImageTextToText
 
     from lightrft_visual.config.vl import DistributedConfig
-    from lightrft_visual.embedded.tiny_vlm import build_tokenizer, tiny_config
     from lightrft_visual.models.vlm.actor import Actor
-    from lightrft_visual.strategy.deepspeed import DeepspeedStrategy, OptimizerSettings
+    from lightrft_visual.plugins.embedded.tiny_vlm import build_tokenizer, tiny_config
+    from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 
     torch.set_num_threads(1)
     strategy = DeepspeedStrategy(DistributedConfig(zero_stage=3))

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from lightrft_visual.config.placement import ResourcesConfig
-from lightrft_visual.rollout.remote.pool import WorkerPool
-from lightrft_visual.rollout.remote.ray_workers import Cluster
-from lightrft_visual.rollout.remote.weights import THREADS, WeightPost, WeightsRefused, take_over
-from lightrft_visual.rollout.remote.worker import Blueprint, Order
+from lightrft_visual.plugins.ray.rollout.pool import WorkerPool
+from lightrft_visual.plugins.ray.rollout.ray_workers import Cluster
+from lightrft_visual.plugins.ray.rollout.worker import Blueprint, Order
+from lightrft_visual.rollout.weight_post import THREADS, WeightPost, WeightsRefused, take_over
 
 T = torch.Tensor
 TENSOR_MIB = 16

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 def noted_plans() -> list:
     """The plans that runs of this process make from now on, before they load anything."""
-    from lightrft_visual.plan import check
+    from lightrft_visual.plugins.memory_plan import check
 
     plans, make = [], check.plan_of
 

@@ -123,7 +123,7 @@ def _seeing(folder: Path, size: str, name: str, extra: str, steps: int = 3, prom
 
 def engines(folder: Path, size: str) -> Rows:
     """Each family's engine starts and agrees with the trainer in bf16 (fp32 for size tiny); one with CUDA graphs."""
-    from lightrft_visual.embedded.tiny_vlm import FAMILIES
+    from lightrft_visual.plugins.embedded.tiny_vlm import FAMILIES
 
     yield from _engines(folder, size, (*FAMILIES, "emu3"), "vllm", "--engine_mem_util 0.2")
 
@@ -133,7 +133,7 @@ def engines_sglang(folder: Path, size: str) -> Rows:
     from deepspeed.accelerator import get_accelerator
 
     from lightrft_visual.errors import ConfigError
-    from lightrft_visual.rollout.sglang.arguments import require_package
+    from lightrft_visual.plugins.sglang.arguments import require_package
 
     try:
         require_package()
@@ -147,7 +147,7 @@ def engines_sglang(folder: Path, size: str) -> Rows:
 
 
 def _engines(folder: Path, size: str, families: Sequence[str], engine: str, more: str) -> Rows:
-    from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
+    from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
 
     precision = "--bf16 true" if size == "real" else ""
     (folder / "models").mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightrft_visual.algorithms.dynamic_sampling import DynamicSampling, by_group
-from lightrft_visual.batches.rollouts import PromptFeatures, Rollout
+from lightrft_visual.experience.rollouts import PromptFeatures, Rollout
 
 
 def collected(

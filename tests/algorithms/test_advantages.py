@@ -17,10 +17,10 @@ from lightrft_visual.algorithms.advantages import (
     get_advantages_and_returns,
     get_cumulative_returns,
 )
-from lightrft_visual.batches.experience import Experience
 from lightrft_visual.config import registry
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.experience.types import Experience
 
 ESTIMATORS = [each.name for each in registry.advantage_estimators if not each.components]
 GROUPED = [name for name in ESTIMATORS if registry.advantage_estimators[name].grouped]

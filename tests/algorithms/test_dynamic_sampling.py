@@ -11,7 +11,7 @@ from dynamic_sampling_ranks import collected
 from launched import run_ranks
 
 from lightrft_visual.algorithms.dynamic_sampling import GroupRef, balanced, is_informative
-from lightrft_visual.batches.rollouts import Rollout
+from lightrft_visual.experience.rollouts import Rollout
 
 
 def test_a_round_is_repeated_only_while_groups_that_differ_are_missing():

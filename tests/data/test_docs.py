@@ -10,7 +10,7 @@ import pytest
 
 from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.rows import parse_row
-from lightrft_visual.embedded import questions
+from lightrft_visual.plugins.embedded import questions
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
 ROWS = [line for block in re.findall(r"^```jsonl\n(.*?)^```$", TEXT, re.M | re.S) for line in block.splitlines()]

@@ -11,9 +11,9 @@ from PIL import Image
 
 from lightrft_visual.config.vl import DataConfig, RolloutConfig
 from lightrft_visual.data.prompts import PromptDataset, RowChecks
-from lightrft_visual.embedded.questions import vocabulary_texts
-from lightrft_visual.embedded.tiny_vlm import build_processor, build_tokenizer
 from lightrft_visual.errors import DataError
+from lightrft_visual.plugins.embedded.questions import vocabulary_texts
+from lightrft_visual.plugins.embedded.tiny_vlm import build_processor, build_tokenizer
 
 GOOD = 20
 

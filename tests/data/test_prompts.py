@@ -19,9 +19,9 @@ from lightrft_visual.data.bad_rows import BadRow, cause_of, list_bad_rows
 from lightrft_visual.data.media import image_size
 from lightrft_visual.data.prompts import PromptDataset, PromptRow, RowChecks, render_prompt
 from lightrft_visual.data.rows import parse_row
-from lightrft_visual.embedded.questions import build_embedded_task, vocabulary_texts
-from lightrft_visual.embedded.tiny_vlm import build_processor, build_tokenizer
 from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.plugins.embedded.questions import build_embedded_task, vocabulary_texts
+from lightrft_visual.plugins.embedded.tiny_vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 PADS = "<|vision_start|><|image_pad|><|vision_end|>"

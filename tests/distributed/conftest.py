@@ -14,8 +14,8 @@ from plans import DRAWN_ROW, HOSTILE_ROWS, ONE_RANK, TEXT_ROW, TWO_RANKS, UNIFIE
 from tiny_models import picture
 from whole_runs import run_plan
 
-from lightrft_visual.embedded.questions import build_embedded_task, vocabulary_texts
-from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
+from lightrft_visual.plugins.embedded.questions import build_embedded_task, vocabulary_texts
+from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ import torch
 def run(entry: dict) -> None:
     from lightrft_visual.config.diffusion import DiffusionRunConfig
     from lightrft_visual.config.load import load_config
-    from lightrft_visual.strategy import collectives
+    from lightrft_visual.runtime import collectives
     from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 
     folder = Path(entry["folder"])
@@ -140,7 +140,7 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    from lightrft_visual.strategy import watchdog
+    from lightrft_visual.runtime import watchdog
 
     watchdog.stop()  # else the others would take this rank for one that died
     os._exit(0)

@@ -35,7 +35,7 @@ def share_engines() -> None:
 def run(entry: dict) -> None:
     from lightrft_visual.config.load import load_config
     from lightrft_visual.config.vl import RunConfig
-    from lightrft_visual.strategy import collectives
+    from lightrft_visual.runtime import collectives
     from lightrft_visual.trainer.vl.trainer import build_trainer
 
     if entry["copy_of"] and collectives.is_rank_0():
@@ -46,7 +46,7 @@ def run(entry: dict) -> None:
 
 def main(plan: Path) -> None:
     from lightrft_visual.launch import quiet_libraries
-    from lightrft_visual.strategy import collectives
+    from lightrft_visual.runtime import collectives
 
     quiet_libraries()
     share_engines()
@@ -69,7 +69,7 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    from lightrft_visual.strategy import watchdog
+    from lightrft_visual.runtime import watchdog
 
     watchdog.stop()  # else the others would take this rank for one that died
     os._exit(0)  # vLLM's shutdown takes the process group with it; nothing else is left to end in order

@@ -7,7 +7,7 @@ from plans import FLAG_RUNS
 from safetensors.torch import load_file
 from whole_runs import rows, weights
 
-from lightrft_visual.embedded.warmup import WarmUp, embedded_checkpoint
+from lightrft_visual.plugins.embedded.warmup import WarmUp, embedded_checkpoint
 
 
 @pytest.mark.parametrize("name", FLAG_RUNS)

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from lightrft_visual.algorithms.advantages import get_advantage_calculator
-from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.config import registry
 from lightrft_visual.config.vl import AlgorithmConfig, RolloutConfig
+from lightrft_visual.experience.sampling import SamplingSettings
 from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker
 
 DRIVER = Path(__file__).with_name("dummy_runs.py")

@@ -31,7 +31,7 @@ def run(stage: int, folder: Path, flags: list[str]) -> None:
     from lightrft_visual.config.load import load_config
     from lightrft_visual.config.vl import RunConfig
     from lightrft_visual.errors import NonFiniteError
-    from lightrft_visual.strategy import collectives
+    from lightrft_visual.runtime import collectives
     from lightrft_visual.trainer.vl import updates
     from lightrft_visual.trainer.vl.trainer import build_trainer
 
@@ -80,7 +80,7 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    from lightrft_visual.strategy import watchdog
+    from lightrft_visual.runtime import watchdog
 
     watchdog.stop()  # else the others would take this rank for one that died
     os._exit(0)

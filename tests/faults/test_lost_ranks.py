@@ -14,8 +14,8 @@ from waiting import output_of, polls
 from whole_runs import EXAMPLE, SMALL, kill_tree, launch, rollouts, rows, start, tree, weights
 
 from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.runtime.usercode.calls import TERM_SECONDS
 from lightrft_visual.trainer.vl.build import _resolve_embedded
-from lightrft_visual.usercode.calls import TERM_SECONDS
 
 LIMIT = 30.0  # collective_timeout; a busy machine makes ranks wait for each other
 PATIENCE = LIMIT + 30

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from lightrft_visual.batches.rollouts import PromptFeatures, Rollout
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.experience.rollouts import PromptFeatures, Rollout
 from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.runtime.usercode import surroundings
 from lightrft_visual.trainer.vl.stages import RewardStage
-from lightrft_visual.usercode import surroundings
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # child processes import it too
 faults = importlib.import_module("reward_faults")

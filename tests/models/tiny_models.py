@@ -10,16 +10,16 @@ import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from lightrft_visual.batches.model_inputs import ModelInputs
-from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.rollouts import PromptFeatures, Rollout, collate
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.data.video import load_video
-from lightrft_visual.embedded.questions import vocabulary_texts
-from lightrft_visual.embedded.tiny_vlm import TINY_FAMILIES, VISION_FAMILIES, build_tiny_checkpoint
+from lightrft_visual.experience.items import make_experience_batch, strip_padding
+from lightrft_visual.experience.model_inputs import ModelInputs
+from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate
 from lightrft_visual.models.loading import Checkpoint, open_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.replay.items import make_experience_batch, strip_padding
+from lightrft_visual.plugins.embedded.questions import vocabulary_texts
+from lightrft_visual.plugins.embedded.tiny_vlm import TINY_FAMILIES, VISION_FAMILIES, build_tiny_checkpoint
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from deepspeed.accelerator import get_accelerator
 
-from lightrft_visual.masking import mask_command, mask_config, mask_text
 from lightrft_visual.observe import environment
 from lightrft_visual.observe.environment import describe, hardware, versions
+from lightrft_visual.runtime.masking import mask_command, mask_config, mask_text
 
 SECRET = "s3cr3t-value-0123456789"
 

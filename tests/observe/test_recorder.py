@@ -18,7 +18,7 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.recorder import RecorderOptions, RunRecorder
 from lightrft_visual.observe.sinks import column_name
-from lightrft_visual.strategy.files import read_jsonl
+from lightrft_visual.runtime.files import read_jsonl
 
 
 def picture(shade: int, size: int = 20) -> Image.Image:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightrft_visual.batches.rollouts import PromptFeatures, Rollout, let_go_of_media
 from lightrft_visual.data.imaging import to_pil, video_frames
+from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, let_go_of_media
 from lightrft_visual.observe import rollouts as rollouts_module
 from lightrft_visual.observe.rollouts import (
     best_and_worst,

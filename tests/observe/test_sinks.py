@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.observe import sinks
 from lightrft_visual.observe.sinks import METRIC_COLUMNS, CsvSink, JsonlSink, TensorBoardSink, WandbSink
-from lightrft_visual.strategy.files import read_jsonl
+from lightrft_visual.runtime.files import read_jsonl
 
 
 def read(path):

@@ -6,8 +6,8 @@ import pytest
 
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.plugins.ray.reward_pool import RaySource
 from lightrft_visual.rewards import RewardComputationEngine
-from lightrft_visual.rewards.remote.ray_pool import RaySource
 from lightrft_visual.rewards.settings import check_reward_config, engine_arguments, scored_labels
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from lightrft_visual.batches.rollouts import PromptFeatures, Rollout
+from lightrft_visual.experience.rollouts import PromptFeatures, Rollout
 from lightrft_visual.rewards.batch import Scores, StreamingSource
 from lightrft_visual.rewards.engine import RewardComputationEngine
 

@@ -238,7 +238,7 @@ def test_face_similarity_by_onnx(tmp_path):
 
 
 def test_no_face_found_is_masked_and_counted(tmp_path):
-    from lightrft_visual.rewards.functions.face_similarity import FaceSimilarity
+    from lightrft_visual.plugins.face.scorer import FaceSimilarity
 
     path = tmp_path / "face.pt"
     torch.jit.trace(MeanColor(), torch.zeros(1, 3, 16, 16)).save(str(path))

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightrft_visual.embedded.drawn_shapes import (
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.plugins.embedded.drawn_shapes import (
     all_captions,
     colour_table,
     draw,
@@ -13,8 +14,7 @@ from lightrft_visual.embedded.drawn_shapes import (
     placed_captions,
     random_images,
 )
-from lightrft_visual.errors import ConfigError
-from lightrft_visual.rewards.functions.shape_match import (
+from lightrft_visual.plugins.embedded.scorers.shape_match import (
     PIXELS_AT_ONCE,
     PictureQuality,
     ShapeMatch,

@@ -20,8 +20,8 @@ from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError, StoppedBySignal
 from lightrft_visual.rewards import RewardComputationEngine, engine
 from lightrft_visual.rewards.differentiable import load_differentiable
-from lightrft_visual.usercode import calls
-from lightrft_visual.usercode.loading import load_reward_fn
+from lightrft_visual.runtime.usercode import calls
+from lightrft_visual.runtime.usercode.loading import load_reward_fn
 
 
 def scored(*functions, samples=None, **options):
@@ -336,7 +336,7 @@ def test_sigterm_that_came_before_a_hanging_function_ends_it_too(sigterm, when):
 
 SWALLOWS = """
 import os, signal, time
-from lightrft_visual.usercode import calls
+from lightrft_visual.runtime.usercode import calls
 
 calls.TERM_SECONDS, calls.REMINDERS = 0.05, 3
 signal.signal(signal.SIGTERM, lambda *_: None)
@@ -457,7 +457,7 @@ def test_local_models_run_on_the_accelerator_unless_told_otherwise(monkeypatch):
 def test_os_exit_of_a_users_function_ends_the_process_with_its_code(tmp_path):
     (tmp_path / "mine.py").write_text("import os\ndef score(completions):\n    os._exit(7)\n")
     code = (
-        "import os\nfrom lightrft_visual.usercode import calls, loading\nbefore = os._exit\n"
+        "import os\nfrom lightrft_visual.runtime.usercode import calls, loading\nbefore = os._exit\n"
         f"function = loading.load_reward_fn('{tmp_path}/mine.py:score')\nassert os._exit is before\n"
         "calls.call(function, 'score', {'completions': ['a']})\n"
     )

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import torch
 from tiny_models import perturb
 
-from lightrft_visual.batches.model_inputs import ModelInputs
-from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.rollouts import collate
-from lightrft_visual.batches.sampling import SamplingSettings
+from lightrft_visual.experience.model_inputs import ModelInputs
+from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.rollouts import collate
+from lightrft_visual.experience.sampling import SamplingSettings
 from lightrft_visual.models.loading import Checkpoint
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout.engine import RolloutEngine
@@ -19,7 +19,7 @@ from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.parity import ParityGate, log_prob_difference
 from lightrft_visual.rollout.stage import RolloutStage
 from lightrft_visual.rollout.weight_sync import named_weights
-from lightrft_visual.strategy.deepspeed import TrainEngine
+from lightrft_visual.runtime.deepspeed import TrainEngine
 
 
 class Rig:

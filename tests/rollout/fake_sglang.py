@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-INTERFACE = json.loads((Path(__file__).parent / "sglang" / "interface.json").read_text())
+INTERFACE = json.loads((Path(__file__).parents[1] / "plugins" / "sglang" / "interface.json").read_text())
 
 
 def signature(name: str) -> inspect.Signature:

@@ -11,15 +11,15 @@ from engine_rig import Rig
 from launched import leave
 from tiny_models import actor_of, mixed_prompts
 
-from lightrft_visual.batches.model_inputs import ModelInputs
-from lightrft_visual.batches.rollouts import collate
-from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
+from lightrft_visual.experience.model_inputs import ModelInputs
+from lightrft_visual.experience.rollouts import collate
+from lightrft_visual.experience.sampling import SamplingSettings
 from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.parity import log_prob_difference
-from lightrft_visual.strategy import collectives
-from lightrft_visual.strategy.deepspeed import DeepspeedStrategy, OptimizerSettings
+from lightrft_visual.runtime import collectives
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 
 SETTINGS = SamplingSettings(n=2, max_new_tokens=6)
 

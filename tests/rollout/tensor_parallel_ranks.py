@@ -11,12 +11,12 @@ from engine_rig import Rig
 from launched import leave
 from tiny_models import actor_of, mixed_prompts
 
-from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
+from lightrft_visual.experience.sampling import SamplingSettings
 from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
-from lightrft_visual.strategy import collectives
-from lightrft_visual.strategy.deepspeed import DeepspeedStrategy
+from lightrft_visual.runtime import collectives
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
 
 
 def main(folder: str, out: str) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from lightrft_visual.batches.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.models.diffusion.schedule import flow_match_schedule
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators, window_start
 from lightrft_visual.rollout.diffusion_steps import sde_step

@@ -12,21 +12,21 @@ from engine_rig import Rig
 from tiny_models import actor_of, checkpoint_of, inputs_of, perturb, picture, prompts_for, rollouts_of, turn
 from transformers import AutoModelForImageTextToText
 
-from lightrft_visual.batches.model_inputs import ModelInputs
-from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.rollouts import collate
-from lightrft_visual.batches.sampling import SamplingSettings, ScoringRule
-from lightrft_visual.checkpoint.export import export_hf
 from lightrft_visual.config.vl import DataConfig, ModelConfig, RunConfig
 from lightrft_visual.data.prompts import PromptDataset, RowChecks
 from lightrft_visual.data.rows import PromptRow, parse_row
 from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.experience.model_inputs import ModelInputs
+from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.rollouts import collate
+from lightrft_visual.experience.sampling import SamplingSettings, ScoringRule
 from lightrft_visual.models import attention as attention_module
 from lightrft_visual.models.loading import add_lora
 from lightrft_visual.models.vlm.families.janus import Janus
 from lightrft_visual.rollout.engine import check_engine
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
+from lightrft_visual.runtime.checkpoint.export import export_hf
 from lightrft_visual.trainer.vl.parts import prompt_batch
 
 BEGIN = "<begin_of_image>"

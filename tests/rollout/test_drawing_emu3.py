@@ -10,19 +10,19 @@ from engine_rig import Rig
 from tiny_models import actor_of, checkpoint_of, inputs_of, picture, prompts_for, turn
 from transformers import AutoModelForImageTextToText
 
-from lightrft_visual.batches.model_inputs import ModelInputs
-from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.rollouts import Rollout, collate
-from lightrft_visual.batches.sampling import SamplingSettings
-from lightrft_visual.batches.vision import VisionTensors
-from lightrft_visual.checkpoint.export import export_hf
 from lightrft_visual.config.vl import ModelConfig
 from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.experience.model_inputs import ModelInputs
+from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.rollouts import Rollout, collate
+from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.models.loading import add_lora
 from lightrft_visual.models.vlm.families.emu3 import Emu3
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.weight_sync import gathered_state_dict
-from lightrft_visual.strategy.deepspeed import TrainEngine
+from lightrft_visual.runtime.checkpoint.export import export_hf
+from lightrft_visual.runtime.deepspeed import TrainEngine
 
 SIDE = 4
 PLAIN = SamplingSettings(n=2, max_new_tokens=6, temperature=0.8)

@@ -22,9 +22,9 @@ from tiny_models import (
 )  # fmt: skip
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.errors import RolloutError
+from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.sampling import SamplingSettings
 from lightrft_visual.models.loading import Checkpoint
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout.hf import TransformersEngine, draw, truncated

@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.data.imaging import Video
 from lightrft_visual.data.video import load_video
-from lightrft_visual.embedded.questions import vocabulary_texts
-from lightrft_visual.embedded.tiny_vlm import QWEN_FAMILIES, build_processor, build_tokenizer
 from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.plugins.embedded.questions import vocabulary_texts
+from lightrft_visual.plugins.embedded.tiny_vlm import QWEN_FAMILIES, build_processor, build_tokenizer
 from lightrft_visual.rollout import multimodal
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny_models import ALL_KINDS, actor_of, checkpoint_of
 
 from lightrft_visual.rollout.weight_sync import gathered_state_dict, named_weights
-from lightrft_visual.strategy.deepspeed import TrainEngine
+from lightrft_visual.runtime.deepspeed import TrainEngine
 
 
 @pytest.fixture(scope="module")

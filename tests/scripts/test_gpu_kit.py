@@ -30,7 +30,7 @@ def parameters(build) -> float:
 def test_the_language_model_has_three_billion_parameters_and_its_tower():
     from transformers import AutoModelForImageTextToText
 
-    from lightrft_visual.embedded.tiny_vlm import build_tokenizer
+    from lightrft_visual.plugins.embedded.tiny_vlm import build_tokenizer
 
     config = shapes.qwen_3b(build_tokenizer(shapes.TEXTS))
     assert parameters(lambda: AutoModelForImageTextToText.from_config(config)) == pytest.approx(3.75, abs=0.02)
@@ -51,7 +51,7 @@ def test_sglang_is_skipped_in_one_line_where_it_is_missing(tmp_path, monkeypatch
     def missing():
         raise ConfigError("engine_type sglang needs the package sglang: pip install it")
 
-    monkeypatch.setattr("lightrft_visual.rollout.sglang.arguments.require_package", missing)
+    monkeypatch.setattr("lightrft_visual.plugins.sglang.arguments.require_package", missing)
     (row,) = parts.engines_sglang(tmp_path, "tiny")
     assert row == ("skipped", "engine_type sglang needs the package sglang: pip install it")
 

@@ -16,9 +16,9 @@ from simulated.accelerator import install
 
 from lightrft_visual.config.vl import DistributedConfig, ModelConfig
 from lightrft_visual.models.loading import load_transformer
-from lightrft_visual.strategy import collectives
-from lightrft_visual.strategy.deepspeed import DeepspeedStrategy, OptimizerSettings
-from lightrft_visual.strategy.offload import Guest
+from lightrft_visual.runtime import collectives
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
+from lightrft_visual.runtime.offload import Guest
 
 
 def allocated() -> int:

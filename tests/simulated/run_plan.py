@@ -40,7 +40,7 @@ def main(device: str, plan: str) -> None:
 
         install()
     from lightrft_visual.launch import quiet_libraries
-    from lightrft_visual.strategy import collectives
+    from lightrft_visual.runtime import collectives
 
     quiet_libraries()
     for entry in json.loads(Path(plan).read_text()):
@@ -61,7 +61,7 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    from lightrft_visual.strategy import watchdog
+    from lightrft_visual.runtime import watchdog
 
     watchdog.stop()  # else the others would take this rank for one that died
     os._exit(0)

@@ -19,7 +19,7 @@ from transformers import (
 )
 from whole_runs import ROOT, rows, run_plan
 
-from lightrft_visual.embedded.tiny_sd3 import build_clip_tokenizer
+from lightrft_visual.plugins.embedded.tiny_sd3 import build_clip_tokenizer
 
 DRIVER = ROOT / "tests" / "simulated" / "run_plan.py"
 SMALL = (
@@ -89,7 +89,7 @@ def given(tmp_path_factory, cache_root) -> dict[str, str]:
     from transformers import AutoTokenizer
 
     from lightrft_visual.config.vl import ModelConfig
-    from lightrft_visual.embedded.resolve import resolve_checkpoint
+    from lightrft_visual.plugins.embedded.resolve import resolve_checkpoint
 
     folder = tmp_path_factory.mktemp("given")
     tokenizer = AutoTokenizer.from_pretrained(resolve_checkpoint(ModelConfig(), "embedded"))

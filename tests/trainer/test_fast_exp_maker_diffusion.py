@@ -10,13 +10,13 @@ import torch
 from lightrft_visual.algorithms.diffusion.advantages import group_advantages
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.algorithms.diffusion.rows import samples_at, trainable_steps
-from lightrft_visual.batches.diffusion_sampling import NoiseConfig, SamplingConfig
-from lightrft_visual.batches.experience import ExperienceDiffusion
-from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.config.diffusion import DiffusionAlgorithmConfig
-from lightrft_visual.embedded.tiny_sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.diffusion_sampling import NoiseConfig, SamplingConfig
+from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.types import ExperienceDiffusion
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
+from lightrft_visual.plugins.embedded.tiny_sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
 from lightrft_visual.trainer.diffusion.maker import DiffusersEngine, DiffusionExperienceMaker

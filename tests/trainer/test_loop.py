@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightrft_visual.checkpoint.manager import resolve_resume
 from lightrft_visual.config.shared import GuardConfig
 from lightrft_visual.config.vl import OutputConfig, TrainConfig
 from lightrft_visual.errors import RewardError
-from lightrft_visual.guard.gains import Look
 from lightrft_visual.observe.console import RunConsole
+from lightrft_visual.observe.guard.gains import Look
 from lightrft_visual.observe.recorder import RunRecorder
-from lightrft_visual.strategy.files import read_jsonl
-from lightrft_visual.strategy.phase_timer import PhaseTimer
+from lightrft_visual.runtime.checkpoint.manager import resolve_resume
+from lightrft_visual.runtime.files import read_jsonl
+from lightrft_visual.runtime.phase_timer import PhaseTimer
 from lightrft_visual.trainer.features.guard import GuardHook
 from lightrft_visual.trainer.hooks import Hooks, StepData, StepHook, StopRun
 from lightrft_visual.trainer.loop import Evaluated, LoopSettings, PolicyTrainer, start_up_objects_aside

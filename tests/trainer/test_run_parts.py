@@ -11,7 +11,7 @@ from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.bad_rows import TooManyBadRows
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import ConfigError, FolderInUse
-from lightrft_visual.strategy import collectives
+from lightrft_visual.runtime import collectives
 from lightrft_visual.trainer.run_parts import output_folder_held, refused_rows_listed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...observe.metrics import Moments
-from ...strategy.collectives import all_gather_object, rank
+from ...runtime.collectives import all_gather_object, rank
 from ..advantages import GroupStatistics, decoupled_rewards
 
 T = torch.Tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ...strategy.collectives import all_gather_object, rank
+from ...runtime.collectives import all_gather_object, rank
 from .advantages import group_metrics
 from .preference import GroupPreference
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ...rollout.diffusion_steps import per_sample
-from ...strategy.seeding import derive_seed
+from ...runtime.seeding import derive_seed
 from .context import LossContext
 from .rows import DenoisingBatch
 

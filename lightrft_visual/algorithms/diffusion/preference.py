@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid
 
-from ...batches.experience import ExperienceDiffusion
-from ...strategy import collectives
+from ...experience.types import ExperienceDiffusion
+from ...runtime import collectives
 from ..aggregation import LossOutputs
 from .context import LossContext, weighted_mean
 from .forward_process import answered_by, noised, squared_error

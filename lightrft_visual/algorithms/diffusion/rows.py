@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ...batches.conditions import Conditions, stacked, text_lengths
-from ...batches.diffusion_sampling import KeptSteps, SamplingResult
-from ...batches.experience import BatchLayout, ExperienceDiffusion
-from ...strategy.seeding import derive_seed
+from ...experience.conditions import Conditions, stacked, text_lengths
+from ...experience.diffusion_sampling import KeptSteps, SamplingResult
+from ...experience.types import BatchLayout, ExperienceDiffusion
+from ...runtime.seeding import derive_seed
 
 T = torch.Tensor
 STOCHASTIC = "stochastic"

@@ -16,8 +16,8 @@ from torch import nn
 from transformers.modeling_utils import local_torch_dtype
 
 from ...errors import ConfigError
-from ...strategy import collectives
-from ...strategy.dividing import Divide
+from ...runtime import collectives
+from ...runtime.dividing import Divide
 
 T = torch.Tensor
 

@@ -24,13 +24,13 @@ from peft.utils import get_peft_model_state_dict
 from PIL import Image, ImageOps
 from torch import nn
 
-from ...batches.conditions import NEGATIVE, Conditions, joined, separate
 from ...config import registry
 from ...config.diffusion import PARTS, DiffusionModelConfig
 from ...errors import ConfigError
-from ...strategy import collectives
-from ...strategy.dividing import Divide
-from ...strategy.offload import on_device
+from ...experience.conditions import NEGATIVE, Conditions, joined, separate
+from ...runtime import collectives
+from ...runtime.dividing import Divide
+from ...runtime.offload import on_device
 from ..lora import lora_config
 from ..weight_copies import WeightCopy, gathered
 from .decoding import checkpoint_decoder, in_parts

@@ -23,7 +23,7 @@ from safetensors.torch import load, save
 from torch import nn
 from transformers import ProcessorMixin
 
-from ...batches.conditions import Conditions
+from ...experience.conditions import Conditions
 
 logger = logging.getLogger(__name__)
 T = torch.Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...batches.diffusion_sampling import TRAIN_TIMESTEPS
+from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
 
 T = torch.Tensor
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn as nn
 from transformers import PreTrainedModel
 
-from ...batches.model_inputs import ModelInputs
-from ...batches.sampling import ScoringRule
-from ...checkpoint.adapted import is_adapted
 from ...errors import ConfigError
-from ...strategy.sequence import SequenceGroup
+from ...experience.model_inputs import ModelInputs
+from ...experience.sampling import ScoringRule
+from ...runtime.checkpoint.adapted import is_adapted
+from ...runtime.sequence import SequenceGroup
 from ..exact import exact_products
 from ..logprobs import LogProbLinear
 from .backbone import Backbone

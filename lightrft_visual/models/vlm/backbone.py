@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from transformers import Cache, PreTrainedModel
 
-from ...batches.model_inputs import ModelInputs
-from ...batches.vision import VisionTensors
 from ...errors import ConfigError
-from ...strategy import collectives
-from ...strategy.sequence import SequenceGroup
+from ...experience.model_inputs import ModelInputs
+from ...experience.vision import VisionTensors
+from ...runtime import collectives
+from ...runtime.sequence import SequenceGroup
 from ..attention import Segments, attend_by_segments
 from .families import family_of
 from .sequence import SlicedRow

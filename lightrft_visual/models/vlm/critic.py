@@ -6,8 +6,8 @@ import torch
 import torch.nn as nn
 from transformers import PreTrainedModel
 
-from ...batches.model_inputs import ModelInputs
-from ...strategy.sequence import SequenceGroup
+from ...experience.model_inputs import ModelInputs
+from ...runtime.sequence import SequenceGroup
 from .backbone import Backbone
 
 T = torch.Tensor

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from PIL import Image
 
-from ...batches.model_inputs import ModelInputs
-from ...batches.vision import VisionTensors
 from ...data.imaging import to_pil
+from ...experience.model_inputs import ModelInputs
+from ...experience.vision import VisionTensors
 from ..logprobs import LogProbLinear
 
 T = torch.Tensor

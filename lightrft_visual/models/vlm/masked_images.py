@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from ...batches.model_inputs import ModelInputs
-from ...batches.vision import PATCHES, Named, VisionTensors
-from ...strategy.seeding import derive_seed
+from ...experience.model_inputs import ModelInputs
+from ...experience.vision import PATCHES, Named, VisionTensors
+from ...runtime.seeding import derive_seed
 from .actor import ActorOutput
 
 T = torch.Tensor

@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 
 from ...errors import ConfigError
-from ...strategy.sequence import SequenceGroup
+from ...runtime.sequence import SequenceGroup
 
 T = torch.Tensor
 

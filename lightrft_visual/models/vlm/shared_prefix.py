@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...batches.fields import values_equal
-from ...batches.model_inputs import ModelInputs
-from ...batches.vision import Named, VisionTensors
-from ...strategy.sequence import SequenceGroup
+from ...experience.fields import values_equal
+from ...experience.model_inputs import ModelInputs
+from ...experience.vision import Named, VisionTensors
+from ...runtime.sequence import SequenceGroup
 from ..attention import Segments
 
 T = torch.Tensor

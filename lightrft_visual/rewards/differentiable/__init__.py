@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ...config import registry
-from ...embedded.drawn_shapes import parse_caption
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
-from ...usercode.calls import call
-from ...usercode.loading import LoadedFunction, callable_name, load_reward_fn
-from ..functions.shape_match import shape_match
+from ...plugins.embedded.drawn_shapes import parse_caption
+from ...plugins.embedded.scorers.shape_match import shape_match
+from ...runtime.usercode.calls import call
+from ...runtime.usercode.loading import LoadedFunction, callable_name, load_reward_fn
 
 T = torch.Tensor
 # (media (B, 3, H, W) or (B, 3, T, H, W) in about 0..1 with gradient, prompts, metadata) -> scores (B), valid (B) bool.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import CLIPModel, CLIPProcessor
 
-from ...strategy.offload import on_device
+from ...runtime.offload import on_device
 from .pictures import in_batches, load_checkpoint
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoProcessor, BlipForImageTextRetrieval
 
-from ...strategy.offload import on_device
+from ...runtime.offload import on_device
 from .pictures import in_batches, linear_stack, load_checkpoint, load_tensors, mean_over_frames
 
 MEAN, STD = 0.16717862830405764, 1.0333394966054072  # of the published head

@@ -13,7 +13,7 @@ from PIL import Image
 from rapidfuzz.distance import Levenshtein
 
 from ...errors import ConfigError
-from ...usercode.failures import Failed
+from ...runtime.usercode.failures import Failed
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|«([^»]+)»')
 

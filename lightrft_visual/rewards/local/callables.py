@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
-from ...usercode.calls import Left, call, defined_at
-from ...usercode.loading import LoadedFunction, callable_name
+from ...runtime.usercode.calls import Left, call, defined_at
+from ...runtime.usercode.loading import LoadedFunction, callable_name
 from ..batch import Call, RewardBatch, Scores, ScoringFailed
 from . import forms
 from .forms import AUTO, Form

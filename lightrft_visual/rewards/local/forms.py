@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ...errors import ConfigError, RewardError, did_you_mean
-from ...usercode.calls import LOG_EXTRA, LOG_METRIC, ROWS
+from ...runtime.usercode.calls import LOG_EXTRA, LOG_METRIC, ROWS
 from ..batch import RewardBatch
 from .results import SCORE_KEYS
 

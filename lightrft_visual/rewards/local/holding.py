@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...strategy import collectives
-from ...strategy.deepspeed import DeepspeedStrategy
-from ...strategy.offload import HostStay, on_device
+from ...runtime import collectives
+from ...runtime.deepspeed import DeepspeedStrategy
+from ...runtime.offload import HostStay, on_device
 
 Forward = Callable[[nn.Module, Sequence[int] | None], None]  # of the samples at these places; None: of anything
 

@@ -16,14 +16,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer
 
-from ...batches.model_inputs import ModelInputs
-from ...batches.vision import VisionTensors
 from ...config.shared import RewardConfig
 from ...errors import ConfigError, RewardError
+from ...experience.model_inputs import ModelInputs
+from ...experience.vision import VisionTensors
 from ...models.reward_model import HEAD_FILE, VLRewardModel
-from ...strategy.offload import on_device
-from ...usercode.calls import describe_error, masked
-from ...usercode.loading import callable_name
+from ...runtime.offload import on_device
+from ...runtime.usercode.calls import describe_error, masked
+from ...runtime.usercode.loading import callable_name
 from ..batch import Call, RewardBatch, Scores, Source
 from .holding import held, loading
 from .results import MAX_SCORE, as_list

@@ -23,9 +23,9 @@ import httpx
 
 from ...config.shared import RewardConfig
 from ...errors import ConfigError, RewardError
-from ...masking import MASK, mask_urls, shown_url, web_address
-from ...usercode.background import BackgroundLoop
-from ...usercode.calls import masked
+from ...runtime.masking import MASK, mask_urls, shown_url, web_address
+from ...runtime.usercode.background import BackgroundLoop
+from ...runtime.usercode.calls import masked
 from ..batch import Call, RewardBatch, Scores, StreamingSource
 from .wire import BadReply, decode_reply, encode_request
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError
-from ...masking import shown_url
+from ...runtime.masking import shown_url
 from ..batch import Call, PendingSource, RewardBatch, Scores, batch_from_media
 from .client import Exchange, Phase, RemoteClient, RequestFailed, check_url
 from .wire import BadReply

@@ -24,7 +24,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from ...errors import ConfigError, DataError, RewardError
-from ...usercode.calls import describe_error, masked
+from ...runtime.usercode.calls import describe_error, masked
 from ..batch import Call, RewardBatch, Scores, Source
 from ..imaging import MAX_PIXELS
 from ..local.callables import CallableSource

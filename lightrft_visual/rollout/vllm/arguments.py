@@ -12,9 +12,9 @@ from deepspeed.accelerator import get_accelerator
 from ...config.vl import RolloutConfig, RunConfig
 from ...errors import ConfigError, did_you_mean
 from ...models.loading import Checkpoint
-from ...strategy import collectives
-from ...strategy.host import free_port
-from ...strategy.start_up import importing
+from ...runtime import collectives
+from ...runtime.host import free_port
+from ...runtime.start_up import importing
 
 # Arguments of vLLM that a setting of the run decides.
 DECIDED_BY = {

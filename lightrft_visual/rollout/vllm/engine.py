@@ -11,15 +11,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...batches.rollouts import PromptFeatures
-from ...batches.sampling import Completion, SamplingSettings
 from ...config.vl import RunConfig
 from ...errors import RolloutError
+from ...experience.rollouts import PromptFeatures
+from ...experience.sampling import Completion, SamplingSettings
 from ...models.loading import Checkpoint
-from ...strategy.deepspeed import TrainEngine
-from ...strategy.seeding import derive_seed
-from ...strategy.start_up import importing
-from ...strategy.vendor_patches import decoder_class_of_its_own
+from ...runtime.deepspeed import TrainEngine
+from ...runtime.seeding import derive_seed
+from ...runtime.start_up import importing
+from ...runtime.vendor_patches import decoder_class_of_its_own
 from ..engine import Finished
 from .arguments import (
     VLLMSettings,

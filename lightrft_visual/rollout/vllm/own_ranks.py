@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..remote.weights import MappedFiles, Posted, WeightPost, received
+from ..weight_post import MappedFiles, Posted, WeightPost, received
 
 _FILES = MappedFiles()  # of a rank's process
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from ...strategy import collectives
+from ...runtime import collectives
 
 
 def use_private_name() -> None:

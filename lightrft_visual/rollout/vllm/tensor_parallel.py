@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...batches.rollouts import PromptFeatures
-from ...batches.vision import VisionTensors
 from ...errors import ConfigError
-from ...strategy import collectives
+from ...experience.rollouts import PromptFeatures
+from ...experience.vision import VisionTensors
+from ...runtime import collectives
 
 
 class PromptSharing:

@@ -9,34 +9,35 @@ from typing import Any
 
 import torch
 
-from ...batches.diffusion_sampling import TRAIN_TIMESTEPS
-from ...checkpoint.fingerprint import check_model, fingerprint
 from ...config import registry
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout_noise, rollout_sampling
 from ...config.shared import EMBEDDED, RewardConfig
 from ...data.bad_rows import list_bad_rows
 from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts
 from ...data.preference_pairs import PreferencePairs
-from ...embedded.captions import embedded_prompts
-from ...embedded.drawn_shapes import parse_caption
-from ...embedded.pairs import embedded_pairs
-from ...embedded.resolve import resolve_pipeline
-from ...embedded.warmup import cache_root
 from ...errors import ConfigError, did_you_mean
-from ...guard.gold import EMBEDDED_GOLD, DrawingGold, embedded_gold
+from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ...models.diffusion.families.base import DiffusionFamily
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, named_family, pipeline_class
 from ...models.weight_copies import WeightCopy
 from ...observe.console import RunConsole
 from ...observe.contact_sheet import SHEET_IMAGES
+from ...observe.guard.gold import EMBEDDED_GOLD, DrawingGold, embedded_gold
+from ...plugins.embedded.captions import embedded_prompts
+from ...plugins.embedded.drawn_shapes import parse_caption
+from ...plugins.embedded.pairs import embedded_pairs
+from ...plugins.embedded.resolve import resolve_pipeline
+from ...plugins.embedded.warmup import cache_root
+from ...plugins.ray.drawing import check_remote, remote_drawing
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.diffusion_sampler import DiffusionSampler
-from ...strategy import collectives
-from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
-from ...strategy.folder_lock import FolderLock
-from ...strategy.phase_timer import PhaseTimer
-from ...strategy.start_up import say
+from ...runtime import collectives
+from ...runtime.checkpoint.fingerprint import check_model, fingerprint
+from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from ...runtime.folder_lock import FolderLock
+from ...runtime.phase_timer import PhaseTimer
+from ...runtime.start_up import say
 from ..hooks import Hooks
 from ..loop import LoopSettings
 from ..run_parts import open_recorder, output_folder_held, refused_rows_listed, start_strategy, synchronize
@@ -47,7 +48,6 @@ from .maker import DiffusersEngine, DiffusionExperienceMaker
 from .pairs import PairExperience
 from .parts import DiffusionParts
 from .prompts import DrawingSource, PairSource
-from .remote import check_remote, remote_drawing
 from .stages import DiffusionSampling, ImageSettings, TrainedVelocity
 from .trainer import DiffusionTrainer, RewardFLTrainer
 from .training_reward import TrainingReward

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 
 from ...algorithms.diffusion.rows import first_share
-from ...batches.diffusion_sampling import KeptSteps
-from ...batches.experience import ExperienceDiffusion
 from ...config.devices import GIB
 from ...config.diffusion import DiffusionRunConfig
+from ...experience.diffusion_sampling import KeptSteps
+from ...experience.types import ExperienceDiffusion
 from ...models.diffusion.policy import DiffusionPolicy
 from ...rollout.diffusion_sampler import DiffusionSampler
-from ...strategy import collectives
+from ...runtime import collectives
 
 logger = logging.getLogger(__name__)
 T = torch.Tensor

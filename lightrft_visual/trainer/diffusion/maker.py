@@ -12,14 +12,14 @@ import torch
 from ...algorithms.diffusion.advantages import gathered_group_advantages
 from ...algorithms.diffusion.diffusion_dpo import gathered_pairs
 from ...algorithms.diffusion.rows import experience_of
-from ...batches.experience import ExperienceDiffusion
-from ...batches.prompts import PromptBatch
 from ...config.diffusion import DiffusionAlgorithmConfig
 from ...errors import ConfigError
+from ...experience.prompts import PromptBatch
+from ...experience.types import ExperienceDiffusion
 from ...models.weight_copies import WeightCopy
 from ...rewards.batch import RewardOutput
 from ...rewards.engine import RewardComputationEngine
-from ...strategy.phase_timer import PhaseTimer
+from ...runtime.phase_timer import PhaseTimer
 from ..hooks import Hooks, StepData
 from .graphs import Graphed, RolloutGraphs
 from .stages import DiffusionSampling, DrawingBatch, Sampled

@@ -8,14 +8,14 @@ import torch
 
 from ...algorithms.diffusion.diffusion_dpo import PAIR
 from ...algorithms.diffusion.rows import experience_of
-from ...batches.diffusion_sampling import SamplingResult
-from ...batches.experience import ExperienceDiffusion
 from ...data.preference_pairs import PreferencePairs
 from ...data.prompt_sampling import distributed_k_repeat_indices
 from ...data.prompts import PromptRow
+from ...experience.diffusion_sampling import SamplingResult
+from ...experience.types import ExperienceDiffusion
 from ...rewards.engine import RewardComputationEngine
-from ...strategy import collectives
-from ...strategy.phase_timer import PhaseTimer
+from ...runtime import collectives
+from ...runtime.phase_timer import PhaseTimer
 from ..hooks import StepData
 from .maker import DiffusersEngine
 from .stages import DiffusionSampling, DrawingBatch, rows_of

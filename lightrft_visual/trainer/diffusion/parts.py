@@ -13,7 +13,7 @@ from ...config.registry import DiffusionAlgorithm
 from ...models.diffusion.policy import DiffusionPolicy
 from ...models.weight_copies import WeightCopy
 from ...observe.rollouts import Record
-from ...strategy.deepspeed import TrainEngine
+from ...runtime.deepspeed import TrainEngine
 from ..hooks import Hooks
 from ..loop import LoopSettings
 from .evaluation import DiffusionEvaluation

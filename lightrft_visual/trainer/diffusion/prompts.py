@@ -6,9 +6,9 @@ from functools import partial
 
 from ...config.diffusion import DiffusionRunConfig
 from ...data.drawing_prompts import DrawPrompts
-from ...strategy import collectives
-from ...strategy.seeding import derive_seed
-from .remote import RemoteDrawing
+from ...plugins.ray.drawing import RemoteDrawing
+from ...runtime import collectives
+from ...runtime.seeding import derive_seed
 from .stages import DrawingBatch, k_repeat_prompts
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ...batches.conditions import Conditions, stacked
-from ...batches.diffusion_sampling import TRAIN_TIMESTEPS, DiffusionBatch
 from ...config.diffusion import DiffusionRunConfig
 from ...data.prompt_sampling import distributed_k_repeat_indices
+from ...experience.conditions import Conditions, stacked
+from ...experience.diffusion_sampling import TRAIN_TIMESTEPS, DiffusionBatch
 from ...models.diffusion.policy import DiffusionPolicy
 from ...rollout.diffusion_sampler import DiffusionSampler, sample_generators, window_start
-from ...strategy import collectives
-from ...strategy.seeding import derive_seed
+from ...runtime import collectives
+from ...runtime.seeding import derive_seed
 from .graphs import RolloutGraphs
 
 T = torch.Tensor

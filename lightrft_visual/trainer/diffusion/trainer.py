@@ -12,19 +12,19 @@ from typing import Any
 
 from ...algorithms.diffusion.context import LossContext
 from ...algorithms.diffusion.nft import old_policy_decay
-from ...batches.experience import ExperienceDiffusion
+from ...experience.buffer import NaiveReplayBuffer
+from ...experience.types import ExperienceDiffusion
 from ...observe.metrics import MetricsAccumulator
-from ...replay.buffer import NaiveReplayBuffer
+from ...plugins.ray.drawing import RemoteDrawing
 from ...rewards.batch import RewardOutput
-from ...strategy.deepspeed import StepResult
-from ...strategy.seeding import derive_seed
-from ...strategy.start_up import say
+from ...runtime.deepspeed import StepResult
+from ...runtime.seeding import derive_seed
+from ...runtime.start_up import say
 from ..hooks import StepData
 from ..loop import Evaluated, PolicyTrainer
 from .graphs import Graphed, worth_using
 from .maker import Drawn, joined
 from .parts import DiffusionParts
-from .remote import RemoteDrawing
 from .stages import update_rows
 from .updates import ReplayUpdate, RewardUpdate, Scored, without_zero_advantages
 

@@ -24,14 +24,14 @@ from ...algorithms.diffusion.rows import (
     step_slices,
     trainable_steps,
 )
-from ...batches.experience import ExperienceDiffusion
 from ...config.registry import DiffusionAlgorithm
+from ...experience.batch_plan import MicroBatch
+from ...experience.buffer import NaiveReplayBuffer
+from ...experience.types import ExperienceDiffusion
 from ...observe.metrics import MetricsAccumulator
-from ...replay.buffer import NaiveReplayBuffer
-from ...replay.plan import MicroBatch
 from ...rollout.diffusion_sampler import sample_generators
-from ...strategy import collectives
-from ...strategy.deepspeed import StepResult, TrainEngine
+from ...runtime import collectives
+from ...runtime.deepspeed import StepResult, TrainEngine
 from .graphs import Graphed
 from .stages import DiffusionSampling, DrawingBatch
 

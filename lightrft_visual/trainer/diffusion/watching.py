@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ...guard.gains import Look, look_of
-from ...guard.gold import DrawingGold
-from ...guard.images import gathered, image_statistics
+from ...observe.guard.gains import Look, look_of
+from ...observe.guard.gold import DrawingGold
+from ...observe.guard.images import gathered, image_statistics
 from ...observe.metrics import MetricsAccumulator
 from ...observe.rollouts import Record, records_from_media
 from ...rewards.batch import RewardOutput
-from ...strategy import collectives
+from ...runtime import collectives
 from ..hooks import StepData
 from .maker import Drawn, score_samples
 from .stages import DrawingBatch

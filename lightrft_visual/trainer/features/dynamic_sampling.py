@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...algorithms.dynamic_sampling import DynamicSampling
-from ...batches.prompts import PromptBatch
-from ...batches.rollouts import Rollout, Rollouts
-from ...batches.sampling import SamplingSettings
+from ...experience.prompts import PromptBatch
+from ...experience.rollouts import Rollout, Rollouts
+from ...experience.sampling import SamplingSettings
 from ...observe.metrics import COUNTED, SPENT
 from ..vl.maker import ExperienceMaker
 

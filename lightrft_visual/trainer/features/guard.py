@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from ...config.shared import GuardConfig
 from ...errors import ConfigError
-from ...guard.gains import Look
-from ...guard.watch import Alarm, Guard
+from ...observe.guard.gains import Look
+from ...observe.guard.watch import Alarm, Guard
 from ..hooks import HookContext, StepData, StepHook, StopRun
 from ..run_state import RunState
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ...batches.model_inputs import ModelInputs
-from ...batches.rollouts import Rollout, collate
-from ...batches.sampling import ScoringRule
+from ...experience.model_inputs import ModelInputs
+from ...experience.rollouts import Rollout, collate
+from ...experience.sampling import ScoringRule
 from ...models.vlm.actor import ActorOutput
 from ...models.vlm.masked_images import beside_hidden, halves
 from ...observe.metrics import MetricsAccumulator
-from ...strategy.sequence import own_scores
+from ...runtime.sequence import own_scores
 from ..hooks import HookContext, StepData, StepHook
 
 NAME = "image_dependence"

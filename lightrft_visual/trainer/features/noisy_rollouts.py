@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ...batches.rollouts import PromptFeatures, Variant
+from ...experience.rollouts import PromptFeatures, Variant
 from ...rollout.multimodal import MultimodalDataProcessor
-from ...strategy.seeding import derive_seed
+from ...runtime.seeding import derive_seed
 from ..hooks import HookContext, StepData, StepHook
 
 NOISE_STEPS = 1000  # of the forward process that says how strong the noise of a step is

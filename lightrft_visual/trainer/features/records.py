@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...batches.rollouts import let_go_of_media
+from ...experience.rollouts import let_go_of_media
 from ...observe.rollouts import Record, gather_records, own_choice
-from ...strategy.host import give_back_freed_memory
+from ...runtime.host import give_back_freed_memory
 from ..hooks import HookContext, StepData, StepHook
 
 

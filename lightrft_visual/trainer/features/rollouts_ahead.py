@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...batches.prompts import PromptBatch
+from ...experience.prompts import PromptBatch
 from ..vl.prompts import PromptSource
 
 

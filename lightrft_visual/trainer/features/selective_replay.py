@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...algorithms.dynamic_sampling import balanced
-from ...replay.buffer import NaiveReplayBuffer
-from ...replay.items import AnyItem, part_of
-from ...replay.state import items_from_state, items_to_state
-from ...strategy import collectives
-from ...strategy.seeding import derive_seed
+from ...experience.buffer import NaiveReplayBuffer
+from ...experience.buffer_state import items_from_state, items_to_state
+from ...experience.items import AnyItem, part_of
+from ...runtime import collectives
+from ...runtime.seeding import derive_seed
 from ..hooks import HookContext, StepHook
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...batches.experience import Experience
-from ...batches.prompts import PromptBatch
 from ...config.vl import RolloutConfig
+from ...experience.prompts import PromptBatch
+from ...experience.types import Experience
 from ...observe.metrics import MetricsAccumulator
 from ...rollout.parity import ParityGate, RolloutCheck
 from .updates import comparable

@@ -13,35 +13,35 @@ import torch
 
 from ...algorithms.aggregation import PartSettings
 from ...algorithms.kl import get_kl_controller
-from ...batches.sampling import SamplingSettings
-from ...checkpoint.fingerprint import check_model, fingerprint
 from ...config.shared import EMBEDDED, EMBEDDED_REASONING, RewardConfig
 from ...config.vl import RunConfig, mixing_probabilities
 from ...data.bad_rows import list_bad_rows
 from ...data.evaluation_rows import EvaluationRows
 from ...data.prompts import PromptDataset, PromptSampler, RowChecks
 from ...data.supply import PromptSupply
-from ...embedded.resolve import resolve_checkpoint
 from ...errors import ConfigError
+from ...experience.sampling import SamplingSettings
 from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint
 from ...models.vlm.actor import Actor
 from ...models.vlm.critic import Critic
 from ...models.vlm.families import VLMFamily, family_of
 from ...observe.console import RunConsole
+from ...plugins.embedded.resolve import resolve_checkpoint
+from ...plugins.ray.rollout.engine import RemoteEngine, check_remote
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.engine import RolloutEngine, build_engine, check_engine, engine_in_words
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate
-from ...rollout.remote.engine import RemoteEngine, check_remote
 from ...rollout.weight_sync import adapter_weights, named_weights
-from ...strategy import collectives
-from ...strategy.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
-from ...strategy.folder_lock import FolderLock
-from ...strategy.offload import Guest
-from ...strategy.phase_timer import PhaseTimer
-from ...strategy.sequence import own_scores
-from ...strategy.start_up import say
+from ...runtime import collectives
+from ...runtime.checkpoint.fingerprint import check_model, fingerprint
+from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from ...runtime.folder_lock import FolderLock
+from ...runtime.offload import Guest
+from ...runtime.phase_timer import PhaseTimer
+from ...runtime.sequence import own_scores
+from ...runtime.start_up import say
 from ..features.dynamic_sampling import ResamplingMaker
 from ..features.rollouts_ahead import RolloutsAhead
 from ..hooks import Hooks
@@ -159,7 +159,7 @@ def with_reward(config: RunConfig) -> RunConfig:
     """The configuration itself, or for the embedded reasoning task without a reward with the task's own."""
     if config.data.prompt_data != EMBEDDED_REASONING or config.reward.given:
         return config
-    from ...embedded.reasoning import REWARD
+    from ...plugins.embedded.reasoning import REWARD
 
     config = copy.deepcopy(config)
     config.reward.reward_recipe = REWARD
@@ -222,10 +222,10 @@ def _resolve_sharing(config: RunConfig, checkpoint: Checkpoint) -> None:
 
 
 def _resolve_embedded(config: RunConfig) -> None:
-    from ...embedded.questions import text_questions
-    from ...embedded.tiny_vlm import VISION_FAMILIES
-    from ...embedded.unified import unified_task
-    from ...embedded.warmup import embedded_task
+    from ...plugins.embedded.questions import text_questions
+    from ...plugins.embedded.tiny_vlm import VISION_FAMILIES
+    from ...plugins.embedded.unified import unified_task
+    from ...plugins.embedded.warmup import embedded_task
 
     name = config.data.prompt_data
     if name in (EMBEDDED, EMBEDDED_REASONING):

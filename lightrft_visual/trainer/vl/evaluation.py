@@ -7,15 +7,15 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...batches.prompts import PromptBatch
-from ...batches.rollouts import Rollout
-from ...batches.sampling import SamplingSettings
 from ...data.evaluation_rows import EvaluationRows, Fetched
 from ...data.validation import validation_shard_indices
+from ...experience.prompts import PromptBatch
+from ...experience.rollouts import Rollout
+from ...experience.sampling import SamplingSettings
 from ...observe.contact_sheet import SHEET_IMAGES
 from ...observe.rollouts import Record, gather_all, gather_records, records_from_rollouts
 from ...rewards.engine import RewardComputationEngine
-from ...strategy import collectives
+from ...runtime import collectives
 from ..loop import Evaluated
 from .judging import gold_scores, look_at
 from .maker import ExperienceMaker

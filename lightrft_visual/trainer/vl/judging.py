@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...batches.rollouts import Rollout
-from ...guard.gains import Look, look_of
-from ...guard.images import SIDE, gathered, image_statistics
-from ...guard.texts import text_statistics
+from ...experience.rollouts import Rollout
+from ...observe.guard.gains import Look, look_of
+from ...observe.guard.images import SIDE, gathered, image_statistics
+from ...observe.guard.texts import text_statistics
 from ...observe.metrics import MetricsAccumulator
 from ...rewards.engine import RewardComputationEngine
-from ...strategy import collectives
+from ...runtime import collectives
 from ..hooks import StepData
 
 Scores = list[tuple[float, bool]]

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 from ...algorithms.advantages import AdvantageCalculator, assign_advantages, get_advantage_calculator
-from ...batches.experience import Experience, ExperienceVL
-from ...batches.prompts import PromptBatch
-from ...batches.rollouts import Rollouts, add_rewards, collate, samples_of
-from ...batches.samples import Samples, SamplesVL
-from ...batches.sampling import SamplingSettings
 from ...config.vl import AlgorithmConfig
 from ...errors import ConfigError
+from ...experience.prompts import PromptBatch
+from ...experience.rollouts import Rollouts, add_rewards, collate, samples_of
+from ...experience.samples import Samples, SamplesVL
+from ...experience.sampling import SamplingSettings
+from ...experience.types import Experience, ExperienceVL
 from ...rewards.engine import RewardComputationEngine
 from ...rollout.engine import RolloutEngine
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.stage import RolloutStage
-from ...strategy.phase_timer import PhaseTimer
+from ...runtime.phase_timer import PhaseTimer
 from ..hooks import Hooks, StepData
 from .stages import ForwardStage, RewardStage
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ...batches.experience import Experience
 from ...config import registry
+from ...experience.types import Experience
 from ...observe.metrics import MetricsAccumulator
-from ...strategy import collectives
+from ...runtime import collectives
 
 
 def _entropy(experience: Experience):

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import torch
 
 from ...algorithms.aggregation import PartSettings
-from ...batches.prompts import PromptBatch
 from ...config.vl import RunConfig
 from ...data.prompts import PromptDataset, caption_of, render_prompt
+from ...experience.prompts import PromptBatch
 from ...models.loading import Checkpoint
 from ...observe.rollouts import Record, records_from_rollouts
 from ...rewards.engine import RewardComputationEngine
 from ...rollout.parity import ParityGate
-from ...strategy.deepspeed import DeepspeedStrategy, TrainEngine
+from ...runtime.deepspeed import DeepspeedStrategy, TrainEngine
 from ..hooks import Hooks
 from ..loop import LoopSettings
 from .evaluation import Evaluation

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...batches.prompts import PromptBatch
-from ...batches.rollouts import PromptFeatures
 from ...data.bad_rows import BadRow
 from ...data.prompts import PromptRow
 from ...data.supply import PromptSupply
-from ...strategy import collectives
+from ...experience.prompts import PromptBatch
+from ...experience.rollouts import PromptFeatures
+from ...runtime import collectives
 
 T = torch.Tensor
 Loading = list[Future[PromptRow | BadRow]]

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from ...algorithms.kl import compute_approx_kl
-from ...batches.experience import Experience, ExperienceVL
-from ...batches.model_inputs import ModelInputs
-from ...batches.prompts import PromptBatch
-from ...batches.rollouts import Rollouts
-from ...batches.sampling import ScoringRule
+from ...experience.model_inputs import ModelInputs
+from ...experience.prompts import PromptBatch
+from ...experience.rollouts import Rollouts
+from ...experience.sampling import ScoringRule
+from ...experience.types import Experience, ExperienceVL
 from ...rewards.early import EarlyScores
 from ...rewards.engine import RewardComputationEngine
-from ...strategy.offload import Guest
+from ...runtime.offload import Guest
 
 T = torch.Tensor
 

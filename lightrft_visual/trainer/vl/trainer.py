@@ -7,18 +7,18 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
-from ...checkpoint.export import export_hf, export_lora
 from ...config import registry
 from ...config.vl import RunConfig
 from ...errors import ConfigError
+from ...experience.buffer import NaiveReplayBuffer
 from ...observe.metrics import MetricsAccumulator
-from ...replay.buffer import NaiveReplayBuffer
 from ...rollout.parity import RolloutCheck
 from ...rollout.weight_sync import gathered_state_dict
-from ...strategy import collectives
-from ...strategy.deepspeed import TrainEngine
-from ...strategy.seeding import derive_seed
-from ...strategy.start_up import say
+from ...runtime import collectives
+from ...runtime.checkpoint.export import export_hf, export_lora
+from ...runtime.deepspeed import TrainEngine
+from ...runtime.seeding import derive_seed
+from ...runtime.start_up import say
 from ..hooks import StepData
 from ..loop import Evaluated, PolicyTrainer
 from .agreement import Agreement

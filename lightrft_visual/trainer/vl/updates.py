@@ -19,17 +19,17 @@ from ...algorithms.policy_losses import (
     policy_loss,
     value_loss,
 )
-from ...batches.model_inputs import ModelInputs
-from ...batches.sampling import ScoringRule
 from ...config.vl import AlgorithmConfig
+from ...experience.batch_plan import MicroBatch
+from ...experience.buffer import NaiveReplayBuffer
+from ...experience.items import unpack_actions
+from ...experience.model_inputs import ModelInputs
+from ...experience.sampling import ScoringRule
 from ...models.vlm.actor import ActorOutput
 from ...observe.metrics import MetricsAccumulator
-from ...replay.buffer import NaiveReplayBuffer
-from ...replay.items import unpack_actions
-from ...replay.plan import MicroBatch
 from ...rollout.parity import RolloutCheck
-from ...strategy import collectives
-from ...strategy.deepspeed import StepResult, TrainEngine
+from ...runtime import collectives
+from ...runtime.deepspeed import StepResult, TrainEngine
 
 T = torch.Tensor
 

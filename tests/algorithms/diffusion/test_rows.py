@@ -14,8 +14,8 @@ from lightrft_visual.algorithms.diffusion.rows import (
     step_slices,
     trainable_steps,
 )
-from lightrft_visual.batches.diffusion_sampling import SamplingResult
-from lightrft_visual.replay.items import make_experience_batch, split_experience_batch
+from lightrft_visual.experience.diffusion_sampling import SamplingResult
+from lightrft_visual.experience.items import make_experience_batch, split_experience_batch
 
 
 def rollout(count=4, steps=5, ode=False):

@@ -6,7 +6,7 @@ import torch
 
 from lightrft_visual.models.diffusion import decoding
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
-from lightrft_visual.plan.meta import LiveBytes
+from lightrft_visual.plugins.memory_plan.meta import LiveBytes
 
 
 def policy_of(name: str, checkpointed: bool = False, **options) -> DiffusionPolicy:

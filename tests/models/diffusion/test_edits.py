@@ -9,16 +9,16 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from lightrft_visual.algorithms.diffusion.rows import experience_of, rows_at
-from lightrft_visual.batches.conditions import stacked
-from lightrft_visual.batches.diffusion_sampling import DiffusionBatch, SamplingConfig, SamplingResult
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.buffer import NaiveReplayBuffer
+from lightrft_visual.experience.buffer_state import items_from_state, items_to_state
+from lightrft_visual.experience.conditions import stacked
+from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, SamplingConfig, SamplingResult
+from lightrft_visual.experience.items import make_experience_batch, split_experience_batch
 from lightrft_visual.models.diffusion.families.qwen_image_edit import READ_PIXELS, SOURCE_PIXELS
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
-from lightrft_visual.replay.buffer import NaiveReplayBuffer
-from lightrft_visual.replay.items import make_experience_batch, split_experience_batch
-from lightrft_visual.replay.state import items_from_state, items_to_state
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
-from lightrft_visual.strategy import collectives
+from lightrft_visual.runtime import collectives
 
 PIXELS = 64 * 64
 SQUARE, WIDE = Image.new("RGB", (40, 40), "red"), Image.new("RGB", (80, 20), "blue")

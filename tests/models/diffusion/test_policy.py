@@ -9,10 +9,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.algorithms.diffusion.rows import experience_of, samples_at, trainable_steps
-from lightrft_visual.batches.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
-from lightrft_visual.embedded.tiny_sd3 import TinyDiffusionSettings, embedded_diffusion_folder
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
+from lightrft_visual.plugins.embedded.tiny_sd3 import TinyDiffusionSettings, embedded_diffusion_folder
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
 
 PROMPTS = ["a red circle", "a blue cross", "a red circle"]

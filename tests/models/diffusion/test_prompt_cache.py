@@ -9,7 +9,11 @@ import torch
 from peft import LoraConfig
 from PIL import Image
 
-from lightrft_visual.embedded.tiny_sd3 import (
+from lightrft_visual.models.diffusion import policy as policy_module
+from lightrft_visual.models.diffusion import prompt_cache
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, family_of
+from lightrft_visual.models.diffusion.prompt_cache import PromptCache, PromptFiles, encoder_digest
+from lightrft_visual.plugins.embedded.tiny_sd3 import (
     TEXT_LENGTH,
     TinyDiffusionSettings,
     build_clip_encoder,
@@ -17,10 +21,6 @@ from lightrft_visual.embedded.tiny_sd3 import (
     build_pipeline,
     build_t5_tokenizer,
 )
-from lightrft_visual.models.diffusion import policy as policy_module
-from lightrft_visual.models.diffusion import prompt_cache
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, family_of
-from lightrft_visual.models.diffusion.prompt_cache import PromptCache, PromptFiles, encoder_digest
 
 
 def test_encoded_once_and_the_oldest_goes_first():

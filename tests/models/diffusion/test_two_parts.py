@@ -8,12 +8,12 @@ from diffusers import DiffusionPipeline
 from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.rows import DenoisingBatch, experience_of, samples_at
 from lightrft_visual.algorithms.diffusion.token_grpo import TokenGRPO
-from lightrft_visual.batches.conditions import joined
-from lightrft_visual.batches.diffusion_sampling import SamplingResult
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.conditions import joined
+from lightrft_visual.experience.diffusion_sampling import SamplingResult
+from lightrft_visual.experience.items import make_experience_batch, split_experience_batch
 from lightrft_visual.models.diffusion.families.glm_image import OwnNoise
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
-from lightrft_visual.replay.items import make_experience_batch, split_experience_batch
 
 PROMPTS = ["a red circle", 'a blue cross and a shop called "red"']
 

@@ -14,15 +14,15 @@ from equality import PLAIN, adapters, loss_and_gradients, weighed
 from launched import leave
 from tiny_models import actor_of, features_of, inputs_of, load, perturb, prompts_for
 
-from lightrft_visual.batches.rollouts import Rollout, collate
 from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
+from lightrft_visual.experience.buffer import NaiveReplayBuffer
+from lightrft_visual.experience.rollouts import Rollout, collate
 from lightrft_visual.models.loading import Checkpoint, load_transformer, open_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.models.vlm.critic import Critic
-from lightrft_visual.replay.buffer import NaiveReplayBuffer
-from lightrft_visual.strategy import collectives
-from lightrft_visual.strategy.deepspeed import DeepspeedStrategy, OptimizerSettings
-from lightrft_visual.strategy.sequence import SequenceGroup
+from lightrft_visual.runtime import collectives
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
+from lightrft_visual.runtime.sequence import SequenceGroup
 
 Result = tuple[float, dict[str, torch.Tensor]]
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from tiny_models import actor_of, checkpoint_of, inputs_of, mixed_prompts, prompts_for, rollouts_of, text_prompts
 
-from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.sampling import ScoringRule
 from lightrft_visual.config.registry import vlm_families
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.sampling import ScoringRule
 from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.models.vlm.families import VLMFamily, family_of, family_of_processor
 from lightrft_visual.models.vlm.families.internvl import InternVL

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny_models import actor_of, checkpoint_of, inputs_of, prompts_for, rollouts_of, text_prompts
 
-from lightrft_visual.batches.sampling import ScoringRule
-from lightrft_visual.batches.vision import VisionTensors
+from lightrft_visual.experience.sampling import ScoringRule
+from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.models.vlm.masked_images import beside_hidden, halves, hide_patches
 
 KINDS = ("qwen2_5_vl", "internvl")

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tiny_models import checkpoint_of, features_of, mixed_prompts
 from transformers import AutoModel
 
-from lightrft_visual.embedded.tiny_vlm import QWEN_FAMILIES
 from lightrft_visual.models.vlm.positions import (
     MRopePositions,
     count_runs,
@@ -20,6 +19,7 @@ from lightrft_visual.models.vlm.positions import (
     text_positions,
     token_types,
 )
+from lightrft_visual.plugins.embedded.tiny_vlm import QWEN_FAMILIES
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tiny_models import checkpoint_of, load
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.strategy.sequence import SequenceGroup
+from lightrft_visual.runtime.sequence import SequenceGroup
 
 KINDS = ("qwen2", "qwen2_5_vl", "qwen3_vl", "internvl")
 FULL = "qwen2_5_vl"  # tried with a critic and under ZeRO too

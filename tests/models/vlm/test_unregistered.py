@@ -9,16 +9,16 @@ import torch
 from tiny_models import perturb
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, LlavaNextImageProcessor, LlavaNextProcessor
 
-from lightrft_visual.batches.model_inputs import ModelInputs
-from lightrft_visual.batches.sampling import ScoringRule
-from lightrft_visual.batches.vision import VisionTensors
 from lightrft_visual.config.registry import vlm_families
 from lightrft_visual.config.vl import DataConfig, ModelConfig
-from lightrft_visual.embedded.tiny_vlm import TINY_FAMILIES, build_tokenizer, tiny_config
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.model_inputs import ModelInputs
+from lightrft_visual.experience.sampling import ScoringRule
+from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.models.loading import load_transformer, open_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.models.vlm.families import family_of
+from lightrft_visual.plugins.embedded.tiny_vlm import TINY_FAMILIES, build_tokenizer, tiny_config
 
 UNKNOWN = {
     "qwen3_vl_moe": ["M-RoPE"],

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.plugins.face.reward import DifferentiableFaceSimilarity, warp
 from lightrft_visual.rewards.differentiable import check_scores, load_differentiable
-from lightrft_visual.rewards.differentiable.face import DifferentiableFaceSimilarity, warp
 
 MODEL_FILE = """
 import torch

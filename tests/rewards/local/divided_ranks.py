@@ -14,8 +14,8 @@ from reward_rollouts import make_samples
 
 from lightrft_visual.config.shared import DistributedConfig, RewardConfig
 from lightrft_visual.rewards import RewardComputationEngine
-from lightrft_visual.strategy import collectives
-from lightrft_visual.strategy.deepspeed import DeepspeedStrategy
+from lightrft_visual.runtime import collectives
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
 
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 RECIPE = "{text: [[model, text, 1.0]], both: [[model, judge, 1.0], [model, text, 2.0]], none: [[rule, exact, 1.0]]}"

@@ -14,7 +14,7 @@ from lightrft_visual.rewards.batch import Failed, RewardBatch, batch_from_media,
 from lightrft_visual.rewards.local.callables import CallableSource
 from lightrft_visual.rewards.local.results import parse_result
 from lightrft_visual.rewards.remote.server import ServerThread, create_app
-from lightrft_visual.usercode.loading import callable_name, load_reward_fn
+from lightrft_visual.runtime.usercode.loading import callable_name, load_reward_fn
 
 BATCH = batch_from_samples(
     [

@@ -13,13 +13,13 @@ from reward_rollouts import make_samples
 from reward_servers import FaultyServer, Handler, closed_port
 
 from lightrft_visual.algorithms.advantages import get_advantage_calculator
-from lightrft_visual.batches.experience import Experience
 from lightrft_visual.config.vl import AlgorithmConfig, RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
-from lightrft_visual.masking import shown_url
+from lightrft_visual.experience.types import Experience
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.remote.client import check_url
 from lightrft_visual.rewards.settings import check_reward_config
+from lightrft_visual.runtime.masking import shown_url
 
 NEVER_STOP = {"reward_max_invalid": 1.0, "reward_timeout": 20.0}  # a busy machine may need seconds for one answer
 

@@ -18,12 +18,12 @@ from lightrft_visual.config.placement import ResourcesConfig
 from lightrft_visual.config.plugins import load_plugins
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.plugins.ray import reward_pool as ray_pool
+from lightrft_visual.plugins.ray.cluster import connect
+from lightrft_visual.plugins.ray.reward_pool import RayRewardModel, RaySource
 from lightrft_visual.rewards import RewardComputationEngine, build_scorer
 from lightrft_visual.rewards.batch import Call, batch_from_media, batch_from_samples
-from lightrft_visual.rewards.remote import ray_pool
-from lightrft_visual.rewards.remote.ray_pool import RayRewardModel, RaySource
 from lightrft_visual.rewards.remote.server import ServerThread, create_app
-from lightrft_visual.strategy.ray_cluster import connect
 
 ray = pytest.importorskip("ray")
 
@@ -101,7 +101,7 @@ def test_bad_scorer_is_found_on_construction(cluster):
 def test_without_ray_the_error_says_what_to_install():
     code = (
         "import sys; sys.modules['ray'] = None\n"
-        "from lightrft_visual.rewards.remote.ray_pool import RaySource\n"
+        "from lightrft_visual.plugins.ray.reward_pool import RaySource\n"
         "try:\n    RaySource('x', 'exact')\n"
         "except Exception as error:\n    print(type(error).__name__, error)\n"
     )

@@ -25,15 +25,15 @@ from tiny_models import (
     turn,
 )  # fmt: skip
 
-from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.config.vl import RunConfig
-from lightrft_visual.embedded.tiny_vlm import build_processor
 from lightrft_visual.errors import ConfigError, RolloutError
+from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.plugins.embedded.tiny_vlm import build_processor
 from lightrft_visual.rollout.engine import EngineByKind
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
-from lightrft_visual.strategy.deepspeed import TrainEngine
+from lightrft_visual.runtime.deepspeed import TrainEngine
 from lightrft_visual.trainer.vl.trainer import VLTrainer
 
 PLAIN = SamplingSettings(n=3, max_new_tokens=6)

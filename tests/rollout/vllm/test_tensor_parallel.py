@@ -11,10 +11,10 @@ import torch
 from launched import run_ranks
 from tiny_models import checkpoint_of
 
-from lightrft_visual.batches.rollouts import PromptFeatures
-from lightrft_visual.batches.vision import VisionTensors
+from lightrft_visual.experience.rollouts import PromptFeatures
+from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.rollout.vllm.tensor_parallel import PromptSharing
-from lightrft_visual.strategy.host import SHARED_MEMORY
+from lightrft_visual.runtime.host import SHARED_MEMORY
 
 
 @contextmanager

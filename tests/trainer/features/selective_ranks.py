@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from replay_cases import text_item
 
-from lightrft_visual.replay.buffer import NaiveReplayBuffer
+from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.trainer.features.selective_replay import SelectiveReplay
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
-from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.rollouts import collate
-from lightrft_visual.batches.sampling import Completion, SamplingSettings
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.vl import RolloutConfig, RunConfig
-from lightrft_visual.embedded.questions import vocabulary_texts
-from lightrft_visual.embedded.tiny_vlm import build_processor, build_tokenizer
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.rollouts import collate
+from lightrft_visual.experience.sampling import Completion, SamplingSettings
+from lightrft_visual.plugins.embedded.questions import vocabulary_texts
+from lightrft_visual.plugins.embedded.tiny_vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.parity import RolloutCheck
 from lightrft_visual.rollout.stage import RolloutStage
@@ -103,7 +103,7 @@ def test_only_generation_sees_the_noisy_image(data, streams):
 
 def test_the_engines_word_for_a_noisy_image_is_not_held_against_the_trainer():
     prompt = SimpleNamespace(token_ids=[1], loss_part=0, group_id=0, vision=None, images=[], videos=[])
-    from lightrft_visual.batches.rollouts import Rollout
+    from lightrft_visual.experience.rollouts import Rollout
 
     rollouts = [Rollout(prompt, [2, 3], [-1.0, -1.0], "", False, k, distorted=k == 1) for k in range(2)]
     batch = collate(rollouts, 0, vision=False)

@@ -11,9 +11,9 @@ from launched import run_ranks
 from replay_cases import text_item, vision_item
 from selective_ranks import filled_buffer, sample
 
-from lightrft_visual.checkpoint.state import load_state, save_state
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.runtime.checkpoint.state import load_state, save_state
 from lightrft_visual.trainer.features.selective_replay import SelectiveReplay, advantage_size
 
 ADVANTAGES = [1.0, 0.0, -2.0, 0.0, 0.0, 0.5]

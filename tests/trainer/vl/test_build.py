@@ -14,13 +14,13 @@ import torch
 from tiny_models import actor_of, checkpoint_of, inputs_of, rollouts_of, text_prompts
 from transformers import LlavaConfig, Qwen2Config
 
-from lightrft_visual.batches.sampling import ScoringRule
 from lightrft_visual.config.vl import AlgorithmConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
-from lightrft_visual.embedded.questions import vocabulary_texts
-from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
-from lightrft_visual.embedded.warmup import embedded_task
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.sampling import ScoringRule
 from lightrft_visual.models.vlm.families import family_of
+from lightrft_visual.plugins.embedded.questions import vocabulary_texts
+from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
+from lightrft_visual.plugins.embedded.warmup import embedded_task
 from lightrft_visual.trainer.vl import build
 from lightrft_visual.trainer.vl.build import (
     _actor_optimizer,

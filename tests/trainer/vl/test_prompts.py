@@ -9,13 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.rollouts import PromptFeatures
 from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.data.sampler import PromptSampler
 from lightrft_visual.data.supply import PromptSupply
 from lightrft_visual.errors import DataError
+from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.rollouts import PromptFeatures
 from lightrft_visual.trainer.vl.prompts import PromptSource
 
 BAD, SIZE = (1, 4, 5), 4

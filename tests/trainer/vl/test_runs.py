@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 from whole_runs import rollouts, rows, run_plan
 
-from lightrft_visual.embedded.questions import vocabulary_texts
-from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
+from lightrft_visual.plugins.embedded.questions import vocabulary_texts
+from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
 
 ENGINES = ("vllm", "hf")
 COLOURS = {"red": (230, 20, 20), "blue": (20, 20, 230)}

@@ -13,11 +13,11 @@ import torch
 from tiny_models import actor_of, checkpoint_of, turn
 
 from lightrft_visual.algorithms.kl import FixedKLController
-from lightrft_visual.batches.model_inputs import ModelInputs
-from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.rollouts import PromptFeatures, Rollout, Rollouts, collate
-from lightrft_visual.batches.sampling import SamplingSettings, ScoringRule
 from lightrft_visual.data.evaluation_rows import Fetched
+from lightrft_visual.experience.model_inputs import ModelInputs
+from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, Rollouts, collate
+from lightrft_visual.experience.sampling import SamplingSettings, ScoringRule
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rewards.batch import Scores, StreamingSource
 from lightrft_visual.rewards.engine import RewardComputationEngine

@@ -16,9 +16,9 @@ from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import nn
 
-from ....batches.conditions import NEGATIVE, Conditions, joined
 from ....errors import ConfigError
-from ....strategy import collectives
+from ....experience.conditions import NEGATIVE, Conditions, joined
+from ....runtime import collectives
 from ..schedule import flow_match_schedule, upcast
 
 T = torch.Tensor

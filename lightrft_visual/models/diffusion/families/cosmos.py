@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....batches.conditions import Conditions
+from ....experience.conditions import Conditions
 from ..schedule import flow_match_schedule, upcast
 from .base import (
     DiffusionFamily,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ....batches.conditions import Conditions
+from ....experience.conditions import Conditions
 from ..schedule import upcast
 from .base import DiffusionFamily, encoded_mean, in_whole_batches, pack, spatial_latent, unpack
 

@@ -20,8 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ....batches.conditions import MASK, NEGATIVE, Conditions
 from ....errors import DataError
+from ....experience.conditions import MASK, NEGATIVE, Conditions
 from ...attention import attend_by_segments
 from ...exact import exact_products
 from ..schedule import flow_match_schedule, upcast

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ....batches.conditions import Conditions, used_widths, widened
+from ....experience.conditions import Conditions, used_widths, widened
 from ..schedule import upcast
 from .base import DiffusionFamily, channel_statistics, encoded_mean, pack, spatial_latent, unpack
 

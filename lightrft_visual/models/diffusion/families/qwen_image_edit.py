@@ -10,8 +10,8 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 
-from ....batches.conditions import MASK, Conditions
 from ....errors import ConfigError
+from ....experience.conditions import MASK, Conditions
 from ..schedule import upcast
 from .base import by_kind, pack, unpack
 from .qwen_image import QwenImage

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from diffusers import DDIMScheduler
 
-from ....batches.conditions import Conditions
 from ....errors import ConfigError
+from ....experience.conditions import Conditions
 from ..schedule import upcast
 from .base import DiffusionFamily, encoded_mean, in_whole_batches, spatial_latent
 from .wan import ATTENTION

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from diffusers import DiffusionPipeline
 
-from ....batches.conditions import Conditions
 from ....errors import ConfigError
+from ....experience.conditions import Conditions
 from ..layers import JointAttention
 from ..schedule import upcast
 from .base import DiffusionFamily, encoded_mean, in_whole_batches, spatial_latent

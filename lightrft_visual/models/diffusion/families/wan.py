@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ....batches.conditions import Conditions
 from ....errors import ConfigError
-from ....strategy import collectives
+from ....experience.conditions import Conditions
+from ....runtime import collectives
 from ..schedule import flow_match_schedule, upcast
 from .base import DiffusionFamily, channel_statistics, in_whole_batches, spatial_latent
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ....batches.conditions import Conditions, used_widths
+from ....experience.conditions import Conditions, used_widths
 from ..schedule import flow_match_schedule, upcast
 from .base import DiffusionFamily, encoded_mean, in_whole_batches, spatial_latent
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from ....batches.model_inputs import ModelInputs
-from ....batches.vision import VisionTensors
 from ....data.placeholders import MediaConventions
 from ....errors import ConfigError, DataError
+from ....experience.model_inputs import ModelInputs
+from ....experience.vision import VisionTensors
 from ..drawing import Drawing
 from ..positions import packed_text_positions, text_positions, token_types
 

@@ -17,11 +17,11 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param, register_
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from ....batches.model_inputs import ModelInputs
-from ....batches.vision import VisionTensors
 from ....data.placeholders import ModelInput
 from ....errors import ConfigError, DataError
-from ....strategy import collectives
+from ....experience.model_inputs import ModelInputs
+from ....experience.vision import VisionTensors
+from ....runtime import collectives
 from ...logprobs import LogProbLinear
 from ..drawing import CodesOfHead, Drawing
 from ..vision_cache import first_occurrences

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from ....batches.model_inputs import ModelInputs
-from ....batches.vision import VisionTensors
+from ....experience.model_inputs import ModelInputs
+from ....experience.vision import VisionTensors
 from ..patches import PatchConv3d
 from ..positions import GridCursor, MRopePositions
 from ..vision_cache import share_repeated_media

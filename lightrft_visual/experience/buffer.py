@@ -1,0 +1,316 @@
+"""The replay buffer between rollouts and training: holds single samples, gives out batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import CheckpointError, ConfigError, DataError
+from ..runtime import collectives
+from ..runtime.sequence import SequenceGroup
+from . import batch_plan as sampling
+from .batch_plan import MicroBatch, SampleRef
+from .buffer_state import items_from_state, items_to_state
+from .codecs import packed_lengths
+from .fields import Kind, replay_fields
+from .items import AnyExperience, AnyItem, BufferItemDiffusion, make_experience_batch, part_of, strip_padding
+
+T = torch.Tensor
+_STATE_VERSION = 1
+_MIN_VARIANCE = 1e-8
+
+
+class SumsOverRanks(Protocol):
+    """What `normalize` needs of a strategy."""
+
+    def all_reduce(self, data: T, op: str) -> T: ...
+
+
+class NaiveReplayBuffer:
+    """Samples of one rank: text, vision-language or diffusion. After LightRFT.
+
+    sample_batch_size: samples of a micro-batch; limit: samples kept, the oldest dropped first, 0 for all; cpu_offload:
+    hold samples on the CPU and move batches to the accelerator; packing_samples: give out packed batches; seed: of the
+    draws of `sample`; share_prefix: the models compute the prompt of a group once, so `plan` keeps groups together;
+    keep_groups: so does it because their losses meet in one term; sequence: the ranks that train on the same samples.
+    homogeneous: an optimizer step trains on one part of the loss alone, such as answers.
+    """
+
+    def __init__(
+        self,
+        sample_batch_size: int,
+        limit: int = 0,
+        cpu_offload: bool = True,
+        packing_samples: bool = False,
+        seed: int = 42,
+        share_prefix: bool = False,
+        keep_groups: bool = False,
+        sequence: SequenceGroup | None = None,
+        homogeneous: bool = False,
+    ) -> None:
+        if sample_batch_size < 1:
+            raise ConfigError(f"sample_batch_size must be at least 1, not {sample_batch_size}")
+        self.sample_batch_size = sample_batch_size
+        self.limit = limit
+        self.cpu_offload = cpu_offload
+        self.packing_samples = packing_samples
+        self.share_prefix = share_prefix
+        self.keep_groups = keep_groups
+        self.sequence = sequence
+        self.homogeneous = homogeneous
+        self.items: list[AnyItem] = []
+        self._generator = torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def append(self, experience: AnyExperience) -> None:
+        """Add the samples of a padded or packed batch, without padding. The batch stays as it was and can be freed.
+
+        Vision inputs are kept by reference: the samples of a prompt hold one copy of its patches.
+        """
+        if self.cpu_offload:
+            experience = copy.copy(experience).to_device("cpu")
+        self.items.extend(strip_padding(experience))
+        if self.limit > 0:
+            del self.items[: -self.limit]
+
+    def share(self) -> None:
+        """Give each rank of a sequence group the samples of all its members, once all are appended. A collective."""
+        if self.sequence is None:
+            return
+        first, own = self._first, collectives.rank()
+        members = range(first, first + self.sequence.size)
+        parcels = [self.items if rank in members else [] for rank in range(collectives.world_size())]
+        received = collectives.exchange_objects(parcels)
+        self.items = [item for rank in members for item in (self.items if rank == own else received[rank])]
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts its samples: of the ranks that have the same ones, the first does."""
+        return self.sequence is None or self.sequence.leads
+
+    @property
+    def _first(self) -> int:
+        """The first rank of those that have the same samples."""
+        return collectives.rank() - (0 if self.sequence is None else self.sequence.place)
+
+    @property
+    def _copies(self) -> int:
+        return 1 if self.sequence is None else self.sequence.size
+
+    def clear(self) -> None:
+        """Drop all samples."""
+        self.items.clear()
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> AnyItem:
+        return self.items[index]
+
+    def __iter__(self) -> Iterator[AnyItem]:
+        return iter(self.items)
+
+    def collate_fn(self, batch: Sequence[AnyItem]) -> AnyExperience:
+        """Batch samples, packed if the buffer packs; on the samples' device."""
+        return make_experience_batch(batch, self.packing_samples)
+
+    def sample(self) -> AnyExperience:
+        """`sample_batch_size` different samples, drawn at random. Raises DataError if there are fewer."""
+        if self.sample_batch_size > len(self.items):
+            raise DataError(f"cannot draw {self.sample_batch_size} samples, the buffer holds {len(self.items)}")
+        order = torch.randperm(len(self.items), generator=self._generator)
+        return self.load(MicroBatch(order[: self.sample_batch_size].tolist()))
+
+    def load(self, micro_batch: MicroBatch) -> AnyExperience:
+        """The batch of a planned micro-batch, on the accelerator if samples are held on the CPU."""
+        items = [self.items[index] for index in micro_batch.indices]
+        if micro_batch.filler:
+            items = [replace(item, valid=torch.tensor(False)) for item in items]
+        experience = self.collate_fn(items)
+        return experience.to_device(_accelerator_device()) if self.cpu_offload else experience
+
+    @torch.no_grad()
+    def fill(self, micro_batch: MicroBatch, name: str, values: T) -> None:
+        """Give the samples of a planned micro-batch their values (B, A) of a per-action field."""
+        items = [self.items[index] for index in micro_batch.indices]
+        values = values.cpu() if self.cpu_offload else values
+        for item, count, row in zip(items, packed_lengths(items)[1], values, strict=True):
+            setattr(item, name, row[:count].clone())
+
+    def plan(
+        self, seed: int, *, step_size: int | None = None, token_budget: int | None = None
+    ) -> list[list[MicroBatch]]:
+        """Shuffled micro-batches of this rank for each optimizer step of one epoch. All ranks must call it.
+
+        step_size: samples of one step over all ranks (None: all in one step). Micro-batches hold `sample_batch_size`
+        samples, or with `token_budget` as many as fit into that many tokens, packed. Every rank gets the same number
+        of micro-batches in every step: for `load`, one after the other. With sample ids, which samples make up a step
+        does not depend on the number of ranks, and some samples change ranks so that each has an equal share of every
+        step (only if samples are held on the CPU); the indices are valid until the next change of the buffer.
+        Pass another seed for each epoch. Steps of responses are made of whole groups where they fit. With
+        `share_prefix`, which changes no step, micro-batches are too, and a prompt's tokens count once (see
+        `plan.plan_by_count`).
+
+        Raises ConfigError for a token budget without packing, DataError if a rank holds no sample at all, or a sample
+        is longer than the budget.
+        """
+        if token_budget is not None and not self.packing_samples:
+            raise ConfigError("a token budget needs packing_samples")
+        steps = self._steps(seed, step_size, by_tokens=token_budget is not None)
+        ranks, own = self._parts(), collectives.rank() // self._copies
+        plans = []
+        for step in steps:
+            plan = sampling.micro_batches(step, ranks, self.sample_batch_size, token_budget)
+            plans.append(sampling.own_micro_batches(plan[own]))
+        return plans
+
+    def _steps(self, seed: int, step_size: int | None, by_tokens: bool) -> list[list[SampleRef]]:
+        samples = self._references()
+        steps = sampling.shuffled_steps(samples, step_size, seed, self.homogeneous)
+        if not self.cpu_offload or not sampling.have_keys(samples):
+            return steps
+        ranks = self._parts()
+        moves = [move for step in steps for move in sampling.moves_between_ranks(step, ranks, by_tokens)]
+        if not moves:
+            return steps
+        self._exchange(moves)
+        return sampling.shuffled_steps(self._references(), step_size, seed, self.homogeneous)
+
+    def _parts(self) -> int:
+        """Of the samples: as many as ranks, or as groups of ranks that have the same ones."""
+        return collectives.world_size() // self._copies
+
+    def _exchange(self, moves: Sequence[tuple[SampleRef, int]]) -> None:
+        """Give the listed samples to their new ranks. All ranks call it with the same moves.
+
+        The samples of a prompt that go to one rank take its patches along once. Members of a group send to those of
+        another that have their place in it.
+        """
+        part, place = divmod(collectives.rank(), self._copies)
+        leaving = {sample.index: target * self._copies + place for sample, target in moves if sample.rank == part}
+        parcels = [
+            [self.items[index] for index, target in leaving.items() if target == other]
+            for other in range(collectives.world_size())
+        ]
+        staying = [item for index, item in enumerate(self.items) if index not in leaving]
+        arriving = [item for sent in collectives.exchange_objects(parcels) for item in sent]
+        self.items = staying + arriving
+
+    def batches(self, seed: int, *, token_budget: int | None = None) -> Iterator[AnyExperience]:
+        """All samples once, in shuffled micro-batches; every rank gets the same number of them (see `plan`)."""
+        for step in self.plan(seed, token_budget=token_budget):
+            yield from map(self.load, step)
+
+    def _references(self) -> list[SampleRef]:
+        """All samples of all ranks, by rank or group of ranks."""
+        rank = collectives.rank() // self._copies
+        own = [
+            SampleRef(rank, index, _token_count(item), _number(item.sample_id), *shared, self._kind(item), _group(item))
+            for index, (item, shared) in enumerate(zip(self.items, self._shared_prompts(), strict=True))
+        ]
+        gathered = collectives.all_gather_object(own)[:: self._copies]
+        if not all(gathered):
+            raise DataError(f"replay buffer without samples; samples by rank: {[len(each) for each in gathered]}")
+        return [sample for each in gathered for sample in each]
+
+    def _kind(self, item: AnyItem) -> int:
+        """The part of the loss, where a step trains on one."""
+        return part_of(item) if self.homogeneous else 0
+
+    def _shared_prompts(self) -> list[tuple[int | None, int]]:
+        """(group, or None, and its prompt's tokens) of each sample."""
+        if self.keep_groups:
+            return [(_number(item.group_id), 0) for item in self.items]
+        if not self.share_prefix or not self.items:
+            return [(None, 0)] * len(self.items)
+        lengths = zip(*packed_lengths(self.items))
+        return [(_group(item), length - count) for item, (length, count) in zip(self.items, lengths)]
+
+    @torch.no_grad()
+    def normalize(self, attribute: str, strategy: SumsOverRanks | None = None) -> None:
+        """Bring `attribute` (such as "advantages") to mean 0 and standard deviation 1 over all ranks.
+
+        Mean and standard deviation (population) count only actions that the action mask keeps, of samples that are not
+        invalid. All ranks must call it. strategy: whose `all_reduce(tensor, "sum")` to use; None for the process group.
+        Raises ConfigError if the samples have no such per-action or per-sample field; samples without a value stay so.
+        """
+        held = [item for item in self.items if _numbers(item, attribute) is not None]
+        values = _concat([_numbers(item, attribute).double() for item in held])
+        counts = _concat([_counted(item, _numbers(item, attribute)) for item in held]).bool()
+        kept = values[counts]
+        sums = torch.stack([kept.sum(), counts.sum().double()])
+        total, count = self._sum(sums, strategy).tolist()
+        mean = total / count if count else 0.0
+        squares = self._sum((kept - mean).square().sum(), strategy).item()
+        if not count:
+            return
+        normal = (values - mean) * max(squares / count, _MIN_VARIANCE) ** -0.5
+        for item, part in zip(held, normal.split([_numbers(item, attribute).numel() for item in held])):
+            like = _numbers(item, attribute)
+            setattr(item, attribute, part.reshape(like.shape).to(like.dtype, copy=True))
+
+    @staticmethod
+    def _sum(tensor: T, strategy: SumsOverRanks | None) -> T:
+        if collectives.world_size() > 1:
+            tensor = tensor.to(_accelerator_device())
+        return collectives.all_reduce_sum(tensor) if strategy is None else strategy.all_reduce(tensor, "sum")
+
+    def state_dict(self) -> dict[str, Any]:
+        """All samples and the random state, as plain tensors and containers (safe to load with weights_only)."""
+        return {
+            "version": _STATE_VERSION,
+            "items": items_to_state(self.items),
+            "generator": self._generator.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace the samples and the random state. Raises CheckpointError on a state of another version."""
+        if state.get("version") != _STATE_VERSION:
+            raise CheckpointError(f"replay buffer state of version {state.get('version')}, expected {_STATE_VERSION}")
+        self.items = items_from_state(state["items"])
+        self._generator.set_state(state["generator"].cpu())
+
+
+def _accelerator_device() -> str:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator().current_device_name()
+
+
+def _number(value: T | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _token_count(item: AnyItem) -> int:
+    return 1 if isinstance(item, BufferItemDiffusion) else len(item.sequences)
+
+
+def _group(item: AnyItem) -> int | None:
+    """The group of a response; None without one, and of a drawn image, whose losses do not care."""
+    group = None if isinstance(item, BufferItemDiffusion) else _number(item.group_id)
+    return None if group == -1 else group
+
+
+def _numbers(item: AnyItem, attribute: str) -> T | None:
+    spec = replay_fields(type(item)).get(attribute)
+    if spec is None or spec.kind not in (Kind.ACTIONS, Kind.NUMBERS, Kind.SAMPLE):
+        raise ConfigError(f"{type(item).__name__} has no numbers {attribute!r} to normalize")
+    return getattr(item, attribute)
+
+
+def _concat(parts: list[T]) -> T:
+    return torch.cat([part.reshape(-1) for part in parts]) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def _counted(item: AnyItem, value: T) -> T:
+    """Bool of the shape of `value`: which numbers count. One number for a whole sample counts once."""
+    if item.valid is not None and not bool(item.valid):
+        return torch.zeros_like(value, dtype=torch.bool)
+    if isinstance(item, BufferItemDiffusion) or item.action_mask is None:
+        return torch.ones_like(value, dtype=torch.bool)
+    mask = item.action_mask.bool()
+    return mask if mask.shape == value.shape else mask.any().expand(value.shape)

@@ -1,0 +1,437 @@
+"""Fields of single samples to fields of a batch, and back: one class a `Kind`, with make, split and strip side by side.
+
+`split(make(column)) == column` for every kind. `make_fields` and `split_fields` do it for all fields of a class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import DataError
+from .conditions import texts, widened
+from .fields import FieldSpec, Kind, replay_fields, tensors_equal
+from .info import batch_info, split_info
+from .ragged import gather_rows, scatter_rows
+from .types import BatchLayout
+from .vision import VisionTensors, check_alike
+
+T = torch.Tensor
+Span = tuple[int, int]
+Column = list[Any]  # one field's values, one per sample, None where the sample lacks it
+
+
+@dataclass
+class Making:
+    """What all fields of a batch in the making share. lengths: S of each sample; actions: A of each."""
+
+    items: Sequence[Any]
+    packed: bool
+    layout: BatchLayout
+    lengths: list[int] = field(default_factory=list)
+    actions: list[int] = field(default_factory=list)
+
+    @property
+    def action_width(self) -> int:
+        """A of the padded batch: the longest response."""
+        return max(self.actions)
+
+    def place(self) -> None:
+        """Prompts end where the actions begin, in every row."""
+        prompts = [length - count for length, count in zip(self.lengths, self.actions)]
+        width = self.layout.prompt_width = max(prompts)
+        if not self.packed:
+            self.layout.spans = [(width - prompt, width + count) for prompt, count in zip(prompts, self.actions)]
+
+    def ones(self, spec: FieldSpec, sizes: list[int]) -> T:
+        """A flat mask of ones, for samples of which none has one."""
+        return torch.ones(sum(sizes), dtype=spec.mask_dtype, device=self.items[0].sequences.device)
+
+
+@dataclass
+class Splitting:
+    """One batch to be split: its form, and where each sample's tokens and actions are."""
+
+    batch: Any
+    layout: BatchLayout
+    size: int
+    seq_lens: list[int] | None = None  # packed form only
+    num_actions: list[int] | None = None  # packed form only
+
+    @classmethod
+    def of(cls, batch: Any, layout: BatchLayout) -> Splitting:
+        """Raises DataError on a packed batch that does not say how many actions its samples have."""
+        if not getattr(batch, "is_packed", False):
+            return cls(batch, layout, batch.batch_size)
+        if batch.num_actions is None or len(batch.num_actions) != len(batch.packed_seq_lens):
+            raise DataError("a packed batch needs num_actions for each of its samples")
+        return cls(batch, layout, batch.batch_size, list(batch.packed_seq_lens), list(batch.num_actions))
+
+    @property
+    def packed(self) -> bool:
+        """Whether the batch is one row without padding."""
+        return self.seq_lens is not None
+
+    def token_spans(self, width: int) -> list[Span]:
+        """First and last + 1 column of each sample's tokens in a padded batch of that width."""
+        return self.layout.spans or [(0, width)] * self.size
+
+    def action_spans(self, width: int) -> list[Span]:
+        """First and last + 1 column of each sample's actions in a padded batch of that width."""
+        if self.layout.spans is None:
+            return [(0, width)] * self.size
+        offset = self.layout.prompt_width
+        return [(max(start - offset, 0), max(stop - offset, 0)) for start, stop in self.layout.spans]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What stays of one sample without its padding, in token columns and in action columns."""
+
+    tokens: slice
+    actions: slice
+
+
+class Codec:
+    """How one kind of field is batched.
+
+    make: the batch's value of a column, None where no sample has the field. split: the samples' values, each owning its
+    memory. strip: one sample's value without padding, the same object where there is none to strip.
+    """
+
+    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> Any:
+        """The batch's value of a field from the samples' values; None stands for a sample that lacks it."""
+        raise NotImplementedError
+
+    def split(self, value: Any, name: str, spec: FieldSpec, frame: Splitting) -> Column:
+        """The samples' values of a field from the batch's value; the inverse of `make`."""
+        raise NotImplementedError
+
+    def strip(self, value: Any, cut: Cut) -> Any:
+        """One sample's value without the positions that `cut` leaves out."""
+        return value
+
+
+class Tokens(Codec):
+    """Item (S); batch (B, S), or (1, total)."""
+
+    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> T | None:
+        flat = _flat(column, name, spec, frame.lengths)
+        if frame.packed:
+            return self._segments(flat, spec, frame) if spec.segments else flat.unsqueeze(0)
+        if flat is None and spec.mask_dtype is not None and len(set(frame.layout.spans)) > 1:
+            flat = frame.ones(spec, frame.lengths)
+        width = frame.layout.prompt_width + frame.action_width
+        return None if flat is None else scatter_rows(flat, frame.layout.spans, width)
+
+    @staticmethod
+    def _segments(flat: T | None, spec: FieldSpec, frame: Making) -> T:
+        """(1, total) long: sample index + 1 on real tokens, 0 on masked ones."""
+        flat = frame.ones(spec, frame.lengths) if flat is None else flat
+        frame.layout.mask_dtype = flat.dtype
+        lengths = torch.tensor(frame.lengths, device=flat.device)
+        index = torch.arange(1, len(lengths) + 1, device=flat.device).repeat_interleave(lengths)
+        return (index * (flat != 0)).unsqueeze(0)
+
+    def split(self, value: T, name: str, spec: FieldSpec, frame: Splitting) -> list[T]:
+        if not frame.packed:
+            return _cut_padded(value, frame.token_spans(_width(value, name)), name)
+        if spec.segments:
+            value = (value != 0).to(frame.layout.mask_dtype)
+        return _cut(value.reshape(-1), frame.seq_lens, name)
+
+    def strip(self, value: T, cut: Cut) -> T:
+        return value[cut.tokens].clone()
+
+
+class Actions(Codec):
+    """Item (A); batch (B, A), or (1, total)."""
+
+    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> T | None:
+        flat = _flat(column, name, spec, frame.actions)
+        if flat is None and spec.mask_dtype is not None and not frame.packed and len(set(frame.actions)) > 1:
+            flat = frame.ones(spec, frame.actions)
+        if flat is None:
+            return None
+        spans = [(0, count) for count in frame.actions]
+        return flat.unsqueeze(0) if frame.packed else scatter_rows(flat, spans, frame.action_width)
+
+    def split(self, value: T, name: str, spec: FieldSpec, frame: Splitting) -> list[T]:
+        if frame.packed:
+            return _cut(value.reshape(-1), frame.num_actions, name)
+        return _cut_padded(value, frame.action_spans(_width(value, name)), name)
+
+    def strip(self, value: T, cut: Cut) -> T:
+        return value[cut.actions].clone()
+
+
+class Numbers(Actions):
+    """Like actions, or one number for the whole sample: item (1); batch (B, 1) where all samples have just one."""
+
+    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> T | None:
+        single = [
+            index
+            for index, (value, count) in enumerate(zip(column, frame.actions))
+            if value is not None and value.shape == (1,) and count != 1
+        ]
+        if not single:
+            return super().make(column, name, spec, frame)
+        frame.layout.single[name] = single
+        if not frame.packed and all(value is None or value.shape == (1,) for value in column):
+            return _flat(column, name, spec, [1] * len(column)).unsqueeze(1)
+        column = list(column)
+        for index in single:
+            if not frame.actions[index]:
+                raise DataError(f"sample {index}: {name} holds a number, but the sample has no action")
+            column[index] = column[index].expand(frame.actions[index])
+        return super().make(column, name, spec, frame)
+
+    def split(self, value: T, name: str, spec: FieldSpec, frame: Splitting) -> list[T]:
+        single = frame.layout.single.get(name, [])
+        if self._one_per_sample(value, bool(single), frame):
+            return _cut(value.reshape(-1), [1] * frame.size, name)
+        parts = super().split(value, name, spec, frame)
+        for index in single:
+            part = parts[index]
+            # Someone may have written one number per action since; those must not be lost.
+            if tensors_equal(part[:1].expand_as(part), part):
+                parts[index] = part[:1].clone()
+        return parts
+
+    @staticmethod
+    def _one_per_sample(value: T, single: bool, frame: Splitting) -> bool:
+        if frame.packed:
+            return value.numel() == frame.size != sum(frame.num_actions)
+        if value.shape != (frame.size, 1):
+            return False
+        return single or max((stop for _, stop in frame.action_spans(1)), default=1) != 1
+
+    def strip(self, value: T, cut: Cut) -> T:
+        return value if len(value) == 1 else super().strip(value, cut)
+
+
+class Sample(Codec):
+    """Item of one shape for all samples; batch (B, *shape)."""
+
+    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> T | None:
+        present = [value for value in column if value is not None]
+        if not present:
+            return None
+        like = present[0]
+        for index, value in enumerate(column):
+            if value is not None and (value.shape != like.shape or value.dtype != like.dtype):
+                raise DataError(
+                    f"sample {index}: {name} is {value.dtype} {tuple(value.shape)}, where others of its batch are "
+                    f"{like.dtype} {tuple(like.shape)}"
+                )
+        return torch.stack([torch.full_like(like, spec.fill) if value is None else value for value in column])
+
+    def split(self, value: T, name: str, spec: FieldSpec, frame: Splitting) -> list[T]:
+        return [row.clone() for row in value.unbind()]
+
+
+class Samples(Sample):
+    """A dict of such tensors. Masked texts of different lengths are padded with zeros behind, and cut again."""
+
+    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> dict[str, T] | None:
+        present = [value for value in column if value is not None]
+        if not present:
+            return None
+        keys = present[0].keys()
+        for index, value in enumerate(column):
+            if value is not None and value.keys() != keys:
+                raise DataError(
+                    f"sample {index}: {name} has {sorted(value)}, where others of its batch have {sorted(keys)}"
+                )
+        columns = {key: [value and value[key] for value in column] for key in keys}
+        for key in texts(present[0]):
+            lengths = [0 if value is None else len(value) for value in columns[key]]
+            frame.layout.lengths[key] = lengths
+            columns[key] = [value if value is None else widened(value[None], max(lengths))[0] for value in columns[key]]
+        return {key: super(Samples, self).make(each, f"{name}[{key}]", spec, frame) for key, each in columns.items()}
+
+    def split(self, value: dict[str, T], name: str, spec: FieldSpec, frame: Splitting) -> list[dict[str, T]]:
+        rows = {key: super(Samples, self).split(each, name, spec, frame) for key, each in value.items()}
+        if any(len(each) != frame.size for each in rows.values()):
+            raise DataError(f"{name} does not hold {frame.size} samples under each key")
+        for key, lengths in frame.layout.lengths.items():
+            rows[key] = [row[:length].clone() for row, length in zip(rows[key], lengths, strict=True)]
+        return [{key: each[index] for key, each in rows.items()} for index in range(frame.size)]
+
+
+class Counts(Sample):
+    """Item () long; batch (B), counted where samples do not say, None if there is nothing to count."""
+
+    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> T | None:
+        if all(value is None for value in column) and not any(item.vision.count(spec.media) for item in frame.items):
+            return None
+        like = next((value for value in column if value is not None), torch.zeros((), dtype=torch.long))
+        told = [self._told(value, item, f"sample {i}: {name}", spec)
+                for i, (value, item) in enumerate(zip(column, frame.items))]  # fmt: skip
+        return torch.stack([torch.full_like(like, count) for count in told])
+
+    @staticmethod
+    def _told(value: T | None, item: Any, place: str, spec: FieldSpec) -> int:
+        """Media of one sample. Without grids only the sample can say: a medium may take several rows of pixels."""
+        counted, names = item.vision.count(spec.media), item.vision.names
+        if value is None:
+            return counted
+        grids = f"{spec.media}_grid_thw"
+        if (grids in names or not names) and int(value) != counted:
+            raise DataError(f"{place} is {int(value)}, but its {grids}s hold {counted}")
+        return int(value)
+
+
+class Vision(Codec):
+    """The samples' own tensors, by reference in both directions: nothing is copied until a model reads them."""
+
+    def make(self, column: list[VisionTensors], name: str, spec: FieldSpec, frame: Making) -> VisionTensors:
+        together = VisionTensors.gather(column)
+        check_alike(together.samples)
+        return together
+
+    def split(self, value: VisionTensors, name: str, spec: FieldSpec, frame: Splitting) -> list[VisionTensors]:
+        counts = {kind: getattr(frame.batch, f"{kind}_counts") for kind in ("image", "video")}
+        listed = {kind: None if each is None else each.tolist() for kind, each in counts.items()}
+        return [VisionTensors([own]) for own in value.shared_out(frame.size, listed)]
+
+
+class Objects(Codec):
+    """Item any object; batch a list of B."""
+
+    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> list | None:
+        return None if all(value is None for value in column) else list(column)
+
+    def split(self, value: list, name: str, spec: FieldSpec, frame: Splitting) -> list:
+        return list(value)
+
+
+class Info(Codec):
+    """Item dict; batch dict of columns."""
+
+    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> dict:
+        return batch_info(column, frame.layout.info)
+
+    def split(self, value: dict, name: str, spec: FieldSpec, frame: Splitting) -> list[dict]:
+        return split_info(value, frame.size, frame.layout.info)
+
+
+CODECS: dict[Kind, Codec] = {
+    Kind.TOKENS: Tokens(),
+    Kind.ACTIONS: Actions(),
+    Kind.NUMBERS: Numbers(),
+    Kind.SAMPLE: Sample(),
+    Kind.SAMPLES: Samples(),
+    Kind.COUNTS: Counts(),
+    Kind.VISION: Vision(),
+    Kind.OBJECTS: Objects(),
+    Kind.INFO: Info(),
+}
+
+
+def make_fields(items: Sequence[Any], packed: bool, layout: BatchLayout) -> dict[str, Any]:
+    """The batch's value of every field of the items' class; `layout` takes down what the values cannot show."""
+    specs = replay_fields(type(items[0]))
+    frame = Making(items, packed, layout)
+    if "sequences" in specs:
+        frame.lengths, frame.actions = packed_lengths(items)
+        frame.place()
+    batch = {}
+    for name, spec in specs.items():
+        column = [getattr(item, name) for item in items]
+        batch[name] = CODECS[spec.kind].make(column, name, spec, frame)
+        absent = [index for index, value in enumerate(column) if value is None]
+        if absent and batch[name] is not None:
+            layout.absent[name] = absent
+    return batch
+
+
+def split_fields(batch: Any, specs: dict[str, FieldSpec], layout: BatchLayout) -> dict[str, list]:
+    """{field: its value for each sample}; None where the batch or, by `layout`, the sample lacks the field."""
+    frame = Splitting.of(batch, layout)
+    columns: dict[str, list] = {}
+    for name, spec in specs.items():
+        value = getattr(batch, name)
+        column = [None] * frame.size if value is None else CODECS[spec.kind].split(value, name, spec, frame)
+        if len(column) != frame.size:
+            raise DataError(f"{name} holds {len(column)} samples, the batch has {frame.size}")
+        for index in layout.absent.get(name, ()):
+            if spec.kind is not Kind.INFO or not column[index]:  # an info dict that was filled since is kept
+                column[index] = None
+        columns[name] = column
+    return columns
+
+
+def strip_fields(item: Any, cut: Cut) -> None:
+    """Strip the padding of one sample, in place."""
+    for name, spec in replay_fields(type(item)).items():
+        value = getattr(item, name)
+        if value is not None:
+            setattr(item, name, CODECS[spec.kind].strip(value, cut))
+
+
+def packed_lengths(items: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """S and A of each text or vision-language item. Raises DataError when its fields contradict each other."""
+    specs = replay_fields(type(items[0]))
+    action_names = [name for name, spec in specs.items() if spec.kind is Kind.ACTIONS]
+    number_names = [name for name, spec in specs.items() if spec.kind is Kind.NUMBERS]
+    lengths, actions = [], []
+    for index, item in enumerate(items):
+        if item.sequences is None or item.sequences.dim() != 1:
+            raise DataError(f"sample {index}: sequences must be a tensor (S)")
+        lengths.append(len(item.sequences))
+        actions.append(_count_actions(item, index, action_names, number_names))
+    return lengths, actions
+
+
+def _count_actions(item: Any, index: int, action_names: list[str], number_names: list[str]) -> int:
+    named = {name: getattr(item, name) for name in action_names}
+    sizes = {name: len(value) for name, value in named.items() if value is not None}
+    if len(set(sizes.values())) > 1:
+        raise DataError(f"sample {index}: per-action fields of different lengths: {sizes}")
+    if not sizes:
+        numbers = [getattr(item, name) for name in number_names]
+        sizes = {"values": max((len(value) for value in numbers if value is not None), default=0)}
+    (count,) = set(sizes.values())
+    if count > len(item.sequences):
+        raise DataError(f"sample {index}: {count} actions, but only {len(item.sequences)} tokens")
+    return count
+
+
+def _flat(column: Column, name: str, spec: FieldSpec, sizes: list[int]) -> T | None:
+    """All samples' values behind each other, `spec.fill` where a sample lacks them; None if all do."""
+    present = [value for value in column if value is not None]
+    if not present:
+        return None
+    like = present[0]
+    filled = [like.new_full((size,), spec.fill) if value is None else value for value, size in zip(column, sizes)]
+    for index, (value, size) in enumerate(zip(filled, sizes)):
+        if value.shape != (size,) or value.dtype != like.dtype:
+            raise DataError(
+                f"sample {index}: {name} is {value.dtype} {tuple(value.shape)}, expected {like.dtype} ({size},)"
+            )
+    return torch.cat(filled)
+
+
+def _cut(flat: T, sizes: list[int], name: str) -> list[T]:
+    """Copies of consecutive rows: an item that held a view would keep the whole batch in memory."""
+    if len(flat) != sum(sizes):
+        raise DataError(f"{name} has {len(flat)} rows, its samples own {sum(sizes)}")
+    return [part.clone() for part in flat.split(sizes)]
+
+
+def _cut_padded(value: T, spans: list[Span], name: str) -> list[T]:
+    if len(value) != len(spans) or max((stop for _, stop in spans), default=0) > value.shape[1]:
+        raise DataError(
+            f"{name} of shape {tuple(value.shape)} does not hold {len(spans)} samples in columns {spans[:4]}"
+        )
+    return _cut(gather_rows(value, spans), [stop - start for start, stop in spans], name)
+
+
+def _width(value: T, name: str) -> int:
+    if value.dim() < 2:
+        raise DataError(f"{name} has shape {tuple(value.shape)}; a padded batch holds one row a sample")
+    return value.shape[1]

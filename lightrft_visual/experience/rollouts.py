@@ -1,0 +1,248 @@
+"""Single rollouts, and how they become padded micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from .samples import Samples, SamplesVL, pad_rollouts
+from .sampling import SamplingSettings
+from .types import Experience, ExperienceVL
+from .vision import VisionTensors
+
+T = torch.Tensor
+
+
+@dataclass
+class PromptFeatures:
+    """One prompt, as engines are asked to continue it; all its rollouts share it by reference.
+
+    text: with one placeholder per image or video, never already expanded ones; token_ids: the expanded ids that the
+    trainer will use: an engine's must equal them. images, videos: decoded media, each None once it is let go of;
+    vision: what the model reads of them, which an engine that preprocesses by itself leaves aside. seed: fixes the
+    sampling of all its responses, whatever else is in the batch. caption: what is to be drawn, where the response is an
+    image; None where it is text. continued: tokens of a response that is already begun, which goes on behind them;
+    copy: which of the prompt's it is. variants: what some of its samples are drawn from instead.
+    loss_part: the part of the loss that its samples belong to.
+    """
+
+    text: str
+    token_ids: list[int]
+    group_id: int
+    reference: Any = None
+    label: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    images: list = field(default_factory=list)
+    videos: list = field(default_factory=list)
+    vision: VisionTensors = field(default_factory=VisionTensors)
+    seed: int = 0
+    caption: str | None = None
+    continued: list[int] = field(default_factory=list)
+    copy: int = 0
+    variants: list[Variant] = field(default_factory=list)
+    loss_part: int = 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether the response is an image."""
+        return self.caption is not None
+
+
+class Variant(NamedTuple):
+    """What the last `count` of a prompt's samples are drawn from; `distorted` where its media are others.
+
+    Rewards, statistics and the update see the prompt itself. All requests of a step have variants of the same counts.
+    """
+
+    features: PromptFeatures
+    count: int
+    distorted: bool
+
+
+@dataclass
+class Rollout:
+    """One response. `log_probs` are the engine's; reward fields are set once it is scored. image: what was drawn.
+
+    distorted: it was drawn from noisy copies of the prompt's images, so `log_probs` are not of `prompt`.
+    """
+
+    prompt: PromptFeatures
+    token_ids: list[int]
+    log_probs: list[float] | None
+    text: str
+    truncated: bool
+    sample_id: int
+    policy_version: int = 0
+    reward: float | None = None
+    valid: bool = True
+    components: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    image: Any = None
+    versions: list[int] | None = None  # of the policy that drew each token; None where all are policy_version
+    distorted: bool = False
+
+
+class Rollouts(list[Rollout]):
+    """This rank's rollouts of one call, prompt-major.
+
+    sampling: how they were drawn. pending: scores that remote scorers are at work on. counts: plain numbers of the
+    stages, of this rank. scored: whether each has its reward.
+    """
+
+    def __init__(
+        self,
+        rollouts: Iterable[Rollout],
+        sampling: SamplingSettings | None = None,
+        pending: Any = None,
+        counts: dict[str, float] | None = None,
+        scored: bool = False,
+    ) -> None:
+        super().__init__(rollouts)
+        self.sampling, self.pending, self.scored = sampling or SamplingSettings(), pending, scored
+        self.counts: dict[str, float] = dict(counts or {})
+
+    @property
+    def versions(self) -> T:
+        """(B): the earliest policy that drew a token of each."""
+        return torch.tensor([each.policy_version for each in self])
+
+    def leave_out(self, which: T) -> None:
+        """Rollouts (B) bool that teach nothing."""
+        for rollout, left_out in zip(self, which.tolist()):
+            rollout.valid = rollout.valid and not left_out
+
+    def settle(self, counts: dict[str, float]) -> None:
+        """Each has its reward now; counts: the reward engine's."""
+        self.pending, self.scored = None, True
+        self.counts |= counts
+
+
+def let_go_of_media(rollouts: list[Rollout], shown: set[int]) -> int:
+    """Decoded images and videos of the prompts, but those of the samples `shown`, become None: they were generated from
+    and scored, and models read the patches. Returns about how many bytes that frees."""
+    kept = {id(rollout.prompt) for rollout in rollouts if rollout.sample_id in shown}
+    prompts = {id(rollout.prompt): rollout.prompt for rollout in rollouts if id(rollout.prompt) not in kept}
+    freed = 0
+    for prompt in prompts.values():
+        freed += sum(4 * image.width * image.height for image in prompt.images)  # as Pillow holds colours
+        freed += sum(video.frames.nbytes for video in prompt.videos)
+        prompt.images, prompt.videos = [None] * len(prompt.images), [None] * len(prompt.videos)
+    return freed
+
+
+def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | ExperienceVL:
+    """A padded micro-batch of B rollouts, in order; ExperienceVL for vision models, also without any image.
+
+    Log-probs, values and advantages of the trainer are still to come. info: response_length, total_length, truncated,
+    loss_part, distorted (B) float32 and, where the rollouts are scored, reward (B) and
+    reward_metrics {name: (B)}, NaN where a component did not apply; reward_weights {name: (B)} where their weighted sum
+    is the reward. Vision tensors are referred to, not copied; the images themselves stay behind.
+    """
+    sequences, attention_mask, action_mask = pad_rollouts(
+        [rollout.prompt.token_ids for rollout in rollouts], [rollout.token_ids for rollout in rollouts], pad_id
+    )
+    info: dict[str, Any] = {
+        "response_length": action_mask.sum(dim=1).float(),
+        "total_length": attention_mask.sum(dim=1).float(),
+        "truncated": torch.tensor([float(rollout.truncated) for rollout in rollouts]),
+        "loss_part": torch.tensor([float(rollout.prompt.loss_part) for rollout in rollouts]),
+        "distorted": torch.tensor([float(rollout.distorted) for rollout in rollouts]),
+    }
+    shared: dict[str, Any] = dict.fromkeys(
+        ("action_log_probs", "base_action_log_probs", "values", "returns", "advantages")
+    ) | {
+        "sequences": sequences,
+        "attention_mask": attention_mask,
+        "action_mask": action_mask,
+        "info": info | _rewards(rollouts),
+        "rollout_log_probs": _pad_log_probs(rollouts, action_mask),
+        "token_versions": _pad_versions(rollouts, action_mask),
+        "group_id": torch.tensor([rollout.prompt.group_id for rollout in rollouts]),
+        "sample_id": torch.tensor([rollout.sample_id for rollout in rollouts]),
+        "policy_version": torch.tensor([rollout.policy_version for rollout in rollouts]),
+        "valid": torch.tensor([rollout.valid for rollout in rollouts]),
+    }
+    if not vision:
+        return Experience(**shared)
+    return ExperienceVL(
+        **shared,
+        vision=VisionTensors.gather(rollout.prompt.vision for rollout in rollouts),
+        image_counts=torch.tensor([len(rollout.prompt.images) for rollout in rollouts]),
+        video_counts=torch.tensor([len(rollout.prompt.videos) for rollout in rollouts]),
+    )
+
+
+def add_rewards(batch: Experience | ExperienceVL, rollouts: list[Rollout]) -> None:
+    """Rewards and validity of rollouts that were scored after `collate` had made the batch of them."""
+    batch.info |= _rewards(rollouts)
+    batch.valid = torch.tensor([rollout.valid for rollout in rollouts])
+
+
+def _rewards(rollouts: list[Rollout]) -> dict[str, Any]:
+    if rollouts[0].reward is None:
+        return {}
+    found = {
+        "reward": torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
+        "reward_metrics": _by_name([rollout.components for rollout in rollouts], float("nan")),
+    }
+    weights = _by_name([rollout.weights for rollout in rollouts], 0.0)
+    return found | ({"reward_weights": weights} if weights else {})
+
+
+def _by_name(samples: list[dict[str, float]], missing: float) -> dict[str, T]:
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    return {name: torch.tensor([sample.get(name, missing) for sample in samples]) for name in names}
+
+
+def _pad_log_probs(rollouts: list[Rollout], action_mask: T) -> T | None:
+    if any(rollout.log_probs is None for rollout in rollouts):
+        return None
+    padded = torch.zeros(action_mask.shape, dtype=torch.float32)
+    for row, rollout in enumerate(rollouts):
+        padded[row, : len(rollout.log_probs)] = torch.tensor(rollout.log_probs)
+    return padded
+
+
+def _pad_versions(rollouts: list[Rollout], action_mask: T) -> T | None:
+    if any(rollout.versions is None for rollout in rollouts):
+        return None
+    padded = torch.full(action_mask.shape, -1)
+    for row, rollout in enumerate(rollouts):
+        padded[row, : len(rollout.versions)] = torch.tensor(rollout.versions)
+    return padded
+
+
+def samples_of(rollouts: list[Rollout], pad_id: int, vision: bool) -> Samples | SamplesVL:
+    """The same micro-batch with its texts and images, for those who score samples by themselves."""
+    batch, prompts = collate(rollouts, pad_id, vision), [rollout.prompt for rollout in rollouts]
+    fields: dict[str, Any] = {
+        "sequences": batch.sequences,
+        "attention_mask": batch.attention_mask,
+        "action_mask": batch.action_mask,
+        "group_ids": batch.group_id,
+        "sample_ids": batch.sample_id,
+        "truncated": batch.info["truncated"].bool(),
+        "prompts": [prompt.text for prompt in prompts],
+        "responses": [rollout.text for rollout in rollouts],
+        "labels": [prompt.label for prompt in prompts],
+        "references": [prompt.reference for prompt in prompts],
+        "metadata": [prompt.metadata for prompt in prompts],
+        "rollout_log_probs": batch.rollout_log_probs,
+        "policy_version": rollouts[0].policy_version,
+        "token_versions": batch.token_versions,
+    }
+    if not isinstance(batch, ExperienceVL):
+        return Samples(**fields)
+    return SamplesVL(
+        **fields,
+        vision=batch.vision,
+        image_counts=batch.image_counts,
+        video_counts=batch.video_counts,
+        raw_images=[prompt.images for prompt in prompts],
+        raw_videos=[prompt.videos for prompt in prompts],
+        drawn_images=[rollout.image for rollout in rollouts],
+        captions=[prompt.caption for prompt in prompts],
+    )

@@ -1,0 +1,235 @@
+"""The guard of a run: reads each step's and each evaluation's metrics, and says when one of them gives cause for alarm.
+
+What it reads is the same on every rank, so all ranks come to the same answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...config.shared import GuardConfig
+from .bands import Band, Bounds, Parting
+from .gains import Gains, Look
+
+# What is watched in each step, where a run has it.
+STEP_BANDS: dict[str, Bounds] = {
+    "response_length": Bounds(share=0.5, floor=1.0),
+    "truncated_share": Bounds(floor=0.25, low=False),
+    "repetition": Bounds(floor=0.15, low=False),
+    "common_answer": Bounds(floor=0.3, low=False),
+    "identical_share": Bounds(floor=0.3, low=False, soft=True),
+    "entropy": Bounds(share=0.7, high=False, soft=True),
+    "kl": Bounds(share=2.0, floor=0.5, low=False, soft=True),
+    "image_diversity": Bounds(share=0.55, high=False),  # images that come to show the right thing lose a third
+    "image_colours": Bounds(share=0.4),
+    "image_edges": Bounds(share=0.6),
+    "image_brightness": Bounds(share=0.2),
+    "image_blank": Bounds(floor=0.1, low=False),
+}
+NO_COMPONENTS = ("reward/time", "reward/invalid_share")  # seconds, and how often scoring failed
+WEIGHT = "reward_weight/"
+DRIFT = 1.5  # times the base's own variety: how far images may be from the base's of the same noise
+PARTING_WIDTH = 4.0  # standard deviations of a running mean whose best is a maximum over many steps
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One signal that left its band, or a gold that parted from the reward; since: the step where they parted."""
+
+    step: int
+    signal: str
+    value: float
+    low: float | None
+    high: float | None
+    since: int
+    text: str
+
+    def record(self) -> dict[str, Any]:
+        """As a line of alarms.jsonl."""
+        return asdict(self)
+
+
+class Guard:
+    """Bands over the metrics of steps, gains of reward and gold, partings of reward components; best: (gold, step) of
+    evaluations. penalties: components that lower the reward by rising."""
+
+    def __init__(self, config: GuardConfig):
+        self.config = config
+        self.penalties: Collection[str] = ()
+        self.bands: dict[str, Band] = {}
+        self.partings: dict[str, Parting] = {}
+        self.gains = {"gold": Gains(paired=False, base=config.learn_steps), "eval_gold": Gains(paired=True)}
+        self.raised: set[str] = set()  # signals that are outside and have been told
+        self.best: tuple[float, int] | None = None
+        self.base_diversity = math.nan
+        self.weights: dict[str, float] | None = None  # of the rewards, those that a watched file gives
+
+    # -- what is read --------------------------------------------------------------------------------------------
+
+    def after_step(self, step: int, metrics: Mapping[str, float], look: Look | None = None) -> list[Alarm]:
+        """The alarms of a training step's metrics, and of reward and gold of its groups where gold scored them. A value
+        that is missing or not finite is not looked at."""
+        if not self.config.watch:
+            return []
+        self._follow_weights(metrics)
+        reward, alarms = _finite(metrics, "reward_mean"), []
+        if reward is not None:
+            alarms += self._component_partings(step, reward, metrics)
+            alarms += self._compared(step, "gold", look)
+            risen = self._reward_risen(step, reward)
+            if any(each.compares for each in self.gains.values()):
+                risen = any(each.risen() for each in self.gains.values())
+            for name, bounds in STEP_BANDS.items():
+                value = _finite(metrics, name)
+                if value is not None:
+                    self._look(step, name, value, bounds, risen, alarms)
+        return alarms
+
+    def after_evaluation(self, step: int, metrics: Mapping[str, float], look: Look | None = None) -> list[Alarm]:
+        """The alarms of an evaluation, and of reward and gold of its prompts; `best` follows `eval_gold`."""
+        gold = _finite(metrics, "eval_gold")
+        if gold is not None and (self.best is None or gold > self.best[0]):
+            self.best = (gold, step)
+        if not self.config.watch:
+            return []
+        alarms = self._compared(step, "eval_gold", look)
+        own, drift = _finite(metrics, "eval_image_diversity"), _finite(metrics, "eval_drift")
+        if own is not None and math.isnan(self.base_diversity):
+            self.base_diversity = own
+        if drift is not None and not math.isnan(self.base_diversity):
+            high = DRIFT * self.base_diversity
+            self._raise(step, "eval_drift", drift, (0.0, high), drift > high, alarms)
+        return alarms
+
+    @property
+    def gold_is_best(self) -> int | None:
+        """The step of the best gold so far; None without any."""
+        return None if self.best is None else self.best[1]
+
+    def _follow_weights(self, metrics: Mapping[str, float]) -> None:
+        """Rewards of other weights are another number, which says nothing beside the one before: comparisons with gold
+        and among components begin anew. Bands, which know no reward, stay."""
+        weights = {name: value for name, value in metrics.items() if name.startswith(WEIGHT)}
+        if self.weights is not None and weights != self.weights:
+            self.partings.clear()
+            for each in self.gains.values():
+                each.forget()
+        self.weights = weights
+
+    # -- signals -------------------------------------------------------------------------------------------------
+
+    def _compared(self, step: int, name: str, look: Look | None) -> list[Alarm]:
+        """Gold of evaluations or of steps that parted from the reward."""
+        alarms: list[Alarm] = []
+        parted = None if look is None else self.gains[name].see(look)
+        if parted is not None:
+            (old_reward, reward), (old_gold, gold) = parted.reward, parted.gold
+            text = (
+                f"{name} went from {old_gold:.3g} (step {parted.start}) to {gold:.3g}, the reward from "
+                f"{old_reward:.3g} to {reward:.3g}"
+            )
+            self._raise(step, name, gold, (old_gold, math.inf), True, alarms, parted.since, text)
+        elif look is not None:
+            self.raised.discard(name)
+        return alarms
+
+    def _component_partings(self, step: int, reward: float, metrics: Mapping[str, float]) -> list[Alarm]:
+        """A part of the reward that falls while the whole rises: another part pays for it. A penalty may fall."""
+        alarms: list[Alarm] = []
+        names = [name for name in metrics if name.startswith("reward/") and name.count("/") == 1]
+        names = [name for name in names if name not in NO_COMPONENTS and self._pays(name, metrics)]
+        for name in names if len(names) > 1 else ():
+            value = _finite(metrics, name)
+            if value is not None:
+                parting = self.partings.setdefault(name, Parting(self.config.learn_steps, PARTING_WIDTH))
+                self._tell_parting(step, name, parting, parting.see(step, reward, value), alarms)
+        return alarms
+
+    def _pays(self, name: str, metrics: Mapping[str, float]) -> bool:
+        own = name.removeprefix("reward/")
+        return metrics.get(WEIGHT + own, 1.0) >= 0 and own not in self.penalties
+
+    def _reward_risen(self, step: int, reward: float) -> bool:
+        """Whether the reward has risen for certain since the start."""
+        parting = self.partings.setdefault("reward_mean", Parting(self.config.learn_steps, PARTING_WIDTH))
+        parting.see(step, reward, reward)
+        return parting.risen()
+
+    def _tell_parting(self, step: int, name: str, parting: Parting, apart: int, alarms: list[Alarm]) -> None:
+        text = (
+            f"{name} fell from {parting.best_gold:.3g} (step {parting.best_step}) to {parting.gold:.3g}, the reward "
+            f"went from {parting.best_reward:.3g} to {parting.reward:.3g}"
+        )
+        limits = (parting.best_gold, math.inf)
+        self._raise(step, name, parting.gold, limits, apart >= self.config.patience, alarms, parting.best_step, text)
+
+    def _look(self, step: int, name: str, value: float, bounds: Bounds, risen: bool, alarms: list[Alarm]) -> None:
+        band = self.bands.setdefault(name, Band(bounds, self.config.learn_steps, self.config.band_width))
+        outside = band.see(value)
+        limits = band.limits()
+        if limits is not None:
+            alarmed = outside >= self.config.patience and not (bounds.soft and risen)
+            self._raise(step, name, value, limits, alarmed, alarms)
+
+    def _raise(
+        self,
+        step: int,
+        name: str,
+        value: float,
+        limits: tuple[float, float],
+        alarmed: bool,
+        alarms: list[Alarm],
+        since: int | None = None,
+        text: str = "",
+    ) -> None:
+        """Tell a signal once each time that it goes outside."""
+        if not alarmed:
+            self.raised.discard(name)
+        elif name not in self.raised:
+            self.raised.add(name)
+            low, high = (limit if math.isfinite(limit) else None for limit in limits)
+            text = text or f"{name} is {value:.3g}, outside {_range(low, high)} as learnt from the first steps"
+            alarms.append(Alarm(step, name, value, low, high, step if since is None else since, text))
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Bands, partings and what has been told, for exact resume."""
+        return {
+            "bands": {name: {"values": band.values, "outside": band.outside} for name, band in self.bands.items()},
+            "partings": {name: asdict(parting) for name, parting in self.partings.items()},
+            "gains": {name: each.state_dict() for name, each in self.gains.items()},
+            "raised": sorted(self.raised),
+            "best": list(self.best) if self.best is not None else None,
+            "base_diversity": self.base_diversity,
+            "weights": self.weights,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`'s, with the widths of this run's configuration."""
+        learn, width = self.config.learn_steps, self.config.band_width
+        self.bands = {
+            name: Band(STEP_BANDS[name], learn, width, list(kept["values"]), int(kept["outside"]))
+            for name, kept in state["bands"].items()
+        }
+        self.partings = {name: Parting.of(kept) for name, kept in state["partings"].items()}
+        for name, kept in state.get("gains", {}).items():  # checkpoints of earlier versions have none
+            self.gains[name].load_state_dict(kept)
+        self.raised = set(state["raised"])
+        self.best = (float(state["best"][0]), int(state["best"][1])) if state["best"] is not None else None
+        self.base_diversity = float(state["base_diversity"])
+        self.weights = state.get("weights")
+
+
+def _range(low: float | None, high: float | None) -> str:
+    if low is None:
+        return f"the band up to {high:.3g}"
+    return f"the band from {low:.3g} on" if high is None else f"the band {low:.3g} to {high:.3g}"
+
+
+def _finite(metrics: Mapping[str, float], name: str) -> float | None:
+    value = metrics.get(name)
+    return float(value) if value is not None and math.isfinite(value) else None

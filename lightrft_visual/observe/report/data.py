@@ -1,0 +1,213 @@
+"""What a run folder holds, read for the report. Any part may be missing: a run may be young, or cut short."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+import re
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from PIL import Image
+
+from ...errors import DataError
+from ...runtime.files import read_jsonl
+from ...runtime.masking import mask_config
+from ..contact_sheet import SHEET
+from ..images import data_uri
+from ..recorder import ALARMS, SHEET_FOLDER, STEP_FILE, read_object
+from ..sinks import parse_step
+
+logger = logging.getLogger(__name__)
+
+# Ten times as quick, where PyYAML has them.
+QUICK_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+QUICK_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+Points = list[tuple[float, float]]
+MAX_PIXELS = 40_000_000
+EVAL_FILE = re.compile(r"eval_step_(\d+)\.jsonl$")
+
+
+@dataclass
+class RunData:
+    """A run's metrics by column as (step, value), its environment, configuration, rollout files and contact sheets."""
+
+    folder: Path
+    name: str
+    metrics: dict[str, Points]
+    evaluation: dict[str, Points]
+    environment: dict[str, Any]
+    config: dict[str, Any]
+    eval_rollouts: list[tuple[int, Path]] = field(default_factory=list)
+    train_rollouts: list[tuple[int, Path]] = field(default_factory=list)
+    sheets: list[tuple[int, Path]] = field(default_factory=list)
+    alarms: list[dict[str, Any]] = field(default_factory=list)  # of the guard
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that any metric has."""
+        steps = [points[-1][0] for points in (*self.metrics.values(), *self.evaluation.values()) if points]
+        return int(max(steps)) if steps else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the folder holds nothing to show yet."""
+        return not (self.metrics or self.evaluation or self.eval_rollouts or self.train_rollouts or self.sheets)
+
+
+def read_columns(path: Path) -> dict[str, Points]:
+    """Columns of a metrics file without empty cells, in file order; torn rows and text cells are left out."""
+    if not path.exists():
+        return {}
+    with open(path, newline="", encoding="utf-8", errors="replace") as file:
+        rows = csv.reader(file)
+        header = next(rows, [])
+        columns: dict[str, Points] = {name: [] for name in header if name != "step"}
+        for row in rows:
+            step = parse_step(row[0]) if len(row) == len(header) and header[0] == "step" else None
+            for name, text in zip(header[1:], row[1:]) if step is not None else ():
+                if (value := to_float(text)) is not None:
+                    columns[name].append((step, value))
+    return {name: points for name, points in columns.items() if points}
+
+
+def to_float(text: str) -> float | None:
+    """The number a cell holds, or None."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.resolved.yaml with secrets masked; empty where it is missing or damaged."""
+    path = folder / "config.resolved.yaml"
+    if not path.exists():
+        return {}
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=QUICK_LOADER)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        logger.warning("%s is left out of the report: %s", path, error)
+        return {}
+    return mask_config(content) if isinstance(content, dict) else {}
+
+
+def numbered(paths: list[Path], pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """(number, path) of the names that match, in numerical order."""
+    matched = [(pattern.match(path.name), path) for path in paths]
+    return sorted((int(match.group(1)), path) for match, path in matched if match)
+
+
+def load_run(folder: str | Path, name: str | None = None) -> RunData:
+    """Read a run's folder. DataError when there is no such folder."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not the folder of a run")
+    rollouts = list((folder / "rollouts").glob("*.jsonl"))
+    evaluated = numbered(rollouts, EVAL_FILE)
+    trained = [(step, path) for step, path in numbered(rollouts, STEP_FILE) if path.name.startswith("step_")]
+    sheets = [(epoch, path / SHEET) for epoch, path in numbered(list(folder.glob("eval_epoch_*")), SHEET_FOLDER)]
+    environment = read_object(folder / "env.json") if (folder / "env.json").exists() else {}
+    return RunData(
+        folder,
+        name or folder.resolve().name,
+        read_columns(folder / "metrics.csv"),
+        read_columns(folder / "eval_metrics.csv"),
+        environment,
+        read_config(folder),
+        evaluated,
+        trained,
+        [(epoch, path) for epoch, path in sheets if path.exists()],
+        read_jsonl(folder / ALARMS),
+    )
+
+
+def flat_config(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        flat.update(flat_config(value, f"{name}.") if isinstance(value, dict) else {name: value})
+    return flat
+
+
+class Thumbnails:
+    """Small images as data URIs, within a budget of bytes for the whole report."""
+
+    def __init__(self, budget: int):
+        self.left = budget
+
+    def uri(self, folder: Path, name: str, side: int, quality: int = 72) -> tuple[str, tuple[int, int]] | None:
+        """(data URI, original size) of an image inside `folder`; None when missing, damaged, outside or too much."""
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()) or not path.is_file():
+            return None
+        try:
+            with Image.open(path) as image:
+                if image.width * image.height > MAX_PIXELS:
+                    return None
+                size = image.size
+                uri = data_uri(image.convert("RGB"), side, quality)
+        except (OSError, SyntaxError, ValueError) as error:
+            logger.warning("%s is left out of the report: %s", path, error)
+            return None
+        if len(uri) > self.left:
+            return None
+        self.left -= len(uri)
+        return uri, size
+
+
+@dataclass
+class PhaseTimes:
+    """Seconds of each phase over a run, and the limit model made of them."""
+
+    phases: dict[str, list[float]]  # one value a step
+    steps: list[float]  # seconds of the whole step
+
+    @property
+    def total(self) -> float:
+        """Seconds of all steps."""
+        return sum(self.steps)
+
+    def share(self, name: str) -> float:
+        """Share of all steps' time that a phase took."""
+        return sum(self.phases[name]) / self.total
+
+    @property
+    def unaccounted(self) -> float:
+        """Share of the time that no phase has measured."""
+        return max(0.0, 1 - sum(self.share(name) for name in self.phases))
+
+    def limit_hiding(self, name: str) -> float:
+        """Median seconds of a step if this one phase ran beside all others."""
+        return statistics.median(max(step - values, values) for step, values in zip(self.steps, self.phases[name]))
+
+    @property
+    def limit_overlapped(self) -> float:
+        """Median seconds of a step if all phases overlapped perfectly: its longest phase."""
+        return statistics.median(max(values) for values in zip(*self.phases.values()))
+
+
+def phase_times(metrics: dict[str, Points]) -> PhaseTimes | None:
+    """The phases' times at the steps that have them; None when none was measured."""
+    columns = {name[5:]: dict(points) for name, points in metrics.items() if name.startswith("time_")}
+    whole = columns.pop("step", None)
+    columns = {name: values for name, values in columns.items() if any(value > 0 for value in values.values())}
+    if not columns:
+        return None
+    steps = sorted({step for values in columns.values() for step in values})
+    phases = {name: [finite_or_zero(values.get(step)) for step in steps] for name, values in columns.items()}
+    sums = [sum(values[index] for values in phases.values()) for index in range(len(steps))]
+    totals = [max(finite_or_zero((whole or {}).get(step)), sums[index]) for index, step in enumerate(steps)]
+    kept = [index for index, total in enumerate(totals) if total > 0]
+    phases = {name: [values[index] for index in kept] for name, values in phases.items()}
+    return PhaseTimes(phases, [totals[index] for index in kept]) if kept else None
+
+
+def finite_or_zero(value: float | None) -> float:
+    """The value, 0 where it is missing, NaN or infinite."""
+    return value if value is not None and math.isfinite(value) else 0.0

@@ -1,0 +1,55 @@
+"""Scenes of the embedded questions with descriptions of them in words, such as "two small red rings".
+
+They are what captioned images are for a real model: its eye learns from them what is in an image, and only little of
+how questions are answered. Every look occurs in them, and no image of dev or test.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+from ...runtime.seeding import derive_seed
+from .questions import COLOURS, SHAPES, Scene, draw_scene, random_scene, single_scene
+from .task import EmbeddedTask, Question, TaskSource, belongs, build_task
+
+VERSION = 1  # part of the folder's name and of every draw
+PROMPT = "describe the image"
+COUNTS = ("one", "two", "three")
+SIZES = ("small", "large")
+
+
+def build_descriptions(folder: str | os.PathLike, count: int = 2048, seed: int = 0, size: int = 56) -> EmbeddedTask:
+    """`count` described scenes below `folder`, as its demonstrations; see `task.build_task`."""
+    return build_task(SOURCE, folder, seed, 1, 0, size, count)
+
+
+def described(scene: Scene) -> str:
+    """The scene in words."""
+    count = len(scene.centres)
+    size = SIZES[scene.radius > 0.3]
+    return f"{COUNTS[count - 1]} {size} {scene.colour} {scene.shape}{'s' if count > 1 else ''}"
+
+
+def draw_description(split: str, rng: random.Random, size: int) -> Question:
+    """A scene of one to three shapes, or of a large one, that belongs to the split, and its description."""
+    while True:
+        scene = single_scene(rng, large=rng.random() < 0.7) if rng.random() < 0.5 else random_scene(rng)
+        look = (scene.colour, scene.shape)
+        question = Question("description", PROMPT, [draw_scene(scene, size)], described(scene), {look})
+        if belongs(question, split):
+            return question
+
+
+def vocabulary_texts() -> list[str]:
+    """Texts that together hold every word of the descriptions and of their prompt."""
+    plurals = [f"{shape}s" for shape in SHAPES]
+    return [PROMPT, " ".join([*COUNTS, *SIZES, *COLOURS, *SHAPES, *plurals])]
+
+
+SOURCE = TaskSource(
+    "descriptions",
+    VERSION,
+    lambda row, split, rng, size: draw_description(split, rng, size),
+    lambda seed, split, row: derive_seed(seed, "descriptions", VERSION, split, row),
+)

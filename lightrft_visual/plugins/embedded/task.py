@@ -1,0 +1,175 @@
+"""What the embedded vision-language tasks share: files of four splits on disk, and warm-up pairs read from them.
+
+    demonstrations  questions with responses for the supervised warm-up
+    train           questions for RL; only the reward knows the answers
+    dev             like train; for choosing settings
+    test            like train; for reporting, and for nothing else
+
+An image (a question, where it has none) belongs to one split only: the hash of its content says to which, so no image
+of test can be in another split, whatever the seed. Every row depends on (seed, split, row) alone, so a task of more
+rows starts with the rows of a shorter one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from PIL import Image
+
+from ...errors import ConfigError, DataError
+from ...runtime.seeding import derive_seed
+
+SPLITS = ("demonstrations", "train", "dev", "test")
+HELD_OUT = ("dev", "test")
+_BUCKETS = {"demonstrations": 4, "train": 8, "dev": 2, "test": 2}  # shares of all images, by their pixels' hash
+
+
+@dataclass(frozen=True)
+class EmbeddedTask:
+    """Paths of a task on disk: a jsonl file for each split; image paths in them start from `folder`."""
+
+    folder: Path
+    demonstrations: Path
+    train: Path
+    dev: Path
+    test: Path
+
+    def held_out(self, name: str) -> Path:
+        """The split to evaluate on. Raises ConfigError for other names than dev and test."""
+        if name not in HELD_OUT:
+            raise ConfigError(f"eval_split is {name!r}; the embedded task evaluates on {' or '.join(HELD_OUT)}")
+        return self.folder / f"{name}.jsonl"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A drawn question. images: in the order of their placeholders; looks: their colours and shapes; demonstration:
+    the response of the warm-up where it is not the answer itself."""
+
+    kind: str
+    prompt: str
+    images: list[Image.Image]
+    answer: str
+    looks: set[tuple[str, str]] = field(default_factory=set)
+    demonstration: str | None = None
+
+
+@dataclass(frozen=True)
+class SupervisedPair:
+    """One example of the supervised warm-up: a data row's question and images, and the response to imitate."""
+
+    prompt: str
+    images: tuple[str, ...]  # absolute paths
+    answer: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    """How the questions of a task are drawn.
+
+    name, version: part of the folder's name, so a change of the drawing must change the version. draw: a question from
+    (row, split, random numbers of this row, side of the images), which belongs to the split. seed_of: the seed of a
+    row from (seed of the task, split, row).
+    """
+
+    name: str
+    version: int
+    draw: Callable[[int, str, random.Random, int], Question]
+    seed_of: Callable[[int, str, int], int]
+
+
+def build_task(
+    source: TaskSource,
+    folder: str | os.PathLike,
+    seed: int,
+    n_train: int,
+    n_eval: int,
+    size: int,
+    n_demonstrations: int,
+) -> EmbeddedTask:
+    """Write the task below `folder`, or find it there, and return its paths.
+
+    The sub-folder is named after all arguments and appears in one rename, so it is complete or absent: several
+    processes may call this at once. n_eval: questions of dev and of test each. size: side of the square images in
+    pixels. Raises DataError for sizes that cannot be drawn.
+    """
+    if min(n_train, n_demonstrations) < 1 or n_eval < 0 or size < 16:
+        raise DataError(
+            f"embedded task: n_train={n_train}, n_demonstrations={n_demonstrations}, n_eval={n_eval}, size={size} "
+            "(at least 1, 1, 0, 16)"
+        )
+    sizes = f"{n_demonstrations}-{n_train}-{n_eval}-{size}px"
+    target = Path(folder) / f"{source.name}-v{source.version}-seed{seed}-{sizes}"
+    if not target.is_dir():
+        scratch = target.with_name(f".{target.name}.{os.getpid()}")
+        shutil.rmtree(scratch, ignore_errors=True)
+        for split, rows in zip(SPLITS, (n_demonstrations, n_train, n_eval, n_eval)):
+            _write_split(source, scratch, split, rows, seed, size)
+        publish(scratch, target)
+    return EmbeddedTask(target, *(target / f"{split}.jsonl" for split in SPLITS))
+
+
+def publish(scratch: Path, target: Path) -> None:
+    """Rename a finished folder to its place, unless another process was first."""
+    try:
+        os.rename(scratch, target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        shutil.rmtree(scratch)  # another process was first; its bytes are the same
+
+
+def _write_split(source: TaskSource, folder: Path, split: str, rows: int, seed: int, size: int) -> None:
+    (folder / "images" / split).mkdir(parents=True)
+    with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
+        for index in range(rows):
+            question = source.draw(index, split, random.Random(source.seed_of(seed, split, index)), size)
+            names = [f"images/{split}/{index:06d}-{place}.png" for place in range(len(question.images))]
+            for name, image in zip(names, question.images):
+                image.save(folder / name)
+            row = {"prompt": question.prompt, "images": names, "reference": question.answer, "label": question.kind}
+            if split == "demonstrations" and question.demonstration is not None:
+                row["demonstration"] = question.demonstration
+            file.write(json.dumps(row) + "\n")
+
+
+def belongs(question: Question, split: str) -> bool:
+    """Whether all that the question shows may stand in this split."""
+    contents = [image.tobytes() for image in question.images] or [question.prompt.encode()]
+    return all(split_of(content) == split for content in contents)
+
+
+def split_of(content: bytes) -> str:
+    """The one split that may hold this image (its pixels), or this question without image (its text)."""
+    bucket = hashlib.sha256(content).digest()[0] % sum(_BUCKETS.values())
+    for split, share in _BUCKETS.items():
+        bucket -= share
+        if bucket < 0:
+            return split
+    raise AssertionError("the buckets add up")
+
+
+def supervised_pairs(jsonl: str | os.PathLike, *, seed: int, epochs: int | None = None) -> Iterator[SupervisedPair]:
+    """Shuffled warm-up examples from a split's jsonl file, for `epochs` passes or without end: the right answers, or
+    the responses of the task's demonstrations.
+
+    The order depends on (seed, pass) alone.
+    """
+    path = Path(jsonl)
+    with open(path, encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    epoch = 0
+    while epochs is None or epoch < epochs:
+        rng = random.Random(derive_seed(seed, "warm-up", epoch))
+        for row in rng.sample(rows, len(rows)):
+            images = tuple(str(path.parent / name) for name in row["images"])
+            yield SupervisedPair(row["prompt"], images, row.get("demonstration", row["reference"]), row["label"])
+        epoch += 1

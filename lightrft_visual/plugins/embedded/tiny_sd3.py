@@ -1,0 +1,379 @@
+"""The embedded diffusion model: a tiny, real Stable Diffusion 3 pipeline folder, built and warmed up on the spot.
+
+All parts are the stock classes (SD3Transformer2DModel, AutoencoderKL, two CLIP text encoders, one T5 encoder, their
+tokenizers, FlowMatchEulerDiscreteScheduler), so that `StableDiffusion3Pipeline.from_pretrained` opens the folder. The
+text encoders stay as they were drawn: their token embeddings differ enough for the transformer to read them. The
+warm-up shows drawn shapes with captions of which a share is wrong, which leaves a base that draws clean shapes but
+often not the ones asked for: something for RL to improve.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+from torch import nn
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    PreTrainedModel,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+)
+
+from ...models.diffusion.policy import save_text_length
+from ...observe.console import RunConsole
+from .drawn_shapes import COLOURS, SHAPES, all_captions, random_images
+from .warmup import cache_root
+
+logger = logging.getLogger(__name__)
+T = torch.Tensor
+TEXT_LENGTH = 5  # tokens of every encoder: start, a, colour, shape, end; pass it as the pipeline's max_sequence_length
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+MARKER = "embedded.json"
+REPORT_EVERY = 400  # warm-up steps between two lines of progress
+
+
+@dataclass(frozen=True)
+class DrawingSettings:
+    """What every embedded pipeline says about its images, autoencoder, captions and warm-up; the hash of all fields
+    names the cache folder."""
+
+    picture_size: int = 32  # pixels
+    latent_channels: int = 8
+    vae_channels: tuple[int, ...] = (12, 16, 32)
+    text_width: int = 32
+    vae_steps: int = 200
+    vae_batch_size: int = 48
+    vae_rate: float = 6e-3
+    pictures: int = 6144  # drawn and encoded once; every warm-up step after the autoencoder's takes some of them
+    batch_size: int = 64
+    wrong_shape: float = 0.3  # share of warm-up captions that name another shape than the one drawn
+    wrong_colour: float = 0.3
+    no_caption: float = 0.1  # share of empty captions, for classifier-free guidance
+    seed: int = 0
+
+    @property
+    def key(self) -> str:
+        """A hash of all settings, which names the folder of what they build."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class TinyDiffusionSettings(DrawingSettings):
+    """Everything that decides the weights of the embedded SD3."""
+
+    head_dim: int = 32
+    heads: int = 3
+    layers: int = 4
+    patch_size: int = 2
+    shift: float = 1.0
+    transformer_steps: int = 1250
+    transformer_rate: float = 2e-3
+    revision: int = 4  # raised when the code below changes what it builds
+
+
+def embedded_diffusion_folder(
+    cache_dir: str | Path | None = None, settings: TinyDiffusionSettings | None = None
+) -> Path:
+    """The folder of the embedded SD3 pipeline; built and warmed up on the first call (minutes), then reused."""
+    settings = settings or TinyDiffusionSettings()
+
+    def build() -> StableDiffusion3Pipeline:
+        pipeline = build_pipeline(settings)
+        warm_up(pipeline, settings)
+        return pipeline
+
+    return built_once("tiny-sd3", settings, build, cache_dir)
+
+
+def built_once(
+    name: str, settings: DrawingSettings, build: Callable[[], DiffusionPipeline], cache_dir: str | Path | None = None
+) -> Path:
+    """The folder `name`-<hash of the settings> below cache_dir (default: models/ of the cache), built where it is
+    missing. It appears by one rename, so an interrupted warm-up leaves nothing behind; one process of a host builds,
+    the others wait for it.
+    """
+    root = Path(cache_dir) if cache_dir else cache_root() / "models"
+    target = root / f"{name}-{settings.key}"
+    if (target / MARKER).is_file():
+        return target
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / f".{target.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the process, however it ends
+        if not (target / MARKER).is_file():
+            logger.info("building the embedded %s model once: minutes on two idle cores", name)
+            _build_aside(target, settings, build)
+    return target
+
+
+def _build_aside(target: Path, settings: DrawingSettings, build: Callable[[], DiffusionPipeline]) -> None:
+    stage = Path(tempfile.mkdtemp(prefix="building-", dir=target.parent))
+    try:
+        build().save_pretrained(stage)
+        save_text_length(stage, TEXT_LENGTH)
+        (stage / MARKER).write_text(json.dumps(asdict(settings), indent=2))
+        try:
+            stage.rename(target)
+        except OSError:  # a process of another host, where the lock does not reach, may have been first
+            if not (target / MARKER).is_file():
+                raise
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def build_clip_tokenizer() -> CLIPTokenizer:
+    """A CLIP tokenizer that knows every word of the captions as one token and spells other words by letters.
+
+    The merges are written out one by one: a BPE trainer breaks ties differently in every process.
+    """
+    vocabulary = {"<|startoftext|>": 0, "<|endoftext|>": 1}
+    for letter in LETTERS:
+        vocabulary |= {letter: len(vocabulary), f"{letter}</w>": len(vocabulary) + 1}
+    merges: list[tuple[str, str]] = []
+    for word in caption_words():
+        pieces = [*word[:-1], f"{word[-1]}</w>"]
+        for merge in merges:
+            pieces = apply_merge(pieces, merge)
+        while len(pieces) > 1:
+            merges.append((pieces[0], pieces[1]))
+            pieces = apply_merge(pieces, merges[-1])
+            vocabulary[pieces[0]] = len(vocabulary)
+    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=TEXT_LENGTH)
+
+
+def caption_words() -> list[str]:
+    """The words of all captions, sorted."""
+    return sorted({word for caption in all_captions() for word in caption.text.split()})
+
+
+def apply_merge(pieces: list[str], merge: tuple[str, str]) -> list[str]:
+    """The pieces with every neighbouring pair equal to `merge` joined, from the left."""
+    joined: list[str] = []
+    for piece in pieces:
+        if joined and (joined[-1], piece) == merge:
+            joined[-1] += piece
+        else:
+            joined.append(piece)
+    return joined
+
+
+def build_clip_encoder(
+    tokenizer: CLIPTokenizer,
+    settings: DrawingSettings,
+    kind: type[PreTrainedModel] = CLIPTextModelWithProjection,
+) -> PreTrainedModel:
+    """An encoder as it was drawn, with token embeddings that tell words apart."""
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer), hidden_size=settings.text_width, intermediate_size=2 * settings.text_width,
+        projection_dim=settings.text_width, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=TEXT_LENGTH, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    encoder = kind(config)
+    for name, parameter in encoder.named_parameters():
+        if "embedding" in name or "text_projection" in name:
+            nn.init.normal_(parameter, std=1.0 if "token" in name else 0.3)
+    return encoder.eval().requires_grad_(False)
+
+
+def build_t5_tokenizer() -> T5TokenizerFast:
+    """A T5 tokenizer that knows the words of the captions and falls back to letters."""
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -4.0)]
+    vocabulary += [(f"▁{word}", -1.0) for word in caption_words()] + [(letter, -8.0) for letter in LETTERS]
+    return T5TokenizerFast(vocab=vocabulary, extra_ids=0, model_max_length=TEXT_LENGTH)
+
+
+def build_t5_encoder(tokenizer: T5TokenizerFast, settings: TinyDiffusionSettings) -> T5EncoderModel:
+    """A T5 encoder of one layer with freshly drawn weights, frozen."""
+    width = 2 * settings.text_width
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=width, d_kv=width // 2, d_ff=2 * width, num_layers=1, num_heads=2,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    return T5EncoderModel(config).eval().requires_grad_(False)
+
+
+def build_vae(settings: DrawingSettings, post_quant: bool = False) -> AutoencoderKL:
+    """post_quant: with a 1 x 1 convolution before the decoder, into which a shift of the latents can be folded."""
+    channels = settings.vae_channels
+    return AutoencoderKL(
+        block_out_channels=channels, layers_per_block=1, latent_channels=settings.latent_channels,
+        down_block_types=("DownEncoderBlock2D",) * len(channels), up_block_types=("UpDecoderBlock2D",) * len(channels),
+        norm_num_groups=4, sample_size=settings.picture_size, mid_block_add_attention=False, use_quant_conv=False,
+        use_post_quant_conv=post_quant, scaling_factor=1.0, shift_factor=0.0,
+    )  # fmt: skip
+
+
+def build_pipeline(settings: TinyDiffusionSettings) -> StableDiffusion3Pipeline:
+    """The pipeline with freshly drawn weights (fp32, CPU)."""
+    torch.manual_seed(settings.seed)
+    tokenizer, t5_tokenizer = build_clip_tokenizer(), build_t5_tokenizer()
+    vae = build_vae(settings)
+    latent_size = settings.picture_size // 2 ** (len(settings.vae_channels) - 1)
+    width = settings.heads * settings.head_dim
+    transformer = SD3Transformer2DModel(
+        sample_size=latent_size, patch_size=settings.patch_size, in_channels=settings.latent_channels,
+        out_channels=settings.latent_channels, num_layers=settings.layers, attention_head_dim=settings.head_dim,
+        num_attention_heads=settings.heads, joint_attention_dim=2 * settings.text_width, caption_projection_dim=width,
+        pooled_projection_dim=2 * settings.text_width, pos_embed_max_size=latent_size, qk_norm="rms_norm",
+    )  # fmt: skip
+    return StableDiffusion3Pipeline(
+        transformer=transformer, vae=vae, scheduler=FlowMatchEulerDiscreteScheduler(shift=settings.shift),
+        text_encoder=build_clip_encoder(tokenizer, settings), tokenizer=tokenizer,
+        text_encoder_2=build_clip_encoder(tokenizer, settings), tokenizer_2=tokenizer,
+        text_encoder_3=build_t5_encoder(t5_tokenizer, settings), tokenizer_3=t5_tokenizer,
+    )  # fmt: skip
+
+
+def optimise(
+    parameters: Iterator[nn.Parameter], loss_of_step: Callable[[], T], steps: int, rate: float, title: str
+) -> list[nn.Parameter]:
+    """Adam with warm-up and cosine decay to zero over `steps` calls of the loss; returns the parameters.
+
+    title: what is trained, in the lines of progress.
+    """
+    weights = list(parameters)
+    optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    console = RunConsole(steps, line_every=REPORT_EVERY, table_every=0, title=title)
+    for step in range(steps):
+        scale = min(1.0, (step + 1) / 40) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = rate * scale
+        loss = loss_of_step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        console.step(step + 1, {"loss": loss.item()})
+    console.close()
+    return weights
+
+
+def random_labels(count: int, generator: torch.Generator) -> tuple[T, T]:
+    """(count) colour indices and (count) shape indices, uniform."""
+    colours = torch.randint(len(COLOURS), (count,), generator=generator)
+    return colours, torch.randint(len(SHAPES), (count,), generator=generator)
+
+
+def warm_up(pipeline: StableDiffusion3Pipeline, settings: TinyDiffusionSettings) -> None:
+    """Train the autoencoder, then the transformer, in place."""
+    generator = torch.Generator().manual_seed(settings.seed + 1)
+    warm_up_vae(pipeline.vae, settings, generator)
+    warm_up_transformer(pipeline, settings, generator)
+
+
+def warm_up_vae(vae: AutoencoderKL, settings: DrawingSettings, generator: torch.Generator) -> None:
+    """Reconstruction with a little noise on the latents; then scale and shift so that latents are about N(0, 1)."""
+
+    def loss() -> T:
+        labels = random_labels(settings.vae_batch_size, generator)
+        images = random_images(*labels, settings.picture_size, generator) * 2 - 1
+        mean = vae.encode(images).latent_dist.mean
+        noisy = mean + 0.1 * torch.randn(mean.shape, generator=generator)
+        error = vae.decode(noisy).sample - images  # squared: absolute error alone settles on a median colour
+        return 4 * error.square().mean() + 0.2 * error.abs().mean() + 1e-2 * mean.square().mean()
+
+    vae.train()
+    optimise(vae.parameters(), loss, settings.vae_steps, settings.vae_rate, "warm-up, autoencoder")
+    vae.eval().requires_grad_(False)
+    with torch.no_grad():  # the posterior's spread plays no part here: sampling it gives its mean
+        vae.encoder.conv_out.weight[settings.latent_channels :].zero_()
+        vae.encoder.conv_out.bias[settings.latent_channels :].fill_(-20.0)
+        images = random_images(*random_labels(512, generator), settings.picture_size, generator) * 2 - 1
+        latents = vae.encode(images).latent_dist.mean
+    vae.register_to_config(scaling_factor=1 / latents.std().item(), shift_factor=latents.mean().item())
+
+
+@dataclass(frozen=True)
+class EncodedScenes:
+    """What the velocity model learns from: latents (N, C, h, w) of images with these colours and shapes (N)."""
+
+    colours: T
+    shapes: T
+    latents: T
+
+    @classmethod
+    def draw(cls, vae: AutoencoderKL, settings: DrawingSettings, generator: torch.Generator) -> EncodedScenes:
+        """Draw and encode as many images as the settings say."""
+        colours, shapes = random_labels(settings.pictures, generator)
+        latents = [
+            encode_images(vae, random_images(*some, settings.picture_size, generator))
+            for some in zip(colours.split(256), shapes.split(256))
+        ]
+        return cls(colours, shapes, torch.cat(latents))
+
+    def some(self, count: int, generator: torch.Generator) -> tuple[T, T, T]:
+        """Colours, shapes and latents of `count` of them, drawn with replacement."""
+        chosen = torch.randint(len(self.latents), (count,), generator=generator)
+        return self.colours[chosen], self.shapes[chosen], self.latents[chosen]
+
+
+def warm_up_transformer(
+    pipeline: StableDiffusion3Pipeline, settings: TinyDiffusionSettings, generator: torch.Generator
+) -> None:
+    """Flow matching on encoded images: v = noise - latents at x = (1 - t) latents + t noise."""
+    transformer, size = pipeline.transformer, settings.batch_size
+    context, pooled = encode_captions(pipeline)
+    images = EncodedScenes.draw(pipeline.vae, settings, generator)
+
+    def loss() -> T:
+        colours, shapes, latents = images.some(size, generator)
+        said = spoil_captions(colours, shapes, settings, generator)
+        noise = torch.randn(latents.shape, generator=generator)
+        time = torch.sigmoid(torch.randn(size, generator=generator) * 1.2)
+        mixed = (1 - time.view(-1, 1, 1, 1)) * latents + time.view(-1, 1, 1, 1) * noise
+        velocity = transformer(mixed, context[said], pooled[said], time * 1000, return_dict=False)[0]
+        return (velocity - (noise - latents)).square().mean()
+
+    transformer.train()
+    optimise(
+        transformer.parameters(), loss, settings.transformer_steps, settings.transformer_rate, "warm-up, transformer"
+    )
+    transformer.eval()
+
+
+@torch.no_grad()
+def encode_images(vae: AutoencoderKL, pictures: T) -> T:
+    """Images (B, 3, H, W) in 0..1 to latents (B, C, h, w) in the transformer's scale."""
+    latents = vae.encode(pictures * 2 - 1).latent_dist.mean
+    return (latents - vae.config.shift_factor) * vae.config.scaling_factor
+
+
+@torch.no_grad()
+def encode_captions(pipeline: StableDiffusion3Pipeline) -> tuple[T, T]:
+    """Context (n + 1, L, D) and pooled (n + 1, D) embeddings of all captions; the last row is the empty caption."""
+    texts = [caption.text for caption in all_captions()] + [""]
+    context, _, pooled, _ = pipeline.encode_prompt(
+        texts, None, None, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH
+    )
+    return context, pooled
+
+
+def spoil_captions(colours: T, shapes: T, settings: DrawingSettings, generator: torch.Generator) -> T:
+    """Caption index (B) of each image, with the configured shares of wrong and of empty captions."""
+    count = colours.shape[0]
+    other_colours, other_shapes = random_labels(count, generator)
+    chance = torch.rand(3, count, generator=generator)
+    colours = torch.where(chance[0] < settings.wrong_colour, other_colours, colours)
+    shapes = torch.where(chance[1] < settings.wrong_shape, other_shapes, shapes)
+    said = colours * len(SHAPES) + shapes
+    return torch.where(chance[2] < settings.no_caption, len(COLOURS) * len(SHAPES), said)

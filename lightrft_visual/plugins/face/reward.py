@@ -1,0 +1,176 @@
+"""Face similarity with a gradient in the pixels: is it the same face as in the first frame or a reference image?
+
+After ROLL's Reward FL, which keeps a person's face in image-to-video by the cosine of face embeddings. The detector
+only says where the face is and carries no gradient; cutting out, aligning and embedding it do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from ...errors import ConfigError
+from ...rewards.functions.pictures import load_tensors
+from ...rewards.imaging import to_pil
+from ...runtime.usercode.loading import load_reward_fn
+from .scorer import REFERENCE_COLUMNS, FaceDetector
+
+T = torch.Tensor
+NAME = "differentiable_reward face_similarity"
+# (H, W, 3) uint8 RGB -> (2, 3) matrix from image to aligned-face pixels, or None where there is no face
+FaceFinder = Callable[[np.ndarray], np.ndarray | None]
+
+
+def face_similarity(
+    embedder: str, weights: str | None = None, detector: str | None = None, size: int = 112, scale: float = 127.5
+) -> DifferentiableFaceSimilarity:
+    """embedder: a torch face model that maps (n, 3, size, size), `(pixel - 127.5) / scale`, to (n, D): `path.py:build`,
+    a function without arguments that returns the module, its weights then from `weights` (.safetensors, .pt); a
+    torch.export program (.pt2); or TorchScript (.pt, .ts). detector: a YuNet ONNX file, or `path.py:function` that maps
+    (H, W, 3) uint8 RGB to a (2, 3) alignment matrix or None; without one each frame is taken as an aligned face.
+
+    Raises ConfigError for a missing file and for an ONNX embedder, which OpenCV runs without a gradient.
+    """
+    finder: FaceFinder | None = None
+    if detector is not None:
+        finder = load_reward_fn(detector) if ".py:" in detector else FaceDetector(existing(detector), size).matrix
+    return DifferentiableFaceSimilarity(load_face_model(embedder, weights), finder, size, scale)
+
+
+def load_face_model(embedder: str, weights: str | None = None) -> nn.Module:
+    """The frozen model in evaluation mode; see `face_similarity`."""
+    embedder = _in_folder(embedder)
+    if weights is not None and ".py:" not in embedder:
+        raise ConfigError(f"{NAME}: weights belong to an embedder given as path.py:build")
+    if ".py:" in embedder:
+        model = load_reward_fn(embedder)()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"{NAME}: {embedder} returned a {type(model).__name__}, not a torch module")
+        if weights is not None:
+            try:
+                model.load_state_dict(load_tensors(weights, "face_similarity"))
+            except RuntimeError as error:
+                raise ConfigError(f"{NAME}: {weights} does not fit {embedder}: {error}") from error
+    elif embedder.endswith(".onnx"):
+        raise ConfigError(
+            f"{NAME}: {embedder} is an ONNX file, which has no gradient here; give the torch model as path.py:build "
+            "with its weights, or as a torch.export program (.pt2). The rule face_similarity scores with ONNX"
+        )
+    elif embedder.endswith(".pt2"):
+        return torch.export.load(existing(embedder)).module().requires_grad_(False)  # holds no training mode
+    else:
+        model = torch.jit.load(existing(embedder), map_location="cpu")
+    for parameter in model.parameters():  # TorchScript's modules refuse requires_grad_ as a whole
+        parameter.requires_grad_(False)
+    return model.eval()
+
+
+def _in_folder(embedder: str) -> str:
+    """The torch model in a folder, such as ROLL's reward_model_path; anything else as it is. ConfigError where the
+    folder has none."""
+    if not Path(embedder).is_dir():
+        return embedder
+    names = sorted(file.name for file in Path(embedder).iterdir())
+    models = [name for name in names if Path(name).suffix in (".pt2", ".pt", ".ts")]
+    if len(models) == 1:
+        return str(Path(embedder, models[0]))
+    found = f"{len(models)} torch models" if models else f"no torch model ({', '.join(names[:5]) or 'nothing'})"
+    raise ConfigError(
+        f"{NAME}: the folder {embedder} holds {found}, and ONNX files such as antelopev2's have no gradient here. Give "
+        "the same face model (antelopev2: glintr100, an iResNet100) as torch: a torch.export program (.pt2) in the "
+        "folder, or differentiable_kwargs.embedder=path.py:build with its weights; its ONNX file scores evaluations as "
+        "the rule face_similarity"
+    )
+
+
+def existing(path: str) -> str:
+    """The path, if there is a file. Raises ConfigError otherwise."""
+    if not Path(path).is_file():
+        raise ConfigError(f"{NAME}: the file {path} does not exist")
+    return path
+
+
+class DifferentiableFaceSimilarity:
+    """Cosine of the face embeddings, averaged over the frames with a face; for videos (B, 3, T, H, W) and images.
+
+    The reference is a PIL image or path in one of REFERENCE_COLUMNS of the sample's metadata (the first frame of an
+    image-to-video row stands in `input_image`). Not clamped at 0: an unlike face needs a gradient too. Samples without
+    a reference, without a face in it, or without a face in any frame are marked invalid.
+    """
+
+    needs = f"a first frame, or a picture in the column {' or '.join(REFERENCE_COLUMNS)}"
+
+    def __init__(self, model: nn.Module, finder: FaceFinder | None = None, size: int = 112, scale: float = 127.5):
+        self.model, self.finder, self.size, self.scale = model, finder, size, scale
+        self._known: dict[str, T | None] = {}
+
+    def __call__(self, media: T, prompts: list[str], metadata: list[dict[str, Any]]) -> tuple[T, T]:
+        """(scores (B) with gradient, valid (B) bool)."""
+        self.model.to(media.device)
+        clips = media.float().unsqueeze(2) if media.dim() == 4 else media.float()
+        scores = [self._score(clip.transpose(0, 1), row) for clip, row in zip(clips, metadata)]
+        valid = torch.tensor([score is not None for score in scores], device=media.device)
+        nothing = media.sum() * 0  # so that scores keep their graph when no sample has a face
+        return torch.stack([nothing if score is None else score for score in scores]), valid
+
+    def knows(self, prompt: str, metadata: dict[str, Any]) -> bool:
+        """Whether there is a face to compare with."""
+        return any(metadata.get(column) is not None for column in REFERENCE_COLUMNS)
+
+    def _score(self, frames: T, row: dict[str, Any]) -> T | None:
+        wanted = self._reference(row, frames.device)
+        if wanted is None:
+            return None
+        faces = self._faces(frames)
+        return None if faces is None else (self._embed(faces) @ wanted).mean()
+
+    @torch.no_grad()
+    def _reference(self, row: dict[str, Any], device: torch.device) -> T | None:
+        given = next((row[column] for column in REFERENCE_COLUMNS if row.get(column) is not None), None)
+        if given is None:
+            return None
+        if not isinstance(given, (str, Path)):
+            return self._embedding_of(to_pil(given), device)
+        if str(given) not in self._known:
+            with Image.open(given) as image:
+                self._known[str(given)] = self._embedding_of(image, device)
+        return self._known[str(given)]
+
+    def _embedding_of(self, picture: Image.Image, device: torch.device) -> T | None:
+        pixels = torch.from_numpy(np.array(picture.convert("RGB"))).to(device).permute(2, 0, 1).float() / 255
+        faces = self._faces(pixels[None])
+        return None if faces is None else self._embed(faces)[0]
+
+    def _faces(self, frames: T) -> T | None:
+        """(n, 3, size, size) aligned faces of the frames (T, 3, H, W) that have one; None when none has."""
+        if self.finder is None:
+            return nn.functional.interpolate(frames, (self.size, self.size), mode="bilinear", antialias=True)
+        shown = (frames.detach().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+        matrices = [self.finder(frame) for frame in shown]
+        faces = [warp(frame, matrix, self.size) for frame, matrix in zip(frames, matrices) if matrix is not None]
+        return torch.stack(faces) if faces else None
+
+    def _embed(self, faces: T) -> T:
+        return nn.functional.normalize(self.model((faces * 255 - 127.5) / self.scale).flatten(1).float(), dim=-1)
+
+
+def warp(frame: T, matrix: np.ndarray, size: int) -> T:
+    """(3, size, size): the frame (3, H, W) under the affine `matrix` (2, 3) in pixels, bilinear, black outside.
+
+    What cv2.warpAffine does, with a gradient.
+    """
+    height, width = frame.shape[-2:]
+    full = torch.eye(3, dtype=torch.float64)
+    full[:2] = torch.as_tensor(np.asarray(matrix), dtype=torch.float64)
+    steps = torch.arange(size, dtype=torch.float64)
+    rows, columns = torch.meshgrid(steps, steps, indexing="ij")
+    places = torch.stack([columns, rows, torch.ones_like(rows)], dim=-1) @ torch.linalg.inv(full).T
+    x, y = (places[..., 0] + 0.5) * 2 / width - 1, (places[..., 1] + 0.5) * 2 / height - 1
+    grid = torch.stack([x, y], dim=-1).to(frame)[None]
+    return nn.functional.grid_sample(frame[None], grid, padding_mode="zeros", align_corners=False)[0]

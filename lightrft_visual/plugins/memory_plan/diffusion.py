@@ -1,0 +1,379 @@
+"""The plan of a diffusion run: what one rank holds while it loads, generates, scores, trains and syncs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
+from math import ceil, prod
+
+import torch
+from torch import nn
+
+from ...algorithms.diffusion import training_guidance
+from ...config.devices import GIB, Device
+from ...config.diffusion import DiffusionRunConfig, gradient_steps, rollout_noise, rollout_sampling
+from ...experience.conditions import MASK, NEGATIVE
+from ...models.diffusion.decoding import LATENTS_AT_ONCE
+from ...models.diffusion.policy import DiffusionPolicy
+from .meta import Held, held_bytes, weights_bytes
+from .process import fragments, program
+from .reward_models import RewardModel, kept_here, reward_items, reward_models
+from .table import HOST, Item, Phase, Plan
+from .zero import FP32, Model, Zero
+
+T = torch.Tensor
+ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder")
+FEW_FRAMES, MORE_FRAMES = 3, 5  # latent frames that are looked at of a video
+SAMPLING_USE, TRAINING_USE = 0.4, 0.35  # of a device's products
+
+
+class Computed:
+    """Forwards of a policy on meta tensors: what they hold for a number of samples, each worked out once.
+
+    denoised(count, guidance, backward), decoded(count, backward): `Held` of a step of the trained network, and of the
+    decoder.
+    """
+
+    def __init__(self, config: DiffusionRunConfig, policy: DiffusionPolicy):
+        self.config, self.policy, self.family = config, policy, policy.family
+        s = config.sampling
+        self.latent_shape = policy.latent_shape(s.height, s.width, s.num_frames)
+        self.width = 2 if config.model.bf16 else FP32
+        self.denoised, self.decoded = cache(self._denoise), cache(self._decode)
+        if config.model.gradient_checkpointing:
+            policy.enable_gradient_checkpointing()  # what it keeps on the host is counted, not moved
+
+    def conditions(self, count: int, negative: bool) -> dict[str, T]:
+        """Of `count` samples, with the shapes that the families' text encoders give."""
+        pipeline, dtype = self.family.pipeline, self.family.dtype
+        network = next(iter(self.family.denoisers().values())).config
+        names = ("joint_attention_dim", "text_dim", "text_embed_dim", "cross_attention_dim", "cap_feat_dim")
+        wide = next(network[name] for name in names if network.get(name))
+        if self.family.most_source_images:
+            found = self.family.planned_conditions(count, wide)
+            shared = {} if not negative else {NEGATIVE + name: found[name].clone() for name in ("context", MASK)}
+            return found | shared
+        two = getattr(pipeline, "text_encoder_3", None) is not None or "StableDiffusion3" in type(pipeline).__name__
+        length = self.family.text_length + (pipeline.text_encoder.config.max_position_embeddings if two else 0)
+        found = {"context": torch.empty(count, length, wide, dtype=dtype, device="meta")}
+        if network.get("pooled_projection_dim"):
+            found["pooled"] = torch.empty(count, network["pooled_projection_dim"], dtype=dtype, device="meta")
+        if type(pipeline).__name__.startswith(("QwenImage", "ZImage")):
+            found[MASK] = torch.ones(count, length, dtype=torch.long, device="meta")
+        if negative and self.family.uses_negative:
+            found |= {NEGATIVE + name: value.clone() for name, value in found.items()}
+        if self.family.takes_first_frame:
+            channels = network["in_channels"] - self.latent_shape[0]
+            shape = (count, channels, *self.latent_shape[1:])
+            found["first_frame"] = torch.empty(shape, dtype=torch.float32, device="meta")
+        return found
+
+    def condition_bytes(self) -> int:
+        """Of one sample."""
+        conditions = self.conditions(1, self.config.sampling.guidance_scale > 1).values()
+        return sum(value.numel() * value.element_size() for value in conditions)
+
+    def told_tokens(self) -> int:
+        """Of one sample, beside its own."""
+        conditions = self.conditions(1, negative=False)
+        return sum(conditions[name].shape[1] for name in ("context", "source") if name in conditions)
+
+    def latent_bytes(self) -> int:
+        """Of one sample's latents, fp32."""
+        return prod(self.latent_shape) * FP32
+
+    def media_bytes(self) -> int:
+        """Of one sample decoded, fp32."""
+        s = self.config.sampling
+        return 3 * s.height * s.width * s.num_frames * FP32
+
+    def _denoise(self, count: int, guidance: float, backward: bool) -> Held:
+        """A step of the trained network over `count` samples; of two experts one runs."""
+        latents = torch.zeros(count, *self.latent_shape, device="meta")
+        times = torch.zeros(count, device="meta")
+        conditions = self.conditions(count, guidance > 1)
+        self.policy.train(backward)
+        with self._one_network():
+            return held_bytes(
+                self.policy, lambda: self.family.velocity(latents, times, conditions, guidance), backward=backward
+            )
+
+    @contextmanager
+    def _one_network(self) -> Iterator[None]:
+        names, self.family.denoiser_names = self.family.denoiser_names, self.policy.trainable[-1:]
+        try:
+            yield
+        finally:
+            self.family.denoiser_names = names
+
+    def _decode(self, count: int, backward: bool) -> Held:
+        """The decoder over as many of `count` samples as go through it at once.
+
+        Video decoders take one latent frame after the other: a long video holds what a short one does and so much more
+        for each further frame.
+        """
+        part = min(count, max(1, LATENTS_AT_ONCE // prod(self.latent_shape)))
+        if len(self.latent_shape) == 4 and self.latent_shape[1] > MORE_FRAMES:
+            few, more = (self._decoded(part, frames, backward) for frames in (FEW_FRAMES, MORE_FRAMES))
+            further = (self.latent_shape[1] - FEW_FRAMES) / (MORE_FRAMES - FEW_FRAMES)
+            held = Held(*(round(first + further * (second - first)) for first, second in zip(few, more)))
+        else:
+            held = self._decoded(part, None, backward)
+        calls = ceil(count / part)
+        return Held(held.kept * calls, held.peak + held.kept * (calls - 1))
+
+    def _decoded(self, count: int, frames: int | None, backward: bool) -> Held:
+        shape = self.latent_shape if frames is None else (self.latent_shape[0], frames, *self.latent_shape[2:])
+        latents = torch.zeros(count, *shape, device="meta", requires_grad=backward)
+        return held_bytes(self.family.pipeline.vae, lambda: self.family.decode(latents), backward=backward)
+
+
+class DiffusionPlanner:
+    """Puts a plan together; `plan()` is all that others call."""
+
+    def __init__(self, config: DiffusionRunConfig, computed: Computed, device: Device, ranks: int, local: int):
+        self.config, self.computed, self.device, self.ranks, self.local = config, computed, device, ranks, local
+        self.policy = computed.policy
+        self.zero = Zero(config.distributed, ranks, device.on_cpu)
+        s = config.sampling
+        self.samples = ceil(s.rollout_batch_size * s.n_samples_per_prompt / ranks)
+        self.own = max(1, config.train.train_batch_size // ranks)
+        self.rewarded = config.algorithm.entry.trains_on == "reward"
+
+    @cached_property
+    def model(self) -> Model:
+        """The denoisers' numbers."""
+        return Model.of(self.policy, self.computed.width)
+
+    def plan(self) -> Plan:
+        """The plan of the run."""
+        about = (
+            f"{self.config.model.pretrain}, {self.model.numbers / 1e9:.2f} billion weights, "
+            f"{self.model.trained / 1e6:.0f} million of them trained, ZeRO-{self.zero.stage}, "
+            f"{self.samples} samples a rank and step"
+        )
+        phases = (self._load(), self._generate(), self._score(), self._train(), self._sync())
+        return Plan(about, self.device, self.ranks, self.local, phases, self._in_use())
+
+    def _in_use(self) -> frozenset[str]:
+        model, zero = self.config.model, self.config.distributed
+        on = {
+            "bf16": model.bf16,
+            "gradient_checkpointing": model.gradient_checkpointing,
+            "use_gradient_checkpointing_offload": model.use_gradient_checkpointing_offload,
+            "vae_tiling": model.vae_tiling,
+            "lora_rank": model.lora_rank > 0,
+            "zero_stage 2": zero.zero_stage >= 2,
+            "zero_stage 3": zero.zero_stage == 3,
+            "adam_offload": zero.adam_offload,
+            "reward_cpu_offload": self.config.reward.reward_cpu_offload,
+            "offload_trainer": True,  # a setting of vision-language runs
+        }
+        return frozenset(name for name, there in on.items() if there)
+
+    # -- what stands there all the time --------------------------------------------------------------------------
+
+    def _parts(self, *names: str) -> int:
+        components = self.policy.family.pipeline.components
+        return sum(weights_bytes(components.get(name)) for name in names if isinstance(components.get(name), nn.Module))
+
+    def _always(self, at_work: tuple[str, ...] = (), stepped: bool = True, judge: str | None = None) -> list[Item]:
+        """Denoisers, what their optimizer keeps, and copies; text encoders and VAE wait on the host.
+
+        judge: the reward model at work.
+        """
+        config, share = self.config, self.zero.share(3)
+        items = [*program(self.device, engine=False), *fragments(self.device)]
+        items.append(self.zero.weights("denoisers", self.model))
+        items += self.zero.optimizer("denoisers", self.model, stepped)
+        for name, names in (("text encoders", ENCODERS), ("VAE", ("vae",))):
+            there = bool(set(names) & set(at_work))
+            items.append(Item(f"{name}: weights", self._parts(*names)).on_host(not there))
+        copy = FP32 * self.model.trained / share
+        if config.train.enable_ema:
+            items.append(Item("average of the weights (EMA), fp32", copy, "lora_rank, enable_ema false"))
+        if config.keeps_old_policy:
+            items.append(Item("old policy, fp32", copy, "lora_rank"))
+        if self._reference and config.model.lora_rank == 0:
+            items.append(Item("reference: weights", self.model.trained * self.model.width / share, "lora_rank"))
+        return items + reward_items(self._judges, self.zero, judge)
+
+    @cached_property
+    def _judges(self) -> dict[str, RewardModel]:
+        reward = kept_here(self.config.reward, self.config.distributed.resources)
+        return reward_models(reward_model=reward, gold=self.config.guard.gold)
+
+    @property
+    def _reference(self) -> bool:
+        return self.config.algorithm.beta > 0 or self.config.algorithm.entry.reference
+
+    def _lent(self) -> Item:
+        """The weights put aside while a copy of theirs computes."""
+        lends = self.config.keeps_old_policy or (self._reference and self.config.model.lora_rank == 0)
+        size = self.model.trained * self.model.width / self.zero.share(3) if lends else 0
+        return Item("weights put aside for a copy", size, "lora_rank")
+
+    def _drawn(self) -> list[Item]:
+        """What the step's samples hold: on the device until they are trained on, their media on the host."""
+        if self.rewarded:
+            return []
+        points = self.config.sampling.num_steps + 1 if rollout_noise(self.config).keep_path else 1
+        if self.config.algorithm.entry.trains_on != "steps":
+            points = 1
+        latents, told = self.samples * points * self.computed.latent_bytes(), self.computed.condition_bytes()
+        media = Item("decoded samples", 2 * self.samples * self.computed.media_bytes(), "rollout_batch_size", HOST)
+        lower = "rollout_batch_size, sde_window_size"  # media: in micro-batches, and joined
+        if self.policy.family.most_source_images:  # samples refer to their prompt's
+            prompts = ceil(self.samples / self.config.sampling.n_samples_per_prompt)
+            edited = Item("texts and images to edit", prompts * told, "source_pixels, rollout_batch_size", HOST)
+            return [Item("latents of the samples", latents, lower), media, edited]
+        return [Item("latents and conditions of the samples", latents + self.samples * told, lower), media]
+
+    def _graphs(self) -> Item:
+        """Of the rollout's forwards, where they are kept for the update and within their limit."""
+        config, size = self.config, 0.0
+        if config.rollout_graphs_serve and len(self.policy.trainable) == 1:
+            one = self.computed.denoised(1, config.sampling.guidance_scale, backward=True).kept
+            size = one * self.samples * self._graph_steps()
+        fits = size <= config.train.rollout_graph_gib * GIB
+        return Item("graphs of the rollout", size if fits else 0, "rollout_graph_gib")
+
+    def _graph_steps(self) -> int:
+        stochastic = self.config.sampling.sde_window_size or rollout_sampling(self.config).moving_steps - 1
+        return max(1, round(self.config.algorithm.timestep_fraction * stochastic))
+
+    # -- phases --------------------------------------------------------------------------------------------------
+
+    def _load(self) -> Phase:
+        copy = self.zero.on_its_way("denoisers on their way", self.model)
+        always = self._always(stepped=False)
+        moments = [always] if self.device.on_cpu else [[*always, copy]]
+        size = self.model.bytes + self._parts(*ENCODERS, "vae")
+        return Phase.fullest("load", size / 2e9, *moments)
+
+    def _micro(self) -> int:
+        return min(self.samples, self.config.sampling.micro_rollout_batch_size)
+
+    def _generate(self) -> Phase:
+        """Text encoders, then the denoiser, then the VAE are at work; Reward FL does all of it while it trains."""
+        s, count = self.config.sampling, self._micro()
+        always, drawn, lent = self._always(), [*self._drawn(), self._graphs()], self._lent()
+        step = self.computed.denoised(count, s.guidance_scale, backward=False).peak
+        forward = Item("a denoising step", step, "micro_rollout_batch_size")
+        decoded = Item("decoding", self._decoded(count, backward=False).peak, "vae_tiling, micro_rollout_batch_size")
+        moments = [
+            [*self._always(ENCODERS), *self._drawn(), self._encoding()],
+            [*always, *drawn, lent, forward, *self.zero.gathered(self.model)],
+            [*self._always(("vae",)), *drawn, lent, decoded],
+        ]
+        seconds = 0 if self.rewarded else self._products(s.num_steps) / (SAMPLING_USE * self.device.flops)
+        return Phase.fullest("generate", seconds, *moments)
+
+    def _encoding(self) -> Item:
+        """Of the texts of one call: what every layer of an encoder gives, which several pipelines read."""
+        family = self.policy.family
+        tokens = family.texts_at_once * self.computed.conditions(1, negative=False)["context"].shape[1]
+        parts = [family.pipeline.components.get(name) for name in ENCODERS]
+        shapes = [part.config.get_text_config() for part in parts if isinstance(part, nn.Module)]
+        layers = [(each.num_hidden_layers + 1) * each.hidden_size for each in shapes]
+        return Item("texts in the encoders", tokens * max(layers, default=0) * self.computed.width)
+
+    def _decoded(self, count: int, backward: bool) -> Held:
+        """A tiled decoder works on tiles of 256 pixels, so its activations are those of such a tile."""
+        held = self.computed.decoded(count, backward)
+        s = self.config.sampling
+        if not self.config.model.vae_tiling or backward:
+            return held
+        share = min(1.0, 256 * 256 / (s.height * s.width))
+        media = count * self.computed.media_bytes()
+        return Held(held.kept, int(held.peak * share) + media)
+
+    def _products(self, steps: float) -> float:
+        """Of the forwards of all samples over `steps` steps, guided ones twice."""
+        shape = self.computed.latent_shape
+        tokens = prod(shape[1:]) / 4 + self.computed.told_tokens()
+        branches = 2 if self.config.sampling.guidance_scale > 1 and self.policy.family.uses_negative else 1
+        networks = max(1, len(self.policy.family.denoisers()))
+        return 2 * self.model.numbers / networks * tokens * branches * self.samples * steps
+
+    def _score(self) -> Phase:
+        """Reward models are at work one after the other, functions on the host."""
+        held = [*self._drawn(), self._graphs()]
+        return Phase.fullest("score", 0.0, *([*self._always(judge=name), *held] for name in self._judges or [None]))
+
+    def _train(self) -> Phase:
+        always, zero, model = self._always(("vae",) if self.rewarded else ()), self.zero, self.model
+        activations, host = self._reward_gradient() if self.rewarded else self._replayed()
+        batch = self._update_items()
+        lower = "gradient_checkpointing, use_gradient_checkpointing_offload, bf16, steps_per_forward, "
+        lower += "micro_train_batch_size"
+        held = [
+            Item("activations of a micro-batch", activations, lower),
+            Item("activations kept on the host", host, "micro_train_batch_size", HOST),
+        ]
+        micro_batches = ceil(self.own / self.config.train.micro_train_batch_size)
+        backward = [*always, *batch, *zero.gathered(model), *zero.gradients("denoisers", model, micro_batches), *held]
+        kept = [*always, *batch, *zero.gradients("denoisers", model, 1), self._graphs(), self._beside_graphs()]
+        step = [*always, *batch, *zero.step("denoisers", model)]
+        return Phase.fullest("train", self._train_seconds(), backward, kept, step)
+
+    def _train_seconds(self) -> float:
+        passes = 4 if self.config.model.gradient_checkpointing else 3
+        if self.rewarded:
+            a, steps = self.config.algorithm, self.config.sampling.num_steps
+            trained = len(gradient_steps(steps, a.mid_timestep, a.final_timestep))
+            products = self._products(steps - trained + passes * trained)
+        else:
+            steps = self.config.sampling.sde_window_size or self.config.sampling.num_steps
+            passes += self._reference - (self._graphs().bytes > 0)  # the forward was the rollout's
+            products = self._products(steps * self.config.algorithm.timestep_fraction * passes)
+        return products * self.config.train.max_epochs / (TRAINING_USE * self.device.flops)
+
+    def _update_items(self) -> list[Item]:
+        """The samples of one update on the device, all of them on the host."""
+        if self.rewarded:
+            return []
+        latents, *others = self._drawn()
+        update = Item("samples of an update", latents.bytes * min(1.0, self.own / self.samples), "train_batch_size")
+        return [latents.on_host(), update, *others]
+
+    def _replayed(self) -> tuple[float, float]:
+        """(device, host) bytes of a micro-batch of denoising steps, forward and backward."""
+        count = min(self.own, self.config.train.micro_train_batch_size)
+        count *= self.config.train.steps_per_forward
+        guidance = training_guidance(self.config)
+        held = self.computed.denoised(count, guidance, backward=True)
+        others = self._reference + self.config.keeps_old_policy  # they run while the graph is there
+        beside = self.computed.denoised(count, guidance, backward=False).peak if others else 0
+        return self._on_device(held, 1, beside)
+
+    def _beside_graphs(self) -> Item:
+        """The reference's forward over all kept steps of a micro-batch of the rollout."""
+        size = 0
+        if self._graphs().bytes and self._reference:
+            rows, guidance = self._micro() * self._graph_steps(), self.config.sampling.guidance_scale
+            size = self.computed.denoised(rows, guidance, backward=False).peak
+        return Item("reference on the kept steps", size, "micro_rollout_batch_size, rollout_graph_gib")
+
+    def _on_device(self, held: Held, times: int, beside: float = 0) -> tuple[float, float]:
+        """(device, host) bytes of `times` graphs, of which one is in backward; with offload graphs wait on the host."""
+        kept = times * held.kept
+        if self.config.model.use_gradient_checkpointing_offload:
+            return max(held.peak - held.kept, beside), kept
+        return max(kept - held.kept + held.peak, kept + beside), 0
+
+    def _reward_gradient(self) -> tuple[float, float]:
+        """(device, host) bytes of the steps with gradient and the decoding of a micro-batch, until its backward."""
+        a, count = self.config.algorithm, min(self.own, self.config.train.micro_train_batch_size)
+        steps = gradient_steps(self.config.sampling.num_steps, a.mid_timestep, a.final_timestep)
+        step = self.computed.denoised(count, self.config.sampling.guidance_scale, backward=True)
+        decoded = self._decoded(count, backward=True)
+        device, host = self._on_device(step, len(steps))
+        if self.config.model.use_gradient_checkpointing_offload:
+            return max(device, decoded.peak - decoded.kept), host + decoded.kept
+        return max(device, len(steps) * step.kept + decoded.peak), 0
+
+    def _sync(self) -> Phase:
+        """Sampling uses the trained weights themselves."""
+        return Phase.fullest("sync", 0.0, self._always())

@@ -1,0 +1,134 @@
+"""Diffusion pipelines on meta tensors: of a folder's configurations, of the hub's cache, or of those shipped here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import nn
+
+from ...config.diffusion import DiffusionRunConfig
+from ...config.shared import EMBEDDED
+from ...errors import ConfigError
+from ...models.diffusion.families.cosmos import NoSafetyChecker
+from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, named_family, saved_text_length
+from ..embedded.tiny_sd3 import TEXT_LENGTH
+from .meta import on_meta
+from .shapes import find_shipped
+from .table import NotPlanned
+
+NOT_MODELS = ("tokenizer", "scheduler", "feature_extractor", "image_processor", "processor", "safety_checker")
+
+
+def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
+    """The policy of a run on meta tensors, with its adapters; None where the pipeline's shape is not known.
+
+    Raises ConfigError for a family that does not read it, and for settings that the policy refuses; NotPlanned for
+    models of two parts.
+    """
+    model = config.model
+    with _default_precision(torch.bfloat16 if model.bf16 else torch.float32):
+        pipeline = _pipeline(config)
+    if pipeline is None:
+        return None
+    adapter = named_family(type(pipeline).__name__, model.family)
+    if adapter.first_part:
+        raise NotPlanned(
+            f"{type(pipeline).__name__} has two parts, and what its autoregressive half ({adapter.first_part}) holds "
+            "while it draws tokens or trains is not counted yet; the diffusion half alone would say too little"
+        )
+    saved = TEXT_LENGTH if model.pretrain == EMBEDDED else saved_text_length(model.pretrain)
+    family = adapter(pipeline, model.max_sequence_length or saved)
+    family.source_pixels = config.sampling.source_pixels
+    with torch.device("meta"):
+        return DiffusionPolicy(family, LoraSettings.from_config(model), model.trained_denoisers)
+
+
+@contextmanager
+def _default_precision(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _pipeline(config: DiffusionRunConfig) -> DiffusionPipeline | None:
+    path = config.model.pretrain
+    if path == EMBEDDED:
+        return _embedded(config.model.family)
+    folder = Path(path)
+    if folder.is_dir():
+        return _assemble(_read_folder(folder))
+    known = find_shipped(path)
+    return None if known is None else _assemble(known)
+
+
+def _embedded(family: str) -> DiffusionPipeline:
+    from ..embedded.tiny_sd3 import TinyDiffusionSettings, build_pipeline
+    from ..embedded.tiny_sd15 import TinySD15Settings, build_sd15_pipeline
+
+    state = torch.random.get_rng_state()  # the builders seed it
+    try:
+        small = family == "sd15"
+        return (build_sd15_pipeline(TinySD15Settings()) if small else build_pipeline(TinyDiffusionSettings())).to(
+            "meta"
+        )
+    finally:
+        torch.random.set_rng_state(state)
+
+
+def _read_folder(folder: Path) -> dict[str, Any]:
+    """model_index.json with the configuration of each part in it. Raises ConfigError for one that is missing."""
+    try:
+        index = json.loads((folder / "model_index.json").read_text())
+        for name, entry in index.items():
+            if _is_model(name, entry):
+                index[name] = [*entry, json.loads((folder / name / "config.json").read_text())]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"pipeline {folder} cannot be planned: {error}") from error
+    return index
+
+
+def _is_model(name: str, entry: Any) -> bool:
+    return isinstance(entry, list) and entry[0] is not None and not name.startswith(NOT_MODELS)
+
+
+def _assemble(index: dict[str, Any]) -> DiffusionPipeline:
+    """The pipeline itself, its models on meta tensors; without tokenizers, which nothing here needs."""
+    import diffusers
+
+    kind = getattr(diffusers, index["_class_name"])
+    parts: dict[str, Any] = {name: None for name in kind._get_signature_types() if name not in index}
+    for name, entry in index.items():
+        if _is_model(name, entry):
+            parts[name] = _part(*entry)
+        elif isinstance(entry, list):
+            parts[name] = _scheduler(entry) if name == "scheduler" else None
+        elif not name.startswith("_"):
+            parts[name] = entry
+    if "safety_checker" in parts and index["_class_name"].startswith("Cosmos"):
+        parts["safety_checker"] = NoSafetyChecker()
+    return kind(**{name: value for name, value in parts.items() if name in kind._get_signature_types()})
+
+
+def _part(library: str, name: str, config: dict[str, Any]) -> nn.Module:
+    package = library if find_spec(library) else f"diffusers.pipelines.{library}"  # as diffusers writes its own
+    kind = getattr(import_module(package), name)
+    config = {key: value for key, value in config.items() if not key.startswith("_")}
+    if library == "diffusers":
+        return on_meta(lambda: kind.from_config(config))
+    return on_meta(lambda: kind(kind.config_class(**config)))
+
+
+def _scheduler(entry: list) -> Any:
+    kind = getattr(import_module(entry[0]), entry[1])
+    return kind(**(entry[2] if len(entry) > 2 else {}))

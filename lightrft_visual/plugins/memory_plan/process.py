@@ -1,0 +1,80 @@
+"""What every run takes, whatever the model: the program itself, the driver, and what allocators leave unused."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ...config.devices import DEVICES, GIB, Device
+from ...rollout.vllm.arguments import HOST_CACHE
+from .table import HOST, Item
+
+PROGRAM, PROGRAM_ENGINE = 1.0 * GIB, 3.0 * GIB  # Python with torch, transformers, DeepSpeed; and with an engine, CUDA
+DRIVER = 1.25 * GIB  # context, loaded kernels, NCCL's buffers
+FRAGMENTS = 0.02  # of a device's memory
+CPU_FLOPS, CPU_BANDWIDTH = 50e9, 10e9  # of a core's float32 products; of a host's memory
+
+
+def program(device: Device, engine: bool) -> list[Item]:
+    """The process on the host and its context on the device. engine: whether one with its own weights runs in it."""
+    items = [Item("Python and its libraries", PROGRAM_ENGINE if engine and not device.on_cpu else PROGRAM, where=HOST)]
+    return items if device.on_cpu else [*items, Item("driver and NCCL", DRIVER)]
+
+
+def fragments(device: Device) -> list[Item]:
+    """What the allocator of an accelerator cannot use."""
+    return [] if device.on_cpu else [Item("left unused by the allocator", FRAGMENTS * device.memory)]
+
+
+@dataclass(frozen=True)
+class Host:
+    """The CPU as the device."""
+
+    device: Device
+    local: int
+
+    def engine(self, weights: float, cache: float) -> list[Item]:
+        """vLLM on the CPU: weights, packed for its products, and its cache, which is all in memory from the start.
+
+        cache: bytes of keys and values, unless the environment says otherwise.
+        """
+        given = os.environ.get(HOST_CACHE)
+        cache = cache if given is None else float(given) * GIB
+        return [Item("vLLM: weights", weights), Item("vLLM: KV cache and work space", cache + 0.08 * GIB)]
+
+
+def host_memory() -> float:
+    """Bytes of host memory that this process may use: the machine's, or its control group's."""
+    import psutil
+
+    limits = [float(psutil.virtual_memory().total)]
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if os.path.isfile(name):
+            with open(name) as file:
+                text = file.read().strip()
+            if text.isdigit():
+                limits.append(float(text))
+    return min(limits)
+
+
+def cpu(local: int) -> Device:
+    """This host without an accelerator, shared by `local` ranks."""
+    memory = host_memory() / local
+    cores = max(1, (os.cpu_count() or 1) // local)
+    return Device("cpu", memory, memory, cores * CPU_FLOPS, CPU_BANDWIDTH, CPU_BANDWIDTH, ranks=1)
+
+
+def present(local: int) -> Device:
+    """The accelerator of this process, or the CPU.
+
+    Speeds are those of the named device that is most like it: of its name, else of its memory.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    host = cpu(local)
+    memory = 0 if accelerator.device_name() == "cpu" else float(accelerator.total_memory())
+    if memory <= 0:
+        return host
+    like = min(DEVICES.values(), key=lambda device: abs(device.memory - memory))
+    return Device(accelerator.device_name(), memory, host.host, like.flops, like.bandwidth, like.link, local)

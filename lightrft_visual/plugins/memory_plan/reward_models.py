@@ -1,0 +1,133 @@
+"""Models that run beside the policy to judge it, in the plan: which there are, what they hold at rest and at work."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
+
+from ...config.placement import ResourcesConfig
+from ...config.shared import RewardConfig
+from ...rewards.recipe import Recipe, RecipeEntry, compose_recipe, load_recipe, recipe_from_components
+from ...rewards.registry import find_scorer, own_settings, scorer_names
+from ...rewards.scorers import named_entries
+from .meta import on_meta
+from .shapes import find_shipped
+from .table import Item
+from .zero import Model, Zero
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """Its numbers. offload: it waits on the host between uses; divided: over the ranks under ZeRO-3."""
+
+    model: Model
+    offload: bool
+    divided: bool
+
+
+def kept_here(reward: RewardConfig, resources: ResourcesConfig) -> RewardConfig:
+    """Without the models that are in Ray actors, on devices which are not planned."""
+    return replace(reward, reward_pretrain=None) if resources.rewards_placed else reward
+
+
+def reward_models(**rewards: RewardConfig | None) -> dict[str, RewardModel]:
+    """Those of several reward engines, by name: checkpoints of `reward_pretrain`, and of the scorers that have a model.
+
+    rewards: configurations by what the models are called. A hub name that is neither in the cache nor shipped here is
+    left out: its shape is nowhere to be found.
+    """
+    found = {}
+    for kind, reward in rewards.items():
+        if reward is None:
+            continue
+        what = kind.replace("_", " ")
+        for name, path in named_entries(reward.reward_pretrain).items():
+            model = _judge(path)
+            if model is not None:
+                found[f"{what} {name}"] = RewardModel(model, reward.reward_cpu_offload, divided=True)
+        for entry in _scorers(reward):
+            path, offload = _checkpoint(entry)
+            model = None if path is None else _scorers_model(path)
+            if model is not None:
+                found[f"{what} {entry.name}"] = RewardModel(model, offload, divided=False)
+    return found
+
+
+def _judge(path: str) -> Model | None:
+    """A checkpoint of `reward_pretrain`, in the precision that it is stored in."""
+    config = _read(path)
+    if config is None:
+        return None
+    text = "Sequence" in (config.architectures or [""])[0]
+    auto = AutoModelForSequenceClassification if text else AutoModelForImageTextToText
+    dtype = config.dtype or torch.float32
+    module = on_meta(lambda: auto.from_config(config, dtype=dtype))
+    return Model.of(module.requires_grad_(False), dtype.itemsize)
+
+
+def _scorers_model(path: str) -> Model | None:
+    """A checkpoint that a scorer loads, such as CLIP's."""
+    known = None if Path(path).is_dir() else find_shipped(path)
+    config = _read(path) if known is None else AutoConfig.for_model(known.pop("model_type"), **known)
+    kind = getattr(transformers, ((config and config.architectures) or [""])[0], None)
+    if kind is None:
+        return None
+    module = on_meta(lambda: kind(config))
+    return Model.of(module.requires_grad_(False), (config.dtype or torch.float32).itemsize)
+
+
+def _read(path: str):
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=not Path(path).is_dir())
+    except (OSError, ValueError):
+        return None  # the run itself says what it cannot load
+
+
+def _scorers(reward: RewardConfig) -> Iterator[RecipeEntry]:
+    """The scorers that run in this process, each as often as it is built."""
+    recipe = load_recipe(reward.reward_recipe) if reward.reward_recipe else None
+    recipe = compose_recipe(recipe, reward.components, reward.kwargs)
+    built = set()
+    for entry in _parts(recipe):
+        if (entry.transport or reward.reward_transport) == "inprocess" and entry.scorer not in built:
+            built.add(entry.scorer)
+            yield entry
+
+
+def _parts(recipe: Recipe | None) -> Iterator[RecipeEntry]:
+    """Components that are scorers by name; of `multi`, which is several, its own."""
+    for entry in recipe.components() if recipe is not None else ():
+        if entry.key == "multi" and isinstance(entry.kwargs.get("components"), Mapping):
+            yield from _parts(recipe_from_components(entry.kwargs["components"], entry.kwargs.get("kwargs")))
+        elif entry.type in ("rule", "func") and entry.key in scorer_names():
+            yield entry
+
+
+def _checkpoint(entry: RecipeEntry) -> tuple[str | None, bool]:
+    """(checkpoint of a scorer's setting `model`, whether it is offloaded); None for a scorer that has none here."""
+    target = find_scorer(entry.key)
+    parameters = inspect.signature(target).parameters
+    if not {"model", "offload"} <= set(parameters):  # without `offload` it is a model of a server
+        return None, False
+    usual = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+    settings = usual | own_settings(target, entry.kwargs)
+    return settings.get("model"), bool(settings["offload"])
+
+
+def reward_items(models: Mapping[str, RewardModel], zero: Zero, at_work: str | None = None) -> list[Item]:
+    """Their weights; of those that are offloaded only the one `at_work` is on the device."""
+    items = []
+    for name, each in models.items():
+        share = zero.share(3) if each.divided else 1
+        lower = "reward_cpu_offload, zero_stage 3, a reward server" if each.divided else "offload of its settings, Ray"
+        weights = Item(f"{name}: weights", each.model.bytes / share, lower)
+        items.append(weights.on_host(each.offload and not zero.on_cpu and name != at_work))
+        if name == at_work and each.divided:
+            items += zero.gathered(each.model)
+    return items

@@ -1,0 +1,64 @@
+"""The shape of a model before it is there: its configuration, of a folder, of the hub's cache, or shipped here.
+
+`shapes/` holds the published configurations of the models that recipes name and of their siblings, so that a run can be
+planned on a machine without them.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ...config.shared import EMBEDDED
+from ...config.vl import ModelConfig
+from ...errors import ConfigError
+
+FOLDER = Path(__file__).parent / "shapes"
+
+
+@cache
+def shipped() -> dict[str, Path]:
+    """Files of shapes by the model's name in lower case, without its owner."""
+    return {file.name.removesuffix(".json").lower(): file for file in sorted(FOLDER.glob("*.json"))}
+
+
+def find_shipped(path: str) -> dict[str, Any] | None:
+    """The shape of a model by its hub name; None for one that is not known."""
+    name = Path(path).name.lower()
+    file = shipped().get(name.removesuffix("-instruct").removesuffix("-thinking"))
+    return json.loads(file.read_text()) if file is not None else None
+
+
+def language_model(model: ModelConfig, online: bool = False, task: str = EMBEDDED):
+    """The transformers configuration of a run's checkpoint, or None where it is nowhere to be found.
+
+    online: whether the hub is asked too. task: prompt_data, which says the embedded model's vocabulary. Raises
+    ConfigError for a configuration that cannot be read.
+    """
+    from transformers import AutoConfig
+
+    path, trust = model.pretrain, model.trust_remote_code
+    if path == EMBEDDED:
+        return _embedded(model, task)
+    if Path(path).is_dir():
+        try:
+            return AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"model {path} cannot be planned: {error}") from error
+    known = find_shipped(path)
+    if known is not None:
+        return AutoConfig.for_model(known.pop("model_type"), **known)
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust, local_files_only=not online)
+    except (OSError, ValueError, KeyError):
+        return None  # the run itself says what it cannot load
+
+
+def _embedded(model: ModelConfig, task: str):
+    from ..embedded.tiny_vlm import build_tokenizer, tiny_config
+    from ..embedded.warmup import source_of
+
+    tokenizer = build_tokenizer(source_of(task).vocabulary_texts(), family=model.embedded_family)
+    return tiny_config(model.embedded_family, tokenizer, tie_embeddings=model.embedded_tie_embeddings)

@@ -1,0 +1,340 @@
+"""The plan of a vision-language run: what one rank holds while it loads, generates, scores, trains and syncs.
+
+All lengths are the longest that the settings allow: prompts of `prompt_max_len`, whole of images as far as
+`max_pixels` lets them be, and responses of `generate_max_len`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
+from math import ceil
+
+from ...config import registry
+from ...config.devices import GIB, Device
+from ...config.vl import RunConfig
+from ...experience.batch_plan import SampleRef, computed_tokens, most_tokens
+from ...rollout.vllm.arguments import host_cache, most_sequences
+from .process import Host, fragments, program
+from .reward_models import RewardModel, kept_here, reward_items, reward_models
+from .shapes import language_model
+from .table import HOST, Item, Phase, Plan
+from .vl_shape import MicroBatch, VLShape
+from .zero import BUCKETS, FP32, Model, Zero
+
+FP8 = 1  # byte
+ASLEEP = 0.75 * GIB  # what an engine keeps on an accelerator while it sleeps: CUDA graphs, its context
+SCORING_USE, TRAINING_USE = 0.45, 0.35  # of a device's products, as large models reach them
+TOKEN_BYTES = 8 + 8 + 1 + 6 * FP32  # of a sample on the host: id, masks, log-probs, values and their like
+TITLES = {"vllm": "vLLM", "sglang": "SGLang"}  # of engines, in items
+MEDIA_CACHE = 4 * GIB  # vLLM's cache of processed images at most
+
+
+class VLPlanner:
+    """Puts a plan together; `plan()` is all that others call."""
+
+    def __init__(self, config: RunConfig, shape: VLShape, device: Device, ranks: int, local: int):
+        self.config, self.shape, self.device, self.ranks, self.local = config, shape, device, ranks, local
+        self.zero = Zero(config.distributed, ranks, device.on_cpu)
+        rollout = config.rollout
+        self.samples = ceil(rollout.rollout_batch_size * rollout.n_samples_per_prompt / ranks)
+        self.prompts = ceil(rollout.rollout_batch_size / ranks)
+        self.length = rollout.prompt_max_len + rollout.generate_max_len
+        self.split = config.distributed.split  # the engine is on devices of its own, which are not planned here
+        self.resident = registry.engines[rollout.engine_type].resident and not self.split
+        self.engine = TITLES.get(rollout.engine_type, rollout.engine_type)
+        self.host = Host(device, local)
+
+    def plan(self) -> Plan:
+        """The plan of the run."""
+        model = self.shape.model
+        trained = f", {model.trained / 1e6:.0f} million of them trained" if model.frozen else ""
+        about = (
+            f"{self.config.model.pretrain}, {self.shape.base / 1e9:.2f} billion weights{trained}, "
+            f"ZeRO-{self.zero.stage}, {self.samples} samples a rank and step"
+        )
+        if self.split:
+            about += "; a trainer's device alone, those of the rollout workers hold an engine each"
+        phases = (self._load(), self._generate(), self._score(), self._train(), self._sync())
+        return Plan(about, self.device, self.ranks, self.local, phases, self._in_use())
+
+    def _in_use(self) -> frozenset[str]:
+        """Settings that are on, by the words of the items' advice."""
+        c, zero = self.config, self.config.distributed
+        on = {
+            "bf16": c.model.bf16,
+            "gradient_checkpointing": c.model.gradient_checkpointing,
+            "lora_rank": c.model.lora_rank > 0,
+            "offload_reference": c.rollout.offload_reference,
+            "zero_stage 2": zero.zero_stage >= 2,
+            "zero_stage 3": zero.zero_stage == 3,
+            "adam_offload": zero.adam_offload,
+            "reward_cpu_offload": c.reward.reward_cpu_offload,
+            "offload_trainer": c.rollout.offload_trainer or zero.adam_offload or zero.zero_stage == 0,  # ZeRO moves it
+        }
+        return frozenset(name for name, there in on.items() if there)
+
+    # -- what stands there all the time --------------------------------------------------------------------------
+
+    def _models(
+        self, train_states: bool = True, stepped: bool = True, scoring: bool = False, judge: str | None = None
+    ) -> list[Item]:
+        """Weights of all models; train_states: and what the optimizers keep, unless it waits on the host.
+
+        scoring: whether the reference is at work; else it may wait on the host. judge: the reward model at work.
+        """
+        model = self.shape.model
+        items = [*program(self.device, self.resident), *fragments(self.device), self.zero.weights("policy", model)]
+        if self.config.model.lora_rank == 0 and self.config.algorithm.init_kl_coef > 0:
+            items.append(self._reference().on_host(self.config.rollout.offload_reference and not scoring))
+        if self._teacher is not None:
+            items.append(self._teacher)
+        waits = self.config.rollout.offload_trainer and not train_states
+        items += [item.on_host(waits) for item in self.zero.optimizer("policy", model, stepped)]
+        critic = self._critic
+        if critic is not None:
+            items.append(self.zero.weights("critic", critic))
+            items += [item.on_host(waits) for item in self.zero.optimizer("critic", critic, stepped)]
+        if self.config.train.enable_ema:
+            share = self.zero.share(3)
+            items.append(Item("average of the weights (EMA), fp32", FP32 * model.trained / share, "enable_ema false"))
+        return items + reward_items(self._judges, self.zero, judge)
+
+    @cached_property
+    def _judges(self) -> dict[str, RewardModel]:
+        reward = kept_here(self.config.reward, self.config.distributed.resources)
+        return reward_models(reward_model=reward, gold=self.config.guard.gold)
+
+    @cached_property
+    def _teacher(self) -> Item | None:
+        """None without a teacher, or where its shape is nowhere to be found."""
+        path = self.config.model.teacher_pretrain
+        if path is None:
+            return None
+        own = language_model(replace(self.config.model, pretrain=path), task=self.config.data.prompt_data)
+        if own is None:
+            return None
+        size = VLShape(self.config, own).base * self.shape.width / self.zero.share(3)
+        return Item("teacher: weights", size, "zero_stage 3, bf16")
+
+    def _reference(self) -> Item:
+        size = self.shape.base * self.shape.width / self.zero.share(3)
+        return Item("reference: weights", size, "offload_reference, zero_stage 3, lora_rank, init_kl_coef 0, bf16")
+
+    @cached_property
+    def _critic(self) -> Model | None:
+        if not self.config.algorithm.estimator.critic:
+            return None
+        whole = Model.of(self.shape.whole, self.shape.width) if not self.config.model.lora_rank else None
+        if whole is None:  # a critic has no adapters: all of it trains
+            whole = replace(self.shape.model, trained=self.shape.base, frozen=0, largest=self.shape.model.widest)
+        head = self.shape.whole.get_output_embeddings().weight
+        dropped = 0 if head is self.shape.whole.get_input_embeddings().weight else head.numel()
+        return replace(whole, trained=whole.trained - dropped)
+
+    def _batch(self, copies: int = 1) -> list[Item]:
+        """The step's samples on the host: each prompt's patches once, its images, and numbers by token.
+
+        copies: ranks whose samples this one holds.
+        """
+        tokens = copies * self.samples * self.length * TOKEN_BYTES
+        return [
+            Item("patches and images of the batch", copies * self._media_bytes(), "max_pixels, prompt_max_len", HOST),
+            Item("tokens of the batch", tokens, where=HOST),
+        ]
+
+    def _next_batch(self) -> Item:
+        """What is prepared ahead while a step is trained on."""
+        return Item("patches and images of the next batch", self._media_bytes(), "max_pixels, prompt_max_len", HOST)
+
+    def _media_bytes(self) -> float:
+        _, patches, size = self.shape.media_bytes()
+        pixels = patches * self.shape.patch_side**2 * 3
+        return self.prompts * (size + pixels)
+
+    # -- the engine ----------------------------------------------------------------------------------------------
+
+    def _engine(self, awake: bool) -> list[Item]:
+        rollout = self.config.rollout
+        if not self.resident:
+            return []
+        quantised = bool(rollout.engine_quantization)
+        weights = self.shape.base * (FP8 if quantised else self.shape.width) / rollout.engine_tp_size
+        if self.device.on_cpu:
+            sequences = most_sequences(rollout, self.samples)
+            return self.host.engine(weights, host_cache(self.shape.text, self.shape.width, sequences, self.length))
+        if not awake and rollout.enable_engine_sleep:
+            return [Item(f"{self.engine} asleep", ASLEEP)]
+        room = rollout.engine_mem_util * self.device.memory
+        items = [
+            Item(f"{self.engine}: weights", weights, "engine_tp_size, engine_quantization, bf16"),
+            Item(f"{self.engine}: KV cache and work space", max(room - weights, self._least_cache()),
+                 "engine_mem_util"),
+        ]  # fmt: skip
+        if rollout.engine_type == "vllm":
+            _, _, size = self.shape.media_bytes()
+            items.append(Item("vLLM: cache of processed images", min(MEDIA_CACHE, self.prompts * size), where=HOST))
+        return items
+
+    def _least_cache(self) -> float:
+        """Keys and values of one whole sequence, below which an engine does not start."""
+        rollout = self.config.rollout
+        width = FP8 if rollout.engine_kv_cache_dtype.startswith("fp8") else self.shape.width
+        return self.length * self.shape.cache_bytes(width) / rollout.engine_tp_size
+
+    def _in_flight(self) -> int:
+        """Sequences that the engine works on at once, on one rank's share of it."""
+        rollout = self.config.rollout
+        if not self.resident:
+            return min(self.samples, rollout.micro_rollout_batch_size)
+        most = rollout.engine_max_num_seqs or 256
+        cache = next((item.bytes for item in self._engine(True) if "KV cache" in item.name), 0.0)
+        room = cache / max(1.0, self._least_cache()) * 2  # responses are half of their longest on average
+        return max(1, min(self.samples, most, int(room)))
+
+    # -- phases --------------------------------------------------------------------------------------------------
+
+    def _load(self) -> Phase:
+        """The checkpoint in host memory on its way to the device; then all models, and the engine starts."""
+        copy = self.zero.on_its_way("the checkpoint on its way", self.shape.model)
+        models = self._models(stepped=False)
+        loaded = [*models, *self._engine(awake=True)]
+        frozen = sum(item.name.startswith(("reference", "teacher")) for item in models)
+        copies = 1 + (self._critic is not None) + frozen
+        seconds = copies * self.shape.model.bytes / 2e9 + (30 if self.resident else 2)
+        moments = [loaded] if self.device.on_cpu else [[*loaded, copy]]
+        return Phase.fullest("load", seconds, *moments)
+
+    def _generate(self) -> Phase:
+        items = [*self._models(train_states=False), *self._engine(awake=True), *self._batch()]
+        if not self.resident and not self.split:
+            rows = self._in_flight()
+            items.append(Item("keys and values", rows * self.length * self.shape.cache_bytes(self.shape.width),
+                              "micro_rollout_batch_size"))  # fmt: skip
+            items += self.zero.gathered(self.shape.model)
+        return Phase.fullest("generate", self._generate_seconds(), items)
+
+    def _generate_seconds(self) -> float:
+        rollout, device, shape = self.config.rollout, self.device, self.shape
+        rows, weights = self._in_flight(), shape.base * shape.width / rollout.engine_tp_size
+        context = rollout.prompt_max_len + rollout.generate_max_len / 2
+        step = (weights + rows * context * shape.cache_bytes(shape.width)) / device.bandwidth + 0.005
+        prompts = 2 * shape.base * self.prompts * rollout.prompt_max_len / (SCORING_USE * device.flops)
+        return ceil(self.samples / rows) * rollout.generate_max_len * step + prompts
+
+    def _score(self) -> Phase:
+        rollout, device = self.config.rollout, self.device
+        samples = self._samples(min(self.samples, rollout.micro_rollout_batch_size))
+        prompts = ceil(len(samples) / rollout.n_samples_per_prompt)
+        peak = self.shape.scoring(self._batch_of(samples, computed_tokens(samples), prompts), device)
+        always = [*self._engine(awake=False), *self._batch()]
+        forward = Item("forward of a micro-batch", peak, "micro_rollout_batch_size")
+        moments = [[*self._models(False, scoring=True), *always, *self.zero.gathered(self.shape.model), forward]]
+        moments += [[*self._models(False, judge=name), *always] for name in self._judges]
+        models = 1 + (self.config.algorithm.init_kl_coef > 0) + (self._critic is not None)
+        seconds = models * 2 * self.shape.base * self._tokens() / (SCORING_USE * device.flops)
+        return Phase.fullest("score", seconds, *moments)
+
+    def _tokens(self) -> int:
+        """That are computed in a pass over the step's samples."""
+        return computed_tokens(self._samples(self.samples))
+
+    @cached_property
+    def _shares(self) -> bool:
+        train, attention = self.config.train, self.config.model.attn_implementation
+        several = self.config.rollout.n_samples_per_prompt > 1
+        return self.shape.family.shares_prompts(train.share_prefix, several, attention)
+
+    def _samples(self, count: int) -> list[SampleRef]:
+        """The longest samples of a rank, group after group."""
+        rollout, each = self.config.rollout, self.config.rollout.n_samples_per_prompt
+        return [
+            SampleRef(0, i, self.length, i, i // each if self._shares else None, rollout.prompt_max_len)
+            for i in range(count)
+        ]
+
+    def _own(self) -> int:
+        """Samples of an update on one rank, or on the ranks that hold them together."""
+        return max(1, self.config.train.train_batch_size * self.shape.sequence // self.ranks)
+
+    def _micro_batch(self) -> MicroBatch:
+        """The largest of training, as the replay buffer plans them."""
+        train, samples = self.config.train, self._samples(self._own())
+        most = most_tokens(samples, train.micro_train_batch_size, train.max_tokens_per_batch or None)
+        return self._batch_of(samples, most, self.prompts, train.packing_samples)
+
+    def _batch_of(self, samples: list[SampleRef], tokens: int, prompts: int, packed: bool = False) -> MicroBatch:
+        """So many tokens of the samples. prompts: different ones among as many samples that share nothing."""
+        answer = self.config.rollout.generate_max_len
+        if self._shares:
+            lengths, continues = _shared_row(samples, tokens)
+            prompts = continues.count(None)
+            return MicroBatch(1, tokens, answer * (len(lengths) - prompts), prompts, lengths, continues)
+        rows = ceil(tokens / self.length)
+        if packed:
+            lengths = [min(self.length, tokens - start) for start in range(0, tokens, self.length)]
+            return MicroBatch(1, tokens, min(tokens, rows * answer), min(rows, prompts), lengths)
+        return MicroBatch(rows, self.length, rows * answer, min(rows, prompts))
+
+    def _train(self) -> Phase:
+        train, zero, model = self.config.train, self.zero, self.shape.model
+        batch, own = self._micro_batch(), self._own()
+        activations = self.shape.training(batch, self.device)
+        lower = "gradient_checkpointing, sp_size, bf16, "
+        lower += "max_tokens_per_batch" if train.max_tokens_per_batch else "micro_train_batch_size"
+        micro_batches = ceil(computed_tokens(self._samples(own)) / (batch.rows * batch.length))
+        always = [
+            *self._models(),
+            *self._engine(awake=False),
+            *self._batch(self.shape.sequence),
+            self._next_batch(),
+            *zero.gathered(model),
+        ]
+        held = Item("activations of a micro-batch", activations, lower)
+        moments: list[list[Item]] = []
+        for name, trained in (("policy", model), ("critic", self._critic)):
+            if trained is not None:
+                backward = self._backward(zero.gradients(name, trained, micro_batches), held, micro_batches)
+                moments += [[*always, *moment] for moment in (*backward, zero.step(name, trained))]
+        passes = 4 if self.config.model.gradient_checkpointing else 3
+        models = 1 + (self._critic is not None)
+        products = models * passes * 2 * self.shape.base * self._tokens() * train.max_epochs
+        return Phase.fullest("train", products / (TRAINING_USE * self.device.flops), *moments)
+
+    def _backward(self, gradients: list[Item], held: Item, micro_batches: int) -> list[list[Item]]:
+        """What gradients and activations take: of one micro-batch the ones come as the others go, layer by layer."""
+        if micro_batches > 1 or self.zero.stage == 0:  # those of the micro-batches before, or room for all, are there
+            return [[*gradients, held]]
+        begun = [item for item in gradients if item.name.endswith(BUCKETS) and not self.device.on_cpu]
+        return [[*begun, held], [*gradients, replace(held, bytes=held.bytes / self.shape.text.num_hidden_layers)]]
+
+    def _sync(self) -> Phase:
+        size = self.shape.base * self.shape.width
+        items = [*self._models(train_states=False), *self._engine(awake=True), self._next_batch()]
+        if self.resident and not self.config.rollout.enable_engine_sleep:  # else the cache comes back after the weights
+            items.append(Item("a weight on its way", self.shape.model.largest * self.shape.width))
+            items += self.zero.handed_over(self.shape.model)
+        moved = sum(item.bytes for item in items if item.where == HOST and "fp32" in item.name)
+        if self.split:
+            versions = self.config.asynchronous.ahead + 2
+            items += [Item("versions of the weights for the workers", versions * size / self.local, where=HOST)]
+            items += self.zero.handed_over(self.shape.model)
+        return Phase.fullest("sync", size * 10 / self.device.bandwidth + 2 * moved / self.device.link, items)
+
+
+def _shared_row(samples: list[SampleRef], tokens: int) -> tuple[list[int], list[int | None]]:
+    """(lengths, continues) of the segments of a row with each group's prompt once, cut off after so many tokens."""
+    lengths: list[int] = []
+    continues: list[int | None] = []
+    prompts: dict[int | None, int] = {}
+    for sample in samples:
+        if sample.group not in prompts:
+            prompts[sample.group] = len(lengths)
+            lengths.append(sample.prompt)
+            continues.append(None)
+        lengths.append(sample.tokens - sample.prompt)
+        continues.append(prompts[sample.group])
+    lengths = [min(length, tokens - begin) for length, begin in zip(lengths, accumulate(lengths, initial=0))]
+    lengths = [length for length in lengths if length > 0]
+    return lengths, continues[: len(lengths)]

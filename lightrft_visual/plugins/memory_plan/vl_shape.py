@@ -1,0 +1,266 @@
+"""What a vision-language model and one forward of it hold, from meta tensors: weights, activations, media, logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from ...config.devices import Device
+from ...config.vl import RunConfig
+from ...models.attention import Segments, attend_by_segments
+from ...models.loading import add_lora, freeze
+from ...models.logprobs import chunk_rows
+from ...models.vlm.families import family_of
+from ...rollout.vllm.arguments import token_bytes
+from .meta import Held, held_bytes, on_meta
+from .remembered import remembered
+from .zero import FP32, Model
+
+FEW_LAYERS = 3  # that are looked at of a decoder
+LARGEST_IMAGE = 16384 * 28 * 28  # pixels, where max_pixels is not set: the processors' own bound
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tokens of one forward. prompts: different ones among its samples; the vision tower runs once for each.
+
+    lengths, continues: the segments of its one row, as in `Segments`; without lengths its rows are padded.
+    """
+
+    rows: int
+    length: int
+    actions: int
+    prompts: int
+    lengths: list[int] | None = None
+    continues: list[int | None] | None = None
+
+    def over(self, ranks: int) -> MicroBatch:
+        """What one of several ranks computes that hold the micro-batch together: a slice of a packed row.
+
+        All answers of a row may lie in one slice.
+        """
+        if ranks == 1:
+            return self
+        length = ceil(self.rows * self.length / ranks)
+        return MicroBatch(1, length, min(self.actions, length), ceil(self.prompts / ranks), [length])
+
+
+@dataclass
+class VLShape:
+    """A run's model on meta tensors, as it will be trained: frozen parts frozen, adapters added."""
+
+    config: RunConfig
+    model_config: object
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return torch.bfloat16 if self.config.model.bf16 else torch.float32
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of a weight."""
+        return 2 if self.config.model.bf16 else FP32
+
+    @cached_property
+    def whole(self) -> nn.Module:
+        """The model as it is loaded."""
+        auto = AutoModelForImageTextToText if self.family.vision else AutoModelForCausalLM
+        model = self.config.model
+        transformer = on_meta(
+            lambda: auto.from_config(self.model_config, dtype=self.dtype, trust_remote_code=model.trust_remote_code)
+        )
+        if model.gradient_checkpointing:
+            transformer.gradient_checkpointing_enable({"use_reentrant": False})
+        freeze(transformer, model.freeze_prefix)
+        return transformer
+
+    @cached_property
+    def trained(self) -> nn.Module:
+        """The same with adapters where there are any."""
+        with torch.device("meta"):
+            return add_lora(self.whole, self.config.model)
+
+    @cached_property
+    def family(self):
+        """The adapter of the model's family."""
+        return family_of(self.model_config)
+
+    @cached_property
+    def text(self):
+        """Configuration of the language model."""
+        return self.model_config.get_text_config()
+
+    @cached_property
+    def model(self) -> Model:
+        """Its numbers; with LoRA the adapters are what is trained."""
+        return Model.of(self.trained, self.width)
+
+    @cached_property
+    def base(self) -> int:
+        """Numbers of the checkpoint, which the engine loads: without adapters."""
+        return sum(p.numel() for name, p in self.trained.named_parameters() if ".lora_" not in name)
+
+    @cached_property
+    def tower(self) -> nn.Module | None:
+        """The vision tower; None for text-only models, and for those that turn images into ids."""
+        if self.family.coder is not None:
+            return None
+        names = {name.rpartition(".")[2]: module for name, module in self.whole.named_modules()}
+        return next((names[name] for name in self.family.towers if name in names), None) if self.family.vision else None
+
+    @property
+    def patch_side(self) -> int:
+        """Pixels of a side of a patch of what is read; 0 for text-only models."""
+        if self.family.coder is not None:
+            return self.family.code_side
+        return 0 if self.tower is None else _side(self.model_config.vision_config)
+
+    def cache_bytes(self, width: int) -> float:
+        """Keys and values of one token."""
+        return token_bytes(self.text, width)
+
+    def media_bytes(self) -> tuple[float, float, float]:
+        """(vision tokens, patches, bytes of patches) of one prompt at most."""
+        config, rollout = self.config, self.config.rollout
+        images, longest = rollout.limit_mm_image_per_prompt, rollout.prompt_max_len
+        if self.family.coder is not None:
+            area = self.family.code_side**2
+            tokens = min(longest, images * self.family.largest_image / area)
+            return tokens, tokens, tokens * 3 * area * FP32
+        if self.tower is None:
+            return 0.0, 0.0, 0.0
+        vision = self.model_config.vision_config
+        per_token = getattr(vision, "spatial_merge_size", None)
+        if per_token is None:  # tiles of one size, each with a number of tokens of its own
+            tokens = self.family.tokens_per_row or 256
+            size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
+            tiles = max(1, longest // tokens)
+            return tiles * tokens, tiles * (size // self.patch_side) ** 2, tiles * 3 * size * size * FP32
+        most = images * (config.data.max_pixels or LARGEST_IMAGE) / self.patch_side**2
+        patches = min(longest * per_token**2, most)
+        numbers = vision.in_channels * vision.temporal_patch_size * self.patch_side**2
+        return patches / per_token**2, patches, patches * numbers * FP32
+
+    # -- activations ---------------------------------------------------------------------------------------------
+
+    def scoring(self, batch: MicroBatch, device: Device) -> float:
+        """Most bytes of a forward without gradient over a micro-batch."""
+        self.trained.eval()
+        batch, embedded = batch.over(self.sequence), self._embedded(batch)
+        held = self._decoder(batch, backward=False)
+        own = batch.rows * batch.length * self.text.hidden_size * self.width
+        head = own + self._head(batch.actions, device, backward=False)
+        return max(held.peak, head) + self._tower(batch.prompts, backward=False) + embedded
+
+    def training(self, batch: MicroBatch, device: Device) -> float:
+        """Most bytes of a forward and backward over a micro-batch.
+
+        Backward starts at the head, while all that the layers keep is there.
+        """
+        self.trained.train()
+        batch, embedded = batch.over(self.sequence), 2 * self._embedded(batch)
+        held = self._decoder(batch, backward=True)
+        head = held.kept + self._head(batch.actions, device, backward=True)
+        return max(held.peak, head) + self._tower(batch.prompts, backward=True) + embedded
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that hold a micro-batch together."""
+        return self.config.distributed.sp_size
+
+    def _embedded(self, batch: MicroBatch) -> int:
+        """The embeddings of a row that several ranks hold together, which each of them has whole before it is cut."""
+        return 0 if self.sequence == 1 else batch.rows * batch.length * self.text.hidden_size * self.width
+
+    def _decoder(self, batch: MicroBatch, backward: bool) -> Held:
+        """`_decoded`, counted once for each shape. What code of the user's own makes is counted each time."""
+        if self.config.model.trust_remote_code or self.config.plugins:
+            return self._decoded(batch, backward)
+        sizes = self.model_config.to_json_string(use_diff=False)
+        shape = f"{sizes} {self.config.model} {batch} {backward} {self.trained.training}"
+        return remembered(shape, lambda: self._decoded(batch, backward))
+
+    def _decoded(self, batch: MicroBatch, backward: bool) -> Held:
+        """The decoder over a micro-batch, with the mask of a padded one.
+
+        Its layers are alike: a deep model holds what a shallow one does and so much more for each further layer.
+        """
+        base = self.trained.get_base_model() if self.config.model.lora_rank else self.trained
+        decoder = base.get_decoder()
+        layers, by_segments = decoder.layers, batch.lengths is not None and attend_by_segments(base.base_model)
+        try:
+            decoder.layers = layers[:FEW_LAYERS]
+            held = self._decode(decoder, batch, by_segments, backward)
+            if len(layers) > FEW_LAYERS:
+                decoder.layers = layers[: FEW_LAYERS + 1]
+                deeper = self._decode(decoder, batch, by_segments, backward)
+                further = len(layers) - FEW_LAYERS
+                held = Held(*(first + further * (second - first) for first, second in zip(held, deeper)))
+        finally:
+            decoder.layers = layers
+        mask = batch.rows * batch.length**2 if batch.lengths is None else 0
+        return Held(held.kept + mask, held.peak + mask)
+
+    def _decode(self, decoder: nn.Module, batch: MicroBatch, by_segments: bool, backward: bool) -> Held:
+        ids = torch.zeros(batch.rows, batch.length, dtype=torch.long, device="meta")
+        attention = {"attention_mask": torch.zeros(batch.rows, 1, *[batch.length] * 2, dtype=torch.bool, device="meta")}
+        if by_segments:
+            segments = Segments(batch.lengths, ids.device, batch.continues)
+            attention = {"attention_mask": segments.mask, "segments": segments}
+
+        def run() -> torch.Tensor:
+            return decoder(input_ids=ids, use_cache=False, **attention).last_hidden_state
+
+        return held_bytes(decoder, run, backward=backward)
+
+    def _head(self, actions: int, device: Device, backward: bool) -> float:
+        """Log-probs of `actions` tokens by chunks of logits (models/logprobs.py), with their gradients."""
+        weight = self.whole.get_output_embeddings().weight
+        vocabulary, hidden = weight.shape
+        rows = min(actions, chunk_rows(vocabulary, torch.device("cpu" if device.on_cpu else "meta")))
+        copies = 2 + (self.width < FP32)  # logits, their exponents or gradient, that in half precision
+        held = copies * rows * vocabulary * FP32 + actions * hidden * self.width
+        if backward:
+            held += actions * hidden * self.width
+            if weight.requires_grad:
+                products = 1 if self.width == FP32 else 2  # half precision has no product that adds to a float32 sum
+                held += vocabulary * hidden * (FP32 * products + (self.width if self.width < FP32 else 0))
+        return held
+
+    def _tower(self, prompts: int, backward: bool) -> int:
+        """Activations of the vision tower over the patches of some prompts; its blocks are all alike."""
+        if self.family.coder is not None:
+            return self._coder() + int(prompts * self.media_bytes()[2])
+        if self.tower is None:
+            return 0
+        vision, model = self.model_config.vision_config, self.config.model
+        hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
+        inner = getattr(vision, "intermediate_size", None) or int(hidden * vision.mlp_ratio)
+        depth = getattr(vision, "depth", None) or vision.num_hidden_layers
+        block = self.width * (14 * hidden + 4 * inner)
+        if not (backward and any(parameter.requires_grad for parameter in self.tower.parameters())):
+            each = self.width * (6 * hidden + 3 * inner)
+        elif model.gradient_checkpointing:
+            each = depth * self.width * hidden + block
+        else:
+            each = depth * block
+        _, patches, size = self.media_bytes()
+        return int(prompts * (patches * each + size))
+
+    def _coder(self) -> int:
+        """Most bytes that the coding of one image takes, the largest that fits into a prompt."""
+        coder = self.whole.base_model.get_submodule(self.family.coder)
+        side = self.family.code_side
+        across = max(1, int(self.media_bytes()[0] ** 0.5)) * side
+        image = torch.zeros(1, 3, across, across, dtype=self.dtype, device="meta")
+        return held_bytes(coder, lambda: coder.encode(image, [image.shape[2:]]).last_hidden_state, backward=False).peak
+
+
+def _side(vision) -> int:
+    return vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]

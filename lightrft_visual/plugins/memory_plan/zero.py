@@ -1,0 +1,133 @@
+"""What DeepSpeed holds of a model that it trains, by ZeRO stage. Facts of DeepSpeed 0.19.
+
+For T trained numbers over N ranks: stage 1 divides fp32 weights and Adam's two moments, stage 2 also the gradients
+once they are reduced, stage 3 also the weights. Stage 0 with bf16 weights is DeepSpeed's BF16_Optimizer, which divides
+as stage 1 does and keeps gradients in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ...config.shared import DistributedConfig
+from ...rollout.weight_sync import BUCKET_BYTES
+from .table import HOST, Item
+
+FP32 = 4
+BUCKETS = "buckets of gradients"
+BUCKET = 500_000_000  # numbers of a reduction bucket, whole however small the model is
+LIVE = 1_000_000_000  # weights that stage 3 keeps gathered at most, beside the one it gathers
+
+
+@dataclass(frozen=True)
+class Model:
+    """Numbers of a model: trained, frozen, of its largest trained and its largest weight; bytes of one number."""
+
+    trained: int
+    frozen: int
+    largest: int
+    widest: int
+    width: int
+
+    @classmethod
+    def of(cls, module: nn.Module, width: int) -> Model:
+        """Of a module as it is, with what it freezes; the weights will take `width` bytes each."""
+        trained = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
+        every = [parameter.numel() for parameter in module.parameters()]
+        return cls(sum(trained), sum(every) - sum(trained), max(trained, default=0), max(every), width)
+
+    @property
+    def numbers(self) -> int:
+        """All of them."""
+        return self.trained + self.frozen
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole model's weights."""
+        return self.numbers * self.width
+
+
+@dataclass(frozen=True)
+class Zero:
+    """The settings that decide who holds what. fused: AdamW as one kernel, without temporaries of its own."""
+
+    config: DistributedConfig
+    ranks: int
+    on_cpu: bool
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's."""
+        return self.config.zero_stage
+
+    def share(self, stage: int) -> int:
+        """By how many ranks something is divided that is whole below this stage."""
+        return self.ranks if self.stage >= stage else 1
+
+    def weights(self, name: str, model: Model) -> Item:
+        """Of the model in the run's precision."""
+        lower = "bf16, zero_stage 3" if self.stage < 3 else "bf16, more ranks"
+        return Item(f"{name}: weights", model.bytes / self.share(3), lower)
+
+    def on_its_way(self, name: str, model: Model) -> Item:
+        """What a load holds on the host: the whole model, under stage 3 one weight after the other."""
+        size = model.bytes if self.stage < 3 else model.widest * model.width
+        return Item(name, size, "zero_stage 3, fewer ranks a host", HOST)
+
+    def gathered(self, model: Model) -> list[Item]:
+        """What stage 3 has together in a forward or backward pass."""
+        if self.stage < 3:
+            return []
+        return [Item("weights gathered by ZeRO-3", min(model.numbers, LIVE + model.widest) * model.width)]
+
+    def handed_over(self, model: Model) -> list[Item]:
+        """What stage 3 has together while an engine takes the weights over."""
+        if self.stage < 3:
+            return []
+        size = max(model.widest * model.width, min(BUCKET_BYTES, model.bytes))
+        return [Item("weights gathered for the engine", size)]
+
+    def optimizer(self, name: str, model: Model, stepped: bool = True) -> list[Item]:
+        """fp32 weights and, after the first step, Adam's moments; on the host with adam_offload."""
+        plain = self.stage == 0 and model.width == FP32
+        share = 1 if plain else self.ranks
+        masters = 0 if plain else FP32 * model.trained / share
+        moments = 2 * FP32 * model.trained / share if stepped else 0
+        extra = (FP32 + model.width) * model.trained / share if self.config.adam_offload else 0  # gradients, weights
+        lower = "adam_offload, offload_trainer, lora_rank, more ranks"
+        item = Item(f"{name}: fp32 weights and Adam's moments", masters + moments + extra, lower)
+        return [item.on_host(self.config.adam_offload)]
+
+    def gradients(self, name: str, model: Model, micro_batches: int = 2) -> list[Item]:
+        """While backward runs: those reduced so far, those of the present micro-batch, and buckets."""
+        width = {"fp32": FP32, "bf16": 2, None: model.width}[self.config.grad_accum_dtype]
+        lower = "zero_stage 2, more ranks, lora_rank"
+        if self.stage == 0:
+            width = FP32 if model.width < FP32 else model.width
+            return [Item(f"{name}: gradients", model.trained * width, lower)]
+        bucket = min(BUCKET, model.trained) if self.on_cpu else BUCKET  # untouched pages of the host take nothing
+        buckets = bucket * model.width * (2 if self.config.overlap_comm else 1)
+        held = model.trained * width / self.share(2)
+        again = model.trained * model.width / self.ranks if micro_batches > 1 and not self.config.adam_offload else 0
+        where = self.config.adam_offload and self.stage >= 2
+        single = model.largest * model.width if model.largest > BUCKET else 0
+        return [
+            Item(f"{name}: gradients", 0 if where else held + again, lower),
+            Item(f"{name}: {BUCKETS}", buckets + single, "no overlap_comm" if self.config.overlap_comm else ""),
+        ]
+
+    def step(self, name: str, model: Model) -> list[Item]:
+        """While the optimizer steps: gradients in fp32, on the host also AdamW's temporaries."""
+        if self.stage == 0 and model.width == FP32:
+            largest = 2 * FP32 * model.largest if self.on_cpu else 0
+            return [Item(f"{name}: gradients in fp32", FP32 * model.trained + largest)]
+        share = self.ranks
+        whole = model.trained * model.width if self.stage == 0 else 0
+        flat = model.trained * model.width / share if model.width < FP32 else 0
+        temporaries = 2 * FP32 * model.trained / share if self.on_cpu else 0
+        if self.config.adam_offload:
+            return [Item(f"{name}: updated weights", flat, where=HOST)]
+        return [Item(f"{name}: gradients in fp32", FP32 * model.trained / share + flat + whole + temporaries,
+                     "more ranks, lora_rank")]  # fmt: skip

@@ -1,0 +1,129 @@
+"""The Ray cluster of a run: the one that RAY_ADDRESS names, else one on this host that ends with the run.
+
+Ray is optional; it carries reward scorers and rollout workers, never the trainer's collectives.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+from ...errors import ConfigError
+
+OBJECT_STORE_BYTES = 256 * 2**20  # of a cluster started here: prompts and responses pass through it
+CONNECT_SECONDS = 20.0
+MISSING = "{} needs the package ray: pip install 'lightrft_visual[ray]'"
+AUTH_MODE = "RAY_AUTH_MODE"
+TRIES = "RAY_gcs_server_port_wait_time_s"  # of Ray: seconds of waiting, or tries to connect
+# What a worker process must find as the trainer does; everything else it has from its own host.
+HANDED_ON = ("LIGHTRFT_", "HF_", "VLLM_", "TRANSFORMERS_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_")
+
+
+def connect(needed_for: str, cpus: float | None = None, address: str | None = None, logs: bool = False) -> Any:
+    """The ray module, connected: to `address`, to RAY_ADDRESS where set, else to a cluster started here with `cpus`.
+
+    Raises ConfigError without the package, or where the cluster does not answer. needed_for: the setting, for that.
+    logs: whether what its processes print is printed here.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(MISSING.format(needed_for)) from error
+    if ray.is_initialized():
+        own = ray.get_runtime_context().gcs_address
+        if address not in (None, own):  # each rank started one of its own for something else, such as its rewards
+            raise ConfigError(
+                f"{needed_for} needs the Ray cluster at {address}, but this process is connected to {own}: start one "
+                "for all of the run by `ray start --head`, and set RAY_ADDRESS to its address"
+            )
+        return ray
+    named = address or os.environ.get("RAY_ADDRESS")
+    _check_answers(named, needed_for)
+    local = {} if named else {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    if not named:
+        # By default Ray's processes have the lowest priority but four; a trainer that is at work would starve them.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        if cpus is not None:
+            local["num_cpus"] = max(1, math.ceil(cpus))  # rounded down, the last worker would wait for a part of one
+    try:
+        with _asked_twice() if named else nullcontext():
+            ray.init(address=address, log_to_driver=logs, logging_level="error", **local)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"at {named}" if named else "on this host"
+        said = (str(error).strip() or type(error).__name__).splitlines()[-1]  # before that Ray tells tracebacks
+        raise ConfigError(f"{needed_for}: the Ray cluster {where} does not answer: {said}") from error
+    return ray
+
+
+@contextmanager
+def _asked_twice() -> Iterator[None]:
+    """Inside, Ray gives up an address where something else listens after two tries of 40 seconds, by default after 20,
+    unless the user has set it."""
+    before = os.environ.get(TRIES)
+    os.environ.setdefault(TRIES, "2")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[TRIES]
+
+
+def check_reachable(needed_for: str) -> None:
+    """Raise ConfigError, without importing Ray, where it is not installed or nobody answers at RAY_ADDRESS."""
+    if "ray" not in sys.modules and find_spec("ray") is None:
+        raise ConfigError(MISSING.format(needed_for))
+    _check_answers(os.environ.get("RAY_ADDRESS"), needed_for)
+
+
+def _check_answers(named: str | None, needed_for: str) -> None:
+    """Raise ConfigError where nobody listens at host:port; Ray itself asks again for minutes. Other forms are Ray's."""
+    host, separator, port = (named or "").removeprefix("ray://").rpartition(":")
+    if not separator or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"{needed_for}: no Ray cluster answers at {named} ({error}); RAY_ADDRESS names it, as HOST:6379, and "
+            "without that variable a cluster is started on this host"
+        ) from None
+
+
+def authentication() -> str | None:
+    """How the cluster that this process is connected to wants to be spoken to, for `adopt_authentication`: one that is
+    started here asks for a token, by Ray's default."""
+    return os.environ.get(AUTH_MODE)
+
+
+def adopt_authentication(mode: str | None) -> None:
+    """Speak to a cluster that another process has started as that one does; Ray finds the token by itself. To be called
+    before anything imports ray, which reads this when it is imported."""
+    if mode is not None:
+        os.environ.setdefault(AUTH_MODE, mode)
+
+
+def connected() -> bool:
+    """Whether this process is connected to a cluster."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
+def process_environment(**own: str) -> dict[str, Any]:
+    """Ray's runtime_env of a worker that imports what this process imports. own: further variables."""
+    shared = {name: value for name, value in os.environ.items() if name.startswith(HANDED_ON)}
+    return {"env_vars": shared | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | own}
+
+
+def on_devices(*devices: int) -> dict[str, Any]:
+    """Ray's runtime_env of a process on some devices of this host, which the run divides, not Ray."""
+    from deepspeed.accelerator import get_accelerator
+
+    names = get_accelerator().visible_devices_envs()
+    own = {name: ",".join(map(str, devices)) for name in names} | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    return process_environment(**own)

@@ -1,0 +1,163 @@
+"""Images and videos drawn by workers in other processes, with the weights that the trainer hands them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ...config.diffusion import DiffusionRunConfig, rollout_noise, rollout_sampling
+from ...errors import ConfigError
+from ...models.diffusion.policy import DiffusionPolicy, LoraSettings
+from ...models.weight_copies import gathered
+from ...rollout.diffusion_sampler import DiffusionSampler
+from ...rollout.weight_post import take_over
+from ...trainer.diffusion.maker import DiffusersEngine
+from ...trainer.diffusion.stages import DiffusionSampling, DrawingBatch, ImageSettings, Sampled, TrainedVelocity
+from .rollout.engine import SHARES, Workers
+from .rollout.ray_workers import check_cluster
+from .rollout.worker import Blueprint
+
+T = torch.Tensor
+
+
+@dataclass
+class RemoteDrawing(DiffusersEngine):
+    """The `diffusers` engine once in each worker. `sampling` is the trainer's own, for evaluations.
+
+    ahead: batches that are begun before they are asked for.
+    """
+
+    workers: Workers | None = None
+    ahead: int = 0
+    waited: float = 0.0
+    _policies: dict[int, int] = field(default_factory=dict)  # version of the weights -> policy version
+    _begun: dict[int, list[Future]] = field(default_factory=dict)  # by step
+
+    def generate(self, rows: DrawingBatch, step: int, graphs: None = None) -> list[Sampled]:
+        """Rollouts by micro-batch, in the order of the rows, on the trainer's device; of a step that was begun, those
+        that come of it. graphs: stay in the workers, so there are none."""
+        begun = self._begun.pop(step, None)
+        if begun is None:
+            return self._collect(self._begin(rows, step))
+        asked = time.perf_counter()
+        made = self._collect(begun)
+        self.waited += time.perf_counter() - asked
+        return made
+
+    def announce(self, step: int, rows: Callable[[], DrawingBatch]) -> None:
+        """Begin on a step, unless that was done, with whatever weights are there until it is asked for."""
+        if step not in self._begun:
+            self._begun[step] = self._begin(rows(), step)
+
+    def measured(self) -> dict[str, float]:
+        """See `RemoteEngine.measured`."""
+        waited, self.waited = self.waited, 0.0
+        return self.workers.measured(waited, self._begun.values())
+
+    def _begin(self, rows: DrawingBatch, step: int) -> list[Future]:
+        """Hand the rows to the workers, in pieces of whole micro-batches."""
+        size, count = self.sampling.settings.micro_batch_size, self.workers.pool.size
+        batches = math.ceil(len(rows) / size)
+        each = size * (batches if count == 1 else math.ceil(batches / (count * SHARES)))
+        pieces = [rows.select(slice(start, start + each)) for start in range(0, len(rows), each)]
+        return [self.workers.pool.submit(piece, step) for piece in pieces]
+
+    def _collect(self, begun: list[Future]) -> list[Sampled]:
+        device = self.sampling.model.policy.device
+        made = []
+        for future in begun:
+            part, version = future.result()
+            drawn_by = self._policies.get(version, 0) if self.ahead else None
+            made += [replace(_moved(each, device), policy_version=drawn_by) for each in part]
+        return made
+
+    def hand_over(self, policy_version: int) -> None:
+        """The workers get the weights that rollouts are drawn with: the old policy's where there is one."""
+        with self.old.swapped() if self.old is not None else nullcontext():
+            self.workers.update(trained_weights(self.sampling.model.policy), at_once=not self.ahead)
+        self._policies[self.workers.version] = policy_version
+
+
+def remote_drawing(config: DiffusionRunConfig, local: DiffusersEngine, path: str) -> RemoteDrawing:
+    """The engine of a run with placement split. path: of the pipeline, which the workers read too."""
+    blueprint = Blueprint(f"{__name__}:WorkerDrawing", (config, path), torch.get_num_threads(), config.plugins)
+    ahead = config.asynchronous.ahead
+    workers = Workers(config, blueprint, turns=ahead + 2)
+    return RemoteDrawing(local.sampling, local.n_samples_per_prompt, local.old, workers, ahead)
+
+
+def check_remote(config: DiffusionRunConfig) -> None:
+    """Raise ConfigError for a run that has no rollouts of its own to be made elsewhere, or nowhere to make them."""
+    if config.offline or config.algorithm.entry.trains_on == "reward":
+        what = "pairs of a file" if config.offline else "images drawn while it learns"
+        raise ConfigError(f"placement split: this run trains on {what}, without rollouts; use --placement colocated")
+    check_cluster(config.distributed.resources)
+
+
+def trained_weights(policy: DiffusionPolicy) -> Iterator[tuple[str, T]]:
+    """(name, tensor) of every parameter that trains, whole. Each rank must read all of them."""
+    for name, parameter in policy.named_parameters():
+        if parameter.requires_grad:
+            with gathered([parameter]):
+                yield name, parameter.detach()
+
+
+class WorkerDrawing:
+    """What a worker holds: pipeline, policy and sampler, as the trainer has them, without an optimizer."""
+
+    def __init__(self, config: DiffusionRunConfig, path: str) -> None:
+        model = config.model
+        policy = DiffusionPolicy.from_pretrained(
+            path,
+            lora=LoraSettings.from_config(model),
+            dtype=torch.bfloat16 if model.bf16 else torch.float32,
+            trainable=model.trained_denoisers,
+            text_length=model.max_sequence_length,
+            family=model.family,
+            tokenizer=model.tokenizer_path,
+        )
+        policy.family.detach_guidance = config.algorithm.detach_guidance
+        policy.family.source_pixels = config.sampling.source_pixels
+        if model.vae_tiling:
+            policy.family.pipeline.vae.enable_tiling()
+        device = torch.device(get_accelerator().current_device_name())
+        policy.place(device)
+        self.policy = policy.to(device).eval()
+        self.parameters = {name: each for name, each in policy.named_parameters() if each.requires_grad}
+        sampler = DiffusionSampler(rollout_sampling(config), rollout_noise(config))
+        self.sampling = DiffusionSampling(TrainedVelocity(policy, policy), sampler, ImageSettings.from_config(config))
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, T]]) -> None:
+        """What trains, into the policy; see `take_over`."""
+        for name, tensor in named_tensors:
+            take_over(self.parameters[name], tensor)
+
+    def reset_caches(self) -> None:
+        """Nothing to do: encoded prompts do not depend on what trains."""
+
+    def generate(self, rows: DrawingBatch, step: int) -> list[Sampled]:
+        """Rollouts by micro-batch, on the host."""
+        return [_moved(each, torch.device("cpu")) for each in self.sampling.draw(rows, step)]
+
+    def close(self) -> None:
+        """Nothing to shut down."""
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A batch with its tensors on a device; media stay on the host."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: _moved(each, device) for name, each in value.items()}
+    if is_dataclass(value):
+        names = [item.name for item in fields(value) if item.name != "media"]
+        return replace(value, **{name: _moved(getattr(value, name), device) for name in names})
+    return value

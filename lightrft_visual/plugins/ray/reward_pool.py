@@ -1,0 +1,198 @@
+"""Scorers and reward models behind another transport: actors of a Ray cluster.
+
+In this process a scorer is a `CallableSource`; behind HTTP it is served by `server.py` and asked by `remote.py`; here
+it lives in Ray actors of a local cluster, or of the one that RAY_ADDRESS names. Ray is optional.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ...config.placement import ResourcesConfig
+from ...errors import ConfigError, LightRFTVisualError, RewardError
+from ...rewards.batch import Call, PendingSource, RewardBatch, Scores, Source
+from ...rewards.local.forms import AUTO
+from ...rewards.registry import check_scorer, find_scorer
+from ...runtime import collectives
+from ...runtime.usercode.calls import describe_error, masked
+from ...runtime.usercode.loading import MODULE_PREFIX, load_reward_fn
+from .cluster import adopt_authentication, authentication, connect, on_devices, process_environment
+from .reward_actor import RewardActor, build_model, build_source
+
+START_SECONDS = 600.0  # of an actor: imports and a large checkpoint
+NAMESPACE = "lightrft_visual"
+
+
+class ActorPool(PendingSource):
+    """Actors that each hold the same source; a batch is shared out between them. All ranks make one together, and share
+    its actors.
+
+    build(*arguments) makes the source in an actor. options: Ray's, of each actor. A part that is not scored within
+    `timeout` seconds, for each rank that may ask at the same time, or whose actor dies, is failed; the actor starts
+    again. What the source itself raises is a RewardError. device: None for that of the actor's process.
+    """
+
+    _moved: Any = None  # a module whose code goes along, as the actors cannot import it
+
+    def __init__(
+        self,
+        name: str,
+        build: Callable[..., Source],
+        arguments: tuple,
+        *,
+        options: Sequence[Mapping[str, Any]] = ({},),
+        timeout: float = 60.0,
+        device: str | None = "cpu",
+        needed_for: str = "reward_transport ray",
+        cpus: float | None = None,
+    ) -> None:
+        self.name, self.device, self._needed_for = name, device, needed_for
+        self.timeout = timeout * collectives.world_size()
+        error: LightRFTVisualError | None = None
+        told: tuple[str | None, list[str]] = (None, [])
+        if collectives.is_rank_0():
+            try:
+                told = self._begin(build, arguments, options, cpus)
+            except LightRFTVisualError as failure:
+                error = failure
+        address, names, mode, error = collectives.broadcast_object((*told, authentication(), error))
+        if error is not None:
+            raise error
+        if not collectives.is_rank_0():
+            adopt_authentication(mode)
+            self._ray = connect(needed_for, address=address)
+            self._actors = [self._ray.get_actor(each, namespace=NAMESPACE) for each in names]
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"ray-{name}")
+
+    def _begin(
+        self, build: Callable[..., Source], arguments: tuple, options: Sequence[Mapping[str, Any]], cpus: float | None
+    ) -> tuple[str, list[str]]:
+        """(address of the cluster, names of the actors)."""
+        self._ray = connect(self._needed_for, cpus=cpus)
+        if self._moved is not None:
+            self._ray.cloudpickle.register_pickle_by_value(self._moved)
+        run = uuid.uuid4().hex[:8]
+        names = [f"reward_{run}_{place}" for place in range(len(options))]
+        usual = {"num_cpus": 0, "runtime_env": process_environment(), "max_restarts": -1, "max_task_retries": 0}
+        factory = self._ray.remote(RewardActor)
+        self._actors = [
+            factory.options(name=each, namespace=NAMESPACE, **(usual | dict(own))).remote(
+                build, arguments, torch.get_num_threads()
+            )
+            for each, own in zip(names, options)
+        ]
+        self._wait_until_ready(self._actors)
+        return self._ray.get_runtime_context().gcs_address, names
+
+    def _wait_until_ready(self, actors: list[Any], again: bool = False) -> None:
+        """Starting, with its imports and checkpoints, does not count against a call. again: they died, and Ray starts
+        them anew. Raises ConfigError."""
+        errors, deadline = self._ray.exceptions, time.monotonic() + START_SECONDS
+        for actor in actors:
+            while True:
+                try:
+                    self._ray.get(actor.process.remote(), timeout=max(1.0, deadline - time.monotonic()))
+                    break
+                except errors.RayError as error:
+                    coming = isinstance(error, errors.RayActorError) and again
+                    if not coming or time.monotonic() > deadline:
+                        what = f"{type(error).__name__}: {error}"
+                        raise ConfigError(f"reward {self.name} does not start on Ray: {what}") from None
+                    time.sleep(0.2)
+
+    def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
+        """Start scoring in the actors."""
+        return self._threads.submit(self._score, batch)
+
+    def _score(self, batch: RewardBatch) -> Scores:
+        share = -(-len(batch) // len(self._actors))
+        parts = batch.chunks(share)
+        tasks = [actor.score.remote(part, self.device) for actor, part in zip(self._actors, parts)]
+        self._ray.wait(tasks, num_returns=len(tasks), timeout=self.timeout)
+        return Scores.join([self._collect(place, task, part) for place, (task, part) in enumerate(zip(tasks, parts))])
+
+    def _collect(self, place: int, task: Any, part: RewardBatch) -> Scores:
+        errors = self._ray.exceptions
+        try:
+            return self._ray.get(task, timeout=0)
+        except errors.GetTimeoutError:
+            self._ray.kill(self._actors[place], no_restart=False)
+            self._wait_until_ready([self._actors[place]], again=True)
+            return Scores.all_failed(len(part), f"{self.name} on Ray: no result within {self.timeout:g} s")
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, RewardError):
+                raise error.cause from None
+            raise RewardError(f"reward {self.name} on Ray {masked(describe_error(error.cause))}") from None
+        except errors.RayError as error:  # it starts again by itself; another rank's calls may be under way by now
+            self._wait_until_ready([self._actors[place]], again=True)
+            return Scores.all_failed(len(part), f"{self.name} on Ray: {type(error).__name__}")
+
+    def close(self) -> None:
+        """End the actors, by rank 0; the cluster stays."""
+        self._threads.shutdown(wait=True)
+        for actor in self._actors if collectives.is_rank_0() else ():
+            self._ray.kill(actor, no_restart=True)
+
+
+class RaySource(ActorPool):
+    """A scorer in actors. key: a registered one or `path.py:name`. lenient: see CallableSource."""
+
+    def __init__(
+        self,
+        name: str,
+        key: str,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        form: str = AUTO,
+        lenient: bool = False,
+        **pool: Any,
+    ) -> None:
+        target: Callable[..., Any] | str = key
+        if ".py:" in key:
+            load_reward_fn(key)
+        else:
+            check_scorer(key, settings or {})
+            target = find_scorer(key)
+        module = sys.modules.get(getattr(target, "__module__", ""))
+        if module is not None and module.__name__.startswith(MODULE_PREFIX):  # a plugin's: its code goes along
+            self._moved = module
+        super().__init__(name, build_source, (name, target, dict(settings or {}), form, lenient), **pool)
+
+
+class RayRewardModel(ActorPool):
+    """A reward model of `reward_pretrain` in actors; path: a folder that they can read."""
+
+    def __init__(self, name: str, path: str, **pool: Any) -> None:
+        super().__init__(name, build_model, (name, path), **pool)
+
+
+def actor_pool(resources: ResourcesConfig, usual: int) -> dict[str, Any]:
+    """Keyword arguments of an ActorPool for what the run's resources say of rewards. usual: actors where they say no
+    number. Raises ConfigError for more actors than devices."""
+    devices, gpus = resources.reward_devices, resources.reward_num_gpus
+    count = resources.reward_num_workers or (len(devices) if devices else usual)
+    common: dict[str, Any] = {"num_cpus": resources.reward_num_cpus}
+    rollouts = resources.rollout_num_cpus * (resources.rollout_num_workers or 1)
+    pool = {"cpus": max(os.cpu_count() or 1, rollouts + count * resources.reward_num_cpus)}
+    if get_accelerator().device_name() == "cpu" or not (devices or gpus):
+        return pool | {"options": [common] * count}
+    pool["device"] = None
+    if gpus is not None:
+        if gpus > count and gpus % count:
+            raise ConfigError(
+                f"reward_num_gpus {gpus:g} are {gpus / count:g} for each of {count} actors (reward_num_workers): Ray "
+                "gives parts of one GPU, or whole ones"
+            )
+        return pool | {"options": [common | {"num_gpus": gpus / count}] * count}
+    if count > len(devices):
+        raise ConfigError(f"reward_num_workers is {count}, but rewards have {len(devices)} device(s)")
+    return pool | {"options": [common | {"runtime_env": on_devices(device)} for device in devices[:count]]}

@@ -1,0 +1,228 @@
+"""A rollout engine whose work is done by workers in other processes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ....config import registry
+from ....config.choice import load_target
+from ....config.vl import RunConfig
+from ....errors import ConfigError
+from ....experience.rollouts import PromptFeatures
+from ....experience.sampling import Completion, SamplingSettings
+from ....experience.vision import VisionTensors
+from ....models.loading import Checkpoint, open_checkpoint
+from ....rollout.engine import Finished, RolloutEngine
+from ....runtime import collectives
+from .partial import PartialRollouts
+from .pool import WorkerPool
+from .ray_workers import Cluster, check_cluster
+from .worker import Blueprint
+
+T = torch.Tensor
+SHARES = 2  # pieces of a batch for each worker: whoever is done first takes more
+
+
+class Workers:
+    """The workers of a run with the way to them: pool, weights and their versions. All ranks make one together.
+
+    blueprint: of each worker's engine. turns: versions of the weights that are kept, see `WeightPost`.
+    """
+
+    def __init__(self, config: Any, blueprint: Blueprint, turns: int = 2) -> None:
+        self.cluster = Cluster(config.distributed.resources, blueprint)
+        several = collectives.world_size() > 1
+        self.pool = WorkerPool(self.cluster.workers, collectives.is_rank_0(), shared=several)
+        self.post = self.cluster.post(turns) if collectives.is_rank_0() else None
+        self.version = 0
+
+    def update(self, named_tensors: Iterable[tuple[str, T]], at_once: bool = True) -> None:
+        """Give the workers the next version of the weights. A collective: each rank reads all tensors, rank 0 hands
+        them over. Raises on every rank what fails there, such as RolloutError where a worker refuses them, and what
+        fails on this rank."""
+        own = self._given(iter(named_tensors), at_once)
+        failure = collectives.broadcast_object(own) or own
+        if failure is not None:
+            raise failure
+
+    def _given(self, tensors: Iterator[tuple[str, T]], at_once: bool) -> Exception | None:
+        """What failed on this rank."""
+        posted = None
+        try:
+            try:
+                posted = self.post.post(tensors) if self.post is not None else None
+            finally:
+                for _ in tensors:  # other ranks gather each weight with this one
+                    pass
+            self.version += 1
+            self.pool.give_weights(self.version, posted, at_once)
+        except Exception as error:
+            return error
+        return None
+
+    def measured(self, waited: float, begun: Iterable[list[Future]]) -> dict[str, float]:
+        """What `RemoteEngine.measured` says; begun: batches that are under way."""
+        full = sum(all(future.done() for future in futures) for futures in begun)
+        return {"idle_trainer": waited, "idle_engines": 1 - self.pool.busy_share(), "buffer_level": float(full)}
+
+    def close(self) -> None:
+        """End the workers. A collective: the other ranks leave the cluster before rank 0 ends it."""
+        self.pool.close()
+        if not self.cluster.first:
+            self.cluster.close()
+        collectives.barrier()
+        if self.cluster.first:
+            self.cluster.close()
+
+
+class RemoteEngine:
+    """The engine that `rollout.engine_type` names, once in each worker. See `RolloutEngine`.
+
+    adapters_alone: whether `update_weights` takes LoRA's adapters by the names of the trainer's model, and nothing
+    else, because the workers' models have adapters too. ahead: whether batches are begun before they are asked for;
+    workers then take over weights between two pieces of work, and each completion tells the policies of its tokens.
+    partial: makes what is begun in segments, where the run wants that. reads_patches: whether the workers' engines do.
+    """
+
+    shares_weights = False
+    lacks_weights = False
+    streams = True
+
+    def __init__(
+        self,
+        workers: Workers,
+        adapters_alone: bool = False,
+        ahead: bool = False,
+        partial: PartialRollouts | None = None,
+        reads_patches: bool = True,
+    ) -> None:
+        self.partial, self.reads_patches = partial, reads_patches
+        self.workers, self.adapters_alone, self.ahead = workers, adapters_alone, ahead
+        self.policies: dict[int, int] = {}  # version of the weights -> policy version
+        self.waited = 0.0
+        self._begun: dict[tuple[int, ...], list[Future]] = {}  # by the prompts' seeds
+
+    @classmethod
+    def from_config(cls, config: RunConfig, checkpoint: Checkpoint) -> RemoteEngine:
+        """The engine of a run. checkpoint: what the trainer opened, by a path that the workers can read too."""
+        entry = registry.engines[config.rollout.engine_type]
+        target, devices = f"{__name__}:worker_engine", config.rollout.engine_tp_size
+        blueprint = Blueprint(target, (config,), torch.get_num_threads(), config.plugins, devices)
+        ahead = config.asynchronous.ahead
+        workers = Workers(config, blueprint, turns=ahead + 2)
+        alone = entry.adapters_alone and config.model.lora_rank > 0
+        return cls(workers, alone, ahead > 0, _partial(config, workers, checkpoint), entry.reads_patches)
+
+    def generate(
+        self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, finished: Finished | None = None
+    ) -> list[list[Completion]]:
+        """n completions a prompt, in order; a prompt's are made by one worker. finished: see `RolloutEngine`.
+
+        What was begun before is waited for; anything else goes before what was.
+        """
+        begun = self._begun.pop(_key(prompts), None)
+        waiting = self._submit(prompts, settings, urgent=True) if begun is None else begun
+        made: list[list[Completion]] = []
+        for future in waiting:
+            asked = time.perf_counter()
+            part, version = future.result()
+            self.waited += time.perf_counter() - asked if begun is not None else 0.0
+            for completions in part:
+                self._tell_versions(completions, version)
+                made.append(completions)
+                if finished is not None:
+                    finished(len(made) - 1, completions)
+        return made
+
+    def begin(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> None:
+        """Start on prompts for which `generate` will ask later, with whatever weights are there until then."""
+        if self.partial is not None:
+            self._begun[_key(prompts)] = self.partial.begin(self._sent(prompts), settings)
+        else:
+            self._begun[_key(prompts)] = self._submit(prompts, settings, urgent=False)
+
+    def _submit(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, urgent: bool) -> list[Future]:
+        count = self.workers.pool.size
+        size = len(prompts) if count == 1 else math.ceil(len(prompts) / (count * SHARES))
+        sent = self._sent(prompts)
+        parts = [sent[start : start + size] for start in range(0, len(sent), max(1, size))]
+        return [self.workers.pool.submit(part, settings, urgent=urgent) for part in parts]
+
+    def _sent(self, prompts: Sequence[PromptFeatures]) -> list[PromptFeatures]:
+        """The prompts without what no engine reads, which is most of their bytes where engines preprocess images."""
+        left_out: dict[str, Any] = {"reference": None, "label": None, "metadata": {}}
+        if not self.reads_patches:
+            left_out["vision"] = VisionTensors()
+        return [replace(prompt, **left_out) for prompt in prompts]
+
+    def _tell_versions(self, completions: list[Completion], version: int | None) -> None:
+        """From versions of the weights to those of the policy. version: of all tokens; None where each tells its own,
+        as it was made in segments."""
+        for each in completions if self.ahead else ():
+            drawn_by = each.versions if version is None else [version] * len(each.token_ids)
+            each.versions = [self.policies.get(one, 0) for one in drawn_by]
+
+    def note_policy(self, version: int) -> None:
+        """The weights that were given last are those of this policy version."""
+        self.policies[self.workers.version] = version
+
+    def measured(self) -> dict[str, float]:
+        """Since the last call: `idle_trainer`, seconds that it waited for rollouts begun before; `idle_engines`, the
+        share of the workers' time without work; and `buffer_level`, batches that are finished and wait."""
+        waited, self.waited = self.waited, 0.0
+        return self.workers.measured(waited, self._begun.values())
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, T]]) -> None:
+        """Give every worker the next version; see `Workers.update`."""
+        self.workers.update(named_tensors, at_once=not self.ahead)
+
+    def reset_caches(self) -> None:
+        """Each worker does before its next piece of work; not where work runs ahead, which takes them over."""
+        if not self.ahead:
+            self.workers.pool.forget()
+
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Nothing to free: the workers have devices of their own."""
+
+    def wake(self) -> None:
+        """Nothing to restore."""
+
+    def close(self) -> None:
+        """End the workers."""
+        self.workers.close()
+
+
+def _partial(config: RunConfig, workers: Workers, checkpoint: Checkpoint) -> PartialRollouts | None:
+    """As many responses in a call as the batches under way have for each worker."""
+    if not config.asynchronous.partial_rollouts:
+        return None
+    rollout = config.rollout
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt * (config.asynchronous.ahead + 1)
+    slots = math.ceil(samples / collectives.world_size() / len(workers.pool.workers))
+    return PartialRollouts(workers.pool, checkpoint.tokenizer, config.asynchronous.partial_tokens, slots)
+
+
+def _key(prompts: Sequence[PromptFeatures]) -> tuple[int, ...]:
+    return tuple(prompt.seed for prompt in prompts)
+
+
+def check_remote(config: RunConfig) -> None:
+    """Raise ConfigError for a run whose engine cannot be in workers of its own, or that has nowhere to start them."""
+    entry = registry.engines[config.rollout.engine_type]
+    if entry.worker is None:
+        raise ConfigError(f"placement split: engine {entry.name} cannot run in a worker of its own; use vllm or hf")
+    check_cluster(config.distributed.resources)
+
+
+def worker_engine(config: RunConfig) -> RolloutEngine:
+    """The engine of a worker, in its process."""
+    checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
+    made_by = registry.engines[config.rollout.engine_type].worker
+    return (load_target(made_by) if isinstance(made_by, str) else made_by)(config, checkpoint)

@@ -1,0 +1,242 @@
+"""Rollout workers behind one queue: work goes to whoever is free, and what a dead worker held is done by another."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ....errors import RolloutError
+from ....rollout.weight_post import Posted
+from .worker import LacksWeights, Order
+
+logger = logging.getLogger(__name__)
+MOST_DEATHS = 5  # of workers over one piece of work, which then is taken to be their cause
+RETRY_SECONDS = 0.05  # between questions to a worker that waits for its weights
+LOOK_SECONDS = 1.0  # between looks at an idle worker, which may have been started again
+
+
+class WorkerDied(Exception):
+    """The process of a worker is gone, or did not answer in time and was ended."""
+
+
+class WorkerHandle(Protocol):
+    """A worker as the pool sees it. Both methods raise WorkerDied; it starts again by itself."""
+
+    name: str
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """A method of `worker.Worker`, and what it returns or raises."""
+
+    def wait_until_back(self) -> None:
+        """Until a process that has died is there again, without weights. Raises RolloutError where it does not come."""
+
+
+@dataclass(order=True)
+class _Piece:
+    """A piece of work in the queue, in the order in which it is done."""
+
+    rank: int  # 0 before 1
+    number: int
+    arguments: tuple = field(compare=False)
+    result: Future = field(compare=False)
+    deaths: int = field(compare=False, default=0)
+
+
+class WorkerPool:
+    """Hands pieces of work to workers, one at a time to each, from one queue.
+
+    holds_weights: whether this process posts the weights; another rank's pool waits until that one has given them to a
+    worker that was started again. shared: whether there are other ranks, for whom this one then looks after that.
+    """
+
+    def __init__(self, workers: Sequence[WorkerHandle], holds_weights: bool = True, shared: bool = False) -> None:
+        self.workers, self.holds_weights = list(workers), holds_weights
+        self.deaths = 0
+        self.version, self.caches = 0, 0
+        self.posted: Posted | None = None
+        self._looks_after = shared and holds_weights
+        self._looked: dict[str, tuple[int, float]] = {}  # by worker: the version that it had, when
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._working, self._spent = 0, 0.0
+        self._since = self._began = time.perf_counter()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._queue: queue.PriorityQueue[_Piece] = queue.PriorityQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(worker,), name=f"pool-{worker.name}", daemon=True)
+            for worker in self.workers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def size(self) -> int:
+        """Workers to share work out among; 1 where none is left, whose end `submit` tells."""
+        return max(1, len(self.workers))
+
+    def submit(self, *arguments: Any, urgent: bool = False) -> Future:
+        """The future of what `Worker.run` returns, (what it made, version of its weights). urgent: before all else."""
+        piece = _Piece(0 if urgent else 1, next(self._numbers), arguments, Future())
+        if self._failure is not None:
+            piece.result.set_exception(self._failure)
+        else:
+            self._queue.put(piece)
+            if self._failure is not None:  # since the look above
+                self._fail(self._failure)
+        return piece.result
+
+    def give_weights(self, version: int, posted: Posted | None, at_once: bool) -> None:
+        """From now on work is begun with this version; posted: where it is, in the process that posts it.
+
+        at_once: all workers take it over now, at the same time, and what they raise is raised here; else each does
+        before its next piece.
+        """
+        with self._lock:
+            self.version, self.posted = version, posted
+        if not at_once or posted is None:
+            return
+        failures: list[BaseException] = []
+        threads = [threading.Thread(target=self._load, args=(worker, failures)) for worker in self.workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def forget(self) -> None:
+        """Workers forget what they computed of earlier prompts, before their next piece."""
+        with self._lock:
+            self.caches += 1
+
+    def busy_share(self) -> float:
+        """The share of the workers' time, since the last call, in which they had work."""
+        with self._lock:
+            self._count(0)
+            now = time.perf_counter()
+            share = self._spent / max(now - self._began, 1e-9) / self.size
+            self._spent, self._began = 0.0, now
+        return share
+
+    def close(self) -> None:
+        """No work is begun any more; what waits is cancelled. The workers are left to who started them."""
+        self._fail(RolloutError("the pool of workers is closed"))
+        self._closed = True
+
+    def _count(self, change: int) -> None:
+        """Workers at work: `change` more. Under the lock."""
+        now = time.perf_counter()
+        self._spent += self._working * (now - self._since)
+        self._working, self._since = self._working + change, now
+
+    def _load(self, worker: WorkerHandle, failures: list[BaseException]) -> None:
+        try:
+            worker.call("load", self.posted)
+        except WorkerDied:
+            logger.warning("worker %s died while it was given weights; it gets them when it is back", worker.name)
+        except Exception as error:
+            failures.append(error)
+
+    def _serve(self, worker: WorkerHandle) -> None:
+        while not self._closed:
+            try:
+                piece = self._queue.get(timeout=RETRY_SECONDS if self._looks_after else LOOK_SECONDS)
+            except queue.Empty:
+                if self._looks_after and not self._looked_after(worker):
+                    return
+                continue
+            with self._lock:
+                self._count(1)
+            died = self._work(worker, piece)
+            with self._lock:
+                self._count(-1)
+            if died and not self._back(worker):
+                return
+
+    def _work(self, worker: WorkerHandle, piece: _Piece) -> bool:
+        """Do a piece; whether the worker died over it."""
+        while True:
+            with self._lock:
+                order = Order(self.version, self.posted, self.caches)
+            try:
+                made = worker.call("run", order, piece.arguments)
+            except LacksWeights as error:
+                if not self.holds_weights and self._failure is None:
+                    time.sleep(RETRY_SECONDS)  # until the rank that posts them has seen to it
+                    continue
+                piece.result.set_exception(error)
+            except WorkerDied as death:
+                self._again(piece, worker, death)
+                return True
+            except BaseException as error:
+                piece.result.set_exception(error)
+            else:
+                piece.result.set_result(made)
+            return False
+
+    def _again(self, piece: _Piece, worker: WorkerHandle, death: WorkerDied) -> None:
+        """Put back what a dead worker held, before what came later."""
+        self.deaths += 1
+        piece.deaths += 1
+        if self._failure is not None:
+            piece.result.set_exception(self._failure)
+        elif piece.deaths >= MOST_DEATHS:
+            piece.result.set_exception(
+                RolloutError(
+                    f"{piece.deaths} workers died over the same prompts, the last one ({worker.name}): {death}"
+                )
+            )
+        else:
+            logger.warning("rollout worker %s: %s; it is started again, what it held is done anew", worker.name, death)
+            self._queue.put(piece)
+
+    def _back(self, worker: WorkerHandle) -> bool:
+        """Whether a dead worker came back; where none is left, all work fails."""
+        if self._closed:
+            return False
+        try:
+            worker.wait_until_back()
+            return True
+        except (RolloutError, WorkerDied) as error:
+            if self._closed:  # nobody waits for it any more
+                return False
+            with self._lock:
+                self.workers.remove(worker)
+            logger.warning("rollout worker %s does not come back: %s", worker.name, error)
+            if not self.workers:
+                self._fail(RolloutError(f"no rollout worker is left; the last one: {error}"))
+            return False
+
+    def _looked_after(self, worker: WorkerHandle) -> bool:
+        """Give an idle worker new weights, and one that was started again the present ones: other ranks, which cannot,
+        wait for them. False where it is gone."""
+        with self._lock:
+            version, posted = self.version, self.posted
+        had, when = self._looked.get(worker.name, (0, 0.0))
+        if posted is None or (had == version and time.monotonic() - when < LOOK_SECONDS):
+            return True
+        try:
+            worker.call("load", posted)
+            self._looked[worker.name] = version, time.monotonic()
+            return True
+        except WorkerDied:
+            return self._back(worker)
+        except Exception as error:  # such as a wrong checksum: nobody can go on with these weights
+            self._fail(error)
+            return False
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        while True:
+            try:
+                self._queue.get_nowait().result.set_exception(error)
+            except queue.Empty:
+                return

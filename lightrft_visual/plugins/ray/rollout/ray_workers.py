@@ -1,0 +1,272 @@
+"""Rollout workers as named Ray actors: started by rank 0, reached by every rank."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ....config.placement import AUTO, ResourcesConfig
+from ....errors import ConfigError, LightRFTVisualError, RolloutError
+from ....rollout.weight_post import MemoryFile, WeightPost
+from ....runtime import collectives
+from ....runtime.start_up import say
+from ..cluster import (
+    adopt_authentication,
+    authentication,
+    check_reachable,
+    connect,
+    connected,
+    on_devices,
+    process_environment,
+)
+from .pool import WorkerDied
+from .worker import Blueprint, Worker
+
+NAMESPACE = "lightrft_visual"
+START_SECONDS = 600.0  # of a worker: imports and a large checkpoint
+SETTING = "placement split"
+
+
+class RayWorker:
+    """One actor. timeout: seconds after which a call that is not answered ends its process."""
+
+    def __init__(self, ray: Any, actor: Any, name: str, timeout: float) -> None:
+        self.ray, self.actor, self.name, self.timeout = ray, actor, name, timeout
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """See `pool.WorkerHandle`."""
+        errors = self.ray.exceptions
+        if not self.ray.is_initialized():  # the run has ended; a call would start a cluster of its own
+            raise WorkerDied("the connection to Ray is closed")
+        try:
+            return self.ray.get(getattr(self.actor, method).remote(*arguments), timeout=self.timeout)
+        except errors.GetTimeoutError:
+            self.ray.kill(self.actor, no_restart=False)
+            raise WorkerDied(f"no answer within {self.timeout:g} s") from None
+        except errors.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, LightRFTVisualError):
+                raise cause from None
+            raise RolloutError(f"rollout worker {self.name}: {type(cause).__name__}: {cause}") from error
+        except errors.RayError as error:
+            raise WorkerDied(str(error).split("\n")[0] or type(error).__name__) from None
+
+    def wait_until_back(self) -> None:
+        """See `pool.WorkerHandle`."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            if not self.ray.is_initialized():
+                raise RolloutError("the connection to Ray is closed")
+            try:
+                self.ray.get(self.actor.describe.remote(), timeout=max(1.0, deadline - time.monotonic()))
+                return
+            except self.ray.exceptions.RayError as error:
+                if time.monotonic() > deadline:
+                    raise RolloutError(f"it was not back within {START_SECONDS:g} s ({error})") from None
+                time.sleep(0.2)
+
+
+class Cluster:
+    """The workers of a run, and the connection to where they are. All ranks make one together.
+
+    Raises ConfigError where Ray, the devices or the engines cannot be had.
+    """
+
+    def __init__(self, resources: ResourcesConfig, blueprint: Blueprint) -> None:
+        self.resources = resources
+        ranks, self.first = collectives.world_size(), collectives.is_rank_0()
+        if resources.trainer_num_gpus not in (None, ranks):
+            raise ConfigError(
+                f"trainer_num_gpus is {resources.trainer_num_gpus}, but {ranks} rank(s) were started: use "
+                f"deepspeed --num_gpus {resources.trainer_num_gpus}"
+            )
+        self._probe = MemoryFile(64)
+        self.devices = blueprint.devices  # of each worker
+        self.ray, self.began_here, self._actors = None, False, []
+        self.connected_here = True
+        told = self._guarded(self._start, blueprint) if self.first else None
+        address, names, error = collectives.broadcast_object(told)
+        mode = collectives.broadcast_object(authentication())
+        if error is not None:
+            raise error
+        if not self.first:
+            adopt_authentication(mode)
+            self._join(address, names)
+        timeout = resources.worker_timeout
+        self.workers = [RayWorker(self.ray, actor, name, timeout) for actor, name in zip(self._actors, names)]
+
+    def _guarded(self, start, blueprint: Blueprint) -> tuple[str | None, list[str], BaseException | None]:
+        """What rank 0 tells the others, also where it fails."""
+        try:
+            return *start(blueprint), None
+        except LightRFTVisualError as error:
+            self.close()
+            return None, [], error
+
+    def _start(self, blueprint: Blueprint) -> tuple[str, list[str]]:
+        """(address of the cluster, names of the actors)."""
+        devices = rollout_devices(self.resources)
+        count = self.resources.rollout_num_workers
+        cpus = self.resources.rollout_num_cpus * (count or max(1, len(devices) // self.devices))
+        self.connected_here = not connected()
+        self.ray = connect(SETTING, cpus=cpus)
+        self.began_here = not os.environ.get("RAY_ADDRESS")
+        options = self._options(devices, count)
+        run = uuid.uuid4().hex[:8]
+        names = [f"rollout_{run}_{place}" for place in range(len(options))]
+        say(f"starting {len(names)} rollout worker(s) on Ray")
+        actor = self.ray.remote(_RayActor)
+        self._actors = [
+            actor.options(name=name, namespace=NAMESPACE, max_restarts=-1, max_task_retries=0, **each).remote(blueprint)
+            for name, each in zip(names, options)
+        ]
+        self.described = self._wait()
+        return self.ray.get_runtime_context().gcs_address, names
+
+    def _options(self, devices: list[int], count: int | None) -> list[dict[str, Any]]:
+        """Ray's options of each actor."""
+        common = {"num_cpus": self.resources.rollout_num_cpus}
+        if not _on_accelerator():
+            return [common | {"runtime_env": process_environment()} for _ in range(count or 1)]
+        each = self.devices
+        if not self.began_here:  # the cluster knows its devices
+            wanted = self.resources.rollout_num_gpus
+            # Ranks that Ray Train started and reward models have theirs by now. A cluster may grow for a named number.
+            free = count * each if count else int(self.ray.available_resources().get("GPU", 0))
+            several = shares(free if wanted == AUTO else int(wanted), each, count, "rollout.num_gpus")
+            return [common | {"num_gpus": each, "runtime_env": process_environment()} for _ in range(several)]
+        several = shares(len(devices), each, count, "rollout.devices")
+        parts = [devices[place * each : (place + 1) * each] for place in range(several)]
+        return [common | {"runtime_env": on_devices(*part)} for part in parts]
+
+    def _wait(self) -> list[dict[str, Any]]:
+        """What the actors say of themselves, once their engines are there. Raises ConfigError."""
+        waiting = [actor.describe.remote(self._probe.at) for actor in self._actors]
+        try:
+            return self.ray.get(waiting, timeout=START_SECONDS)
+        except self.ray.exceptions.GetTimeoutError:
+            left = {name: self.ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
+            raise ConfigError(
+                f"{len(waiting)} rollout workers are not all there after {START_SECONDS:g} s. Either their checkpoint "
+                f"takes longer, or the Ray cluster cannot place them: it has {left} left, and each asks for "
+                f"{self.resources.rollout_num_cpus:g} CPU (distributed.resources.rollout_num_cpus) and, on GPUs, "
+                f"for {self.devices}"
+            ) from None
+        except self.ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None) or error
+            raise ConfigError(f"a rollout worker does not start: {type(cause).__name__}: {cause}") from None
+
+    def _join(self, address: str, names: list[str]) -> None:
+        self.connected_here = not connected()
+        self.ray = connect(SETTING, address=address)
+        self._actors = [self.ray.get_actor(name, namespace=NAMESPACE) for name in names]
+
+    def post(self, turns: int = 2) -> WeightPost:
+        """What hands weights to these workers: by shared memory to those that have it, else by the object store."""
+        transfer = self.resources.weight_transfer
+        sharing = [each["shares_memory"] for each in self.described]
+        if transfer == "shared_memory" and not all(sharing):
+            raise ConfigError("weight_transfer shared_memory: a rollout worker is on another host; use auto")
+        shared = transfer != "object_store" and any(sharing)
+        stored = transfer == "object_store" or not all(sharing)
+        return WeightPost(turns=turns, store=self.ray.put if stored else None, shared=shared)
+
+    def close(self) -> None:
+        """End the actors, and the connection that was made here, with it a cluster that was started by it."""
+        if self.ray is None:
+            return
+        if self.first:
+            for actor in self._actors:
+                self.ray.kill(actor, no_restart=True)
+        if self.connected_here:
+            self.ray.shutdown()
+        self.ray = None
+
+
+class _RayActor(Worker):
+    """A worker that fetches from Ray's object store."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        import ray
+
+        super().__init__(blueprint, fetch=ray.get)
+
+
+def check_cluster(resources: ResourcesConfig) -> None:
+    """Raise ConfigError where it can be known before models load that there is no Ray, or no cluster."""
+    if resources.require_cluster and not os.environ.get("RAY_ADDRESS"):
+        raise ConfigError("this placement needs a Ray cluster: set RAY_ADDRESS to its address, such as host:6379")
+    check_reachable(SETTING)
+
+
+def _on_accelerator() -> bool:
+    return get_accelerator().device_name() != "cpu"
+
+
+def rollout_devices(resources: ResourcesConfig) -> list[int]:
+    """Devices of this host for rollout workers; empty on CPU, and where a cluster gives them out.
+
+    Raises ConfigError where none is left beside the trainer's.
+    """
+    if not _on_accelerator() or os.environ.get("RAY_ADDRESS"):
+        return []
+    return divided(resources, resources.visible_devices or _all_devices(), collectives.world_size())
+
+
+def shares(found: int, each: int, count: int | None, named: str) -> int:
+    """Workers of `each` devices that `found` ones are for; count: as many as are wanted. Raises ConfigError."""
+    several = count or found // each
+    if not several or several * each > found:
+        of = f" of engine_tp_size {each} devices each" if each > 1 else ""
+        raise ConfigError(
+            f"rollouts have {found} device(s), for {several or 1} worker(s){of}: see distributed.resources.{named} "
+            "and rollout.num_workers"
+        )
+    return several
+
+
+def _all_devices() -> list[int]:
+    for name in get_accelerator().visible_devices_envs():
+        if os.environ.get(name):
+            return _numbers(name, os.environ[name])
+    return list(range(torch.accelerator.device_count()))
+
+
+def _numbers(name: str, devices: str) -> list[int]:
+    try:
+        return [int(part) for part in devices.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"{name} is {devices!r}: which devices are the rollouts' is told by numbers. Set it to numbers, such as "
+            "0,1,2,3, or name them by distributed.resources.visible_devices"
+        ) from None
+
+
+def divided(resources: ResourcesConfig, visible: list[int], ranks: int) -> list[int]:
+    """The rollouts' part of the devices of a host, whose first `ranks` are the trainer's unless it names its own.
+
+    visible: what the launcher left visible, where `visible_devices` does not name them. Raises ConfigError.
+    """
+    known = [
+        device for device in resources.visible_devices or visible if device not in (resources.reward_devices or ())
+    ]
+    trainer = resources.trainer_devices or known[:ranks]
+    if len(trainer) != ranks:
+        raise ConfigError(f"trainer_devices names {len(trainer)} device(s) for {ranks} rank(s)")
+    left = resources.rollout_devices or [device for device in known if device not in trainer]
+    wanted = resources.rollout_num_gpus
+    if wanted != AUTO and int(wanted) > len(left):
+        raise ConfigError(f"rollout_num_gpus is {wanted}, but beside the trainer's {trainer} there are {left}")
+    left = left if wanted == AUTO else left[: int(wanted)]
+    if not left:
+        raise ConfigError(
+            f"no device is left for rollouts: the trainer has {trainer} of {known}. Name all of the host by "
+            "distributed.resources.visible_devices='[0,1,2,3]' (a launcher hides those that it does not use), or use "
+            "placement colocated"
+        )
+    return left

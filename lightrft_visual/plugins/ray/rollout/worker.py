@@ -1,0 +1,95 @@
+"""What runs in a rollout worker's process: one engine, and the weights that it was last given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ....config.choice import load_target
+from ....config.plugins import load_plugins
+from ....errors import LightRFTVisualError, RolloutError
+from ....rollout.weight_post import FileAt, MappedFiles, Posted, reachable, received
+from ....runtime.host import free_port
+
+
+class LacksWeights(RolloutError):
+    """The worker has another version of the weights than the call asks for, and was not told where that one is."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """How a worker builds its engine. target: 'module:function' of arguments; threads: of its operations, as many as
+    the trainer's, so that both add in the same order. plugins: of the run. devices: accelerators of each worker."""
+
+    target: str
+    arguments: tuple
+    threads: int
+    plugins: str | None = None
+    devices: int = 1
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a call needs of the worker before it runs.
+
+    version: of the weights; posted: where it is, if the caller knows. caches: a count; where it has moved on, what was
+    computed of earlier prompts is forgotten.
+    """
+
+    version: int
+    posted: Posted | None
+    caches: int = 0
+
+
+class Worker:
+    """One engine in a process of its own. Its calls come one at a time."""
+
+    def __init__(self, blueprint: Blueprint, fetch: Callable[[Any], Any] | None = None) -> None:
+        # Ray's processes inherit the trainer's place among its ranks; an engine here is alone.
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(alone | {"MASTER_PORT": str(free_port())})
+        import torch
+
+        torch.set_num_threads(blueprint.threads)
+        load_plugins(blueprint.plugins)
+        self.fetch, self.files = fetch, MappedFiles()
+        self.engine = load_target(blueprint.target)(*blueprint.arguments)
+        self.version, self.caches = 0, 0
+
+    def describe(self, probe: FileAt | None = None) -> dict[str, Any]:
+        """Its process, the version of its weights, and whether it can map the trainer's memory file `probe`."""
+        near = probe is not None and reachable(probe)
+        return {"pid": os.getpid(), "version": self.version, "shares_memory": near}
+
+    def load(self, posted: Posted) -> int:
+        """Take over a version of the weights, all of it or, where it raises WeightsRefused, nothing."""
+        if posted.number != self.version:
+            self.engine.update_weights(iter(received(posted, self.fetch, self.files)))
+            self.version = posted.number
+        return self.version
+
+    def run(self, order: Order, arguments: tuple) -> Any:
+        """(the engine's `generate` of the arguments, version of its weights): of the order's version, or a later one
+        that another process of the run has given it.
+
+        Raises LacksWeights, and what the engine raises.
+        """
+        if order.version != self.version and (order.posted is not None or order.version > self.version):
+            if order.posted is None:
+                raise LacksWeights(f"the worker has weight version {self.version}, asked for is {order.version}")
+            self.load(order.posted)
+        if order.caches != self.caches:
+            self.engine.reset_caches()
+            self.caches = order.caches
+        try:
+            return self.engine.generate(*arguments), self.version
+        except LightRFTVisualError:
+            raise
+        except Exception as error:
+            raise RolloutError(f"the worker's engine failed: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """Release the engine."""
+        self.engine.close()

@@ -1,0 +1,183 @@
+"""SGLang beside the trainer: its `Engine`, whose scheduler is a process of its own on the same device.
+
+Written against the source of the version that `arguments.VERSION` names, and checked against its signatures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ...config.vl import RunConfig
+from ...errors import RolloutError
+from ...experience.rollouts import PromptFeatures
+from ...experience.sampling import Completion, SamplingSettings
+from ...models.loading import Checkpoint
+from ...rollout.engine import Finished
+from ...runtime.deepspeed import TrainEngine
+from ...runtime.start_up import importing
+from . import weights
+from .arguments import SGLangSettings, prepare_environment, require_package, server_arguments
+from .mapping import completion, request, within_context
+
+WEIGHTS, CACHE = "weights", "kv_cache"  # SGLang's tags of memory that can be released
+
+
+class SGLangEngine:
+    """Generation by `sglang.Engine`. One rank is one engine.
+
+    tokenizer: decodes responses. Raises ConfigError without the package or for settings that it does not know,
+    RolloutError when the engine cannot be built or answers something else than it was asked.
+    """
+
+    shares_weights = False
+    streams = True
+
+    def __init__(self, settings: SGLangSettings, tokenizer: Any):
+        require_package()
+        prepare_environment()
+        self.settings, self.tokenizer = settings, tokenizer
+        self.asleep = self.lacks_weights = self.lacks_cache = False
+        self.failure: str | None = None
+        self.engine = self._build()
+
+    @classmethod
+    def from_config(cls, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> SGLangEngine:
+        """The engine of a run; the actor's weights come by `update_weights`."""
+        return worker_engine(config, checkpoint)
+
+    def _build(self) -> Any:
+        accelerator = get_accelerator()
+        on_cpu = accelerator.device_name() == "cpu"
+        arguments = server_arguments(self.settings, 0 if on_cpu else int(accelerator.current_device()), on_cpu)
+        with _process_as_it_was():
+            with importing():
+                import sglang
+            try:
+                engine = sglang.Engine(**arguments)
+                engine.flush_cache()  # the first call sets signal handlers too
+            except Exception as error:
+                raise RolloutError(
+                    f"SGLang could not load {self.settings.model}: {type(error).__name__}: {error}"
+                ) from error
+        return engine
+
+    def generate(
+        self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, finished: Finished | None = None
+    ) -> list[list[Completion]]:
+        """n completions per prompt, in order.
+
+        finished(number, completions) is called for each prompt as soon as all its completions are there.
+        """
+        if self.failure is not None:
+            raise RolloutError(f"the engine failed before: {self.failure}")
+        if self.lacks_weights:
+            raise RolloutError("the engine slept without its weights: call update_weights before it generates")
+        self.wake()
+        own = [within_context(prompt, settings, self.settings.context_length) for prompt in prompts]
+        ids = self.settings.banned_ids, self.settings.eos_ids
+        asked = [request(prompt, each, *ids) for prompt, each in zip(prompts, own)]
+        made: list[list[Completion]] = [[] for _ in prompts]
+
+        async def one(number: int) -> None:
+            outputs = await self.engine.async_generate(**asked[number])
+            made[number] = self._completions(outputs, prompts[number], own[number])
+            if finished is not None:
+                finished(number, made[number])
+
+        async def all_of_them() -> None:
+            await asyncio.gather(*(one(number) for number in range(len(prompts))))
+
+        try:
+            self.engine.loop.run_until_complete(all_of_them())
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"  # requests of the failed call may still be under way
+            if isinstance(error, RolloutError):
+                raise
+            raise RolloutError(f"SGLang failed while generating: {self.failure}") from error
+        return made
+
+    def _completions(
+        self, outputs: list[dict[str, Any]], prompt: PromptFeatures, settings: SamplingSettings
+    ) -> list[Completion]:
+        if len(outputs) != settings.n:
+            raise RolloutError(f"SGLang returned {len(outputs)} completions where {settings.n} were asked for")
+        texts = self.tokenizer.batch_decode(
+            [output["output_ids"] for output in outputs], skip_special_tokens=settings.skip_special_tokens
+        )
+        eos_ids = self.settings.eos_ids
+        return [completion(output, prompt, settings, eos_ids, text) for output, text in zip(outputs, texts)]
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load new weights in place, then drop every cache that was computed with the old ones.
+
+        An engine that sleeps is woken, but for a KV cache that went with the old weights: `wake` or `generate` takes it
+        back, when the caller has made room for it.
+        """
+        if self.asleep:
+            self.wake()
+        weights.send(self.engine, named_tensors)
+        self.lacks_weights = False
+        if not self.lacks_cache:
+            self.reset_caches()
+
+    def reset_caches(self) -> None:
+        """The prefix cache and that of processed images; the one of image embeddings is off."""
+        answer = self.engine.flush_cache()
+        if not answer.success:
+            raise RolloutError(f"SGLang kept its caches, which hold what older weights computed: {answer.message}")
+
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Free accelerator memory until `wake`: the KV cache and, unless they are kept, the weights.
+
+        Kept weights stay on the device. Others are gone: `wake` brings back their room alone until `update_weights` has
+        filled it, and then the KV cache.
+        """
+        if self.settings.enable_sleep and get_accelerator().device_name() != "cpu" and not self.asleep:
+            self.engine.release_memory_occupation(tags=[CACHE] if keep_weights else [CACHE, WEIGHTS])
+            self.asleep, self.lacks_weights = True, self.lacks_weights or not keep_weights
+
+    def wake(self) -> None:
+        """Take back what sleeps: without weights their room alone, and after new ones the KV cache, emptied."""
+        if self.asleep:
+            self.engine.resume_memory_occupation(tags=[WEIGHTS] if self.lacks_weights else [CACHE])
+            self.asleep, self.lacks_cache = False, self.lacks_weights
+        elif self.lacks_cache and not self.lacks_weights:
+            self.engine.resume_memory_occupation(tags=[CACHE])
+            self.lacks_cache = False
+            self.reset_caches()
+
+    def close(self) -> None:
+        """Shut the engine down. SGLang ends every process that this one has started: do it last."""
+        self.engine.shutdown()
+
+
+def worker_engine(config: RunConfig, checkpoint: Checkpoint) -> SGLangEngine:
+    """The engine of a run, or of a process that does nothing else."""
+    return SGLangEngine(SGLangSettings.from_config(config, checkpoint), checkpoint.tokenizer)
+
+
+@contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """Inside, SGLang starts; what it changes of this process for all others is put back.
+
+    It takes over SIGTERM, which asks a run for a checkpoint, and the way in which new processes are started.
+    """
+    method = multiprocessing.get_start_method(allow_none=True)
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        multiprocessing.set_start_method(method, force=True)

@@ -1,0 +1,169 @@
+"""Exports that other tools load: Hugging Face model folders, peft adapters, diffusers LoRA files. safetensors only.
+
+Every function here takes a state dict that was already gathered on the calling rank, and writes from that rank alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from transformers import GenerationConfig, PreTrainedModel
+
+from ...errors import CheckpointError
+from ..files import follow_umask
+from .adapted import is_adapted
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
+
+StateDict = Mapping[str, torch.Tensor]
+
+
+class Saveable(Protocol):
+    """A processor, tokenizer or image processor."""
+
+    def save_pretrained(self, save_directory: str) -> Any: ...
+
+
+def check_gathered(state_dict: StateDict) -> None:
+    """CheckpointError when weights are missing their content, as ZeRO-3's partitioned parameters do."""
+    empty = [name for name, tensor in state_dict.items() if tensor.numel() == 0]
+    if empty:
+        raise CheckpointError(f"{len(empty)} weights hold no elements ({empty[0]}, …): gather them before an export")
+    if not state_dict:
+        raise CheckpointError("there are no weights to export")
+
+
+def check_complete(model: PreTrainedModel, state_dict: StateDict) -> None:
+    """CheckpointError when a weight of the model is absent; one of each tied pair is enough.
+
+    peft may have put its layers into the model: their base weights count under their own names, the adapter's not.
+    """
+    tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
+    expected = [name.replace(".base_layer.", ".") for name in model.state_dict() if ".lora_" not in name]
+    missing = [name for name in expected if name not in state_dict and name not in tied]
+    if missing:
+        raise CheckpointError(f"{len(missing)} weights of the model are not in the export: {', '.join(missing[:3])}")
+
+
+def export_hf(
+    model: PreTrainedModel,
+    processor: Saveable | None,
+    folder: str | Path,
+    state_dict: StateDict | None = None,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write config, weights as safetensors and the processor: a folder for transformers and vLLM.
+
+    model: without DeepSpeed's or peft's wrapping. state_dict: its gathered weights (default: the model's own). dtype:
+    cast floating weights and note it in the config. Raises CheckpointError for weights that are absent or not gathered.
+    """
+    if is_adapted(model):
+        raise CheckpointError("export_hf takes the unwrapped model with merged weights; export_lora takes the adapter")
+    weights = dict(model.state_dict() if state_dict is None else state_dict)
+    check_gathered(weights)
+    check_complete(model, weights)
+    weights = {name: to_cpu(tensor, dtype) for name, tensor in weights.items()}
+    model.save_pretrained(str(folder), state_dict=dict(weights))  # it empties the dict that it gets
+    note_dtype(Path(folder) / "config.json", weights)
+    if isinstance(model.generation_config, GenerationConfig):
+        model.generation_config.save_pretrained(str(folder))
+    if processor is not None:
+        processor.save_pretrained(str(folder))
+    follow_umask(Path(folder))
+    return Path(folder)
+
+
+def note_dtype(path: Path, weights: StateDict) -> None:
+    """Write the type that was exported into config.json, where transformers puts the type of the model in memory."""
+    dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if "dtype" in part:
+            part["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def to_cpu(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A detached copy on the host, floating-point values in `dtype` (None keeps theirs)."""
+    return tensor.detach().to(device="cpu", dtype=dtype if tensor.is_floating_point() else None)
+
+
+def export_lora(
+    model: PeftModel, folder: str | Path, state_dict: StateDict | None = None, adapter_name: str = "default"
+) -> Path:
+    """Write adapter_model.safetensors and adapter_config.json, for peft and for vLLM's LoRA loading.
+
+    state_dict: gathered weights under the model's own names; only those of the adapter are needed.
+    """
+    from peft import get_peft_model_state_dict
+
+    weights = dict(model.state_dict() if state_dict is None else state_dict)
+    adapter = get_peft_model_state_dict(model, weights, adapter_name, save_embedding_layers=False)
+    check_gathered(adapter)
+    config = model.peft_config[adapter_name]
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(plain_tensors(adapter), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    inference_mode, config.inference_mode = config.inference_mode, True
+    try:
+        config.save_pretrained(str(folder))
+    finally:
+        config.inference_mode = inference_mode
+    follow_umask(folder)
+    return folder
+
+
+def export_diffusers_lora(
+    components: Mapping[str, tuple[torch.nn.Module, StateDict | None]],
+    folder: str | Path,
+    adapter_name: str = "default",
+) -> Path:
+    """Write pytorch_lora_weights.safetensors for a diffusers pipeline's `load_lora_weights`.
+
+    components: {"transformer" | "transformer_2" | "unet": (model with a peft adapter, gathered weights or None)}. Rank
+    and alpha travel in the file's metadata, so that a scale other than 1 survives.
+    """
+    # Imported late: exports of language models never need diffusers, which takes seconds.
+    from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
+
+    weights: dict[str, torch.Tensor] = {}
+    metadata: dict[str, Any] = {}
+    for prefix, (model, state_dict) in components.items():
+        adapter = adapter_of(model, state_dict, adapter_name)
+        check_gathered(adapter)
+        weights.update({f"{prefix}.{name}": tensor for name, tensor in adapter.items()})
+        settings = peft_settings(model, adapter_name)
+        metadata.update({f"{prefix}.{name}": value for name, value in settings.items()})
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(metadata, sort_keys=True)
+    save_file(plain_tensors(weights), folder / LORA_WEIGHT_NAME_SAFE, {"format": "pt", LORA_ADAPTER_METADATA_KEY: text})
+    follow_umask(folder)
+    return folder
+
+
+def adapter_of(model: torch.nn.Module, state_dict: StateDict | None, adapter_name: str) -> dict[str, torch.Tensor]:
+    """The adapter's weights under the base model's module names, without peft's `base_model.model.` in front."""
+    from peft import get_peft_model_state_dict
+
+    weights = dict(model.state_dict() if state_dict is None else state_dict)
+    adapter = get_peft_model_state_dict(model, weights, adapter_name, save_embedding_layers=False)
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in adapter.items()}
+
+
+def peft_settings(model: torch.nn.Module | BaseTuner, adapter_name: str) -> dict[str, Any]:
+    """The adapter's settings as JSON values."""
+    settings = model.peft_config[adapter_name].to_dict()
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
+
+
+def plain_tensors(weights: StateDict) -> dict[str, torch.Tensor]:
+    """Contiguous CPU copies that share no memory, as safetensors wants them."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}

@@ -1,0 +1,409 @@
+"""Checkpoints that are either complete or not there.
+
+A save goes to a staging folder; when every rank has written its part, the files are flushed and listed with their
+hashes in manifest.json, and the folder is renamed. So a process killed at any moment leaves the checkpoints that were
+complete before, and at most a staging folder that the next save removes. A checkpoint counts only by its manifest; the
+file `latest` is a hint for people and other tools.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import math
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...errors import CheckpointError, ConfigError
+from ..collectives import all_gather_object, broadcast_object, is_rank_0, rank, world_size
+from ..files import follow_umask
+from .manifest import MANIFEST, check_files, describe_files, list_files, read_manifest, sync_file, write_manifest
+from .versions import NewerFormat
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "checkpoint-"
+NUMBERED = re.compile(rf"{PREFIX}(\d+)$")
+REPLACED = ".replaced-"
+STAGING = ".staging-"
+REMOVED = "removed-"
+LATEST = "latest"
+SHARED_TRIES, SHARED_PAUSE = 20, 0.25  # seconds
+VERSIONED = ("torch", "transformers", "deepspeed", "lightrft_visual")
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    step: int
+    metrics: dict[str, float]
+
+
+def together(stage: str, action: Callable[[], R]) -> R:
+    """Run `action` on this rank and fail on all ranks alike when it failed on any (a collective).
+
+    Raises CheckpointError with the text of the first failing rank's error. An `action` that itself waits for other
+    ranks can still hang when one of them fails inside it, until the process group's time limit.
+    """
+    result: Any = None
+    mine: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:  # handed to every rank below, then raised
+        mine = error
+    failures = all_gather_object(None if mine is None else in_words(mine))
+    for failed_rank, failure in enumerate(failures):
+        if failure is not None:
+            where = f" on rank {failed_rank}" if len(failures) > 1 else ""
+            raise CheckpointError(f"{stage} failed{where}: {failure}") from mine
+    return result
+
+
+def in_words(error: Exception) -> str:
+    """An error as one sentence: our own as it is, others with the name of their class."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def on_rank_0(stage: str, action: Callable[[], R]) -> R:
+    """`action` on rank 0, its result on every rank; its failure too, as CheckpointError (a collective)."""
+    result = together(stage, lambda: action() if is_rank_0() else None)
+    return broadcast_object(result)
+
+
+class CheckpointManager:
+    """Saves, finds, checks and rotates checkpoints under `root`, which all ranks must see.
+
+    max_num: how many numbered checkpoints stay. The newest and, with `keep_best`, the best one always do.
+    keep_best: (metric, "max" | "min"), the metric being one of those handed to `save`.
+    """
+
+    def __init__(self, root: str | Path, max_num: int = 3, keep_best: tuple[str, str] | None = None):
+        if max_num < 1:
+            raise ConfigError(f"max_ckpt_num is {max_num}; at least one checkpoint must stay")
+        if keep_best is not None and keep_best[1] not in ("max", "min"):
+            raise ConfigError(f"the best checkpoint is chosen by max or min, not by {keep_best[1]!r}")
+        self.root = Path(root)
+        self.max_num = max_num
+        self.keep_best = keep_best
+
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        *,
+        name: str | None = None,
+        metrics: Mapping[str, float] | None = None,
+        resumable: bool | None = None,
+        model: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Write a checkpoint; every rank calls this, and `write(staging)` runs on every rank to write its own files.
+
+        The result is `checkpoint-<step>`, or `name` (such as checkpoint-final), which is never rotated away and, unless
+        `resumable` says so, is not something `find_latest` offers. A checkpoint of the same name is replaced; a folder
+        that is none is not touched. model: what the weights belong to, see `fingerprint`.
+
+        Raises CheckpointError on every rank when any failed; what was complete stays.
+        """
+        name = name or f"{PREFIX}{step:06d}"
+        numbered = NUMBERED.match(name) is not None
+        resumable = numbered if resumable is None else resumable
+        if resumable and not name.startswith(PREFIX):
+            raise CheckpointError(f"a resumable checkpoint's name starts with {PREFIX!r}: {name!r}")
+        staging = self.root / f"{STAGING}{name}"
+        try:
+            on_rank_0(f"preparing to save {name}", lambda: self._prepare(staging, name, numbered))
+            together(f"saving {name}: reaching the staging folder", lambda: self._check_shared(staging))
+            together(f"saving {name}", lambda: write(staging))
+            files = self._describe(staging, name)
+            on_rank_0(
+                f"saving {name}",
+                lambda: self._publish(staging, name, self._content(step, files, metrics, resumable, model)),
+            )
+        except CheckpointError:
+            self._discard(staging)
+            raise
+        if numbered:
+            on_rank_0(f"removing old checkpoints after {name}", self._rotate)
+        return self.root / name
+
+    def find_latest(self) -> Path | None:
+        """The newest complete checkpoint to resume from, hashes checked; a damaged one is skipped with a warning.
+
+        Raises NewerFormat where a newer version of this package has saved here: an older checkpoint beside it is not
+        where the run stands.
+        """
+        for path, content in sorted(self._present(), key=lambda each: each[1] is not None):  # unreadable ones first
+            numbered = NUMBERED.match(path.name.removeprefix(REPLACED))
+            if not (content["resumable"] if content else numbered):
+                continue
+            try:
+                verify(path)
+            except NewerFormat:
+                raise
+            except CheckpointError as error:
+                logger.warning("checkpoint %s is skipped: %s", path.name, error)
+                continue
+            return path
+        return None
+
+    def has_checkpoints(self) -> bool:
+        """Whether `root` holds checkpoint folders, in whatever state."""
+        return bool(self._present())
+
+    def find_best(self) -> Path | None:
+        """The complete checkpoint with the best `keep_best` metric; None without any."""
+        best = self._best(self._complete())
+        return best.path if best else None
+
+    def check_target(self, name: str) -> None:
+        """CheckpointError when a save under `name` would have to overwrite something that is no checkpoint.
+
+        Call it at the start of a run for a name that is only written at its end.
+        """
+        target = self.root / name
+        if Path(name).name != name or name.startswith("."):
+            raise CheckpointError(f"a checkpoint's name is no path and not hidden: {name!r}")
+        if target.is_dir() and ((target / MANIFEST).exists() or not any(target.iterdir())):
+            return
+        if target.exists():
+            raise CheckpointError(f"{target} exists and is no checkpoint: it will not be overwritten")
+
+    def check_writable(self) -> None:
+        """CheckpointError when nothing can be written into `root`, which is made. For the start of a run."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.root, prefix=STAGING):
+                pass
+        except OSError as error:
+            raise CheckpointError(f"no checkpoint can be written into {self.root}: {error}") from error
+
+    def _prepare(self, staging: Path, name: str, numbered: bool) -> None:
+        self.check_target(name)
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._finish_replacements()
+        # Only what a run of this folder left: a named save may go to a folder that other runs share.
+        patterns = (f"{STAGING}{PREFIX}*", f"{STAGING}{REMOVED}*") if numbered else (staging.name,)
+        for leftover in [path for pattern in patterns for path in self.root.glob(pattern)]:
+            logger.warning("removing %s, left by a save that was cut off", leftover)
+            shutil.rmtree(leftover)
+        complete = self._complete()
+        if complete:
+            self._check_space(complete[0].path)
+        staging.mkdir()
+
+    def _check_space(self, last: Path) -> None:
+        """Refuse before writing when the disk cannot hold a checkpoint like the last one."""
+        needed = sum(entry["size"] for entry in read_manifest(last)["files"].values())
+        free = shutil.disk_usage(self.root).free
+        if free < needed:
+            raise CheckpointError(
+                f"{self.root}: {free / 2**20:.0f} MiB free, the last checkpoint took {needed / 2**20:.0f} MiB. "
+                f"It stays; make room or lower max_ckpt_num ({self.max_num})"
+            )
+
+    def _check_shared(self, staging: Path) -> None:
+        for _ in range(SHARED_TRIES):  # network file systems may show a new folder late
+            if staging.is_dir():
+                return
+            time.sleep(SHARED_PAUSE)
+        raise CheckpointError(f"rank {rank()} does not see {staging}: output_dir must be on a shared file system")
+
+    def _describe(self, staging: Path, name: str) -> dict[str, dict[str, Any]]:
+        """Hash all files, each rank a share of them; the whole list on every rank."""
+        on_rank_0(f"opening the files of {name} to whom the umask lets read", lambda: follow_umask(staging))
+        listed = on_rank_0(f"listing {name}", lambda: list_files(staging))
+        mine = together(f"hashing {name}", lambda: describe_files(staging, listed[rank() :: world_size()]))
+        merged = {key: value for part in all_gather_object(mine) for key, value in part.items()}
+        return dict(sorted(merged.items()))
+
+    def _content(
+        self,
+        step: int,
+        files: dict[str, dict[str, Any]],
+        metrics: Mapping[str, float] | None,
+        resumable: bool,
+        model: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        numbers = {key: float(value) for key, value in (metrics or {}).items()}
+        last = max((present["sequence"] for _, present in self._present() if present), default=0)
+        return {
+            "step": step,
+            "sequence": last + 1,
+            "world_size": world_size(),
+            "resumable": resumable,
+            "model": model,
+            "metrics": {key: value for key, value in numbers.items() if math.isfinite(value)},
+            "versions": {package: installed_version(package) for package in VERSIONED},
+            "files": files,
+        }
+
+    def _publish(self, staging: Path, name: str, content: dict[str, Any]) -> None:
+        if not content["files"]:
+            raise CheckpointError(f"nothing was written for {name}")
+        write_manifest(staging, content)
+        target, old = self.root / name, self.root / f"{REPLACED}{name}"
+        if target.exists():
+            os.rename(target, old)
+        os.rename(staging, target)
+        sync_file(self.root)
+        if old.exists():
+            shutil.rmtree(old)
+        if content["resumable"]:
+            write_hint(self.root, name)
+
+    def _discard(self, staging: Path) -> None:
+        """Remove what a failed save wrote, to give its space back; a folder that resists is left to the next save."""
+        if is_rank_0() and staging.exists():
+            try:
+                shutil.rmtree(staging)
+            except OSError as error:
+                logger.warning("%s stays until the next save: %s", staging, error)
+
+    def _finish_replacements(self) -> None:
+        """Settle a save that was killed between its two renames: the old folder returns, or goes if the new stands."""
+        for old in self.root.glob(f"{REPLACED}*"):
+            target = self.root / old.name.removeprefix(REPLACED)
+            if target.exists():
+                shutil.rmtree(old)
+            else:
+                os.rename(old, target)
+
+    def _present(self) -> list[tuple[Path, dict[str, Any] | None]]:
+        """Every checkpoint folder with its manifest (None where it cannot be read), the one saved last first.
+
+        Order is by save, not by step: a run that was started anew in an old folder does not lose to old checkpoints.
+        """
+        if not self.root.is_dir():
+            return []
+        found = []
+        for path in sorted(self.root.iterdir()):
+            name = path.name.removeprefix(REPLACED)
+            superseded = path.name != name and (self.root / name).exists()
+            if name.startswith(PREFIX) and path.is_dir() and not superseded:
+                found.append((path, readable_manifest(path)))
+        return sorted(found, key=lambda item: item[1]["sequence"] if item[1] else -1, reverse=True)
+
+    def _complete(self) -> list[Found]:
+        """Numbered checkpoints whose files are there with the right sizes, newest first; hashes are not read."""
+        found = []
+        for path, content in self._present():
+            if content is None or not NUMBERED.match(path.name):
+                continue
+            try:
+                check_files(path, content, hashes=False)
+            except CheckpointError as error:
+                logger.warning("%s is left alone: %s", path.name, error)
+                continue
+            found.append(Found(path, content["step"], content["metrics"]))
+        return found
+
+    def _best(self, complete: list[Found]) -> Found | None:
+        if self.keep_best is None:
+            return None
+        metric, mode = self.keep_best
+        scored = [found for found in complete if metric in found.metrics]
+        sign = 1 if mode == "max" else -1
+        return max(scored, key=lambda found: (sign * found.metrics[metric], found.step), default=None)
+
+    def _rotate(self) -> None:
+        complete = self._complete()
+        best = self._best(complete)
+        kept = {found.path for found in (complete[:1] + ([best] if best else []))}
+        for found in complete:
+            if len(kept) < self.max_num:
+                kept.add(found.path)
+        for found in complete:
+            if found.path not in kept:
+                remove_checkpoint(found.path)
+
+
+def verify(path: str | Path, hashes: bool = True) -> dict[str, Any]:
+    """The manifest of a complete checkpoint. CheckpointError names the file that is missing or damaged.
+
+    Without `hashes` only presence and sizes are compared, which is quick for large checkpoints.
+    """
+    path = Path(path)
+    content = read_manifest(path)
+    check_files(path, content, hashes)
+    return content
+
+
+def resolve_resume(resume_from: str, root: str | Path) -> Path:
+    """The checkpoint folder that `resume_from` means, the same on every rank (a collective).
+
+    "auto": the newest complete one under `root`; a damaged newer one is skipped with a warning. A folder: that
+    checkpoint, or, for a run's folder, its newest complete one. CheckpointError, never a silent start from step 0, when
+    there is none, and when a checkpoint that was named is damaged (the message names the file).
+    """
+    return Path(on_rank_0("resuming", lambda: str(resolve_here(resume_from, Path(root)))))
+
+
+def resolve_here(resume_from: str, root: Path) -> Path:
+    """The checkpoint that `resume_from` names: a checkpoint, a run's folder, or auto for the newest below `root`.
+    The step of a checkpoint may be written with or without leading zeros.
+
+    Raises CheckpointError where there is none that a run can be resumed from.
+    """
+    if not resume_from.strip():
+        raise CheckpointError("resume_from is empty; name a checkpoint or a run's folder, or write auto")
+    folder = root if resume_from == "auto" else _of_this_step(Path(resume_from))
+    manager = CheckpointManager(folder)
+    if resume_from != "auto" and not manager.has_checkpoints():
+        if not verify(folder)["resumable"]:
+            raise CheckpointError(f"{folder} holds an exported model, not the state of a run to resume")
+        return folder
+    latest = manager.find_latest()
+    if latest is None:
+        raise CheckpointError(
+            f"resume_from={resume_from}: no complete checkpoint in {folder} (a run saves some with save_steps)"
+        )
+    logger.info("resuming from %s", latest)
+    return latest
+
+
+def _of_this_step(path: Path) -> Path:
+    """The folder itself, or where it does not exist the one beside it of the same step: checkpoint-60 is -000060."""
+    match = NUMBERED.match(path.name)
+    padded = path.with_name(f"{PREFIX}{int(match[1]):06d}") if match else path
+    return padded if padded.is_dir() and not path.exists() else path
+
+
+def write_hint(root: Path, name: str) -> None:
+    """The text file `latest`, replaced as a whole."""
+    partial = root / f".{LATEST}.partial"
+    partial.write_text(name + "\n", encoding="utf-8")
+    os.replace(partial, root / LATEST)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Rename first: a kill in the middle of the removal must not leave a folder that looks like a checkpoint."""
+    doomed = path.with_name(f"{STAGING}{REMOVED}{path.name}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def readable_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of a checkpoint, None where it is missing or damaged."""
+    try:
+        return read_manifest(path)
+    except CheckpointError:
+        return None
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,119 @@
+"""manifest.json: a checkpoint's files with sizes and SHA-256, and the proof that all of them were written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from .versions import FORMAT, up_to_date
+
+MANIFEST = "manifest.json"
+CHUNK = 1 << 20
+HASH_THREADS = 4  # hashlib lets go of the interpreter lock, so threads read and hash in parallel
+
+
+def list_files(folder: Path) -> list[str]:
+    """Relative POSIX paths of all files below `folder`, sorted, the manifest itself left out."""
+    paths = (path for path in folder.rglob("*") if path.is_file() or path.is_symlink())
+    names = sorted(path.relative_to(folder).as_posix() for path in paths)
+    return [name for name in names if name != MANIFEST]
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file's (or folder's) content is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """{relative path: {"size": bytes, "sha256": hex}}; each file is flushed to the disk first."""
+
+    def describe(name: str) -> dict[str, Any]:
+        path = folder / name
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a link: a checkpoint holds its files itself")
+        sync_file(path)
+        return {"size": path.stat().st_size, "sha256": file_sha256(path)}
+
+    names = list(names)
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        return dict(zip(names, pool.map(describe, names)))
+
+
+def seal(content: Mapping[str, Any]) -> str:
+    """Hash of a manifest without its own seal, so that damage to the manifest itself is seen."""
+    body = {key: value for key, value in content.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write and flush manifest.json; it comes last, after every file that it lists."""
+    sealed = {"format": FORMAT, **content}
+    sealed["seal"] = seal(sealed)
+    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump(sealed, file, indent=1, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+    for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        sync_file(path)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, its seal checked, in the present format. CheckpointError names the file when it is missing or
+    damaged; also as `versions.up_to_date`."""
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such checkpoint folder")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete, or not one of this package")
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if not isinstance(content, dict) or content.get("seal") != seal(content):
+        raise CheckpointError(f"{path} is damaged: its content does not match its own hash")
+    return up_to_date(content, path)
+
+
+def check_files(folder: Path, content: Mapping[str, Any], hashes: bool) -> None:
+    """Compare every listed file with the disk: presence and size, and with `hashes` the content too."""
+    files: Mapping[str, Mapping[str, Any]] = content["files"]
+    for name, expected in files.items():
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{path} is missing")
+        size = path.stat().st_size
+        if size != expected["size"]:
+            raise CheckpointError(f"{path} is damaged: {size} bytes, {expected['size']} were written")
+    if not hashes:
+        return
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        for name, found in zip(files, pool.map(lambda name: hash_or_error(folder / name), files)):
+            if found != files[name]["sha256"]:
+                raise CheckpointError(f"{folder / name} is damaged: its content is not what was written")
+
+
+def hash_or_error(path: Path) -> str:
+    """`file_sha256`, with an error of the file system as CheckpointError."""
+    try:
+        return file_sha256(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

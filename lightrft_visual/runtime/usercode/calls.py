@@ -1,0 +1,304 @@
+"""Calling what a user wrote: saying where it fails and where it hangs, and letting SIGTERM end it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Number
+from types import FrameType, FunctionType
+from typing import Any
+
+from ...errors import RewardError, StoppedBySignal
+from ..masking import mask_text
+from .background import shared_loop
+from .failures import ScoringFailed
+from .surroundings import is_users, put_back
+
+log = logging.getLogger(__name__)
+SLOW_SECONDS = 30.0  # after this long, then after twice as long each time, a line says what is still running
+TERM_SECONDS = 10.0  # a function gets this long to return after SIGTERM, so that its step can still be done
+REMINDERS = 3  # so many times as long, and the process ends: the function is in native code that never returns
+TERMINATED = 143  # exit code of a process that SIGTERM ended before it could save anything (128 + 15)
+LONGEST_MESSAGE = 1000
+ROWS = "*samples"  # instead of arguments: a list of them, one for each sample
+LOG_EXTRA, LOG_METRIC = "*log_extra", "*log_metric"
+SHOWN_LINES = 12  # of the first and of the last lines that an error went through
+SHOWN_CAUSES = 4
+
+
+class Left(RewardError):
+    """A user's function called sys.exit and the like, or SIGTERM came: no policy goes on after that."""
+
+
+class Interrupted(BaseException):
+    """SIGTERM, raised inside a user's function that runs on."""
+
+
+class StopRequest:
+    """A handler of SIGTERM that remembers whether the signal came; user code asks it by `ended_by_sigterm`."""
+
+    def __init__(self) -> None:
+        self.made = False
+
+    def __call__(self, *_: object) -> None:
+        self.made = True
+
+
+class Elsewhere:
+    """A function that runs in another process; `invoke` takes the arguments of a call, or ROWS of them."""
+
+    def invoke(self, arguments: dict[str, Any]) -> Any:
+        """Call the function with these keyword arguments, wherever it lives."""
+        raise NotImplementedError
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self.invoke(arguments)
+
+
+def describe_error(error: BaseException) -> str:
+    """What a user's code raised, with its message and the lines of the user's own files, for the middle of a message:
+    "raised KeyError: 'x'" and then lines as in a traceback. What it was raised from follows. Ours are left out."""
+    told: list[str] = []
+    waiting: list[BaseException] = [error]
+    seen: set[int] = set()
+    while waiting and len(told) < SHOWN_CAUSES:
+        current = waiting.pop(0)
+        if id(current) in seen or (told and isinstance(current, RewardError)):
+            continue
+        seen.add(id(current))
+        told.append(f"{what_happened(current)}{_own_lines(current)}")
+        cause = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        parts = current.exceptions if isinstance(current, BaseExceptionGroup) else ()
+        waiting += [each for each in (*parts, cause) if each is not None]
+    return "\n  after it ".join(told)
+
+
+def what_happened(error: BaseException) -> str:
+    """An error in a few words: "raised KeyError: 'x'"."""
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({error.code!r})"
+    try:
+        message = " ".join(str(error).split("\n"))[:LONGEST_MESSAGE]
+    except Exception as second:
+        message = f"(its message cannot be had: {type(second).__name__})"
+    return f"raised {type(error).__name__}" + (f": {message}" if message else "")
+
+
+def _own_lines(error: BaseException) -> str:
+    """The user's own lines that an error went through, outermost first; of very many the first and the last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if is_users(f.filename)]
+    if not own and isinstance(error, SyntaxError) and error.filename:
+        return f'\n  File "{error.filename}", line {error.lineno}'
+    listed = "".join(traceback.format_list(own or frames[-1:])).splitlines()
+    lines = [line for line in listed if line.strip(" ^~")]  # without the marks below a line
+    left_out = len(lines) - 2 * SHOWN_LINES
+    if left_out > 0:
+        lines = [*lines[:SHOWN_LINES], f"  ... {left_out} more lines ...", *lines[-SHOWN_LINES:]]
+    return "".join(f"\n{line}" for line in lines)
+
+
+def masked(text: str) -> str:
+    """The text without tokens and keys, and without characters that no file or terminal takes."""
+    return mask_text(text).encode(errors="backslashreplace").decode()
+
+
+def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Any:
+    """Call, and await when the result asks for it.
+
+    Whatever it raises, sys.exit included, is chained to a RewardError with its name and the user's own lines.
+    """
+    what = f"reward function {name}"
+    try:
+        with put_back(what), watched(what):
+            return invoke(function, arguments)
+    except (RewardError, ScoringFailed):
+        raise
+    except (SystemExit, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise  # elsewhere nobody pressed Ctrl-C
+        raise Left(f"{what} {masked(describe_error(error))}") from error
+    except Exception as error:
+        raise RewardError(f"{what} {masked(describe_error(error))}") from error
+
+
+def defined_at(function: Callable[..., Any]) -> str:
+    """A line of an error's text that says where a user's function stands; empty for what has no code of its own."""
+    while not isinstance(function, FunctionType) and hasattr(function, "function"):
+        function = function.function
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or not is_users(code.co_filename):
+        return ""
+    return f'\n  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
+
+
+def invoke(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """What a call of the function returns; with ROWS, the list of what it returns for each sample's arguments.
+
+    Awaitables are awaited. What it said by TRL's `log_extra` and `log_metric` is added to its metrics.
+    """
+    if isinstance(function, Elsewhere):
+        return function.invoke(arguments)
+    said = Said()
+    rows = arguments.get(ROWS, [arguments])
+    rows = [{k: said.by.get(v, v) if isinstance(v, str) else v for k, v in row.items()} for row in rows]
+    results = [function(**row) for row in rows]
+    if any(map(inspect.isawaitable, results)):
+        results = awaited(results)
+    return said.added_to(results if ROWS in arguments else results[0])
+
+
+class Said:
+    """What one call says by TRL's `log_extra(column, values)` and `log_metric(name, value)`; the arguments LOG_EXTRA
+    and LOG_METRIC stand for these two, so that they can be sent to another process."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Any] = {}
+        self.by = {LOG_EXTRA: self.extra, LOG_METRIC: self.metric}
+
+    def metric(self, name: str, value: Any) -> None:
+        """TRL's `log_metric`: one number under a name."""
+        self.metrics[str(name)] = float(value)
+
+    def extra(self, column: str, values: Any) -> None:
+        """TRL's `log_extra`: one number for each sample; other columns are dropped with a warning."""
+        if all(value is None or isinstance(value, Number) for value in values):
+            self.metrics[str(column)] = list(values)
+        else:
+            log.warning("log_extra: column %r holds more than numbers; only numbers are kept", str(column)[:80])
+
+    def added_to(self, result: Any) -> Any:
+        """The result with these metrics."""
+        if not self.metrics:
+            return result
+        if isinstance(result, Mapping):
+            return {**result, "extra_logs": {**(result.get("extra_logs") or {}), **self.metrics}}
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+            return result[0], {**result[1], **self.metrics}
+        return result, self.metrics
+
+
+def awaited(results: list[Any]) -> list[Any]:
+    """The results, where they are awaitable all awaited at once on the shared loop; what one raises is raised here."""
+
+    async def outcome(result: Any) -> tuple[Any, BaseException | None]:
+        try:
+            return await result if inspect.isawaitable(result) else result, None
+        except BaseException as error:  # a SystemExit would end the loop's thread, and the caller would wait for ever
+            return None, error
+
+    async def together() -> list[tuple[Any, BaseException | None]]:
+        return await asyncio.gather(*map(outcome, results))
+
+    outcomes = shared_loop().run(together())
+    for error in (error for _, error in outcomes if error is not None):
+        raise error
+    return [result for result, _ in outcomes]
+
+
+@contextlib.contextmanager
+def watched(what: str) -> Iterator[None]:
+    """While it lasts, a line now and then says for how long `what` has been running and where it is, and SIGTERM ends
+    it when it does not return within TERM_SECONDS. Signals are handled in the main thread only."""
+    done, owner, started = threading.Event(), threading.get_ident(), time.monotonic()
+
+    def tell() -> None:
+        wait = SLOW_SECONDS
+        while not done.wait(wait):
+            seconds = time.monotonic() - started
+            log.warning("%s has been running for %.3g s%s", what, seconds, place_now(owner))
+            wait *= 2
+
+    threading.Thread(target=tell, name="slow-reward", daemon=True).start()
+    try:
+        with ended_by_sigterm(what):
+            yield
+    finally:
+        done.set()
+
+
+def place_now(owner: int) -> str:
+    """`place_of` the thread `owner`, or of another one: async functions run in one of their own."""
+    frames = sys._current_frames()
+    places = (place_of(frames.get(each)) for each in (owner, *frames))
+    return next(filter(None, places), "")
+
+
+def place_of(frame: FrameType | None) -> str:
+    """The innermost line of the user's own files, ', at FILE, line N'; empty when there is none."""
+    stack = traceback.extract_stack(frame) if frame is not None else []
+    own = [f for f in stack if is_users(f.filename)]
+    return f", at {own[-1].filename}, line {own[-1].lineno}" if own else ""
+
+
+def _stopped_inside(error: BaseException) -> StoppedBySignal | None:
+    """What was on its way out already when `error` came: of something that ran inside and was ended first."""
+    earlier = error.__context__
+    while earlier is not None and not isinstance(earlier, StoppedBySignal):
+        earlier = earlier.__context__
+    return earlier
+
+
+@contextlib.contextmanager
+def ended_by_sigterm(what: str) -> Iterator[None]:
+    """SIGTERM ends what runs inside when it does not return within TERM_SECONDS: by StoppedBySignal, and when that
+    cannot be raised there, by the end of the process. The handler that was set before is asked first. Where that is a
+    StopRequest and the signal has come already, it counts as coming now: nobody sends it again."""
+    before, done, ending = signal.getsignal(signal.SIGTERM), threading.Event(), threading.Lock()
+    main = threading.main_thread()
+    if threading.current_thread() is not main or not callable(before):
+        yield
+        return
+    asked_at: list[float] = []
+    over: list[bool] = []
+
+    def remind() -> None:
+        for _ in range(REMINDERS):
+            if done.wait(TERM_SECONDS):
+                return
+            with ending:  # afterwards the signal would meet whatever handler there was before, and may end the process
+                if done.is_set():
+                    return
+                signal.pthread_kill(main.ident, signal.SIGTERM)
+        if not done.wait(TERM_SECONDS):
+            where = place_of(sys._current_frames().get(main.ident))
+            print(f"error: {what} did not react to SIGTERM{where}; the process ends", file=sys.stderr, flush=True)
+            os._exit(TERMINATED)
+
+    def ask() -> None:
+        if not asked_at:
+            asked_at.append(time.monotonic())
+            threading.Thread(target=remind, daemon=True).start()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        before(number, frame)
+        if over:
+            return
+        if asked_at and time.monotonic() - asked_at[0] > 0.9 * TERM_SECONDS:
+            where = place_of(frame)
+            raise Interrupted(f"it did not return within {time.monotonic() - asked_at[0]:.3g} s{where}")
+        ask()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    try:
+        if isinstance(before, StopRequest) and before.made:  # looked at now that a signal reaches `on_signal`
+            ask()
+        yield
+    except Interrupted as error:
+        raise _stopped_inside(error) or StoppedBySignal(
+            f"the run was ended by SIGTERM while {what} ran: {error}"
+        ) from None
+    finally:
+        over.append(True)  # from here on the handler must not raise
+        with ending:
+            done.set()
+        signal.signal(signal.SIGTERM, before)

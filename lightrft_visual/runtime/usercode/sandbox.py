@@ -1,0 +1,315 @@
+"""A callable in a process of its own, with a time limit that nothing it does can outlast.
+
+Arguments go to the child by pickle over a socket pair of theirs; answers come back as JSON only, a line each. A request
+has an id of its own, which its answer repeats. A line without it costs the call it is read in, so no call gets another
+one's answer. A call that runs over its limit, or a child that ends, costs that call as well: the child is killed and
+the next call gets a fresh one. This bounds time. It is no jail: the function runs with the user's own rights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import inspect
+import json
+import os
+import pickle
+import resource
+import secrets
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError, RewardError
+from .calls import Elsewhere, describe_error, invoke, masked, place_now
+from .failures import Failed, ScoringFailed
+from .loading import LoadedFunction, load_reward_fn
+from .surroundings import FORKED
+
+START_SECONDS = 120.0  # importing the function's module does not count against a call
+TOLD_AT = 0.5  # share of the limit after which the child says where it is
+ORPHAN_SECONDS = 5.0  # a child whose parent died ends itself this long after its limit (default action of SIGALRM)
+READY = "ready"  # instead of a request's id: the child has loaded its function
+HEAD = struct.Struct("!16sQ")  # before each request: its id, and the length of its pickle in bytes
+CHUNK = 2**16  # bytes that are read at once
+FILES = 1024  # the usual limit of a process's files; the child keeps its pipe in the upper half
+SHOWN = 60  # bytes of a line that is no answer
+
+
+class NotAnAnswer(Exception):
+    """What was read is no answer to the request; the text shows it."""
+
+
+class CallTimeout(Exception):
+    """The call ran over its limit, or its process ended without an answer; the text says which."""
+
+
+class Worker:
+    """A child process that loads `spec` once and answers calls. spec: `path.py:name` or `package.module:name`."""
+
+    def __init__(self, spec: str) -> None:
+        self.spec = spec
+        self._process: subprocess.Popen[bytes] | None = None
+        self._one_at_a_time = threading.Lock()
+
+    def call(self, arguments: Mapping[str, Any], seconds: float) -> Any:
+        """The function's result as JSON values. Raises CallTimeout after `seconds`, and RewardError with the message
+        and lines of what the function raised, or when something else than the answer is in the pipe."""
+        request = pickle.dumps((seconds, dict(arguments)))
+        with self._one_at_a_time:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            answer = self._ask(request, seconds)
+        if "error" in answer:
+            raise RewardError(f"reward function {self._name} {masked(answer['error'])}")
+        return answer["result"]
+
+    @property
+    def _name(self) -> str:
+        return self.spec.rpartition(":")[2]
+
+    def _start(self) -> None:
+        self.close()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        self._socket, theirs = socket.socketpair()
+        command = [sys.executable, "-u", "-m", __name__, self.spec, str(theirs.fileno())]
+        with theirs:  # what the function prints goes to stderr
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=2, env=environment, pass_fds=[theirs.fileno()]
+            )
+        self._unread = b""
+        try:
+            ready = self._ask(None, START_SECONDS)
+        except CallTimeout as late:
+            raise RewardError(f"the process of reward function {self.spec} did not start: {late}") from None
+        if "error" in ready:
+            self.close()
+            raise ConfigError(f"reward function {self.spec} cannot be loaded: {masked(ready['error'])}")
+
+    def _ask(self, request: bytes | None, seconds: float) -> dict[str, Any]:
+        """The answer, to the start of the process or to a request. Raises CallTimeout."""
+        late, place, answered = threading.Event(), "", False
+        timer = threading.Timer(seconds, self._give_up, [late])
+        timer.daemon = True
+        timer.start()
+        number = READY if request is None else secrets.token_hex(8)  # nothing in the child guesses it
+        try:
+            if request is not None:
+                self._socket.sendall(HEAD.pack(number.encode(), len(request)))
+                self._socket.sendall(request)
+            while "place" in (answer := self._reply(number)):
+                place = answer["place"]
+            answered = True
+            return answer
+        except NotAnAnswer as stray:
+            raise RewardError(
+                f"reward function {self._name}: its process sent what is no answer to this call "
+                f"({masked(str(stray))}); something writes to a file that is not its own, such as a process it forked"
+            ) from None
+        except (EOFError, OSError):
+            why = (
+                f"no result within {seconds:g} s{place}"
+                if late.is_set()
+                else f"its process died{self._exit_code()}{place}"
+            )
+            raise CallTimeout(why) from None
+        finally:
+            timer.cancel()
+            timer.join()
+            if late.is_set() or not answered:  # also when a signal ended the wait: its answer may still come
+                self.close()
+
+    def _reply(self, number: str) -> dict[str, Any]:
+        """The next message of the process, without the id. Raises NotAnAnswer for what is no message to this request,
+        and when more follows its answer."""
+        line = self._line()
+        try:
+            reply = json.loads(line)
+        except (ValueError, RecursionError):
+            raise NotAnAnswer(f"{line[:SHOWN]!r}") from None
+        if not isinstance(reply, dict) or reply.pop("request", None) != number or len(reply) != 1:
+            raise NotAnAnswer(f"{line[:SHOWN]!r}")
+        if "place" not in reply and self._unread:
+            raise NotAnAnswer(f"{self._unread[:SHOWN]!r} after its answer")
+        return reply
+
+    def _line(self) -> bytes:
+        """The next line, without its end. Raises EOFError when there is no whole one, and OSError."""
+        parts, chunk = [], self._unread
+        while b"\n" not in chunk:
+            parts.append(chunk)
+            chunk = self._socket.recv(CHUNK)
+            if not chunk:
+                raise EOFError
+        last, _, self._unread = chunk.partition(b"\n")
+        return b"".join([*parts, last])
+
+    def _exit_code(self) -> str:
+        try:
+            return f" (exit code {self._process.wait(timeout=1)})"
+        except subprocess.TimeoutExpired:
+            return ""
+
+    def _give_up(self, late: threading.Event) -> None:
+        late.set()
+        self._process.kill()
+        self._socket.shutdown(socket.SHUT_RDWR)  # a grandchild may hold the other end
+
+    def close(self) -> None:
+        """End the child at once."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._socket.close()
+            self._process = None
+
+
+class SandboxedCallable(Elsewhere):
+    """A user function, loaded by path, that runs in a Worker; a call over the limit makes its samples invalid."""
+
+    def __init__(self, loaded: LoadedFunction, seconds: float) -> None:
+        self.__signature__ = inspect.signature(loaded)
+        if not set(self.__signature__.parameters) - {"device"}:
+            raise ConfigError(f"reward_fn_timeout cannot run {loaded.spec}, which makes its scorer at the start")
+        self.function, self.seconds = loaded.function, seconds
+        path, _, name = loaded.spec.rpartition(":")
+        self._worker = Worker(f"{Path(path).expanduser().resolve()}:{name}")
+
+    def invoke(self, arguments: Mapping[str, Any]) -> Any:
+        """One call, or one for each of ROWS, in the process. Raises ScoringFailed when there is no answer."""
+        try:
+            return from_json(self._worker.call(arguments, self.seconds))
+        except CallTimeout as late:
+            raise ScoringFailed(str(late)) from None
+
+    def close(self) -> None:
+        """End the process."""
+        self._worker.close()
+
+
+def from_json(value: Any) -> Any:
+    """Undo the marks of `to_json`."""
+    if isinstance(value, list):
+        return [from_json(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if list(value) == ["tuple"]:
+        return tuple(from_json(entry) for entry in value["tuple"])
+    return Failed(value["failed"]) if list(value) == ["failed"] else {k: from_json(v) for k, v in value.items()}
+
+
+def to_json(value: Any) -> Any:
+    """JSON values of a result: tensors and arrays become lists, tuples and Failed marked objects."""
+    if isinstance(value, Mapping):
+        return {str(key): to_json(entry) for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return {"tuple": [to_json(entry) for entry in value]}
+    if isinstance(value, list):
+        return [to_json(entry) for entry in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Failed):
+        return {"failed": value.reason}
+    if type(value).__module__.partition(".")[0] in ("torch", "numpy"):
+        return (value.detach().cpu() if type(value).__module__ == "torch" else value).tolist()
+    raise TypeError(f"a {type(value).__name__} cannot leave the reward process")
+
+
+def _load(spec: str) -> Callable[..., Any]:
+    path, _, name = spec.rpartition(":")
+    function = load_reward_fn(spec).function if path.endswith(".py") else vars(import_module(path))[name]
+    if "model_reward_list" in inspect.signature(function).parameters:
+        import_module("torch")  # its tensors; the import must not count against the first call
+    return function
+
+
+def _answer(function: Callable[..., Any], payload: bytes, send: Callable[[Any], None]) -> dict[str, Any]:
+    try:
+        seconds, arguments = pickle.loads(payload)  # from the parent process, over its own pipe
+        signal.setitimer(signal.ITIMER_REAL, seconds + ORPHAN_SECONDS)
+        with _place_told(TOLD_AT * seconds, send):
+            return {"result": to_json(invoke(function, arguments))}
+    except BaseException as error:
+        return {"error": describe_error(error)}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@contextlib.contextmanager
+def _place_told(seconds: float, send: Callable[[Any], None]) -> Iterator[None]:
+    """Send where this thread is when it is still inside after `seconds`."""
+    owner = threading.get_ident()
+    timer = threading.Timer(seconds, lambda: send({"place": place_now(owner)}))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # its message belongs before the answer
+
+
+class Pipe:
+    """The child's end. Only the process that made it reads and writes: one that is forked from it has no such file, and
+    ends where it would send."""
+
+    def __init__(self, number: int) -> None:
+        self._owner, self._lock, self._request = os.getpid(), threading.Lock(), READY
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        # Away from numbers that functions close, write to or take over; and not for programs that they start.
+        moved = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, (allowed if 0 < allowed < FILES else FILES) // 2)
+        os.close(number)
+        self._socket = socket.socket(fileno=moved)
+        self._file = self._socket.makefile("rb")
+        os.register_at_fork(after_in_child=lambda: os.close(moved))
+
+    def next(self) -> bytes:
+        """The pickle of the next request. Raises EOFError when the parent has closed its end."""
+        head = self._file.read(HEAD.size)
+        if len(head) < HEAD.size:
+            raise EOFError
+        number, length = HEAD.unpack(head)
+        payload = self._file.read(length)
+        if len(payload) < length:
+            raise EOFError
+        self._request = number.decode()
+        return payload
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """One message about the request that was read last; about none before the first."""
+        if os.getpid() != self._owner:
+            told = "error: a reward function forked a process that came back from its call; that process ends"
+            print(told, file=sys.stderr, flush=True)
+            os._exit(FORKED)
+        line = json.dumps({"request": self._request, **message}) + "\n"
+        with self._lock:
+            self._socket.sendall(line.encode())
+
+
+def _serve(spec: str, pipe: Pipe) -> None:
+    """The child: load, say so, answer until the parent closes its end."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers signal every process; this one ends with its parent
+    try:
+        function = _load(spec)
+    except Exception as error:
+        pipe.send({"error": str(error) if isinstance(error, ConfigError) else describe_error(error)})
+        return
+    answer: dict[str, Any] = {"result": None}
+    while True:
+        pipe.send(answer)
+        try:
+            payload = pipe.next()
+        except EOFError:
+            return
+        answer = _answer(function, payload, pipe.send)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], Pipe(int(sys.argv[2])))

@@ -1,0 +1,333 @@
+"""The buffer: what goes in comes out, normalisation, order, limits, state, and two real ranks."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from replay_cases import diffusion_item, text_item, vision_item
+from waiting import output_of
+
+from lightrft_visual.errors import CheckpointError, ConfigError, DataError
+from lightrft_visual.experience.batch_plan import MicroBatch
+from lightrft_visual.experience.buffer import NaiveReplayBuffer
+from lightrft_visual.experience.items import items_equal, make_experience_batch
+from lightrft_visual.experience.types import ExperienceDiffusion
+
+
+def filled(items: list, size: int = 2, **options) -> NaiveReplayBuffer:
+    buffer = NaiveReplayBuffer(size, **options)
+    buffer.append(make_experience_batch(items))
+    return buffer
+
+
+def numbered(count: int) -> list:
+    return [text_item(5, 2, sample_id=torch.tensor(index)) for index in range(count)]
+
+
+def ids(batches) -> list[list[int]]:
+    return [batch.sample_id.tolist() for batch in batches]
+
+
+# --- in and out ----------------------------------------------------------------------------------------------------
+
+
+def test_padding_is_stripped_on_the_way_in():
+    batch = make_experience_batch([vision_item(2, length=9), vision_item(0, length=4, actions=3)])
+    batch.layout = None  # as the experience maker builds it
+    buffer = NaiveReplayBuffer(2)
+    buffer.append(batch)
+    assert [len(item.sequences) for item in buffer] == [9, 4]
+    assert [len(item.advantages) for item in buffer] == [2, 3]
+    assert [item.image_counts.item() for item in buffer] == [2, 0]
+    assert batch.sequences.shape == (2, 10)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_packed_experience_goes_in_as_it_is(packing):
+    items = [text_item(5, 2), text_item(4, 3)]
+    buffer = NaiveReplayBuffer(2, packing_samples=packing)
+    buffer.append(make_experience_batch(items, packing_samples=True))
+    assert len(buffer) == 2 and all(map(items_equal, items, buffer))
+    assert buffer.collate_fn(buffer.items).is_packed is packing
+
+
+def test_the_limit_drops_the_oldest():
+    buffer = filled(numbered(3), limit=4)
+    buffer.append(make_experience_batch(numbered(3)))
+    assert [item.sample_id.item() for item in buffer] == [2, 0, 1, 2]
+    buffer.clear()
+    assert len(buffer) == 0
+
+
+def test_sampling_draws_different_items():
+    buffer = filled(numbered(6), size=4, seed=3)
+    drawn = [buffer.sample().sample_id.tolist() for _ in range(8)]
+    assert all(len(set(each)) == 4 for each in drawn)
+    assert len(set(map(tuple, drawn))) > 1
+    assert drawn == [filled(numbered(6), size=4, seed=3).sample().sample_id.tolist(), *drawn[1:]]
+    with pytest.raises(DataError, match="cannot draw 4 samples, the buffer holds 2"):
+        filled(numbered(2), size=4).sample()
+
+
+def test_a_torch_data_loader_can_read_it():
+    buffer = filled(numbered(5))
+    loader = torch.utils.data.DataLoader(buffer, batch_size=2, shuffle=True, collate_fn=buffer.collate_fn)
+    assert sorted(sum(ids(loader), [])) == [0, 1, 2, 3, 4]
+
+
+def test_trajectories_have_the_same_buffer():
+    buffer = filled([diffusion_item(seed=index) for index in range(5)], size=2)
+    batches = list(buffer.batches(seed=1))
+    assert all(isinstance(batch, ExperienceDiffusion) for batch in batches)
+    assert sorted(sum([batch.info["reward"].tolist() for batch in batches], [])) == [0, 1, 2, 3, 4]
+
+
+# --- order ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_epoch_has_its_own_order():
+    buffer = filled(numbered(10), size=4)
+    first, again, second = (ids(buffer.batches(seed)) for seed in (1, 1, 2))
+    assert first == again != second
+    assert sorted(map(len, first)) == [3, 3, 4]
+    assert sorted(sum(second, [])) == list(range(10))
+
+
+def test_steps_hold_their_share_of_samples():
+    buffer = filled(numbered(10), size=2)
+    plan = buffer.plan(seed=1, step_size=4)
+    assert [sum(len(batch.indices) for batch in step) for step in plan] == [4, 4, 2]
+    assert all(len(batch.indices) <= 2 and not batch.filler for step in plan for batch in step)
+
+
+def test_token_budget_fills_packed_batches():
+    items = [text_item(length, 2) for length in (3, 4, 5, 6, 7, 5)]
+    buffer = filled(items, packing_samples=True)
+    batches = list(buffer.batches(seed=1, token_budget=10))
+    assert [batch.sequences.shape[1] for batch in batches] == [10, 10, 10]
+    with pytest.raises(ConfigError, match="packing_samples"):
+        filled(items).plan(1, token_budget=10)
+
+
+def test_fillers_are_invalid_copies():
+    buffer = filled(numbered(2))
+    batch = buffer.load(MicroBatch([1], filler=True))
+    assert batch.valid.tolist() == [False] and batch.sample_id.tolist() == [1]
+    assert buffer[1].valid is None
+
+
+def test_an_empty_buffer_cannot_train():
+    with pytest.raises(DataError, match=r"without samples; samples by rank: \[0\]"):
+        NaiveReplayBuffer(2).plan(1)
+    with pytest.raises(ConfigError, match="at least 1"):
+        NaiveReplayBuffer(0)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_what_is_shared_changes_no_step(packing):
+    """A run trains on the same samples in the same update whether prompts are computed once or not."""
+    items = [
+        text_item(6, 1 + index % 3, sample_id=torch.tensor(index), group_id=torch.tensor(index // 4))
+        for index in range(16)
+    ]
+    found = []
+    for shared in (False, True):
+        buffer = filled(items, 3, packing_samples=packing, share_prefix=shared)
+        budget = 40 if packing else None
+        steps = [
+            sorted(index for batch in step for index in batch.indices)
+            for step in buffer.plan(7, step_size=6, token_budget=budget)
+        ]
+        found.append(steps)
+    assert found[0] == found[1] and [len(step) for step in found[0]] == [6, 6, 4]
+    assert len({index // 4 for index in found[0][0]}) == 2
+
+
+# --- normalisation -------------------------------------------------------------------------------------------------
+
+
+def advantages(buffer: NaiveReplayBuffer) -> list[list[float]]:
+    return [item.advantages.tolist() for item in buffer]
+
+
+def test_masked_actions_count_neither_for_mean_nor_for_deviation():
+    items = [
+        text_item(5, 3, advantages=torch.tensor([1.0, 99.0, 3.0]), action_mask=torch.tensor([True, False, True])),
+        text_item(5, 2, advantages=torch.tensor([5.0, 7.0])),
+        text_item(5, 1, advantages=torch.tensor([1e9]), valid=torch.tensor(False)),
+        text_item(5, 2, advantages=None),
+    ]
+    buffer = filled(items)
+    buffer.normalize("advantages", None)
+    # counted: 1, 3, 5, 7; mean 4, population standard deviation sqrt(5)
+    expected = [-3 / 5**0.5, 95 / 5**0.5, -1 / 5**0.5]
+    assert advantages(filled([buffer[0]]))[0] == pytest.approx(expected)
+    assert buffer[1].advantages.tolist() == pytest.approx([1 / 5**0.5, 3 / 5**0.5])
+    assert buffer[3].advantages is None
+
+
+def test_one_number_for_a_sample_counts_once():
+    items = [text_item(6, count, advantages=torch.tensor([float(count)])) for count in (1, 2, 3)]
+    buffer = filled(items)
+    buffer.normalize("advantages", None)
+    assert sum(advantages(buffer), []) == pytest.approx([-(1.5**0.5), 0, 1.5**0.5])
+
+
+def test_masked_nan_does_no_harm():
+    nan = torch.tensor([float("nan"), 2.0, 4.0])
+    buffer = filled([text_item(5, 3, advantages=nan, action_mask=torch.tensor([False, True, True]))])
+    buffer.normalize("advantages", None)
+    assert buffer[0].advantages[1:].tolist() == pytest.approx([-1, 1])
+
+
+def test_a_strategy_sums_over_its_ranks():
+    class TwoEqualRanks:
+        def all_reduce(self, data, op):
+            assert op == "sum"
+            return data * 2
+
+    buffer = filled([text_item(5, 2, advantages=torch.tensor([1.0, 3.0]))])
+    buffer.normalize("advantages", TwoEqualRanks())
+    assert advantages(buffer) == [pytest.approx([-1, 1])]
+
+
+def test_equal_numbers_become_zero_and_unknown_names_are_refused():
+    buffer = filled([text_item(5, 2, returns=torch.tensor([3.0, 3.0]))])
+    buffer.normalize("returns")
+    assert buffer[0].returns.tolist() == [0, 0]
+    with pytest.raises(ConfigError, match="'advantage'"):
+        buffer.normalize("advantage")
+
+
+def test_trajectory_advantages():
+    buffer = filled([diffusion_item(advantages=torch.tensor(value)) for value in (1.0, 5.0)])
+    buffer.normalize("advantages")
+    assert [item.advantages.item() for item in buffer] == pytest.approx([-1, 1])
+
+
+# --- state ---------------------------------------------------------------------------------------------------------
+
+
+def saved(buffer: NaiveReplayBuffer) -> dict:
+    stream = io.BytesIO()
+    torch.save(buffer.state_dict(), stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+def test_state_is_exact_and_safe_to_load():
+    image = Image.effect_noise((8, 8), 50).convert("RGB")
+    info = {"reward": 0.1, "kind": "count", "metrics": {"format": torch.tensor(0.5)}}
+    items = [vision_item(2, raw_images=[image], info=info), vision_item(0, info=None), text_item(values=None)]
+    buffer = filled(items, size=1)
+    buffer.sample()
+    again = NaiveReplayBuffer(1, seed=0)
+    again.load_state_dict(saved(buffer))
+    assert len(again) == 3 and all(map(items_equal, buffer, again))
+    assert torch.equal(again.sample().sequences, buffer.sample().sequences)
+
+
+def test_state_of_trajectories_of_several_shapes():
+    buffer = NaiveReplayBuffer(1)
+    for steps in (3, 3, 4, 3):
+        buffer.append(make_experience_batch([diffusion_item(steps, seed=steps)]))
+    again = NaiveReplayBuffer(1)
+    again.load_state_dict(saved(buffer))
+    assert len(again) == 4 and all(map(items_equal, buffer, again))
+
+
+def test_what_cannot_be_stored_is_named():
+    buffer = filled([text_item(info={"solver": object()})])
+    with pytest.raises(CheckpointError, match=r"info\[solver\]\[0\] is a object"):
+        buffer.state_dict()
+    with pytest.raises(CheckpointError, match="version 0"):
+        buffer.load_state_dict({"version": 0})
+
+
+# --- two ranks -----------------------------------------------------------------------------------------------------
+
+TWO_RANKS = """
+import os, sys, torch, torch.distributed as dist
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+from replay_cases import text_item, vision_item
+from lightrft_visual.experience.vision import VisionTensors
+from lightrft_visual.trainer.replay_buffer import NaiveReplayBuffer
+from lightrft_visual.trainer.replay_buffer_utils import make_experience_batch
+count = 5 if rank == 0 else 2
+items = [text_item(4 + i, 1, advantages=torch.tensor([float(10 * rank + i)]), sample_id=torch.tensor(10 * rank + i))
+         for i in range(count)]
+buffer = NaiveReplayBuffer(2, packing_samples=True)
+buffer.append(make_experience_batch(items))
+buffer.normalize("advantages", None)
+print("normal", *[round(item.advantages.item(), 6) for item in buffer])
+plan = buffer.plan(1, step_size=3)
+print("steps", *[len(step) for step in plan])
+print("fillers", sum(batch.filler for step in plan for batch in step))
+print("by-count", len(list(buffer.batches(1))))
+print("by-tokens", len(list(buffer.batches(1, token_budget=12))))
+print("tokens", sum(len(item.sequences) for item in buffer))
+print("ids", *sorted(item.sample_id.item() for item in buffer))
+shared = VisionTensors.of(pixel_values=torch.ones(64, 1000), image_grid_thw=torch.tensor([[1, 8, 8]]))
+many = [vision_item(0, vision=shared, image_counts=torch.tensor(1), sample_id=torch.tensor(i)) for i in range(8)]
+buffer = NaiveReplayBuffer(2)
+buffer.append(make_experience_batch(many if rank == 0 else [vision_item(0, sample_id=torch.tensor(9))]))
+buffer.plan(1)
+kept = [item.vision for item in buffer]
+print("shared", sum(len(each.names) > 0 for each in kept), VisionTensors.gather(kept).nbytes() - shared.nbytes())
+own = range(12) if rank == 0 else range(12, 16)
+groups = [text_item(9, 1, sample_id=torch.tensor(i), group_id=torch.tensor(i // 4)) for i in own]
+buffer = NaiveReplayBuffer(2, share_prefix=True)
+buffer.append(make_experience_batch(groups))
+plan = buffer.plan(1, step_size=8)
+print("groups", *[" ".join(str({buffer[i].group_id.item() for i in batch.indices}) for batch in step) for step in plan])
+print("sizes", *[len(batch.indices) for step in plan for batch in step])
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may still run when the interpreter ends, which then aborts at times
+"""
+
+
+def test_two_ranks_agree(tmp_path):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[2]}",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_RANKS, str(rank), str(tmp_path / "store")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [output_of(each, 300)[0] for each in ranks]
+    assert [each.returncode for each in ranks] == [0, 0]
+    first, second = (
+        {words[0]: words[1:] for words in map(str.split, output.splitlines()) if words} for output in outputs
+    )
+    numbers = torch.tensor([0.0, 1, 2, 3, 4, 10, 11], dtype=torch.float64)
+    expected = (numbers - numbers.mean()) / numbers.std(correction=0)
+    assert [float(each) for each in first["normal"] + second["normal"]] == pytest.approx(expected.tolist(), abs=1e-5)
+    for name in ("steps", "by-count", "by-tokens"):
+        assert first[name] == second[name]
+    # Seven samples of 4, 5, 6, 7, 8 and 4, 5 tokens: each rank ends with nearly half of them.
+    assert sorted(map(int, first["ids"] + second["ids"])) == [0, 1, 2, 3, 4, 10, 11]
+    assert abs(int(first["tokens"][0]) - int(second["tokens"][0])) <= 3
+    # Four or five of nine samples each, and one copy of the patches that all of them show.
+    assert sorted([first["shared"][0], second["shared"][0]]) in (["3", "5"], ["4", "4"])
+    assert first["shared"][1] == second["shared"][1] == "0"
+    # Two steps of two groups: each rank computes one of them, whole, in one micro-batch.
+    assert sorted(first["groups"] + second["groups"]) == ["{0}", "{1}", "{2}", "{3}"]
+    assert first["sizes"] == second["sizes"] == ["4", "4"]
+    assert first["by-tokens"] == ["2"]
+    assert first["fillers"] == ["0"] or second["fillers"] == ["0"]

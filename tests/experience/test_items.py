@@ -1,0 +1,470 @@
+"""Items to batches and back: exact round trips, layouts, padding removal, errors."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from replay_cases import diffusion_item, diffusion_items, mixed_items, text_item, text_items, vision_item
+
+from lightrft_visual.errors import DataError
+from lightrft_visual.experience.items import (
+    BufferItem,
+    BufferItemVL,
+    is_vl_experience,
+    items_equal,
+    make_experience_batch,
+    pack_actions,
+    remove_padding_in_sequences,
+    split_experience_batch,
+    strip_padding,
+    unpack_actions,
+    zero_pad_sequences,
+)
+from lightrft_visual.experience.types import Experience, ExperienceDiffusion, ExperienceVL
+
+FORMS = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def assert_round_trip(items: list, packed: bool) -> None:
+    again = split_experience_batch(make_experience_batch(items, packed))
+    assert len(again) == len(items)
+    for item, copy in zip(items, again):
+        assert items_equal(item, copy), (item, copy)
+
+
+# --- round trips ---------------------------------------------------------------------------------------------------
+
+
+@FORMS
+@QUICK
+@given(items=mixed_items)
+def test_any_mix_comes_back_exactly(packed, items):
+    assert_round_trip(items, packed)
+
+
+@FORMS
+@QUICK
+@given(items=st.lists(text_items(), min_size=1, max_size=5))
+def test_text_comes_back_exactly(packed, items):
+    assert_round_trip(items, packed)
+
+
+@QUICK
+@given(items=st.lists(diffusion_items(), min_size=1, max_size=4))
+def test_trajectories_come_back_exactly(items):
+    by_shape = {tuple(item.advantages.shape) if item.advantages is not None else () for item in items}
+    if len(by_shape) > 1:
+        items = items[:1]
+    assert_round_trip(items, packed=False)
+
+
+@FORMS
+@pytest.mark.parametrize("counts", [(2, 0), (0, 2), (1, 1), (0, 0, 3), (3, 1, 0, 2)])
+def test_images_stay_with_their_sample(packed, counts):
+    items = [vision_item(images=count, length=5 + index) for index, count in enumerate(counts)]
+    batch = make_experience_batch(items, packed)
+    assert batch.image_counts is None if not any(counts) else batch.image_counts.tolist() == list(counts)
+    for item, count, index in zip(split_experience_batch(batch), counts, range(9)):
+        assert (item.image_grid_thws is None) == (count == 0)
+        if count:
+            assert item.image_grid_thws.tolist() == [[1, 2, n + 1] for n in range(count)]
+            assert item.pixel_values.min() >= 1000 * (5 + index)
+            assert item.pixel_values.max() < 1000 * (6 + index)
+    assert_round_trip(items, packed)
+
+
+@FORMS
+def test_images_and_videos_and_raw_images_mix(packed):
+    red = Image.new("RGB", (2, 2), "red")
+    items = [
+        vision_item(images=1, videos=2, raw_images=[red]),
+        vision_item(images=0, videos=1, raw_images=[]),
+        vision_item(images=2, videos=0),
+        vision_item(images=0),
+        text_item(),
+    ]
+    batch = make_experience_batch(items, packed)
+    assert batch.video_counts.tolist() == [2, 1, 0, 0, 0]
+    assert batch.raw_images == [[red], [], None, None, None]
+    assert_round_trip(items, packed)
+
+
+@FORMS
+def test_seconds_stay_with_their_videos(packed):
+    items = [
+        vision_item(videos=2, video_seconds_per_grid=torch.tensor([0.5, 4.0])),
+        vision_item(videos=0),
+        vision_item(videos=1),
+        text_item(),
+        vision_item(videos=1, video_seconds_per_grid=torch.tensor([0.25])),
+    ]
+    batch = make_experience_batch(items, packed)
+    assert batch.video_seconds_per_grid.tolist() == [0.5, 4.0, 1.0, 0.25]
+    assert_round_trip(items, packed)
+    items[0].video_seconds_per_grid = torch.tensor([0.5])
+    with pytest.raises(DataError, match="sample 0: video_seconds_per_grid .* hold 2"):
+        make_experience_batch(items, packed)
+
+
+@FORMS
+def test_models_without_grids_own_one_row_per_image(packed):
+    items = [
+        vision_item(images=0, pixel_values=torch.rand(2, 3, 4, 4)),
+        vision_item(images=0),
+        vision_item(images=0, pixel_values=torch.rand(1, 3, 4, 4)),
+    ]
+    batch = make_experience_batch(items, packed)
+    assert batch.pixel_values.shape == (3, 3, 4, 4)
+    assert batch.image_counts.tolist() == [2, 0, 1]
+    assert_round_trip(items, packed)
+
+
+@FORMS
+@pytest.mark.parametrize("name", ["action_entropy", "base_action_log_probs", "values", "attention_mask", "action_mask"])
+@pytest.mark.parametrize("absent", [(0,), (1,), (0, 1)])
+def test_each_item_decides_for_itself_what_it_lacks(packed, name, absent):
+    items = [text_item(5, 2, action_entropy=torch.rand(2)), text_item(7, 4, action_entropy=torch.rand(4))]
+    for index in absent:
+        setattr(items[index], name, None)
+    assert_round_trip(items, packed)
+
+
+@FORMS
+def test_holes_in_masks_and_zero_tokens_stay(packed):
+    items = [
+        text_item(
+            6,
+            3,
+            sequences=torch.tensor([0, 4, 0, 5, 0, 0]),
+            attention_mask=torch.tensor([1, 1, 0, 1, 1, 1]),
+            action_mask=torch.tensor([True, False, True]),
+        ),
+        text_item(3, 1, attention_mask=torch.tensor([0, 1, 0])),
+    ]
+    assert_round_trip(items, packed)
+
+
+@FORMS
+def test_fields_keep_their_dtype(packed):
+    items = [
+        text_item(attention_mask=torch.ones(5, dtype=torch.bool), action_log_probs=torch.rand(2, dtype=torch.bfloat16))
+    ] * 2
+    assert_round_trip(items, packed)
+
+
+@FORMS
+def test_items_own_their_memory(packed):
+    batch = make_experience_batch([vision_item(), vision_item(length=7)], packed)
+    freed = [weakref.ref(value) for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+    items = split_experience_batch(batch)
+    for item in items:
+        for value in vars(item).values():
+            if isinstance(value, torch.Tensor):
+                assert value.untyped_storage().nbytes() == value.nbytes
+    del batch
+    gc.collect()
+    assert not any(reference() is not None for reference in freed)
+
+
+# --- the forms -----------------------------------------------------------------------------------------------------
+
+
+def test_padded_form_puts_the_actions_last():
+    items = [text_item(5, 2), text_item(4, 3), text_item(1, 1)]
+    batch = make_experience_batch(items)
+    assert batch.sequences.tolist() == [[1, 2, 3, 4, 5, 0], [0, 0, 1, 2, 3, 4], [0, 0, 0, 1, 0, 0]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 0, 0]]
+    assert batch.action_mask.tolist() == [[True, True, False], [True, True, True], [True, False, False]]
+    assert batch.advantages.tolist() == [[0.75, 1.75, 0], [0.75, 1.75, 2.75], [0.75, 0, 0]]
+    assert isinstance(batch, Experience) and not batch.is_packed and batch.batch_size == 3
+
+
+def test_packed_form_has_no_padding():
+    items = [text_item(5, 2), text_item(4, 3, attention_mask=torch.tensor([1, 0, 1, 1]))]
+    batch = make_experience_batch(items, packing_samples=True)
+    assert batch.sequences.tolist() == [[1, 2, 3, 4, 5, 1, 2, 3, 4]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1, 2, 0, 2, 2]]
+    assert batch.advantages.tolist() == [[0.75, 1.75, 0.75, 1.75, 2.75]]
+    assert (batch.packed_seq_lens, batch.num_actions) == ([5, 4], [2, 3])
+    assert batch.is_packed and batch.batch_size == 2
+
+
+def test_padding_always_comes_with_masks():
+    bare = {"attention_mask": None, "action_mask": None}
+    batch = make_experience_batch([text_item(5, 2, **bare), text_item(4, 3, **bare)])
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]
+    assert batch.action_mask.tolist() == [[True, True, False], [True, True, True]]
+    even = make_experience_batch([text_item(5, 2, **bare), text_item(5, 2, **bare)])
+    assert even.attention_mask is None and even.action_mask is None
+
+
+def test_one_number_per_sample():
+    items = [text_item(5, 2, advantages=torch.tensor([0.5])), text_item(4, 3, advantages=torch.tensor([-1.0]))]
+    assert make_experience_batch(items).advantages.tolist() == [[0.5], [-1.0]]
+    assert make_experience_batch(items, packing_samples=True).advantages.tolist() == [[0.5, 0.5, -1, -1, -1]]
+    items[1].advantages = torch.tensor([1.0, 2.0, 3.0])
+    assert make_experience_batch(items).advantages.tolist() == [[0.5, 0.5, 0], [1, 2, 3]]
+
+
+def test_what_is_lacking_is_filled_so_that_it_counts_for_nothing():
+    items = [text_item(group_id=torch.tensor(7), valid=torch.tensor(False), kl=torch.ones(2)), text_item()]
+    batch = make_experience_batch(items)
+    assert batch.group_id.tolist() == [7, -1]
+    assert batch.valid.tolist() == [False, True]
+    assert batch.kl.tolist() == [[1, 1], [0, 0]]
+
+
+def test_a_field_added_to_a_made_batch_reaches_the_items():
+    batch = make_experience_batch([text_item(5, 2, values=None, info=None), text_item(4, 3, values=None, info=None)])
+    batch.values = torch.tensor([[1.0, 2.0, 0.0], [3.0, 4.0, 5.0]])
+    batch.info["reward"] = torch.tensor([0.5, 1.5])
+    first, second = split_experience_batch(batch)
+    assert first.values.tolist() == [1, 2] and second.values.tolist() == [3, 4, 5]
+    assert first.info == {"reward": 0.5} and second.info == {"reward": 1.5}
+
+
+def test_a_batch_made_by_hand_is_split_by_rows():
+    batch = ExperienceVL(
+        sequences=torch.tensor([[0, 1, 2], [3, 4, 0]]),
+        pixel_values=torch.arange(10.0).reshape(5, 2),
+        image_grid_thws=torch.tensor([[1, 1, 1], [1, 2, 2]]),
+        action_mask=torch.tensor([[True, True], [True, False]]),
+        values=torch.tensor([[0.5], [1.5]]),
+        info={"reward": torch.tensor([1.0, 2.0]), "lr": 0.1, "kind": ["a", "b"], "m": {"x": torch.tensor([3.0, 4.0])}},
+    )
+    first, second = split_experience_batch(batch)
+    assert first.sequences.tolist() == [0, 1, 2] and second.action_mask.tolist() == [True, False]
+    assert first.pixel_values.tolist() == [[0, 1]] and len(second.pixel_values) == 4
+    assert first.image_counts is None and second.values.tolist() == [1.5]
+    assert second.info == {"reward": 2.0, "lr": 0.1, "kind": "b", "m": {"x": 4.0}}
+
+
+def test_a_packed_batch_made_by_hand_is_split_by_its_lengths():
+    batch = Experience(
+        sequences=torch.arange(7)[None],
+        action_log_probs=torch.arange(3.0)[None],
+        base_action_log_probs=None,
+        values=torch.tensor([[8.0, 9.0]]),
+        returns=None,
+        advantages=torch.arange(3.0)[None],
+        attention_mask=torch.tensor([[1, 1, 1, 1, 2, 2, 2]]),
+        action_mask=None,
+        info=None,
+        packed_seq_lens=[4, 3],
+        num_actions=[1, 2],
+    )
+    first, second = split_experience_batch(batch)
+    assert second.sequences.tolist() == [4, 5, 6] and second.attention_mask.tolist() == [1, 1, 1]
+    assert first.action_log_probs.tolist() == [0] and second.advantages.tolist() == [1, 2]
+    assert first.values.tolist() == [8] and first.info is None
+
+
+def test_names_and_order_that_users_know():
+    text = "sequences action_log_probs base_action_log_probs values returns advantages attention_mask action_mask info"
+    vision = "pixel_values image_grid_thws pixel_values_videos video_grid_thws raw_images"
+    assert [each.name for each in fields(BufferItem)][:10] == [*text.split(), "action_entropy"]
+    expected = ["sequences", *vision.split(), *text.split()[1:], "action_entropy"]
+    assert [each.name for each in fields(BufferItemVL)][:15] == expected
+    item = BufferItem(torch.ones(2), *[torch.ones(1)] * 5, None, None, {})
+    assert item.action_entropy is None and item.group_id is None
+
+
+def test_types_of_batches():
+    assert is_vl_experience(make_experience_batch([vision_item(images=0)]))
+    assert not is_vl_experience(make_experience_batch([text_item()]))
+    assert isinstance(make_experience_batch([text_item(), vision_item()]), ExperienceVL)
+    assert isinstance(make_experience_batch([diffusion_item()]), ExperienceDiffusion)
+
+
+def test_diffusion_batch():
+    batch = make_experience_batch([diffusion_item(seed=1), diffusion_item(seed=2)])
+    assert batch.latents.shape == (2, 4, 2, 4, 4) and batch.log_probs.shape == (2, 3)
+    assert batch.prompt_embeds["pooled"].shape == (2, 8) and batch.advantages.shape == (2,)
+    assert batch.batch_size == 2
+
+
+# --- padding -------------------------------------------------------------------------------------------------------
+
+
+def padded_item(tokens: list[int], mask: list[int] | None, actions: list[float], **fields) -> BufferItem:
+    return text_item(
+        len(tokens),
+        len(actions),
+        sequences=torch.tensor(tokens),
+        attention_mask=None if mask is None else torch.tensor(mask),
+        action_log_probs=torch.tensor(actions),
+        **fields,
+    )
+
+
+def test_padding_is_stripped_at_both_ends():
+    item = padded_item([0, 0, 1, 2, 3, 0, 0], None, [2.0, 3.0, 0.0, 0.0], action_mask=None)
+    (stripped,) = remove_padding_in_sequences([item])
+    assert stripped is item
+    assert item.sequences.tolist() == [1, 2, 3]
+    assert item.action_log_probs.tolist() == [2, 3] and len(item.advantages) == 2
+
+
+def test_the_mask_decides_not_the_token():
+    action_mask = torch.tensor([True, False, True, False])
+    item = padded_item(
+        [9, 0, 0, 5, 0, 6, 0, 9], [0, 1, 1, 1, 1, 0, 1, 0], [1.0, 2.0, 3.0, 4.0], action_mask=action_mask
+    )
+    remove_padding_in_sequences([item])
+    assert item.sequences.tolist() == [0, 0, 5, 0, 6, 0]
+    assert item.attention_mask.tolist() == [1, 1, 1, 1, 0, 1]
+    assert item.action_log_probs.tolist() == [1, 2, 3]
+    assert item.action_mask.tolist() == [True, False, True]
+
+
+def test_without_a_mask_a_sampled_zero_is_a_token():
+    item = padded_item([0, 7, 0, 0], None, [1.0, 2.0], action_mask=torch.tensor([True, False]))
+    remove_padding_in_sequences([item])
+    assert item.sequences.tolist() == [7, 0] and item.action_log_probs.tolist() == [1]
+
+
+def test_masked_tail_of_the_response_is_not_padding():
+    item = padded_item([3, 4, 5], [1, 1, 1], [1.0, 2.0], action_mask=torch.tensor([True, False]))
+    remove_padding_in_sequences([item])
+    assert item.sequences.tolist() == [3, 4, 5] and item.action_mask.tolist() == [True, False]
+
+
+def test_one_number_per_sample_is_not_cut():
+    item = padded_item([0, 7, 8, 0], [0, 1, 1, 0], [1.0, 0.0], advantages=torch.tensor([0.5]))
+    remove_padding_in_sequences([item])
+    assert item.advantages.tolist() == [0.5] and item.action_log_probs.tolist() == [1]
+
+
+@QUICK
+@given(
+    items=st.lists(text_items(), min_size=1, max_size=4),
+    left=st.integers(0, 3),
+    right=st.integers(0, 3),
+)
+def test_stripping_undoes_padding(items, left, right):
+    for item in items:
+        item.attention_mask = torch.ones(len(item.sequences), dtype=torch.long)
+        item.action_mask = torch.ones(len(item.action_mask if item.action_mask is not None else _actions(item))).bool()
+    batch = make_experience_batch(items)
+    for name in ("sequences", "attention_mask"):
+        setattr(batch, name, torch.nn.functional.pad(getattr(batch, name), (left, right)))
+    width = batch.action_mask.shape[1]
+    for name, value in vars(batch).items():
+        per_action = isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == width
+        if per_action and name not in ("sequences", "attention_mask"):
+            setattr(batch, name, torch.nn.functional.pad(value, (0, right)))
+    batch.layout = None
+    direct = strip_padding(batch)
+    stepwise = remove_padding_in_sequences(split_experience_batch(batch))
+    for item, one, other in zip(items, direct, stepwise):
+        assert items_equal(one, other)
+        assert torch.equal(one.sequences, item.sequences)
+        assert torch.equal(one.action_mask, item.action_mask)
+
+
+def _actions(item: BufferItem) -> torch.Tensor:
+    names = ("action_log_probs", "base_action_log_probs", "action_entropy", "rollout_log_probs", "kl")
+    return next(value for value in (getattr(item, name) for name in names) if value is not None)
+
+
+@pytest.mark.parametrize("side,expected", [("left", [[1, 2], [0, 3]]), ("right", [[1, 2], [3, 0]])])
+def test_zero_pad_sequences(side, expected):
+    assert zero_pad_sequences([torch.tensor([1, 2]), torch.tensor([3])], side).tolist() == expected
+
+
+def test_zero_pad_sequences_refuses_other_sides():
+    with pytest.raises(AssertionError, match="middle"):
+        zero_pad_sequences([torch.tensor([1])], "middle")
+
+
+# --- packed actions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (6,)])
+def test_unpacking_actions_keeps_gradients(shape):
+    flat = torch.arange(1.0, 7.0).reshape(shape).requires_grad_()
+    padded = unpack_actions(flat, [1, 3, 2])
+    assert padded.tolist() == [[1, 0, 0], [2, 3, 4], [5, 6, 0]]
+    (padded * torch.tensor([[1.0], [2.0], [3.0]])).sum().backward()
+    assert flat.grad.reshape(-1).tolist() == [1, 2, 2, 2, 3, 3]
+
+
+@QUICK
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6))
+def test_packing_undoes_unpacking(counts):
+    flat = torch.arange(float(sum(counts)))[None]
+    assert torch.equal(pack_actions(unpack_actions(flat, counts), counts), flat)
+
+
+def test_action_counts_must_add_up():
+    with pytest.raises(DataError, match="3 per-action values for 4 actions"):
+        unpack_actions(torch.zeros(3), [2, 2])
+    with pytest.raises(DataError, match="do not hold"):
+        pack_actions(torch.zeros(2, 1), [1, 2])
+
+
+# --- contradictions ------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_list_is_a_value_error():
+    with pytest.raises(ValueError, match="empty"):
+        make_experience_batch([])
+
+
+@pytest.mark.parametrize(
+    "item,message",
+    [
+        (text_item(5, 2, action_entropy=torch.ones(3)), "sample 1: per-action fields of different lengths"),
+        (text_item(2, 2, sequences=torch.ones(1)), "sample 1: 2 actions, but only 1 tokens"),
+        (text_item(5, 2, values=torch.ones(3)), "sample 1: values"),
+        (text_item(5, 2, attention_mask=torch.ones(4).long()), "sample 1: attention_mask"),
+        (text_item(5, 2, action_log_probs=torch.ones(2).double()), "sample 1: action_log_probs is torch.float64"),
+        (vision_item(1, pixel_values=torch.ones(3, 3)), "sample 1: pixel_values has 3 patches"),
+        (vision_item(1, image_counts=torch.tensor(2)), "sample 1: image_counts is 2"),
+        (vision_item(0, image_grid_thws=torch.tensor([1, 2, 2])), r"sample 1: image_grid_thws must be \(n, 3\)"),
+        (diffusion_item(), "cannot be in one batch: BufferItem, BufferItemDiffusion"),
+    ],
+)
+def test_contradictions_name_sample_and_field(item, message):
+    first = vision_item() if isinstance(item, BufferItemVL) else text_item()
+    with pytest.raises(DataError, match=message):
+        make_experience_batch([first, item])
+
+
+def test_trajectories_of_different_shapes_are_refused():
+    with pytest.raises(DataError, match="sample 1: latents"):
+        make_experience_batch([diffusion_item(3), diffusion_item(4)])
+    with pytest.raises(DataError, match="sample 1: prompt_embeds has"):
+        make_experience_batch([diffusion_item(), diffusion_item(prompt_embeds={"text": torch.ones(6, 8)})])
+    with pytest.raises(DataError, match="cannot be packed"):
+        make_experience_batch([diffusion_item()], packing_samples=True)
+
+
+def test_images_of_unknown_owners_are_refused():
+    made = make_experience_batch([vision_item(2), vision_item(1)])
+    pixels, grids = made.pixel_values, made.image_grid_thws
+    batch = ExperienceVL(made.sequences, pixels, grids, action_log_probs=made.action_log_probs)
+    with pytest.raises(DataError, match="no image_counts to say whose they are"):
+        split_experience_batch(batch)
+
+
+def test_info_of_another_batch_size_is_refused():
+    batch = make_experience_batch([text_item(), text_item()])
+    batch.info = {"m": {"reward": torch.ones(3)}}
+    with pytest.raises(DataError, match=r"info\[m/reward\] has shape \(3,\), but the batch has 2 samples"):
+        split_experience_batch(batch)
+
+
+def test_one_number_a_sample_is_no_padded_row():
+    batch = make_experience_batch([text_item(5, 2), text_item(5, 2)])
+    batch.advantages = torch.ones(2)
+    with pytest.raises(DataError, match=r"advantages has shape \(2,\); a padded batch holds one row a sample"):
+        split_experience_batch(batch)

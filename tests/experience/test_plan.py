@@ -1,0 +1,262 @@
+"""Plans of micro-batches: complete, equal in number on all ranks, within the budget, and nearly full."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.experience.batch_plan import (
+    MicroBatch,
+    SampleRef,
+    computed_tokens,
+    micro_batches,
+    most_tokens,
+    moves_between_ranks,
+    own_micro_batches,
+    plan_by_count,
+    plan_by_tokens,
+    shuffled_steps,
+    unused_share,
+    waiting_share,
+)
+
+BUDGET = 20
+steps_of_ranks = st.lists(st.lists(st.integers(1, BUDGET), max_size=12), min_size=1, max_size=4).filter(any)
+
+
+def references(tokens: list[list[int]]) -> list[SampleRef]:
+    return [SampleRef(rank, index, count) for rank, own in enumerate(tokens) for index, count in enumerate(own)]
+
+
+def assert_complete(plans, tokens) -> None:
+    assert len({len(plan) for plan in plans}) == 1
+    for rank, (plan, own) in enumerate(zip(plans, tokens)):
+        planned = sorted(sample.index for batch in plan for sample in batch)
+        assert planned == list(range(len(own)))
+        assert all(sample.rank == rank for batch in plan for sample in batch)
+
+
+@settings(deadline=None)
+@given(steps_of_ranks)
+def test_token_plans_hold_every_sample_once_within_the_budget(tokens):
+    plans = plan_by_tokens(references(tokens), len(tokens), BUDGET)
+    assert_complete(plans, tokens)
+    assert all(sum(sample.tokens for sample in batch) <= BUDGET for plan in plans for batch in plan)
+    assert sum(not batch for plan in plans for batch in plan) == sum(max(0, len(plans[0]) - len(own)) for own in tokens)
+
+
+@settings(deadline=None)
+@given(steps_of_ranks, st.integers(1, 5))
+def test_count_plans_hold_every_sample_once(tokens, size):
+    plans = plan_by_count(references(tokens), len(tokens), size)
+    assert_complete(plans, tokens)
+    assert len(plans[0]) == max(-(-len(own) // size) for own in tokens)
+    for plan in plans:
+        assert max(map(len, plan)) - min(map(len, plan)) <= 1
+        assert max(map(len, plan)) <= size
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_at_most_two_percent_of_the_budget_is_left_empty(ranks, seed):
+    draw = random.Random(seed)
+    tokens = [[min(4096, 350 + int(draw.lognormvariate(6, 0.8))) for _ in range(2048)] for _ in range(ranks)]
+    plans = plan_by_tokens(balanced(references(tokens), ranks), ranks, 16384)
+    assert unused_share(plans, 16384) < 0.02
+    assert waiting_share(plans) < 0.02
+
+
+def balanced(step: list[SampleRef], ranks: int, by_tokens: bool = True) -> list[SampleRef]:
+    targets = dict(moves_between_ranks(step, ranks, by_tokens))
+    return [replace(sample, rank=targets.get(sample, sample.rank)) for sample in step]
+
+
+@settings(deadline=None)
+@given(steps_of_ranks, st.booleans())
+def test_moves_never_widen_the_gap(tokens, by_tokens):
+    step = references(tokens)
+    shares = []
+    for each in (step, balanced(step, len(tokens), by_tokens)):
+        loads = [0] * len(tokens)
+        for sample in each:
+            loads[sample.rank] += sample.tokens if by_tokens else 1
+        shares.append(max(loads) - min(loads))
+    assert shares[1] <= shares[0]
+    assert by_tokens or shares[1] <= 1
+
+
+def test_few_samples_move():
+    draw = random.Random(0)
+    step = references([[draw.randint(100, 1000) for _ in range(200)] for _ in range(8)])
+    assert len(moves_between_ranks(step, 8, by_tokens=True)) < 100
+
+
+def test_full_bins_are_found():
+    plans = plan_by_tokens(references([[5, 5, 10, 1, 19, 20]]), 1, BUDGET)
+    assert unused_share(plans, BUDGET) == 0
+    assert [sorted(sample.tokens for sample in batch) for batch in plans[0]].count([20]) == 1
+
+
+def test_a_sample_longer_than_the_budget_is_named():
+    with pytest.raises(DataError, match="sample 1 of rank 0 has 21 tokens"):
+        plan_by_tokens(references([[3, 21]]), 1, BUDGET)
+
+
+def test_the_steps_do_not_depend_on_the_number_of_ranks():
+    one = [SampleRef(0, key, 1, key) for key in range(12)]
+    three = [SampleRef(key % 3, key // 3, 1, key) for key in (5, 3, 1, 0, 2, 4, 6, 11, 10, 9, 8, 7)]
+    keys = [[[sample.key for sample in step] for step in shuffled_steps(refs, 5, seed=7)] for refs in (one, three)]
+    assert keys[0] == keys[1]
+    assert [len(step) for step in keys[0]] == [5, 5, 2]
+
+
+def test_another_seed_is_another_order():
+    samples = references([[1] * 50])
+    orders = [[sample.index for sample in shuffled_steps(samples, None, seed)[0]] for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[2]) == list(range(50))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 12), st.integers(0, 3))
+def test_homogeneous_steps_are_as_many_and_of_one_kind_each(kinds, size, seed):
+    samples = [SampleRef(0, index, 1, index, kind=kind) for index, kind in enumerate(kinds)]
+    count = len(shuffled_steps(samples, size, seed))
+    if count < len(set(kinds)):
+        with pytest.raises(ConfigError, match="so that each kind has a step"):
+            shuffled_steps(samples, size, seed, homogeneous=True)
+        return
+    steps = shuffled_steps(samples, size, seed, homogeneous=True)
+    assert len(steps) == count and sorted(each.index for step in steps for each in step) == list(range(len(kinds)))
+    assert all(len({sample.kind for sample in step}) == 1 for step in steps)
+
+
+def test_homogeneous_steps_share_out_by_the_numbers_of_samples():
+    samples = [SampleRef(0, index, 1, index, kind=int(index >= 48)) for index in range(64)]
+    orders = [shuffled_steps(samples, 16, seed, homogeneous=True) for seed in range(8)]
+    assert all(sorted((step[0].kind, len(step)) for step in order) == [(0, 16)] * 3 + [(1, 16)] for order in orders)
+    assert len({tuple(step[0].kind for step in order) for order in orders}) > 1  # no kind always comes last
+
+
+def test_a_step_needs_samples():
+    with pytest.raises(ConfigError, match="at least 1"):
+        shuffled_steps(references([[1]]), 0, seed=1)
+
+
+def test_empty_micro_batches_get_a_filler():
+    plans = plan_by_count(references([[1, 1, 1], [1]]), 2, 1)
+    fillers = own_micro_batches(plans[1])
+    assert sorted(batch.filler for batch in fillers) == [False, True, True]
+    assert all(batch == MicroBatch([0], filler=batch.filler) for batch in fillers)
+
+
+# --- groups that share a prompt ------------------------------------------------------------------------------------
+
+groups_of_ranks = st.lists(
+    st.lists(st.tuples(st.integers(1, 8), st.lists(st.integers(1, 12), min_size=1, max_size=6)), max_size=5),
+    min_size=1,
+    max_size=4,
+).filter(any)
+
+
+def grouped(ranks) -> list[SampleRef]:
+    """ranks: for each its groups, as (prompt tokens, completion tokens of its samples)."""
+    made, group = [], 0
+    for rank, own in enumerate(ranks):
+        index = 0
+        for prompt, completions in own:
+            for count in completions:
+                made.append(SampleRef(rank, index, prompt + count, len(made), group, prompt))
+                index += 1
+            group += 1
+    return made
+
+
+def computed(batch: list[SampleRef]) -> int:
+    prompts = {sample.group: sample.prompt for sample in batch}
+    return sum(sample.tokens - sample.prompt for sample in batch) + sum(prompts.values())
+
+
+@settings(deadline=None)
+@given(groups_of_ranks)
+def test_plans_of_groups_hold_every_sample_once_and_a_prompt_counts_once(ranks):
+    step = grouped(ranks)
+    plans = plan_by_tokens(step, len(ranks), BUDGET)
+    assert_complete(plans, [[sample for sample in step if sample.rank == rank] for rank in range(len(ranks))])
+    for plan in plans:
+        assert all(computed(batch) <= BUDGET for batch in plan)
+
+
+def test_groups_stay_together_and_large_ones_are_cut_evenly():
+    step = grouped([[(8, [1] * 4), (8, [2] * 4), (8, [3] * 8)]])
+    (plan,) = plan_by_tokens(step, 1, 20)
+    found = sorted((batch[0].group, len(batch)) for batch in plan)
+    assert found == [(0, 4), (1, 4), (2, 4), (2, 4)] or found == [(0, 4), (1, 4), (2, 2), (2, 3), (2, 3)]
+    assert all(len({sample.group for sample in batch}) == 1 for batch in plan)
+
+
+def test_a_micro_batch_takes_more_samples_where_they_share():
+    """Up to the tokens of as many that share nothing."""
+    step = grouped([[(90, [10] * 16)]])
+    (plan,) = plan_by_count(step, 1, 4)
+    assert [len(batch) for batch in plan] == [16]
+    alone = [replace(sample, group=None) for sample in step]
+    assert [len(batch) for batch in plan_by_count(alone, 1, 4)[0]] == [4] * 4
+
+
+def test_steps_are_made_of_whole_groups():
+    step = grouped([[(3, [1] * 4)] * 6])
+    for seed in range(3):
+        steps = shuffled_steps(step, 8, seed)
+        assert [len({sample.group for sample in each}) for each in steps] == [2, 2, 2]
+    orders = [[sample.group for each in shuffled_steps(step, 8, seed) for sample in each] for seed in range(3)]
+    assert len({tuple(order) for order in orders}) == 3
+
+
+@settings(deadline=None)
+@given(groups_of_ranks)
+def test_moves_of_groups_never_widen_the_gap(ranks):
+    step = grouped(ranks)
+    gaps = []
+    for each in (step, balanced(step, len(ranks))):
+        loads = [computed([sample for sample in each if sample.rank == rank]) for rank in range(len(ranks))]
+        gaps.append(max(loads) - min(loads))
+    assert gaps[1] <= gaps[0]
+
+
+def test_a_group_is_parted_only_where_a_rank_would_wait_for_it():
+    whole = balanced(grouped([[(10, [5] * 8)] * 4, []]), 2)
+    homes = {(sample.group, sample.rank) for sample in whole}
+    assert len(homes) == 4 and sum(rank for _, rank in homes) == 2
+    parted = balanced(grouped([[(10, [5] * 8)], []]), 2)
+    assert sorted(sample.rank for sample in parted) == [0] * 4 + [1] * 4
+    single = balanced(grouped([[(10, [5])], []]), 2)
+    assert [sample.rank for sample in single] == [0]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=6)), min_size=1, max_size=5
+    ),
+    st.integers(1, 6),
+    st.sampled_from([None, 21, 40]),
+    st.booleans(),
+)
+def test_no_micro_batch_has_more_tokens_than_was_said(groups, size, budget, shares):
+    """What a memory plan takes as the largest one, of the longest samples, is never exceeded by shorter ones."""
+    sizes = [(group, prompt, answer) for group, (prompt, answers) in enumerate(groups) for answer in answers]
+    step = [
+        SampleRef(0, index, prompt + answer, index, group if shares else None, prompt)
+        for index, (group, prompt, answer) in enumerate(sizes)
+    ]
+    longest = [replace(sample, tokens=9 + 12, prompt=9) for sample in step]
+    (plan,) = micro_batches(step, 1, size, budget)
+    assert max(map(computed_tokens, plan)) <= most_tokens(longest, size, budget)
+    (plan,) = micro_batches(longest, 1, size, budget)
+    assert max(map(computed_tokens, plan)) <= most_tokens(longest, size, budget)

@@ -1,0 +1,123 @@
+"""Vision tensors: held once a prompt on their whole way, joined in order, read and written by the contract's names."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from replay_cases import vision_item
+
+from lightrft_visual.errors import DataError
+from lightrft_visual.experience.buffer import NaiveReplayBuffer
+from lightrft_visual.experience.items import BufferItemVL, make_experience_batch
+from lightrft_visual.experience.model_inputs import ModelInputs
+from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate
+from lightrft_visual.experience.types import ExperienceVL
+from lightrft_visual.experience.vision import VisionTensors
+
+PATCHES, DIM, G = 256, 384, 16
+
+
+def prompt(seed: int = 0) -> PromptFeatures:
+    draw = torch.Generator().manual_seed(seed)
+    vision = VisionTensors.of(
+        pixel_values=torch.randn(PATCHES, DIM, generator=draw), image_grid_thw=torch.tensor([[1, 16, 16]])
+    )
+    return PromptFeatures("see", [1, 2, 3], group_id=seed, images=[object()], vision=vision)
+
+
+def experience_of(prompts: list[PromptFeatures], count: int) -> ExperienceVL:
+    rollouts = [
+        Rollout(each, [4, 5], [0.0, 0.0], "", False, sample_id=n, reward=1.0) for each in prompts for n in range(count)
+    ]
+    experience = collate(rollouts, 0, vision=True)
+    experience.action_log_probs = torch.zeros(len(rollouts), 2)
+    return experience
+
+
+def held(parts: list[VisionTensors]) -> int:
+    return VisionTensors.gather(parts).nbytes()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_sixteen_samples_of_a_prompt_hold_its_patches_once(packed):
+    shared = prompt()
+    one = shared.vision.nbytes()
+    assert one >= PATCHES * DIM * 4
+    experience = experience_of([shared], G)
+    buffer = NaiveReplayBuffer(G, packing_samples=packed)
+    buffer.append(experience)
+    batch = buffer.collate_fn(buffer.items)
+    inputs = ModelInputs.of(batch)
+    everything = [shared.vision, experience.vision, *(item.vision for item in buffer), batch.vision, inputs.vision]
+    assert held(everything) <= 1.2 * one
+    assert batch.pixel_values.shape == (G * PATCHES, DIM)
+    again = NaiveReplayBuffer(G)
+    again.load_state_dict(buffer.state_dict())
+    assert held([item.vision for item in again]) <= 1.2 * one
+
+
+def test_samples_sent_to_another_rank_carry_their_prompts_patches_once():
+    buffer = NaiveReplayBuffer(G)
+    buffer.append(experience_of([prompt(0), prompt(1)], G // 2))
+    parcel = pickle.dumps(buffer.items)
+    assert len(parcel) <= 1.2 * 2 * prompt().vision.nbytes()
+    assert held([item.vision for item in pickle.loads(parcel)]) <= 1.2 * 2 * prompt().vision.nbytes()
+
+
+def test_moving_keeps_what_is_shared():
+    moved = experience_of([prompt(0), prompt(1)], 4).vision.to("meta")
+    assert len({id(sample) for sample in moved.samples}) == 2
+    assert moved.get("pixel_values").shape == (8 * PATCHES, DIM)
+
+
+def test_tensors_of_any_name_travel():
+    own = VisionTensors.of(pixel_values=torch.rand(2, 3, 4, 4), pixel_attention_mask=torch.ones(2, 4, 4))
+    items = [BufferItemVL(torch.arange(3), vision=own, action_log_probs=torch.zeros(1)), vision_item(0)]
+    batch = make_experience_batch(items)
+    assert ModelInputs.of(batch).vision.joined().keys() == {"pixel_values", "pixel_attention_mask"}
+    assert batch.image_counts.tolist() == [2, 0]
+    buffer = NaiveReplayBuffer(1)
+    buffer.append(batch)
+    assert buffer[0].vision == own and buffer[1].vision == VisionTensors()
+
+
+def test_a_sample_may_take_more_rows_than_it_has_images():
+    own = VisionTensors.of(pixel_values=torch.rand(5, 3, 4, 4))
+    item = BufferItemVL(torch.arange(3), vision=own, image_counts=torch.tensor(2), action_log_probs=torch.zeros(1))
+    batch = make_experience_batch([item, vision_item(0)])
+    assert batch.image_counts.tolist() == [2, 0] and batch.pixel_values.shape[0] == 5
+
+
+def test_names_of_the_contract_read_and_write():
+    item = vision_item(2, 1)
+    other = copy.copy(item)
+    assert item.vision.names == ["pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"]
+    item.pixel_values = item.pixel_values + 1
+    assert not torch.equal(other.pixel_values, item.pixel_values)
+    item.image_grid_thws = None
+    assert item.image_grid_thws is None and "image_grid_thw" not in item.vision.names
+    assert other.image_grid_thws.tolist() == [[1, 2, 1], [1, 2, 2]]
+
+
+def test_replacing_a_field_keeps_the_others():
+    item = vision_item(1)
+    marked = replace(item, valid=torch.tensor(False))
+    assert marked.pixel_values is item.pixel_values
+    swapped = replace(item, pixel_values=item.pixel_values * 2)
+    assert torch.equal(swapped.pixel_values, item.pixel_values * 2)
+    assert torch.equal(swapped.image_grid_thws, item.image_grid_thws)
+    batch = make_experience_batch([item, vision_item(2)])
+    assert len(replace(batch, valid=None).vision) == 2
+
+
+def test_rows_that_do_not_add_up_are_refused():
+    joined = VisionTensors.of(pixel_values=torch.rand(5, 3), image_grid_thw=torch.tensor([[1, 2, 2], [1, 1, 1]]))
+    assert [len(each["pixel_values"]) for each in joined.shared_out(2, {})] == [4, 1]
+    with pytest.raises(DataError, match="image_grid_thws has 2 rows, its samples own 3"):
+        joined.shared_out(2, {"image": [2, 1]})
+    with pytest.raises(DataError, match="vision inputs of 2 samples, the batch has 3"):
+        VisionTensors([{}, {}]).shared_out(3, {})

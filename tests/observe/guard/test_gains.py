@@ -1,0 +1,150 @@
+"""Whether gold follows the reward: exact facts, noise that is no parting, and hacks in the same noise."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from lightrft_visual.observe.guard.gains import Gains, Look, Parted, as_normal, joined, look_of
+
+PROMPTS = 40
+
+
+def looks(reward, gold, seed=0, paired=True, steps=10, noise=0.1, prompts=PROMPTS):
+    """Prompts differ widely; reward and gold are functions of the step on top of that."""
+    rng = random.Random(seed)
+    worth = [rng.gauss(0.5, 0.3) for _ in range(prompts)]
+    for step in range(steps):
+        if not paired:
+            worth = [rng.gauss(0.5, 0.3) for _ in range(prompts)]
+        rewards = [each + reward(step) + rng.gauss(0, noise) for each in worth]
+        golds = [each + gold(step) + rng.gauss(0, noise) for each in worth]
+        yield Look(step, list(range(prompts)), rewards, golds)
+
+
+def first(found):
+    """(index, what parted) of the first alarm; None without any."""
+    return next(((index, each) for index, each in enumerate(found) if each is not None), None)
+
+
+def seen(sequence, paired=True, base=1):
+    gains = Gains(paired, base)
+    return first([gains.see(look) for look in sequence])
+
+
+def nothing(step):
+    return 0.0
+
+
+def test_means_by_prompt_in_the_order_of_prompts():
+    look = look_of(3, [(7, 1.0, 0.0), (2, 0.5, 1.0), (7, 0.0, 1.0)])
+    assert look == Look(3, [2, 7], [0.5, 0.5], [1.0, 0.5])
+    assert joined([look, Look(3, [9], [1.0], [0.0])]) == Look(3, [2, 7, 9], [0.5, 0.5, 1.0], [1.0, 0.5, 0.0])
+    assert joined([]) is None
+
+
+def test_steps_that_nobody_could_score_are_no_base():
+    """A judge that is not there yet, and gold that stays behind the reward from where it came."""
+    away = [Look(step, [], [], []) for step in range(-6, 0)]
+    reward, gold = (lambda step, rate=rate: rate * max(0, step - 8) for rate in (0.1, 0.01))
+    left_behind = looks(reward, gold, paired=False, steps=16, prompts=2000)
+    assert seen([*away, *left_behind], paired=False, base=5) is not None
+
+
+def test_gold_that_falls_on_the_same_prompts_parts_where_it_began_to_fall():
+    """A tenth, a third of the standard deviation over prompts: the differences of a prompt with itself show it."""
+    index, parted = seen(looks(lambda step: 0.02 * step, lambda step: -0.1 * (step > 4)))
+    assert index == 5 and parted.since == 4
+    assert parted.gold[1] < parted.gold[0] and parted.reward[1] > parted.reward[0]
+
+
+def test_on_new_prompts_a_loss_shows_against_the_first_steps():
+    sequence = looks(lambda step: 0.05 * step, lambda step: -0.08 * max(0, step - 4), paired=False)
+    index, parted = seen(sequence, paired=False, base=5)
+    assert 5 <= index <= 7 and parted.gold[1] < parted.gold[0]
+
+
+def test_a_reward_that_gains_without_gold_parts_from_the_base():
+    index, parted = seen(looks(lambda step: 0.1 * step, nothing))
+    assert index <= 5 and parted.start == 0 and parted.reward[1] - parted.reward[0] > 0.05
+
+
+@pytest.mark.parametrize(
+    ("reward", "gold"),
+    [
+        (lambda step: 0.05 * step, lambda step: 0.05 * step),
+        (lambda step: 0.05 * step, lambda step: 0.02 * step),  # gold gains less, but gains
+        (lambda step: -0.05 * step, lambda step: -0.05 * step),  # both fall: no hack
+        (nothing, nothing),
+        (lambda step: 0.5 * (step > 2) + 0.004 * step, lambda step: 0.5 * (step > 2)),  # near the ceiling
+    ],
+)
+@pytest.mark.parametrize("paired", (True, False))
+def test_gains_and_losses_that_are_no_parting(reward, gold, paired):
+    for seed in range(3):
+        assert seen(looks(reward, gold, seed, paired), paired, base=1 if paired else 5) is None
+
+
+def test_other_prompts_are_a_new_start():
+    gains = Gains(paired=True)
+    for look in looks(nothing, nothing, steps=4):
+        gains.see(look)
+    for look in looks(nothing, lambda step: -0.5, steps=3):
+        assert gains.see(replace(look, prompts=[each + PROMPTS for each in look.prompts])) is None
+    assert len(gains.last) == 3
+
+
+def scored_in_part(sequence, missing, seed=7):
+    """Of each look `missing` prompts, others each time, could not be scored."""
+    rng = random.Random(seed)
+    for look in sequence:
+        yield look.only(sorted(rng.sample(look.prompts, len(look.prompts) - missing)))
+
+
+def test_prompts_that_a_scorer_missed_are_left_out_and_the_others_compared():
+    hacked = list(looks(lambda step: 0.02 * step, lambda step: -0.1 * (step > 4)))
+    assert seen(hacked)[0] <= seen(scored_in_part(hacked, 2))[0] <= 7
+    assert seen(scored_in_part(looks(nothing, nothing, steps=30), 2)) is None
+    # An evaluation that failed as a whole, or nearly, says nothing and is no new start.
+    broken = [look.only([0]) if look.step in (3, 6) else look for look in hacked]
+    empty = [look.only([]) if look.step in (0, 3) else look for look in hacked]
+    assert seen(broken) is not None and seen(empty) is not None
+
+
+def test_a_resumed_run_sees_the_same():
+    sequence = list(looks(lambda step: 0.02 * step, lambda step: -0.1 * (step > 4)))
+    whole, first_part, second = Gains(True), Gains(True), Gains(True)
+    expected = [whole.see(look) for look in sequence]
+    found = [first_part.see(look) for look in sequence[:4]]
+    second.load_state_dict(json.loads(json.dumps(first_part.state_dict())))
+    assert found + [second.see(look) for look in sequence[4:]] == expected
+    assert isinstance(expected[-1], Parted)
+
+
+def test_gold_has_risen_for_certain():
+    rising, level = Gains(True), Gains(True)
+    for look in looks(nothing, lambda step: 0.05 * step, steps=6):
+        rising.see(look)
+    for look in looks(nothing, nothing, steps=6):
+        level.see(look)
+    assert rising.risen() and not level.risen() and not Gains(True).risen()
+
+
+def test_prompts_that_are_all_alike_are_measured_by_their_change():
+    gains = Gains(True)
+    found = [gains.see(Look(step, [0, 1, 2], [step / 4] * 3, [1 - step / 4] * 3)) for step in range(3)]
+    assert found[0] is None and found[1] == Parted(0, 0, (0.0, 0.25), (1.0, 0.75))
+
+
+def test_values_that_never_differ_say_nothing():
+    gains = Gains(True)
+    assert [gains.see(Look(step, [0, 1, 2], [0.5] * 3, [0.0] * 3)) for step in range(5)] == [None] * 5
+
+
+@pytest.mark.parametrize(("t", "degrees", "expected"), [(4.032, 5, 2.576), (3.169, 10, 2.576), (5.408, 30, 4.417)])
+def test_students_t_as_a_normal_deviate(t, degrees, expected):
+    """5.408 of 30 degrees: as unlikely (7e-6, two-sided 1e-5) as 4.417."""
+    assert as_normal(t, degrees) == pytest.approx(expected, abs=0.1) and as_normal(-t, degrees) < 0

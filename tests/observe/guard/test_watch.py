@@ -1,0 +1,189 @@
+"""The guard over a run's metrics: which signals it raises, once each, and that it goes on alike after a resume."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrft_visual.config.shared import GuardConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.observe.guard.gains import Look
+from lightrft_visual.observe.guard.watch import Guard
+
+
+def look_at(step, reward, gold):
+    """Of eight prompts that differ in what they are worth, alike in reward and gold."""
+    worth = [each / 10 for each in range(-4, 4)]
+    return Look(step, list(range(8)), [each + reward for each in worth], [each + gold for each in worth])
+
+
+def walk(guard, steps, first=1):
+    """Alarms of (metrics) a step, as (step, signal)."""
+    told = []
+    for step, metrics in enumerate(steps, start=first):
+        look = look_at(step, metrics["reward_mean"], metrics["gold"]) if "gold" in metrics else None
+        told += guard.after_step(step, metrics, look)
+    return [(alarm.step, alarm.signal) for alarm in told]
+
+
+def lengths(*values):
+    return [{"reward_mean": 0.5, "response_length": float(value)} for value in values]
+
+
+def test_a_signal_is_told_once_each_time_that_it_leaves():
+    guard = Guard(GuardConfig(learn_steps=4, patience=2))
+    steps = lengths(10, 10, 10, 10, 20, 20, 20, 10, 20, 20)
+    assert walk(guard, steps) == [(6, "response_length"), (10, "response_length")]
+
+
+def test_entropy_may_fall_while_gold_rises():
+    entropies = [1.0] * 8 + [0.2] * 6
+    rising = [{"reward_mean": 0.1 * i, "gold": 0.05 * i, "entropy": e} for i, e in enumerate(entropies)]
+    level = [{"reward_mean": 0.1 * i, "gold": 0.3, "entropy": e} for i, e in enumerate(entropies)]
+    assert walk(Guard(GuardConfig(learn_steps=8)), rising) == []
+    assert walk(Guard(GuardConfig(learn_steps=8)), level) == [(10, "entropy")]
+
+
+def test_without_gold_the_reward_says_whether_learning_explains_it():
+    entropies = [1.0] * 8 + [0.2] * 6
+    assert (
+        walk(
+            Guard(GuardConfig(learn_steps=8)), [{"reward_mean": 0.1 * i, "entropy": e} for i, e in enumerate(entropies)]
+        )
+        == []
+    )
+    assert walk(Guard(GuardConfig(learn_steps=8)), [{"reward_mean": 0.3, "entropy": e} for e in entropies]) == [
+        (10, "entropy")
+    ]
+
+
+def test_until_gold_is_looked_at_again_the_reward_says_it():
+    """Gold of evaluations alone, of which the first was before training."""
+    entropies = [1.0] * 8 + [0.2] * 6
+    guard = Guard(GuardConfig(learn_steps=8))
+    guard.after_evaluation(0, {"eval_gold": 0.3}, look_at(0, 0.0, 0.3))
+    assert walk(guard, [{"reward_mean": 0.1 * i, "entropy": e} for i, e in enumerate(entropies)]) == []
+    guard.after_evaluation(14, {"eval_gold": 0.3}, look_at(14, 1.3, 0.3))
+    assert walk(guard, [{"reward_mean": 1.4, "entropy": 0.2}] * 2, first=15) == [(15, "entropy")]
+
+
+def test_images_that_come_to_show_the_same_thing_may_vary_less():
+    """Half of the variety goes where half of the images show the right thing at first, and all of them in the end."""
+    falling = [{"reward_mean": i / 40, "image_diversity": 0.21 - 0.1 * i / 40} for i in range(40)]
+    assert walk(Guard(GuardConfig()), falling) == []
+    gone = falling + [{"reward_mean": 1.0, "image_diversity": 0.08}] * 2
+    assert walk(Guard(GuardConfig()), gone) == [(42, "image_diversity")]
+
+
+def test_form_without_content_is_a_component_that_parts_from_the_whole():
+    steps = [
+        {"reward_mean": 0.3 + i / 50, "reward/form": 0.1 + i / 40, "reward/exact": 0.5 - max(0, i - 10) * 0.02}
+        for i in range(30)
+    ]
+    told = walk(Guard(GuardConfig(learn_steps=8)), steps)
+    assert [signal for _, signal in told] == ["reward/exact"] and told[0][0] < 22
+
+
+def test_penalties_may_fall():
+    steps = [{"reward_mean": i / 30, "reward/exact": i / 30, "reward/penalty": 1 - i / 40} for i in range(30)]
+    guard = Guard(GuardConfig(learn_steps=8))
+    guard.penalties = {"penalty"}
+    assert walk(guard, steps) == []
+    by_hand = [each | {"reward_weight/penalty": -1.0} for each in steps]
+    assert walk(Guard(GuardConfig(learn_steps=8)), by_hand) == []
+    assert walk(Guard(GuardConfig(learn_steps=8)), steps) != []
+
+
+def test_the_time_of_scoring_is_no_component():
+    steps = [{"reward_mean": i / 30, "reward/exact": i / 30, "reward/time": 1 - i / 40} for i in range(30)]
+    assert walk(Guard(GuardConfig(learn_steps=8)), steps) == []
+
+
+def test_scorers_that_stop_failing_are_no_component():
+    failed = [0.05] * 9 + [0.0] * 21
+    steps = [{"reward_mean": i / 30, "reward/exact": i / 30, "reward/invalid_share": f} for i, f in enumerate(failed)]
+    assert walk(Guard(GuardConfig(learn_steps=8)), steps) == []
+
+
+def weighed(step, weight):
+    """Of a policy that stays as it is: exact answers, and a form whose weight a hand changes."""
+    metrics = {"reward_mean": 0.3 + 0.4 * weight, "reward/exact": 0.3, "reward/form": 0.4}
+    return metrics | {"gold": 0.3, "reward_weight/form": weight}
+
+
+def test_weights_that_a_hand_changes_are_a_new_start_and_no_hack():
+    guard = Guard(GuardConfig(learn_steps=4))
+    assert walk(guard, [weighed(step, 0.5) for step in range(10)]) == []
+    for step in (0, 5):
+        evaluated = {"eval_gold": 0.3}
+        assert guard.after_evaluation(step, evaluated, look_at(step, 0.5, 0.3)) == []
+    assert walk(guard, [weighed(step, 2.0) for step in range(10)], first=11) == []
+    assert guard.after_evaluation(20, evaluated, look_at(20, 1.1, 0.3)) == []
+    resumed = Guard(GuardConfig(learn_steps=4))
+    resumed.load_state_dict(guard.state_dict())
+    assert walk(resumed, [weighed(step, 4.0) for step in range(6)], first=21) == []
+    # What is hacked afterwards is still seen.
+    hacked = [weighed(step, 4.0) | {"gold": 0.3 - 0.05 * step, "reward_mean": 1.9 + step} for step in range(10)]
+    assert "gold" in [signal for _, signal in walk(resumed, hacked, first=27)]
+
+
+def test_gold_between_evaluations_and_images_far_from_the_base():
+    guard = Guard(GuardConfig(learn_steps=8))
+    rows = [(0, 0.3, 0.4, None), (10, 0.5, 0.6, 0.1), (20, 0.7, 0.5, 0.2), (30, 0.8, 0.5, 0.5)]
+    told = []
+    for step, reward, gold, drift in rows:
+        metrics = {"eval_reward": reward, "eval_gold": gold, "eval_image_diversity": 0.2}
+        look = look_at(step, reward, gold)
+        told += guard.after_evaluation(step, metrics | ({"eval_drift": drift} if drift else {}), look)
+    assert [(alarm.step, alarm.signal, alarm.since) for alarm in told] == [
+        (20, "eval_gold", 10),
+        (30, "eval_drift", 30),
+    ]
+    assert guard.best == (0.6, 10)
+
+
+def test_values_that_are_missing_or_not_finite_are_not_looked_at():
+    guard = Guard(GuardConfig(learn_steps=2))
+    assert walk(guard, lengths(4, 4, float("nan"), float("inf")) + [{"reward_mean": float("nan")}, {}]) == []
+
+
+def test_it_goes_on_alike_after_a_resume():
+    steps = [
+        {
+            "reward_mean": 0.1 * i,
+            "gold": 0.5 - 0.04 * abs(i - 12),
+            "response_length": 5.0 + (i > 15) * 9,
+            "entropy": 1.0,
+        }
+        for i in range(25)
+    ]
+    whole, first, second = (
+        Guard(GuardConfig(learn_steps=8)),
+        Guard(GuardConfig(learn_steps=8)),
+        Guard(GuardConfig(learn_steps=8)),
+    )
+    first.after_evaluation(0, {"eval_reward": 0.1, "eval_gold": 0.2})
+    expected, told = walk(whole, steps), walk(first, steps[:13])
+    state = first.state_dict()
+    for kept in state["partings"].values():
+        kept["least"] = 0.0  # as checkpoints of an earlier version have it
+    second.load_state_dict(state)
+    assert state["partings"] and told + walk(second, steps[13:], first=14) == expected and len(expected) == 2
+    assert second.best == (0.2, 0)
+
+
+def test_off_it_says_nothing():
+    assert walk(Guard(GuardConfig(watch=False)), lengths(*[1] * 8, *[99] * 9)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"watch": False, "policy": "stop"}, "needs guard.watch"),
+        ({"policy": "rollback", "keep_best": False}, "keep_best"),
+        ({"gold_fn": "a.py:f", "gold_recipe": "b.yaml"}, "not both"),
+        ({"policy": "lower"}, "warn, stop, rollback"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        GuardConfig(**settings)

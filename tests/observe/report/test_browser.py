@@ -1,0 +1,135 @@
+"""report.html in a real browser: curves and pictures are visible, and nothing is fetched."""
+
+from __future__ import annotations
+
+import html
+import http.server
+import json
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from observe_runs import make_run, rollout_records
+from PIL import Image
+from waiting import finished
+
+from lightrft_visual.observe.report.charts import PALETTE
+from lightrft_visual.observe.report.page import write_report
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--hide-scrollbars", "--enable-logging=stderr",
+)  # fmt: skip
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="chromium is not installed (scripts/setup.sh installs it)")
+
+
+def browse(page: Path, folder: Path, *more: str) -> subprocess.CompletedProcess:
+    profile = f"--user-data-dir={folder / 'profile'}"
+    command = [BROWSER, *FLAGS, profile, *more, page.resolve().as_uri()]
+    return finished(command, 150)
+
+
+def screenshot(page: Path, folder: Path, height: int) -> np.ndarray:
+    target = folder / "shot.png"
+    done = browse(page, folder, f"--window-size=1240,{height}", "--virtual-time-budget=8000", f"--screenshot={target}")
+    assert target.exists(), done.stderr[-2000:]
+    assert "Content Security Policy" not in done.stderr and "Uncaught" not in done.stderr, done.stderr[-2000:]
+    with Image.open(target) as image:
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+def count(pixels: np.ndarray, color: str) -> int:
+    wanted = [int(color[start : start + 2], 16) for start in (1, 3, 5)]
+    return int((np.abs(pixels - wanted).max(axis=-1) <= 8).sum())
+
+
+def test_curves_pictures_and_tables_are_visible(tmp_path):
+    make_run(tmp_path / "run")
+    page = write_report([tmp_path / "run"], tmp_path / "report.html")
+    pixels = screenshot(page, tmp_path, 3600)
+    assert pixels.shape[1] == 1240
+    assert count(pixels, PALETTE[0]) > 500 and count(pixels, PALETTE[1]) > 100  # lines
+    assert min(count(pixels, color) for color in ("#ff0000", "#008000", "#0000ff")) > 300  # discs in pictures
+    dark = (pixels.max(axis=-1) < 80).sum()
+    assert dark > 5000  # text
+
+
+class Listener(http.server.BaseHTTPRequestHandler):
+    """Notes every request."""
+
+    hits: list[str] = []
+
+    def do_GET(self):
+        self.hits.append(self.path)
+        self.send_response(404)
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        """Quiet."""
+
+
+def test_nothing_is_fetched_and_no_foreign_script_runs(tmp_path):
+    server = http.server.HTTPServer(("127.0.0.1", 0), Listener)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    try:
+        hostile = (
+            f"<img src={address}/img><script>fetch('{address}/script')</script>"
+            f"<link rel=stylesheet href={address}/style><style>body{{background:url({address}/url)}}</style>"
+        )
+        run = make_run(tmp_path / "run", steps=10)
+        records = [record | {"prompt": hostile, "response": hostile} for record in rollout_records(1)]
+        run.save_eval_rollouts(10, records)
+        page = write_report([tmp_path / "run"], tmp_path / "report.html", title=hostile)
+        dom = browse(page, tmp_path, "--dump-dom").stdout
+        assert "How many" not in dom.split("Evaluation at step 10")[1].split("Evaluation at step 0")[0]
+        assert Listener.hits == []
+        # The listener works: the same text, unescaped, is fetched.
+        (tmp_path / "open.html").write_text(f"<img src={address}/control>")
+        browse(tmp_path / "open.html", tmp_path, "--dump-dom")
+        assert Listener.hits == ["/control"]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+PROBE = """<script>
+const within = (root, selector) => [...root.querySelectorAll('*')].flatMap(element => [
+  ...(element.matches(selector) ? [element] : []),
+  ...(element.shadowRoot ? within(element.shadowRoot, selector) : [])]);
+const point = () => {
+  const tips = within(document, '.tip');
+  if (tips.length) return document.title = JSON.stringify(tips[0].innerText.split('\\n'));
+  for (const events of within(document, '.bk-events').slice(0, 1)) {
+    const box = events.getBoundingClientRect(), at = { clientX: box.right - 16, clientY: box.top + 60 };
+    const mouse = { ...at, bubbles: true, composed: true, isPrimary: true, pointerId: 1, pointerType: 'mouse' };
+    for (const type of ['pointerenter', 'pointermove'])
+      events.dispatchEvent(new PointerEvent(type, mouse));
+  }
+  setTimeout(point, 50);
+};
+point();
+</script>"""
+
+
+@pytest.mark.parametrize("name", ["evaluation", "<img src=x>@x{safe}"])
+def test_values_are_shown_under_the_pointer(tmp_path, name):
+    """On a page that moves the pointer itself to the last step."""
+    make_run(tmp_path / "run", steps=20)
+    text = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+    opened = text.replace('http-equiv="Content-Security-Policy"', 'name="off"').replace("</body>", PROBE + "</body>")
+    opened = opened.replace('"name": "evaluation"', '"name": ' + json.dumps(name).replace("<", "\\u003c"))
+    (tmp_path / "probe.html").write_text(opened)
+    dom = browse(tmp_path / "probe.html", tmp_path, "--dump-dom", "--virtual-time-budget=10000").stdout
+    shown = json.loads(html.unescape(dom.split("<title>")[1].split("</title>")[0]))
+    assert shown[0] == "step 20"
+    values = dict(line.rsplit(" ", 1) for line in shown[1:])
+    assert list(values) == ["training", name, "evaluation, greedy"]
+    assert float(values[name]) == pytest.approx(1.0, abs=0.01)
+    assert float(values["evaluation, greedy"]) == pytest.approx(1.0, abs=0.01)

@@ -1,0 +1,276 @@
+"""report.html: complete in itself, escaped, small, and there for partial and damaged runs."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from observe_runs import make_run, scene
+from PIL import Image
+from waiting import finished
+
+from lightrft_visual.errors import DataError
+from lightrft_visual.observe.recorder import RunRecorder
+from lightrft_visual.observe.report.__main__ import main
+from lightrft_visual.observe.report.curves import RESPONSES, reward_section, training_section
+from lightrft_visual.observe.report.data import load_run, phase_times
+from lightrft_visual.observe.report.examples import turns
+from lightrft_visual.observe.report.page import MAX_BYTES, printable, script, write_report
+from lightrft_visual.observe.report.sections import duration
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</td></table><img src=x onerror=alert(1)>",
+    '"><svg onload=alert(1)>',
+    "<|im_start|>user\n<script>alert(2)</script><|image_pad|><|im_end|>",
+    "'; javascript:alert(1) //",
+    "\x00\x1b[31m\ud800 ends",
+    "<!-- <!DOCTYPE html> ]]> &lt;b&gt;",
+    "<iframe src=https://example.com></iframe><link rel=stylesheet href=//example.com>",
+]
+
+
+class Elements(HTMLParser):
+    """Collects the elements of a page and what they refer to."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.names: list[str] = []
+        self.links: list[str] = []
+        self.handlers: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, name, attributes):
+        self.names.append(name)
+        for key, value in attributes:
+            if key in ("src", "href", "srcset", "action", "data", "poster", "xlink:href"):
+                self.links.append(value or "")
+            if key.startswith("on"):
+                self.handlers.append(key)
+
+
+def elements(path) -> Elements:
+    return Elements(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    make_run(folder)
+    return folder
+
+
+def test_the_page_is_complete_in_itself(run_folder, tmp_path):
+    path = write_report([run_folder], tmp_path / "report.html")
+    page = elements(path)
+    assert all(link.startswith(("data:image/", "#")) for link in page.links)
+    assert not page.handlers and page.names.count("script") == 1
+    text = path.read_text()
+    code, digest = script()
+    own = text.replace(code, "")
+    assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{digest}'" in own
+    assert "@import" not in own and "url(" not in own and "http" not in own.replace("http-equiv", "")
+    assert len(own) < 1_000_000 and len(code) < 1_500_000
+
+
+def test_every_part_is_there(run_folder, tmp_path):
+    text = write_report([run_folder], tmp_path / "report.html").read_text()
+    for title in ("Reward", "Evaluation", "Examples", "Training", "Time per phase", "Set-up"):
+        assert f"<h2>{title}</h2>" in text
+    for part in ("Best", "Worst", "At random", "Evaluation at step 30", "Evaluation at step 0", "Contact sheet at 30"):
+        assert part in text
+    assert text.count("data-chart=") >= 5 and text.count('src="data:image/') >= 9
+    assert "How many? (1)" in text and "exact 1" in text and "torch" in text
+    assert "topsecretvalue" not in text
+
+
+def test_rows_left_out_of_the_data_are_counted_by_cause(tmp_path):
+    make_run(tmp_path / "run")
+    rows = [("a:1", "file missing", "start"), ("a:2", "image damaged", "step 3"), ("a:9", "image damaged", "step 7")]
+    lines = [
+        json.dumps({"source": source, "cause": cause, "message": f"{source}: <b>it</b>", "found": found})
+        for source, cause, found in rows
+    ]
+    (tmp_path / "run" / "bad_rows.jsonl").write_text("\n".join([*lines, '{"source": "torn']))
+    text = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+    assert "<h2>Rows left out of the data</h2>" in text
+    cells = re.findall(r"<tr><td>([^<]*)</td><td class=.n.>(\d+)</td><td>([^<]*)</td><td>([^<]*)</td></tr>", text)
+    assert cells == [
+        ("image damaged", "2", "step 3, step 7", "a:2: &lt;b&gt;it&lt;/b&gt;"),
+        ("file missing", "1", "start", "a:1: &lt;b&gt;it&lt;/b&gt;"),
+    ]
+    (tmp_path / "run" / "bad_rows.jsonl").unlink()
+    assert "Rows left out" not in write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+
+
+def test_text_cannot_inject_markup(tmp_path):
+    run = RunRecorder(tmp_path / "run")
+    plain = RunRecorder(tmp_path / "plain")
+    fields = ("prompt", "response", "reference")
+    for recorder, texts in ((run, HOSTILE), (plain, [f"x{index}" for index in range(len(HOSTILE))])):
+        recorder.log_step(1, dict.fromkeys(texts[:5], 1.0))
+        recorder.log_eval(1, {texts[1]: 1.0})
+        records = [
+            {**dict.fromkeys(fields, text), "reward": 1.0, "components": {text: 1.0}, "images": texts[6:]}
+            for text in texts[:6]
+        ]
+        (recorder.folder / "rollouts").mkdir()
+        lines = [json.dumps(record) for record in records]
+        (recorder.folder / "rollouts" / "eval_step_000001.jsonl").write_text("\n".join(lines))
+        (recorder.folder / "env.json").write_text(json.dumps({"command": texts, "versions": {texts[0]: texts[1]}}))
+        (recorder.folder / "config.resolved.yaml").write_text(json.dumps({texts[0]: texts[2]}))
+    hostile = elements(write_report([run.folder], tmp_path / "hostile.html", title=HOSTILE[0]))
+    harmless = elements(write_report([plain.folder], tmp_path / "plain.html", title="x"))
+    allowed = {"span", "div"}  # labels of special tokens and turns
+    assert [n for n in hostile.names if n not in allowed] == [n for n in harmless.names if n not in allowed]
+    assert not hostile.handlers and hostile.links == harmless.links
+
+
+def test_partial_and_damaged_runs(tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "Nothing has been recorded yet" in write_report([empty], tmp_path / "e.html").read_text()
+    (empty / "metrics.csv").write_text("step,loss\n1,0.5\n2,na")
+    (empty / "env.json").write_text("{torn")
+    (empty / "config.resolved.yaml").write_text("a: [")
+    (empty / "rollouts").mkdir()
+    (empty / "rollouts" / "eval_step_000001.jsonl").write_text('{"prompt": 5, "reward": "x"}\n[1]\n{"torn')
+    (empty / "rollouts" / "step_000001.jsonl").write_text("")
+    (empty / "eval_epoch_000001").mkdir()
+    (empty / "eval_epoch_000001" / "contact_sheet.png").write_bytes(b"no picture")
+    text = write_report([empty], tmp_path / "e.html").read_text()
+    assert "loss" in text and "no valid reward" in text and "image not shown" in text
+
+
+def test_images_outside_the_run_are_not_read(tmp_path):
+    scene(1).save(tmp_path / "outside.png")
+    rollouts = tmp_path / "run" / "rollouts"
+    rollouts.mkdir(parents=True)
+    names = ["../../outside.png", str(tmp_path / "outside.png")]
+    record = {"prompt": "p", "reward": 1.0, "images": names}
+    (rollouts / "eval_step_000001.jsonl").write_text(json.dumps(record))
+    text = write_report([tmp_path / "run"], tmp_path / "r.html").read_text()
+    assert 'src="data:image/' not in text and text.count("image not shown") == 2
+
+
+def test_comparison_of_runs(run_folder, tmp_path):
+    make_run(tmp_path / "second", steps=20, seed=2)
+    path = write_report([run_folder, tmp_path / "second"], tmp_path / "both.html")
+    text = path.read_text()
+    assert "<h2>Comparison</h2>" in text and "train.seed" in text and "reward.hf_token" not in text
+    assert text.count(">first</span>") > 3 and text.count(">second</span>") > 3
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    for parent in ("a", "b"):
+        make_run(tmp_path / parent / "run", steps=1)
+    text = write_report([tmp_path / "a" / "run", tmp_path / "b" / "run"], tmp_path / "r.html").read_text()
+    assert "a/run" in text and "b/run" in text
+
+
+def test_large_runs_stay_below_ten_megabytes(tmp_path):
+    run = RunRecorder(tmp_path / "run")
+    names = [f"figure_{index}" for index in range(150)]
+    rows = [",".join(["step", *names])]
+    rng = random.Random(0)
+    rows += [",".join([str(step), *(f"{rng.random():.6f}" for _ in names)]) for step in range(1500)]
+    (run.folder / "metrics.csv").write_text("\n".join(rows) + "\n")
+    noise = Image.effect_noise((512, 512), 100).convert("RGB")
+    for step in range(8):
+        records = [
+            {"prompt": "<" * 50_000, "response": "&" * 50_000, "reward": i, "images": [noise.rotate(i + 9 * step)] * 4}
+            for i in range(9)
+        ]  # fmt: skip
+        run.save_eval_rollouts(step, records)
+    path = write_report([run.folder], tmp_path / "report.html")
+    assert path.stat().st_size < MAX_BYTES
+    text = path.read_text()
+    assert "more characters" in text and "In metrics.csv only" in text
+
+
+def test_phase_times_by_hand():
+    metrics = {
+        "time_generate": [(1, 2.0), (2, 2.0)],
+        "time_reward": [(1, 1.0), (2, 3.0)],
+        "time_idle": [(1, 0.0), (2, 0.0)],
+        "time_step": [(1, 4.0), (2, 6.0)],
+    }
+    times = phase_times(metrics)
+    assert list(times.phases) == ["generate", "reward"] and times.total == 10.0
+    assert times.share("generate") == 0.4 and times.unaccounted == pytest.approx(0.2)
+    assert times.limit_overlapped == 2.5  # steps of at least 2 and 3 seconds
+    assert times.limit_hiding("reward") == 3.0  # max(4 - 1, 1) and max(6 - 3, 3)
+    assert phase_times({"loss": [(1, 1.0)]}) is None
+    assert duration(0.25) == "250 ms" and duration(90) == "90.0 s" and duration(8000) == "2 h 13 min"
+
+
+def test_prompt_turns_and_special_tokens():
+    prompt = (
+        "<|im_start|>system\n<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|image_pad|>Hi<|im_end|>\n"
+    )
+    assert turns(prompt) == [("user", [("", False), ("image ×2", True), ("Hi", False)])]
+    assert turns("<b>plain</b>") == [("", [("<b>plain</b>", False)])]
+    assert turns(5) == [("", [("5", False)])]
+
+
+def test_what_html_and_utf8_cannot_carry_is_replaced():
+    assert printable("a\ud800\x00b\n") == "a��b\n" and printable(None) == "" and printable(3) == 3
+
+
+def test_command_line(run_folder, tmp_path, capsys):
+    assert main([str(run_folder), "-o", str(tmp_path / "out.html")]) == 0
+    assert (tmp_path / "out.html").exists()
+    assert main([str(tmp_path / "absent"), "-o", str(tmp_path / "x.html")]) == 2
+    assert "absent" in capsys.readouterr().err
+    with pytest.raises(DataError):
+        write_report([], tmp_path / "x.html")
+
+
+def test_last_step_of_a_run(run_folder):
+    assert load_run(run_folder).last_step == 30
+    assert re.match(r"first", load_run(run_folder).name)
+
+
+def test_metrics_that_never_change_take_no_panel(tmp_path):
+    run = RunRecorder(tmp_path / "run")
+    for step in range(1, 5):
+        run.log_step(step, {"loss": 1.0, "clip_frac": 0.0, "entropy": step, "odd": 2.5})
+    text = write_report([run.folder], tmp_path / "r.html").read_text()
+    assert "The same at every step: clip_frac 0, odd 2.5." in text
+    assert "<b>loss</b>" in text and "<b>entropy</b>" in text and "<b>clip_frac</b>" not in text
+
+
+def test_answers_and_drawn_images_of_one_model_stand_apart(tmp_path):
+    run = RunRecorder(tmp_path / "run")
+    for step in range(1, 5):
+        both = {f"{name}_{kind}": step + place for name in ("entropy", "loss") for place, kind in enumerate(RESPONSES)}
+        run.log_step(step, both | {"reward_answer_mean": step / 5, "reward_drawing_mean": step / 6})
+    evaluated = {f"{name}_{kind}": 0.5 for name in ("eval_reward", "eval_gold") for kind in RESPONSES}
+    records = [
+        {"prompt": "a red circle", "response": "", "reward": place / 10} | kind
+        for place in range(8)
+        for kind in ({}, {"kind": "drawing"})
+    ]
+    run.log_eval(4, {"eval_reward": 0.5, "eval_reward_colour": 0.1} | evaluated)
+    run.save_eval_rollouts(4, records)
+    found = load_run(run.folder)
+    titles = [each.title for each in reward_section([found], 100)]
+    assert titles[1:3] == ["reward of answers", "reward of drawn images"] and "evaluation, by kind" in titles
+    legends = [[name for name, _ in each.legend] for each in reward_section([found], 100)]
+    assert legends[1] == legends[2] == ["training", "evaluation", "evaluation, gold"]
+    (group,) = [panels for title, panels in training_section([found], 100)["groups"] if title == "By kind of response"]
+    assert [each.title for each in group] == ["entropy, by kind of response", "loss, by kind of response"]
+    text = write_report([run.folder], tmp_path / "r.html").read_text()
+    assert "Best, answers" in text and "Worst, drawn images" in text
+
+
+@pytest.mark.parametrize("module", ["lightrft_visual.observe.report", "lightrft_visual.observe.report"])
+def test_both_names_of_the_command(run_folder, tmp_path, module):
+    target = tmp_path / "out.html"
+    command = [sys.executable, "-m", module, str(run_folder), "-o", str(target), "--title", "mine"]
+    assert finished(command, 120).returncode == 0
+    assert "<h1>mine</h1>" in target.read_text()

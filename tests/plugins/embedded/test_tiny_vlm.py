@@ -1,0 +1,93 @@
+"""Tiny checkpoints are ordinary checkpoints: they load, round-trip text, and come out the same from one seed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import checkpoint_of, load
+from transformers import AutoProcessor, AutoTokenizer, GenerationConfig
+
+from lightrft_visual.models.vlm.families import family_of
+from lightrft_visual.plugins.embedded.questions import vocabulary_texts
+from lightrft_visual.plugins.embedded.tiny_vlm import (
+    FAMILIES,
+    SPECIAL_TOKENS,
+    VISION_FAMILIES,
+    build_tiny_checkpoint,
+    build_tokenizer,
+    tiny_config,
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer(vocabulary_texts())
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_every_string_round_trips(tokenizer, text):
+    import unicodedata
+
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
+
+
+def test_special_tokens_are_single_tokens(tokenizer):
+    for name in SPECIAL_TOKENS:
+        assert len(tokenizer.encode(name, add_special_tokens=False)) == 1
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_the_chat_template_places_media_where_they_are_said(tokenizer):
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "video"}, {"type": "image_url"}]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}]
+    image, video = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        f"<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na{image}{video}{image}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_load_through_the_auto_classes(root, family):
+    checkpoint = checkpoint_of(root, family)
+    model = load(checkpoint.path, checkpoint.vision)
+    assert sum(p.numel() for p in model.parameters()) < 1_500_000
+    assert family_of(model.config).vision is checkpoint.vision is (family in VISION_FAMILIES)
+    assert AutoTokenizer.from_pretrained(checkpoint.path).get_vocab() == checkpoint.tokenizer.get_vocab()
+    if family in VISION_FAMILIES:
+        assert type(AutoProcessor.from_pretrained(checkpoint.path)) is type(checkpoint.processor)
+    ends = GenerationConfig.from_pretrained(checkpoint.path).eos_token_id
+    assert ends == [checkpoint.tokenizer.eos_token_id] == checkpoint.eos_ids
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_tied_and_untied_embeddings(tmp_path, family, tied):
+    folder = build_tiny_checkpoint(tmp_path / "m", family, texts=vocabulary_texts(), tie_embeddings=tied)
+    model = load(folder, family in VISION_FAMILIES)
+    shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert shared == tied
+
+
+def test_one_seed_one_model(tmp_path):
+    states = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        folder = build_tiny_checkpoint(tmp_path / name, "qwen2", texts=vocabulary_texts(), seed=seed)
+        states.append(load(folder, False).state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+
+def test_an_unknown_family_is_an_error(tokenizer):
+    with pytest.raises(ValueError, match="unknown family 'gpt'; known: qwen2_vl, "):
+        tiny_config("gpt", tokenizer, tie_embeddings=False)

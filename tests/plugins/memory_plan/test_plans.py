@@ -1,0 +1,303 @@
+"""Plans of runs: what fits, what is refused, and the shipped recipes on the hardware that they name."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+
+import pytest
+import tiny_families
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from lightrft_visual.config.devices import DEVICES, GIB
+from lightrft_visual.config.diffusion import DiffusionRunConfig
+from lightrft_visual.config.load import config_or_exit, parse_run
+from lightrft_visual.config.roots import DIFFUSION_PRESET
+from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
+from lightrft_visual.plugins.embedded.questions import vocabulary_texts
+from lightrft_visual.plugins.embedded.tiny_sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
+from lightrft_visual.plugins.memory_plan import check
+from lightrft_visual.plugins.memory_plan.advice import advice, forecasts
+from lightrft_visual.plugins.memory_plan.diffusion import Computed, DiffusionPlanner
+from lightrft_visual.plugins.memory_plan.meta import LiveBytes
+from lightrft_visual.plugins.memory_plan.pipelines import pipeline_policy
+from lightrft_visual.plugins.memory_plan.table import HOST, Item, Phase, Plan
+from lightrft_visual.plugins.memory_plan.vl_shape import MicroBatch, VLShape
+from lightrft_visual.trainer.diffusion.graphs import kept_bytes
+
+ROOT = Path(__file__).resolve().parents[3]
+SPEC = importlib.util.spec_from_file_location("check_config", ROOT / "scripts" / "check_config.py")
+check_config = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(check_config)
+EXPERIMENTS = [name for name in check_config.shipped() if name.startswith("experiment/")]
+SEVEN = (
+    "--pretrain Qwen/Qwen2.5-VL-7B-Instruct --bf16 --gradient_checkpointing --zero_stage 2 --rollout_batch_size 128 "
+    "--n_samples_per_prompt 16 --generate_max_len 2048 --plan_device h100-80gb --plan_world_size 8"
+).split()
+CARD = DEVICES["h100-80gb"]
+
+
+def plan_of(*settings: str) -> Plan:
+    config = parse_run(RunConfig, [*settings]).config
+    return check.plan_of(config, *check.named_device(config.plan))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_recipe_fits_on_the_hardware_that_it_names(name: str) -> None:
+    config = check_config.check(name, []).config
+    assert config.plan.plan_device in DEVICES and config.plan.plan_world_size
+    plan = check.plan_of(config, *check.named_device(config.plan))
+    assert plan.fits, plan.text()
+    assert [phase.name for phase in plan.phases] == ["load", "generate", "score", "train", "sync"]
+
+
+def test_seven_billion_weights_fit_while_the_optimizer_waits_on_the_host() -> None:
+    plan = plan_of(*SEVEN, "--offload_trainer")
+    assert plan.fits, plan.text()
+    assert "the largest item is vLLM: KV cache and work space" in plan.verdict()
+    items = {item.name: item for item in plan.phases[1].items}
+    assert items["policy: weights"].bytes == items["reference: weights"].bytes == 2 * 8_292_166_656
+    waiting = items["policy: fp32 weights and Adam's moments"]
+    assert waiting.where == HOST and waiting.bytes == 12 * 8_292_166_656 / 8
+
+
+def test_a_teacher_is_counted_by_its_own_shape() -> None:
+    teaching = ["--teacher_pretrain", "Qwen/Qwen2.5-VL-3B-Instruct", "--teacher_coef", "1", "--offload_trainer"]
+    items = {item.name: item for item in plan_of(*SEVEN, *teaching).phases[1].items}
+    assert 3e9 < items["teacher: weights"].bytes / 2 < 5e9 < items["policy: weights"].bytes / 2
+
+
+def test_without_that_they_are_refused_with_what_would_help() -> None:
+    plan = plan_of(*SEVEN)
+    assert not plan.fits
+    text = plan.text()
+    assert "it does not fit: phase generate" in text and "offload_trainer" in text.splitlines()[-1]
+    assert "gradient_checkpointing" not in plan.verdict()  # is on already
+
+
+def test_settings_do_what_the_advice_says() -> None:
+    plain = plan_of(*SEVEN)
+    generate, train = plain.phases[1].total("device"), plain.phases[3].total("device")
+    for settings, phase, before in [
+        (["--engine_mem_util", "0.3"], 1, generate),
+        (["--zero_stage", "3"], 1, generate),
+        (["--offload_reference"], 1, generate),
+        (["--lora_rank", "16"], 3, train),
+        (["--init_kl_coef", "0"], 3, train),
+        (["--micro_train_batch_size", "2"], 3, train),
+        (["--plan_world_size", "16"], 3, train),
+        (["--adam_offload"], 3, train),
+    ]:
+        assert plan_of(*SEVEN, *settings).phases[phase].total("device") < before - 2 * GIB, settings
+    assert plan_of(*SEVEN, "--no_gradient_checkpointing").phases[3].total("device") > train + 50 * GIB
+
+
+def test_a_reward_model_is_counted_where_it_is(tmp_path) -> None:
+    """One of 7 billion weights: on the host at rest, whole or a part of it on the device while it scores."""
+    from lightrft_visual.config.vl import ModelConfig
+    from lightrft_visual.plugins.memory_plan.shapes import language_model
+
+    shape = language_model(ModelConfig(pretrain="Qwen/Qwen2.5-VL-7B-Instruct"))
+    shape.dtype = "bfloat16"
+    shape.save_pretrained(tmp_path)
+    whole, judged = 2 * 8_292_166_656, ["--reward_pretrain", f"judge={tmp_path}"]
+    name = "reward model judge: weights"
+
+    def held(phase: int, *settings: str) -> tuple[str, float]:
+        own = "--init_kl_coef 0 --micro_rollout_batch_size 1 --offload_trainer".split()  # less than the judge needs
+        phases = plan_of(*SEVEN, *own, *judged, *settings).phases
+        found = next(item for item in phases[phase].items if item.name == name)
+        return found.where, found.bytes
+
+    assert held(1) == (HOST, whole) and held(2) == ("device", whole)
+    assert held(1, "--no_reward_cpu_offload") == ("device", whole)
+    assert held(1, "--zero_stage", "3") == (HOST, whole / 8)
+    assert held(1, "--zero_stage", "3", "--no_reward_cpu_offload") == ("device", whole / 8)
+
+
+def test_a_prompt_counts_once_where_a_run_computes_it_once() -> None:
+    """Eight answers of 64 tokens to a prompt of 1,024: 1,536 tokens in place of 8,704, in activations and in time."""
+    settings = [*SEVEN, "--generate_max_len", "64", "--n_samples_per_prompt", "8", "--train_batch_size", "64"]
+    shared, alone = plan_of(*settings), plan_of(*settings, "--share_prefix", "false")
+    items = [{item.name: item.bytes for item in plan.phases[3].items} for plan in (shared, alone)]
+    used = [each["activations of a micro-batch"] for each in items]
+    assert used[0] < 0.6 * used[1]  # the gradient of the head's weights is the same
+    assert shared.phases[3].seconds == pytest.approx(1536 / 8704 * alone.phases[3].seconds)
+    padded = plan_of(*settings, "--attn_implementation", "eager").phases[3]  # takes no segments
+    assert {item.name: item.bytes for item in padded.items}["activations of a micro-batch"] == used[1]
+
+
+def test_ranks_that_share_a_sequence_keep_a_part_of_its_activations() -> None:
+    settings = [*SEVEN, "--micro_train_batch_size", "16", "--no_gradient_checkpointing"]
+    plans = [plan_of(*settings, "--sp_size", size) for size in ("1", "4")]
+    one, four = (
+        {item.name: item.bytes for item in plan.phases[3].items}["activations of a micro-batch"] for plan in plans
+    )
+    assert one / 4 < four < one / 2  # each has the whole row's embeddings, a chunk of logits, one prompt's images
+    hosts = [{item.name: item.bytes for item in plan.phases[3].items}["tokens of the batch"] for plan in plans]
+    assert hosts[1] == 4 * hosts[0]  # the samples of all four
+    assert plans[0].phases[3].seconds == plans[1].phases[3].seconds
+
+
+def test_gradients_of_one_micro_batch_come_as_its_activations_go() -> None:
+    settings = [*SEVEN, "--train_batch_size", "64", "--share_prefix", "false"]
+    one, two = (plan_of(*settings, "--micro_train_batch_size", str(size)) for size in (8, 4))
+    held = [{item.name for item in plan.phases[3].items} for plan in (one, two)]
+    assert all("activations of a micro-batch" in names for names in held)
+    assert "policy: gradients" in held[1] - held[0]  # those of the first lie there while the second runs
+
+
+@pytest.mark.parametrize("extra,code", [([], 1), (["--offload_trainer"], 0), (["--force"], 0)])
+def test_a_dry_run_shows_the_plan_and_answers_by_its_exit_code(capsys, extra: list[str], code: int) -> None:
+    with pytest.raises(SystemExit) as stop:
+        config_or_exit(RunConfig, [*SEVEN, *extra, "--dry_run"])
+    shown = capsys.readouterr().out
+    assert stop.value.code == code
+    assert "# plan of one rank of 8 ranks (8 on a host) of h100-80gb" in shown and "# train" in shown
+
+
+def test_a_dry_run_of_several_devices_advises_a_division() -> None:
+    config = parse_run(RunConfig, [*SEVEN, "--offload_trainer"]).config
+    plan = check.plan_of(config, *check.named_device(config.plan))
+    assert advice(config, plan).startswith("division of 8 devices, simulated: colocated")
+    found = {each.layout.engines: each for each in forecasts(config, plan)}
+    planned = sum(phase.seconds for phase in plan.phases[1:])
+    assert found[0].step_seconds == pytest.approx(planned, rel=0.1)  # the costs are those of the plan
+    assert all(128 % each.layout.trainers == 0 for each in found.values())
+    config.distributed.placement = "split"
+    assert advice(config, plan) == ""
+
+
+def test_a_dry_run_of_an_unknown_model_says_so(capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        config_or_exit(RunConfig, ["--pretrain", "someone/unheard-of", "--plan_device", "cpu", "--dry_run"])
+    assert stop.value.code == 0 and "no plan: the shape of someone/unheard-of" in capsys.readouterr().out
+
+
+def test_devices_are_named_in_full() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'h100-80gb'"):
+        parse_run(RunConfig, ["--plan_device", "h100"])
+    with pytest.raises(ConfigError, match="did you mean 'a100-80gb'"):
+        parse_run(RunConfig, ["--plan_device", "a100_80gb"])
+
+
+def test_a_run_that_cannot_fit_is_refused_unless_it_is_forced(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(check, "present", lambda local: CARD)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ConfigError, match=r"does not fit(.|\n)*largest item"):
+        check.check_fits(parse_run(RunConfig, SEVEN).config)
+    check.check_fits(parse_run(RunConfig, [*SEVEN, "--offload_trainer"]).config)
+    with caplog.at_level(logging.WARNING):
+        check.check_fits(parse_run(RunConfig, [*SEVEN, "--force"]).config)
+    assert "the run starts nevertheless" in caplog.text
+
+
+def test_a_model_that_cannot_be_planned_does_not_stop_its_run(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(check, "plan_of", lambda *_, **__: 1 / 0)
+    with caplog.at_level(logging.WARNING):
+        check.check_fits(RunConfig())
+    assert "no plan of this run could be made: ZeroDivisionError" in caplog.text
+
+
+def test_graphs_of_the_rollout_are_counted_until_they_have_served() -> None:
+    argv = "--num_steps 6 --rollout_batch_size 2 --n_samples_per_prompt 4 --train_batch_size 8".split()
+
+    def held(*more: str) -> dict[str, float]:
+        config = parse_run(DiffusionRunConfig, [*argv, *more], preset=DIFFUSION_PRESET).config
+        plan = check.plan_of(config, DEVICES["h100-80gb"], 1, 1)
+        named = {phase.name: {item.name: item.bytes for item in phase.items} for phase in plan.phases}
+        return {name: items.get("graphs of the rollout", 0) for name, items in named.items()}
+
+    torch.manual_seed(0)
+    drawing = DiffusionPolicy(family_of(build_pipeline(TinyDiffusionSettings()), TEXT_LENGTH), LoraSettings(32))
+    conditions = drawing.encode_prompts(["a red circle"])
+    one = kept_bytes(
+        lambda: drawing.velocity(torch.zeros(1, 8, 8, 8), torch.tensor([500.0]), conditions), drawing.parameters()
+    )
+    found = held()
+    assert found["generate"] == found["score"] == found["train"] == pytest.approx(8 * 5 * one, rel=0.15)
+    assert found["load"] == found["sync"] == 0
+    assert held("--timestep_fraction", "0.4")["generate"] == pytest.approx(found["generate"] * 2 / 5)
+    assert not any(held("--rollout_graph_gib", "0.001").values()) and not any(held("--max_epochs", "2").values())
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "internvl", "qwen2"])
+def test_every_embedded_family_is_planned_and_fits(family: str) -> None:
+    assert plan_of("--embedded_family", family, "--plan_device", "cpu").fits
+
+
+def test_images_that_become_ids_are_counted_as_they_are_coded(tmp_path) -> None:
+    folder = build_tiny_checkpoint(tmp_path / "emu3", "emu3", texts=vocabulary_texts())
+    words = [
+        "--pretrain",
+        str(folder),
+        "--prompt_max_len",
+        "100",
+        "--rollout_batch_size",
+        "4",
+        "--plan_device",
+        "cpu",
+        "--train_batch_size",
+        "32",
+    ]
+    plan = plan_of(*words)
+    patches = next(item for item in plan.phases[1].items if item.name.startswith("patches and images of the batch"))
+    pixels = 100 * 3 * 8 * 8  # of a prompt, a code each
+    assert plan.fits and patches.bytes == 4 * (4 * pixels + pixels)
+    config = parse_run(RunConfig, words).config
+    shape = VLShape(config, AutoConfig.from_pretrained(folder))
+    coder = AutoModelForImageTextToText.from_pretrained(folder).model.vqmodel
+    with torch.no_grad(), LiveBytes([*coder.parameters(), *coder.buffers()]) as live:
+        coder.encode(torch.zeros(1, 3, 80, 80), [(80, 80)])
+    told = shape.scoring(MicroBatch(1, 1, 1, 2), CARD) - shape.scoring(MicroBatch(1, 1, 1, 0), CARD)
+    assert told == 2 * 4 * pixels and shape._tower(0, backward=False) == pytest.approx(live.peak, rel=0.1)
+
+
+def test_host_memory_counts_too() -> None:
+    items = (Item("weights", GIB), Item("images", 2 * CARD.host, "max_pixels", HOST))
+    plan = Plan("a model", CARD, 8, 8, (Phase("generate", items),))
+    assert not plan.fits
+    assert plan.verdict().splitlines() == [
+        "it does not fit: phase generate wants 240.0 GiB more host memory than there is",
+        "the largest item is images, 480.0 GiB",
+        "  images (480.0 GiB) is lowered by: max_pixels",
+    ]
+
+
+@pytest.mark.parametrize("name", ["qwen_image", "z_image", "qwen_image_edit_plus"])
+def test_a_drawing_pipeline_in_a_folder_is_planned(tmp_path, name: str) -> None:
+    tiny_families.FAMILIES[name]().save_pretrained(tmp_path)
+    size = ["--height", "32", "--width", "32", "--lora_rank", "2"]
+    config = parse_run(DiffusionRunConfig, ["--pretrain", str(tmp_path), *size, "--plan_device", "h100-80gb"]).config
+    plan = check.plan_of(config, *check.named_device(config.plan))
+    items = {item.name: item for item in plan.phases[1].items}
+    assert plan.fits and items["denoisers: weights"].bytes > 0
+    told = items.get("texts and images to edit")
+    assert (told is not None) == ("edit" in name)
+    if told is not None:  # as many images as the model takes, once a prompt, each token 4 C numbers in fp32
+        images, tokens = 3, (1024 // 16) ** 2
+        assert told.where == HOST and told.bytes > config.sampling.rollout_batch_size * images * tokens * 4
+
+
+def test_texts_in_the_encoders_are_counted(tmp_path) -> None:
+    tiny_families.FAMILIES["z_image"]().save_pretrained(tmp_path)
+    config = parse_run(DiffusionRunConfig, ["--pretrain", str(tmp_path), "--height", "32", "--width", "32"]).config
+    policy = pipeline_policy(config)
+    planner = DiffusionPlanner(config, Computed(config, policy), CARD, 1, 1)
+    encoder = policy.family.pipeline.text_encoder
+    ids = torch.zeros(8, policy.family.text_length, dtype=torch.long, device="meta")
+    states = encoder(input_ids=ids, output_hidden_states=True).hidden_states
+    assert planner._encoding().bytes == sum(state.nbytes for state in states)
+
+
+def test_a_model_of_two_parts_says_what_is_not_counted(tmp_path, capsys) -> None:
+    tiny_families.FAMILIES["glm_image"]().save_pretrained(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        config_or_exit(DiffusionRunConfig, ["--pretrain", str(tmp_path), "--plan_device", "h100-80gb", "--dry_run"])
+    said = [line for line in capsys.readouterr().out.splitlines() if "no plan: " in line]
+    assert stop.value.code == 0 and len(said) == 1 and "vision_language_encoder" in said[0]

@@ -1,0 +1,109 @@
+"""Models that judge are in the plans of both kinds of run: on the host at rest, on the device while they score."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoModelForSequenceClassification, Qwen2Config
+
+from lightrft_visual.config.diffusion import DiffusionRunConfig
+from lightrft_visual.config.load import parse_run
+from lightrft_visual.config.roots import DIFFUSION_PRESET
+from lightrft_visual.config.shared import RewardConfig
+from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.plugins.memory_plan import check
+from lightrft_visual.plugins.memory_plan.reward_models import reward_models
+from lightrft_visual.plugins.memory_plan.table import DEVICE, HOST
+
+# Weights of the published checkpoints, all float32.
+CLIP, PICK = 4 * 427_616_513, 4 * 986_109_441
+NAMED = "reward model {}: weights"
+DRAWING = (
+    "--pretrain stabilityai/stable-diffusion-3.5-medium --bf16 true --diffusion_algorithm flow_grpo "
+    "--plan_device h100-80gb --plan_world_size 8 --micro_rollout_batch_size 1 --prompt_data prompts.jsonl"
+).split()
+PICKED = ["--components.pick_score", "1.0", "--components.clip_score", "0.5"]
+
+
+def held(argv: list[str]) -> list[dict[str, tuple[str, float]]]:
+    """{item: (where, bytes)} of the phases load, generate, score, train, sync of a drawing run."""
+    config = parse_run(DiffusionRunConfig, [*DRAWING, *argv], preset=DIFFUSION_PRESET).config
+    plan = check.plan_of(config, *check.named_device(config.plan))
+    return [{item.name: (item.where, item.bytes) for item in phase.items} for phase in plan.phases]
+
+
+def test_scorers_wait_on_the_host_and_one_of_them_is_on_the_device_while_it_scores() -> None:
+    phases = held(PICKED)
+    pick, clip = NAMED.format("pick_score"), NAMED.format("clip_score")
+    for phase in phases:
+        assert phase[clip] == (HOST, CLIP)
+    assert [phase[pick] for phase in phases] == [(HOST, PICK)] * 2 + [(DEVICE, PICK)] + [(HOST, PICK)] * 2
+
+
+def test_a_scorer_that_stays_on_the_device_is_there_in_every_phase() -> None:
+    phases = held([*PICKED, "--kwargs.pick_score.offload", "false", "--zero_stage", "3"])
+    assert all(phase[NAMED.format("pick_score")] == (DEVICE, PICK) for phase in phases)  # not divided by ZeRO-3
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory) -> tuple[str, int]:
+    """(folder, bytes) of a text reward model."""
+    folder = tmp_path_factory.mktemp("classifier")
+    model = AutoModelForSequenceClassification.from_config(
+        Qwen2Config(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, num_labels=1, pad_token_id=0,
+        )
+    )  # fmt: skip
+    model.save_pretrained(folder)
+    return str(folder), 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("extra", "share"), [([], 1), (["--zero_stage", "3"], 8)])
+def test_a_drawing_runs_own_reward_model_is_divided_where_weights_are(classifier, extra, share) -> None:
+    folder, size = classifier
+    name = NAMED.format("judge")
+    phases = held(["--reward_pretrain", f"judge={folder}", *extra])
+    assert phases[1][name] == (HOST, size / share) and phases[2][name] == (DEVICE, size / share)
+    if share > 1:
+        assert phases[2]["weights gathered by ZeRO-3"][1] >= size  # while it scores it comes together
+    phases = held(["--reward_pretrain", f"judge={folder}", "--no_reward_cpu_offload", *extra])
+    assert phases[1][name] == (DEVICE, size / share)
+
+
+def test_gold_has_models_of_its_own() -> None:
+    phase = held([*PICKED, "--gold_recipe", "{'*': [[rule, clip_score, 1.0]]}"])[2]
+    assert phase["gold clip_score: weights"] == phase[NAMED.format("clip_score")] == (HOST, CLIP)
+
+
+def test_a_vision_language_run_counts_scorers_too() -> None:
+    flags = "--pretrain Qwen/Qwen2.5-VL-3B-Instruct --bf16 --plan_device h100-80gb --components.clip_score 1.0"
+    config = parse_run(RunConfig, flags.split()).config
+    plan = check.plan_of(config, *check.named_device(config.plan))
+    assert {item.name: item.bytes for item in plan.phases[1].items}[NAMED.format("clip_score")] == CLIP
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"components": {"clip_score": 1.0, "pixel": 1.0}}, ["clip_score"]),  # pixel has no model
+        # One scorer under two names is built once, with other settings twice.
+        ({"components": {"a": 1.0, "b": 1.0}, "kwargs": {n: {"scorer": "clip_score"} for n in "ab"}}, ["a"]),
+        (
+            {
+                "components": {"a": 1.0, "b": 1.0},
+                "kwargs": {"a": {"scorer": "clip_score"}, "b": {"scorer": "clip_score", "weight": 2.0}},
+            },
+            ["a", "b"],
+        ),
+        ({"components": {"multi": 1.0}, "kwargs": {"multi": {"components": {"clip_score": 1.0}}}}, ["clip_score"]),
+        (
+            {"reward_recipe": "{x: [[rule, pick_score, 1.0]], '*': [[func, clip_score, 1.0]]}"},
+            ["pick_score", "clip_score"],
+        ),
+        ({"components": {"pick_score": 1.0}, "kwargs": {"pick_score": {"model_name": "no/such"}}}, []),
+        ({"components": {"clip_score": 1.0}, "reward_transport": "ray"}, []),  # in a process of Ray
+        ({"components": {"vlm_judge": 1.0}, "kwargs": {"vlm_judge": {"url": "http://x", "model": "m"}}}, []),
+    ],
+)  # fmt: skip
+def test_each_model_that_a_recipe_builds_counts_once(settings, names) -> None:
+    assert list(reward_models(model=RewardConfig(**settings))) == [f"model {name}" for name in names]

@@ -1,0 +1,89 @@
+"""Shapes that are shipped have the published numbers of weights; folders have their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForImageTextToText
+
+from lightrft_visual.config.diffusion import DiffusionModelConfig, DiffusionRunConfig
+from lightrft_visual.config.vl import ModelConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.plugins.memory_plan.meta import on_meta
+from lightrft_visual.plugins.memory_plan.pipelines import pipeline_policy
+from lightrft_visual.plugins.memory_plan.shapes import find_shipped, language_model, shipped
+
+# Of the checkpoints' own index files.
+LANGUAGE = {
+    "Qwen/Qwen2-VL-2B-Instruct": 2_208_985_600,
+    "Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976,
+    "Qwen/Qwen2.5-VL-7B-Instruct": 8_292_166_656,
+    "Qwen/Qwen3-VL-4B-Instruct": 4_437_815_808,
+    "Qwen/Qwen3-VL-8B-Thinking": 8_767_123_696,
+}
+# Billions, as the models' papers and cards have them: denoisers, text encoders.
+DRAWING = {
+    "stabilityai/stable-diffusion-3.5-medium": (2.24, 5.58),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (1.42, 5.68),
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": (2 * 14.29, 5.68),
+    "nvidia/Cosmos-Predict2-2B-Text2Image": (1.96, 4.87),
+}
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_a_language_model_has_its_published_weights(name: str) -> None:
+    config = language_model(ModelConfig(pretrain=name))
+    model = on_meta(lambda: AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16))
+    assert sum(parameter.numel() for parameter in model.parameters()) == LANGUAGE[name]
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_a_pipeline_has_its_published_weights(name: str) -> None:
+    policy = pipeline_policy(DiffusionRunConfig(model=DiffusionModelConfig(pretrain=name, lora_rank=0, bf16=True)))
+    parts = policy.family.pipeline.components
+    encoders = [part for key, part in parts.items() if key.startswith("text_encoder") and isinstance(part, nn.Module)]
+    found = [
+        sum(p.numel() for p in policy.parameters()),
+        sum(p.numel() for part in encoders for p in part.parameters()),
+    ]
+    assert [count / 1e9 for count in found] == pytest.approx(DRAWING[name], rel=0.01)
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
+
+
+def test_every_shipped_shape_says_what_it_is() -> None:
+    for file in shipped().values():
+        shape = json.loads(file.read_text())
+        assert ("model_type" in shape) != ("_class_name" in shape), file.name
+
+
+def test_names_are_those_of_the_hub_in_any_case() -> None:
+    assert find_shipped("qwen/qwen2.5-vl-7b-instruct") == find_shipped("Qwen2.5-VL-7B")
+    assert find_shipped("someone/unheard-of") is None
+    assert language_model(ModelConfig(pretrain="someone/unheard-of")) is None
+
+
+def test_a_folder_needs_its_configuration_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "Qwen2.5-VL-3B-Instruct"
+    language_model(ModelConfig(pretrain="Qwen/Qwen2.5-VL-7B-Instruct")).save_pretrained(folder)
+    assert language_model(ModelConfig(pretrain=str(folder))).text_config.hidden_size == 3584  # not by the folder's name
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be planned"):
+        language_model(ModelConfig(pretrain=str(folder)))
+
+
+def test_a_pipeline_folder_needs_its_configurations_alone(tmp_path: Path) -> None:
+    shape = find_shipped("stable-diffusion-v1-5")
+    for name, (*entry, config) in [(name, entry) for name, entry in shape.items() if isinstance(entry, list)]:
+        shape[name] = entry
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model_index.json").write_text(json.dumps(shape))
+    config = DiffusionRunConfig(model=DiffusionModelConfig(pretrain=str(tmp_path), lora_rank=0))
+    assert sum(p.numel() for p in pipeline_policy(config).parameters()) == pytest.approx(859.5e6, rel=1e-3)
+    (tmp_path / "unet" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"unet.config\.json"):
+        pipeline_policy(config)

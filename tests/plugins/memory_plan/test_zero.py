@@ -1,0 +1,71 @@
+"""What the plan says of DeepSpeed's states against the states themselves, and closed forms."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightrft_visual.config.shared import DistributedConfig
+from lightrft_visual.plugins.memory_plan.table import DEVICE, HOST
+from lightrft_visual.plugins.memory_plan.zero import BUCKET, Model, Zero
+from lightrft_visual.rollout.weight_sync import BUCKET_BYTES
+
+STATES = Path(__file__).with_name("states.py")
+TRAINED = 256 * 256 + 256 + 256 * 64 + 64  # of the module that states.py trains
+BILLION = Model(trained=10**9, frozen=10**8, largest=10**6, widest=10**6, width=2)
+
+
+def zero(stage: int, ranks: int = 8, on_cpu: bool = False, **settings) -> Zero:
+    return Zero(DistributedConfig(zero_stage=stage, **settings), ranks, on_cpu)
+
+
+def test_the_optimizers_states_are_those_planned(tmp_path: Path) -> None:
+    out = tmp_path / "states.json"
+    subprocess.run([sys.executable, STATES, out], check=True, capture_output=True, timeout=300)
+    for name, (before, after) in json.loads(out.read_text()).items():
+        stage, width = int(name[0]), 2 if name.endswith("bf16") else 4
+        model = Model(TRAINED, 256 * 256 + 256, 256 * 256, 256 * 256, width)
+        planned = [zero(stage, ranks=1).optimizer("it", model, stepped)[0].bytes for stepped in (False, True)]
+        assert [before, after] == planned, name
+
+
+def test_stages_divide_what_they_divide() -> None:
+    by_stage = {stage: zero(stage) for stage in range(4)}
+    weights = {stage: each.weights("it", BILLION).bytes for stage, each in by_stage.items()}
+    assert weights == {0: 2.2e9, 1: 2.2e9, 2: 2.2e9, 3: 2.2e9 / 8}
+    states = {stage: each.optimizer("it", BILLION)[0].bytes for stage, each in by_stage.items()}
+    assert set(states.values()) == {12e9 / 8}
+    held = {stage: by_stage[stage].gradients("it", BILLION, micro_batches=1)[0].bytes for stage in range(4)}
+    assert held == {0: 4e9, 1: 2e9, 2: 2e9 / 8, 3: 2e9 / 8}
+    assert by_stage[2].gathered(BILLION) == [] and by_stage[3].gathered(BILLION)[0].bytes == 2 * (10**9 + 10**6)
+
+
+def test_stage_3_hands_weights_over_in_buckets() -> None:
+    assert zero(2).handed_over(BILLION) == []
+    assert zero(3).handed_over(BILLION)[0].bytes == BUCKET_BYTES
+    assert zero(3).handed_over(Model(1000, 0, 10, 10, width=2))[0].bytes == 2000
+    assert zero(3).handed_over(Model(10**9, 0, 10, 10**9, width=2))[0].bytes == 2 * 10**9
+
+
+def test_buckets_are_whole_on_accelerators_and_touched_on_the_host() -> None:
+    small = Model(trained=1000, frozen=0, largest=10, widest=10, width=2)
+    assert zero(2).gradients("it", small)[1].bytes == 2 * BUCKET
+    assert zero(2, overlap_comm=True).gradients("it", small)[1].bytes == 4 * BUCKET
+    assert zero(2, on_cpu=True).gradients("it", small)[1].bytes == 2 * 1000
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_offloaded_states_lie_on_the_host(stage: int) -> None:
+    states = zero(stage, adam_offload=True).optimizer("it", BILLION)[0]
+    assert states.where == HOST and states.bytes == (12 + 4 + 2) * 1e9 / 8
+    assert all(item.where == HOST for item in zero(stage, adam_offload=True).step("it", BILLION))
+    assert zero(stage).step("it", BILLION)[0].where == DEVICE
+
+
+def test_what_is_on_its_way_is_one_weight_under_stage_3() -> None:
+    assert zero(2).on_its_way("it", BILLION).bytes == 2.2e9
+    assert zero(3).on_its_way("it", BILLION).bytes == 2e6

@@ -1,0 +1,84 @@
+"""Runs whose rollouts are made by workers, beside the same runs without: see `split_runs.py`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from waiting import finished
+
+from lightrft_visual.runtime.host import free_port
+
+pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("split")
+    script = Path(__file__).with_name("split_runs.py")
+    done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "facts.json").read_text())
+
+
+def test_a_killed_worker_changes_no_metric(facts):
+    """Bit for bit those of the colocated run: nothing is lost, doubled or drawn otherwise."""
+    assert len(facts["killed"]) == 4
+    assert facts["killed"] == facts["colocated"]
+
+
+def test_images_drawn_by_a_worker_are_those_of_the_colocated_run(facts):
+    assert len(facts["drawn_split"]) == 3
+    assert facts["drawn_split"] == facts["drawn"]
+
+
+def test_a_resumed_run_draws_the_prompts_that_were_in_flight(facts):
+    first, again = facts["prompts"]
+    assert first == again and len(first) == 2 and all(len(groups) == 4 for groups in first)
+    assert [row["step"] for row in facts["again"]] == ["3", "4"]
+
+
+def test_rollouts_ahead_stay_within_the_staleness(facts):
+    rows = facts["ahead"]
+    assert len(rows) == 4
+    assert all(float(row["staleness_max"]) <= 1 and float(row["dropped_stale_share"]) == 0 for row in rows)
+    assert float(rows[0]["staleness_mean"]) == 0 and any(float(row["staleness_1"]) > 0 for row in rows)
+    assert rows[0]["reward_mean"] == facts["colocated"][0]["reward_mean"]  # the same weights drew the same responses
+    assert all(0 <= float(row["idle_engines"]) <= 1 and float(row["idle_trainer"]) >= 0 for row in rows)
+    # Only what the present weights drew can be compared with them; old log-probs are the engine's own.
+    assert all(bool(row["rollout_logp_diff_max"]) == (float(row["staleness_0"]) > 0) for row in rows)
+    assert "rollout_logp_diff" not in rows[0]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What both ranks of a launch say."""
+    folder = tmp_path_factory.mktemp("ranks")
+    program = str(Path(sys.executable).with_name("deepspeed"))
+    script = str(Path(__file__).with_name("rank_runs.py"))
+    done = finished([program, "--num_gpus", "2", "--master_port", str(free_port()), script, str(folder)], limit=840)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return [json.loads((folder / f"facts_{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_two_ranks_with_workers_train_as_two_without(ranks):
+    """ZeRO-3, adapters, two workers: rank 0 hands the weights over, either rank asks either worker."""
+    first, second = ranks
+    assert (first["split"]["posts"], second["split"]["posts"]) == (True, False)
+    assert len(first["split"]["niceness"]) == 2 and max(first["split"]["niceness"]) <= 0
+    assert len(first["split"]["metrics"]) == 2
+    assert first["split"]["metrics"] == first["colocated"]["metrics"]
+    assert first["split"]["evaluated"] == first["colocated"]["evaluated"] != {}
+
+
+def test_two_ranks_run_ahead_of_one_worker(ranks):
+    rows = ranks[0]["ahead"]["metrics"]
+    assert len(rows) == 3 and all(float(row["staleness_max"]) <= 1 for row in rows)
+    assert any(float(row["staleness_1"]) > 0 for row in rows)
+
+
+def test_weights_that_cannot_be_handed_over_fail_on_every_rank(ranks):
+    assert [each[name]["refused"] for each in ranks for name in ("split", "ahead")] == ["this version is refused"] * 4

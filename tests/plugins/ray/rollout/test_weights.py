@@ -1,0 +1,165 @@
+"""Versions of weights from one process to another: the bytes, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightrft_visual.plugins.ray.rollout.worker import Worker
+from lightrft_visual.rollout import weight_post as weights
+from lightrft_visual.rollout.weight_post import MappedFiles, WeightPost, WeightsRefused, received, take_over
+
+
+def named(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "big": scale * torch.randn(40, 7, generator=generator),
+        "half": (scale * torch.randn(5, generator=generator)).bfloat16(),
+        "transposed": (scale * torch.randn(3, 4, generator=generator)).t(),
+        "scalar": torch.tensor(scale),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+def equal(found: list[tuple[str, torch.Tensor]], wanted: dict[str, torch.Tensor]) -> bool:
+    return [name for name, _ in found] == list(wanted) and all(
+        value.dtype == wanted[name].dtype and torch.equal(value, wanted[name]) for name, value in found
+    )
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_versions_arrive_in_buckets(stored):
+    kept = {}
+
+    def store(content):
+        kept[len(kept)] = content.copy()
+        return len(kept) - 1
+
+    post = WeightPost(bucket_bytes=200, store=store if stored else None, shared=not stored)
+    first = post.post(named(1.0).items())
+    second = post.post(named(2.0).items())
+    assert (first.number, second.number) == (1, 2) and len(first.buckets) > 1
+    assert first.bytes >= sum(tensor.nbytes for tensor in named().values())
+    for posted, scale in ((first, 1.0), (second, 2.0)):
+        assert equal(received(posted, kept.__getitem__ if stored else None), named(scale))
+
+
+def test_mapped_files_are_kept_and_a_larger_version_is_mapped_anew():
+    post, files = WeightPost(), MappedFiles()
+    for scale in (1.0, 2.0, 3.0, 4.0):
+        assert equal(received(post.post(named(scale).items()), files=files), named(scale))
+    assert len(files._known) == post.turns
+    larger = {name: tensor.repeat(3) if tensor.dim() == 1 else tensor for name, tensor in named(5.0).items()}
+    larger["more"] = torch.arange(100_000.0)
+    assert equal(received(post.post(larger.items()), files=files), larger)
+
+
+def test_on_another_host_the_trainers_path_may_be_of_something_else():
+    kept = []
+    post = WeightPost(store=lambda content: kept.append(content.copy()) or len(kept) - 1)
+    posted, files = post.post(named().items()), MappedFiles()
+    (bucket,) = posted.buckets
+    assert weights.reachable(bucket.file) and not weights.reachable(replace(bucket.file, path="/proc/1/fd/99999"))
+    elsewhere = replace(bucket, file=replace(bucket.file, path=weights.MemoryFile(64).at.path))
+    assert not weights.reachable(elsewhere.file)
+    assert equal(received(replace(posted, buckets=(elsewhere,)), kept.__getitem__, files), named())
+    assert not files._known  # it was fetched
+    with pytest.raises(WeightsRefused, match="cannot be mapped: lightrft_weights_.* is not there"):
+        received(replace(posted, buckets=(replace(elsewhere, stored=None),)), files=files)
+
+
+def bare_worker() -> Worker:
+    """One without a process and environment of its own; its engine is a dict."""
+    worker = Worker.__new__(Worker)
+    held: dict[str, torch.Tensor] = {}
+
+    class Engine:
+        def update_weights(self, tensors):
+            held.update({name: tensor.clone() for name, tensor in tensors})
+
+    worker.fetch, worker.files, worker.version, worker.caches = None, MappedFiles(), 0, 0
+    worker.engine, worker.held = Engine(), held
+    return worker
+
+
+def test_a_wrong_checksum_is_refused_and_nothing_is_taken_over():
+    post, worker = WeightPost(bucket_bytes=200), bare_worker()
+    first = post.post(named(1.0).items())
+    assert worker.load(first) == 1
+    second = post.post(named(2.0).items())
+    damaged = replace(second.buckets[-1], checksum=second.buckets[-1].checksum ^ 1)
+    with pytest.raises(WeightsRefused, match="version 2 has the checksum"):
+        worker.load(replace(second, buckets=(*second.buckets[:-1], damaged)))
+    assert worker.version == 1 and equal(list(worker.held.items()), named(1.0))
+    assert worker.load(second) == 2 and equal(list(worker.held.items()), named(2.0))
+
+
+def test_a_byte_that_changes_on_the_way_is_noticed():
+    post = WeightPost()
+    posted = post.post(named().items())
+    post._files[1, 0].content[100] += 1
+    with pytest.raises(WeightsRefused, match="was damaged on its way"):
+        received(posted)
+
+
+def test_workers_of_a_host_share_the_checking_and_each_refuses_what_is_damaged(monkeypatch):
+    hashed = []
+    digest = weights.xxhash.xxh3_64_intdigest
+    monkeypatch.setattr(weights.xxhash, "xxh3_64_intdigest", lambda content: hashed.append(1) or digest(content))
+    post, mapped = WeightPost(bucket_bytes=200), [MappedFiles(), MappedFiles()]
+    for scale in (1.0, 2.0, 3.0):  # the third is written where the first one was
+        posted = post.post(named(scale).items())
+        hashed.clear()
+        assert all(equal(received(posted, files=files), named(scale)) for files in mapped)
+        assert len(hashed) == len(posted.buckets) > 1
+    other = replace(posted.buckets[0], checksum=posted.buckets[0].checksum ^ 1)  # passed, but not with this one
+    with pytest.raises(WeightsRefused, match="bucket 0 of weight version 3"):
+        received(replace(posted, buckets=(other, *posted.buckets[1:])), files=mapped[0])
+    posted = post.post(named(4.0).items())
+    post._files[0, 1].content[3] += 1
+    for files in mapped:
+        with pytest.raises(WeightsRefused, match="bucket 1 of weight version 4"):
+            received(posted, files=files)
+
+
+def test_what_a_worker_began_to_check_and_did_not_finish_is_checked_by_another():
+    post, files = WeightPost(bucket_bytes=200), MappedFiles()
+    posted = post.post(named().items())
+    assert all(files.content(bucket)[1].begin() for bucket in posted.buckets)
+    assert equal(received(posted, files=files), named())
+    assert all(files.content(bucket)[1].passed(bucket.checksum) for bucket in posted.buckets)
+
+
+def test_tensors_larger_than_a_chunk_arrive_whole_and_are_hashed_as_they_lie():
+    chunk = weights.CHUNK_BYTES
+    wanted = {
+        "long": torch.arange(chunk // 2, dtype=torch.float32),
+        "odd": torch.arange(chunk + 7, dtype=torch.int32).to(torch.uint8),
+        "turned": torch.arange(chunk, dtype=torch.float32).view(2, -1).t(),
+    }
+    assert equal(received(WeightPost().post(wanted.items())), wanted)
+
+
+def test_a_parameter_takes_over_the_trainers_memory_and_the_next_version_in_it_is_a_whole_one():
+    post, files = WeightPost(bucket_bytes=200), MappedFiles()
+    own = {name: torch.nn.Parameter(torch.zeros_like(value), requires_grad=False) for name, value in named().items()}
+    own["half"].data = own["half"].float()  # computes in another precision than what is sent
+    tied = own["big"]
+    for scale in (1.0, 2.0, 3.0):
+        for name, value in received(post.post(named(scale).items()), files=files):
+            take_over(own[name], value)
+        assert all(torch.equal(own[name], value.to(own[name].dtype)) for name, value in named(scale).items())
+        assert own["big"] is tied and own["half"].dtype == torch.float32
+    assert own["big"].is_shared() and not own["half"].is_shared()
+    kept = own["big"].clone()
+    post.post(named(4.0).items())  # written beside the version that is computed with
+    assert torch.equal(own["big"], kept)
+
+
+def test_without_shared_memory_values_are_copied():
+    source, parameter = torch.ones(3), torch.nn.Parameter(torch.zeros(3))
+    take_over(parameter, source)
+    source += 1
+    assert torch.equal(parameter, torch.ones(3))

@@ -1,0 +1,47 @@
+"""SGLang itself, where it can be imported: what it samples is what the trainer scores. Without a GPU on the CPU."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+from deepspeed.accelerator import get_accelerator
+from engine_rig import Rig, environment_restored
+from tiny_models import actor_of, checkpoint_of, prompts_for
+
+from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.plugins.sglang.arguments import SGLangSettings
+from lightrft_visual.plugins.sglang.engine import SGLangEngine
+
+found = find_spec("sglang")
+pytestmark = pytest.mark.skipif(found is None or found.origin is None, reason="sglang is not installed: it is for CUDA")
+PLAIN = SamplingSettings(n=3, max_new_tokens=6)
+WARM = SamplingSettings(n=2, temperature=0.7, max_new_tokens=5, min_new_tokens=3)
+ON_CPU = {"max_total_tokens": 4096}  # by its share of the host's memory it would have room for millions
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen2"])
+def test_parity_as_loaded_and_after_a_sync(tmp_path, kind):
+    checkpoint = checkpoint_of(tmp_path, kind)
+    on_cpu = get_accelerator().device_name() == "cpu"
+    banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
+    settings = SGLangSettings(
+        model=checkpoint.path, context_length=1024, memory_utilization=0.2, max_running=16, enforce_eager=True,
+        banned_ids=banned, eos_ids=list(checkpoint.eos_ids), extra=ON_CPU if on_cpu else {},
+    )  # fmt: skip
+    batch = prompts_for(checkpoint, videos=False)
+    with environment_restored():
+        engine = SGLangEngine(settings, checkpoint.tokenizer)
+        try:
+            rig = Rig(checkpoint, actor_of(checkpoint, banned), engine)
+            figures = [rig.difference(batch, PLAIN)]
+            for sampling in (PLAIN, WARM):
+                rig.move()
+                rig.sync()
+                figures.append(rig.difference(batch, sampling))
+            if not on_cpu:
+                assert rig.token_ids(batch, PLAIN) == rig.token_ids(batch, PLAIN)
+        finally:
+            engine.close()
+    print("differences", kind, figures)
+    assert max(figures) <= 1e-4, figures

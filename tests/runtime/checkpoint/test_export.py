@@ -1,0 +1,142 @@
+"""Exports are loaded back by the tools they are for."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from lightrft_visual.errors import CheckpointError
+from lightrft_visual.runtime.checkpoint.export import export_diffusers_lora, export_hf, export_lora
+
+TOKENS = torch.arange(12).reshape(2, 6)
+
+
+def tiny_model(tied: bool = False) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_export_hf_reloads_with_equal_logits(tmp_path, tied):
+    model = tiny_model(tied)
+    copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    export_hf(model, None, tmp_path / "out", copies)
+    assert not list((tmp_path / "out").glob("*.bin"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_export_hf_uses_the_given_weights_not_the_models(tmp_path):
+    model = tiny_model()
+    doubled = {name: tensor * 2 for name, tensor in model.state_dict().items()}
+    export_hf(model, None, tmp_path, doubled)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight * 2)
+
+
+def test_export_hf_casts_and_notes_the_type(tmp_path):
+    model = tiny_model()
+    export_hf(model, None, tmp_path, dtype=torch.bfloat16)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight.dtype == torch.bfloat16
+    assert model.lm_head.weight.dtype == torch.float32
+
+
+def test_weights_that_were_not_gathered_or_are_absent_are_refused(tmp_path):
+    model = tiny_model()
+    weights = dict(model.state_dict())
+    partitioned = weights | {"lm_head.weight": torch.zeros(0)}
+    with pytest.raises(CheckpointError, match="lm_head.weight"):
+        export_hf(model, None, tmp_path, partitioned)
+    weights.pop("model.norm.weight")
+    with pytest.raises(CheckpointError, match="model.norm.weight"):
+        export_hf(model, None, tmp_path, weights)
+
+
+def with_random_adapter(model, **settings):
+    model = get_peft_model(model, LoraConfig(r=2, lora_alpha=6, **settings))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def test_export_lora_reloads_in_peft(tmp_path):
+    model = with_random_adapter(tiny_model(), target_modules=["q_proj", "v_proj"])
+    expected = model(TOKENS).logits
+    export_lora(model, tmp_path)
+    again = PeftModel.from_pretrained(tiny_model(), tmp_path).eval()
+    assert torch.equal(again(TOKENS).logits, expected)
+    assert not model.peft_config["default"].inference_mode
+
+
+def test_peft_model_is_no_full_export(tmp_path):
+    model = with_random_adapter(tiny_model(), target_modules=["q_proj"])
+    with pytest.raises(CheckpointError, match="merged"):
+        export_hf(model, None, tmp_path)
+
+
+def tiny_transformer() -> SD3Transformer2DModel:
+    torch.manual_seed(0)
+    return SD3Transformer2DModel(
+        sample_size=4, patch_size=1, in_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2,
+        caption_projection_dim=16, joint_attention_dim=8, pooled_projection_dim=8, out_channels=4,
+    ).eval()  # fmt: skip
+
+
+def denoise(model) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    inputs = {
+        "hidden_states": torch.randn(1, 4, 4, 4, generator=generator),
+        "encoder_hidden_states": torch.randn(1, 3, 8, generator=generator),
+        "pooled_projections": torch.randn(1, 8, generator=generator),
+    }
+    with torch.no_grad():
+        return model(**inputs, timestep=torch.tensor([500.0]), return_dict=False)[0]
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_export_diffusers_lora_reloads_with_its_scale(tmp_path, wrapped):
+    config = {"target_modules": ["to_q", "to_k", "to_v", "to_out.0"]}
+    model = tiny_transformer()
+    plain = denoise(model)
+    if wrapped:
+        model = with_random_adapter(model, **config)
+    else:
+        model.add_adapter(LoraConfig(r=2, lora_alpha=6, **config))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+    expected = denoise(model)
+    assert (expected - plain).abs().max() > 1e-3
+    export_diffusers_lora({"transformer": (model, None)}, tmp_path)
+    again = tiny_transformer()
+    again.load_lora_adapter(str(tmp_path), prefix="transformer", use_safetensors=True)
+    assert torch.allclose(denoise(again), expected, atol=1e-6)
+    with safe_open(tmp_path / "pytorch_lora_weights.safetensors", "pt") as file:
+        assert all(name.startswith("transformer.transformer_blocks") for name in file.keys())
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_exported_files_follow_the_umask(tmp_path, umask, mode):
+    adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    transformer = with_random_adapter(tiny_transformer(), target_modules=["to_q"])
+    before = os.umask(umask)
+    try:
+        export_hf(tiny_model(), None, tmp_path / "hf")
+        export_lora(adapted, tmp_path / "lora")
+        export_diffusers_lora({"transformer": (transformer, None)}, tmp_path / "diffusers")
+    finally:
+        os.umask(before)
+    files = [each for each in tmp_path.rglob("*") if each.is_file()]
+    assert {each.name: oct(each.stat().st_mode & 0o777) for each in files} == {each.name: oct(mode) for each in files}
+    assert len([each for each in files if each.suffix == ".safetensors"]) == 3

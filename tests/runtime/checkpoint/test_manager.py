@@ -1,0 +1,325 @@
+"""Checkpoints are complete or not there: rotation, damage, failures, resume."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from lightrft_visual.errors import CheckpointError, ConfigError
+from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, resolve_resume, verify
+
+
+def write_files(folder: Path, text: str = "weights") -> None:
+    (folder / "model.bin").write_text(text * 50)
+    (folder / "zero").mkdir()
+    (folder / "zero" / "rank_0.bin").write_bytes(bytes(range(256)))
+    (folder / "state.json").write_text("{}")
+
+
+def saved(root: Path, *steps: int, **settings) -> CheckpointManager:
+    manager = CheckpointManager(root, **settings)
+    for step in steps:
+        manager.save(step, write_files)
+    return manager
+
+
+def folders(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir())
+
+
+def test_a_save_is_named_by_step_and_lists_its_files(tmp_path):
+    path = CheckpointManager(tmp_path).save(12, write_files, metrics={"eval_reward": 0.5})
+    assert path == tmp_path / "checkpoint-000012"
+    manifest = verify(path)
+    assert (manifest["step"], manifest["world_size"], manifest["metrics"]) == (12, 1, {"eval_reward": 0.5})
+    assert list(manifest["files"]) == ["model.bin", "state.json", "zero/rank_0.bin"]
+    assert manifest["files"]["model.bin"]["size"] == 350
+    assert (tmp_path / "latest").read_text() == "checkpoint-000012\n"
+
+
+def test_the_step_of_a_checkpoint_needs_no_leading_zeros(tmp_path):
+    saved(tmp_path, 60)
+    assert resolve_resume(str(tmp_path / "checkpoint-60"), tmp_path) == tmp_path / "checkpoint-000060"
+    with pytest.raises(CheckpointError):
+        resolve_resume(str(tmp_path / "checkpoint-6"), tmp_path)
+
+
+def test_rotation_keeps_the_newest(tmp_path):
+    saved(tmp_path, 1, 2, 3, 4, max_num=2)
+    assert folders(tmp_path) == ["checkpoint-000003", "checkpoint-000004"]
+
+
+@pytest.mark.parametrize("mode, best", [("max", 2), ("min", 1)])
+def test_rotation_keeps_the_best_and_the_last(tmp_path, mode, best):
+    manager = CheckpointManager(tmp_path, max_num=1, keep_best=("reward", mode))
+    for step, reward in enumerate([0.1, 0.9, 0.5, float("nan"), 0.3], start=1):
+        manager.save(step, write_files, metrics={"reward": reward})
+    assert folders(tmp_path) == [f"checkpoint-{best:06d}", "checkpoint-000005"]
+    assert manager.find_best() == tmp_path / f"checkpoint-{best:06d}"
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rewards=st.lists(st.floats(-1, 1), min_size=1, max_size=6),
+    max_num=st.integers(1, 4),
+)
+def test_rotation_never_exceeds_its_number_by_more_than_the_best(tmp_path_factory, rewards, max_num):
+    root = tmp_path_factory.mktemp("rotation")
+    manager = CheckpointManager(root, max_num, ("reward", "max"))
+    for step, reward in enumerate(rewards):
+        manager.save(step, lambda folder: (folder / "a").write_text("a"), metrics={"reward": reward})
+        kept = [int(name[-6:]) for name in folders(root)]
+        best = max(range(step + 1), key=lambda index: (rewards[index], index))
+        assert step in kept and best in kept
+        assert len(kept) <= max(max_num, 2 if best != step else 1)
+        assert len(kept) >= min(step + 1, max_num)
+    shutil.rmtree(root)
+
+
+def test_named_checkpoints_are_not_rotated_and_not_resumed(tmp_path):
+    manager = saved(tmp_path, 1, max_num=1)
+    manager.save(1, write_files, name="checkpoint-final")
+    saved(tmp_path, 2, 3, max_num=1)
+    assert folders(tmp_path) == ["checkpoint-000003", "checkpoint-final"]
+    assert manager.find_latest() == tmp_path / "checkpoint-000003"
+    with pytest.raises(CheckpointError, match="exported model"):
+        resolve_resume(str(tmp_path / "checkpoint-final"), tmp_path)
+
+
+def test_names_are_no_paths(tmp_path):
+    for name in ("checkpoint-../x", "../checkpoint-1", ".hidden", "a/b"):
+        with pytest.raises(CheckpointError, match="name"):
+            CheckpointManager(tmp_path).save(1, write_files, name=name)
+    with pytest.raises(CheckpointError, match="resumable"):
+        CheckpointManager(tmp_path).save(1, write_files, name="model", resumable=True)
+
+
+def test_a_named_save_neither_rotates_nor_touches_other_runs(tmp_path):
+    saved(tmp_path, 1, 2, 3)
+    other = tmp_path / ".staging-other-model"
+    other.mkdir()
+    CheckpointManager(tmp_path, max_num=1).save(3, write_files, name="my-model")
+    assert folders(tmp_path) == [other.name, "checkpoint-000001", "checkpoint-000002", "checkpoint-000003", "my-model"]
+
+
+def test_a_folder_that_is_no_checkpoint_is_never_overwritten(tmp_path):
+    (tmp_path / "models").mkdir()
+    manager = CheckpointManager(tmp_path)
+    manager.check_target("models")  # empty: nothing to lose
+    (tmp_path / "models" / "precious").write_text("1")
+    with pytest.raises(CheckpointError, match="not be overwritten"):
+        manager.check_target("models")
+    with pytest.raises(CheckpointError, match="not be overwritten"):
+        manager.save(1, write_files, name="models")
+    assert folders(tmp_path) == ["models"] and (tmp_path / "models" / "precious").exists()
+    manager.save(1, write_files, name="new")
+    manager.save(2, lambda folder: (folder / "x").write_text("2"), name="new")
+    assert verify(tmp_path / "new")["step"] == 2
+
+
+def test_a_new_run_in_an_old_folder_does_not_lose_to_old_checkpoints(tmp_path):
+    saved(tmp_path, 80, 90, 100)
+    manager = saved(tmp_path, 10)
+    assert manager.find_latest() == tmp_path / "checkpoint-000010"
+    assert folders(tmp_path) == ["checkpoint-000010", "checkpoint-000090", "checkpoint-000100"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    manager = saved(tmp_path, 1)
+    manager.save(1, lambda folder: (folder / "other").write_text("new"))
+    assert folders(tmp_path) == ["checkpoint-000001"]
+    assert list(verify(tmp_path / "checkpoint-000001")["files"]) == ["other"]
+
+
+def damage_truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def damage_empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def damage_flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("damage", [damage_truncate, damage_empty, damage_flip, Path.unlink])
+@pytest.mark.parametrize("name", ["model.bin", "zero/rank_0.bin", "state.json", "manifest.json"])
+def test_every_damage_is_refused_by_name(tmp_path, damage, name):
+    saved(tmp_path, 1, 2)
+    damage(tmp_path / "checkpoint-000002" / name)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        verify(tmp_path / "checkpoint-000002")
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        resolve_resume(str(tmp_path / "checkpoint-000002"), tmp_path)
+    assert resolve_resume("auto", tmp_path) == tmp_path / "checkpoint-000001"
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_flipped_bit_is_found(tmp_path_factory, data):
+    root = tmp_path_factory.mktemp("flip")
+    path = CheckpointManager(root).save(1, write_files)
+    files = sorted(item for item in path.rglob("*") if item.is_file())
+    victim = data.draw(st.sampled_from(files))
+    content = bytearray(victim.read_bytes())
+    bit = data.draw(st.integers(0, len(content) * 8 - 1))
+    content[bit // 8] ^= 1 << (bit % 8)
+    victim.write_bytes(bytes(content))
+    with pytest.raises(CheckpointError, match=victim.name):
+        verify(path)
+    shutil.rmtree(root)
+
+
+def test_a_link_in_place_of_a_file_is_refused(tmp_path):
+    path = saved(tmp_path, 1).find_latest()
+    original = path / "model.bin"
+    shutil.copy(original, tmp_path / "copy")
+    original.unlink()
+    original.symlink_to(tmp_path / "copy")
+    with pytest.raises(CheckpointError, match="model.bin"):
+        verify(path)
+
+
+def test_auto_says_which_checkpoint_it_skipped(tmp_path, caplog):
+    saved(tmp_path, 1, 2)
+    damage_flip(tmp_path / "checkpoint-000002" / "model.bin")
+    with caplog.at_level(logging.WARNING):
+        resolve_resume("auto", tmp_path)
+    assert "checkpoint-000002" in caplog.text and "model.bin" in caplog.text
+
+
+def test_nothing_to_resume_from_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        resolve_resume("auto", tmp_path / "absent")
+    (tmp_path / "checkpoint-000003").mkdir()
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        resolve_resume("auto", tmp_path)
+    with pytest.raises(CheckpointError, match="manifest.json"):
+        resolve_resume(str(tmp_path / "checkpoint-000003"), tmp_path)
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        resolve_resume(str(tmp_path / "elsewhere"), tmp_path)
+
+
+def test_a_runs_folder_means_its_newest_checkpoint(tmp_path):
+    saved(tmp_path / "run", 4, 7)
+    assert resolve_resume(str(tmp_path / "run"), tmp_path) == tmp_path / "run" / "checkpoint-000007"
+
+
+def test_the_hint_is_not_trusted(tmp_path):
+    manager = saved(tmp_path, 1, 2)
+    for content in ("checkpoint-000009\n", "", "\0\0"):
+        (tmp_path / "latest").write_text(content)
+        assert manager.find_latest() == tmp_path / "checkpoint-000002"
+    (tmp_path / "latest").unlink()
+    assert manager.find_latest() == tmp_path / "checkpoint-000002"
+
+
+def test_full_disk_while_writing_keeps_the_last_checkpoint(tmp_path):
+    manager = saved(tmp_path, 1)
+
+    def write(folder: Path) -> None:
+        (folder / "part").write_text("x")
+        with open("/dev/full", "wb", buffering=0) as file:
+            file.write(b"x")
+
+    with pytest.raises(CheckpointError, match="No space left"):
+        manager.save(2, write)
+    assert folders(tmp_path) == ["checkpoint-000001"]
+    verify(tmp_path / "checkpoint-000001")
+
+
+def test_too_little_space_is_seen_before_writing(tmp_path, monkeypatch):
+    manager = saved(tmp_path, 1)
+    usage = type(shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000, 900, 100))
+    with pytest.raises(CheckpointError, match="MiB free"):
+        manager.save(2, lambda folder: pytest.fail("must not write"))
+    assert folders(tmp_path) == ["checkpoint-000001"]
+
+
+@pytest.mark.parametrize("call", ["rename", "fsync"])
+def test_a_disk_that_turns_read_only_keeps_the_last_checkpoint(tmp_path, monkeypatch, call):
+    manager = saved(tmp_path, 1)
+
+    def refuse(*arguments):
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refuse)
+        with pytest.raises(CheckpointError, match="Read-only"):
+            manager.save(2, write_files)
+    assert manager.find_latest() == tmp_path / "checkpoint-000001"
+    assert manager.save(3, write_files).name == "checkpoint-000003"
+
+
+def test_a_root_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="preparing"):
+        CheckpointManager(tmp_path / "file" / "run").save(1, write_files)
+
+
+def test_an_empty_save_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="nothing was written"):
+        CheckpointManager(tmp_path).save(1, lambda folder: None)
+    assert folders(tmp_path) == []
+
+
+def test_leftovers_of_a_killed_save_go_at_the_next(tmp_path):
+    manager = saved(tmp_path, 1)
+    for name in (".staging-checkpoint-000002", ".staging-removed-checkpoint-000000"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_text("half")
+    manager.save(3, write_files)
+    assert folders(tmp_path) == ["checkpoint-000001", "checkpoint-000003"]
+
+
+def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path):
+    manager = saved(tmp_path, 5)
+    os.rename(tmp_path / "checkpoint-000005", tmp_path / ".replaced-checkpoint-000005")
+    assert manager.find_latest() == tmp_path / ".replaced-checkpoint-000005"
+    manager.save(6, write_files)
+    assert folders(tmp_path) == ["checkpoint-000005", "checkpoint-000006"]
+
+
+def test_a_foreign_folder_is_left_alone(tmp_path):
+    foreign = tmp_path / "checkpoint-000001"
+    foreign.mkdir()
+    (foreign / "mine").write_text("precious")
+    saved(tmp_path, 2, 3, 4, max_num=1)
+    assert (foreign / "mine").read_text() == "precious"
+
+
+def test_settings_are_checked(tmp_path):
+    with pytest.raises(ConfigError, match="max_ckpt_num"):
+        CheckpointManager(tmp_path, max_num=0)
+    with pytest.raises(ConfigError, match="max or min"):
+        CheckpointManager(tmp_path, keep_best=("reward", "best"))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_of_a_checkpoint_follow_the_umask_whatever_library_wrote_them(tmp_path, umask, mode):
+    """safetensors makes files that only their owner can read."""
+
+    def write(folder: Path) -> None:
+        write_files(folder)
+        save_file({"w": torch.ones(2)}, folder / "zero" / "model.safetensors")
+
+    before = os.umask(umask)
+    try:
+        path = CheckpointManager(tmp_path / "run").save(1, write)
+    finally:
+        os.umask(before)
+    files = [each for each in path.rglob("*") if each.is_file()]
+    assert {each.name: oct(each.stat().st_mode & 0o777) for each in files} == {each.name: oct(mode) for each in files}
+    assert len(files) == 5 and verify(path)

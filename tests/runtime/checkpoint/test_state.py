@@ -1,0 +1,153 @@
+"""Plain state round-trips exactly, and nothing in a file can run."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from lightrft_visual.errors import CheckpointError
+from lightrft_visual.runtime.checkpoint.state import load_state, load_torch, rng_state, save_state, set_rng_state
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=8)
+KEYS = st.text(max_size=5) | st.integers() | st.tuples(st.integers(), st.text(max_size=3))
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4) | st.tuples(inner, inner),
+    max_leaves=12,
+)
+
+
+def same(left, right) -> bool:
+    """Equal in value and in type, all the way down."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+@settings(max_examples=60, deadline=None)
+@given(tree=TREES)
+def test_nested_plain_state_round_trips(tmp_path_factory, tree):
+    path = tmp_path_factory.getbasetemp() / "tree.safetensors"
+    save_state(path, tree)
+    assert same(load_state(path), tree)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8])
+def test_tensors_of_every_type_and_shape(tmp_path, dtype):
+    whole = (torch.arange(24).reshape(2, 3, 4) % 2).to(dtype)
+    state = {"whole": whole, "view": whole.transpose(0, 2), "empty": whole[:0], "one": whole[0, 0, 1], "again": whole}
+    save_state(tmp_path / "s", state)
+    loaded = load_state(tmp_path / "s")
+    for name, tensor in state.items():
+        assert loaded[name].dtype == dtype and torch.equal(loaded[name], tensor) and loaded[name].shape == tensor.shape
+    loaded["whole"].zero_()
+    assert torch.equal(loaded["again"], whole)
+
+
+def test_arrays_numbers_images_and_special_floats(tmp_path):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (5, 7, 3), dtype=np.uint8))
+    state = {
+        "array": np.arange(6, dtype=np.uint32).reshape(2, 3),
+        "scalar": np.float32(0.1),
+        "image": image,
+        "mask": image.convert("1"),
+        "dtypes": [torch.int64, torch.bfloat16],
+        "floats": [math.inf, -math.inf, -0.0, 5e-324],
+        "__type__": "a key of the user's",
+    }
+    save_state(tmp_path / "s", state)
+    loaded = load_state(tmp_path / "s")
+    assert np.array_equal(loaded["array"], state["array"]) and loaded["array"].dtype == np.uint32
+    assert type(loaded["scalar"]) is np.float32 and loaded["scalar"] == state["scalar"]
+    assert loaded["image"].mode == "RGB" and loaded["image"].tobytes() == image.tobytes()
+    assert loaded["mask"].tobytes() == state["mask"].tobytes()
+    assert loaded["dtypes"] == [torch.int64, torch.bfloat16]
+    assert loaded["floats"] == state["floats"] and math.copysign(1, loaded["floats"][2]) == -1
+    assert loaded["__type__"] == state["__type__"]
+
+
+def test_random_states_continue_exactly(tmp_path):
+    def draw():
+        return random.random(), np.random.rand(3).tolist(), torch.rand(3).tolist(), random.gauss(0, 1)
+
+    draw()
+    save_state(tmp_path / "rng", rng_state())
+    expected = draw()
+    draw()
+    set_rng_state(load_state(tmp_path / "rng"))
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("value", [object(), lambda: 0, {1, 2}, np.array(["text"]), Path("x"), 1j])
+def test_what_is_not_plain_is_refused_with_its_place(tmp_path, value):
+    with pytest.raises(CheckpointError, match=r"state\.replay\[1\]\.thing"):
+        save_state(tmp_path / "s", {"replay": [0, {"thing": value}]})
+    assert not (tmp_path / "s").exists()
+
+
+class Payload:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (Path.touch, (self.mark,))
+
+
+def test_pickle_payloads_do_not_run(tmp_path):
+    mark = tmp_path / "ran"
+    torch.save({"weights": torch.zeros(2), "bad": Payload(mark)}, tmp_path / "zip.pt")
+    torch.save(Payload(mark), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "plain.pkl").write_bytes(pickle.dumps(Payload(mark)))
+    for name in ("zip.pt", "old.pt", "plain.pkl"):
+        for load in (load_torch, load_state):
+            with pytest.raises(CheckpointError, match=name):
+                load(tmp_path / name)
+    assert not mark.exists()
+    pickle.loads((tmp_path / "plain.pkl").read_bytes())
+    assert mark.exists()
+
+
+def test_load_torch_gives_tensors(tmp_path):
+    torch.save({"a": torch.arange(3)}, tmp_path / "ok.pt")
+    assert torch.equal(load_torch(tmp_path / "ok.pt")["a"], torch.arange(3))
+
+
+@pytest.mark.parametrize("load", [load_state, load_torch])
+def test_missing_and_damaged_files_are_named(tmp_path, load):
+    with pytest.raises(CheckpointError, match="absent"):
+        load(tmp_path / "absent")
+    for content in (b"", b"\0" * 100, b"\xff" * 100):
+        (tmp_path / "broken").write_bytes(content)
+        with pytest.raises(CheckpointError, match="broken"):
+            load(tmp_path / "broken")
+
+
+@pytest.mark.parametrize("cut", [1, 8, 100])
+def test_truncated_state_is_refused(tmp_path, cut):
+    save_state(tmp_path / "s", {"a": torch.arange(100)})
+    (tmp_path / "s").write_bytes((tmp_path / "s").read_bytes()[:-cut])
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_state(tmp_path / "s")
+
+
+def test_safetensors_of_someone_else_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(1)}, tmp_path / "foreign")
+    with pytest.raises(CheckpointError, match="no state of this package"):
+        load_state(tmp_path / "foreign")

@@ -1,0 +1,99 @@
+"""Checkpoints of other versions, and of other models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lightrft_visual.errors import CheckpointError
+from lightrft_visual.runtime.checkpoint.fingerprint import check_model, digest, fingerprint
+from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, resolve_resume, verify
+from lightrft_visual.runtime.checkpoint.manifest import MANIFEST, seal
+from lightrft_visual.runtime.checkpoint.versions import FORMAT, NewerFormat
+
+HERE = {"pretrain": "a/model", "content": None, "lora_rank": 4}
+
+
+def saved(root, step=1, model=HERE):
+    return CheckpointManager(root).save(step, lambda folder: (folder / "a").write_text("a"), model=model)
+
+
+def rewrite(path, drop=(), **changes):
+    """The checkpoint with another manifest, sealed as its version would have."""
+    content = {k: v for k, v in json.loads((path / MANIFEST).read_text()).items() if k not in drop} | changes
+    content["seal"] = seal(content)
+    (path / MANIFEST).write_text(json.dumps(content))
+    return path
+
+
+def test_a_checkpoint_says_its_format_and_its_model(tmp_path):
+    content = json.loads((saved(tmp_path) / MANIFEST).read_text())
+    assert content["format"] == FORMAT == 2 and content["model"] == HERE
+
+
+@pytest.mark.parametrize("old", [{"drop": ("model", "format")}, {"drop": ("model",), "format": 1}])
+def test_one_of_the_first_version_is_brought_up_to_date(tmp_path, old):
+    path = rewrite(saved(tmp_path), **old)
+    before = (path / MANIFEST).read_bytes()
+    assert resolve_resume("auto", tmp_path) == path
+    content = verify(path)
+    assert content["format"] == FORMAT and content["model"] is None and content["step"] == 1
+    check_model(path, HERE | {"lora_rank": 8}, False)  # it does not know its model
+    saved(tmp_path, 2)
+    assert resolve_resume("auto", tmp_path).name == "checkpoint-000002" and (path / MANIFEST).read_bytes() == before
+
+
+def test_one_of_a_newer_version_is_refused_by_name_also_where_an_older_one_stands_beside_it(tmp_path):
+    saved(tmp_path, 1)
+    path = rewrite(saved(tmp_path, 2), format=FORMAT + 1, versions={"lightrft_visual": "9.1"})
+    told = rf"checkpoint-000002/manifest.json has format {FORMAT + 1}, .* reads up to {FORMAT}: .*wrote it \(9.1\)"
+    with pytest.raises(NewerFormat, match=told):
+        verify(path)
+    for source in ("auto", str(path), str(tmp_path)):
+        with pytest.raises(CheckpointError, match=told):
+            resolve_resume(source, tmp_path)
+    assert resolve_resume(str(tmp_path / "checkpoint-000001"), tmp_path).name == "checkpoint-000001"
+
+
+@pytest.mark.parametrize("found", [0, -1, "2", None, True, 1.5])
+def test_a_format_that_never_was(tmp_path, found):
+    path = rewrite(saved(tmp_path), format=found)
+    with pytest.raises(CheckpointError, match=r"has format .*, which no version of lightrft_visual writes"):
+        verify(path)
+
+
+def model(folder, value=0.0, size=3000):
+    folder.mkdir()
+    (folder / "config.json").write_text('{"hidden_size": 8}')
+    (folder / "README.md").write_text("about")
+    save_file({"w": torch.full((size, 20), value)}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_model_is_known_by_its_files_wherever_they_lie(tmp_path):
+    one = model(tmp_path / "one")
+    moved = shutil.copytree(one, tmp_path / "moved")
+    (moved / "README.md").write_text("moved")
+    assert digest(one) == digest(moved) != digest(model(tmp_path / "other", value=1.0))
+    (moved / "config.json").write_text('{"hidden_size": 9}')
+    assert digest(one) != digest(moved)
+
+
+def test_a_run_resumes_with_the_model_that_it_was_trained_from(tmp_path):
+    one, other = model(tmp_path / "one"), model(tmp_path / "other", value=1.0)
+    path = saved(tmp_path / "run", model=fingerprint(str(one), str(one), {"lora_rank": 4}))
+    moved = shutil.copytree(one, tmp_path / "moved")
+    check_model(path, fingerprint("moved", str(moved), {"lora_rank": 4, "new": 1}), False)
+    check_model(None, HERE, False)
+    for here, told in (
+        (fingerprint(str(other), str(other), {"lora_rank": 4}), rf"pretrain '{one}' \('{other}' here\)"),
+        (fingerprint(str(one), str(one), {"lora_rank": 8}), r"was trained with lora_rank 4 \(8 here\)"),
+        (fingerprint("hub/name", None, {"lora_rank": 4}), r"\('hub/name' here\).*--resume_other_model true"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            check_model(path, here, False)
+        check_model(path, here, True)

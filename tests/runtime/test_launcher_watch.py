@@ -1,0 +1,67 @@
+"""A rank notices that its launcher is gone, by processes that stand for both."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from waiting import polls
+
+from lightrft_visual.runtime.launcher_watch import STARTED_BY, LauncherWatch, program
+
+ROOT = Path(__file__).resolve().parents[2]
+FRONT = "import subprocess, sys; sys.exit(subprocess.Popen([sys.executable, *sys.argv[1:]]).wait())"
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("python /venv/bin/deepspeed --num_gpus 2 train.py", "deepspeed"),
+        ("python -u -m deepspeed.launcher.launch --world_info=x train.py", "deepspeed.launcher.launch"),
+        ("python -X dev -W ignore /venv/bin/torchrun train.py", "torchrun"),
+        ("python train.py torchrun", "train.py"),
+        ("python", ""),
+    ],
+)
+def test_the_program_of_a_command_line(command, name):
+    assert program(command.split()) == name
+
+
+def test_a_launcher_that_has_gone_is_noticed(tmp_path):
+    """The launcher is killed; its rank, which it started, sees that nobody is above it any more."""
+    rank = tmp_path / "rank.py"
+    rank.write_text(
+        "import pathlib, time\nfrom lightrft_visual.runtime.launcher_watch import LauncherWatch\n"
+        "watch = LauncherWatch()\nassert len(watch.launchers) == 1 and not watch.gone()\nprint('ready', flush=True)\n"
+        "while not watch.gone():\n    time.sleep(0.02)\npathlib.Path(__file__).with_suffix('.seen').touch()\n"
+    )
+    front = tmp_path / "deepspeed"
+    front.write_text(FRONT)
+    process = subprocess.Popen(
+        [sys.executable, str(front), str(rank)], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert process.stdout.readline() == b"ready\n"
+    process.kill()
+    process.wait(30)
+    assert any(rank.with_suffix(".seen").exists() for _ in polls(30, 0.05))
+    process.stdout.close()
+
+
+def test_a_rank_is_told_which_process_stands_for_its_launcher(monkeypatch):
+    """Workers of Ray have names of their own. One that is gone before its rank has imported everything counts too."""
+    beside = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    monkeypatch.setenv(STARTED_BY, str(beside.pid))
+    watch = LauncherWatch()
+    assert not watch.gone()
+    beside.kill()
+    beside.wait()
+    assert watch.gone() and LauncherWatch().gone()
+    beside.stdin.close()
+
+
+def test_without_a_launcher_there_is_nothing_to_watch():
+    watch = LauncherWatch()
+    assert not watch.launchers and not watch.gone()

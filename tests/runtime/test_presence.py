@@ -1,0 +1,95 @@
+"""Ranks that are gone before the run's end: the others name them and end with code 1, long before a time limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lightrft_visual.runtime.host import free_port
+
+SCRIPT = Path(__file__).with_name("presence_ranks.py")
+LIMIT = 60.0  # seconds in which the other ranks must have ended
+LONG = "600"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., list[subprocess.Popen]]]:
+    """Starts ranks, each with its own task and seconds, and waits until all of them are there."""
+    begun = []
+
+    def ranks(*tasks: tuple[str, str]) -> list[subprocess.Popen]:
+        known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(tasks))}
+        for rank, task in enumerate(tasks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "RUN_FOLDER": str(tmp_path / f"rank{rank}")}
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            begun.append(subprocess.Popen([sys.executable, str(SCRIPT), *task], env=os.environ | known | own, **pipes))
+        for each in begun:
+            while (line := each.stdout.readline()) != "ready\n":
+                assert line, each.stderr.read()[-3000:]
+        return begun
+
+    yield ranks
+    for each in begun:
+        each.kill()
+        each.wait()
+        each.stdout.close()
+        each.stderr.close()
+
+
+def ends(process: subprocess.Popen) -> tuple[int, str]:
+    """Exit code and what it says of errors; it must end in time."""
+    return process.wait(LIMIT), process.stderr.read()
+
+
+@pytest.mark.parametrize(("busy", "gone"), [("waits", 0), ("in_a_collective", 1)])
+def test_a_rank_killed_in_mid_run_is_named_by_the_other_which_ends_with_1(start, busy, gone):
+    ranks = start((busy, LONG), (busy, LONG))
+    ranks[gone].kill()
+    code, told = ends(ranks[1 - gone])
+    assert code == 1 and f"error: rank {gone} is gone" in told, told
+    assert f"rank {1 - gone} ends in stage: start-up" in told
+
+
+def test_of_three_ranks_both_others_name_the_one_that_is_killed(start):
+    ranks = start(("in_a_collective", LONG), ("in_a_collective", LONG), ("in_a_collective", LONG))
+    ranks[2].kill()
+    for each in ranks[:2]:
+        code, told = ends(each)
+        assert code == 1 and "error: rank 2 is gone" in told and "rank 1 is gone" not in told, told
+
+
+def test_a_rank_that_leaves_by_os_exit_is_gone(start):
+    ranks = start(("waits", LONG), ("os_exit", "1"))
+    assert ranks[1].wait(LIMIT) == 0
+    code, told = ends(ranks[0])
+    assert code == 1 and "error: rank 1 is gone" in told, told
+
+
+def test_a_killed_rank_with_a_forked_child_is_gone(start):
+    """The child has its parent's open files, the connection too, unless it gives it up."""
+    ranks = start(("waits", LONG), ("forks", "90"))
+    time.sleep(1.0)  # until the child is there
+    ranks[1].kill()
+    code, told = ends(ranks[0])
+    assert code == 1 and "error: rank 1 is gone" in told, told
+
+
+def test_a_rank_that_fails_is_told_with_its_error_and_not_as_gone(start):
+    ranks = start(("in_a_collective", LONG), ("fails", "1"))
+    assert ends(ranks[1])[0] == 1
+    code, told = ends(ranks[0])
+    assert code == 1 and "error: rank 1 failed: KeyError: 'no such column'" in told and "is gone" not in told, told
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_leaves_in_order_ends_no_other(start, first):
+    tasks = [("leaves", "8"), ("leaves", "8")]
+    tasks[first] = ("leaves", "1")
+    for code, told in map(ends, start(*tasks)):
+        assert code == 0 and "error: rank" not in told, told

@@ -1,0 +1,88 @@
+"""How a process speaks to the Ray cluster of its run; a cluster itself is in the tests of those who use one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.plugins.ray.cluster import adopt_authentication, authentication, connect
+from lightrft_visual.runtime.host import free_port
+
+
+def test_a_rank_speaks_to_the_cluster_as_the_rank_that_started_it(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    adopt_authentication(authentication())
+    assert authentication() is None  # of a cluster that asks for nothing
+    adopt_authentication("token")
+    assert os.environ == {"RAY_AUTH_MODE": "token"}
+    adopt_authentication("disabled")
+    assert authentication() == "token"  # what the user has set stays
+
+
+@pytest.mark.parametrize("form", ["{}", "ray://{}"])
+def test_an_address_where_nobody_listens_is_an_error_at_once(monkeypatch, form):
+    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda **_: 1 / 0)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    address = form.format(f"127.0.0.1:{free_port()}")
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=f"placement split: no Ray cluster answers at {address} .*Connection refused"):
+        connect("placement split")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:63790000")
+    with pytest.raises(ConfigError, match="no Ray cluster answers"):
+        connect("placement split")
+
+
+@pytest.mark.parametrize(("cpus", "given"), [(0.4, 1), (2.0, 2), (2.5, 3), (1.25 * 2, 3)])
+def test_a_cluster_started_here_has_room_for_all_that_it_is_started_for(monkeypatch, cpus, given):
+    started = []
+    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda **settings: started.append(settings["num_cpus"]))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    connect("placement split", cpus=cpus)
+    assert started == [given]
+
+
+def test_addresses_that_ray_itself_reads_are_left_to_it(monkeypatch):
+    asked = []
+    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda address, **_: asked.append(address))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    connect("placement split")
+    assert asked == [None]  # which is RAY_ADDRESS to it
+
+
+def test_something_else_that_listens_is_given_up_after_two_tries(monkeypatch):
+    tries = []
+
+    def init(**_):
+        tries.append(os.environ["RAY_gcs_server_port_wait_time_s"])
+        raise RuntimeError(
+            "Failed to connect to GCS. Last connection error: Traceback ...\n  a line\nTimedOut: no GCS\n"
+        )
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    monkeypatch.delenv("RAY_gcs_server_port_wait_time_s", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{other.getsockname()[1]}")
+        with pytest.raises(ConfigError, match="does not answer: TimedOut: no GCS$"):
+            connect("placement split")
+        assert "RAY_gcs_server_port_wait_time_s" not in os.environ
+        monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "90")
+        with pytest.raises(ConfigError):
+            connect("placement split")
+    assert tries == ["2", "90"] and os.environ["RAY_gcs_server_port_wait_time_s"] == "90"
+
+
+def test_a_process_of_another_cluster_is_told_what_to_do(monkeypatch):
+    context = SimpleNamespace(gcs_address="here:1")
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert connect("placement split") is connect("placement split", address="here:1") is ray
+    with pytest.raises(ConfigError, match="needs the Ray cluster at there:2, but this process is connected to here:1"):
+        connect("placement split", address="there:2")
