@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from .config import registry
 from .config.vl import RunConfig
 from .errors import FolderInUse, LightRFTVisualError, StoppedBySignal
 from .runtime.host import bound_spinning
@@ -51,10 +52,9 @@ def run_vl(config: RunConfig) -> None:
 
     def build():
         with importing():
-            from .plugins.memory_plan.check import check_fits
             from .trainer.vl.trainer import build_trainer
 
-        check_fits(config)
+        _check_fits(config)
         return build_trainer(config)
 
     _run(config, build)
@@ -67,14 +67,20 @@ def run_diffusion(config: DiffusionRunConfig) -> None:
         with importing():
             from diffusers.utils import logging as diffusers_logging
 
-            from .plugins.memory_plan.check import check_fits
             from .trainer.diffusion.build import build_diffusion_trainer
 
-        check_fits(config)
+        _check_fits(config)
         diffusers_logging.disable_progress_bar()
         return build_diffusion_trainer(config)
 
     _run(config, build)
+
+
+def _check_fits(config: AnyConfig) -> None:
+    """Raise ConfigError where the plan says that the run cannot fit; nothing without the plug-in."""
+    plan = registry.service("memory_plan")
+    if plan is not None:
+        plan.check_fits(config)
 
 
 def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:

@@ -123,10 +123,26 @@ def same_code(one: Any, other: Any) -> bool:
     return one is other or one == other or (names[0] == names[1] and None not in names[0])
 
 
+PLUGINS = "lightrft_visual.plugins."
+
+
+class PluginMissing(ConfigError):
+    """What was asked for is a part of a plug-in that is not there."""
+
+
 def load_target(reference: str) -> Any:
-    """The object of 'module:attribute', or of 'module:Class.method'."""
+    """The object of 'module:attribute', of 'module:Class.method', or a module. Raises ConfigError where it is a part of
+    a plug-in that is not there."""
     module, _, path = reference.partition(":")
-    found = import_module(module)
-    for attribute in path.split("."):
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if not (module.startswith(PLUGINS) and (error.name or "").startswith(PLUGINS.rstrip("."))):
+            raise
+        plugin = module.removeprefix(PLUGINS).split(".")[0]
+        raise PluginMissing(
+            f"this needs the plug-in {plugin}, which is not there: lightrft_visual/plugins/{plugin}"
+        ) from error
+    for attribute in path.split(".") if path else ():
         found = getattr(found, attribute)
     return found

@@ -245,8 +245,9 @@ class DiffusionRunConfig(Section):
         )
         evaluation_sampling(self)
         data = self.data
-        held_out = (data.eval_data is not None or data.prompt_data == EMBEDDED) and data.max_eval_samples > 0
-        self.guard.check_best(self.guard.gold is not None or data.prompt_data == EMBEDDED, held_out)
+        built_in = data.prompt_data in registry.drawing_tasks
+        held_out = (data.eval_data is not None or built_in) and data.max_eval_samples > 0
+        self.guard.check_best(self.guard.gold is not None or built_in, held_out)
         self.output.follow_ema(self.train.enable_ema)
         self.distributed.settle()
         self.asynchronous.settle(self.distributed.split, corrected=False)

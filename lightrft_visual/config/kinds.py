@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,6 +166,41 @@ class Hook(Choice):
     where the configuration does not ask for it. kinds: of runs that it may follow, 'vl' and 'diffusion'."""
 
     kinds: tuple[str, ...] = ("vl", "diffusion")
+
+
+@dataclass(frozen=True)
+class Task(Choice):
+    """Prompts by name. target: a function of a run's configuration, in which it puts files in the place of names.
+
+    reward: the recipe of a run that names none, or 'module:attribute' of it; gold: components of the judge of a run
+    that trains on another reward. judge: of drawings, a recipe; sets: 'module:function' of (the judge's
+    RewardComputationEngine, prompts) to what it says of sets of drawings, a `DrawingGold`. training_reward: the
+    differentiable reward of Reward FL.
+    """
+
+    reward: str | None = field(default=None, repr=False)
+    gold: Mapping[str, float] | None = field(default=None, repr=False)
+    judge: str | None = field(default=None, repr=False)
+    sets: str | None = field(default=None, repr=False)
+    training_reward: str | None = field(default=None, repr=False)
+
+    def own_reward(self) -> str | None:
+        """The recipe itself."""
+        return self.reward if self.reward is None or self.reward.startswith("{") else load_target(self.reward)
+
+
+@dataclass(frozen=True)
+class CheckpointResolver(Choice):
+    """A name that stands for a model folder, which may be built at its first use. target: a function of (a run's model
+    section, the name, the name of its prompts) to the folder; pipeline: 'module:function' of (name, family) to that of
+    a diffusion pipeline."""
+
+    pipeline: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Service(Choice):
+    """What the core asks a plug-in for, and can do without. target: an object with the methods that the caller says."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import ConfigError
 from ..runtime.masking import mask_urls
-from .choice import load_target
+from . import registry
 from .command_line import NULL_WORDS, parse_command_line
 from .helptext import help_text
 from .leaves import Leaf, Names, Setting, names_of
@@ -39,7 +39,6 @@ INSTALLED, SOURCE = PACKAGE / "configs", PACKAGE.parent / "examples" / "configs"
 CONFIG_DIRS = (INSTALLED if INSTALLED.is_dir() else SOURCE,)
 TILDES = re.compile(r"(?:^|(?<=[,=])|(?<=, ))~[^/,]*(?=/|,|$)")
 SCRIPT = "the script's default"
-PLAN = "lightrft_visual.plugins.memory_plan.dry_run:dry_run"  # of a configuration: (text, exit code)
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,8 @@ def _show_plan(config: Any) -> int:
     if os.environ.get("RANK", "0") != "0":
         return 0
     with redirect_stdout(sys.stderr):  # DeepSpeed logs to the output, which here is one YAML document
-        text, code = load_target(PLAN)(config)
+        plan = registry.service("memory_plan")
+        text, code = plan.dry_run(config) if plan is not None else ("no plan: the plug-in memory_plan is not there", 0)
     print("\n".join(f"# {line}".rstrip() for line in text.splitlines()))
     return code
 

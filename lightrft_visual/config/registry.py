@@ -16,10 +16,13 @@ Entries of the package name their code as 'module:attribute', which is imported 
 
 from __future__ import annotations
 
-from .choice import Registry
+from typing import Any
+
+from .choice import PluginMissing, Registry, load_target
 from .kinds import (
     AdvantageEstimator,
     Aggregation,
+    CheckpointResolver,
     DifferentiableReward,
     DiffusionAlgorithm,
     DiffusionFamily,
@@ -30,11 +33,15 @@ from .kinds import (
     PolicyLoss,
     RolloutMetric,
     Scorer,
+    Service,
+    Task,
     TISMode,
     VLMFamily,
 )
 
-ALGORITHMS, MODELS, TRAINER = (f"lightrft_visual.{room}" for room in ("algorithms", "models", "trainer"))
+ALGORITHMS, MODELS, TRAINER, PLUGINS = (
+    f"lightrft_visual.{room}" for room in ("algorithms", "models", "trainer", "plugins")
+)
 
 advantage_estimators = Registry("advantage estimator", AdvantageEstimator)
 policy_losses = Registry("policy loss", PolicyLoss)
@@ -50,6 +57,30 @@ loss_terms = Registry("term of the policy loss", LossTerm)
 rollout_metrics = Registry("rollout metric", RolloutMetric)
 differentiable_rewards = Registry("differentiable reward", DifferentiableReward)
 scorers = Registry("scorer", Scorer)
+tasks = Registry("built-in task", Task)  # prompt_data of vision-language runs
+drawing_tasks = Registry("built-in drawing task", Task)  # and of diffusion runs
+checkpoint_resolvers = Registry("built-in model", CheckpointResolver)
+services = Registry("service of a plug-in", Service)
+
+
+def service(name: str) -> Any | None:
+    """What a plug-in does for the core, None where it is not there. `services.load` raises then."""
+    try:
+        return services.load(name)
+    except PluginMissing:
+        return None
+
+
+def checkpoint_folder(model: Any, name: str, task: str) -> str:
+    """`name`, or the folder that it stands for. model: a run's model section; task: its prompt_data."""
+    return checkpoint_resolvers.load(name)(model, name, task) if name in checkpoint_resolvers else name
+
+
+def pipeline_folder(name: str, family: str = "auto") -> str:
+    """The same of a diffusion pipeline."""
+    if name not in checkpoint_resolvers or checkpoint_resolvers[name].pipeline is None:
+        return name
+    return load_target(checkpoint_resolvers[name].pipeline)(name, family)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -338,22 +369,68 @@ for _name, _target, _about in (
     ("jpeg_compressibility", "jpeg:Compressibility", "small JPEG files"),
     ("jpeg_incompressibility", "jpeg:Incompressibility", "large JPEG files"),
     ("pixel", "pixel:Pixel", "simple rules over pixels"),
-    ("face_similarity", "face_similarity:FaceSimilarity", "the face of a reference image"),
     ("source_likeness", "source_likeness:SourceLikeness", "colours as in the image that it was made from"),
-    ("shape_match", "shape_match:ShapeMatch", "the embedded captions: colour, shape, coverage, background"),
-    ("picture_quality", "shape_match:PictureQuality", "how well any clean drawing explains the image"),
-    ("shape_judge", "shape_judge:ShapeJudgeScorer", "the embedded captions, by a classifier; for measuring"),
     ("vlm_judge", "vlm_judge:VLMJudge", "a vision-language model behind an OpenAI-compatible server"),
     ("multi", "multi:MultiScorer", "a weighted sum of others"),
 ):
     scorers.add(Scorer(_name, f"lightrft_visual.rewards.functions.{_target}", _about))
+for _name, _target, _about in (
+    ("face_similarity", "face.scorer:FaceSimilarity", "the face of a reference image"),
+    (
+        "shape_match", "embedded.scorers.shape_match:ShapeMatch",
+        "the embedded captions: colour, shape, coverage, background",
+    ),
+    (
+        "picture_quality", "embedded.scorers.shape_match:PictureQuality",
+        "how well any clean drawing explains the image",
+    ),
+    (
+        "shape_judge", "embedded.scorers.judge_scorer:ShapeJudgeScorer",
+        "the embedded captions, by a classifier; for measuring",
+    ),
+):  # fmt: skip
+    scorers.add(Scorer(_name, f"{PLUGINS}.{_target}", _about))
 
-_differentiable = "lightrft_visual.rewards.differentiable"
 for _entry in (
-    DifferentiableReward("shape_match", f"{_differentiable}:embedded_shape_match", "the embedded captions"),
-    DifferentiableReward("face_similarity", f"{_differentiable}.face:face_similarity", "the face of the first frame"),
+    DifferentiableReward(
+        "shape_match", f"{PLUGINS}.embedded.scorers.shape_match:embedded_shape_match", "the embedded captions"
+    ),
+    DifferentiableReward("face_similarity", f"{PLUGINS}.face.reward:face_similarity", "the face of the first frame"),
 ):
     differentiable_rewards.add(_entry)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plug-ins
+# ---------------------------------------------------------------------------------------------------------------------
+
+_embedded = f"{PLUGINS}.embedded.resolve"
+tasks.add(Task("embedded", f"{_embedded}:place_questions", "questions about drawn scenes", gold={"exact": 1.0}))
+tasks.add(
+    Task(
+        "embedded_reasoning", f"{_embedded}:place_questions", "answered after a chain of tokens", gold={"exact": 1.0},
+        reward=f"{PLUGINS}.embedded.reasoning:REWARD",
+    )
+)  # fmt: skip
+drawing_tasks.add(
+    Task(
+        "embedded", f"{_embedded}:place_captions", "captions of coloured shapes",
+        reward='{"*": [["rule", "shape_match", 1.0]]}', judge='{"*": [["rule", "shape_judge", 1.0]]}',
+        sets=f"{PLUGINS}.embedded.gold:embedded_gold", training_reward="shape_match",
+    )
+)  # fmt: skip
+checkpoint_resolvers.add(
+    CheckpointResolver(
+        "embedded", f"{_embedded}:resolve_checkpoint", "a tiny model, built at its first use",
+        pipeline=f"{_embedded}:resolve_pipeline",
+    )
+)  # fmt: skip
+for _name, _target, _about in (
+    ("memory_plan", "memory_plan.service", "what a run will hold, before it loads; sizes that fit"),
+    ("placement", "ray.placement", "rollouts in workers of their own (placement split)"),
+    ("ray_rewards", "ray.reward_pool", "rewards in Ray actors"),
+):
+    services.add(Service(_name, f"{PLUGINS}.{_target}", _about))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

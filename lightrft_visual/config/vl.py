@@ -30,7 +30,6 @@ from .constraints import (
 from .placement import AsyncConfig
 from .shared import (
     EMBEDDED,
-    EMBEDDED_REASONING,
     AdamBetas,
     BadRows,
     BadShare,
@@ -133,7 +132,7 @@ class DataConfig(Section):
     @property
     def evaluated(self) -> bool:
         """Whether there are held-out prompts."""
-        known = self.eval_data is not None or self.prompt_data in (EMBEDDED, EMBEDDED_REASONING)
+        known = self.eval_data is not None or self.prompt_data in registry.tasks
         return known and self.max_eval_samples > 0
 
     def check(self) -> None:
@@ -323,9 +322,11 @@ class RunConfig(Section):
     def gold(self) -> RewardConfig | None:
         """What `guard.gold_*` names. The embedded questions have exact answers, which are gold where another reward is
         trained on: a reward that the run names, or the reasoning task's own."""
-        reward, embedded = self.reward, self.data.prompt_data in (EMBEDDED, EMBEDDED_REASONING)
-        other = reward.given or self.data.prompt_data == EMBEDDED_REASONING
-        return self.guard.gold or (RewardConfig(components={"exact": 1.0}) if embedded and other else None)
+        name = self.data.prompt_data
+        task = registry.tasks[name] if name in registry.tasks else None
+        other = task is not None and (self.reward.given or task.reward is not None)
+        own = RewardConfig(components=dict(task.gold)) if other and task.gold else None
+        return self.guard.gold or own
 
     def _check_offload(self) -> None:
         zero, rollout = self.distributed, self.rollout

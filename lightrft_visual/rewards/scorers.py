@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from ..config import registry
 from ..config.placement import ResourcesConfig
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean
@@ -179,10 +180,8 @@ class Catalogue:
         from .local.models import local_model_source
 
         if self.resources.rewards_placed and isinstance(model, (str, Path)):
-            from ..plugins.ray.reward_pool import RayRewardModel
-
-            needed_for = "distributed.resources.reward"
-            return self._closed(RayRewardModel(name, str(model), needed_for=needed_for, **self._pool()))
+            ray, needed_for = registry.services.load("ray_rewards"), "distributed.resources.reward"
+            return self._closed(ray.RayRewardModel(name, str(model), needed_for=needed_for, **self._pool()))
         return local_model_source(name, model, self.config, self.tokenizer, self.packing_samples, self.strategy)
 
     def _remote(self, name: str, entry: str) -> Source:
@@ -260,18 +259,13 @@ class Catalogue:
         return self._ray_actors(entry.name, entry.key, entry.kwargs)
 
     def _ray_actors(self, name: str, key: str, kwargs: Mapping[str, Any]) -> Source:
-        from ..plugins.ray.reward_pool import RaySource
-
         if self.config.reward_fn_timeout is not None and ".py:" in key:
             raise ConfigError("reward_fn_timeout is for functions in this process; calls of Ray have reward_timeout")
-        return self._closed(
-            RaySource(name, key, kwargs, form=self.config.reward_form, lenient=self.lenient, **self._pool())
-        )
+        ray, form = registry.services.load("ray_rewards"), self.config.reward_form
+        return self._closed(ray.RaySource(name, key, kwargs, form=form, lenient=self.lenient, **self._pool()))
 
     def _pool(self) -> dict[str, Any]:
-        from ..plugins.ray.reward_pool import actor_pool
-
-        self._on_ray = True
+        self._on_ray, actor_pool = True, registry.services.load("ray_rewards").actor_pool
         return {"timeout": self.config.reward_timeout} | actor_pool(self.resources, self.config.reward_ray_actors)
 
     def _closed(self, source: Any) -> Source:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import deepspeed
 import torch
@@ -24,9 +24,6 @@ import torch.nn as nn
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
-from ..config.diffusion import DiffusionTrainConfig
-from ..config.shared import DistributedConfig
-from ..config.vl import TrainConfig
 from ..errors import CheckpointError, ConfigError, NonFiniteError
 from . import collectives, vendor_patches, watchdog
 from .dividing import Divide, divide, loading_divided
@@ -42,6 +39,28 @@ from .sequence import SequenceGroup
 logger = logging.getLogger(__name__)
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # without a launcher
+
+
+class Distribution(Protocol):
+    """What a strategy reads of a run's `distributed` section; see `config.shared.DistributedConfig`."""
+
+    zero_stage: int
+    local_rank: int
+    collective_timeout: float
+    sp_size: int
+    adam_offload: bool
+    zpg: int
+
+
+class Training(Protocol):
+    """What an optimizer reads of a run's `train` section."""
+
+    adam_betas: tuple[float, float]
+    l2: float
+    max_norm: float
+
+    def schedule(self, updates: int) -> tuple[str, float]:
+        """(name of the schedule, share of warm-up) of so many optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +93,7 @@ class OptimizerSettings:
         return [{"params": parameters, "lr": rate} for (rate, _), parameters in by_type if parameters]
 
     @classmethod
-    def from_config(
-        cls, train: TrainConfig | DiffusionTrainConfig, learning_rate: float, updates: int
-    ) -> OptimizerSettings:
+    def from_config(cls, train: Training, learning_rate: float, updates: int) -> OptimizerSettings:
         """Those of a run of `updates` optimizer steps."""
         scheduler, warmup_ratio = train.schedule(updates)
         return cls(learning_rate, updates, tuple(train.adam_betas), train.l2, train.max_norm, scheduler, warmup_ratio)
@@ -122,7 +139,7 @@ def join(accelerator: DeepSpeedAccelerator, timeout: timedelta) -> None:
 class DeepspeedStrategy:
     """Process groups, ZeRO settings and precision of one run."""
 
-    def __init__(self, config: DistributedConfig, *, bf16: bool = False, micro_batch_size: int = 1, seed: int = 42):
+    def __init__(self, config: Distribution, *, bf16: bool = False, micro_batch_size: int = 1, seed: int = 42):
         self.config, self.bf16, self.micro_batch_size, self.seed = config, bf16, micro_batch_size, seed
         self.sequence: SequenceGroup | None = None  # this rank's, from `setup_distributed` on
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 
+from ..config import registry
 from ..config.diffusion import DiffusionRunConfig
 from ..config.load import resolved_yaml, write_resolved
 from ..config.vl import RunConfig
@@ -18,7 +19,6 @@ from ..errors import ConfigError
 from ..observe import crash_log
 from ..observe.earlier_runs import holds_results, set_aside
 from ..observe.recorder import RecorderOptions, RunRecorder
-from ..plugins.memory_plan.sizes import use_chosen_sizes
 from ..runtime import collectives
 from ..runtime.deepspeed import DeepspeedStrategy
 from ..runtime.folder_lock import FolderLock
@@ -68,7 +68,11 @@ def start_strategy(config: AnyConfig) -> DeepspeedStrategy:
     )
     strategy.setup_distributed()
     if config.plan.auto_micro_batches:
-        use_chosen_sizes(config)
+        plan = registry.service("memory_plan")
+        if plan is not None:
+            plan.use_chosen_sizes(config)
+        elif collectives.is_rank_0():
+            logger.warning("auto_micro_batches needs the plug-in memory_plan: the sizes stay as they are given")
         strategy.micro_batch_size = config.train.micro_train_batch_size
     return strategy
 

@@ -1,4 +1,7 @@
-"""Write report.html of a run, or of several side by side: python -m lightrft_visual.observe.report RUN_DIR [RUN_DIR2 …]."""
+"""Write report.html of a run, or of several side by side.
+
+python -m lightrft_visual.observe.report RUN_DIR [RUN_DIR2 …]
+"""
 
 from __future__ import annotations
 

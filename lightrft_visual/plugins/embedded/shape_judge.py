@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
+from ...runtime.paths import cache_root
 from .drawn_shapes import BACKGROUND, COLOURS, PLACES, SHAPES, random_images, shape_masks
-from .warmup import cache_root
 
 logger = logging.getLogger(__name__)
 T = torch.Tensor

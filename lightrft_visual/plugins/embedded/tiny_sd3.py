@@ -41,8 +41,8 @@ from transformers import (
 
 from ...models.diffusion.policy import save_text_length
 from ...observe.console import RunConsole
+from ...runtime.paths import cache_root
 from .drawn_shapes import COLOURS, SHAPES, all_captions, random_images
-from .warmup import cache_root
 
 logger = logging.getLogger(__name__)
 T = torch.Tensor

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ...runtime.paths import cache_root
 from .captions import caption_split
 from .drawn_shapes import placed_captions
 from .task import HELD_OUT
-from .warmup import built_once, cache_root, embedded_task
+from .warmup import built_once, embedded_task
 
 VERSION = 5  # of the rows and of the split
 EVAL_ROWS = 240  # of each kind

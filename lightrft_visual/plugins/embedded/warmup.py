@@ -30,6 +30,7 @@ from ...experience.vision import VisionTensors
 from ...models.vlm.actor import Actor
 from ...models.vlm.families import family_of_processor
 from ...observe.console import RunConsole
+from ...runtime.paths import cache_root
 from . import questions, reasoning
 from .task import EmbeddedTask, SupervisedPair, supervised_pairs
 from .tiny_vlm import TINY_FAMILIES, build_tiny_checkpoint
@@ -56,12 +57,6 @@ class WarmUp:
     batch_size: int = 32
     learning_rate: float = 1e-3
     seed: int = 0
-
-
-def cache_root() -> Path:
-    """LIGHTRFT_CACHE, else the user's cache folder."""
-    base = os.environ.get("LIGHTRFT_CACHE")
-    return Path(base) if base else Path.home() / ".cache" / "lightrft_visual"
 
 
 def warm_up_of(task: str, **settings) -> WarmUp:

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from ..embedded.warmup import cache_root
+from ...runtime.paths import cache_root
 from .meta import Held
 
 logger = logging.getLogger(__name__)

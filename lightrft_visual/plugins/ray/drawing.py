@@ -52,6 +52,10 @@ class RemoteDrawing(DiffusersEngine):
         self.waited += time.perf_counter() - asked
         return made
 
+    def close(self) -> None:
+        """End the workers."""
+        self.workers.close()
+
     def announce(self, step: int, rows: Callable[[], DrawingBatch]) -> None:
         """Begin on a step, unless that was done, with whatever weights are there until it is asked for."""
         if step not in self._begun:

@@ -11,8 +11,6 @@ import torch
 
 from ...config import registry
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
-from ...plugins.embedded.drawn_shapes import parse_caption
-from ...plugins.embedded.scorers.shape_match import shape_match
 from ...runtime.usercode.calls import call
 from ...runtime.usercode.loading import LoadedFunction, callable_name, load_reward_fn
 
@@ -21,26 +19,6 @@ T = torch.Tensor
 # One that has a method `knows(prompt, metadata)` says for which prompts it can score images, and by `needs` what these
 # must have.
 PixelReward = Callable[[T, list[str], list[dict[str, Any]]], tuple[T, T]]
-
-
-class EmbeddedShapeMatch:
-    """The embedded task's measure; a caption without a known colour and shape is invalid."""
-
-    needs = "captions that name a colour and a shape of the embedded drawings"
-
-    def __call__(self, media: T, prompts: list[str], metadata: list[dict[str, Any]]) -> tuple[T, T]:
-        """(scores (B) with gradient, valid (B) bool)."""
-        found = shape_match(media, prompts)
-        return found["score"], found["valid"]
-
-    def knows(self, prompt: str, metadata: dict[str, Any]) -> bool:
-        """Whether the caption names both."""
-        return parse_caption(prompt) is not None
-
-
-def embedded_shape_match() -> PixelReward:
-    """See `EmbeddedShapeMatch`."""
-    return EmbeddedShapeMatch()
 
 
 def with_gradient() -> str:

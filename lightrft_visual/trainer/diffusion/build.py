@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from ...config import registry
+from ...config.choice import load_target
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout_noise, rollout_sampling
-from ...config.shared import EMBEDDED, RewardConfig
+from ...config.kinds import Task
+from ...config.shared import RewardConfig
 from ...data.bad_rows import list_bad_rows
 from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts
 from ...data.preference_pairs import PreferencePairs
@@ -22,13 +24,6 @@ from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of
 from ...models.weight_copies import WeightCopy
 from ...observe.console import RunConsole
 from ...observe.contact_sheet import SHEET_IMAGES
-from ...observe.guard.gold import EMBEDDED_GOLD, DrawingGold, embedded_gold
-from ...plugins.embedded.captions import embedded_prompts
-from ...plugins.embedded.drawn_shapes import parse_caption
-from ...plugins.embedded.pairs import embedded_pairs
-from ...plugins.embedded.resolve import resolve_pipeline
-from ...plugins.embedded.warmup import cache_root
-from ...plugins.ray.drawing import check_remote, remote_drawing
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.diffusion_sampler import DiffusionSampler
@@ -36,6 +31,7 @@ from ...runtime import collectives
 from ...runtime.checkpoint.fingerprint import check_model, fingerprint
 from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
 from ...runtime.folder_lock import FolderLock
+from ...runtime.paths import cache_root
 from ...runtime.phase_timer import PhaseTimer
 from ...runtime.start_up import say
 from ..hooks import Hooks
@@ -43,6 +39,7 @@ from ..loop import LoopSettings
 from ..run_parts import open_recorder, output_folder_held, refused_rows_listed, start_strategy, synchronize
 from ..run_state import check_output
 from .evaluation import DiffusionEvaluation
+from .gold import DrawingGold
 from .graphs import RolloutGraphs
 from .maker import DiffusersEngine, DiffusionExperienceMaker
 from .pairs import PairExperience
@@ -52,8 +49,6 @@ from .stages import DiffusionSampling, ImageSettings, TrainedVelocity
 from .trainer import DiffusionTrainer, RewardFLTrainer
 from .training_reward import TrainingReward
 
-EMBEDDED_REWARD = '{"*": [["rule", "shape_match", 1.0]]}'
-
 
 def build_diffusion_trainer(config: DiffusionRunConfig, callbacks: Sequence[Any] = ()) -> DiffusionTrainer:
     """The trainer of a diffusion run. callbacks: hooks of a user.
@@ -61,7 +56,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig, callbacks: Sequence[Any]
     Raises ConfigError or DataError before any model is loaded for whatever can be known by then.
     """
     if config.distributed.split:
-        check_remote(config)
+        registry.services.load("placement").check_drawing(config)
     config = with_reward(config)
     check_reward_config(config.reward)
     trained_on = TrainingReward.from_config(config)
@@ -79,8 +74,9 @@ def _built(
     callbacks: Sequence[Any],
 ) -> DiffusionTrainer:
     resume_folder = check_output(config.output)
-    embedded = config.data.prompt_data == EMBEDDED
-    config = _resolve_embedded(config)
+    named = config.data.prompt_data
+    task = registry.drawing_tasks[named] if named in registry.drawing_tasks else None
+    config = _placed(config)
     fingerprinted = _fingerprint(config)
     check_model(resume_folder, fingerprinted, config.output.resume_other_model)
     say("reading the prompts")
@@ -102,8 +98,9 @@ def _built(
     sampling = DiffusionSampling(model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), images)
     drawing = DiffusersEngine(sampling, config.sampling.n_samples_per_prompt, old, config.algorithm)
     if config.distributed.split:
-        drawing = remote_drawing(config, drawing, resolve_pipeline(config.model.pretrain, config.model.family))
-    gold = _gold(config, strategy, eval_prompts, embedded)
+        path = registry.pipeline_folder(config.model.pretrain, config.model.family)
+        drawing = registry.services.load("placement").drawing(config, drawing, path)
+    gold = _gold(config, strategy, eval_prompts, task)
     hooks = Hooks()
     if config.offline:
         per_rank = config.sampling.rollout_batch_size // collectives.world_size()
@@ -171,13 +168,14 @@ def _fingerprint(config: DiffusionRunConfig) -> dict[str, Any]:
     """What is trained, for checkpoints."""
     model = config.model
     settings = {
-        "pipeline": pipeline_class(resolve_pipeline(model.pretrain, model.family)),
+        "pipeline": pipeline_class(registry.pipeline_folder(model.pretrain, model.family)),
         "lora_rank": model.lora_rank,
         "lora_alpha": model.lora_alpha if model.lora_rank else None,
         "target_modules": model.target_modules if model.lora_rank else None,
         "trainable_models": model.trainable_models,
     }
-    return fingerprint(model.pretrain, None if model.pretrain == EMBEDDED else model.pretrain, settings)
+    built_in = model.pretrain in registry.checkpoint_resolvers
+    return fingerprint(model.pretrain, None if built_in else model.pretrain, settings)
 
 
 def _check_training_reward(
@@ -186,7 +184,8 @@ def _check_training_reward(
     """Raise ConfigError or RewardError for a reward that does not know the prompts, or that has no gradient."""
     reward.check_prompts(prompts, config.reward.reward_max_invalid)
     model, sampling = config.model, config.sampling
-    moving = model.pretrain != EMBEDDED and draws_videos(adapter_of(model.pretrain, model.family))
+    built_in = model.pretrain in registry.checkpoint_resolvers
+    moving = not built_in and draws_videos(adapter_of(model.pretrain, model.family))
     frames = [sampling.num_frames] if moving else []
     reward.check_gradient(prompts[0], (1, 3, *frames, sampling.height, sampling.width), strategy.device)
 
@@ -209,16 +208,16 @@ def _check_ranks(config: DiffusionRunConfig) -> None:
 
 
 def with_reward(config: DiffusionRunConfig) -> DiffusionRunConfig:
-    """The configuration itself where it names a reward; the embedded prompts have one of their own.
+    """The configuration itself where it names a reward; a built-in task has one of its own.
 
     Raises ConfigError for other prompts without a reward. Reward FL, which trains on its differentiable reward, and
     pairs of a file need another one for their evaluation only.
     """
     if config.reward.given:
         return config
-    if config.data.prompt_data == EMBEDDED:
+    if config.data.prompt_data in registry.drawing_tasks:
         config = copy.deepcopy(config)
-        config.reward.reward_recipe = EMBEDDED_REWARD
+        config.reward.reward_recipe = registry.drawing_tasks[config.data.prompt_data].own_reward()
     elif not (config.offline or config.algorithm.entry.trains_on == "reward") or config.data.eval_data:
         raise ConfigError(
             "no reward is given; name one by --reward_fn path.py:name, --remote_rm_url URL, "
@@ -227,13 +226,11 @@ def with_reward(config: DiffusionRunConfig) -> DiffusionRunConfig:
     return config
 
 
-def _resolve_embedded(config: DiffusionRunConfig) -> DiffusionRunConfig:
+def _placed(config: DiffusionRunConfig) -> DiffusionRunConfig:
+    """The configuration with files in the place of the name of a built-in task."""
     config = copy.deepcopy(config)
-    if config.data.prompt_data == EMBEDDED:
-        split = "test" if config.data.eval_data else config.data.eval_split  # of a file of one's own it says its part
-        train, kept = embedded_prompts(cache_root(), split)
-        config.data.prompt_data = str(embedded_pairs(cache_root(), split) if config.offline else train)
-        config.data.eval_data = config.data.eval_data or str(kept)
+    if config.data.prompt_data in registry.drawing_tasks:
+        registry.drawing_tasks.load(config.data.prompt_data)(config)
     return config
 
 
@@ -245,7 +242,7 @@ def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | Non
     if config.offline:
         prompts = PreferencePairs(data.prompt_data, data.prompt_split, data.max_samples, data)
         # After the data: the embedded pipeline is built by its first use, in minutes.
-        adapter = named_family(pipeline_class(resolve_pipeline(config.model.pretrain, config.model.family)))
+        adapter = named_family(pipeline_class(registry.pipeline_folder(config.model.pretrain, config.model.family)))
         if draws_videos(adapter):
             raise ConfigError(f"pair_data holds images, and {adapter.__name__} draws videos: train a model of images")
     else:
@@ -261,7 +258,8 @@ def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | Non
 def _most_images(config: DiffusionRunConfig) -> int:
     """Images that the model takes of a row. Raises ConfigError for settings of models that edit, where it does not."""
     model = config.model
-    adapter = DiffusionFamily if model.pretrain == EMBEDDED else adapter_of(model.pretrain, model.family)
+    built_in = model.pretrain in registry.checkpoint_resolvers
+    adapter = DiffusionFamily if built_in else adapter_of(model.pretrain, model.family)
     edits = adapter.most_source_images
     if config.sampling.source_pixels is not None and not edits:
         raise ConfigError("source_pixels is the size of images to edit, and this model edits none: leave it out")
@@ -278,7 +276,7 @@ def _check_half(config: DiffusionRunConfig, adapter: type[DiffusionFamily]) -> N
     trained half do not fit."""
     trained = config.model.trained_denoisers or ()
     halves = [*adapter.denoiser_names, *([adapter.first_part] if adapter.first_part else [])]
-    for name in trained if config.model.pretrain != EMBEDDED else ():
+    for name in trained if config.model.pretrain not in registry.checkpoint_resolvers else ():
         if name not in halves:
             raise ConfigError(f"trainable_models: this model has no {name!r}{did_you_mean(name, halves)}")
     first = adapter.first_part is not None and adapter.first_part in trained
@@ -304,7 +302,7 @@ def _total_steps(config: DiffusionRunConfig, rows: int) -> int:
 def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) -> tuple[DiffusionPolicy, TrainEngine]:
     model = config.model
     policy = DiffusionPolicy.from_pretrained(
-        resolve_pipeline(model.pretrain, model.family),
+        registry.pipeline_folder(model.pretrain, model.family),
         lora=LoraSettings.from_config(model),
         dtype=strategy.dtype,
         trainable=model.trained_denoisers,
@@ -376,10 +374,11 @@ def _trained_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set
 
 
 def _gold(
-    config: DiffusionRunConfig, strategy: DeepspeedStrategy, prompts: DrawPrompts | None, embedded: bool
+    config: DiffusionRunConfig, strategy: DeepspeedStrategy, prompts: DrawPrompts | None, task: Task | None
 ) -> DrawingGold | None:
-    """What `guard.gold_*` names; the embedded prompts have a judge of their own."""
-    judged = config.guard.gold or (RewardConfig(reward_recipe=EMBEDDED_GOLD) if embedded else None)
+    """What `guard.gold_*` names; a built-in task may have a judge of its own."""
+    own = task.judge if task is not None else None
+    judged = config.guard.gold or (RewardConfig(reward_recipe=own) if own is not None else None)
     if judged is None or prompts is None:
         return None
     check_reward_config(judged)
@@ -390,5 +389,6 @@ def _gold(
         columns={FIRST_FRAME, *prompts.columns},
         references=prompts.has_references,
     )
-    known = all(parse_caption(row.prompt) is not None for row in prompts)
-    return embedded_gold(rewards) if embedded and known else DrawingGold(rewards)
+    if task is None or task.sets is None:
+        return DrawingGold(rewards)
+    return load_target(task.sets)(rewards, prompts)

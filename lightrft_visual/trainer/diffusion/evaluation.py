@@ -9,12 +9,12 @@ import torch
 from ...data.drawing_prompts import DrawPrompts
 from ...data.validation import validation_shard_indices
 from ...observe.contact_sheet import SHEET_IMAGES
-from ...observe.guard.gold import DrawingGold
 from ...observe.guard.images import diversity, drift, groups_of, thumbnails
 from ...observe.rollouts import gather_all, records_from_media
 from ...rewards.engine import RewardComputationEngine
 from ...runtime import collectives
 from ..loop import Evaluated
+from .gold import DrawingGold
 from .maker import score_samples
 from .stages import DiffusionSampling, rows_of
 from .watching import look_at

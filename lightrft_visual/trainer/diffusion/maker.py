@@ -48,6 +48,12 @@ class DiffusersEngine:
         ids = batch.ids.repeat_interleave(n)
         return DrawingBatch(*repeated, group_ids=ids, sample_ids=ids * n + torch.arange(n).repeat(len(batch)))
 
+    def hand_over(self, policy_version: int) -> None:
+        """The weights changed; this engine draws with the trainer's own."""
+
+    def close(self) -> None:
+        """Nothing to shut down."""
+
     def experience_maker(self, rewards: RewardComputationEngine) -> DiffusionExperienceMaker:
         """What makes experience with this engine; `FastExperienceMaker` asks for it."""
         return DiffusionExperienceMaker(self, rewards, self.algorithm)

@@ -6,9 +6,9 @@ from functools import partial
 
 from ...config.diffusion import DiffusionRunConfig
 from ...data.drawing_prompts import DrawPrompts
-from ...plugins.ray.drawing import RemoteDrawing
 from ...runtime import collectives
 from ...runtime.seeding import derive_seed
+from .maker import DiffusersEngine
 from .stages import DrawingBatch, k_repeat_prompts
 
 
@@ -18,7 +18,7 @@ class DrawingSource:
     ahead: steps that the engine may begin on before they are asked for.
     """
 
-    def __init__(self, config: DiffusionRunConfig, dataset: DrawPrompts, engine: RemoteDrawing | None = None) -> None:
+    def __init__(self, config: DiffusionRunConfig, dataset: DrawPrompts, engine: DiffusersEngine | None = None) -> None:
         self.config, self.dataset, self.engine = config, dataset, engine
         self.ahead = config.asynchronous.ahead if engine is not None else 0
 

@@ -15,7 +15,6 @@ from ...algorithms.diffusion.nft import old_policy_decay
 from ...experience.buffer import NaiveReplayBuffer
 from ...experience.types import ExperienceDiffusion
 from ...observe.metrics import MetricsAccumulator
-from ...plugins.ray.drawing import RemoteDrawing
 from ...rewards.batch import RewardOutput
 from ...runtime.deepspeed import StepResult
 from ...runtime.seeding import derive_seed
@@ -106,7 +105,7 @@ class DiffusionTrainer(PolicyTrainer):
 
     def start(self) -> None:
         """Sampling uses the trained weights themselves, or those that workers are given."""
-        self._hand_over()
+        self.maker.engine.hand_over(self.step)
 
     def sync(self) -> None:
         """See `start`; the old policy of DiffusionNFT follows the weights here, after the updates of the step."""
@@ -114,11 +113,7 @@ class DiffusionTrainer(PolicyTrainer):
             algorithm = self.config.algorithm
             count = self.updates if algorithm.decay_counts == "updates" else self.step
             self.parts.old.update(old_policy_decay(count, algorithm.decay_type))
-        self._hand_over()
-
-    def _hand_over(self) -> None:
-        if isinstance(self.maker.engine, RemoteDrawing):
-            self.maker.engine.hand_over(self.step)
+        self.maker.engine.hand_over(self.step)
 
     def evaluate(self) -> Evaluated:
         """See `DiffusionEvaluation.run`; with the weights that hooks lend for it."""
@@ -133,8 +128,7 @@ class DiffusionTrainer(PolicyTrainer):
 
     def close(self) -> None:
         """Release the rollout and reward workers."""
-        if isinstance(self.maker.engine, RemoteDrawing):
-            self.maker.engine.workers.close()
+        self.maker.engine.close()
         self.maker.rewards.close()
         self.hooks.close()
 

@@ -8,15 +8,13 @@ from typing import Any
 import torch
 
 from ...algorithms.diffusion.reward_fl import DifferentiableScore
+from ...config import registry
 from ...config.diffusion import DiffusionRunConfig
-from ...config.shared import EMBEDDED
 from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts
 from ...data.prompts import PromptRow
 from ...errors import ConfigError, RewardError
 from ...rewards.differentiable import PixelReward, check_scores, load_differentiable, with_gradient
 from .stages import DrawingBatch, rows_of
-
-EMBEDDED_TRAINING_REWARD = "shape_match"  # of the embedded prompts; prompts of one's own have to name theirs
 
 
 @dataclass(frozen=True)
@@ -33,13 +31,15 @@ class TrainingReward:
         if algorithm.entry.trains_on != "reward":
             return None
         name = algorithm.differentiable_reward
-        if name is None and config.data.prompt_data != EMBEDDED:
+        prompts = config.data.prompt_data
+        if name is None and prompts in registry.drawing_tasks:
+            name = registry.drawing_tasks[prompts].training_reward
+        if name is None:
             raise ConfigError(
                 f"{algorithm.entry.name} trains on the gradient of --differentiable_reward, and none is given. What "
                 "--reward_fn, reward.components.NAME=WEIGHT and the like name has no gradient and scores evaluations "
                 f"only. {with_gradient()}"
             )
-        name = name or EMBEDDED_TRAINING_REWARD
         return cls(name, load_differentiable(name, algorithm.differentiable_kwargs))
 
     def __call__(self, media: torch.Tensor, rows: DrawingBatch) -> DifferentiableScore:

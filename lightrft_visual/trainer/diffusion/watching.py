@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from ...observe.guard.gains import Look, look_of
-from ...observe.guard.gold import DrawingGold
 from ...observe.guard.images import gathered, image_statistics
 from ...observe.metrics import MetricsAccumulator
 from ...observe.rollouts import Record, records_from_media
 from ...rewards.batch import RewardOutput
 from ...runtime import collectives
 from ..hooks import StepData
+from .gold import DrawingGold
 from .maker import Drawn, score_samples
 from .stages import DrawingBatch
 

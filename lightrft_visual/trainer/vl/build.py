@@ -13,7 +13,8 @@ import torch
 
 from ...algorithms.aggregation import PartSettings
 from ...algorithms.kl import get_kl_controller
-from ...config.shared import EMBEDDED, EMBEDDED_REASONING, RewardConfig
+from ...config import registry
+from ...config.shared import RewardConfig
 from ...config.vl import RunConfig, mixing_probabilities
 from ...data.bad_rows import list_bad_rows
 from ...data.evaluation_rows import EvaluationRows
@@ -26,8 +27,6 @@ from ...models.vlm.actor import Actor
 from ...models.vlm.critic import Critic
 from ...models.vlm.families import VLMFamily, family_of
 from ...observe.console import RunConsole
-from ...plugins.embedded.resolve import resolve_checkpoint
-from ...plugins.ray.rollout.engine import RemoteEngine, check_remote
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.engine import RolloutEngine, build_engine, check_engine, engine_in_words
@@ -156,13 +155,13 @@ def _gold(
 
 
 def with_reward(config: RunConfig) -> RunConfig:
-    """The configuration itself, or for the embedded reasoning task without a reward with the task's own."""
-    if config.data.prompt_data != EMBEDDED_REASONING or config.reward.given:
+    """The configuration itself, or with the reward of its built-in task where it names none."""
+    name = config.data.prompt_data
+    own = registry.tasks[name].own_reward() if name in registry.tasks else None
+    if own is None or config.reward.given:
         return config
-    from ...plugins.embedded.reasoning import REWARD
-
     config = copy.deepcopy(config)
-    config.reward.reward_recipe = REWARD
+    config.reward.reward_recipe = own
     return config
 
 
@@ -179,18 +178,18 @@ def _check_ranks(config: RunConfig) -> None:
 
 
 def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
-    """The configuration with embedded names replaced by folders, and the checkpoint's small parts."""
+    """The configuration with folders in the place of built-in tasks and models, and the checkpoint's small parts."""
     config = copy.deepcopy(config)
     if collectives.is_rank_0():
-        _resolve_embedded(config)
+        _place(config)
     collectives.barrier()
-    _resolve_embedded(config)  # other ranks find it in the cache
+    _place(config)  # other ranks find it in the cache
     checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
     check_abilities(config, checkpoint)
     _resolve_sharing(config, checkpoint)
     check_engine(config, checkpoint)
     if config.distributed.split:
-        check_remote(config)
+        registry.services.load("placement").check(config)
     return config, checkpoint
 
 
@@ -205,7 +204,7 @@ def _fingerprint(named: str, config: RunConfig, checkpoint: Checkpoint) -> dict[
         "freeze_prefix": model.freeze_prefix,
         "critic": config.algorithm.estimator.critic,
     }
-    return fingerprint(named, None if named == EMBEDDED else checkpoint.path, settings)
+    return fingerprint(named, None if named in registry.checkpoint_resolvers else checkpoint.path, settings)
 
 
 def _resolve_sharing(config: RunConfig, checkpoint: Checkpoint) -> None:
@@ -221,31 +220,15 @@ def _resolve_sharing(config: RunConfig, checkpoint: Checkpoint) -> None:
             logger.warning("each sample's prompt is computed anew, share_prefix is off: %s", refused)
 
 
-def _resolve_embedded(config: RunConfig) -> None:
-    from ...plugins.embedded.questions import text_questions
-    from ...plugins.embedded.tiny_vlm import VISION_FAMILIES
-    from ...plugins.embedded.unified import unified_task
-    from ...plugins.embedded.warmup import embedded_task
-
-    name = config.data.prompt_data
-    if name in (EMBEDDED, EMBEDDED_REASONING):
-        family = config.model.embedded_family if config.model.pretrain == EMBEDDED else None
-        if name == EMBEDDED_REASONING and family not in (None, *VISION_FAMILIES):
-            raise ConfigError(f"prompt_data {name} is for models that see and answer in text, not for {family}")
-        split = config.data.eval_split
-        task = unified_task() if family == "janus" else embedded_task(name=name)
-        train = task.train(split) if family == "janus" else task.train
-        held_out = task.held_out(split)
-        if family not in (None, "janus", *VISION_FAMILIES):
-            train, held_out = text_questions(train), text_questions(held_out)
-        config.data.prompt_data = str(train)
-        if config.data.eval_data is None:
-            config.data.eval_data = str(held_out)
-    config.model.pretrain = resolve_checkpoint(config.model, config.model.pretrain, name)
-    if config.model.teacher_pretrain is not None:
-        config.model.teacher_pretrain = resolve_checkpoint(config.model, config.model.teacher_pretrain, name)
-    if config.model.critic_pretrain is not None:
-        config.model.critic_pretrain = resolve_checkpoint(config.model, config.model.critic_pretrain, name)
+def _place(config: RunConfig) -> None:
+    """Put folders and files in the place of names of built-in tasks and models."""
+    model, task = config.model, config.data.prompt_data
+    if task in registry.tasks:
+        registry.tasks.load(task)(config)
+    for name in ("pretrain", "teacher_pretrain", "critic_pretrain"):
+        given = getattr(model, name)
+        if given is not None:
+            setattr(model, name, registry.checkpoint_folder(model, given, task))
 
 
 def _datasets(config: RunConfig, checkpoint: Checkpoint) -> tuple[PromptDataset, PromptDataset | None]:
@@ -376,7 +359,7 @@ def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpo
 def _engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> RolloutEngine:
     """The run's own engine, or the way to those of its workers."""
     if config.distributed.split:
-        return RemoteEngine.from_config(config, checkpoint)
+        return registry.services.load("placement").engine(config, checkpoint)
     return build_engine(config, checkpoint, actor)
 
 
@@ -476,6 +459,6 @@ def _gate(config, maker, engine, actor, strategy, checkpoint) -> ParityGate | No
 
 def engine_weights(engine: RolloutEngine, actor: TrainEngine) -> Iterator[tuple[str, torch.Tensor]]:
     """What the engine takes of the actor's weights: all, or LoRA's adapters alone."""
-    if isinstance(engine, RemoteEngine) and engine.adapters_alone:
+    if getattr(engine, "adapters_alone", False):
         return adapter_weights(actor)
     return named_weights(actor)

@@ -161,3 +161,23 @@ class PictureQuality:
 
     def __call__(self, frames: list[list[Any]]) -> list[float | None]:
         return [float(picture_quality(pixels_of(images)).mean()) if images else None for images in frames]
+
+
+class EmbeddedShapeMatch:
+    """The embedded task's measure; a caption without a known colour and shape is invalid."""
+
+    needs = "captions that name a colour and a shape of the embedded drawings"
+
+    def __call__(self, media: T, prompts: list[str], metadata: list[dict[str, Any]]) -> tuple[T, T]:
+        """(scores (B) with gradient, valid (B) bool)."""
+        found = shape_match(media, prompts)
+        return found["score"], found["valid"]
+
+    def knows(self, prompt: str, metadata: dict[str, Any]) -> bool:
+        """Whether the caption names both."""
+        return parse_caption(prompt) is not None
+
+
+def embedded_shape_match() -> EmbeddedShapeMatch:
+    """See `EmbeddedShapeMatch`."""
+    return EmbeddedShapeMatch()

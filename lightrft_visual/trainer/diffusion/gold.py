@@ -7,14 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ...plugins.embedded.drawn_shapes import parse_caption, random_images
-from ...plugins.embedded.shape_judge import embedded_judge, kinds_of
+from ...observe.guard.images import coverage, diversity, groups_of
 from ...rewards.engine import RewardComputationEngine
-from .images import SIDE, coverage, diversity, groups_of
 
 T = torch.Tensor
-EMBEDDED_GOLD = '{"*": [["rule", "shape_judge", 1.0]]}'
-REFERENCE_SEED = 77
 
 
 @dataclass
@@ -38,17 +34,3 @@ class DrawingGold:
         if self.references is not None:
             found["eval_coverage"] = coverage(thumbs, groups, self.references(prompts), groups)
         return found
-
-
-def embedded_gold(rewards: RewardComputationEngine) -> DrawingGold:
-    """Gold of the embedded captions: the judge tells kinds, and right images are drawn."""
-    return DrawingGold(rewards, lambda thumbs: kinds_of(embedded_judge(), thumbs.float() / 255), reference_drawings)
-
-
-def reference_drawings(prompts: Sequence[str]) -> T:
-    """uint8 thumbnails (N, 3, SIDE, SIDE): one drawing of each embedded caption, at random sizes and centres, the same
-    for the same prompts."""
-    captions = [parse_caption(prompt) for prompt in prompts]
-    colours, shapes = (torch.tensor([getattr(each, name) for each in captions]) for name in ("colour", "shape"))
-    drawn = random_images(colours, shapes, SIDE, torch.Generator().manual_seed(REFERENCE_SEED))
-    return (drawn * 255).round().to(torch.uint8)
