@@ -266,7 +266,7 @@ class Catalogue:
 
     def _pool(self) -> dict[str, Any]:
         self._on_ray, actor_pool = True, registry.services.load("ray_rewards").actor_pool
-        return {"timeout": self.config.reward_timeout} | actor_pool(self.resources, self.config.reward_ray_actors)
+        return {"timeout": self.config.reward_timeout} | actor_pool(self.resources)
 
     def _closed(self, source: Any) -> Source:
         """The source, which is closed with the catalogue."""
