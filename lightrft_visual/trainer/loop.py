@@ -151,13 +151,31 @@ class PolicyTrainer(ABC):
         """
         try:
             with self.state.listening():
-                return self._run()
+                self._begin()
+                export: bool | None = None  # whether the model is written; None while steps are to be made
+                with start_up_objects_aside():
+                    while export is None and self.hooks.stopping is None and self.step < self.settings.total_steps:
+                        self.state.mark()
+                        done = self.step
+                        try:
+                            self._one_step()
+                            export = self._stop() if self._asked_to_stop() else None
+                        except StoppedBySignal as error:  # by scoring, on all ranks alike
+                            export = self._stop(str(error), rewound=self.step == done)
+                        except StopRun as stop:  # before the step has trained
+                            export = self._give_up(stop)
+                if export is None:
+                    export = True if self.hooks.stopping is None else self._end(self.hooks.stopping)
+                if export:
+                    with self.timer.phase("save"):
+                        self.state.save_final(final_folder(self.settings.output))
+            return self.latest_eval
         finally:
             self.console.close()
             self.report.write()
             self.recorder.close()
 
-    def _run(self) -> dict[str, float]:
+    def _begin(self) -> None:
         self.state.resume()
         with self.timer.phase("sync"):
             self.start()
@@ -165,31 +183,18 @@ class PolicyTrainer(ABC):
             self._evaluate()
         say(f"training from step {self.step + 1}")
         self.timer.collect()
-        with start_up_objects_aside():
-            finished = self._steps()
-        if finished:
-            with self.timer.phase("save"):
-                self.state.save_final(final_folder(self.settings.output))
-        return self.latest_eval
 
-    def _steps(self) -> bool:
-        """Whether the model is to be exported: all steps were made, or a hook that ended the run asks for it. A signal
-        ends them earlier, with a checkpoint."""
-        while self.hooks.stopping is None and self.step < self.settings.total_steps:
-            self.state.mark()
-            done = self.step
-            try:
-                self._one_step()
-            except StoppedBySignal as error:  # by scoring, on all ranks alike: in a step or in an evaluation
-                return self._stop(str(error), rewound=self.step == done)
-            except StopRun as stop:  # before the step has trained
-                with self.timer.phase("save"):
-                    self.state.save_marked()
-                self.console.message(f"{stop.reason}; a checkpoint of step {self.step} is saved")
-                return stop.export
-            if self.hooks.stopping is None and self.step < self.settings.total_steps and self.state.stop_requested():
-                return self._stop()
-        return True if self.hooks.stopping is None else self._end(self.hooks.stopping)
+    def _asked_to_stop(self) -> bool:
+        """Whether a signal ends the run here, with a checkpoint; the last step ends it anyway."""
+        going_on = self.hooks.stopping is None and self.step < self.settings.total_steps
+        return going_on and self.state.stop_requested()
+
+    def _give_up(self, stop: StopRun) -> bool:
+        """End as of the last finished step. Whether the model is written."""
+        with self.timer.phase("save"):
+            self.state.save_marked()
+        self.console.message(f"{stop.reason}; a checkpoint of step {self.step} is saved")
+        return stop.export
 
     def _stop(self, why: str = "", rewound: bool = False) -> bool:
         with self.timer.phase("save"):

@@ -62,7 +62,7 @@ class VLTrainer(PolicyTrainer):
     # -- a step --------------------------------------------------------------------------------------------------
 
     def train_step(self) -> StepData:
-        """Prompts, rollouts, rewards, experience, updates. A collective."""
+        """Prompts, rollouts, rewards, experience, and `max_epochs` passes of updates. A collective."""
         # What was asked before (gate, evaluation) differs after a resume; a prefix found in a cache is worked out in
         # another order than a fresh one, which shows in the last bits.
         self.maker.engine.reset_caches()
@@ -76,36 +76,37 @@ class VLTrainer(PolicyTrainer):
         self._measure(data)
         data = self.hooks.on_experience(data)
         with self.timer.phase("train"):
-            self._learn(data)
+            self._steer_kl(data)
+            while data.batches:
+                self.buffer.append(data.batches.pop(0))
+            self.buffer = self.hooks.on_buffer(self.buffer)
+            self.buffer.share()
+            check = None if self.config.algorithm.reads_log_probs else self.agreement.of_rollouts()
+            for epoch in range(self.config.train.max_epochs):
+                batches = self._train_batches(epoch, check)
+                for number, batch in enumerate(batches):
+                    first = epoch == number == 0
+                    self._update(self.hooks.on_train_batch(batch), data.metrics, first, check if first else None)
+            if check is not None:
+                self.agreement.report(check, data.metrics)
+            self.buffer.clear()
         return data
 
-    def _learn(self, data: StepData) -> None:
-        """One KL controller update, then `max_epochs` passes over the step's samples."""
-        self._steer_kl(data)
-        while data.batches:
-            self.buffer.append(data.batches.pop(0))
-        self.buffer = self.hooks.on_buffer(self.buffer)
-        self.buffer.share()
-        check = None if self.config.algorithm.reads_log_probs else self.agreement.of_rollouts()
-        for epoch in range(self.config.train.max_epochs):
-            batches = self._train_batches(epoch)
-            if check is not None and epoch == 0:
-                with self.timer.phase("forward"):
-                    unscored = batches[0 if self.separate_scores else 1 :]
-                    self.policy_update.score(self.buffer, unscored, check, self.step)
-            for number, batch in enumerate(batches):
-                first = epoch == number == 0
-                self._update(self.hooks.on_train_batch(batch), data.metrics, first, check if first else None)
-        if check is not None:
-            self.agreement.report(check, data.metrics)
-        self.buffer.clear()
+    def _train_batches(self, epoch: int, check: RolloutCheck | None) -> list[TrainBatch]:
+        """Those of one pass over the buffer. A collective.
 
-    def _train_batches(self, epoch: int) -> list[TrainBatch]:
-        """Those of one pass over the buffer. A collective."""
+        check: in the first pass old log-probs are made, and held against the engine's, of all batches but the first,
+        whose training forward makes them.
+        """
         train = self.config.train
         seed, budget = derive_seed(train.seed, "replay", self.step, epoch), train.max_tokens_per_batch
         steps = self.buffer.plan(seed, step_size=train.train_batch_size, token_budget=budget or None)
-        return [plan_batch(self.buffer, step, self.config.algorithm, self.parts.loss_parts) for step in steps]
+        batches = [plan_batch(self.buffer, step, self.config.algorithm, self.parts.loss_parts) for step in steps]
+        if check is not None and epoch == 0:
+            with self.timer.phase("forward"):
+                unscored = batches[0 if self.separate_scores else 1 :]
+                self.policy_update.score(self.buffer, unscored, check, self.step)
+        return batches
 
     def _update(self, batch: TrainBatch, metrics: MetricsAccumulator, first: bool, check: RolloutCheck | None) -> None:
         if self.value_update is not None:
