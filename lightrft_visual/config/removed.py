@@ -20,6 +20,7 @@ class Removed:
 
 # By the setting's own name, or by its path where another setting has the same name.
 REMOVED: dict[str, Removed] = {
+    "force": Removed("use --plan force", harmless=(False,)),
     "train_while_scoring": Removed(
         "leave it out; training waits for all rewards, and remote scorers work beside generation and forward passes",
         harmless=(True, False),

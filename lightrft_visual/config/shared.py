@@ -118,7 +118,9 @@ class PlanConfig(Section):
 
     plan_device: str | None = None  # what --dry_run plans for, such as h100-80gb; default: the device of this machine
     plan_world_size: PositiveInt | None = None  # ranks of that plan; default: those started, else a host of the device
-    force: bool = False  # start a run that does not fit by its plan
+    # A run that does not fit by its plan: warn, and refuse it where weights, gradients and states alone do not fit;
+    # refuse it; or force its start.
+    plan: Annotated[str, one_of("warn", "refuse", "force")] = "warn"
     auto_micro_batches: bool = False  # micro-batches as large as the plan has room for; those given are the least
 
     def check(self) -> None:

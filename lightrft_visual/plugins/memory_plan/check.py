@@ -19,7 +19,11 @@ AnyConfig = RunConfig | DiffusionRunConfig
 
 
 def check_fits(config: AnyConfig) -> None:
-    """Raise ConfigError with the plan of a run that cannot fit on the device that is here, unless it is forced."""
+    """Warn of a run that does not fit by its plan on the device that is here.
+
+    Raises ConfigError with the plan where weights, gradients and optimizer states alone do not fit, or by `--plan
+    refuse` where anything does not; never by `--plan force`.
+    """
     ranks, local = started()
     try:
         plan = plan_of(config, present(local), ranks, local, online=True)
@@ -32,10 +36,15 @@ def check_fits(config: AnyConfig) -> None:
         logger.info("%s", unknown(config))
     elif plan.fits:
         logger.debug("%s", plan.text())
-    elif config.plan.force:
-        logger.warning("%s\n--force: the run starts nevertheless", plan.verdict())
+    elif refuses(config.plan, plan):
+        raise ConfigError(f"this run does not fit (--plan force starts it nevertheless)\n{plan.text()}")
     else:
-        raise ConfigError(f"this run does not fit (--force starts it nevertheless)\n{plan.text()}")
+        logger.warning("by its plan this run may not fit; --plan refuse would end it here\n%s", plan.verdict())
+
+
+def refuses(settings: PlanConfig, plan: Plan) -> bool:
+    """Whether a run that does not fit is not started."""
+    return settings.plan == "refuse" or (settings.plan == "warn" and not plan.possible)
 
 
 def why_not(error: Exception) -> str:

@@ -22,5 +22,5 @@ def dry_run(config: AnyConfig) -> tuple[str, int]:
         return why_not(error), 0
     if plan is None:
         return unknown(config), 0
-    refused = config.plan.plan_device is not None and not plan.fits and not config.plan.force
+    refused = config.plan.plan_device is not None and not plan.fits and config.plan.plan != "force"
     return "\n".join(filter(None, [sizes, plan.text()])), int(refused)

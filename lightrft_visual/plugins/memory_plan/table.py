@@ -9,6 +9,8 @@ from ...config.devices import GIB, Device
 
 DEVICE, HOST = "device", "host"
 SMALL = 0.03  # of a phase: what is less needs no advice
+# Ends of names of what a run holds whatever its batches are; the rest of a plan is estimated.
+CERTAIN = (": weights", ": gradients", ": fp32 weights and Adam's moments", ": gradients in fp32")
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,15 @@ class Plan:
     def fits(self) -> bool:
         """Whether every phase has the memory that it needs."""
         return not self.lacking()
+
+    @property
+    def possible(self) -> bool:
+        """Whether weights, gradients and optimizer states alone have the memory that they need in every phase."""
+        certain = (
+            Phase(phase.name, tuple(item for item in phase.items if item.name.endswith(CERTAIN)))
+            for phase in self.phases
+        )
+        return all(needed <= limit for phase in certain for _, needed, limit in self.needed(phase))
 
     def lacking(self) -> list[tuple[Phase, str, float]]:
         """(phase, where, bytes too many) of those that do not fit, the worst first."""

@@ -146,7 +146,7 @@ def test_gradients_of_one_micro_batch_come_as_its_activations_go() -> None:
     assert "policy: gradients" in held[1] - held[0]  # those of the first lie there while the second runs
 
 
-@pytest.mark.parametrize("extra,code", [([], 1), (["--offload_trainer"], 0), (["--force"], 0)])
+@pytest.mark.parametrize("extra,code", [([], 1), (["--offload_trainer"], 0), (["--plan", "force"], 0)])
 def test_a_dry_run_shows_the_plan_and_answers_by_its_exit_code(capsys, extra: list[str], code: int) -> None:
     with pytest.raises(SystemExit) as stop:
         config_or_exit(RunConfig, [*SEVEN, *extra, "--dry_run"])
@@ -168,15 +168,23 @@ def test_devices_are_named_in_full() -> None:
         parse_run(RunConfig, ["--plan_device", "a100_80gb"])
 
 
-def test_a_run_that_cannot_fit_is_refused_unless_it_is_forced(monkeypatch, caplog) -> None:
+def test_a_plan_warns_by_default_and_refuses_where_it_is_asked_to(monkeypatch, caplog) -> None:
     monkeypatch.setattr(check, "present", lambda local: CARD)
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ConfigError, match=r"does not fit(.|\n)*largest item"):
-        check.check_fits(parse_run(RunConfig, SEVEN).config)
-    check.check_fits(parse_run(RunConfig, [*SEVEN, "--offload_trainer"]).config)
+        check.check_fits(parse_run(RunConfig, [*SEVEN, "--plan", "refuse"]).config)
+    check.check_fits(parse_run(RunConfig, [*SEVEN, "--offload_trainer", "--plan", "refuse"]).config)
     with caplog.at_level(logging.WARNING):
-        check.check_fits(parse_run(RunConfig, [*SEVEN, "--force"]).config)
-    assert "the run starts nevertheless" in caplog.text
+        check.check_fits(parse_run(RunConfig, SEVEN).config)
+    assert "this run may not fit" in caplog.text and "the largest item is" in caplog.text
+
+
+def test_weights_gradients_and_states_that_do_not_fit_are_refused_unless_forced(monkeypatch) -> None:
+    monkeypatch.setattr(check, "present", lambda local: CARD)  # one card: 7B in full, ZeRO has nothing to divide over
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="does not fit .--plan force"):
+        check.check_fits(parse_run(RunConfig, SEVEN).config)
+    check.check_fits(parse_run(RunConfig, [*SEVEN, "--plan", "force"]).config)
 
 
 def test_a_model_that_cannot_be_planned_does_not_stop_its_run(monkeypatch, caplog) -> None:
