@@ -29,7 +29,7 @@ class LossOutputs:
 
     loss: T
     metrics: dict[str, T] = field(default_factory=dict)
-    means: dict[str, float] = field(default_factory=dict)
+    means: dict[str, T | float] = field(default_factory=dict)
     maxima: dict[str, T | float] = field(default_factory=dict)
 
 

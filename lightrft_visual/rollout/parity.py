@@ -165,52 +165,60 @@ class ParityGate:
         return "dtype (engine and trainer at different precision)"
 
 
-@dataclass
 class RolloutCheck:
     """What the engine sampled against the trainer's own scores, over one step's rollouts of all ranks.
 
-    gate: None measures, and refuses nothing. probe: prompts of the rollouts, for the diagnosis. largest: difference of
-    a token; total: of all differences, of `tokens` tokens. A mean is that of all tokens: in a micro-batch of short
-    answers one rare token is a large part of it.
+    gate: None measures, and refuses nothing. probe: prompts of the rollouts, for the diagnosis. Differences add up on
+    the device of the scores; the host waits for them in `settle` alone. A mean is that of all tokens: in a micro-batch
+    of short answers one rare token is a large part of it.
     """
 
-    gate: ParityGate | None
-    probe: PromptBatch | None
-    temperature: float
-    largest: float = 0.0
-    total: float = 0.0
-    tokens: float = 0.0
+    def __init__(self, gate: ParityGate | None, probe: PromptBatch | None, temperature: float) -> None:
+        self.gate, self.probe, self.temperature = gate, probe, temperature
+        self._sums: T | None = None  # (3): largest difference of a token, total of all, tokens
+
+    @property
+    def largest(self) -> float:
+        """Difference of a token."""
+        return 0.0 if self._sums is None else self._sums[0].item()
 
     @property
     def compared(self) -> bool:
         """Whether there was anything to compare."""
-        return self.tokens > 0
+        return self._sums is not None and self._sums[2].item() > 0
 
     @property
     def figure(self) -> float:
         """The gate's: what it holds against its tolerance."""
-        averages = self.gate is not None and self.gate.averages
-        return self.total / max(self.tokens, 1.0) if averages else self.largest
+        if self.gate is None or not self.gate.averages or self._sums is None:
+            return self.largest
+        _, total, tokens = self._sums.tolist()
+        return total / max(tokens, 1.0)
 
+    @torch.no_grad()
     def add(self, ours: T, theirs: T | None, mask: T) -> None:
-        """One micro-batch, all (B, A). Without log-probs of the engine, or tokens, there is nothing to compare."""
-        if theirs is None or not mask.any():
+        """One micro-batch, all (B, A). Without log-probs of the engine there is nothing to compare."""
+        if theirs is None or not mask.numel():
             return
-        tokens = float(mask.sum())
-        self.largest = max(self.largest, log_prob_difference(ours, theirs, mask))
-        self.total += mean_log_prob_difference(ours, theirs, mask) * tokens
-        self.tokens += tokens
+        difference = (ours.float() - theirs.float()).abs().nan_to_num(math.inf, math.inf, math.inf)
+        difference = torch.where(mask, difference, 0.0).double()
+        found = torch.stack([difference.max(), difference.sum(), mask.sum().double()])
+        self._sums = found if self._sums is None else _joined_sums(self._sums, found)
 
     def settle(self) -> None:
         """The differences over all ranks; raises RolloutError where the gate refuses its figure of them.
 
         A collective, to be called once all micro-batches are added and before anything is trained on them.
         """
-        self.largest = collectives.all_reduce_max(torch.tensor([self.largest])).item()
-        sums = torch.tensor([self.total, self.tokens], dtype=torch.float64)
-        self.total, self.tokens = collectives.all_reduce_sum(sums).tolist()
+        own = [0.0, 0.0, 0.0] if self._sums is None else self._sums.tolist()
+        ranks = torch.tensor(collectives.all_gather_object(own), dtype=torch.float64)
+        self._sums = torch.stack([ranks[:, 0].max(), ranks[:, 1].sum(), ranks[:, 2].sum()])
         if self.gate is not None:
             self.gate.check_rollouts(self.figure, self.probe, self.temperature)
+
+
+def _joined_sums(one: T, other: T) -> T:
+    return torch.stack([torch.maximum(one[0], other[0]), one[1] + other[1], one[2] + other[2]])
 
 
 def log_prob_difference(ours: T, theirs: T, mask: T) -> float:

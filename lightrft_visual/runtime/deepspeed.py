@@ -347,7 +347,7 @@ class TrainEngine:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, zero_stage: int, max_norm: float):
         self.engine, self.zero_stage, self.max_norm = engine, zero_stage, max_norm
-        self.poisoned = False
+        self._bad: torch.Tensor | None = None  # on the device: whether a loss since the last step was not finite
         self._states, self._weights = HostStay(), HostStay()
         self._training(False)
 
@@ -373,42 +373,48 @@ class TrainEngine:
         if self.module.training is not mode:
             self.module.train(mode)
 
-    def accumulate(self, loss: torch.Tensor, last: bool) -> bool:
-        """Backward of one micro-batch's share; `last` marks the last one before `step`. A collective.
+    @property
+    def poisoned(self) -> bool:
+        """Whether a loss since the last step was not finite; of all ranks once the last one is accumulated. Waits for
+        the device."""
+        return self._bad is not None and bool(self._bad.item())
 
-        Returns whether the loss was finite on every rank. Where it was not, NaN is sent through backward on all ranks:
-        the same hooks and collectives run everywhere, and the step is then discarded everywhere.
+    def accumulate(self, loss: torch.Tensor, last: bool) -> None:
+        """Backward of one micro-batch's share; `last` marks the last one before `step`, which is a collective.
+
+        Losses are looked at on the device, and ranks tell each other at the last one. Where a loss was not finite on
+        any rank, that one sends NaN through backward on all ranks: the same hooks and collectives run everywhere, and
+        the step is then discarded everywhere.
         """
         self._reload()
-        bad = (~torch.isfinite(loss.detach())).float().reshape(1)
-        finite = collectives.all_reduce_max(bad).item() == 0
-        if not finite:
-            self.poisoned = True
-            loss = loss * float("nan")
+        bad = (~torch.isfinite(loss.detach())).float().reshape(())
+        self._bad = bad if self._bad is None else torch.maximum(self._bad, bad)
+        if last:
+            self._bad = collectives.all_reduce_max(self._bad)
+            loss = loss * torch.where(self._bad > 0, math.nan, 1.0)
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * collectives.world_size(), scale_wrt_gas=False)
         self._training(False)
-        return finite
 
     def step(self) -> StepResult:
-        """Apply the accumulated gradients, unless they are not finite on some rank; the caller counts those."""
+        """Apply the accumulated gradients, unless they are not finite on some rank; the caller counts those. The host
+        waits for the device here, once a step."""
         rate = self.engine.lr_scheduler.get_last_lr()[0]
+        poisoned, self._bad = self.poisoned, None
         if self.zero_stage == 0:
-            return self._plain_step(rate)
+            return self._plain_step(rate, poisoned)
         self.engine.step()
-        if self.poisoned and not self.engine.optimizer.overflow:
+        if poisoned and not self.engine.optimizer.overflow:
             raise NonFiniteError("a non-finite loss was stepped on: DeepSpeed did not discard its gradients")
         applied = not self.engine.optimizer.overflow
-        self.poisoned = False
         norm = self.engine.get_global_grad_norm()
         return StepResult(applied, float(norm) if applied and norm is not None else math.inf, rate)
 
-    def _plain_step(self, rate: float) -> StepResult:
+    def _plain_step(self, rate: float, poisoned: bool) -> StepResult:
         """ZeRO-0 has no check of its own: the norm of the reduced gradients decides, before the optimizer sees them."""
         gradients = [p.grad for p in self._stage_0_parameters() if p.grad is not None]
         norm = torch.stack([gradient.float().norm() for gradient in gradients]).norm().item() if gradients else 0.0
-        if self.poisoned or not math.isfinite(norm):
-            self.poisoned = False
+        if poisoned or not math.isfinite(norm):
             self.engine.optimizer.zero_grad()
             self.engine.zero_grad()
             return StepResult(False, math.inf, rate)

@@ -26,7 +26,7 @@ class LossContext:
     on_policy: bool = False
 
 
-def weighted_mean(values: T, valid: T) -> float:
-    """Mean of (M) values over valid rows; 0 when there is none."""
+def weighted_mean(values: T, valid: T) -> T:
+    """Mean of (M) values over valid samples, a scalar on their device; 0 when there is none."""
     weight = valid.to(values.dtype)
-    return float((values * weight).sum() / weight.sum().clamp_min(1))
+    return ((values * weight).sum() / weight.sum().clamp_min(1)).detach()

@@ -96,7 +96,7 @@ class FlowGRPO:
         losses = losses * self.step_weights(rows)
         return LossOutputs((losses * rows.valid).sum() / denominator, means=means, maxima=maxima)
 
-    def surrogate(self, raw: T, step: Step, rows: DenoisingBatch) -> tuple[T, dict[str, float]]:
+    def surrogate(self, raw: T, step: Step, rows: DenoisingBatch) -> tuple[T, dict[str, T]]:
         """(M) losses of log ratios (M), without the KL, and their metrics: ratios clipped on the advantage's side."""
         ratios = self.guarded(raw, step, rows) if self.guard else raw
         losses = clipped_surrogate(ratios.exp(), rows.advantages, self.clip_range, self.clip_range).values
@@ -123,7 +123,7 @@ class FlowGRPO:
         return gaussian_kl(step.mean, reference, step.std, rows.sigma_next - rows.sigma, self.kl_form)
 
 
-def ratio_means(raw: T, ratios: T, valid: T, clip_range: float) -> dict[str, float]:
+def ratio_means(raw: T, ratios: T, valid: T, clip_range: float) -> dict[str, T]:
     """Mean of the ratios, share outside the clip range, approximate KL; over valid samples."""
     outside = ((ratios.exp() - 1).abs() > clip_range).float()
     return {
@@ -133,6 +133,6 @@ def ratio_means(raw: T, ratios: T, valid: T, clip_range: float) -> dict[str, flo
     }
 
 
-def largest_drift(log_ratios: T, valid: T) -> float:
-    """Largest |Δlogp| of (M) log ratios over valid samples; 0 of none."""
-    return float((log_ratios.abs() * valid).max()) if len(log_ratios) else 0.0
+def largest_drift(log_ratios: T, valid: T) -> T:
+    """Largest |Δlogp| of (M) log ratios over valid samples, a scalar on their device; 0 of none."""
+    return (log_ratios.abs() * valid).max() if len(log_ratios) else log_ratios.new_zeros(())

@@ -94,7 +94,7 @@ class RewardFL:
         scores = scored.scores
         means = {
             "reward": weighted_mean(scores.detach(), scored.valid),
-            "invalid_share": 1 - float(scored.valid.float().mean()),
+            "invalid_share": 1 - scored.valid.float().mean(),
         }
         if self.target is not None:
             means["target_share"] = weighted_mean((scores.detach() >= self.target).float(), scored.valid)

@@ -85,7 +85,7 @@ class ReplayUpdate:
             with context.policy.all_experts() if last or index == 0 else nullcontext():
                 outputs = self.loss.loss(context, part, max(total, 1.0))
             self.engine.accumulate(outputs.loss, last)
-            add_loss(metrics, outputs, int(part.valid.sum()), last, first)
+            add_loss(metrics, outputs, part.valid.sum(), last, first)
         return self.engine.step()
 
     def step_on_graphs(self, graphed: list[Graphed], context: LossContext, metrics: MetricsAccumulator) -> StepResult:
@@ -100,7 +100,7 @@ class ReplayUpdate:
             part.kept = kept
             outputs = self.loss.loss(context, part, max(total, 1.0))
             self.engine.accumulate(outputs.loss, last=not graphed)
-            add_loss(metrics, outputs, int(part.valid.sum()), not graphed, first=True)
+            add_loss(metrics, outputs, part.valid.sum(), not graphed, first=True)
         return self.engine.step()
 
     def _plan(self, experience: ExperienceDiffusion, context: LossContext, seed: int) -> tuple[T, list[slice]]:
@@ -202,7 +202,7 @@ class RewardUpdate:
         return scored
 
 
-def add_loss(metrics: MetricsAccumulator, outputs: LossOutputs, count: int, last: bool, first: bool) -> None:
+def add_loss(metrics: MetricsAccumulator, outputs: LossOutputs, count: int | T, last: bool, first: bool) -> None:
     """Record one micro-batch's loss and metrics; the loss is a sum over those of an update, a mean over updates."""
     metrics.add("loss", outputs.loss.detach(), 1.0 if last and collectives.is_rank_0() else 0.0)
     for name, value in outputs.means.items():
@@ -210,4 +210,4 @@ def add_loss(metrics: MetricsAccumulator, outputs: LossOutputs, count: int, last
     for name, value in outputs.maxima.items():
         metrics.add_max(name, value)
     if first and "logp_diff_max" in outputs.maxima:
-        metrics.add_max("ratio_max_dev_first", torch.expm1(torch.tensor(outputs.maxima["logp_diff_max"])))
+        metrics.add_max("ratio_max_dev_first", torch.expm1(torch.as_tensor(outputs.maxima["logp_diff_max"])))

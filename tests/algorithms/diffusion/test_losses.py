@@ -198,8 +198,8 @@ def test_flow_dppo_masks_what_is_far_and_moves_farther():
         dropped = away & (divergence >= threshold)
         expected = torch.where(dropped, 0.0, -rows.advantages * ratio).sum() / 6
         assert float(found.loss) == pytest.approx(float(expected), rel=1e-5)
-        assert found.means["clip_fraction"] == pytest.approx(float(dropped.float().mean()))
-        assert found.means["kl_to_rollout"] == pytest.approx(float(divergence.mean()), rel=1e-5)
+        assert float(found.means["clip_fraction"]) == pytest.approx(float(dropped.float().mean()))
+        assert float(found.means["kl_to_rollout"]) == pytest.approx(float(divergence.mean()), rel=1e-5)
     assert 0 < int(away.sum()) < 6
 
 
