@@ -31,9 +31,8 @@ from lightrft_visual.models.attention import EXACT_NAME, NAME, exact_attention, 
 from lightrft_visual.models.exact import ExactLinear
 from lightrft_visual.models.loading import Checkpoint, load_transformer, open_checkpoint
 from lightrft_visual.models.logprobs import LogProbLinear
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.plugins.embedded.questions import vocabulary_texts
-from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.stage import RolloutStage
@@ -60,7 +59,7 @@ def prompts() -> PromptBatch:
 
 def whole_model(folder: Path, rounds: int) -> dict[tuple[str, str], list[float]]:
     """CPU seconds of each part of a step, by (part, form)."""
-    path = str(build_tiny_checkpoint(folder / "janus", "janus", texts=vocabulary_texts()))
+    path = str(build_tiny_checkpoint(folder / "janus", "janus"))
     checkpoint: Checkpoint = open_checkpoint(path, ModelConfig(), DataConfig())
     transformer = load_transformer(path, ModelConfig(), torch.float32)
     actor = Actor(transformer, checkpoint.family.banned_ids(checkpoint.tokenizer), checkpoint.eos_ids)

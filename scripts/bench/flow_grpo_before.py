@@ -138,7 +138,7 @@ def main() -> None:
         return
     from lightrft_visual.plugins.embedded.captions import embedded_prompts
     from lightrft_visual.plugins.embedded.resolve import embedded_folder
-    from lightrft_visual.plugins.embedded.warmup import cache_root
+    from lightrft_visual.runtime.paths import cache_root
 
     common = settings(options, str(embedded_folder()), str(embedded_prompts(cache_root())[0]))
     sides: tuple[list, list] = ([], [])

@@ -25,9 +25,8 @@ from lightrft_visual.experience.rollouts import Rollout, collate
 from lightrft_visual.experience.sampling import ScoringRule
 from lightrft_visual.models.attention import NAME
 from lightrft_visual.models.loading import load_transformer, open_checkpoint
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.plugins.embedded.questions import vocabulary_texts
-from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>what colour is it?<|im_end|>\n"
@@ -69,7 +68,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = str(build_tiny_checkpoint(Path(folder) / "model", "qwen2_5_vl", texts=vocabulary_texts()))
+        path = str(build_tiny_checkpoint(Path(folder) / "model", "qwen2_5_vl"))
         checkpoint = open_checkpoint(path, ModelConfig(), DataConfig())
         actor = Actor(load_transformer(path, ModelConfig(), torch.float32), [], checkpoint.eos_ids)
         padded, packed = (micro_batches(checkpoint, 4, 16, 64, 448, 8, each) for each in (False, True))

@@ -31,7 +31,7 @@ def parts_of(folder: Path, arguments: argparse.Namespace):
     from lightrft_visual.data.prompts import PromptDataset, PromptSampler
     from lightrft_visual.data.supply import PromptSupply
     from lightrft_visual.experience.prompts import PromptBatch
-    from lightrft_visual.plugins.embedded.tiny_vlm import build_processor, build_tokenizer
+    from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
     from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
     path = folder / "rows.jsonl"

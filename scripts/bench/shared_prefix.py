@@ -29,9 +29,8 @@ from lightrft_visual.experience.prompts import PromptBatch
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate
 from lightrft_visual.experience.sampling import ScoringRule
 from lightrft_visual.models.loading import load_transformer, open_checkpoint
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.plugins.embedded.questions import vocabulary_texts
-from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>what colour is it?<|im_end|>\n"
@@ -42,7 +41,7 @@ class Bench:
     """An actor of the embedded shape, and micro-batches of made-up responses for it."""
 
     def __init__(self, folder: str, family: str):
-        path = str(build_tiny_checkpoint(Path(folder) / "model", family, texts=vocabulary_texts()))
+        path = str(build_tiny_checkpoint(Path(folder) / "model", family))
         self.checkpoint = open_checkpoint(path, ModelConfig(), DataConfig())
         self.actor = Actor(load_transformer(path, ModelConfig(), torch.float32), [], self.checkpoint.eos_ids)
         self.draw = np.random.default_rng(0)

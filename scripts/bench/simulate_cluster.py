@@ -1,4 +1,4 @@
-"""How long a step would take on N trainers and M rollout engines, by the simulation of `plugins/memory_plan/cluster.py`.
+"""How long a step would take on N trainers and M rollout engines, by the simulation of the plug-in memory_plan.
 
     python scripts/bench/simulate_cluster.py --gpus 64 --run outputs/run     # costs and lengths that a run had
     python scripts/bench/simulate_cluster.py --gpus 1024 --token 0.02 --learn 0.004 --mean_length 2000 --prompts 512

@@ -48,8 +48,8 @@ def engine_of(hidden: int, layers: int):
     from transformers import AutoModelForImageTextToText
 
     from lightrft_visual.config.vl import DistributedConfig
+    from lightrft_visual.models.tiny.vlm import build_tokenizer, tiny_config
     from lightrft_visual.models.vlm.actor import Actor
-    from lightrft_visual.plugins.embedded.tiny_vlm import build_tokenizer, tiny_config
     from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 
     torch.set_num_threads(1)

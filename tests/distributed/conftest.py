@@ -14,8 +14,8 @@ from plans import DRAWN_ROW, HOSTILE_ROWS, ONE_RANK, TEXT_ROW, TWO_RANKS, UNIFIE
 from tiny_models import picture
 from whole_runs import run_plan
 
-from lightrft_visual.plugins.embedded.questions import build_embedded_task, vocabulary_texts
-from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
+from lightrft_visual.plugins.embedded.questions import build_embedded_task
 
 
 @pytest.fixture(scope="session")
@@ -76,9 +76,9 @@ def unified(folder: Path, cache_root: Path) -> dict[str, Path]:
     emu3_seeing.write_text("".join(json.dumps(row) + "\n" for row in in_order(seeing, len(seeing), steps=2)))
     return {
         "emu3_seeing": emu3_seeing,
-        "emu3": build_tiny_checkpoint(folder / "tiny_emu3", "emu3", texts=vocabulary_texts()),
+        "emu3": build_tiny_checkpoint(folder / "tiny_emu3", "emu3"),
         "emu3_rows": emu3_rows,
-        "janus": build_tiny_checkpoint(folder / "janus", "janus", texts=vocabulary_texts()),
+        "janus": build_tiny_checkpoint(folder / "janus", "janus"),
         "captions": rows_apart(task.train, folder / "captions.jsonl", DRAWN_ROW, UNIFIED_STEPS),
         "spread": Path(__file__).with_name("spread.py"),
     }

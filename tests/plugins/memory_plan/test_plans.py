@@ -18,9 +18,9 @@ from lightrft_visual.config.roots import DIFFUSION_PRESET
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
+from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.plugins.embedded.questions import vocabulary_texts
-from lightrft_visual.plugins.embedded.tiny_sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
-from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
 from lightrft_visual.plugins.memory_plan import check
 from lightrft_visual.plugins.memory_plan.advice import advice, forecasts
 from lightrft_visual.plugins.memory_plan.diffusion import Computed, DiffusionPlanner
