@@ -19,7 +19,8 @@ from deepspeed.accelerator import get_accelerator  # only names the device: CPU,
 
 from lightrft_visual.algorithms.advantages import get_advantage_calculator
 from lightrft_visual.algorithms.policy_losses import LossInputs, global_denominators, policy_loss
-from lightrft_visual.config.vl import AlgorithmConfig, DataConfig, ModelConfig
+from lightrft_visual.config import registry
+from lightrft_visual.config.vl import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
 from lightrft_visual.data.prompts import PromptDataset, PromptSampler, RowChecks, render_prompt
 from lightrft_visual.experience.model_inputs import ModelInputs
 from lightrft_visual.experience.prompts import PromptBatch
@@ -27,8 +28,6 @@ from lightrft_visual.experience.rollouts import Rollout, collate
 from lightrft_visual.experience.sampling import SamplingSettings, ScoringRule
 from lightrft_visual.models.loading import Checkpoint, load_transformer, open_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.plugins.embedded.resolve import resolve_checkpoint
-from lightrft_visual.plugins.embedded.warmup import embedded_task
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.stage import RolloutStage
 from lightrft_visual.trainer.fast_exp_maker import MultimodalDataProcessor
@@ -48,7 +47,8 @@ def main(argv: list[str] | None = None) -> None:
     sampling = SamplingSettings(n=args.n_samples_per_prompt, max_new_tokens=args.generate_max_len)
 
     # The model. The actor scores answers and, by the engine around it, generates them: one set of weights.
-    checkpoint = open_checkpoint(resolve_checkpoint(ModelConfig(), args.pretrain), ModelConfig(), DataConfig())
+    folder = registry.checkpoint_folder(ModelConfig(), args.pretrain, "embedded")
+    checkpoint = open_checkpoint(folder, ModelConfig(), DataConfig())
     transformer = load_transformer(checkpoint.path, ModelConfig(), torch.float32)
     actor = Actor(transformer, checkpoint.family.banned_ids(checkpoint.tokenizer), checkpoint.eos_ids).to(device)
     optimizer = torch.optim.AdamW(actor.parameters(), args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -95,8 +95,10 @@ def main(argv: list[str] | None = None) -> None:
 
 def prompt_batches(args: argparse.Namespace, checkpoint: Checkpoint):
     """Batches of P rendered questions with their images, shuffled, without end."""
-    path = str(embedded_task().train) if args.prompt_data == "embedded" else args.prompt_data
-    data, family = DataConfig(prompt_data=path), type(checkpoint.family)
+    run = RunConfig(data=DataConfig(prompt_data=args.prompt_data))
+    if args.prompt_data in registry.tasks:  # the built-in task: its file takes the place of its name
+        registry.tasks.load(args.prompt_data)(run)
+    data, family = run.data, type(checkpoint.family)
     model_input = checkpoint.processor or checkpoint.tokenizer
     checks = RowChecks(model_input=model_input, prompt_max_len=args.prompt_max_len, media=family)
     dataset = PromptDataset.for_training(data, checks)

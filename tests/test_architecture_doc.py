@@ -106,13 +106,13 @@ def test_a_sample_walks_as_the_table_says(tmp_path, walked):
         reward_fn=lambda completions: [float(place) for place in range(len(completions))],
         settings=MakerSettings(sampling=SamplingSettings(n=2, max_new_tokens=3)),
     )  # fmt: skip
-    step, buffer = maker.maker, NaiveReplayBuffer(2)
-    for experience in step.make_experience(step.score(step.generate(prompts))).batches:
+    stages, buffer = maker.maker, NaiveReplayBuffer(2)
+    for experience in stages.make_experience(stages.score(stages.generate(prompts))).batches:
         buffer.append(experience)
     ((micro_batch,),) = buffer.plan(0)
     config = AlgorithmConfig()
     batch = plan_batch(buffer, [micro_batch], config, parts_of_loss(config, max_tokens=3))
-    update = PolicyUpdate(Engine(actor), config, step.settings.sampling.scoring)
+    update = PolicyUpdate(Engine(actor), config, stages.settings.sampling.scoring)
     update.step(buffer, batch, 0.0, MetricsAccumulator(), first=True)
     assert walked == [found(*type_name) for type_name, _ in WALK]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
+from collections.abc import Iterable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -23,6 +23,9 @@ BUDGETS = {
 }  # fmt: skip
 ENTRIES = (".families.", ".functions.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
+# Over their budgets, and shrinking: today's lines, which only go down.
+SHRINKING: dict[str, int] = {}
+LONGER_ENTRIES: dict[str, int] = {}
 
 
 def module_name(path: Path) -> str:
@@ -76,12 +79,52 @@ def test_no_two_files_import_each_other():
         raise AssertionError(" -> ".join(error.args[1])) from None
 
 
-def test_no_room_holds_too_much():
-    lines = Counter()
-    for name, path in MODULES.items():
-        lines[room(name)] += len(path.read_text().splitlines())
-    largest, count = lines.most_common(1)[0]
-    assert count <= LARGEST_SHARE * sum(lines.values()), f"{largest}: {count} of {sum(lines.values())} lines"
+def is_entry(name: str) -> bool:
+    return any(part in f"{name}." for part in ENTRIES) and MODULES[name].stem not in ("__init__", "base")
+
+
+def lines_of(names: Iterable[str]) -> int:
+    return sum(len(MODULES[name].read_text().splitlines()) for name in names)
+
+
+@pytest.mark.parametrize("budgeted", BUDGETS)
+def test_a_room_holds_no_more_than_its_budget(budgeted):
+    """The files at the top of the package count together, under the empty name."""
+    own = {name for name in MODULES if (room(name) if room(name) in BUDGETS else "") == budgeted}
+    own = {name for name in own if room(name) != "plugins" and not is_entry(name)}
+    count, budget = lines_of(own), BUDGETS[budgeted]
+    if budgeted in SHRINKING:
+        assert budget < count <= SHRINKING[budgeted], f"{budgeted}: {count} lines; bring SHRINKING down to that"
+    else:
+        assert count <= budget, f"{budgeted}: {count} lines, the budget is {budget}"
+
+
+def test_a_file_that_is_one_entry_is_short():
+    longer = {name: lines_of([name]) for name in MODULES if is_entry(name) and lines_of([name]) > LARGEST_ENTRY}
+    assert {name: count for name, count in longer.items() if count > LONGER_ENTRIES.get(name, 0)} == {}
+    assert LONGER_ENTRIES.keys() <= longer.keys(), "these are short now"
+
+
+def test_no_file_of_the_core_imports_a_plug_in():
+    assert not [
+        f"{name} -> {target}"
+        for name in MODULES
+        for target in imports_of(name)
+        if room(name) != "plugins" and room(target) == "plugins"
+    ]
+
+
+def test_only_the_registry_names_what_is_in_a_plug_in():
+    """Elsewhere a module of a plug-in would be loaded by a path that nobody checks; `choice.py` knows the folder."""
+    allowed = {"lightrft_visual.config.registry", "lightrft_visual.config.choice"}
+    said = [
+        f"{name}: {node.value!r}"
+        for name in MODULES.keys() - allowed
+        if room(name) != "plugins"
+        for node in ast.walk(ast.parse(MODULES[name].read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "lightrft_visual.plugins." in node.value
+    ]
+    assert not said
 
 
 def classes() -> dict[str, list[ast.ClassDef]]:
@@ -119,6 +162,8 @@ def test_every_public_function_has_a_docstring():
             told = inherited(node, known) | by_protocol
             for method in node.body:
                 public = isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
+                if public and any(ast.unparse(each).endswith(".setter") for each in method.decorator_list):
+                    continue
                 if public and method.name not in told and not ast.get_docstring(method):
                     missing.append(f"{name}.{node.name}.{method.name}")
     assert not missing, "\n".join(missing)

@@ -137,9 +137,10 @@ def load_target(reference: str) -> Any:
     try:
         found = import_module(module)
     except ModuleNotFoundError as error:
-        if not (module.startswith(PLUGINS) and (error.name or "").startswith(PLUGINS.rstrip("."))):
+        missing = f"{error.name}."
+        if not (module.startswith(PLUGINS) and missing.startswith(PLUGINS)):
             raise
-        plugin = module.removeprefix(PLUGINS).split(".")[0]
+        plugin = (missing if missing != PLUGINS else module).removeprefix(PLUGINS).split(".")[0]
         raise PluginMissing(
             f"this needs the plug-in {plugin}, which is not there: lightrft_visual/plugins/{plugin}"
         ) from error

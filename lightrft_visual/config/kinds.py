@@ -192,14 +192,19 @@ class Task(Choice):
 class CheckpointResolver(Choice):
     """A name that stands for a model folder, which may be built at its first use. target: a function of (a run's model
     section, the name, the name of its prompts) to the folder; pipeline: 'module:function' of (name, family) to that of
-    a diffusion pipeline."""
+    a diffusion pipeline. What is asked before they are built: shape, 'module:function' of (model section, name of the
+    prompts) to the transformers configuration; pipeline_shape, of (name, family) to a pipeline with any weights and the
+    tokens of its prompts."""
 
     pipeline: str | None = field(default=None, repr=False)
+    shape: str | None = field(default=None, repr=False)
+    pipeline_shape: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class Service(Choice):
-    """What the core asks a plug-in for, and can do without. target: an object with the methods that the caller says."""
+    """What a plug-in is asked for, by the core or by another plug-in. target: a module with the functions that callers
+    name."""
 
 
 @dataclass(frozen=True)

@@ -288,7 +288,7 @@ for _entry in (
         model_types=("internvl",), processors=("InternVLProcessor",),
     ),
     VLMFamily(
-        "janus", f"{_families}.janus:Janus", "Janus, Janus-Pro: answers in text or images; engine hf",
+        "janus", f"{PLUGINS}.unified.family:Janus", "Janus, Janus-Pro: answers in text or images; engine hf",
         model_types=("janus",), processors=("JanusProcessor",),
     ),
     VLMFamily(
@@ -410,13 +410,15 @@ drawing_tasks.add(
 checkpoint_resolvers.add(
     CheckpointResolver(
         "embedded", f"{_embedded}:resolve_checkpoint", "a tiny model, built at its first use",
-        pipeline=f"{_embedded}:resolve_pipeline",
+        pipeline=f"{_embedded}:resolve_pipeline", shape=f"{_embedded}:checkpoint_shape",
+        pipeline_shape=f"{_embedded}:pipeline_shape",
     )
 )  # fmt: skip
 for _name, _target, _about in (
     ("memory_plan", "memory_plan.service", "what a run will hold, before it loads; sizes that fit"),
     ("placement", "ray.placement", "rollouts in workers of their own (placement split)"),
     ("ray_rewards", "ray.reward_pool", "rewards in Ray actors"),
+    ("unified", "unified.service", "the embedded model that also draws, and its task"),
 ):
     services.add(Service(_name, f"{PLUGINS}.{_target}", _about))
 

@@ -31,7 +31,7 @@ from PIL import Image
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.prompts import PromptBatch
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate, let_go_of_media
-from lightrft_visual.plugins.embedded.tiny_vlm import build_processor, build_tokenizer
+from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.runtime.host import give_back_freed_memory, keep_freed_memory
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from lightrft_visual.plugins.embedded.unified import unified_task
+from lightrft_visual.plugins.unified.task import unified_task
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = {

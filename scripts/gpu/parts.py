@@ -123,7 +123,7 @@ def _seeing(folder: Path, size: str, name: str, extra: str, steps: int = 3, prom
 
 def engines(folder: Path, size: str) -> Rows:
     """Each family's engine starts and agrees with the trainer in bf16 (fp32 for size tiny); one with CUDA graphs."""
-    from lightrft_visual.plugins.embedded.tiny_vlm import FAMILIES
+    from lightrft_visual.models.tiny.vlm import FAMILIES
 
     yield from _engines(folder, size, FAMILIES, "vllm", "--engine_mem_util 0.2")
 
@@ -147,7 +147,7 @@ def engines_sglang(folder: Path, size: str) -> Rows:
 
 
 def _engines(folder: Path, size: str, families: Sequence[str], engine: str, more: str) -> Rows:
-    from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
+    from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
     precision = "--bf16 true" if size == "real" else ""
     (folder / "models").mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ def qwen_3b(tokenizer):
     """The configuration of Qwen2.5-VL-3B with the special tokens of a small tokenizer."""
     from transformers import Qwen2_5_VLConfig
 
-    from lightrft_visual.plugins.embedded.tiny_vlm import tiny_config
+    from lightrft_visual.models.tiny.vlm import tiny_config
 
     small = tiny_config("qwen2_5_vl", tokenizer, tie_embeddings=True).to_dict()
     ids = {name: value for name, value in small.items() if name.endswith("_token_id")}
@@ -53,7 +53,7 @@ def qwen_3b(tokenizer):
 
 def vision_language(folder: Path, size: str) -> Path:
     """A Qwen2.5-VL checkpoint: the 3B shape, or with size tiny that of the embedded model."""
-    from lightrft_visual.plugins.embedded.tiny_vlm import build_processor, build_tiny_checkpoint, build_tokenizer
+    from lightrft_visual.models.tiny.vlm import build_processor, build_tiny_checkpoint, build_tokenizer
 
     if (folder / "config.json").is_file():
         return folder
@@ -126,7 +126,7 @@ def stable_diffusion_3(folder: Path, size: str) -> Path:
     )
     from transformers import T5Config, T5EncoderModel
 
-    from lightrft_visual.plugins.embedded.tiny_sd3 import (
+    from lightrft_visual.models.tiny.sd3 import (
         TinyDiffusionSettings,
         build_clip_tokenizer,
         build_pipeline,
@@ -163,7 +163,7 @@ def wan(folder: Path, size: str) -> Path:
     from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
 
-    from lightrft_visual.plugins.embedded.tiny_sd3 import build_t5_tokenizer
+    from lightrft_visual.models.tiny.sd3 import build_t5_tokenizer
 
     if (folder / "model_index.json").is_file():
         return folder

@@ -10,7 +10,6 @@ import pytest
 
 from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.rows import parse_row
-from lightrft_visual.plugins.embedded import questions
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
 ROWS = [line for block in re.findall(r"^```jsonl\n(.*?)^```$", TEXT, re.M | re.S) for line in block.splitlines()]
@@ -26,8 +25,3 @@ def test_rows_parse(line):
 def test_flags_exist():
     known = "|".join(DataConfig.__dataclass_fields__) + "|prompt_max_len|seed|rollout_batch_size"
     assert all(re.fullmatch(known, flag) for flag in re.findall(r"--([a-z_]+)", TEXT))
-
-
-def test_the_embedded_task_is_as_described():
-    shares = dict(re.findall(r"^\| `(\w+)` \| (\d+) % \|", TEXT, re.M))
-    assert {kind: int(share) for kind, share in shares.items()} == {k: 5 * n for k, n in questions._SHARES.items()}

@@ -12,8 +12,7 @@ from PIL import Image
 from lightrft_visual.config.vl import DataConfig, RolloutConfig
 from lightrft_visual.data.prompts import PromptDataset, RowChecks
 from lightrft_visual.errors import DataError
-from lightrft_visual.plugins.embedded.questions import vocabulary_texts
-from lightrft_visual.plugins.embedded.tiny_vlm import build_processor, build_tokenizer
+from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
 
 GOOD = 20
 
@@ -31,7 +30,7 @@ def rows(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer(vocabulary_texts())
+    return build_tokenizer()
 
 
 def opened(path, model_input, decode=True, **settings):

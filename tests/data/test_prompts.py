@@ -20,8 +20,7 @@ from lightrft_visual.data.media import image_size
 from lightrft_visual.data.prompts import PromptDataset, PromptRow, RowChecks, render_prompt
 from lightrft_visual.data.rows import parse_row
 from lightrft_visual.errors import ConfigError, DataError
-from lightrft_visual.plugins.embedded.questions import build_embedded_task, vocabulary_texts
-from lightrft_visual.plugins.embedded.tiny_vlm import build_processor, build_tokenizer
+from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 PADS = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -29,7 +28,7 @@ PADS = "<|vision_start|><|image_pad|><|vision_end|>"
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer(vocabulary_texts())
+    return build_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +246,7 @@ def test_text_only_models_take_text_rows_only(jsonl, tokenizer, processor):
 
 
 def test_without_chat_template(jsonl):
-    bare = build_tokenizer(vocabulary_texts())
+    bare = build_tokenizer()
     bare.chat_template = None
     row = open_rows(jsonl)[2]
     with pytest.raises(ConfigError, match="no chat template"):
@@ -351,17 +350,6 @@ def test_mixing_probabilities_are_numbers():
     assert mixing_probabilities("0.7, 0.3") == [0.7, 0.3]
     with pytest.raises(ConfigError, match="0.7,x"):
         DataConfig(prompt_data_probs="0.7,x")
-
-
-def test_the_embedded_task_loads_for_training_and_evaluation(tmp_path, processor):
-    task = build_embedded_task(tmp_path, n_train=40, n_eval=20)
-    config = DataConfig(prompt_data=str(task.train), eval_data=str(task.test), max_eval_samples=10)
-    checks = RowChecks(None, processor, 64)
-    train, evaluation = PromptDataset.for_training(config, checks), PromptDataset.for_evaluation(config, checks)
-    assert (len(train), len(evaluation)) == (40, 10)
-    assert not train.bad
-    with pytest.raises(ConfigError, match="no eval_data"):
-        PromptDataset.for_evaluation(DataConfig())
 
 
 def test_csv_and_text_files_are_rows(folder):

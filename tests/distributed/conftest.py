@@ -13,8 +13,8 @@ from late_server import late_rewards_server
 from plans import DRAWN_ROW, HOSTILE_ROWS, ONE_RANK, TEXT_ROW, TWO_RANKS, UNIFIED_STEPS, rows_apart, small
 from whole_runs import run_plan
 
-from lightrft_visual.plugins.embedded.questions import build_embedded_task, vocabulary_texts
-from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
+from lightrft_visual.plugins.embedded.questions import build_embedded_task
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +63,7 @@ def unified(folder: Path, cache_root: Path) -> dict[str, Path]:
     both.write_text("".join(json.dumps(row) + "\n" for row in [TEXT_ROW, DRAWN_ROW] * 4))
     return {
         "both": both,
-        "janus": build_tiny_checkpoint(folder / "janus", "janus", texts=vocabulary_texts()),
+        "janus": build_tiny_checkpoint(folder / "janus", "janus"),
         "captions": rows_apart(task.train, folder / "captions.jsonl", DRAWN_ROW, UNIFIED_STEPS),
     }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image
 from whole_runs import SMALL
 
-from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qwen2")
 SHARING = ("qwen2_vl", "qwen3_vl", "qwen2")  # beside qwen2_5_vl, the family of most runs

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from transformers import GenerationConfig
 
-from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = re.compile(r"step (\d+) reward (\S+) loss (\S+) grad_norm (\S+) tokens (\S+) seconds (\S+)")

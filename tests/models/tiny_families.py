@@ -43,8 +43,8 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from lightrft_visual.plugins.embedded.tiny_sd3 import build_clip_tokenizer, build_t5_tokenizer
-from lightrft_visual.plugins.embedded.tiny_vlm import build_processor, build_tokenizer, tiny_config
+from lightrft_visual.models.tiny.sd3 import build_clip_tokenizer, build_t5_tokenizer
+from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer, tiny_config
 
 WIDTH = 32
 

@@ -17,9 +17,8 @@ from lightrft_visual.experience.model_inputs import ModelInputs
 from lightrft_visual.experience.prompts import PromptBatch
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate
 from lightrft_visual.models.loading import Checkpoint, open_checkpoint
+from lightrft_visual.models.tiny.vlm import TINY_FAMILIES, VISION_FAMILIES, build_tiny_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.plugins.embedded.questions import vocabulary_texts
-from lightrft_visual.plugins.embedded.tiny_vlm import TINY_FAMILIES, VISION_FAMILIES, build_tiny_checkpoint
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -45,7 +44,7 @@ def turn(text: str) -> str:
 def checkpoint_of(root: Path, kind: str) -> Checkpoint:
     """kind: a family, with `+tied` for tied embeddings. Weights are scaled up, so no prediction is near uniform."""
     family, tied, _ = (*kind.partition("+"),)
-    folder = build_tiny_checkpoint(root / kind, family, texts=vocabulary_texts(), tie_embeddings=bool(tied))
+    folder = build_tiny_checkpoint(root / kind, family, tie_embeddings=bool(tied))
     model = load(folder, TINY_FAMILIES[family].processor is not None)
     if family != ROUND:
         model.resize_token_embeddings(uneven_vocabulary(model))

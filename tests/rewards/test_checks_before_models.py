@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightrft_visual.config.placement import ResourcesConfig
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.plugins.ray.reward_pool import RaySource
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.settings import check_reward_config, engine_arguments, scored_labels
 
@@ -48,27 +46,6 @@ def test_a_file_that_ends_the_process_on_import(tmp_path):
     path.write_text("import sys\nsys.exit(3)\n")
     with pytest.raises(ConfigError, match="ends.py fails on import: called sys.exit.3."):
         check_reward_config(RewardConfig(reward_fn=f"{path}:score"))
-
-
-def test_ray_carries_a_function_given_by_path(rewards_file, monkeypatch):
-    made = []
-
-    def remember(self, name, key, settings=None, **options):
-        self.name = name
-        made.append((name, key, len(options["options"])))
-
-    monkeypatch.setattr(RaySource, "__init__", remember)
-    RewardComputationEngine.from_config(
-        RewardConfig(reward_fn=f"{rewards_file}:anything", reward_transport="ray"),
-        resources=ResourcesConfig(reward_num_workers=2),
-    )
-    assert [(name, actors) for name, _, actors in made] == [("anything", 2)] and made[0][1].endswith(
-        "scores.py:anything"
-    )
-    with pytest.raises(ConfigError, match="reward_fn_timeout is for functions in this process"):
-        RewardComputationEngine.from_config(
-            RewardConfig(reward_fn=f"{rewards_file}:anything", reward_transport="ray", reward_fn_timeout=5.0)
-        )
 
 
 @pytest.mark.parametrize(

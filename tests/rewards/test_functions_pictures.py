@@ -1,5 +1,3 @@
-import base64
-
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -189,71 +187,11 @@ def test_image_reward(tmp_path):
     [
         ("clip_score", {"model": "/nowhere/clip"}, "scorer clip_score: /nowhere/clip cannot be loaded"),
         ("aesthetic", {"head": "/nowhere/head.pth"}, "scorer aesthetic: the file /nowhere/head.pth does not exist"),
-        ("face_similarity", {"embedder": "/nowhere/face.onnx"}, "scorer face_similarity: the file"),
     ],
 )
 def test_missing_checkpoints_are_errors(name, settings, words):
     with pytest.raises(ConfigError, match=words):
         build_scorer(name, settings)
-
-
-class MeanColor(torch.nn.Module):
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return pixels.mean(dim=(2, 3)) + 1.1
-
-
-def test_face_similarity_by_torchscript(tmp_path):
-    path = tmp_path / "face.pt"
-    torch.jit.trace(MeanColor(), torch.zeros(1, 3, 16, 16)).save(str(path))
-    red, blue = Image.new("RGB", (20, 20), "red"), Image.new("RGB", (20, 20), "blue")
-    red.save(tmp_path / "red.png")
-    metadata = [{"reference_image": str(tmp_path / "red.png")}, {"face_image": red}, {}]
-    result = score(
-        "face_similarity", {"embedder": str(path), "size": 16}, ["", "", ""], [red, blue, red], metadata=metadata
-    )
-    vector = torch.tensor([2.1, 0.1, 0.1])
-    other = vector.flip(0)
-    wanted = float(vector @ other / (vector @ vector))
-    assert result.score[:2].tolist() == pytest.approx([1.0, wanted], abs=1e-4)
-    assert result.valid.tolist() == [True, True, False]
-    assert result.metrics["reward/face_similarity/not_applicable"] == 1
-
-
-# GlobalAveragePool and Flatten of a (1, 3, 16, 16) picture, as an ONNX file.
-MEAN_COLOR_ONNX = (
-    "CAg6YQoZCgF4EgFwIhFHbG9iYWxBdmVyYWdlUG9vbAoPCgFwEgF5IgdGbGF0dGVuEgFnWhsKAXgSFgoUCAESEAoCCAEKAggDCgIIEAoCCBBiEwoB"
-    "eRIOCgwIARIICgIIAQoCCANCBAoAEA0="
-)
-
-
-def test_face_similarity_by_onnx(tmp_path):
-    path = tmp_path / "face.onnx"
-    path.write_bytes(base64.b64decode(MEAN_COLOR_ONNX))
-    red, pink = Image.new("RGB", (20, 20), (255, 0, 0)), Image.new("RGB", (20, 20), (255, 0, 255))
-    settings = {"embedder": str(path), "size": 16}
-    result = score("face_similarity", settings, ["", "", ""], [red, pink, red], references=[red, red, None])
-    # Pixels become 1 and -1: (1, -1, -1) and (1, -1, 1), whose cosine is 1/3.
-    assert result.score[:2].tolist() == pytest.approx([1.0, 1 / 3], abs=1e-5)
-    assert result.valid.tolist() == [True, True, False]
-
-
-def test_no_face_found_is_masked_and_counted(tmp_path):
-    from lightrft_visual.plugins.face.scorer import FaceSimilarity
-
-    path = tmp_path / "face.pt"
-    torch.jit.trace(MeanColor(), torch.zeros(1, 3, 16, 16)).save(str(path))
-    scorer = FaceSimilarity(str(path), size=16)
-    face = scorer._face
-
-    def detect(picture):
-        return None if picture.getpixel((0, 0)) == (0, 0, 0) else face(picture)
-
-    scorer._face = detect
-    white, black = Image.new("RGB", (8, 8), "white"), Image.new("RGB", (8, 8), "black")
-    result = RewardComputationEngine(custom_reward_func=scorer).score_media(
-        ["", ""], [white, black], references=[white] * 2
-    )
-    assert result.valid.tolist() == [True, False] and result.score[0] == pytest.approx(1)
 
 
 def test_multi_scorer_has_names_and_average():

@@ -14,8 +14,7 @@ from lightrft_visual.data.imaging import Video
 from lightrft_visual.data.video import load_video
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.experience.prompts import PromptBatch
-from lightrft_visual.plugins.embedded.questions import vocabulary_texts
-from lightrft_visual.plugins.embedded.tiny_vlm import QWEN_FAMILIES, build_processor, build_tokenizer
+from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES, build_processor, build_tokenizer
 from lightrft_visual.rollout import multimodal
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
@@ -30,7 +29,7 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer(vocabulary_texts())
+    return build_tokenizer()
 
 
 @pytest.fixture(scope="module", params=QWEN_FAMILIES)

@@ -30,7 +30,7 @@ def parameters(build) -> float:
 def test_the_language_model_has_three_billion_parameters_and_its_tower():
     from transformers import AutoModelForImageTextToText
 
-    from lightrft_visual.plugins.embedded.tiny_vlm import build_tokenizer
+    from lightrft_visual.models.tiny.vlm import build_tokenizer
 
     config = shapes.qwen_3b(build_tokenizer(shapes.TEXTS))
     assert parameters(lambda: AutoModelForImageTextToText.from_config(config)) == pytest.approx(3.75, abs=0.02)

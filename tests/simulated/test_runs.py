@@ -19,7 +19,7 @@ from transformers import (
 )
 from whole_runs import ROOT, rows, run_plan
 
-from lightrft_visual.plugins.embedded.tiny_sd3 import build_clip_tokenizer
+from lightrft_visual.models.tiny.sd3 import build_clip_tokenizer
 
 DRIVER = ROOT / "tests" / "simulated" / "run_plan.py"
 SMALL = (
@@ -88,11 +88,11 @@ def given(tmp_path_factory, cache_root) -> dict[str, str]:
     where reward models would run on the host."""
     from transformers import AutoTokenizer
 
+    from lightrft_visual.config import registry
     from lightrft_visual.config.vl import ModelConfig
-    from lightrft_visual.plugins.embedded.resolve import resolve_checkpoint
 
     folder = tmp_path_factory.mktemp("given")
-    tokenizer = AutoTokenizer.from_pretrained(resolve_checkpoint(ModelConfig(), "embedded"))
+    tokenizer = AutoTokenizer.from_pretrained(registry.checkpoint_folder(ModelConfig(), "embedded", "embedded"))
     settings = BertConfig(
         vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
         num_labels=1, pad_token_id=tokenizer.pad_token_id, max_position_embeddings=512,

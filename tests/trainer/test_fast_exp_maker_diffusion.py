@@ -16,7 +16,7 @@ from lightrft_visual.experience.diffusion_sampling import NoiseConfig, SamplingC
 from lightrft_visual.experience.prompts import PromptBatch
 from lightrft_visual.experience.types import ExperienceDiffusion
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
-from lightrft_visual.plugins.embedded.tiny_sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
 from lightrft_visual.trainer.diffusion.maker import DiffusersEngine, DiffusionExperienceMaker

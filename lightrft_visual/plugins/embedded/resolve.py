@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
+from ...config import registry
 from ...config.diffusion import DiffusionRunConfig
 from ...config.vl import EMBEDDED, ModelConfig, RunConfig
 from ...errors import ConfigError
 from ...runtime.paths import cache_root
 
+# By name, as transformers loads in seconds: of `models.tiny.vlm.TINY_FAMILIES`, those that see and those that draw.
+VISION_FAMILIES, DRAWING_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"), ("janus",)
 logger = logging.getLogger(__name__)
 
 
 def place_questions(config: RunConfig) -> None:
     """Put the files of the questions in the place of their name; held-out ones where no others are named."""
-    from .questions import text_questions
-    from .tiny_vlm import VISION_FAMILIES
-    from .unified import unified_task
-    from .warmup import embedded_task
-
     name, split = config.data.prompt_data, config.data.eval_split
     family = config.model.embedded_family if config.model.pretrain == EMBEDDED else None
     if name != EMBEDDED and family not in (None, *VISION_FAMILIES):
         raise ConfigError(f"prompt_data {name} is for models that see and answer in text, not for {family}")
-    task = unified_task() if family == "janus" else embedded_task(name=name)
-    train = task.train(split) if family == "janus" else task.train
-    held_out = task.held_out(split)
-    if family not in (None, "janus", *VISION_FAMILIES):
+    if family in DRAWING_FAMILIES:
+        registry.services.load("unified").place(config)
+        return
+    from .questions import text_questions
+    from .warmup import embedded_task
+
+    task = embedded_task(name=name)
+    train, held_out = task.train, task.held_out(split)
+    if family not in (None, *VISION_FAMILIES):
         train, held_out = text_questions(train), text_questions(held_out)
     config.data.prompt_data = str(train)
     if config.data.eval_data is None:
@@ -45,28 +49,43 @@ def place_captions(config: DiffusionRunConfig) -> None:
     config.data.eval_data = config.data.eval_data or str(kept)
 
 
-def resolve_checkpoint(model: ModelConfig, name: str, task: str = EMBEDDED) -> str:
-    """`name`, or the folder of the embedded vision-language model that was warmed up for an embedded task."""
-    if name != EMBEDDED:
-        return name
-    from .tiny_janus import UnifiedWarmUp, embedded_janus
+def resolve_checkpoint(model: ModelConfig, name: str, task: str) -> str:
+    """The folder of the embedded vision-language model that was warmed up for an embedded task."""
+    if model.embedded_family in DRAWING_FAMILIES:
+        return registry.services.load("unified").checkpoint(model)
     from .warmup import embedded_checkpoint, warm_up_of
 
-    if model.embedded_family == "janus":
-        return str(embedded_janus(UnifiedWarmUp(), report=logger.info))
     settings = warm_up_of(task, family=model.embedded_family)
     return str(embedded_checkpoint(settings, report=logger.info))
 
 
-def resolve_pipeline(path: str, family: str = "auto") -> str:
-    """`path`, or the folder of the embedded diffusion pipeline of a family; auto is the tiny SD3."""
-    return str(embedded_folder(family)) if path == EMBEDDED else path
+def checkpoint_shape(model: ModelConfig, task: str) -> Any:
+    """The transformers configuration of `resolve_checkpoint`, without building it."""
+    from ...models.tiny.vlm import build_tokenizer, tiny_config
+    from .warmup import source_of
+
+    tokenizer = build_tokenizer(source_of(task).vocabulary_texts(), family=model.embedded_family)
+    return tiny_config(model.embedded_family, tokenizer, tie_embeddings=False)
+
+
+def resolve_pipeline(name: str, family: str) -> str:
+    """The folder of the embedded diffusion pipeline of a family; auto is the tiny SD3."""
+    return str(embedded_folder(family))
+
+
+def pipeline_shape(name: str, family: str) -> tuple[Any, int]:
+    """The pipeline of `resolve_pipeline` with freshly drawn weights, and the tokens of its prompts."""
+    from ...models.tiny.sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+    from ...models.tiny.sd15 import TinySD15Settings, build_sd15_pipeline
+
+    small = family == "sd15"
+    return build_sd15_pipeline(TinySD15Settings()) if small else build_pipeline(TinyDiffusionSettings()), TEXT_LENGTH
 
 
 def embedded_folder(family: str = "auto") -> Path:
     """The embedded pipeline of a family. Raises ConfigError where there is none."""
-    from .tiny_sd3 import embedded_diffusion_folder
-    from .tiny_sd15 import embedded_sd15_folder
+    from .warmup_sd3 import embedded_diffusion_folder
+    from .warmup_sd15 import embedded_sd15_folder
 
     folders = {"auto": embedded_diffusion_folder, "sd3": embedded_diffusion_folder, "sd15": embedded_sd15_folder}
     if family not in folders:

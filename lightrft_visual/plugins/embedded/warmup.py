@@ -27,13 +27,13 @@ from ...experience.model_inputs import ModelInputs
 from ...experience.samples import pad_rollouts
 from ...experience.sampling import ScoringRule
 from ...experience.vision import VisionTensors
+from ...models.tiny.vlm import TINY_FAMILIES, build_tiny_checkpoint
 from ...models.vlm.actor import Actor
 from ...models.vlm.families import family_of_processor
 from ...observe.console import RunConsole
 from ...runtime.paths import cache_root
 from . import questions, reasoning
 from .task import EmbeddedTask, SupervisedPair, supervised_pairs
-from .tiny_vlm import TINY_FAMILIES, build_tiny_checkpoint
 
 CACHE_VERSION = 4
 LOSS_WINDOW = 10  # steps whose mean loss is compared with the bound

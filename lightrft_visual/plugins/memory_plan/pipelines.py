@@ -14,12 +14,12 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from ...config import registry
+from ...config.choice import load_target
 from ...config.diffusion import DiffusionRunConfig
-from ...config.shared import EMBEDDED
 from ...errors import ConfigError
 from ...models.diffusion.families.cosmos import NoSafetyChecker
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, named_family, saved_text_length
-from ..embedded.tiny_sd3 import TEXT_LENGTH
 from .meta import on_meta
 from .shapes import find_shipped
 
@@ -33,11 +33,10 @@ def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
     """
     model = config.model
     with _default_precision(torch.bfloat16 if model.bf16 else torch.float32):
-        pipeline = _pipeline(config)
+        pipeline, saved = _pipeline(config)
     if pipeline is None:
         return None
     adapter = named_family(type(pipeline).__name__, model.family)
-    saved = TEXT_LENGTH if model.pretrain == EMBEDDED else saved_text_length(model.pretrain)
     family = adapter(pipeline, model.max_sequence_length or saved)
     family.source_pixels = config.sampling.source_pixels
     with torch.device("meta"):
@@ -54,27 +53,24 @@ def _default_precision(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _pipeline(config: DiffusionRunConfig) -> DiffusionPipeline | None:
+def _pipeline(config: DiffusionRunConfig) -> tuple[DiffusionPipeline | None, int | None]:
+    """The pipeline and the tokens of its prompts, where it says so."""
     path = config.model.pretrain
-    if path == EMBEDDED:
-        return _embedded(config.model.family)
+    if path in registry.checkpoint_resolvers:
+        return _built_in(path, config.model.family)
     folder = Path(path)
     if folder.is_dir():
-        return _assemble(_read_folder(folder))
+        return _assemble(_read_folder(folder)), saved_text_length(path)
     known = find_shipped(path)
-    return None if known is None else _assemble(known)
+    return None if known is None else _assemble(known), None
 
 
-def _embedded(family: str) -> DiffusionPipeline:
-    from ..embedded.tiny_sd3 import TinyDiffusionSettings, build_pipeline
-    from ..embedded.tiny_sd15 import TinySD15Settings, build_sd15_pipeline
-
+def _built_in(name: str, family: str) -> tuple[DiffusionPipeline, int]:
+    build = load_target(registry.checkpoint_resolvers[name].pipeline_shape)
     state = torch.random.get_rng_state()  # the builders seed it
     try:
-        small = family == "sd15"
-        return (build_sd15_pipeline(TinySD15Settings()) if small else build_pipeline(TinyDiffusionSettings())).to(
-            "meta"
-        )
+        pipeline, length = build(name, family)
+        return pipeline.to("meta"), length
     finally:
         torch.random.set_rng_state(state)
 

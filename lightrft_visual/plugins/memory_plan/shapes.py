@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...config import registry
+from ...config.choice import load_target
 from ...config.shared import EMBEDDED
 from ...config.vl import ModelConfig
 from ...errors import ConfigError
@@ -40,8 +42,8 @@ def language_model(model: ModelConfig, online: bool = False, task: str = EMBEDDE
     from transformers import AutoConfig
 
     path, trust = model.pretrain, model.trust_remote_code
-    if path == EMBEDDED:
-        return _embedded(model, task)
+    if path in registry.checkpoint_resolvers:
+        return load_target(registry.checkpoint_resolvers[path].shape)(model, task)
     if Path(path).is_dir():
         try:
             return AutoConfig.from_pretrained(path, trust_remote_code=trust)
@@ -54,11 +56,3 @@ def language_model(model: ModelConfig, online: bool = False, task: str = EMBEDDE
         return AutoConfig.from_pretrained(path, trust_remote_code=trust, local_files_only=not online)
     except (OSError, ValueError, KeyError):
         return None  # the run itself says what it cannot load
-
-
-def _embedded(model: ModelConfig, task: str):
-    from ..embedded.tiny_vlm import build_tokenizer, tiny_config
-    from ..embedded.warmup import source_of
-
-    tokenizer = build_tokenizer(source_of(task).vocabulary_texts(), family=model.embedded_family)
-    return tiny_config(model.embedded_family, tokenizer, tie_embeddings=False)

@@ -1,7 +1,5 @@
 """The SD3 policy on a tiny pipeline: replay, guidance, reference, LoRA in the stock pipeline."""
 
-import dataclasses
-
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
@@ -11,17 +9,20 @@ from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.algorithms.diffusion.rows import experience_of, samples_at, trainable_steps
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
-from lightrft_visual.plugins.embedded.tiny_sd3 import TinyDiffusionSettings, embedded_diffusion_folder
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, save_text_length
+from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
 
 PROMPTS = ["a red circle", "a blue cross", "a red circle"]
-SETTINGS = TinyDiffusionSettings(vae_steps=2, transformer_steps=2, batch_size=4, pictures=8, layers=2)
+SETTINGS = TinyDiffusionSettings(layers=2)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return embedded_diffusion_folder(tmp_path_factory.mktemp("cache"), SETTINGS)
+    folder = tmp_path_factory.mktemp("pipeline")
+    build_pipeline(SETTINGS).save_pretrained(folder)
+    save_text_length(folder, TEXT_LENGTH)
+    return folder
 
 
 def policy_of(folder, rank=4):
@@ -236,8 +237,3 @@ def test_refusals(folder):
         DiffusionPolicy.from_pretrained(str(folder), trainable=("unet",))
     with pytest.raises(ConfigError, match="trains all weights"):
         policy_of(folder, 0).save_lora("nowhere")
-
-
-def test_the_cache_is_keyed_by_settings(folder):
-    assert embedded_diffusion_folder(folder.parent, SETTINGS) == folder
-    assert dataclasses.replace(SETTINGS, seed=1).key != SETTINGS.key

@@ -19,8 +19,8 @@ from tiny_models import (
 
 from lightrft_visual.experience.sampling import ScoringRule
 from lightrft_visual.models.loading import freeze
+from lightrft_visual.models.tiny.vlm import VISION_FAMILIES
 from lightrft_visual.models.vlm.positions import token_types
-from lightrft_visual.plugins.embedded.tiny_vlm import VISION_FAMILIES
 
 KINDS = [kind for kind in ALL_KINDS if not kind.endswith("+tied")] + ["qwen2_5_vl+tied"]
 

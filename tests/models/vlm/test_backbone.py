@@ -35,10 +35,9 @@ from lightrft_visual.experience.prompts import PromptBatch
 from lightrft_visual.experience.sampling import SamplingSettings, ScoringRule
 from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.models.loading import open_checkpoint
+from lightrft_visual.models.tiny.vlm import CHAT_TEMPLATE, QWEN_FAMILIES, VISION_FAMILIES, build_tokenizer
 from lightrft_visual.models.vlm.backbone import Backbone
 from lightrft_visual.models.vlm.critic import Critic
-from lightrft_visual.plugins.embedded.questions import vocabulary_texts
-from lightrft_visual.plugins.embedded.tiny_vlm import CHAT_TEMPLATE, QWEN_FAMILIES, VISION_FAMILIES, build_tokenizer
 from lightrft_visual.rollout.hf import TransformersEngine, prompt_inputs
 
 
@@ -140,7 +139,7 @@ def llava(tmp_path_factory):
     """LLaVA with four image tokens an image: another vision tower, no M-RoPE, pixel values without grids."""
     folder = tmp_path_factory.mktemp("llava")
     torch.manual_seed(0)
-    tokenizer = build_tokenizer(vocabulary_texts())
+    tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(

@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 from tiny_models import actor_of, checkpoint_of
 
+from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES
 from lightrft_visual.models.vlm.patches import PatchConv3d
-from lightrft_visual.plugins.embedded.tiny_vlm import QWEN_FAMILIES
 
 KERNEL = (2, 4, 4)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tiny_models import checkpoint_of, features_of, mixed_prompts
 from transformers import AutoModel
 
+from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES
 from lightrft_visual.models.vlm.positions import (
     MRopePositions,
     count_runs,
@@ -19,7 +20,6 @@ from lightrft_visual.models.vlm.positions import (
     text_positions,
     token_types,
 )
-from lightrft_visual.plugins.embedded.tiny_vlm import QWEN_FAMILIES
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from lightrft_visual.experience.model_inputs import ModelInputs
 from lightrft_visual.experience.sampling import ScoringRule
 from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.models.loading import load_transformer, open_checkpoint
+from lightrft_visual.models.tiny.vlm import TINY_FAMILIES, build_tokenizer, tiny_config
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.models.vlm.families import family_of
-from lightrft_visual.plugins.embedded.tiny_vlm import TINY_FAMILIES, build_tokenizer, tiny_config
 
 UNKNOWN = {
     "qwen3_vl_moe": ["M-RoPE"],

@@ -9,8 +9,8 @@ from tiny_models import actor_of, checkpoint_of, load
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightrft_visual.models import attention
+from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES
 from lightrft_visual.models.vlm import windows
-from lightrft_visual.plugins.embedded.tiny_vlm import QWEN_FAMILIES
 
 
 def tower_inputs(tower) -> tuple[torch.Tensor, torch.Tensor]:

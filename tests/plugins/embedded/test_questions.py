@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -163,3 +165,9 @@ def test_warm_up_pairs_are_the_demonstrations_with_their_answers_in_a_reproducib
     endless = list(islice(supervised_pairs(task.demonstrations, seed=1), 150))
     assert endless[:60] == pairs and endless == list(islice(supervised_pairs(task.demonstrations, seed=1), 150))
     assert endless[60:120] != pairs and set(endless[60:120]) == set(pairs)
+
+
+def test_docs_say_the_share_of_each_kind():
+    text = (Path(__file__).resolve().parents[3] / "docs" / "data.md").read_text()
+    shares = dict(re.findall(r"^\| `(\w+)` \| (\d+) % \|", text, re.M))
+    assert {kind: int(share) for kind, share in shares.items()} == {k: 5 * n for k, n in questions._SHARES.items()}

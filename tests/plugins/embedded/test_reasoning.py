@@ -12,9 +12,9 @@ from PIL import Image
 
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.models.tiny.vlm import build_tokenizer
 from lightrft_visual.plugins.embedded import questions, reasoning
 from lightrft_visual.plugins.embedded.task import SPLITS, split_of, supervised_pairs
-from lightrft_visual.plugins.embedded.tiny_vlm import build_tokenizer
 from lightrft_visual.rewards.functions.format import Format
 from lightrft_visual.rewards.recipe import load_recipe
 from lightrft_visual.trainer.vl.build import with_reward

@@ -19,7 +19,7 @@ from lightrft_visual.plugins.embedded.drawn_shapes import (
     placed_captions,
     random_images,
 )
-from lightrft_visual.plugins.embedded.scorers.shape_judge import ShapeJudgeScorer, judge_images
+from lightrft_visual.plugins.embedded.scorers.judge_scorer import ShapeJudgeScorer, judge_images
 from lightrft_visual.plugins.embedded.scorers.shape_match import shape_match
 from lightrft_visual.plugins.embedded.shape_judge import (
     JudgeSettings,

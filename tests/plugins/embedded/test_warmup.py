@@ -7,11 +7,11 @@ from itertools import islice
 import pytest
 from transformers import AutoProcessor
 
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.observe.console import short
 from lightrft_visual.plugins.embedded import questions
 from lightrft_visual.plugins.embedded.questions import vocabulary_texts
 from lightrft_visual.plugins.embedded.task import supervised_pairs
-from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
 from lightrft_visual.plugins.embedded.warmup import (
     LOSS_WINDOW,
     REPORT_EVERY,

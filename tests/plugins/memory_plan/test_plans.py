@@ -17,7 +17,7 @@ from lightrft_visual.config.roots import DIFFUSION_PRESET
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
-from lightrft_visual.plugins.embedded.tiny_sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.plugins.memory_plan import check
 from lightrft_visual.plugins.memory_plan.diffusion import Computed, DiffusionPlanner
 from lightrft_visual.plugins.memory_plan.pipelines import pipeline_policy

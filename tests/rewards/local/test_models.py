@@ -163,7 +163,7 @@ def test_by_length():
 def test_vision_language_reward_model(tmp_path):
     """Batches equal single samples, the picture matters, and a checkpoint without a head is refused."""
     from lightrft_visual.models.reward_model import VLRewardModel
-    from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
+    from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
     build_tiny_checkpoint(tmp_path, texts=["count compare colour no picture 1 2 3 is more"])
     with pytest.raises(ConfigError, match="no reward_head.safetensors"):
@@ -193,7 +193,7 @@ def test_zero_3_divides_reward_models_and_all_ranks_score_together(tmp_path, cla
     from transformers import AutoModelForImageTextToText
 
     from lightrft_visual.models.reward_model import VLRewardModel
-    from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
+    from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
     judge = tmp_path / "judge"
     build_tiny_checkpoint(judge, texts=["count no is more picture 1 2 3"])

@@ -13,7 +13,7 @@ from tiny_models import checkpoint_of
 from lightrft_visual.config.shared import DistributedConfig
 from lightrft_visual.config.vl import RolloutConfig, RunConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.plugins.embedded.tiny_vlm import VISION_FAMILIES
+from lightrft_visual.models.tiny.vlm import VISION_FAMILIES
 from lightrft_visual.rollout.vllm.arguments import (
     HOST_CACHE,
     LARGEST_BLOCK,

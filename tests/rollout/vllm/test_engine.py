@@ -30,7 +30,7 @@ from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.experience.prompts import PromptBatch
 from lightrft_visual.experience.sampling import SamplingSettings
-from lightrft_visual.plugins.embedded.tiny_vlm import build_processor
+from lightrft_visual.models.tiny.vlm import build_processor
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
 from lightrft_visual.runtime.deepspeed import TrainEngine

@@ -17,8 +17,8 @@ from lightrft_visual.config.roots import DIFFUSION_PRESET
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
+from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.observe.metrics import MetricsAccumulator
-from lightrft_visual.plugins.embedded.tiny_sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
 from lightrft_visual.trainer.diffusion.graphs import GIB, Graphed, RolloutGraphs, kept_bytes, worth_using
 from lightrft_visual.trainer.diffusion.updates import ReplayUpdate, without_zero_advantages

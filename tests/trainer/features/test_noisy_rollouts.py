@@ -16,8 +16,7 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.prompts import PromptBatch
 from lightrft_visual.experience.rollouts import collate
 from lightrft_visual.experience.sampling import Completion, SamplingSettings
-from lightrft_visual.plugins.embedded.questions import vocabulary_texts
-from lightrft_visual.plugins.embedded.tiny_vlm import build_processor, build_tokenizer
+from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.parity import RolloutCheck
 from lightrft_visual.rollout.stage import RolloutStage
@@ -71,7 +70,7 @@ class Asked:
 
 @pytest.fixture(scope="module")
 def data():
-    tokenizer = build_tokenizer(vocabulary_texts())
+    tokenizer = build_tokenizer()
     return MultimodalDataProcessor(tokenizer, build_processor("qwen2_5_vl", tokenizer), 256)
 
 

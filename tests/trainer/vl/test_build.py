@@ -1,4 +1,4 @@
-"""What of a configuration depends on the model that it names, and what stands behind `embedded`."""
+"""What of a configuration depends on the model that it names."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ import torch
 from tiny_models import actor_of, checkpoint_of, inputs_of, rollouts_of, text_prompts
 from transformers import LlavaConfig, Qwen2Config
 
-from lightrft_visual.config.vl import AlgorithmConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
+from lightrft_visual.config.vl import AlgorithmConfig, ModelConfig, RunConfig, TrainConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.sampling import ScoringRule
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.models.vlm.families import family_of
-from lightrft_visual.plugins.embedded.questions import vocabulary_texts
-from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
-from lightrft_visual.plugins.embedded.warmup import embedded_task
-from lightrft_visual.trainer.vl import build
 from lightrft_visual.trainer.vl.build import (
     _actor_optimizer,
     _loss_parts,
-    _resolve_embedded,
     _resolve_sharing,
     _teacher,
 )
@@ -71,32 +67,6 @@ def test_one_sample_shares_with_nobody():
         config.check()
 
 
-def embedded_data(**settings) -> DataConfig:
-    config = RunConfig(model=ModelConfig(pretrain="some/model"), data=DataConfig(**settings))
-    _resolve_embedded(config)
-    return config.data
-
-
-def test_the_embedded_task_reports_on_test_and_is_tuned_on_dev(cache_root):
-    task = embedded_task(cache_root)
-    assert embedded_data().prompt_data == str(task.train)
-    assert embedded_data().eval_data == str(task.test)
-    assert embedded_data(eval_split="dev").eval_data == str(task.dev)
-    assert embedded_data(eval_split="dev", eval_data="mine.jsonl").eval_data == "mine.jsonl"
-    with pytest.raises(ConfigError, match="eval_split is 'train'"):
-        embedded_data(eval_split="train")
-
-
-def test_a_model_of_text_alone_is_given_the_questions_without_images(cache_root, monkeypatch):
-    monkeypatch.setattr(build, "resolve_checkpoint", lambda model, name, task: name)
-    config = RunConfig(model=ModelConfig(embedded_family="qwen2"))
-    _resolve_embedded(config)
-    for path, whole in ((config.data.prompt_data, 4096), (config.data.eval_data, 256)):
-        rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-        assert whole // 12 < len(rows) < whole // 8
-        assert not any(row["images"] for row in rows) and {row["label"] for row in rows} == {"text"}
-
-
 def rates(kind: str, root, **settings) -> dict[str, float]:
     """Learning rate of each trained parameter of a tiny model."""
     checkpoint = checkpoint_of(root, kind)
@@ -130,7 +100,7 @@ def teacher_for(checkpoint, path, share_prefix: bool | None = None) -> object:
 
 def test_a_larger_model_of_the_same_tokens_can_teach(tmp_path):
     student = checkpoint_of(tmp_path, "qwen2")
-    larger = build_tiny_checkpoint(tmp_path / "larger", "qwen2", texts=vocabulary_texts(), hidden=192, layers=3)
+    larger = build_tiny_checkpoint(tmp_path / "larger", "qwen2", hidden=192, layers=3)
     inputs = inputs_of(student, rollouts_of(student, text_prompts()))
     found = teacher_for(student, larger)(inputs, ScoringRule())
     assert found.shape == inputs.action_mask.shape and (found[inputs.action_mask] < 0).all()

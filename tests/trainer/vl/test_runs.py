@@ -14,8 +14,7 @@ import pytest
 from PIL import Image
 from whole_runs import rollouts, rows, run_plan
 
-from lightrft_visual.plugins.embedded.questions import vocabulary_texts
-from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
 ENGINES = ("vllm", "hf")
 COLOURS = {"red": (230, 20, 20), "blue": (20, 20, 230)}
@@ -61,7 +60,7 @@ def colour_of(image: Image.Image) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache_root) -> Path:
     folder = tmp_path_factory.mktemp("videos")
-    model = build_tiny_checkpoint(folder / "model", "qwen2_5_vl", texts=vocabulary_texts())
+    model = build_tiny_checkpoint(folder / "model", "qwen2_5_vl")
     for name, colour in COLOURS.items():
         write_clip(folder / f"{name}.mp4", colour)
     lines = [

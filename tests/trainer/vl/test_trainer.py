@@ -11,7 +11,6 @@ from torch import nn
 from lightrft_visual.algorithms.kl import get_kl_controller
 from lightrft_visual.config.vl import AlgorithmConfig, RunConfig
 from lightrft_visual.models.weight_copies import WeightAverage
-from lightrft_visual.plugins.sglang.weights import buckets
 from lightrft_visual.rollout.weight_post import WeightPost, received
 from lightrft_visual.runtime.deepspeed import TrainEngine
 from lightrft_visual.trainer.features.ema import EmaHook
@@ -113,6 +112,7 @@ class ReadsInBuckets(ReadsAfterTheEnd):
     """As SGLang gets them."""
 
     def update_weights(self, named_tensors) -> None:
+        buckets = pytest.importorskip("lightrft_visual.plugins.sglang.weights").buckets
         self.held = self.copied(each for bucket in buckets(named_tensors, most=100) for each in bucket)
 
 

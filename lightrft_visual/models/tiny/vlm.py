@@ -41,6 +41,12 @@ from transformers import (
 
 from ...runtime.seeding import seed_everything
 
+# What a tokenizer learns its words from where no others are given.
+TEXTS = (
+    "how many shapes are there?", "what colour is it?", "which shape is it?", "how large is it?",
+    "first  second  what colour is the first?", "red green blue yellow which word is last?", "1", "2", "3", "ring",
+    "square", "triangle", "small", "large", *("red", "green", "blue", "yellow") * 3,
+)  # fmt: skip
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
     "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
@@ -101,7 +107,7 @@ def chat_template(family: str) -> str:
     return _CHAT_TEMPLATE.replace("IMAGE_PLACEHOLDER", media["image"]).replace("VIDEO_PLACEHOLDER", media["video"])
 
 
-def build_tokenizer(texts: Iterable[str], vocab_size: int = 512, family: str = "qwen2_5_vl") -> Qwen2Tokenizer:
+def build_tokenizer(texts: Iterable[str] = TEXTS, vocab_size: int = 512, family: str = "qwen2_5_vl") -> Qwen2Tokenizer:
     """A byte-level BPE tokenizer of the Qwen2 class trained on `texts`; every string round-trips."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -322,7 +328,7 @@ def build_tiny_checkpoint(
     folder: Path,
     family: str = "qwen2_5_vl",
     *,
-    texts: Iterable[str],
+    texts: Iterable[str] = TEXTS,
     tie_embeddings: bool = False,
     seed: int = 0,
     hidden: int = 128,

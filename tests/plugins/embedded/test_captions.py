@@ -11,11 +11,13 @@ from lightrft_visual.config.diffusion import DiffusionDataConfig, DiffusionRunCo
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.roots import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.trainer.diffusion.build import _resolve_embedded
+from lightrft_visual.plugins.embedded.resolve import place_captions
 
 
 def resolved(*argv: str) -> DiffusionDataConfig:
-    return _resolve_embedded(load_config(DiffusionRunConfig, list(argv), preset=DIFFUSION_PRESET)).data
+    config = load_config(DiffusionRunConfig, list(argv), preset=DIFFUSION_PRESET)
+    place_captions(config)
+    return config.data
 
 
 def captions(path: str) -> set[str]:

@@ -21,7 +21,7 @@ from lightrft_visual.experience.prompts import PromptBatch
 from lightrft_visual.experience.rollouts import collate
 from lightrft_visual.experience.sampling import SamplingSettings, ScoringRule
 from lightrft_visual.models.loading import add_lora
-from lightrft_visual.models.vlm.families.janus import Janus
+from lightrft_visual.plugins.unified.family import Janus
 from lightrft_visual.rollout.engine import check_engine
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor

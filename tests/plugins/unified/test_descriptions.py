@@ -9,15 +9,15 @@ from itertools import product
 import pytest
 from PIL import Image
 
-from lightrft_visual.plugins.embedded.descriptions import (
+from lightrft_visual.plugins.embedded.questions import COLOURS, SHAPES, Scene
+from lightrft_visual.plugins.embedded.task import split_of
+from lightrft_visual.plugins.unified.descriptions import (
     COUNTS,
     PROMPT,
     build_descriptions,
     described,
     vocabulary_texts,
 )
-from lightrft_visual.plugins.embedded.questions import COLOURS, SHAPES, Scene
-from lightrft_visual.plugins.embedded.task import split_of
 
 
 @pytest.fixture(scope="module")

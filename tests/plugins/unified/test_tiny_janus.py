@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.plugins.embedded.drawn_shapes import COLOURS, PLACES, SHAPES, ShapeCaption, held_out, parse_caption
 from lightrft_visual.plugins.embedded.scorers.shape_match import shape_match
 from lightrft_visual.plugins.embedded.task import SupervisedPair
-from lightrft_visual.plugins.embedded.tiny_janus import (
+from lightrft_visual.plugins.embedded.warmup import embedded_task
+from lightrft_visual.plugins.unified.task import unified_task
+from lightrft_visual.plugins.unified.tiny_janus import (
     Drawings,
     UnifiedWarmUp,
     _images,
@@ -26,9 +29,6 @@ from lightrft_visual.plugins.embedded.tiny_janus import (
     vocabulary,
     warm_up,
 )
-from lightrft_visual.plugins.embedded.tiny_vlm import build_tiny_checkpoint
-from lightrft_visual.plugins.embedded.unified import unified_task
-from lightrft_visual.plugins.embedded.warmup import embedded_task
 
 KINDS = {"colour": range(len(COLOURS)), "shape": range(len(SHAPES)), "place": range(len(PLACES))}
 SHORT = UnifiedWarmUp(

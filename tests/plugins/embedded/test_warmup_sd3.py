@@ -1,5 +1,6 @@
 """The embedded diffusion model: tokenizers that know the captions, settings that decide the weights."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -7,15 +8,12 @@ from pathlib import Path
 import torch
 from waiting import output_of
 
+from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH, build_clip_tokenizer, build_pipeline, build_t5_tokenizer
 from lightrft_visual.plugins.embedded.drawn_shapes import all_captions
-from lightrft_visual.plugins.embedded.tiny_sd3 import (
-    TEXT_LENGTH,
+from lightrft_visual.plugins.embedded.warmup_sd3 import (
+    EmbeddedSD3Settings,
     EncodedScenes,
-    TinyDiffusionSettings,
-    apply_merge,
-    build_clip_tokenizer,
-    build_pipeline,
-    build_t5_tokenizer,
+    embedded_diffusion_folder,
     optimise,
     spoil_captions,
     warm_up_vae,
@@ -36,26 +34,8 @@ def test_every_caption_is_one_token_a_word_in_both_tokenizers():
     assert len(seen) == len(all_captions())
 
 
-def test_unknown_words_are_spelt():
-    clip = build_clip_tokenizer()
-    assert clip.decode(clip("zebra").input_ids, skip_special_tokens=True) == "zebra"
-
-
-def test_merges_from_the_left():
-    assert apply_merge(["a", "a", "a", "b"], ("a", "a")) == ["aa", "a", "b"]
-
-
-def test_the_same_settings_give_the_same_weights():
-    settings = TinyDiffusionSettings(layers=1)
-    one, two = build_pipeline(settings), build_pipeline(settings)
-    for name in ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
-        left, right = one.components[name].state_dict(), two.components[name].state_dict()
-        assert all(torch.equal(left[key], right[key]) for key in left)
-    assert one.tokenizer.get_vocab() == two.tokenizer.get_vocab()
-
-
 def test_latents_are_normalised_after_the_warm_up():
-    settings = TinyDiffusionSettings(vae_steps=3)
+    settings = EmbeddedSD3Settings(vae_steps=3)
     pipeline = build_pipeline(settings)
     warm_up_vae(pipeline.vae, settings, torch.Generator().manual_seed(0))
     assert pipeline.vae.config.scaling_factor != 1.0
@@ -64,7 +44,7 @@ def test_latents_are_normalised_after_the_warm_up():
 
 
 def test_encoded_pictures_keep_their_labels():
-    settings = TinyDiffusionSettings(pictures=300)
+    settings = EmbeddedSD3Settings(pictures=300)
     drawn = EncodedScenes.draw(build_pipeline(settings).vae, settings, torch.Generator().manual_seed(0))
     assert drawn.latents.shape == (300, 8, 8, 8) and len(set(zip(drawn.colours.tolist(), drawn.shapes.tolist()))) == 24
     colours, shapes, latents = drawn.some(50, torch.Generator().manual_seed(1))
@@ -74,7 +54,7 @@ def test_encoded_pictures_keep_their_labels():
 
 
 def test_spoilt_captions_have_their_share():
-    settings = TinyDiffusionSettings(wrong_shape=0.4, wrong_colour=0.0, no_caption=0.1)
+    settings = EmbeddedSD3Settings(wrong_shape=0.4, wrong_colour=0.0, no_caption=0.1)
     colours, shapes = torch.zeros(20_000, dtype=torch.long), torch.zeros(20_000, dtype=torch.long)
     said = spoil_captions(colours, shapes, settings, torch.Generator().manual_seed(0))
     assert abs((said == 24).float().mean() - 0.1) < 0.01
@@ -83,9 +63,10 @@ def test_spoilt_captions_have_their_share():
 
 RACER = """
 import sys, time
-from lightrft_visual.plugins.embedded.tiny_sd3 import TinyDiffusionSettings, build_pipeline, built_once
+from lightrft_visual.models.tiny.sd3 import build_pipeline
+from lightrft_visual.plugins.embedded.warmup_sd3 import EmbeddedSD3Settings, built_once
 
-settings = TinyDiffusionSettings(layers=1)
+settings = EmbeddedSD3Settings(layers=1)
 
 def build():
     with open(sys.argv[2], "a") as file:
@@ -106,7 +87,7 @@ def test_of_processes_that_race_one_builds_and_the_others_wait(tmp_path):
     assert [racer.returncode for racer in racers] == [0, 0]
     assert counter.read_text() == "built\n"
     kept = [path.name for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
-    assert kept == [f"raced-{TinyDiffusionSettings(layers=1).key}"]
+    assert kept == [f"raced-{EmbeddedSD3Settings(layers=1).key}"]
 
 
 def test_the_warm_up_says_how_far_it_is(capsys):
@@ -117,3 +98,10 @@ def test_the_warm_up_says_how_far_it_is(capsys):
         "warm-up, nothing step 400/401", "warm-up, nothing step 401/401",
     ]  # fmt: skip
     assert all("loss 1." in line for line in lines)
+
+
+def test_the_cache_is_keyed_by_settings(tmp_path):
+    settings = EmbeddedSD3Settings(vae_steps=2, transformer_steps=2, batch_size=4, pictures=8, layers=2)
+    folder = embedded_diffusion_folder(tmp_path, settings)
+    assert embedded_diffusion_folder(tmp_path, settings) == folder
+    assert dataclasses.replace(settings, seed=1).key != settings.key

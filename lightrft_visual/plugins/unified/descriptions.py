@@ -10,8 +10,8 @@ import os
 import random
 
 from ...runtime.seeding import derive_seed
-from .questions import COLOURS, SHAPES, Scene, draw_scene, random_scene, single_scene
-from .task import EmbeddedTask, Question, TaskSource, belongs, build_task
+from ..embedded.questions import COLOURS, SHAPES, Scene, draw_scene, random_scene, single_scene
+from ..embedded.task import EmbeddedTask, Question, TaskSource, belongs, build_task
 
 VERSION = 1  # part of the folder's name and of every draw
 PROMPT = "describe the image"

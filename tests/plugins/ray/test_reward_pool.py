@@ -217,3 +217,25 @@ def test_actors_of_rewards_by_what_the_resources_say(monkeypatch):
         ray_pool.actor_pool(ResourcesConfig(reward_num_gpus=3.0, reward_num_workers=2))
     with pytest.raises(ConfigError, match="reward_num_workers is 3, but rewards have 2 device"):
         ray_pool.actor_pool(ResourcesConfig(reward_devices=[2, 3], reward_num_workers=3))
+
+
+def test_ray_carries_a_function_given_by_path(tmp_path, monkeypatch):
+    (tmp_path / "scores.py").write_text("def anything(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    made = []
+
+    def remember(self, name, key, settings=None, **options):
+        self.name = name
+        made.append((name, key, len(options["options"])))
+
+    monkeypatch.setattr(RaySource, "__init__", remember)
+    RewardComputationEngine.from_config(
+        RewardConfig(reward_fn=f"{tmp_path}/scores.py:anything", reward_transport="ray"),
+        resources=ResourcesConfig(reward_num_workers=2),
+    )
+    assert [(name, actors) for name, _, actors in made] == [("anything", 2)] and made[0][1].endswith(
+        "scores.py:anything"
+    )
+    with pytest.raises(ConfigError, match="reward_fn_timeout is for functions in this process"):
+        RewardComputationEngine.from_config(
+            RewardConfig(reward_fn=f"{tmp_path}/scores.py:anything", reward_transport="ray", reward_fn_timeout=5.0)
+        )

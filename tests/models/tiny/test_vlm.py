@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import checkpoint_of, load
 from transformers import AutoProcessor, AutoTokenizer, GenerationConfig
 
-from lightrft_visual.models.vlm.families import family_of
-from lightrft_visual.plugins.embedded.questions import vocabulary_texts
-from lightrft_visual.plugins.embedded.tiny_vlm import (
+from lightrft_visual.models.tiny.vlm import (
     FAMILIES,
     SPECIAL_TOKENS,
     VISION_FAMILIES,
@@ -19,6 +17,7 @@ from lightrft_visual.plugins.embedded.tiny_vlm import (
     build_tokenizer,
     tiny_config,
 )
+from lightrft_visual.models.vlm.families import family_of
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer(vocabulary_texts())
+    return build_tokenizer()
 
 
 @settings(max_examples=100, deadline=None)
@@ -73,7 +72,7 @@ def test_checkpoints_load_through_the_auto_classes(root, family):
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_tied_and_untied_embeddings(tmp_path, family, tied):
-    folder = build_tiny_checkpoint(tmp_path / "m", family, texts=vocabulary_texts(), tie_embeddings=tied)
+    folder = build_tiny_checkpoint(tmp_path / "m", family, tie_embeddings=tied)
     model = load(folder, family in VISION_FAMILIES)
     shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert shared == tied
@@ -82,7 +81,7 @@ def test_tied_and_untied_embeddings(tmp_path, family, tied):
 def test_one_seed_one_model(tmp_path):
     states = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        folder = build_tiny_checkpoint(tmp_path / name, "qwen2", texts=vocabulary_texts(), seed=seed)
+        folder = build_tiny_checkpoint(tmp_path / name, "qwen2", seed=seed)
         states.append(load(folder, False).state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0])

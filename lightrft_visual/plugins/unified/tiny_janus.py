@@ -28,15 +28,16 @@ from ...experience.model_inputs import ModelInputs
 from ...experience.samples import pad_rollouts
 from ...experience.sampling import ScoringRule
 from ...experience.vision import VisionTensors
+from ...models.tiny.vlm import JANUS_DRAWN, build_tiny_checkpoint
 from ...models.vlm.actor import Actor
 from ...observe.console import RunConsole
 from ...runtime.paths import cache_root
-from . import descriptions, questions
-from .drawn_shapes import COLOURS, PLACES, SHAPES, ShapeCaption, placed_captions, random_images
-from .questions import vocabulary_texts
-from .task import EmbeddedTask, SupervisedPair, supervised_pairs
-from .tiny_vlm import JANUS_DRAWN, build_tiny_checkpoint
-from .warmup import PairEncoder, built_once, embedded_task
+from ..embedded import questions
+from ..embedded.drawn_shapes import COLOURS, PLACES, SHAPES, ShapeCaption, placed_captions, random_images
+from ..embedded.questions import vocabulary_texts
+from ..embedded.task import EmbeddedTask, SupervisedPair, supervised_pairs
+from ..embedded.warmup import PairEncoder, built_once, embedded_task
+from . import descriptions
 
 T = torch.Tensor
 REPORT_EVERY = 50  # steps between two lines of progress

@@ -8,17 +8,17 @@ from diffusers import StableDiffusionPipeline
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, takes_first_frame
+from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH
+from lightrft_visual.models.tiny.sd15 import build_sd15_pipeline
 from lightrft_visual.plugins.embedded.resolve import embedded_folder
-from lightrft_visual.plugins.embedded.tiny_sd3 import TEXT_LENGTH
-from lightrft_visual.plugins.embedded.tiny_sd15 import (
-    TinySD15Settings,
-    build_sd15_pipeline,
+from lightrft_visual.plugins.embedded.warmup_sd15 import (
+    EmbeddedSD15Settings,
     embedded_sd15_folder,
     encode_clip_captions,
     fold_shift,
 )
 
-SETTINGS = TinySD15Settings(unet_channels=(16, 16), vae_steps=2, unet_steps=2, batch_size=4, pictures=8)
+SETTINGS = EmbeddedSD15Settings(unet_channels=(16, 16), vae_steps=2, unet_steps=2, batch_size=4, pictures=8)
 
 
 @pytest.fixture(scope="module")

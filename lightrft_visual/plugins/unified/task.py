@@ -17,10 +17,10 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...runtime.paths import cache_root
-from .captions import caption_split
-from .drawn_shapes import placed_captions
-from .task import HELD_OUT
-from .warmup import built_once, embedded_task
+from ..embedded.captions import caption_split
+from ..embedded.drawn_shapes import placed_captions
+from ..embedded.task import HELD_OUT
+from ..embedded.warmup import built_once, embedded_task
 
 VERSION = 5  # of the rows and of the split
 EVAL_ROWS = 240  # of each kind

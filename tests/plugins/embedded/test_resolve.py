@@ -1,0 +1,64 @@
+"""What stands behind the name `embedded`: files and models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightrft_visual.config import registry
+from lightrft_visual.config.vl import DataConfig, ModelConfig, RunConfig
+from lightrft_visual.data.prompts import PromptDataset
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.tiny.sd3 import WORDS
+from lightrft_visual.models.tiny.vlm import TINY_FAMILIES
+from lightrft_visual.models.tiny.vlm import VISION_FAMILIES as SEEING
+from lightrft_visual.plugins.embedded.drawn_shapes import all_captions
+from lightrft_visual.plugins.embedded.questions import build_embedded_task
+from lightrft_visual.plugins.embedded.resolve import DRAWING_FAMILIES, VISION_FAMILIES, place_questions
+from lightrft_visual.plugins.embedded.warmup import embedded_task
+
+
+def embedded_data(**settings) -> DataConfig:
+    config = RunConfig(model=ModelConfig(pretrain="some/model"), data=DataConfig(**settings))
+    place_questions(config)
+    return config.data
+
+
+def test_the_embedded_task_reports_on_test_and_is_tuned_on_dev(cache_root):
+    task = embedded_task(cache_root)
+    assert embedded_data().prompt_data == str(task.train)
+    assert embedded_data().eval_data == str(task.test)
+    assert embedded_data(eval_split="dev").eval_data == str(task.dev)
+    assert embedded_data(eval_split="dev", eval_data="mine.jsonl").eval_data == "mine.jsonl"
+    with pytest.raises(ConfigError, match="eval_split is 'train'"):
+        embedded_data(eval_split="train")
+
+
+def test_a_model_of_text_alone_is_given_the_questions_without_images(cache_root):
+    config = RunConfig(model=ModelConfig(embedded_family="qwen2"))
+    place_questions(config)
+    for path, whole in ((config.data.prompt_data, 4096), (config.data.eval_data, 256)):
+        rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        assert whole // 12 < len(rows) < whole // 8
+        assert not any(row["images"] for row in rows) and {row["label"] for row in rows} == {"text"}
+
+
+def test_rows_of_the_task_load_for_training_and_evaluation(tmp_path):
+    task = build_embedded_task(tmp_path, n_train=40, n_eval=20)
+    config = DataConfig(prompt_data=str(task.train), eval_data=str(task.test), max_eval_samples=10)
+    train, evaluation = PromptDataset.for_training(config), PromptDataset.for_evaluation(config)
+    assert (len(train), len(evaluation)) == (40, 10) and not train.bad
+
+
+def test_families_and_words_are_those_of_the_builders():
+    drawing = tuple(name for name, family in TINY_FAMILIES.items() if family.draws)
+    assert (VISION_FAMILIES, DRAWING_FAMILIES) == (SEEING, drawing)
+    assert sorted({word for caption in all_captions() for word in caption.text.split()}) == list(WORDS)
+
+
+def test_the_name_is_a_task_and_a_model_of_both_kinds_of_run():
+    assert all("embedded" in each for each in (registry.tasks, registry.drawing_tasks, registry.checkpoint_resolvers))
+    assert registry.checkpoint_folder(ModelConfig(), "some/model", "embedded") == "some/model"
+    assert registry.pipeline_folder("some/pipeline", "sd3") == "some/pipeline"
