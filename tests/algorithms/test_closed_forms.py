@@ -76,11 +76,14 @@ FORMS = {
         "steps of Flow-GRPO": (STEPS, "test_flow_grpo_by_hand", "test_flow_grpo_at_sigma_one_divides_by_the_next"),
         "steps of DDIM": (STEPS, "test_ddim_is_the_stochastic_step_of_the_stock_scheduler"),
         "NoisyRollout": (
-            "rollout/test_distortion.py",
+            "trainer/features/test_noisy_rollouts.py",
             "test_the_schedule_is_the_papers_sigmoid",
             "test_the_noise_is_a_step_of_the_forward_process",
         ),
-        "selective replay": ("replay/test_selective.py", "test_the_draw_is_in_proportion_to_the_advantage"),
+        "selective replay": (
+            "trainer/features/test_selective_replay.py",
+            "test_the_draw_is_in_proportion_to_the_advantage",
+        ),
         "CPS": (STEPS, "test_cps_by_hand", "test_cps_surrogate_is_minus_the_squared_distance"),
         "sde_reflow": (STEPS, "test_reflow_noises_the_predicted_data_anew"),
         "GRPO-Guard": (DIFFUSION, "test_guard_leaves_the_noise_times_the_shift_of_the_mean"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -118,6 +119,22 @@ def my_steps(parts):
 @registry.rollout_metrics.register("my_reward_square", about="squares of the rewards")
 def my_reward_square(experience):
     return experience.info["reward"].square(), experience.valid.bool()
+
+
+@registry.tasks.register("my_prompts", about="prompts of a file beside this one")
+@registry.drawing_tasks.register("my_prompts", about="prompts of a file beside this one")
+def my_prompts(config):
+    config.data.prompt_data = str(Path(__file__).with_name("my_prompts.jsonl"))
+
+
+@registry.checkpoint_resolvers.register("my_model", about="a folder beside this file")
+def my_model(model, name, task):
+    return str(Path(__file__).with_name(name))
+
+
+@registry.services.register("my_service", about="what another plug-in may ask for")
+def my_service():
+    return "served"
 
 
 @dataclass(frozen=True)

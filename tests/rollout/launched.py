@@ -19,7 +19,7 @@ def run_ranks(script: str, *arguments: str, timeout: float = 260, ranks: int = 2
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    paths = [folder, HERE, HERE.parent, HERE.parent / "models", HERE.parent / "replay", HERE.parents[1]]
+    paths = [folder, HERE, HERE.parent, HERE.parent / "models", HERE.parent / "experience", HERE.parents[1]]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     environment |= {
         "WORLD_SIZE": str(ranks),

@@ -26,7 +26,7 @@ class FlowDPPO(FlowGRPO):
 
     threshold: float = 1e-5
 
-    def surrogate(self, raw: T, step: Step, rows: DenoisingBatch) -> tuple[T, dict[str, float]]:
+    def surrogate(self, raw: T, step: Step, rows: DenoisingBatch) -> tuple[T, dict[str, T]]:
         """See the class; ConfigError when the rollout kept no step means."""
         if rows.rollout_means is None:
             raise ConfigError("Flow-DPPO compares step means: sample with keep_means")

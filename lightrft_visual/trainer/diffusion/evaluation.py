@@ -65,9 +65,9 @@ class DiffusionEvaluation:
             record["sample_id"] = index
         metrics = _means_over_ranks(values, rows.sample_ids, real)
         metrics |= self._of_set(media, rows.sample_ids, real, as_base)
-        kept = [record for record, (index, is_real) in zip(records, shard) if is_real and index < self.records_to_keep]
-        shown = gather_all(kept)
-        return Evaluated(metrics, shown[: self.trajectories], shown[:SHEET_IMAGES], look)
+        own = [record for record, (index, is_real) in zip(records, shard) if is_real and index < self.records_to_keep]
+        kept = gather_all(own)
+        return Evaluated(metrics, kept[: self.trajectories], kept[:SHEET_IMAGES], look)
 
     def _of_set(self, media: T, ids: T, real: T, as_base: bool) -> dict[str, float]:
         """What the images of all ranks show together."""

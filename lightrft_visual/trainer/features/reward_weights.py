@@ -12,7 +12,8 @@ class RewardWeightsHook(StepHook):
     """Reads the watched file at the start of each step. rewards: the run's reward engine."""
 
     def __init__(self, rewards: Any) -> None:
-        self.rewards, self.weights = rewards, {}
+        self.rewards = rewards
+        self.weights: dict[str, float] = {}
         self.read_at = -1  # the step; one that asks for prompts again is scored by the same weights
 
     def setup(self, context: HookContext) -> None:

@@ -132,7 +132,8 @@ def test_an_actor_that_leaves_after_the_load_is_sampled_from_as_it_was(any_rig):
     trainer.config = RunConfig()
     trainer.config.rollout.offload_trainer = True
     trainer.actor = TrainEngine(SimpleNamespace(module=any_rig.actor), zero_stage=1, max_norm=1.0)
-    trainer.maker = SimpleNamespace(engine=any_rig.engine)
+    trainer.maker = SimpleNamespace(engine=any_rig.engine, policy_is_new=lambda version: None)
+    trainer.step = 1
     any_rig.move()
     trainer._load_engine_weights()
     assert not any(parameter.untyped_storage().nbytes() for parameter in any_rig.actor.parameters())

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ....data.placeholders import MediaConventions
 from ....errors import ConfigError, DataError
@@ -82,6 +82,9 @@ class VLMFamily(MediaConventions):
         found = {name: as_tensor(output[name]) for name in cls.tensors if output.get(name) is not None}
         shares = VisionTensors.of(**found).shared_out(len(images), {"image": images, "video": videos})
         return [VisionTensors([share]) for share in shares]
+
+    def check_processor(self, processor: ProcessorMixin) -> None:
+        """Raise ConfigError where the checkpoint's processor gives inputs that the adapter does not pass on."""
 
     # --- sampling --------------------------------------------------------------------------------------------------
 

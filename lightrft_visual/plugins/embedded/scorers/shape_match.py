@@ -145,7 +145,7 @@ class ShapeMatch:
 
 def together(sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Starts and ends of runs of one size, of at most `PIXELS_AT_ONCE` pixels or one image."""
-    runs = []
+    runs: list[tuple[int, int]] = []
     for index, (width, height) in enumerate(sizes):
         start = runs[-1][0] if runs else 0
         fits = (index + 1 - start) * width * height <= PIXELS_AT_ONCE
