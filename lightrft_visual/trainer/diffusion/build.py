@@ -257,32 +257,16 @@ def _most_images(config: DiffusionRunConfig) -> int:
         raise ConfigError("source_pixels is the size of images to edit, and this model edits none: leave it out")
     if config.offline and edits:
         raise ConfigError("pair_data has no column of images to edit: train this model on prompts")
-    if config.offline and adapter.first_part:
-        raise ConfigError("pair_data has no tokens of an autoregressive half: train this model on prompts")
-    _check_half(config, adapter)
+    _check_trained(config, adapter)
     return edits or int(adapter.takes_first_frame)
 
 
-def _check_half(config: DiffusionRunConfig, adapter: type[DiffusionFamily]) -> None:
-    """Raises ConfigError for parts that the model does not have and, of models of two parts, where algorithm and
-    trained half do not fit."""
-    trained = config.model.trained_denoisers or ()
-    halves = [*adapter.denoiser_names, *([adapter.first_part] if adapter.first_part else [])]
-    for name in trained if config.model.pretrain != EMBEDDED else ():
-        if name not in halves:
-            raise ConfigError(f"trainable_models: this model has no {name!r}{did_you_mean(name, halves)}")
-    first = adapter.first_part is not None and adapter.first_part in trained
-    if config.algorithm.entry.trains_on == "tokens" and not first:
-        half = f"set trainable_models {adapter.first_part}" if adapter.first_part else "this model has none"
-        raise ConfigError(
-            f"{config.algorithm.entry.name} trains the autoregressive half of a model of two parts: {half}"
-        )
-    if first and config.algorithm.entry.trains_on != "tokens":
-        raise ConfigError(f"{adapter.first_part} draws tokens: train it by diffusion_algorithm token_grpo")
-    if first and config.distributed.zero_stage == 3:
-        raise ConfigError(
-            f"{adapter.first_part} generates with whole weights, and ZeRO stage 3 divides them: use 0 to 2"
-        )
+def _check_trained(config: DiffusionRunConfig, adapter: type[DiffusionFamily]) -> None:
+    """Raises ConfigError for parts that the model does not have."""
+    names = adapter.denoiser_names
+    for name in config.model.trained_denoisers or () if config.model.pretrain != EMBEDDED else ():
+        if name not in names:
+            raise ConfigError(f"trainable_models: this model has no {name!r}{did_you_mean(name, names)}")
 
 
 def _total_steps(config: DiffusionRunConfig, rows: int) -> int:

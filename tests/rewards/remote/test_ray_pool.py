@@ -154,11 +154,12 @@ def test_a_reward_model_in_actors_scores_as_in_this_process(cluster, tmp_path):
     (source,) = far._sources.values()
     try:
         assert isinstance(source, RayRewardModel)
-        assert torch.equal(far.compute_rewards(outputs).score, wanted)
-        assert torch.equal(far.score_media(["red", "a blue one"]).score, drawn)
+        # Actors may compute by another number of threads.
+        assert torch.allclose(far.compute_rewards(outputs).score, wanted, atol=1e-5)
+        assert torch.allclose(far.score_media(["red", "a blue one"]).score, drawn, atol=1e-5)
         batch = batch_from_samples(outputs)
         waiting = source.submit(batch, Call())  # the trainer goes on meanwhile
-        assert torch.equal(waiting.result().values.float(), wanted)
+        assert torch.allclose(waiting.result().values.float(), wanted, atol=1e-5)
 
         first = ray.get(source._actors[0].process.remote())
         with suppress(ProcessLookupError):
@@ -167,7 +168,7 @@ def test_a_reward_model_in_actors_scores_as_in_this_process(cluster, tmp_path):
         if late.failed.any():  # the death was noticed by this call, whose samples are failed, and by no later one
             assert late.failed.all() and "on Ray" in next(iter(late.reasons))
             late = source.score(batch, Call())
-        assert torch.equal(late.values.float(), wanted)
+        assert torch.allclose(late.values.float(), wanted, atol=1e-5)
         assert ray.get(source._actors[0].process.remote()) != first
     finally:
         far.close()
