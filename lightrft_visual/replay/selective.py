@@ -39,12 +39,11 @@ class Refilled(NamedTuple):
 class SelectiveReplay:
     """The samples of earlier steps that had an advantage, on this rank its own.
 
-    capacity: samples of each kind, answers and drawn images, kept on this rank, the oldest dropped first. alpha: they
-    are drawn in proportion to |advantage| ** alpha, none twice in a step. seed: of the run.
+    capacity: samples of each kind, answers and drawn images, kept on this rank, the oldest dropped first. They are
+    drawn in proportion to |advantage|, none twice in a step. seed: of the run.
     """
 
     capacity: int
-    alpha: float
     seed: int
     kept: list[AnyItem] = field(default_factory=list)
 
@@ -101,7 +100,7 @@ class SelectiveReplay:
             number = int(item.sample_id)
             uniform = (derive_seed(self.seed, "selective replay", step, number) % 2**52 + 0.5) / 2**52
             gumbel = -math.log(-math.log(uniform))
-            key = self.alpha * math.log(advantage_size(item)) + gumbel
+            key = math.log(advantage_size(item)) + gumbel
             offers.setdefault(is_drawn(item), []).append(Kept(key, number, rank, index))
         return offers
 

@@ -49,6 +49,7 @@ from .stages import DiffusionSampling, ImageSettings, TrainedVelocity
 from .trainer import DiffusionTrainer
 from .training_reward import TrainingReward
 
+PROMPTS_GIB = 2  # of encoded prompts on disk
 EMBEDDED_REWARD = '{"*": [["rule", "shape_match", 1.0]]}'
 
 
@@ -304,7 +305,7 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
     if model.gradient_checkpointing:
         policy.enable_gradient_checkpointing(model.use_gradient_checkpointing_offload)
     policy.place(strategy.device)
-    _keep_prompts(policy, model.prompt_cache_gib)
+    _keep_prompts(policy)
     settings = OptimizerSettings.from_config(config.train, config.train.learning_rate, config.updates(total_steps))
     engine = strategy.prepare(policy, settings)
     if config.algorithm.beta > 0 or algorithm.reference:
@@ -312,13 +313,11 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
     return policy, engine
 
 
-def _keep_prompts(policy: DiffusionPolicy, gib: float) -> None:
-    """What the text encoders make is kept on disk too, where the run asks for it."""
-    if gib == 0:
-        return
+def _keep_prompts(policy: DiffusionPolicy) -> None:
+    """What the text encoders make is kept on disk for later runs too."""
     folder = cache_root() / "prompts"
-    found = policy.keep_prompts_in(folder, int(gib * 2**30))
-    say(f"encoded prompts are kept in {folder}, at most {gib:g} GiB; {found} of this model are there")
+    found = policy.keep_prompts_in(folder, PROMPTS_GIB * 2**30)
+    say(f"encoded prompts are kept in {folder}, at most {PROMPTS_GIB} GiB; {found} of this model are there")
 
 
 def _trained_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set[str]:
@@ -372,4 +371,4 @@ def _ema(config: DiffusionRunConfig, policy: DiffusionPolicy) -> WeightAverage |
     train = config.train
     if not train.enable_ema:
         return None
-    return WeightAverage(policy.trainable_parameters(), train.ema_beta, train.ema_interval, train.ema_warmup)
+    return WeightAverage(policy.trainable_parameters(), train.ema_beta, train.ema_interval, warmup=True)

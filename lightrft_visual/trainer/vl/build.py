@@ -413,13 +413,7 @@ def _distortion(config: RunConfig, total_steps: int) -> Distortion | None:
     rollout = config.rollout
     if rollout.noisy_rollout_share == 0:
         return None
-    return Distortion(
-        rollout.noisy_rollout_share,
-        rollout.noisy_rollout_strength,
-        rollout.noisy_rollout_decay,
-        rollout.noisy_rollout_midpoint,
-        total_steps,
-    )
+    return Distortion(rollout.noisy_rollout_share, rollout.noisy_rollout_strength, total_steps)
 
 
 def _evaluation(config, maker, eval_set, checkpoint, gold) -> Evaluation | None:
@@ -438,7 +432,7 @@ def _evaluation(config, maker, eval_set, checkpoint, gold) -> Evaluation | None:
 
 
 def _gate(config, maker, engine, actor, strategy, checkpoint) -> ParityGate | None:
-    if config.rollout.parity_samples == 0:
+    if config.rollout.parity_every == 0:
         return None
     return ParityGate.from_config(
         config,

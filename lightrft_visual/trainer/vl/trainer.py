@@ -47,6 +47,8 @@ from .parts import VLParts, prompt_batch
 from .prompts_ahead import PromptsAhead
 from .updates import PolicyUpdate, TrainBatch, ValueUpdate, comparable, has_dropout, plan_batch
 
+PROBE_PROMPTS = 4  # that engine and trainer both score when the parity gate looks
+
 
 class VLTrainer(PolicyTrainer):
     """Trains an actor, and a critic where there is one, on rollouts of prompts with images.
@@ -117,7 +119,7 @@ class VLTrainer(PolicyTrainer):
         self._load_engine_weights()
         self._policy_is_new()
         # A few rows for the first parity check; the sampler's order stays as it is.
-        rows = self.supply.first_rows(max(1, self.config.rollout.parity_samples), self.step)
+        rows = self.supply.first_rows(PROBE_PROMPTS, self.step)
         self.probe = self._probe_of(self._prompts(rows, torch.arange(-len(rows), 0)))
         reported = self.parity
         self._check_parity()
@@ -290,7 +292,7 @@ class VLTrainer(PolicyTrainer):
         return prompt_batch(rows, self.parts.checkpoint, self.config.data, ids)
 
     def _probe_of(self, batch: PromptBatch) -> PromptBatch | None:
-        count = min(self.config.rollout.parity_samples, len(batch))
+        count = min(PROBE_PROMPTS, len(batch)) if self.parts.gate is not None else 0
         return batch.select(list(range(count))) if count else None
 
     # -- engine and parity ---------------------------------------------------------------------------------------
@@ -425,7 +427,7 @@ def _selective_replay(algorithm: AlgorithmConfig, seed: int) -> SelectiveReplay 
     if algorithm.selective_replay == 0:
         return None
     share = max(1, algorithm.selective_replay // collectives.world_size())
-    return SelectiveReplay(share, algorithm.selective_replay_alpha, seed)
+    return SelectiveReplay(share, seed)
 
 
 def _image_dependence(parts: VLParts) -> ImageDependence | None:
