@@ -30,7 +30,7 @@ BUILT = ["lightrft_visual.trainer.vl.trainer", "deepspeed.runtime.zero.muon.muon
 FLAGS = (
     "--engine_type hf --rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 8 "
     "--train_batch_size 8 --micro_train_batch_size 8 --max_eval_samples 0 --num_trajectories_to_save 8 "
-    "--report false --max_steps 2 --save_steps 1 --parity_samples 0 --zero_stage 0"
+    "--report false --max_steps 2 --save_steps 1 --parity_every 0 --zero_stage 0"
 ).split()
 HEAD = """
 import asyncio, contextlib, io, os, shutil, sys, threading, time, warnings

@@ -83,7 +83,6 @@ class DiffusionModelConfig(Section):
     max_sequence_length: PositiveInt | None = None  # tokens of the T5 or LLM encoder; default: the family's own
     gradient_checkpointing: bool = False
     compile: bool = False  # torch.compile of the denoisers' blocks: slower to start, faster steps
-    prompt_cache_gib: NonNegativeFloat = 2.0  # of encoded prompts kept on disk for later runs; 0 keeps none
     vae_tiling: bool = False  # decode large images in overlapping tiles: less memory, blended at the seams
     use_gradient_checkpointing_offload: bool = False  # keep checkpointed activations in host memory; checkpoints too
 
@@ -193,8 +192,6 @@ class DiffusionTrainConfig(Section):
     enable_ema: bool = False
     ema_beta: Annotated[float, within("[0, 1)")] = 0.9
     ema_interval: PositiveInt = 8  # optimizer steps between EMA updates
-    ema_warmup: bool = True  # decay at most (1 + n) / (10 + n) after optimizer step n, as in Flow-GRPO's code
-    max_nonfinite_steps: PositiveInt = 3
     seed: int = 42
 
     def schedule(self, updates: int) -> tuple[str, float]:
@@ -373,21 +370,12 @@ class DiffusionRunConfig(Section):
             f"{self.train.train_batch_size} must be a multiple of it",
         )
         if algorithm.entry.coupled != "pairs":
-            require(
-                algorithm.pairs_per_prompt is None,
-                f"pairs_per_prompt belongs to diffusion_dpo, not to {algorithm.diffusion_algorithm}",
-            )
             return
         require(
             not (algorithm.gdpo or algorithm.global_std),
             "diffusion_dpo ranks samples by their reward: gdpo and global_std scale advantages, which it has none of",
         )
         require(n % 2 == 0, f"pairs are made of n_samples_per_prompt samples: {n} must be even")
-        algorithm.pairs_per_prompt = algorithm.pairs_per_prompt or n // 2
-        require(
-            algorithm.pairs_per_prompt <= n // 2,
-            f"pairs_per_prompt is {algorithm.pairs_per_prompt}; {n} samples make {n // 2} pairs",
-        )
 
     def _check_family(self) -> None:
         """auto on another path is checked once the pipeline is known; the embedded auto is a flow model."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from . import registry
-from .constraints import NonNegativeFloat, PositiveFloat, PositiveInt, Section, one_of, registered, require, within
+from .constraints import NonNegativeFloat, PositiveFloat, Section, one_of, registered, require, within
 
 AWM_WEIGHTINGS = ("uniform", "time", "time_squared", "huber")
 
@@ -41,7 +41,6 @@ class DiffusionAlgorithmConfig(Section):
     dppo_threshold: PositiveFloat = 1e-5  # flow_dppo: KL to the rollout policy from which on a step may be masked
     dpo_beta: PositiveFloat | None = None  # sharpness of the preference; default: dgpo 100, diffusion_dpo 5000
     dpo_reference: Annotated[str, one_of("base", "old")] = "base"  # what errors are compared with; old: of the rollouts
-    pairs_per_prompt: PositiveInt | None = None  # of diffusion_dpo's rollouts; default: half of n_samples_per_prompt
     min_sigma: Annotated[float | None, within("[0, 1)")] = None  # losses on finished samples: least noise that is added
     mid_timestep: int = 4  # Reward FL: first step with gradient
     final_timestep: int = 7  # Reward FL: last step, from which the data is predicted

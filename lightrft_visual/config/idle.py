@@ -41,13 +41,11 @@ def check_run(algorithm: Any, rollout: Any) -> None:
         refuse_idle(algorithm, names, f"policy_loss {' or '.join(readers)}", loss.name in readers or not loss.shipped)
     for names, owner, read in (
         (("papo_mask_ratio",), "a papo_coef above 0", algorithm.papo_coef > 0),
-        (("selective_replay_alpha",), "selective_replay", algorithm.selective_replay > 0),
         (("tis_cap",), "--tis_mode token or sequence", algorithm.corrects_rollouts),
         (("overlong_buffer_len", "overlong_buffer_penalty_factor"), "--overlong_buffer", algorithm.overlong_buffer),
     ):
         refuse_idle(algorithm, names, owner, read)
-    noise = ("noisy_rollout_strength", "noisy_rollout_decay", "noisy_rollout_midpoint")
-    refuse_idle(rollout, noise, "a noisy_rollout_share above 0", rollout.noisy_rollout_share > 0)
+    refuse_idle(rollout, ("noisy_rollout_strength",), "a noisy_rollout_share above 0", rollout.noisy_rollout_share > 0)
 
 
 def check_diffusion(config: Any) -> None:

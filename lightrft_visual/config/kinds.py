@@ -66,13 +66,12 @@ class DiffusionAlgorithm(Choice):
     """target: a function of DiffusionRunConfig to the loss, see `algorithms.diffusion`.
 
     trajectories: by which rollouts may be sampled, the usual one first. prediction: what the model must predict, 'flow'
-    or 'epsilon'; None takes both. trains_on: 'steps' of an SDE, 'data' (finished samples), 'tokens' of an
-    autoregressive half, or 'reward' (its gradient; no replay). grouped: compares samples of one prompt. reference:
-    always keeps a reference; else only with beta. old_policy: rollouts come from a decayed copy of the weights.
-    clipped_advantages: scales by adv_clip_max. guard: takes grpo_guard. coupled: whether the samples of a prompt
-    ('groups') or of a pair ('pairs') make one term of the loss: they share noise and timesteps, and belong to one
-    update. keep_means: reads the means of the rollout's steps. sde_window_size to train_batch_size: where no recipe
-    nor flag says. embedded: the recipe of the embedded model.
+    or 'epsilon'; None takes both. trains_on: 'steps' of an SDE, 'data' (finished samples), or 'reward' (its gradient;
+    no replay). grouped: compares samples of one prompt. reference: always keeps a reference; else only with beta.
+    old_policy: rollouts come from a decayed copy of the weights. clipped_advantages: scales by adv_clip_max. guard:
+    takes grpo_guard. coupled: whether the samples of a prompt ('groups') or of a pair ('pairs') make one term of the
+    loss: they share noise and timesteps, and belong to one update. keep_means: reads the means of the rollout's steps.
+    sde_window_size to train_batch_size: where no recipe nor flag says. embedded: the recipe of the embedded model.
     """
 
     trajectories: tuple[str, ...] = ("sde",)
@@ -113,7 +112,7 @@ class Engine(Choice):
     adapters_alone: whether that one, with LoRA, takes the adapters alone, by the names of the trainer's model.
     continues: whether it goes on with responses that are begun (`PromptFeatures.continued`). reads_patches: whether it
     reads what the trainer's processor made of images; workers are not sent them otherwise. draws: whether it makes
-    images too, of models whose answers may be images; beside one that does not another one draws.
+    images too; a model whose answers may be images is refused with one that does not.
     """
 
     tensor_parallel: bool = False

@@ -44,10 +44,7 @@ class ResourcesConfig(Section):
     # reward models in Ray actors of their own, with either placement: naming one of the first three asks for it
     reward_devices: Devices = None  # of this host
     reward_num_gpus: PositiveFloat | None = None  # that an existing cluster gives to all actors of a reward together
-    reward_num_workers: PositiveInt | None = None  # actors of each reward; default: one a device, or reward_ray_actors
-    reward_num_cpus: NonNegativeFloat = 0.0  # that Ray reserves for each actor
-    weight_transfer: Annotated[str, one_of("auto", "shared_memory", "object_store")] = "auto"
-    worker_timeout: PositiveFloat = 3600.0  # seconds after which a worker that has not answered is started again
+    reward_num_workers: PositiveInt | None = None  # actors of each reward; default: one a device, or one
     require_cluster: bool = False  # refuse to start without RAY_ADDRESS
 
     @property
@@ -61,7 +58,6 @@ class ResourcesConfig(Section):
         named = {
             "rollout_num_gpus": self.rollout_num_gpus != AUTO,
             "rollout_num_workers": self.rollout_num_workers is not None,
-            "weight_transfer": self.weight_transfer != AUTO,
             "require_cluster": self.require_cluster,
         }
         return [name for name, given in named.items() if given]

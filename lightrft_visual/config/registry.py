@@ -233,10 +233,6 @@ for _entry in (
         timestep_choice="random", decay_type=3, dpo_beta=5000.0, embedded="embedded/diffusion_dpo",
     ),
     DiffusionAlgorithm(
-        "token_grpo", f"{_diffusion}:token_grpo", "clipped ratios of the tokens that an autoregressive half draws",
-        trajectories=_any_trajectory, prediction=None, trains_on="tokens", clip_range=0.2, learning_rate=1e-5,
-    ),
-    DiffusionAlgorithm(
         "rwr", f"{_diffusion}:rwr", "reward-weighted regression: supervised, weighted by exp(advantage)",
         trajectories=_any_trajectory, prediction=None, trains_on="data", timestep_choice="random",
         embedded="embedded/rwr",
@@ -263,10 +259,6 @@ for _entry in (
     VLMFamily(
         "janus", f"{_families}.janus:Janus", "Janus, Janus-Pro: answers in text or images; engine hf",
         model_types=("janus",), processors=("JanusProcessor",),
-    ),
-    VLMFamily(
-        "emu3", f"{_families}.emu3:Emu3", "Emu3: answers in text or images; engine hf, or vllm for text",
-        model_types=("emu3",), processors=("Emu3Processor",),
     ),
     VLMFamily(
         "llava", f"{_families}.llava:Llava", "LLaVA 1.5; padded, images only",
@@ -302,10 +294,6 @@ for _entry in (
     DiffusionFamily(
         "qwen_image_edit_plus", f"{_families}.qwen_image_edit:QwenImageEditPlus",
         "Qwen-Image-Edit 2509 and later: up to three images in, one out", pipeline="QwenImageEditPlusPipeline",
-    ),
-    DiffusionFamily(
-        "glm_image", f"{_families}.glm_image:GlmImage", "GLM-Image: an autoregressive half, then the diffusion half",
-        pipeline="GlmImagePipeline",
     ),
     DiffusionFamily(
         "cosmos_predict2", f"{_families}.cosmos:CosmosPredict2", "Cosmos-Predict2",

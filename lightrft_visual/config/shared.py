@@ -54,7 +54,6 @@ class RewardConfig(Section):
     reward_image_format: Annotated[str, one_of("png", "jpeg")] = "png"  # png is lossless
     reward_fn_timeout: PositiveFloat | None = None  # run user callables in a subprocess with this limit, seconds
     reward_transport: Annotated[str, one_of("inprocess", "ray")] = "inprocess"  # where local scorers run
-    reward_ray_actors: PositiveInt = 1  # processes per scorer with reward_transport ray
     reward_cpu_offload: bool = True  # keep local reward models off the accelerator between uses
 
     @property
@@ -140,8 +139,6 @@ class GuardConfig(Section):
     gold_recipe: str | None = None  # a reward recipe that training never sees; default: of the embedded tasks their own
     gold_fn: str | None = None  # or path.py:function
     gold_every: NonNegativeInt = 1  # score the rollouts of every so many steps by gold too; 0: evaluations only
-    learn_steps: PositiveInt = 5  # steps that bands are learnt from
-    band_width: PositiveFloat = 6.0  # standard deviations of these steps that a band reaches, or more, see the docs
     patience: PositiveInt = 2  # steps in a row outside before an alarm
     keep_best: bool | None = None  # keep a checkpoint of the best gold; default: with policy rollback
 

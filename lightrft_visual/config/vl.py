@@ -84,7 +84,6 @@ class ModelConfig(Section):
     lora_dropout: Annotated[float, within("[0, 1)")] = 0.0
     target_modules: str = "all-linear"  # or a comma-separated list of module names
     trust_remote_code: bool = False
-    embedded_tie_embeddings: bool = False  # the embedded model with tied input and output embeddings
     # qwen2 reads text only; janus also draws, by engine hf
     embedded_family: Annotated[str, one_of("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qwen2", "janus")] = (
         "qwen2_5_vl"
@@ -177,12 +176,9 @@ class RolloutConfig(Section):
     guidance_log_probs: Annotated[str, one_of("guided", "conditional")] = "guided"
     noisy_rollout_share: Annotated[float, within("[0, 1)")] = 0.0  # of a prompt's responses, from a noisy image
     noisy_rollout_strength: Annotated[int, within("[1, 999]")] = 500  # of the noise at first: a step of 1,000
-    noisy_rollout_decay: PositiveFloat = 30.0  # how suddenly the noise vanishes
-    noisy_rollout_midpoint: Annotated[float, within("[0, 1]")] = 0.67  # share of the run at which half of it is left
     dynamic_sampling: bool = False  # DAPO: resample until the batch holds only groups with different rewards
     dynamic_sampling_max_tries: PositiveInt = 4
-    parity_samples: NonNegativeInt = 4  # prompts of the parity gate's probe; 0 turns the gate off
-    parity_every: NonNegativeInt = 50  # steps between probes; every rollout is compared anyway. 0: at the start only
+    parity_every: NonNegativeInt = 50  # steps between the gate's probes; every rollout is compared anyway. 0: no gate
     image_dependence_every: NonNegativeInt = 10  # steps between measurements of what depends on the image; 0: none
     parity_tolerance: NonNegativeFloat | None = None  # default: 1e-4 in fp32 (largest), 0.05 in bf16 (mean over tokens)
 
@@ -233,8 +229,6 @@ class TrainConfig(Section):
     enable_ema: bool = False
     ema_beta: Annotated[float, within("[0, 1)")] = 0.992
     ema_interval: ClassVar[int] = 1
-    ema_warmup: ClassVar[bool] = False
-    max_nonfinite_steps: PositiveInt = 3  # abort after this many skipped steps in a row
     separate_old_log_probs: bool = False  # a forward pass of their own even where the training forward gives them
     seed: int = 42
 

@@ -59,7 +59,6 @@ class AlgorithmConfig(Section):
     papo_entropy_coef: NonNegativeFloat = 0.0  # weight against the entropy of both policies (double entropy loss)
     teacher_coef: NonNegativeFloat = 0.0  # weight of log teacher - log policy in each token's advantage
     selective_replay: NonNegativeInt = 0  # samples of a kind kept to replace those without advantage; 0: off
-    selective_replay_alpha: NonNegativeFloat = 1.0  # they are drawn by |advantage| to this power
     overlong_buffer: bool = False
     overlong_buffer_len: PositiveInt = 1024
     overlong_buffer_penalty_factor: NonNegativeFloat = 1.0

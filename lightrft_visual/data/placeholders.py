@@ -59,11 +59,6 @@ class MediaConventions:
                 )
 
     @classmethod
-    def prompt_prefix(cls, model_input: ModelInput) -> str:
-        """What the processor writes before every prompt and an engine of its own does not."""
-        return ""
-
-    @classmethod
     def asks_for_image(cls, prompt: str, model_input: ModelInput) -> bool:
         """Whether a rendered prompt is to be answered by an image."""
         return False

@@ -19,8 +19,8 @@ def resolve_checkpoint(model: ModelConfig, name: str, task: str = EMBEDDED) -> s
     from .warmup import embedded_checkpoint, warm_up_of
 
     if model.embedded_family == "janus":
-        return str(embedded_janus(UnifiedWarmUp(tie_embeddings=model.embedded_tie_embeddings), report=logger.info))
-    settings = warm_up_of(task, family=model.embedded_family, tie_embeddings=model.embedded_tie_embeddings)
+        return str(embedded_janus(UnifiedWarmUp(), report=logger.info))
+    settings = warm_up_of(task, family=model.embedded_family)
     return str(embedded_checkpoint(settings, report=logger.info))
 
 

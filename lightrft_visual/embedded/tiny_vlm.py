@@ -16,9 +16,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    Emu3Config,
-    Emu3ImageProcessor,
-    Emu3Processor,
     GotOcr2ImageProcessor,
     InternVLConfig,
     InternVLProcessor,
@@ -69,18 +66,6 @@ _JANUS_TOKENS = {
 }
 JANUS_SIDE, JANUS_PATCH = 56, 14  # pixels of what it sees; an image is (56 / 14) ** 2 = 16 tokens, seen or drawn
 JANUS_DRAWN, JANUS_CODES = 16, 128  # pixels of what it draws, four a token
-_EMU3_MEDIA = {"image": "<image>", "video": ""}
-_EMU3_TOKENS = {
-    "image_token": "<image>",
-    "boi_token": "<|image start|>",
-    "eoi_token": "<|image end|>",
-    "image_wrapper_token": "<|image token|>",
-    "eol_token": "<|extra_200|>",
-    "eof_token": "<|extra_201|>",
-    "bos_token": "<|extra_203|>",
-}
-EMU3_AREA, EMU3_CODES = 32 * 32, 64  # pixels of what it draws, eight by eight a token; codes
-_EMU3_VISUAL = tuple(f"<|visual token {code:06d}|>" for code in range(EMU3_CODES))
 INTERNVL_TILE, INTERNVL_PATCH = 56, 14  # pixels; a tile takes (56 / 14 / 2) ** 2 = 4 tokens
 
 _CHAT_TEMPLATE = (
@@ -100,15 +85,13 @@ class TinyFamily:
 
     config: from (settings of the text model, token text to id, hidden size, tied embeddings) to the configuration.
     processor: from (tokenizer, largest pixels of an image) to the family's own; None for text only. media: placeholders
-    by kind. special_tokens: those that the tokenizer has by names of their own; last_tokens: at its end. draws: its
-    answers may be images.
+    by kind. special_tokens: those that the tokenizer has by names of their own. draws: its answers may be images.
     """
 
     config: Callable[[dict, Callable[[str], int], int, bool], PretrainedConfig]
     processor: Callable[[Qwen2Tokenizer, int], ProcessorMixin] | None
     media: dict[str, str]
     special_tokens: dict[str, str] = field(default_factory=dict)
-    last_tokens: tuple[str, ...] = ()
     draws: bool = False
 
 
@@ -137,7 +120,7 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int = 512, family: str = "
         **({"extra_special_tokens": named} if named else {"additional_special_tokens": list(SPECIAL_TOKENS)}),
     )
     if named:  # the tokenizer takes one of the two arguments only
-        tokenizer.add_tokens([*SPECIAL_TOKENS, *TINY_FAMILIES[family].last_tokens], special_tokens=True)
+        tokenizer.add_tokens([*SPECIAL_TOKENS], special_tokens=True)
     tokenizer.chat_template = chat_template(family)
     return tokenizer
 
@@ -183,11 +166,6 @@ def _janus_processor(tokenizer: Qwen2Tokenizer, max_pixels: int) -> JanusProcess
         num_image_tokens=(JANUS_SIDE // JANUS_PATCH) ** 2,
         chat_template=chat_template("janus"),
     )
-
-
-def _emu3_processor(tokenizer: Qwen2Tokenizer, max_pixels: int) -> Emu3Processor:
-    images = Emu3ImageProcessor(image_area=EMU3_AREA, min_pixels=EMU3_AREA, max_pixels=max_pixels)
-    return Emu3Processor(image_processor=images, tokenizer=tokenizer, chat_template=chat_template("emu3"))
 
 
 def _text_config(vocab_size: int, hidden: int, layers: int) -> dict:
@@ -266,24 +244,6 @@ def _janus(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) 
     )
 
 
-def _emu3(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> Emu3Config:
-    drawing = {
-        "codebook_size": EMU3_CODES,
-        "base_channels": 32,
-        "channel_multiplier": [1, 1, 1, 1],  # halved three times
-        "num_res_blocks": 1,
-        "attn_resolutions": [3],
-        "hidden_size": 32,
-    }
-    return Emu3Config(
-        text_config=text | {"pad_token_id": token_id("<|endoftext|>"), "attention_dropout": 0.0},
-        vq_config=drawing,
-        vocabulary_map={name: token_id(name) for name in (*_EMU3_TOKENS.values(), *_EMU3_VISUAL)},
-        image_area=EMU3_AREA,
-        tie_word_embeddings=tied,
-    )
-
-
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 _TOWER = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
 
@@ -329,7 +289,6 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "internvl": TinyFamily(_internvl, _internvl_processor, _INTERNVL_MEDIA, _INTERNVL_TOKENS),
     "qwen2": TinyFamily(_qwen2, None, _QWEN_MEDIA),
     "janus": TinyFamily(_janus, _janus_processor, _JANUS_MEDIA, _JANUS_TOKENS, draws=True),
-    "emu3": TinyFamily(_emu3, _emu3_processor, _EMU3_MEDIA, _EMU3_TOKENS, _EMU3_VISUAL, draws=True),
 }
 FAMILIES = tuple(name for name, family in TINY_FAMILIES.items() if not family.draws)  # those that write text only
 VISION_FAMILIES = tuple(name for name in FAMILIES if TINY_FAMILIES[name].processor is not None)

@@ -31,6 +31,8 @@ STEP_BANDS: dict[str, Bounds] = {
 }
 NO_COMPONENTS = ("reward/time", "reward/invalid_share")  # seconds, and how often scoring failed
 WEIGHT = "reward_weight/"
+LEARN_STEPS = 5  # that bands are learnt from
+BAND_WIDTH = 6.0  # standard deviations of these steps that a band reaches at least
 DRIFT = 1.5  # times the base's own variety: how far images may be from the base's of the same noise
 PARTING_WIDTH = 4.0  # standard deviations of a running mean whose best is a maximum over many steps
 
@@ -54,14 +56,15 @@ class Alarm:
 
 class Guard:
     """Bands over the metrics of steps, gains of reward and gold, partings of reward components; best: (gold, step) of
-    evaluations. penalties: components that lower the reward by rising."""
+    evaluations. penalties: components that lower the reward by rising. learn_steps: steps that bands are learnt from.
+    """
 
-    def __init__(self, config: GuardConfig):
-        self.config = config
+    def __init__(self, config: GuardConfig, learn_steps: int = LEARN_STEPS):
+        self.config, self.learn_steps = config, learn_steps
         self.penalties: Collection[str] = ()
         self.bands: dict[str, Band] = {}
         self.partings: dict[str, Parting] = {}
-        self.gains = {"gold": Gains(paired=False, base=config.learn_steps), "eval_gold": Gains(paired=True)}
+        self.gains = {"gold": Gains(paired=False, base=learn_steps), "eval_gold": Gains(paired=True)}
         self.raised: set[str] = set()  # signals that are outside and have been told
         self.best: tuple[float, int] | None = None
         self.base_diversity = math.nan
@@ -144,7 +147,7 @@ class Guard:
         for name in names if len(names) > 1 else ():
             value = _finite(metrics, name)
             if value is not None:
-                parting = self.partings.setdefault(name, Parting(self.config.learn_steps, PARTING_WIDTH))
+                parting = self.partings.setdefault(name, Parting(self.learn_steps, PARTING_WIDTH))
                 self._tell_parting(step, name, parting, parting.see(step, reward, value), alarms)
         return alarms
 
@@ -154,7 +157,7 @@ class Guard:
 
     def _reward_risen(self, step: int, reward: float) -> bool:
         """Whether the reward has risen for certain since the start."""
-        parting = self.partings.setdefault("reward_mean", Parting(self.config.learn_steps, PARTING_WIDTH))
+        parting = self.partings.setdefault("reward_mean", Parting(self.learn_steps, PARTING_WIDTH))
         parting.see(step, reward, reward)
         return parting.risen()
 
@@ -167,7 +170,7 @@ class Guard:
         self._raise(step, name, parting.gold, limits, apart >= self.config.patience, alarms, parting.best_step, text)
 
     def _look(self, step: int, name: str, value: float, bounds: Bounds, risen: bool, alarms: list[Alarm]) -> None:
-        band = self.bands.setdefault(name, Band(bounds, self.config.learn_steps, self.config.band_width))
+        band = self.bands.setdefault(name, Band(bounds, self.learn_steps, BAND_WIDTH))
         outside = band.see(value)
         limits = band.limits()
         if limits is not None:
@@ -209,10 +212,9 @@ class Guard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s, with the widths of this run's configuration."""
-        learn, width = self.config.learn_steps, self.config.band_width
+        """Go on from `state_dict`'s."""
         self.bands = {
-            name: Band(STEP_BANDS[name], learn, width, list(kept["values"]), int(kept["outside"]))
+            name: Band(STEP_BANDS[name], self.learn_steps, BAND_WIDTH, list(kept["values"]), int(kept["outside"]))
             for name, kept in state["bands"].items()
         }
         self.partings = {name: Parting.of(kept) for name, kept in state["partings"].items()}

@@ -33,7 +33,6 @@ T = torch.Tensor
 logger = logging.getLogger(__name__)
 
 NAME = "lightrft_visual_segments"  # in transformers' table of attention functions
-EXACT_NAME = f"{NAME}_float64"
 _PROBE_TOLERANCE = 0.05  # of values in -1..1 at half precision; keys that are left out or let in change them by more
 
 
@@ -110,16 +109,16 @@ class Segments:
             raise ConfigError("this model's attention does not take segments: train it padded, without packing_samples")
 
 
-def attend_by_segments(model: nn.Module, exact: bool = False) -> bool:
+def attend_by_segments(model: nn.Module) -> bool:
     """Let the text layers of a transformers base model take `segments`; whether it does.
 
     Only where it uses PyTorch's attention: FlashAttention finds segments by itself, and eager is asked for to see
-    masks. Calls without segments stay as they were. exact: see `exact_attention`.
+    masks. Calls without segments stay as they were.
     """
     text = getattr(model, "language_model", model)
     if text.config._attn_implementation == "sdpa":
-        text.config._attn_implementation = EXACT_NAME if exact else NAME
-    return text.config._attn_implementation in (NAME, EXACT_NAME)
+        text.config._attn_implementation = NAME
+    return text.config._attn_implementation == NAME
 
 
 def segment_attention(
@@ -146,22 +145,6 @@ def segment_attention(
     if segments.group is not None:
         return _over_ranks(query, key, value, segments, settings), None
     return _attend(query, key, value, segments, settings), None
-
-
-def exact_attention(
-    module: nn.Module, query: T, key: T, value: T, attention_mask: T | None, **kwargs
-) -> tuple[T, None]:
-    """`segment_attention`, on the host in float64 where the rest is in float32.
-
-    A token's attention is then the same whether it is worked out alone over a cache or with all others of its sample.
-    In float32 the sums differ in their last bits, sharp attention multiplies that, and guidance does once more.
-    """
-    if query.device.type != "cpu" or query.dtype != torch.float32:
-        return segment_attention(module, query, key, value, attention_mask, **kwargs)
-    if attention_mask is not None and attention_mask.is_floating_point():
-        attention_mask = attention_mask.double()
-    wide = (each.double() for each in (query, key, value))
-    return segment_attention(module, *wide, attention_mask, **kwargs)[0].to(query.dtype), None
 
 
 def _attend(query: T, key: T, value: T, segments: Segments, settings: dict[str, Any]) -> T:
@@ -295,6 +278,5 @@ def has_varlen_kernel(device_type: str, dtype: torch.dtype) -> bool:
     return right
 
 
-for _name, _attention in ((NAME, segment_attention), (EXACT_NAME, exact_attention)):
-    AttentionInterface.register(_name, _attention)
-    AttentionMaskInterface.register(_name, sdpa_mask)
+AttentionInterface.register(NAME, segment_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

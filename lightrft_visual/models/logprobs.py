@@ -63,7 +63,6 @@ def linear_log_probs(
     bias: T | None = None,
     chunk_size: int | None = None,
     with_entropy: bool = True,
-    exact: bool = False,
 ) -> tuple[T, T | None]:
     """Log-probs of `targets` and entropies under softmax((hidden @ weight.T + bias) / temperature).
 
@@ -78,7 +77,6 @@ def linear_log_probs(
         bias: (V) or None.
         chunk_size: rows at a time; default: see `chunk_rows`.
         with_entropy: False skips the entropy.
-        exact: logits by a product in float64, rounded once (models/exact.py).
 
     Returns:
         log_probs (N) float32 and entropy (N) float32 in nats (None without). Both carry gradients to hidden, weight and
@@ -90,9 +88,7 @@ def linear_log_probs(
     _check(hidden, weight, targets, temperature, chunk_size)
     rows = chunk_size or chunk_rows(weight.shape[0], hidden.device)
     scale = _row_temperature(temperature, hidden).reciprocal()
-    log_probs, entropy = _LinearLogProbs.apply(
-        hidden, weight, bias, targets, scale, banned_ids, rows, with_entropy, exact
-    )
+    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, bias, targets, scale, banned_ids, rows, with_entropy)
     return log_probs, entropy if with_entropy else None
 
 
@@ -106,10 +102,7 @@ class LogProbLinear(nn.Linear):
 
     As a module of its own it is where ZeRO-3 gathers the head's weight, before forward and before backward. Without
     `targets` it is `nn.Linear`, parameters, names and all, so a loaded head is turned into one in place by `adopt`.
-    exact: logits on the host come from products in float64.
     """
-
-    exact = False
 
     @classmethod
     def adopt(cls, linear: nn.Linear) -> LogProbLinear:
@@ -137,10 +130,9 @@ class LogProbLinear(nn.Linear):
         in_float32: logits without gradient and without rounding to the weight's precision, as log_probs are made of.
         A tensor `temperature` has the shape of `targets`. The rest is as in `linear_log_probs`.
         """
-        exact = self.exact and hidden.device.type == "cpu" and self.weight.dtype == torch.float32
         if targets is None and in_float32:
             unit = torch.ones((), device=hidden.device).expand(hidden.shape[0])
-            return _chunk_logits(hidden, _matrix(self.weight, exact), self.bias, unit, None)
+            return _chunk_logits(hidden, _matrix(self.weight), self.bias, unit, None)
         if targets is None:
             return super().forward(hidden)
         if isinstance(temperature, T):
@@ -154,7 +146,6 @@ class LogProbLinear(nn.Linear):
             bias=self.bias,
             chunk_size=chunk_size,
             with_entropy=with_entropy,
-            exact=exact,
         )
         return log_probs.view(targets.shape), None if entropy is None else entropy.view(targets.shape)
 
@@ -201,8 +192,6 @@ def _product(left: T, right: T) -> T:
     Products of half-precision numbers are exact in float32, so the fast path loses nothing in forward; in backward it
     rounds the logits' gradient to the input dtype, as autograd does for a half-precision head.
     """
-    if right.dtype == torch.float64:
-        return torch.mm(left.double(), right).float()
     if _keeps_float32(right):
         return torch.mm(left.to(right.dtype), right, out_dtype=torch.float32)
     return torch.mm(left.float(), right.float())
@@ -212,12 +201,12 @@ class _LinearLogProbs(torch.autograd.Function):
     """(log_probs, entropy) of a linear head, logits recomputed by chunks of rows in backward."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, banned_ids, rows, with_entropy, exact):
+    def forward(ctx, hidden, weight, bias, targets, scale, banned_ids, rows, with_entropy):
         ctx.set_materialize_grads(False)
         ctx.rows = rows
         with torch.autocast(hidden.device.type, enabled=False):
             log_probs, entropy, log_norm = _forward_chunks(
-                hidden, _matrix(weight, exact), bias, targets, scale, banned_ids, rows, with_entropy
+                hidden, _matrix(weight), bias, targets, scale, banned_ids, rows, with_entropy
             )
         # The parameter itself is saved, not its data: ZeRO-3 frees and gathers that between forward and backward.
         ctx.save_for_backward(hidden, weight, bias, targets, scale, banned_ids, log_norm, entropy)
@@ -246,7 +235,7 @@ class _LinearLogProbs(torch.autograd.Function):
                     banned_ids,
                 )
                 totals.add(part, grad.mul_(scale[part].unsqueeze(1)), hidden[part], matrix)
-        return *totals.result(), None, None, None, None, None, None
+        return *totals.result(), None, None, None, None, None
 
 
 class _Gradients:
@@ -305,11 +294,8 @@ def _forward_chunks(
     return log_probs, entropy, log_norm
 
 
-def _matrix(weight: T, exact: bool = False) -> T:
-    """The weight as the products want it: as it is where the device multiplies it into float32, else in float32; exact:
-    in float64."""
-    if exact:
-        return weight.detach().double()
+def _matrix(weight: T) -> T:
+    """The weight as the products want it: as it is where the device multiplies it into float32, else in float32."""
     return weight.detach() if _keeps_float32(weight) else weight.detach().float()
 
 

@@ -12,7 +12,7 @@ from ..config.shared import PlanConfig
 from ..config.vl import RunConfig
 from ..errors import ConfigError
 from .process import cpu, present
-from .table import NotPlanned, Plan
+from .table import Plan
 
 logger = logging.getLogger(__name__)
 AnyConfig = RunConfig | DiffusionRunConfig
@@ -40,8 +40,6 @@ def check_fits(config: AnyConfig) -> None:
 
 def why_not(error: Exception) -> str:
     """What is said where a plan failed."""
-    if isinstance(error, NotPlanned):
-        return f"no plan: {error}"
     return f"no plan of this run could be made: {type(error).__name__}: {error}"
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ..config.vl import RunConfig
 from ..errors import ConfigError
-from .advice import advice
 from .check import AnyConfig, named_device, plan_of, unknown, why_not
 from .sizes import planned_sizes
 
@@ -25,5 +23,4 @@ def dry_run(config: AnyConfig) -> tuple[str, int]:
     if plan is None:
         return unknown(config), 0
     refused = config.plan.plan_device is not None and not plan.fits and not config.plan.force
-    advised = advice(config, plan) if isinstance(config, RunConfig) else ""
-    return "\n".join(filter(None, [sizes, plan.text(), advised])), int(refused)
+    return "\n".join(filter(None, [sizes, plan.text()])), int(refused)

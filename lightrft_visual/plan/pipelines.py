@@ -22,7 +22,6 @@ from ..models.diffusion.families.cosmos import NoSafetyChecker
 from ..models.diffusion.policy import DiffusionPolicy, LoraSettings, named_family, saved_text_length
 from .meta import on_meta
 from .shapes import find_shipped
-from .table import NotPlanned
 
 NOT_MODELS = ("tokenizer", "scheduler", "feature_extractor", "image_processor", "processor", "safety_checker")
 
@@ -30,8 +29,7 @@ NOT_MODELS = ("tokenizer", "scheduler", "feature_extractor", "image_processor", 
 def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
     """The policy of a run on meta tensors, with its adapters; None where the pipeline's shape is not known.
 
-    Raises ConfigError for a family that does not read it, and for settings that the policy refuses; NotPlanned for
-    models of two parts.
+    Raises ConfigError for a family that does not read it, and for settings that the policy refuses.
     """
     model = config.model
     with _default_precision(torch.bfloat16 if model.bf16 else torch.float32):
@@ -39,11 +37,6 @@ def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
     if pipeline is None:
         return None
     adapter = named_family(type(pipeline).__name__, model.family)
-    if adapter.first_part:
-        raise NotPlanned(
-            f"{type(pipeline).__name__} has two parts, and what its autoregressive half ({adapter.first_part}) holds "
-            "while it draws tokens or trains is not counted yet; the diffusion half alone would say too little"
-        )
     saved = TEXT_LENGTH if model.pretrain == EMBEDDED else saved_text_length(model.pretrain)
     family = adapter(pipeline, model.max_sequence_length or saved)
     family.source_pixels = config.sampling.source_pixels

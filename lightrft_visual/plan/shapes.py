@@ -61,4 +61,4 @@ def _embedded(model: ModelConfig, task: str):
     from ..embedded.warmup import source_of
 
     tokenizer = build_tokenizer(source_of(task).vocabulary_texts(), family=model.embedded_family)
-    return tiny_config(model.embedded_family, tokenizer, tie_embeddings=model.embedded_tie_embeddings)
+    return tiny_config(model.embedded_family, tokenizer, tie_embeddings=False)

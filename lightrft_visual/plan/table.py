@@ -11,10 +11,6 @@ DEVICE, HOST = "device", "host"
 SMALL = 0.03  # of a phase: what is less needs no advice
 
 
-class NotPlanned(Exception):
-    """Why there is no plan of a model whose shape is known."""
-
-
 @dataclass(frozen=True)
 class Item:
     """Bytes of one thing on one rank. lower: the settings that make it smaller, separated by commas; may be empty."""

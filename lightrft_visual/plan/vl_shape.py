@@ -108,17 +108,13 @@ class VLShape:
 
     @cached_property
     def tower(self) -> nn.Module | None:
-        """The vision tower; None for text-only models, and for those that turn images into ids."""
-        if self.family.coder is not None:
-            return None
+        """The vision tower; None for text-only models."""
         names = {name.rpartition(".")[2]: module for name, module in self.whole.named_modules()}
         return next((names[name] for name in self.family.towers if name in names), None) if self.family.vision else None
 
     @property
     def patch_side(self) -> int:
         """Pixels of a side of a patch of what is read; 0 for text-only models."""
-        if self.family.coder is not None:
-            return self.family.code_side
         return 0 if self.tower is None else _side(self.model_config.vision_config)
 
     def cache_bytes(self, width: int) -> float:
@@ -129,10 +125,6 @@ class VLShape:
         """(vision tokens, patches, bytes of patches) of one prompt at most."""
         config, rollout = self.config, self.config.rollout
         images, longest = rollout.limit_mm_image_per_prompt, rollout.prompt_max_len
-        if self.family.coder is not None:
-            area = self.family.code_side**2
-            tokens = min(longest, images * self.family.largest_image / area)
-            return tokens, tokens, tokens * 3 * area * FP32
         if self.tower is None:
             return 0.0, 0.0, 0.0
         vision = self.model_config.vision_config
@@ -235,8 +227,6 @@ class VLShape:
 
     def _tower(self, prompts: int, backward: bool) -> int:
         """Activations of the vision tower over the patches of some prompts; its blocks are all alike."""
-        if self.family.coder is not None:
-            return self._coder() + int(prompts * self.media_bytes()[2])
         if self.tower is None:
             return 0
         vision, model = self.model_config.vision_config, self.config.model
@@ -252,14 +242,6 @@ class VLShape:
             each = depth * block
         _, patches, size = self.media_bytes()
         return int(prompts * (patches * each + size))
-
-    def _coder(self) -> int:
-        """Most bytes that the coding of one image takes, the largest that fits into a prompt."""
-        coder = self.whole.base_model.get_submodule(self.family.coder)
-        side = self.family.code_side
-        across = max(1, int(self.media_bytes()[0] ** 0.5)) * side
-        image = torch.zeros(1, 3, across, across, dtype=self.dtype, device="meta")
-        return held_bytes(coder, lambda: coder.encode(image, [image.shape[2:]]).last_hidden_state, backward=False).peak
 
 
 def _side(vision) -> int:

@@ -272,7 +272,7 @@ class Catalogue:
         from .remote.ray_pool import actor_pool
 
         self._on_ray = True
-        return {"timeout": self.config.reward_timeout} | actor_pool(self.resources, self.config.reward_ray_actors)
+        return {"timeout": self.config.reward_timeout} | actor_pool(self.resources)
 
     def _closed(self, source: Any) -> Source:
         """The source, which is closed with the catalogue."""

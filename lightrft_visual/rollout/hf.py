@@ -177,8 +177,8 @@ class TransformersEngine:
         if drawing is None or not self._most(len(rows)):
             return {}
         tokens = chosen[choice.drawn][:, : drawing.tokens]
-        codes = drawing.codes(tokens if rows else chosen.new_full((1, drawing.tokens), drawing.first))
-        return dict(zip(rows, drawing.images(codes)))
+        tokens = tokens if rows else chosen.new_full((1, drawing.tokens), drawing.first)
+        return dict(zip(rows, drawing.images(tokens - drawing.first)))
 
     def _completion(self, row: _Row, drawn: T, scores: T, settings: SamplingSettings, image: Any) -> Completion:
         if row.prompt.draws:
@@ -288,8 +288,6 @@ class Choice:
         if conditional:
             alone = logits[len(own) :].log_softmax(dim=-1)
             log_probs = alone.gather(1, codes.unsqueeze(1)).squeeze(1)
-        if drawing.ends_row(step):  # given, after the same calls as any other
-            return torch.full_like(codes, drawing.row_end), torch.zeros_like(log_probs)
         return codes + drawing.first, log_probs
 
 

@@ -111,8 +111,8 @@ def _cast(tensor: T, dtype: torch.dtype | None) -> T:
 
 
 def gathered_state_dict(engine: TrainEngine, keep: bool, dtype: torch.dtype | None = None) -> dict[str, T]:
-    """All weights under checkpoint names on the host, and what the model keeps beside them (running means of a VQ
-    model); filled where `keep` (rank 0), empty elsewhere. A collective."""
+    """All weights under checkpoint names on the host, and what a checkpoint holds beside them (running means of
+    batch norms); filled where `keep` (rank 0), empty elsewhere. A collective."""
     state: dict[str, T] = {}
     for name, tensor in itertools.chain(named_weights(engine, dtype), _kept_buffers(engine.module.model)):
         if keep:

@@ -98,13 +98,15 @@ def join(accelerator: DeepSpeedAccelerator, timeout: timedelta) -> None:
     """
     on_host = accelerator.device_name() == "cpu"
     backend = "gloo" if on_host else accelerator.communication_backend_name()
-    if int(os.environ["WORLD_SIZE"]) == 1:
+    alone = int(os.environ["WORLD_SIZE"]) == 1
+    if not (alone and on_host):
+        build_first(SHARED_MEMORY)
+    if alone:
         if not dist.is_initialized():
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        with vendor_patches.without_shared_memory():
+        with vendor_patches.without_shared_memory() if on_host else nullcontext():
             deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
         return
-    build_first(SHARED_MEMORY)
     try:
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
     except dist.DistNetworkError as error:

@@ -22,22 +22,16 @@ def loading_divided(settings: dict[str, Any]) -> Iterator[None]:
 
     A rank then holds its part of the weights and one whole module at a time. `zero.Init` by itself would also round
     each floating-point buffer, such as the frequencies of rotary positions, to the training precision: here it chooses
-    the device only, and the precision is that of the loading. Some models count the inputs of a weight before they
-    leave it as it was loaded: of a divided one that is said by its whole shape.
+    the device only, and the precision is that of the loading.
     """
     known_to_transformers = HfDeepSpeedConfig(settings)  # by a weak reference
-    plain, counted = deepspeed.zero.Init, nn.init._calculate_fan_in_and_fan_out
-
-    def fan_in_and_fan_out(tensor: torch.Tensor) -> tuple[int, int]:
-        return counted(torch.empty(tensor.ds_shape, device="meta") if is_zero_param(tensor) else tensor)
-
+    plain = deepspeed.zero.Init
     deepspeed.zero.Init = partial(plain, tensor_overrides=[DeepSpeedTensorOverride.device])
-    nn.init._calculate_fan_in_and_fan_out = fan_in_and_fan_out
     try:
         with torch.random.fork_rng([]):  # what weights that are overwritten are drawn from is used again
             yield
     finally:
-        deepspeed.zero.Init, nn.init._calculate_fan_in_and_fan_out = plain, counted
+        deepspeed.zero.Init = plain
         unset_hf_deepspeed_config()
         del known_to_transformers
 

@@ -36,8 +36,8 @@ class Store(Protocol):
 class Presence:
     """One rank's end of the connections; `run` is for a thread of its own.
 
-    complete: set once this rank is connected, on rank 0 once all others are. told: called once with the rank that is
-    gone and, on ranks other than 0, what rank 0 says of it ('' where it is rank 0 itself that is gone).
+    complete: set once this rank is connected, on rank 0 once all others are. told: called with the rank that is
+    gone and '', or on ranks other than 0 with what rank 0 says before it ends.
     """
 
     def __init__(self, rank: int, world_size: int, told: Callable[[int, str], None]):
@@ -64,9 +64,9 @@ class Presence:
             with contextlib.suppress(OSError):  # the other end was faster
                 each.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
 
-    def pass_on(self, gone: int, text: str) -> None:
-        """From rank 0: tell all other ranks which rank is gone, and why."""
-        self.send(json.dumps([gone, text]).encode())
+    def pass_on(self, why: str) -> None:
+        """From rank 0: tell all other ranks why they must end."""
+        self.send(json.dumps(why).encode())
 
     def send(self, message: bytes) -> None:
         """One line to whoever is at the other end of this rank's connections."""
@@ -150,8 +150,7 @@ class Presence:
             line = b""
         if self._over.is_set() or line == LEAVING:
             return
-        gone, text = json.loads(line) if line else (0, "")
-        self.told(gone, text)
+        self.told(0, json.loads(line) if line else "")
 
 
 def read_line(connection: socket.socket) -> bytes:

@@ -39,7 +39,7 @@ def decoder_class_of_its_own(model: str, trust_remote_code: bool = False) -> Ite
     Why: for torch.compile vLLM's transformers backend changes the class of the language model in place: how it is made
     and how it is called. The trainer's model is of that class too, and its next forward would fail. vLLM, which builds
     its model inside, changes the subclass.
-    Versions: vLLM 0.26 to 0.32, for models of which it has no code of its own, such as Emu3.
+    Versions: vLLM 0.26 to 0.32, for models of which it has no code of its own.
     """
     import torch
     from transformers import AutoConfig, AutoModel
@@ -48,9 +48,15 @@ def decoder_class_of_its_own(model: str, trust_remote_code: bool = False) -> Ite
     with torch.device("meta"):
         found = AutoModel.from_config(config, trust_remote_code=trust_remote_code)
     own = type(found.get_decoder())
-    home, name = sys.modules[own.__module__], own.__name__
-    setattr(home, name, type(name, (own,), {"__module__": own.__module__, "__qualname__": own.__qualname__}))
+    name = own.__name__
+    # A model of text alone is of this class itself, which transformers takes from the package of its file.
+    homes = [sys.modules.get(module) for module in (own.__module__, own.__module__.rpartition(".")[0])]
+    homes = [home for home in homes if getattr(home, name, None) is own]
+    other = type(name, (own,), {"__module__": own.__module__, "__qualname__": own.__qualname__})
+    for home in homes:
+        setattr(home, name, other)
     try:
         yield
     finally:
-        setattr(home, name, own)
+        for home in homes:
+            setattr(home, name, own)

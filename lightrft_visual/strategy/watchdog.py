@@ -137,10 +137,9 @@ class Watchdog:
     def lost(self, other: int, told: str) -> None:
         """End this rank, as the process of another one is gone. told: why, where rank 0 has said so."""
         self._losing.set()
-        why = told or self._last_words(other) or f"rank {other} is gone: its process has ended or its host is silent"
-        if self._presence is not None and self.rank == 0:
-            self._presence.pass_on(other, why)
-        self._end(why)
+        self._end(
+            told or self._last_words(other) or f"rank {other} is gone: its process has ended or its host is silent"
+        )
 
     def _last_words(self, other: int) -> str:
         try:
@@ -202,8 +201,13 @@ class Watchdog:
         return f"{KEYS}/heartbeat/{attempt()}/{rank}"
 
     def _end(self, why: str) -> None:
-        if not self._failing:
-            self.end(f"{why}; rank {self.rank} ends in stage: {self.stage}")
+        if self._failing or self._stopped.is_set():
+            return
+        if self._presence is not None and self.rank == 0:
+            self._presence.pass_on(why)
+        elif self._presence is not None:
+            self._presence.leave()  # it is not this rank that the others are to name
+        self.end(f"{why}; rank {self.rank} ends in stage: {self.stage}")
 
 
 def attempt() -> str:

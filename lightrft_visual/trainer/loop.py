@@ -28,6 +28,8 @@ from .run_state import RunState, final_folder
 
 logger = logging.getLogger(__name__)
 
+MOST_NONFINITE = 3  # skipped steps in a row that end a run
+
 __all__ = ["Evaluated", "LoopSettings", "PolicyTrainer", "StepData"]
 
 
@@ -271,10 +273,9 @@ class PolicyTrainer(ABC):
             self.nonfinite_in_a_row = 0
             return
         self.nonfinite_in_a_row += 1
-        limit = self.settings.train.max_nonfinite_steps
         text = (
             f"step {self.step + 1}: loss or gradients not finite, no rank stepped ({self.nonfinite_in_a_row} in a row)"
         )
         self.console.message(text)
-        if self.nonfinite_in_a_row >= limit:
-            raise NonFiniteError(f"{text}; max_nonfinite_steps is {limit}")
+        if self.nonfinite_in_a_row >= MOST_NONFINITE:
+            raise NonFiniteError(text)

@@ -30,7 +30,7 @@ PHASES = {
     "train": "train",
     "sync": "sync",
 }
-VL = "--max_eval_samples 0 --parity_samples 0 --max_steps 2 --no_report --no_save_trajectories".split()
+VL = "--max_eval_samples 0 --parity_every 0 --max_steps 2 --no_report --no_save_trajectories".split()
 SHAPES = ("tiny_vlm", "vlm_100m", "vlm_110m", "sd3_90m")
 
 

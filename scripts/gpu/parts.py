@@ -125,7 +125,7 @@ def engines(folder: Path, size: str) -> Rows:
     """Each family's engine starts and agrees with the trainer in bf16 (fp32 for size tiny); one with CUDA graphs."""
     from lightrft_visual.embedded.tiny_vlm import FAMILIES
 
-    yield from _engines(folder, size, (*FAMILIES, "emu3"), "vllm", "--engine_mem_util 0.2")
+    yield from _engines(folder, size, FAMILIES, "vllm", "--engine_mem_util 0.2")
 
 
 def engines_sglang(folder: Path, size: str) -> Rows:

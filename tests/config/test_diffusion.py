@@ -85,10 +85,8 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         ([*PAIRS, "--prompt_data", "rows.csv"], "takes the place of prompt_data"),
         ([*PAIRS, "--n_samples_per_prompt", "4"], "a pair is two samples"),
         ([*DPO, "--n_samples_per_prompt", "15", "--train_batch_size", "8"], "15 must be even"),
-        ([*DPO, "--pairs_per_prompt", "9"], "16 samples make 8 pairs"),
         ([*DPO, "--gdpo", "true"], "ranks samples by their reward"),
         ([*DPO, "--train_batch_size", "1"], "compares 2 samples in one update"),
-        (["--pairs_per_prompt", "2"], "belongs to diffusion_dpo"),
         (["--diffusion_algorithm", "dgpo", "--train_batch_size", "8"], "compares 16 samples in one update"),
         (["--diffusion_algorithm", "awm", "--adv_clip_max", "0"], "must be positive"),
         ([*NFT, "--beta", "0.01"], "the KL of diffusion_nft is nft_kl_beta"),
@@ -248,7 +246,7 @@ def test_what_each_algorithms_authors_do_is_the_default() -> None:
     first = load(*OWN, "--diffusion_algorithm", "diffusion_nft", "--timestep_choice", "first")
     assert first.algorithm.timestep_choice == "first"
     published = load("--config", "experiment/diffusion/sd3_5/online_grpo_ocr")
-    assert published.algorithm.global_std and published.algorithm.detach_guidance and published.train.ema_warmup
+    assert published.algorithm.global_std and published.algorithm.detach_guidance
 
 
 @pytest.mark.parametrize("trajectory", ("ode", "sde", "sde_reflow", "dance", "cps"))

@@ -125,11 +125,9 @@ class TestVRL:
         recipe.write_text("distributed:\n  placement: colocated\n  resources:\n    rollout: {devices: [1]}\n")
         with pytest.raises(ConfigError, match="belongs to --placement split"):
             parse_run(DiffusionRunConfig, arguments, preset=DIFFUSION_PRESET)
-        recipe.write_text(
-            "distributed:\n  resources:\n    rollout: {num_workers: 2}\n    weight_transfer: shared_memory\n"
-        )
+        recipe.write_text("distributed:\n  resources:\n    rollout: {num_workers: 2}\n    require_cluster: true\n")
         with pytest.raises(
-            ConfigError, match="rollout_num_workers, weight_transfer: of rollout workers, add --placement"
+            ConfigError, match="rollout_num_workers, require_cluster: of rollout workers, add --placement"
         ):
             parse_run(DiffusionRunConfig, arguments, preset=DIFFUSION_PRESET)
 

@@ -10,8 +10,7 @@ import elsewhere
 import hostile
 import pytest
 from late_server import late_rewards_server
-from plans import DRAWN_ROW, HOSTILE_ROWS, ONE_RANK, TEXT_ROW, TWO_RANKS, UNIFIED_STEPS, in_order, rows_apart, small
-from tiny_models import picture
+from plans import DRAWN_ROW, HOSTILE_ROWS, ONE_RANK, TEXT_ROW, TWO_RANKS, UNIFIED_STEPS, rows_apart, small
 from whole_runs import run_plan
 
 from lightrft_visual.embedded.questions import build_embedded_task, vocabulary_texts
@@ -60,27 +59,12 @@ def two_ranks(tmp_path_factory, cache_root, one_rank, late_rewards) -> Path:
 def unified(folder: Path, cache_root: Path) -> dict[str, Path]:
     """Untrained models that draw, rows for them, and the reward of these runs."""
     task = build_embedded_task(cache_root / "data")
-    emu3_rows = folder / "emu3.jsonl"
-    emu3_rows.write_text("".join(json.dumps(row) + "\n" for row in [TEXT_ROW, DRAWN_ROW] * 4))
-    images = []
-    for number, size in enumerate([(56, 56), (90, 70)]):
-        images.append(str(folder / f"seen_{number}.png"))
-        picture(number, *size).save(images[-1])
-    seeing = [
-        TEXT_ROW,
-        {"prompt": "how many?", "images": images[:1], "reference": "2", "label": "text"},
-        DRAWN_ROW,
-        {"prompt": "<image> or <image>?", "images": images, "reference": "2", "label": "text"},
-    ]
-    emu3_seeing = folder / "emu3_seeing.jsonl"
-    emu3_seeing.write_text("".join(json.dumps(row) + "\n" for row in in_order(seeing, len(seeing), steps=2)))
+    both = folder / "both.jsonl"
+    both.write_text("".join(json.dumps(row) + "\n" for row in [TEXT_ROW, DRAWN_ROW] * 4))
     return {
-        "emu3_seeing": emu3_seeing,
-        "emu3": build_tiny_checkpoint(folder / "tiny_emu3", "emu3", texts=vocabulary_texts()),
-        "emu3_rows": emu3_rows,
+        "both": both,
         "janus": build_tiny_checkpoint(folder / "janus", "janus", texts=vocabulary_texts()),
         "captions": rows_apart(task.train, folder / "captions.jsonl", DRAWN_ROW, UNIFIED_STEPS),
-        "spread": Path(__file__).with_name("spread.py"),
     }
 
 

@@ -23,7 +23,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != "/now":
             time.sleep(SECONDS)
         numbers = [zlib.crc32(query.encode()) for query in queries]
-        scores = [None if self.path == "/some" and number % 31 == 0 else number % 8 / 8 for number in numbers]
+        scores = [None if self.path == "/some" and number % 31 == 2 else number % 8 / 8 for number in numbers]
         data = json.dumps({"rewards": scores}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))

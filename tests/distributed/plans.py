@@ -11,10 +11,17 @@ from lightrft_visual.data.sampler import PromptSampler
 
 STAGES = (0, 1, 2, 3)
 MIXED_STEPS, MIXED_BATCH, SEED = 20, 2, 42
+GIVEN_TOKENS = Path(__file__).with_name("given_tokens.py")
+SPREAD = f"--plugins {GIVEN_TOKENS} --reward.components.response_spread=1.0"
 
 
 def small(flags: str) -> list[str]:
     return [*SMALL, *flags.split()]
+
+
+def given(flags: str) -> list[str]:
+    """A run whose tokens are given, for runs that are compared though they round otherwise."""
+    return small(f"{flags} --engine_type given {SPREAD}")
 
 
 PPO = (
@@ -89,22 +96,20 @@ HOSTILE_RESUMED = {
 # A model that sees and draws, of {janus}: rank 0 of 2 meets only questions, rank 1 only captions to draw.
 UNIFIED_STEPS = 20
 _UNIFIED = (
-    f"--pretrain {{janus}} --prompt_data {{captions}} --engine_type hf --guidance_scale 2 --max_steps {UNIFIED_STEPS} "
+    f"--pretrain {{janus}} --prompt_data {{captions}} --guidance_scale 2 --max_steps {UNIFIED_STEPS} "
     f"--rollout_batch_size {MIXED_BATCH} --train_batch_size {MIXED_BATCH * 4} --generate_max_len 6 "
-    "--prompt_max_len 256 --actor_learning_rate 1e-4 --init_kl_coef 0.05 --reward.components.response_spread=1.0 "
-    "--plugins {spread} --answer_loss_weight 2"
+    f"--prompt_max_len 256 --actor_learning_rate 1e-4 --init_kl_coef 0.05 {SPREAD} --answer_loss_weight 2"
 )
-# The second family that draws, of {emu3}: words and images by one head.
-_EMU3 = (
-    "--pretrain {emu3} --prompt_data {emu3_rows} --engine_type hf --guidance_scale 2 --max_steps 2 "
+_UNIFIED_GIVEN = f"{_UNIFIED} --engine_type given"
+# The same model, on rows of both kinds that are also held out.
+_BOTH = (
+    "--pretrain {janus} --prompt_data {both} --engine_type hf --guidance_scale 2 --max_steps 2 "
     "--rollout_batch_size 4 --train_batch_size 16 --generate_max_len 6 --prompt_max_len 256 --actor_learning_rate 1e-3 "
-    "--reward.components.response_spread=1.0 --plugins {spread} --max_eval_samples 4 --eval_data {emu3_rows}"
+    f"{SPREAD} --max_eval_samples 4 --eval_data {{both}}"
 )
-# The same with images to read, in places where rank 1 of 2 has all of them.
-_EMU3_SEEING = _EMU3.replace("{emu3_rows}", "{emu3_seeing}")
 # Rewards of servers that answer late, at once, or late and not for all samples ({late}, {now}, {some}).
 LATE_STEPS = 3
-LATE = f"--max_steps {LATE_STEPS} --init_kl_coef 0.05 --remote_rm_url"
+LATE = f"--engine_type given --plugins {GIVEN_TOKENS} --max_steps {LATE_STEPS} --init_kl_coef 0.05 --remote_rm_url"
 LATE_RUNS = {
     "late": small(f"{LATE} {{late}}"),
     "late_now": small(f"{LATE} {{now}}"),
@@ -114,9 +119,10 @@ STALE_ENGINE = Path(__file__).with_name("stale_engine.py")
 ONE_RANK = {
     "base": small("--max_steps 5 --zero_stage 0 --max_eval_samples 8"),
     "base_separate": small("--max_steps 5 --zero_stage 0 --max_eval_samples 8 --separate_old_log_probs true"),
-    "updates": small("--max_steps 3 --train_batch_size 16 --max_epochs 2"),
-    "updates_separate": small("--max_steps 3 --train_batch_size 16 --max_epochs 2 --separate_old_log_probs true"),
-    "updates_alone": small("--max_steps 3 --train_batch_size 16 --max_epochs 2 --share_prefix false"),
+    "given": given("--max_steps 5 --zero_stage 0 --max_eval_samples 8"),
+    "updates": given("--max_steps 3 --train_batch_size 16 --max_epochs 2"),
+    "updates_separate": given("--max_steps 3 --train_batch_size 16 --max_epochs 2 --separate_old_log_probs true"),
+    "updates_alone": given("--max_steps 3 --train_batch_size 16 --max_epochs 2 --share_prefix false"),
     "stale_packed": small(
         f"--max_steps 3 --engine_type loses_a_sync --plugins {STALE_ENGINE} --packing_samples true --init_kl_coef 0 "
         "--train_batch_size 16"
@@ -124,30 +130,28 @@ ONE_RANK = {
     "stale": small(f"--max_steps 3 --engine_type loses_a_sync --plugins {STALE_ENGINE}"),
     "twice": small("--max_steps 5 --zero_stage 0 --max_eval_samples 8"),
     **{f"micro_{size}": small(f"--max_steps 1 --micro_train_batch_size {size}") for size in (1, 2, 4, 8, 32)},
-    "padded": small("--max_steps 5 --share_prefix false"),
-    "packed": small("--max_steps 5 --share_prefix false --packing_samples true"),
-    "budget": small("--max_steps 5 --packing_samples true --max_tokens_per_batch 300"),
+    "padded": given("--max_steps 5 --share_prefix false"),
+    "packed": given("--max_steps 5 --share_prefix false --packing_samples true"),
+    "budget": given("--max_steps 5 --packing_samples true --max_tokens_per_batch 300"),
     **LATE_RUNS,
-    "unified": small(_UNIFIED),
-    "emu3": small(_EMU3),
-    "emu3_seeing": small(_EMU3_SEEING),
-    "emu3_vllm": small(_EMU3_SEEING.replace("--engine_type hf", "--engine_type vllm")),
-    "unified_packed": small(f"{_UNIFIED} --packing_samples true"),
-    "unified_apart": small(f"{_UNIFIED} --homogeneous_batches true --train_batch_size {MIXED_BATCH * 2} --max_steps 2"),
+    "unified": small(_UNIFIED_GIVEN),
+    "both": small(_BOTH),
+    "unified_packed": small(f"{_UNIFIED_GIVEN} --packing_samples true"),
+    "unified_apart": small(
+        f"{_UNIFIED} --engine_type hf --homogeneous_batches true --train_batch_size {MIXED_BATCH * 2} --max_steps 2"
+    ),
     **FLAG_RUNS,
     **RESUME_RUNS,
     **HOSTILE,
 }
 TWO_RANKS = {
-    **{f"stage_{stage}": small(f"--max_steps 5 --zero_stage {stage} --max_eval_samples 8") for stage in STAGES},
-    "sequence": small("--max_steps 5 --zero_stage 2 --sp_size 2 --max_eval_samples 8"),
+    **{f"stage_{stage}": given(f"--max_steps 5 --zero_stage {stage} --max_eval_samples 8") for stage in STAGES},
+    "sequence": given("--max_steps 5 --zero_stage 2 --sp_size 2 --max_eval_samples 8"),
     "mixed": small(
         f"--zero_stage 3 --prompt_data {{rows}} --max_steps {MIXED_STEPS} "
         f"--rollout_batch_size {MIXED_BATCH} --train_batch_size {MIXED_BATCH * 4}"
     ),
-    **{f"unified_{stage}": small(f"{_UNIFIED} --zero_stage {stage}") for stage in (2, 3)},
-    "emu3_3": small(f"{_EMU3} --zero_stage 3"),
-    **{f"emu3_seeing_{stage}": small(f"{_EMU3_SEEING} --zero_stage {stage}") for stage in (2, 3)},
+    **{f"unified_{stage}": small(f"{_UNIFIED_GIVEN} --zero_stage {stage}") for stage in (2, 3)},
     "late_3": small(f"{LATE} {{late}} --zero_stage 3"),
     "late_some_2": small(f"{LATE} {{some}} --zero_stage 2"),
     **RESUME_RUNS,
@@ -158,17 +162,6 @@ TWO_RANKS = {
 
 TEXT_ROW = {"prompt": "How many?", "reference": "2", "label": "text"}
 DRAWN_ROW = {"prompt": "a red circle", "draw": True, "label": "drawing"}
-
-
-def in_order(rows: list[dict], size: int, steps: int) -> list[dict]:
-    """`rows`, a batch of this size again and again, placed so that a run meets them in this order in each step."""
-    count = size * steps
-    placed: list[dict] = [{}] * count
-    sampler = PromptSampler([count], size, seed=SEED)
-    for _ in range(steps):
-        for row, index in zip(rows, sampler.next_batch(), strict=True):
-            placed[index] = row
-    return placed
 
 
 def rows_apart(embedded: Path, target: Path, other: dict = TEXT_ROW, steps: int = MIXED_STEPS) -> Path:

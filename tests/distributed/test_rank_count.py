@@ -1,4 +1,7 @@
-"""A whole run gives the same figures on one rank and two, for every ZeRO stage, micro-batch size and kind of batch."""
+"""A whole run gives the same metrics on one rank and two, for every ZeRO stage, micro-batch size and kind of batch.
+
+Tokens are given: drawn ones would follow what each form of a run rounds otherwise.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ NAMES = ("loss", "reward_mean", "reward_std", "grad_norm", "kl", "entropy", "res
 
 
 def largest_difference(left: list[dict], right: list[dict], names=NAMES) -> float:
-    return max(abs(a[name] - b[name]) for a, b in zip(left, right, strict=True) for name in names)
+    """Of metrics below 1 the difference, of larger ones the share that they differ by."""
+    pairs = [(a[name], b[name]) for a, b in zip(left, right, strict=True) for name in names]
+    return max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
 
 
 @pytest.mark.parametrize("name", [*(f"stage_{stage}" for stage in STAGES), "sequence"])
 def test_two_ranks_train_like_one(one_rank, two_ranks, name):
     """In `sequence` both ranks train on each sample, half of its tokens each."""
-    ours, theirs = rows(one_rank / "base"), rows(two_ranks / name)
+    ours, theirs = rows(one_rank / "given"), rows(two_ranks / name)
     assert len(ours) == 5
     assert largest_difference(ours, theirs) < 1e-4
     assert all(row["loss"] != 0 and row["grad_norm"] > 0.1 for row in ours[1:2])
@@ -24,7 +29,9 @@ def test_two_ranks_train_like_one(one_rank, two_ranks, name):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_ranks_evaluate_like_one(one_rank, two_ranks, stage):
-    assert rows(one_rank / "base", "eval_metrics.csv") == rows(two_ranks / f"stage_{stage}", "eval_metrics.csv")
+    ours, theirs = (rows(each, "eval_metrics.csv") for each in (one_rank / "given", two_ranks / f"stage_{stage}"))
+    assert [row.keys() for row in ours] == [row.keys() for row in theirs] and len(ours) == 2
+    assert largest_difference(ours, theirs, ours[0].keys()) < 1e-5
 
 
 def test_the_same_seed_gives_the_same_bits(one_rank):
@@ -60,19 +67,19 @@ def test_nothing_is_trained_on_a_rollout_of_stale_weights(one_rank, name):
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_micro_batch_size_does_not_matter(one_rank, size):
     ours, theirs = rows(one_rank / "micro_32"), rows(one_rank / f"micro_{size}")
-    assert largest_difference(ours, theirs, ("loss", "policy_loss", "grad_norm")) < 1e-6
+    assert largest_difference(ours, theirs, ("loss", "policy_loss", "grad_norm")) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["padded", "packed", "budget"])
 def test_a_prompt_computed_once_trains_like_its_copies(one_rank, name):
-    """Prompts are shared in `base` and, packed within a budget of tokens, in `budget`."""
-    first = largest_difference(rows(one_rank / "base")[:1], rows(one_rank / name)[:1], ("loss", "grad_norm"))
+    """Prompts are shared in `given` and, packed within a budget of tokens, in `budget`."""
+    first = largest_difference(rows(one_rank / "given")[:1], rows(one_rank / name)[:1], ("loss", "grad_norm"))
     assert first < 1e-5
-    assert largest_difference(rows(one_rank / "base"), rows(one_rank / name)) < 1e-4
+    assert largest_difference(rows(one_rank / "given"), rows(one_rank / name)) < 1e-4
 
 
 def test_the_first_update_starts_at_ratio_one(one_rank, two_ranks):
-    folders = [one_rank / name for name in ("base", "packed", "budget", "grpo_2", "ppo_2", "micro_1")]
+    folders = [one_rank / name for name in ("base", "given", "packed", "budget", "grpo_2", "ppo_2", "micro_1")]
     folders += [two_ranks / f"stage_{stage}" for stage in STAGES] + [two_ranks / name for name in RESUMED]
     for folder in folders:
         assert all(row["ratio_max_dev_first"] <= 1e-4 for row in rows(folder)), folder

@@ -20,7 +20,7 @@ VL = (
     "--advantage_estimator my_sign --policy_loss my_loss --loss_agg_mode my-half --kl_estimator my_abs --use_kl_loss "
     "--tis_mode my_root --engine_type my_engine reward.components.my_letters=1.0 "
     "reward.kwargs.my_letters.per_letter=0.1 --rollout_batch_size 2 --n_samples_per_prompt 4 --train_batch_size 8 "
-    "--micro_rollout_batch_size 8 --generate_max_len 4 --prompt_max_len 128 --max_steps 2 --parity_samples 0 "
+    "--micro_rollout_batch_size 8 --generate_max_len 4 --prompt_max_len 128 --max_steps 2 --parity_every 0 "
     "--report false --actor_learning_rate 1e-3"
 )
 DIFFUSION = (

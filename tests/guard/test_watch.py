@@ -30,7 +30,7 @@ def lengths(*values):
 
 
 def test_a_signal_is_told_once_each_time_that_it_leaves():
-    guard = Guard(GuardConfig(learn_steps=4, patience=2))
+    guard = Guard(GuardConfig(), learn_steps=4)
     steps = lengths(10, 10, 10, 10, 20, 20, 20, 10, 20, 20)
     assert walk(guard, steps) == [(6, "response_length"), (10, "response_length")]
 
@@ -39,19 +39,20 @@ def test_entropy_may_fall_while_gold_rises():
     entropies = [1.0] * 8 + [0.2] * 6
     rising = [{"reward_mean": 0.1 * i, "gold": 0.05 * i, "entropy": e} for i, e in enumerate(entropies)]
     level = [{"reward_mean": 0.1 * i, "gold": 0.3, "entropy": e} for i, e in enumerate(entropies)]
-    assert walk(Guard(GuardConfig(learn_steps=8)), rising) == []
-    assert walk(Guard(GuardConfig(learn_steps=8)), level) == [(10, "entropy")]
+    assert walk(Guard(GuardConfig(), learn_steps=8), rising) == []
+    assert walk(Guard(GuardConfig(), learn_steps=8), level) == [(10, "entropy")]
 
 
 def test_without_gold_the_reward_says_whether_learning_explains_it():
     entropies = [1.0] * 8 + [0.2] * 6
     assert (
         walk(
-            Guard(GuardConfig(learn_steps=8)), [{"reward_mean": 0.1 * i, "entropy": e} for i, e in enumerate(entropies)]
+            Guard(GuardConfig(), learn_steps=8),
+            [{"reward_mean": 0.1 * i, "entropy": e} for i, e in enumerate(entropies)],
         )
         == []
     )
-    assert walk(Guard(GuardConfig(learn_steps=8)), [{"reward_mean": 0.3, "entropy": e} for e in entropies]) == [
+    assert walk(Guard(GuardConfig(), learn_steps=8), [{"reward_mean": 0.3, "entropy": e} for e in entropies]) == [
         (10, "entropy")
     ]
 
@@ -59,7 +60,7 @@ def test_without_gold_the_reward_says_whether_learning_explains_it():
 def test_until_gold_is_looked_at_again_the_reward_says_it():
     """Gold of evaluations alone, of which the first was before training."""
     entropies = [1.0] * 8 + [0.2] * 6
-    guard = Guard(GuardConfig(learn_steps=8))
+    guard = Guard(GuardConfig(), learn_steps=8)
     guard.after_evaluation(0, {"eval_gold": 0.3}, look_at(0, 0.0, 0.3))
     assert walk(guard, [{"reward_mean": 0.1 * i, "entropy": e} for i, e in enumerate(entropies)]) == []
     guard.after_evaluation(14, {"eval_gold": 0.3}, look_at(14, 1.3, 0.3))
@@ -79,29 +80,29 @@ def test_form_without_content_is_a_component_that_parts_from_the_whole():
         {"reward_mean": 0.3 + i / 50, "reward/form": 0.1 + i / 40, "reward/exact": 0.5 - max(0, i - 10) * 0.02}
         for i in range(30)
     ]
-    told = walk(Guard(GuardConfig(learn_steps=8)), steps)
+    told = walk(Guard(GuardConfig(), learn_steps=8), steps)
     assert [signal for _, signal in told] == ["reward/exact"] and told[0][0] < 22
 
 
 def test_penalties_may_fall():
     steps = [{"reward_mean": i / 30, "reward/exact": i / 30, "reward/penalty": 1 - i / 40} for i in range(30)]
-    guard = Guard(GuardConfig(learn_steps=8))
+    guard = Guard(GuardConfig(), learn_steps=8)
     guard.penalties = {"penalty"}
     assert walk(guard, steps) == []
     by_hand = [each | {"reward_weight/penalty": -1.0} for each in steps]
-    assert walk(Guard(GuardConfig(learn_steps=8)), by_hand) == []
-    assert walk(Guard(GuardConfig(learn_steps=8)), steps) != []
+    assert walk(Guard(GuardConfig(), learn_steps=8), by_hand) == []
+    assert walk(Guard(GuardConfig(), learn_steps=8), steps) != []
 
 
 def test_the_time_of_scoring_is_no_component():
     steps = [{"reward_mean": i / 30, "reward/exact": i / 30, "reward/time": 1 - i / 40} for i in range(30)]
-    assert walk(Guard(GuardConfig(learn_steps=8)), steps) == []
+    assert walk(Guard(GuardConfig(), learn_steps=8), steps) == []
 
 
 def test_scorers_that_stop_failing_are_no_component():
     failed = [0.05] * 9 + [0.0] * 21
     steps = [{"reward_mean": i / 30, "reward/exact": i / 30, "reward/invalid_share": f} for i, f in enumerate(failed)]
-    assert walk(Guard(GuardConfig(learn_steps=8)), steps) == []
+    assert walk(Guard(GuardConfig(), learn_steps=8), steps) == []
 
 
 def weighed(step, weight):
@@ -111,14 +112,14 @@ def weighed(step, weight):
 
 
 def test_weights_that_a_hand_changes_are_a_new_start_and_no_hack():
-    guard = Guard(GuardConfig(learn_steps=4))
+    guard = Guard(GuardConfig(), learn_steps=4)
     assert walk(guard, [weighed(step, 0.5) for step in range(10)]) == []
     for step in (0, 5):
         evaluated = {"eval_gold": 0.3}
         assert guard.after_evaluation(step, evaluated, look_at(step, 0.5, 0.3)) == []
     assert walk(guard, [weighed(step, 2.0) for step in range(10)], first=11) == []
     assert guard.after_evaluation(20, evaluated, look_at(20, 1.1, 0.3)) == []
-    resumed = Guard(GuardConfig(learn_steps=4))
+    resumed = Guard(GuardConfig(), learn_steps=4)
     resumed.load_state_dict(guard.state_dict())
     assert walk(resumed, [weighed(step, 4.0) for step in range(6)], first=21) == []
     # What is hacked afterwards is still seen.
@@ -127,7 +128,7 @@ def test_weights_that_a_hand_changes_are_a_new_start_and_no_hack():
 
 
 def test_gold_between_evaluations_and_images_far_from_the_base():
-    guard = Guard(GuardConfig(learn_steps=8))
+    guard = Guard(GuardConfig(), learn_steps=8)
     rows = [(0, 0.3, 0.4, None), (10, 0.5, 0.6, 0.1), (20, 0.7, 0.5, 0.2), (30, 0.8, 0.5, 0.5)]
     told = []
     for step, reward, gold, drift in rows:
@@ -142,7 +143,7 @@ def test_gold_between_evaluations_and_images_far_from_the_base():
 
 
 def test_values_that_are_missing_or_not_finite_are_not_looked_at():
-    guard = Guard(GuardConfig(learn_steps=2))
+    guard = Guard(GuardConfig(), learn_steps=2)
     assert walk(guard, lengths(4, 4, float("nan"), float("inf")) + [{"reward_mean": float("nan")}, {}]) == []
 
 
@@ -157,9 +158,9 @@ def test_it_goes_on_alike_after_a_resume():
         for i in range(25)
     ]
     whole, first, second = (
-        Guard(GuardConfig(learn_steps=8)),
-        Guard(GuardConfig(learn_steps=8)),
-        Guard(GuardConfig(learn_steps=8)),
+        Guard(GuardConfig(), learn_steps=8),
+        Guard(GuardConfig(), learn_steps=8),
+        Guard(GuardConfig(), learn_steps=8),
     )
     first.after_evaluation(0, {"eval_reward": 0.1, "eval_gold": 0.2})
     expected, told = walk(whole, steps), walk(first, steps[:13])

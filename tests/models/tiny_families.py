@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -19,8 +17,6 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
-    GlmImagePipeline,
-    GlmImageTransformer2DModel,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
@@ -34,19 +30,13 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 from transformers import (
-    ByT5Tokenizer,
     CLIPTextConfig,
     CLIPTextModel,
-    GlmImageConfig,
-    GlmImageForConditionalGeneration,
-    GlmImageImageProcessor,
-    GlmImageProcessor,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2ForCausalLM,
     Qwen2Model,
-    Qwen2Tokenizer,
     T5Config,
     T5EncoderModel,
     UMT5Config,
@@ -254,64 +244,6 @@ def z_image():
     )  # fmt: skip
 
 
-GLM_CODES = 32
-
-
-def glm_tokenizer():
-    """Codes of images come first, then the marks that begin and end one, then the letters of a tokenizer like ours."""
-    letters = build_tokenizer(["a red circle", "a blue cross"], vocab_size=300, family="qwen2")
-    model = json.loads(letters.backend_tokenizer.to_str())["model"]
-    drawn = [f"<|code_{i}|>" for i in range(GLM_CODES)] + ["<|image_begin|>", "<|image_end|>"]
-    vocab = {token: i for i, token in enumerate([*drawn, *sorted(model["vocab"], key=model["vocab"].get)])}
-    merges = [tuple(merge) if not isinstance(merge, str) else tuple(merge.split(" ", 1)) for merge in model["merges"]]
-    marks = {"image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"}
-    return Qwen2Tokenizer(
-        vocab=vocab, merges=merges, bos_token=drawn[-2], eos_token=drawn[-1], pad_token="<|endoftext|>",
-        padding_side="left", extra_special_tokens=marks,
-    )  # fmt: skip
-
-
-def glm_first_half(tokenizer):
-    text = {
-        "vocab_size": -(-len(tokenizer) // 64) * 64, "vision_vocab_size": GLM_CODES + 8, "hidden_size": 64,
-        "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
-        "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id,
-        "max_position_embeddings": 2048,
-    }  # fmt: skip
-    vision = {
-        "depth": 1, "hidden_size": WIDTH, "num_heads": 2, "intermediate_size": WIDTH, "image_size": 64, "patch_size": 16
-    }  # fmt: skip
-    config = GlmImageConfig(
-        text_config=text, vision_config=vision, image_token_id=tokenizer.convert_tokens_to_ids("<|image|>"),
-        vq_config={"embed_dim": WIDTH, "num_embeddings": GLM_CODES, "latent_channels": WIDTH},
-        image_start_token_id=tokenizer.bos_token_id, image_end_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    return GlmImageForConditionalGeneration(config)
-
-
-def glm_image():
-    tokenizer = glm_tokenizer()
-    template = "{% for m in messages %}{% for part in m.content %}{% if part.type == 'image' %}<|image|>{% else %}"
-    template += "{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
-    vae = AutoencoderKL(
-        block_out_channels=(4,) * 4, layers_per_block=1, latent_channels=4, norm_num_groups=2, sample_size=32,
-        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-        mid_block_add_attention=False, latents_mean=[0.1, -0.1, 0.2, 0.0], latents_std=[0.5, 0.8, 1.1, 1.4],
-    )  # fmt: skip
-    transformer = GlmImageTransformer2DModel(
-        in_channels=4, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=2, text_embed_dim=WIDTH,
-        time_embed_dim=WIDTH, condition_dim=8, prior_vq_quantizer_codebook_size=GLM_CODES,
-    )  # fmt: skip
-    letters = ByT5Tokenizer()
-    return GlmImagePipeline(
-        tokenizer=letters, text_encoder=t5_encoder(letters), vae=vae, transformer=transformer,
-        processor=GlmImageProcessor(GlmImageImageProcessor(), tokenizer, chat_template=template),
-        vision_language_encoder=glm_first_half(tokenizer),
-        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear"),
-    )  # fmt: skip
-
-
 FAMILIES = {
     "sd15": sd15,
     "flux": flux,
@@ -324,5 +256,4 @@ FAMILIES = {
     "z_image": z_image,
     "flux2": flux2,
     "flux2_klein": flux2_klein,
-    "glm_image": glm_image,
 }

@@ -104,7 +104,7 @@ def prompts_for(checkpoint: Checkpoint, videos: bool = True) -> PromptBatch:
     if not checkpoint.vision:
         return text_prompts()
     batch = mixed_prompts(videos and "video" in checkpoint.family.kinds)
-    own = {"internvl": "<IMG_CONTEXT>\n", "janus": "<image_placeholder>\n", "emu3": "<image>"}
+    own = {"internvl": "<IMG_CONTEXT>\n", "janus": "<image_placeholder>\n"}
     if checkpoint.config.model_type in own:
         batch.prompts = [text.replace(IMAGE, own[checkpoint.config.model_type]) for text in batch.prompts]
     return batch

@@ -9,25 +9,19 @@ from pathlib import Path
 import pytest
 import tiny_families
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
 
 from lightrft_visual.config.devices import DEVICES, GIB
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit, parse_run
 from lightrft_visual.config.roots import DIFFUSION_PRESET
 from lightrft_visual.config.vl import RunConfig
-from lightrft_visual.embedded.questions import vocabulary_texts
 from lightrft_visual.embedded.tiny_sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
-from lightrft_visual.embedded.tiny_vlm import build_tiny_checkpoint
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
 from lightrft_visual.plan import check
-from lightrft_visual.plan.advice import advice, forecasts
 from lightrft_visual.plan.diffusion import Computed, DiffusionPlanner
-from lightrft_visual.plan.meta import LiveBytes
 from lightrft_visual.plan.pipelines import pipeline_policy
 from lightrft_visual.plan.table import HOST, Item, Phase, Plan
-from lightrft_visual.plan.vl_shape import MicroBatch, VLShape
 from lightrft_visual.trainer.diffusion.graphs import kept_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,18 +155,6 @@ def test_a_dry_run_shows_the_plan_and_answers_by_its_exit_code(capsys, extra: li
     assert "# plan of one rank of 8 ranks (8 on a host) of h100-80gb" in shown and "# train" in shown
 
 
-def test_a_dry_run_of_several_devices_advises_a_division() -> None:
-    config = parse_run(RunConfig, [*SEVEN, "--offload_trainer"]).config
-    plan = check.plan_of(config, *check.named_device(config.plan))
-    assert advice(config, plan).startswith("division of 8 devices, simulated: colocated")
-    found = {each.layout.engines: each for each in forecasts(config, plan)}
-    planned = sum(phase.seconds for phase in plan.phases[1:])
-    assert found[0].step_seconds == pytest.approx(planned, rel=0.1)  # the costs are those of the plan
-    assert all(128 % each.layout.trainers == 0 for each in found.values())
-    config.distributed.placement = "split"
-    assert advice(config, plan) == ""
-
-
 def test_a_dry_run_of_an_unknown_model_says_so(capsys) -> None:
     with pytest.raises(SystemExit) as stop:
         config_or_exit(RunConfig, ["--pretrain", "someone/unheard-of", "--plan_device", "cpu", "--dry_run"])
@@ -231,33 +213,6 @@ def test_every_embedded_family_is_planned_and_fits(family: str) -> None:
     assert plan_of("--embedded_family", family, "--plan_device", "cpu").fits
 
 
-def test_images_that_become_ids_are_counted_as_they_are_coded(tmp_path) -> None:
-    folder = build_tiny_checkpoint(tmp_path / "emu3", "emu3", texts=vocabulary_texts())
-    words = [
-        "--pretrain",
-        str(folder),
-        "--prompt_max_len",
-        "100",
-        "--rollout_batch_size",
-        "4",
-        "--plan_device",
-        "cpu",
-        "--train_batch_size",
-        "32",
-    ]
-    plan = plan_of(*words)
-    patches = next(item for item in plan.phases[1].items if item.name.startswith("patches and images of the batch"))
-    pixels = 100 * 3 * 8 * 8  # of a prompt, a code each
-    assert plan.fits and patches.bytes == 4 * (4 * pixels + pixels)
-    config = parse_run(RunConfig, words).config
-    shape = VLShape(config, AutoConfig.from_pretrained(folder))
-    coder = AutoModelForImageTextToText.from_pretrained(folder).model.vqmodel
-    with torch.no_grad(), LiveBytes([*coder.parameters(), *coder.buffers()]) as live:
-        coder.encode(torch.zeros(1, 3, 80, 80), [(80, 80)])
-    told = shape.scoring(MicroBatch(1, 1, 1, 2), CARD) - shape.scoring(MicroBatch(1, 1, 1, 0), CARD)
-    assert told == 2 * 4 * pixels and shape._tower(0, backward=False) == pytest.approx(live.peak, rel=0.1)
-
-
 def test_host_memory_counts_too() -> None:
     items = (Item("weights", GIB), Item("images", 2 * CARD.host, "max_pixels", HOST))
     plan = Plan("a model", CARD, 8, 8, (Phase("generate", items),))
@@ -293,11 +248,3 @@ def test_texts_in_the_encoders_are_counted(tmp_path) -> None:
     ids = torch.zeros(8, policy.family.text_length, dtype=torch.long, device="meta")
     states = encoder(input_ids=ids, output_hidden_states=True).hidden_states
     assert planner._encoding().bytes == sum(state.nbytes for state in states)
-
-
-def test_a_model_of_two_parts_says_what_is_not_counted(tmp_path, capsys) -> None:
-    tiny_families.FAMILIES["glm_image"]().save_pretrained(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        config_or_exit(DiffusionRunConfig, ["--pretrain", str(tmp_path), "--plan_device", "h100-80gb", "--dry_run"])
-    said = [line for line in capsys.readouterr().out.splitlines() if "no plan: " in line]
-    assert stop.value.code == 0 and len(said) == 1 and "vision_language_encoder" in said[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightrft_visual.config.placement import ResourcesConfig
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards import RewardComputationEngine
@@ -58,7 +59,8 @@ def test_ray_carries_a_function_given_by_path(rewards_file, monkeypatch):
 
     monkeypatch.setattr(RaySource, "__init__", remember)
     RewardComputationEngine.from_config(
-        RewardConfig(reward_fn=f"{rewards_file}:anything", reward_transport="ray", reward_ray_actors=2)
+        RewardConfig(reward_fn=f"{rewards_file}:anything", reward_transport="ray"),
+        resources=ResourcesConfig(reward_num_workers=2),
     )
     assert [(name, actors) for name, _, actors in made] == [("anything", 2)] and made[0][1].endswith(
         "scores.py:anything"

@@ -2,24 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 from tiny_models import perturb
 
 from lightrft_visual.batches.model_inputs import ModelInputs
 from lightrft_visual.batches.prompts import PromptBatch
-from lightrft_visual.batches.rollouts import collate
+from lightrft_visual.batches.rollouts import Rollout, collate
 from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.models.loading import Checkpoint
 from lightrft_visual.models.vlm.actor import Actor
+from lightrft_visual.rollout import hf
 from lightrft_visual.rollout.engine import RolloutEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.parity import ParityGate, log_prob_difference
 from lightrft_visual.rollout.stage import RolloutStage
 from lightrft_visual.rollout.weight_sync import named_weights
 from lightrft_visual.strategy.deepspeed import TrainEngine
+
+R = TypeVar("R")
+# By which a token of engine hf must be ahead, so that no other batch shape, engine or processor rounds it to another
+# one: the likeliest one in logits, a drawn one in probability.
+LIKELIEST, DRAWN = 1e-4, 3e-6
+
+
+def margin_of(logits: torch.Tensor, noise: torch.Tensor, settings: SamplingSettings) -> float:
+    """By how much a choice of `hf.draw` is clear, as a share of what it must be."""
+    if not len(logits):
+        return 1.0
+    if settings.greedy:
+        first, second = logits.topk(2, dim=-1).values.unbind(dim=-1)
+        return float((first - second).min()) / LIKELIEST
+    mass = hf.truncated(logits, settings.top_k, settings.top_p).softmax(dim=-1).double().cumsum(dim=-1)
+    return float((mass[:, :-1] - (noise * mass[:, -1]).unsqueeze(1)).abs().min()) / DRAWN
+
+
+@contextmanager
+def noted_margins() -> Iterator[list[float]]:
+    """`margin_of` of everything that engine hf draws inside."""
+    found, own = [], hf.draw
+
+    def noted(logits, noise, settings):
+        found.append(margin_of(logits, noise, settings))
+        return own(logits, noise, settings)
+
+    with patch.object(hf, "draw", noted):
+        yield found
+
+
+def decided(generate: Callable[[int], R], seeds: int = 50) -> R:
+    """What generate(seed) gives at the first seed where engine hf draws no token that hangs on rounding."""
+    for seed in range(seeds):
+        with noted_margins() as found:
+            made = generate(seed)
+        if min(found) >= 1:
+            return made
+    raise AssertionError(f"at each seed a token hangs on rounding: {min(found):.2g} of the margin")
 
 
 class Rig:
@@ -52,7 +95,10 @@ class Rig:
 
     def difference(self, batch: PromptBatch, settings: SamplingSettings, actor: Actor | None = None) -> float:
         """Largest |difference| of a token's log-prob between engine and trainer."""
-        rollouts = self.stage.generate(batch, settings)
+        return self.apart(self.stage.generate(batch, settings), settings, actor)
+
+    def apart(self, rollouts: list[Rollout], settings: SamplingSettings, actor: Actor | None = None) -> float:
+        """The same of rollouts that are there."""
         samples = collate(rollouts, self.checkpoint.tokenizer.pad_token_id, self.checkpoint.vision)
         ours = self.score(ModelInputs.of(samples), settings.scoring, actor)
         return log_prob_difference(ours, samples.rollout_log_probs, samples.action_mask)
@@ -71,6 +117,15 @@ class Rig:
 
     def token_ids(self, batch: PromptBatch, settings: SamplingSettings) -> list[list[int]]:
         return [rollout.token_ids for rollout in self.stage.generate(batch, settings)]
+
+    def decided_token_ids(self, batch: PromptBatch, settings: SamplingSettings) -> list[list[int]]:
+        """`token_ids` of engine hf at a seed, then the stage's, where none hangs on rounding."""
+
+        def generate(seed: int) -> list[list[int]]:
+            self.stage.run_seed = seed
+            return self.token_ids(batch, settings)
+
+        return decided(generate, seeds=1 if settings.greedy else 50)
 
 
 @contextmanager

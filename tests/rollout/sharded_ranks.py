@@ -24,7 +24,7 @@ from lightrft_visual.strategy.deepspeed import DeepspeedStrategy, OptimizerSetti
 SETTINGS = SamplingSettings(n=2, max_new_tokens=6)
 
 
-def main(folder: str, out: str) -> None:
+def main(folder: str, out: str, seed: str) -> None:
     torch.set_num_threads(1)
     strategy = DeepspeedStrategy(DistributedConfig(zero_stage=3))
     strategy.setup_distributed()
@@ -34,6 +34,7 @@ def main(folder: str, out: str) -> None:
     train = strategy.prepare(actor, OptimizerSettings(1e-2, total_steps=4))
     engine = TransformersEngine(train, checkpoint.tokenizer, micro_batch_size=3)
     rig = Rig(checkpoint, actor, engine)
+    rig.stage.run_seed = int(seed)
     # Rank 0: text, images and a video in three micro-batches. Rank 1: text alone, then nothing at all.
     batches = [mixed_prompts().select([[0, 2, 4, 5], [0]][rank]), mixed_prompts().select([[1, 0], []][rank])]
     tokens, figures = [], []

@@ -38,10 +38,11 @@ def main(folder: str, out: str) -> None:
     rig.move()
     rig.sync()
     figures.append(rig.difference(mine, settings))
-    tokens = rig.token_ids(mine, settings)
     # A rank without prompts takes part all the same.
-    rest = rig.token_ids(mine if rank == 0 else mine.select([]), settings)
-    Path(out, f"{rank}.json").write_text(json.dumps({"figures": figures, "tokens": tokens, "rest": rest}))
+    rest = rig.stage.generate(mine if rank == 0 else mine.select([]), settings)
+    figures.append(rig.apart(rest, settings) if rest else 0.0)
+    facts = {"figures": figures, "responses": len(rig.token_ids(mine, settings)), "rest": len(rest)}
+    Path(out, f"{rank}.json").write_text(json.dumps(facts))
     engine.close()
 
 

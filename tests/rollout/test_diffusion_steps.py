@@ -56,11 +56,12 @@ def test_scoring_the_step_that_was_drawn_gives_its_log_prob_exactly(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_scalar_and_a_per_sample_sigma_agree_exactly(rule):
+def test_a_scalar_and_a_per_sample_sigma_agree(rule):
     x, v, noise = latents()
     one = sde_step(x, v, 0.8, 0.6, 0.5, rule=rule, noise=noise)
     many = sde_step(x, v, torch.full((3,), 0.8), torch.full((3,), 0.6), 0.5, rule=rule, noise=noise)
-    assert all(torch.equal(left, right) for left, right in zip(one, many))
+    for left, right in zip(one, many):
+        torch.testing.assert_close(left, right)
 
 
 def test_flow_grpo_by_hand():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_rig import Rig
+from engine_rig import Rig, decided
 from peft import LoraConfig, get_peft_model
 from tiny_models import (
     ALL_KINDS,
@@ -105,7 +105,7 @@ def test_a_change_of_the_weights_is_seen_at_once(rig):
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 5, 64])
 def test_a_response_does_not_depend_on_its_company(rig, micro_batch_size):
     batch = mixed_prompts()
-    together = rig.token_ids(batch, PLAIN)
+    together = rig.decided_token_ids(batch, PLAIN)
     rig.engine.micro_batch_size, size = micro_batch_size, rig.engine.micro_batch_size
     order = [4, 0, 6, 1]
     apart = rig.token_ids(batch.select(order), PLAIN)
@@ -115,8 +115,9 @@ def test_a_response_does_not_depend_on_its_company(rig, micro_batch_size):
 
 
 def test_more_samples_leave_the_first_ones_as_they_are(rig):
+    few = rig.decided_token_ids(text_prompts(), PLAIN)
     more = rig.token_ids(text_prompts(), SamplingSettings(n=5, max_new_tokens=6))
-    assert [more[i] for i in (0, 1, 2, 5, 6, 7, 10, 11, 12)] == rig.token_ids(text_prompts(), PLAIN)
+    assert [more[i] for i in (0, 1, 2, 5, 6, 7, 10, 11, 12)] == few
 
 
 def test_greedy_equals_transformers_own_generation(rig):
@@ -124,7 +125,7 @@ def test_greedy_equals_transformers_own_generation(rig):
     batch = mixed_prompts().select([0, 1, 2, 2])
     # Two frames in time, on two positions, as many as in height: where transformers starts the text that follows right.
     batch.prompts[3], batch.videos[3] = batch.prompts[3] + VIDEO, [clip(0, 4, fps=4.0)]
-    ours = rig.stage.generate(batch, greedy)
+    ours = decided(lambda seed: rig.stage.generate(batch, greedy), seeds=1)
     model, checkpoint = rig.actor.model, rig.checkpoint
     for rollout in ours:
         prompt = rollout.prompt
@@ -249,16 +250,20 @@ def test_dropout_and_checkpointing_do_not_reach_generation(root):
 
 def test_long_and_short_prompts_together(rig):
     batch = PromptBatch.of([turn("a"), turn("how many " * 80)])
-    both = rig.token_ids(batch, PLAIN)
+    both = rig.decided_token_ids(batch, PLAIN)
     assert both == rig.token_ids(batch.select([0]), PLAIN) + rig.token_ids(batch.select([1]), PLAIN)
 
 
 def test_a_response_goes_on_as_it_was_begun(rig):
     """Tokens drawn so far are given back with the prompt: what follows is what one call draws, with its log-probs."""
     prompts = rig.stage.data_processor.features(mixed_prompts())
-    for seed, prompt in enumerate(prompts):
-        prompt.seed = seed
-    whole = rig.engine.generate(prompts, PLAIN)
+
+    def generate(seed: int) -> list:
+        for number, prompt in enumerate(prompts):
+            prompt.seed = 100 * seed + number
+        return rig.engine.generate(prompts, PLAIN)
+
+    whole = decided(generate)
     begun = [
         replace(prompt, continued=each.token_ids[:2], copy=copy)
         for prompt, responses in zip(prompts, whole)

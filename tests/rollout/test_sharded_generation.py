@@ -14,12 +14,12 @@ from lightrft_visual.rollout.hf import TransformersEngine
 
 def test_ranks_with_different_prompts_sample_as_one_rank_does(tmp_path):
     checkpoint = checkpoint_of(tmp_path, "qwen2_5_vl")
-    run_ranks("sharded_ranks.py", checkpoint.path, str(tmp_path), timeout=180)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert max(first["figures"] + second["figures"]) <= 1e-5
     actor = actor_of(checkpoint)
     rig = Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer))
-    alone = rig.token_ids(mixed_prompts(), SamplingSettings(n=2, max_new_tokens=6))
+    alone = rig.decided_token_ids(mixed_prompts(), SamplingSettings(n=2, max_new_tokens=6))
+    run_ranks("sharded_ranks.py", checkpoint.path, str(tmp_path), str(rig.stage.run_seed), timeout=180)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert max(first["figures"] + second["figures"]) <= 1e-5
     assert first["tokens"][0] == [alone[2 * i + copy] for i in (0, 2, 4, 5) for copy in range(2)]
     assert first["tokens"][1] == [alone[2 * i + copy] for i in (1, 0) for copy in range(2)]
     assert second["tokens"] == [alone[:2], []]

@@ -106,3 +106,11 @@ def test_a_state_dict_is_a_copy_on_the_ranks_that_keep_it(root):
         actor.model.get_input_embeddings().weight.zero_()
     assert state["model.embed_tokens.weight"].any()
     assert gathered_state_dict(engine_of(actor), keep=False) == {}
+
+
+def test_an_export_holds_what_a_checkpoint_keeps_beside_the_weights(root):
+    actor = actor_of(checkpoint_of(root, "qwen2"))
+    actor.model.model.norm.register_buffer("mean", torch.tensor([1.0, 2.0]))
+    actor.model.model.norm.register_buffer("cache", torch.ones(2), persistent=False)
+    state = gathered_state_dict(engine_of(actor), keep=True)
+    assert state["model.norm.mean"].tolist() == [1.0, 2.0] and "model.norm.cache" not in state

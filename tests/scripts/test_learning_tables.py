@@ -12,7 +12,6 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
 import curves  # noqa: E402
 import learning  # noqa: E402
 import learning_drawing  # noqa: E402
-import learning_stale  # noqa: E402
 import trl_learn_table  # noqa: E402
 
 RUN = "rollout: {rollout_batch_size: 8, n_samples_per_prompt: 4}\nsampling: ${rollout}\n"
@@ -58,13 +57,6 @@ def test_the_table_of_drawings_says_where_each_run_ends(tmp_path):
     write_run(tmp_path / "awm-1", {0: 0.1, 20: 0.5, 40: 0.9})
     write_run(tmp_path / "awm-2", {0: 0.1, 20: 0.5, 30: 0.9})
     assert "| `awm` | 2 | 1280, 960 |" in learning_drawing.table(learning_drawing.read_all(tmp_path))
-
-
-def test_stale_runs_are_compared_at_the_steps_that_all_have(tmp_path):
-    write_run(tmp_path / "k0-none-1", {0: 0.0, 20: 0.2, 40: 0.4, 60: 0.6})
-    write_run(tmp_path / "k2-mask-1", {0: 0.0, 20: 0.1, 40: 0.3})
-    rows = learning_stale.table(tmp_path).splitlines()[2:]
-    assert "| 0.300 |" in rows[0] and "| 0.200 | -0.100 |" in rows[1]
 
 
 def test_the_table_beside_trl_has_no_row_that_one_run_lacks(tmp_path, capsys):

@@ -51,7 +51,7 @@ SEEING = {
     "lora_3": f"{ADAPTED} {SAVED} 1",
     "lora_3_resumed": f"copy:lora_3 {ADAPTED} {SAVED} 2 --resume_from auto",
     "models": "--zero_stage 2 --reward_pretrain {classifier} --reward_fn {placed}:score",
-    "bf16": "--bf16 true --parity_samples 0",
+    "bf16": "--bf16 true --parity_every 0",
 }
 DRAWING = {
     "flow_grpo": f"--beta 0.1 --enable_ema true --ema_interval 1 --eval_ema true {SAVED} 1",

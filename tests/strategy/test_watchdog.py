@@ -125,6 +125,26 @@ def test_a_failure_ends_the_others_at_once_with_its_text():
     assert "rank 1 failed: RewardError: score returned 3 numbers" in ranks.ended[0]
 
 
+def test_a_rank_that_is_gone_is_named_unless_it_has_said_why_it_ends():
+    ranks = Ranks(3)
+    ranks.pass_time(2, alive=(0, 1, 2))
+    ranks.dogs[1].report_failure("RewardError: score returned 3 numbers")
+    ranks.dogs[0].lost(1, "")
+    ranks.dogs[2].lost(0, "what rank 0 said")
+    assert ranks.ended[0].startswith("rank 1 failed: RewardError: score returned 3 numbers; rank 0 ends in stage")
+    assert ranks.ended[2].startswith("what rank 0 said; rank 2 ends in stage")
+    ranks = Ranks(2)
+    ranks.dogs[0].lost(1, "")
+    assert ranks.ended[0].startswith("rank 1 is gone: its process has ended")
+
+
+def test_a_rank_that_fails_itself_is_not_ended_by_others_that_end_after_it():
+    ranks = Ranks(2)
+    ranks.dogs[1].report_failure("RewardError: score returned 3 numbers")
+    ranks.dogs[1].lost(0, "")
+    assert not ranks.ended
+
+
 def test_the_stage_between_phases_and_before_the_loop():
     dog = Watchdog(MemoryStore, 0, 1, 10.0, lambda message: None)
     assert dog.stage == "start-up"

@@ -21,9 +21,8 @@ from .preference import GroupPreference
 from .reward_fl import RewardFL
 from .rwr import RewardWeighted
 from .temp_flow_grpo import TempFlowGRPO
-from .token_grpo import TokenGRPO
 
-Loss = FlowGRPO | DiffusionNFT | AWM | RewardWeighted | GroupPreference | RewardFL | TokenGRPO
+Loss = FlowGRPO | DiffusionNFT | AWM | RewardWeighted | GroupPreference | RewardFL
 
 
 def training_guidance(config: DiffusionRunConfig) -> float:
@@ -34,11 +33,6 @@ def training_guidance(config: DiffusionRunConfig) -> float:
 def flow_grpo(config: DiffusionRunConfig) -> FlowGRPO:
     """Flow-GRPO's loss, by the SDE, by data noised anew, or by coefficients-preserving sampling."""
     return _clipped(config, FlowGRPO, FLOW_RULES[config.trajectory])
-
-
-def token_grpo(config: DiffusionRunConfig) -> TokenGRPO:
-    """GRPO's loss on the tokens of an autoregressive half."""
-    return TokenGRPO(config.algorithm.clip_range, config.algorithm.beta)
 
 
 def dance_grpo(config: DiffusionRunConfig) -> FlowGRPO:

@@ -23,11 +23,11 @@ def pair_preference(
     return GroupPreference(beta, PAIR, 1.0, reference, kl_beta, guidance_scale)
 
 
-def ranked_pairs(rewards: T, group_id: T, valid: T, most: int) -> tuple[T, T]:
+def ranked_pairs(rewards: T, group_id: T, valid: T) -> tuple[T, T]:
     """(N) signs and (N) pair ids: in each group the best with the worst, the second best with the second worst, ...
 
-    rewards (N) float, group_id (N) long, valid (N) bool. The `most` first pairs of a group count, with 1 for the better
-    and -1 for the other sample; pairs behind them, of equal rewards, or with an invalid sample have sign 0. Raises
+    rewards (N) float, group_id (N) long, valid (N) bool. Signs are 1 for the better and -1 for
+    the other sample; pairs of equal rewards, or with an invalid sample, have sign 0. Raises
     ValueError for a group with an odd number of samples.
     """
     signs, pairs, number = torch.zeros(len(rewards)), torch.zeros(len(rewards), dtype=torch.long), 0
@@ -41,18 +41,18 @@ def ranked_pairs(rewards: T, group_id: T, valid: T, most: int) -> tuple[T, T]:
         matched = list(zip(ranked[:half].tolist(), ranked[count - half : count].flip(0).tolist()))
         left = [*ranked[half : count - half].tolist(), *ranked[count:].tolist()]
         for place, (first, second) in enumerate([*matched, *zip(left[::2], left[1::2])]):
-            counts = place < min(most, half) and bool(rewards[first] > rewards[second])
+            counts = place < half and bool(rewards[first] > rewards[second])
             signs[first], signs[second] = float(counts), -float(counts)
             pairs[first] = pairs[second] = number
             number += 1
     return signs, pairs
 
 
-def gathered_pairs(rewards: T, group_id: T, valid: T, most: int) -> tuple[T, T, dict[str, float]]:
+def gathered_pairs(rewards: T, group_id: T, valid: T) -> tuple[T, T, dict[str, float]]:
     """This rank's signs and pair ids of `ranked_pairs` over all ranks, and the metrics of the batch. A collective."""
     everyone = all_gather_object((rewards.cpu(), group_id.cpu(), valid.cpu()))
     gathered = [torch.cat(parts) for parts in zip(*everyone)]
-    signs, pairs = ranked_pairs(*gathered, most)
+    signs, pairs = ranked_pairs(*gathered)
     start = sum(len(each[0]) for each in everyone[: rank()])
     mine = slice(start, start + len(rewards))
     metrics = group_metrics(*gathered) | {"pairs": float(signs.clamp(min=0).sum())}

@@ -77,8 +77,6 @@ class DiffusionPolicy(nn.Module):
         self.lora = lora or LoraSettings()
         self.denoisers = nn.ModuleDict(family.denoisers())
         self.trainable = tuple(self.denoisers) if trainable is None else trainable
-        if family.first_part in self.trainable:
-            self._train_first_part()
         unknown = set(self.trainable) - set(self.denoisers)
         if unknown:
             raise ConfigError(
@@ -88,8 +86,6 @@ class DiffusionPolicy(nn.Module):
         self._encoded = PromptCache()
         self.offload_activations = False
         self._freeze_and_adapt()
-        if family.first_part in self.trainable:
-            family.train_first()
 
     @classmethod
     def from_pretrained(
@@ -115,15 +111,6 @@ class DiffusionPolicy(nn.Module):
         pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype, **parts)
         return cls(adapter(pipeline, text_length or saved_text_length(path)), lora, trainable)
 
-    def _train_first_part(self) -> None:
-        """The autoregressive half takes the place of the denoiser under training; it is a module beside it."""
-        name = self.family.first_part
-        if self.trainable != (name,):
-            raise ConfigError(
-                f"trainable_models names {', '.join(self.trainable)}: train one of the two halves at a time"
-            )
-        self.denoisers[name] = self.family.pipeline.components[name]
-
     @property
     def prediction(self) -> str:
         """What the model predicts: flow (a velocity) or epsilon (noise)."""
@@ -134,14 +121,9 @@ class DiffusionPolicy(nn.Module):
         """Of the denoisers' weights."""
         return self.family.device
 
-    def forward(
-        self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float = 1.0, tokens: bool = False
-    ) -> T:
-        """Velocity (B, …), fp32; see `velocity`. The engine's hooks run through this method. tokens: in its place the
-        log-probs (B, N) of what the autoregressive half has drawn."""
+    def forward(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float = 1.0) -> T:
+        """Velocity (B, …), fp32; see `velocity`. The engine's hooks run through this method."""
         with self._kept_activations():
-            if tokens:
-                return self.family.token_log_probs(conditions)
             return self.family.velocity(latents, timesteps, conditions, guidance_scale)
 
     def velocity(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float = 1.0) -> T:
@@ -264,15 +246,6 @@ class DiffusionPolicy(nn.Module):
         return found
 
     @torch.no_grad()
-    def first_half(self, prompts: list[str], seeds: list[int], height: int, width: int, count: int) -> Conditions:
-        """Conditions (B, …) on the host that the autoregressive half of a model of two parts draws, `count` samples at
-        once; it is on the device for that turn. A sample depends on its prompt and its seed."""
-        parts = [slice(start, start + count) for start in range(0, len(prompts), count)]
-        with nullcontext() if self.family.trains_first else self._at_work(self.family.first_part):
-            drawn = [self.family.first_half(prompts[part], seeds[part], height, width) for part in parts]
-        return {name: torch.cat([each[name] for each in drawn]).cpu() for name in drawn[0]}
-
-    @torch.no_grad()
     def encode_images(self, images: list[Image.Image], height: int, width: int) -> T:
         """Latents (B, …), fp32, of B images, each scaled and cut about its middle to the size."""
         fitted = [ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS) for image in images]
@@ -366,11 +339,7 @@ class DiffusionPolicy(nn.Module):
         self.offload_activations = offload
         checkpoint_decoder(self.family.pipeline.vae)
         for name in self.trainable:
-            part = self.denoisers[name]
-            if name == self.family.first_part:  # a model of transformers
-                part.gradient_checkpointing_enable()
-            else:
-                part.enable_gradient_checkpointing()
+            self.denoisers[name].enable_gradient_checkpointing()
 
     def _kept_activations(self) -> AbstractContextManager[Any]:
         return torch.autograd.graph.save_on_cpu() if self.offload_activations else nullcontext()
@@ -414,9 +383,7 @@ class DiffusionPolicy(nn.Module):
             if self.lora.rank == 0:
                 self.denoisers[name].requires_grad_(True)
                 continue
-            family = self.family
-            usual = family.first_lora_targets if name == family.first_part else family.lora_targets
-            targets = family.own_modules(self.lora.target_modules or usual)
+            targets = self.family.own_modules(self.lora.target_modules or self.family.lora_targets)
             config = lora_config(
                 self.lora.rank, self.lora.alpha, init_lora_weights=self.lora.init_weights, target_modules=targets
             )

@@ -14,7 +14,6 @@ from ...batches.sampling import ScoringRule
 from ...checkpoint.adapted import is_adapted
 from ...errors import ConfigError
 from ...strategy.sequence import SequenceGroup
-from ..exact import exact_products
 from ..logprobs import LogProbLinear
 from .backbone import Backbone
 
@@ -54,9 +53,6 @@ class Actor(nn.Module):
         self.head = [LogProbLinear.adopt(transformer.get_output_embeddings())]  # in a list: not a second child module
         self.backbone = Backbone(transformer, share_prefix, sequence)
         self.drawing = self.backbone.family.drawing(transformer)
-        if self.drawing is not None:
-            family = self.backbone.family
-            exact_products(transformer, (*family.towers, *family.projectors, *family.untrained))
         if sequence is not None and self.drawing is not None:
             raise ConfigError("sp_size: the halves of guided images are not divided over ranks; leave it at 1")
         self.register_buffer("banned_ids", torch.tensor(banned_ids, dtype=torch.long), persistent=False)
@@ -96,7 +92,7 @@ class Actor(nn.Module):
         drawn, count = targets >= self.drawing.first, len(rows)
         samples = self.drawing.drawn_samples(inputs)
         in_image = samples.unsqueeze(1).expand_as(inputs.action_mask)[inputs.action_mask]
-        text = ~(drawn | self.drawing.is_given(targets, in_image))
+        text = ~drawn
         guided = rule.guidance_scale != 1 and bool(samples.any())
         if guided:
             inputs, places = self.drawing.with_halves(inputs, samples)

@@ -56,7 +56,7 @@ class Backbone:
         self.base: nn.Module = model.base_model
         self.family = family_of(self.config)
         self.family.attach(self.base)
-        self.by_segments = self.family.unproven is None and attend_by_segments(self.base, exact=self.family.draws)
+        self.by_segments = self.family.unproven is None and attend_by_segments(self.base)
         self.share_prefix, self.sequence = share_prefix, sequence
         for name, wanted in (("share_prefix", share_prefix), ("sp_size", sequence is not None)):
             if wanted and not self.by_segments:

@@ -26,11 +26,10 @@ T = torch.Tensor
 class Drawing:
     """The parts of a model that draw; a helper beside the module tree, as `Backbone`.
 
-    first: id of the first drawn token. tokens: of an image, ends of rows included. begin_id: after which an image, or
-    what is said of its size, stands in a prompt. kept_ids: other tokens of a prompt that the half without it keeps;
-    blank_id: what stands for its others. features: from hidden states (N, H) to what the head reads. head: to logits of
-    the codes. pixels: from codes (N, codes) to images (N, C, H, W) in -1..1. row, row_end: where each row of an image
-    ends with a token of its own, which is not sampled, the codes of a row and the id of that token.
+    first: id of the first drawn token. tokens: of an image. begin_id: after which an image stands in a prompt.
+    kept_ids: other tokens of a prompt that the half without it keeps; blank_id: what stands for its others. features:
+    from hidden states (N, H) to what the head reads. head: to logits of the codes. pixels: from codes (N, tokens) to
+    images (N, C, H, W) in -1..1.
     """
 
     first: int
@@ -39,31 +38,14 @@ class Drawing:
     kept_ids: tuple[int, ...]
     blank_id: int
     features: Callable[[T], T]
-    head: LogProbLinear | CodesOfHead
+    head: LogProbLinear
     pixels: Callable[[T], T]
-    row: int | None = None
-    row_end: int | None = None
 
     def without_prompt(self, ids: T) -> T:
         """Prompt ids (..., S) of the half without the prompt: equally many, blanked out up to the last `begin_id`."""
         begins = (ids == self.begin_id).long().flip(-1).cumsum(dim=-1).flip(-1)  # from each token on
         kept = torch.isin(ids, torch.tensor((*self.kept_ids, self.begin_id), device=ids.device)) | (begins == 0)
         return torch.where(kept, ids, torch.full_like(ids, self.blank_id))
-
-    def ends_row(self, step: int) -> bool:
-        """Whether token `step` of an image is the end of a row."""
-        return self.row is not None and step % (self.row + 1) == self.row
-
-    def codes(self, tokens: T) -> T:
-        """Codes (N, codes) of drawn tokens (N, tokens)."""
-        if self.row is not None:
-            tokens = tokens.unflatten(1, (-1, self.row + 1))[..., : self.row].flatten(1)
-        return tokens - self.first
-
-    def is_given(self, targets: T, drawn: T) -> T:
-        """(N) bool: actions that were not sampled, of `targets` (N) ids, `drawn` (N) true in images. They have
-        log-prob 0."""
-        return drawn & (targets == self.row_end) if self.row_end is not None else torch.zeros_like(drawn)
 
     def guided(self, hidden: T, unguided: T | None, scale: float) -> T:
         """What the head reads (N, F) of hidden states with and without the prompt; None: no guidance.
@@ -122,28 +104,6 @@ class Drawing:
             packed_seq_lens=[*lengths, *(lengths[place] for place in index)],
             num_actions=[*actions, *(actions[place] for place in index)],
         )
-
-
-class CodesOfHead:
-    """A head of text and codes together, seen as one of the `count` codes behind the id `first` alone."""
-
-    def __init__(self, head: LogProbLinear, first: int, count: int):
-        self.head, self.first, self.count = head, first, count
-
-    def __call__(
-        self,
-        hidden: T,
-        codes: T | None = None,
-        temperature: float | T = 1.0,
-        with_entropy: bool = True,
-        in_float32: bool = False,
-    ) -> T | tuple[T, T | None]:
-        """As `LogProbLinear`: logits (N, count), with `codes` (N) their log-probs and entropies."""
-        if codes is None:
-            return self.head(hidden, in_float32=in_float32)[:, self.first : self.first + self.count]
-        ids = torch.arange(self.head.out_features, device=hidden.device)
-        others = ids[(ids < self.first) | (ids >= self.first + self.count)]
-        return self.head(hidden, codes + self.first, temperature, others, with_entropy)
 
 
 def _extended(values: T | None, index: list[int]) -> T | None:

@@ -175,14 +175,14 @@ class RayRewardModel(ActorPool):
         super().__init__(name, build_model, (name, path), **pool)
 
 
-def actor_pool(resources: ResourcesConfig, usual: int) -> dict[str, Any]:
-    """Keyword arguments of an ActorPool for what the run's resources say of rewards. usual: actors where they say no
-    number. Raises ConfigError for more actors than devices."""
+def actor_pool(resources: ResourcesConfig) -> dict[str, Any]:
+    """Keyword arguments of an ActorPool for what the run's resources say of rewards: one actor where they say nothing.
+    Raises ConfigError for more actors than devices."""
     devices, gpus = resources.reward_devices, resources.reward_num_gpus
-    count = resources.reward_num_workers or (len(devices) if devices else usual)
-    common: dict[str, Any] = {"num_cpus": resources.reward_num_cpus}
+    count = resources.reward_num_workers or (len(devices) if devices else 1)
+    common: dict[str, Any] = {"num_cpus": 0}  # Ray reserves no core for them
     rollouts = resources.rollout_num_cpus * (resources.rollout_num_workers or 1)
-    pool = {"cpus": max(os.cpu_count() or 1, rollouts + count * resources.reward_num_cpus)}
+    pool = {"cpus": max(os.cpu_count() or 1, rollouts)}
     if get_accelerator().device_name() == "cpu" or not (devices or gpus):
         return pool | {"options": [common] * count}
     pool["device"] = None

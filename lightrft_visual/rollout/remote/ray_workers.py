@@ -28,6 +28,7 @@ from .weights import MemoryFile, WeightPost
 from .worker import Blueprint, Worker
 
 NAMESPACE = "lightrft_visual"
+ANSWER_SECONDS = 3600.0  # after which a worker that has not answered is started again
 START_SECONDS = 600.0  # of a worker: imports and a large checkpoint
 SETTING = "placement split"
 
@@ -97,8 +98,7 @@ class Cluster:
         if not self.first:
             adopt_authentication(mode)
             self._join(address, names)
-        timeout = resources.worker_timeout
-        self.workers = [RayWorker(self.ray, actor, name, timeout) for actor, name in zip(self._actors, names)]
+        self.workers = [RayWorker(self.ray, actor, name, ANSWER_SECONDS) for actor, name in zip(self._actors, names)]
 
     def _guarded(self, start, blueprint: Blueprint) -> tuple[str | None, list[str], BaseException | None]:
         """What rank 0 tells the others, also where it fails."""
@@ -168,13 +168,8 @@ class Cluster:
 
     def post(self, turns: int = 2) -> WeightPost:
         """What hands weights to these workers: by shared memory to those that have it, else by the object store."""
-        transfer = self.resources.weight_transfer
         sharing = [each["shares_memory"] for each in self.described]
-        if transfer == "shared_memory" and not all(sharing):
-            raise ConfigError("weight_transfer shared_memory: a rollout worker is on another host; use auto")
-        shared = transfer != "object_store" and any(sharing)
-        stored = transfer == "object_store" or not all(sharing)
-        return WeightPost(turns=turns, store=self.ray.put if stored else None, shared=shared)
+        return WeightPost(turns=turns, store=None if all(sharing) else self.ray.put, shared=any(sharing))
 
     def close(self) -> None:
         """End the actors, and the connection that was made here, with it a cluster that was started by it."""

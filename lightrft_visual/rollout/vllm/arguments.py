@@ -51,7 +51,7 @@ class VLLMSettings:
     max_num_batched_tokens: tokens of one forward at most, default 8192 or one whole sequence; extra: other engine
     arguments by vLLM's names; own_ranks: tensor-parallel ranks are processes that vLLM starts on the devices that it
     sees, not ranks of the run; host_cache: bytes of keys and values on a host without accelerator, all of them written
-    at the start; prompt_prefix: text that the trainer's processor writes before every prompt and vLLM does not.
+    at the start.
     """
 
     model: str
@@ -73,7 +73,6 @@ class VLLMSettings:
     vision: bool = True
     own_ranks: bool = False
     host_cache: int = MOST_HOST_CACHE
-    prompt_prefix: str = ""
     processor_kwargs: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -104,7 +103,6 @@ class VLLMSettings:
             vision=checkpoint.vision,
             own_ranks=config.distributed.split,
             host_cache=host_cache(checkpoint.config.get_text_config(), width, sequences, length),
-            prompt_prefix=checkpoint.family.prompt_prefix(checkpoint.processor or checkpoint.tokenizer),
             processor_kwargs=checkpoint.family.processor_arguments(data.min_pixels, data.max_pixels),
             extra=dict(rollout.engine_kwargs),
         )

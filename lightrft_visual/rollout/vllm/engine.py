@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...batches.rollouts import PromptFeatures
 from ...batches.sampling import Completion, SamplingSettings
@@ -126,10 +125,9 @@ class VLLMEngine:
             raise RolloutError(f"vLLM failed while generating: {self.failure}") from error
 
     def _entry(self, prompt: PromptFeatures) -> dict[str, Any]:
-        text = self.settings.prompt_prefix + prompt.text
-        entry: dict[str, Any] = {"prompt": text}
+        entry: dict[str, Any] = {"prompt": prompt.text}
         if prompt.continued:
-            entry = {"prompt_token_ids": self.tokenizer(text).input_ids + prompt.continued}
+            entry = {"prompt_token_ids": self.tokenizer(prompt.text).input_ids + prompt.continued}
         media = {name: items for name, items in (("image", prompt.images), ("video", prompt.videos)) if items}
         if media:
             entry["multi_modal_data"] = media
@@ -183,12 +181,10 @@ class VLLMEngine:
         """
         if self.asleep:
             self.wake()
-        self.llm.apply_model(_hold_statistics)
         if self.ranks is not None:
             self.ranks.update(named_tensors)
         else:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
-        self.llm.apply_model(_put_statistics_back)
         self.llm.apply_model(_refresh_tied_head)
         self.lacks_weights = False
         self.reset_caches()
@@ -253,22 +249,6 @@ def _stream(prompt: PromptFeatures) -> int:
 def worker_engine(config: RunConfig, checkpoint: Checkpoint) -> VLLMEngine:
     """The engine of a process that does nothing else."""
     return VLLMEngine(VLLMSettings.from_config(config, checkpoint))
-
-
-_HELD = "_held_statistics"
-
-
-def _hold_statistics(model: torch.nn.Module) -> None:
-    """Set aside what the model keeps beside its weights: the running means of Emu3's VQ model. No run changes them, and
-    a reload leaves them with whatever is in memory."""
-    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
-    model.__dict__[_HELD] = [(layer, {name: each.clone() for name, each in layer.named_buffers()}) for layer in layers]
-
-
-def _put_statistics_back(model: torch.nn.Module) -> None:
-    for layer, held in model.__dict__.pop(_HELD):
-        for name, value in held.items():
-            layer.get_buffer(name).copy_(value)
 
 
 def _refresh_tied_head(model: torch.nn.Module) -> None:

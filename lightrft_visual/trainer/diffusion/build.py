@@ -52,6 +52,7 @@ from .stages import DiffusionSampling, ImageSettings, TrainedVelocity
 from .trainer import DiffusionTrainer, RewardFLTrainer
 from .training_reward import TrainingReward
 
+PROMPTS_GIB = 2  # of encoded prompts on disk
 EMBEDDED_REWARD = '{"*": [["rule", "shape_match", 1.0]]}'
 
 
@@ -267,32 +268,16 @@ def _most_images(config: DiffusionRunConfig) -> int:
         raise ConfigError("source_pixels is the size of images to edit, and this model edits none: leave it out")
     if config.offline and edits:
         raise ConfigError("pair_data has no column of images to edit: train this model on prompts")
-    if config.offline and adapter.first_part:
-        raise ConfigError("pair_data has no tokens of an autoregressive half: train this model on prompts")
-    _check_half(config, adapter)
+    _check_trained(config, adapter)
     return edits or int(adapter.takes_first_frame)
 
 
-def _check_half(config: DiffusionRunConfig, adapter: type[DiffusionFamily]) -> None:
-    """Raises ConfigError for parts that the model does not have and, of models of two parts, where algorithm and
-    trained half do not fit."""
-    trained = config.model.trained_denoisers or ()
-    halves = [*adapter.denoiser_names, *([adapter.first_part] if adapter.first_part else [])]
-    for name in trained if config.model.pretrain != EMBEDDED else ():
-        if name not in halves:
-            raise ConfigError(f"trainable_models: this model has no {name!r}{did_you_mean(name, halves)}")
-    first = adapter.first_part is not None and adapter.first_part in trained
-    if config.algorithm.entry.trains_on == "tokens" and not first:
-        half = f"set trainable_models {adapter.first_part}" if adapter.first_part else "this model has none"
-        raise ConfigError(
-            f"{config.algorithm.entry.name} trains the autoregressive half of a model of two parts: {half}"
-        )
-    if first and config.algorithm.entry.trains_on != "tokens":
-        raise ConfigError(f"{adapter.first_part} draws tokens: train it by diffusion_algorithm token_grpo")
-    if first and config.distributed.zero_stage == 3:
-        raise ConfigError(
-            f"{adapter.first_part} generates with whole weights, and ZeRO stage 3 divides them: use 0 to 2"
-        )
+def _check_trained(config: DiffusionRunConfig, adapter: type[DiffusionFamily]) -> None:
+    """Raises ConfigError for parts that the model does not have."""
+    names = adapter.denoiser_names
+    for name in config.model.trained_denoisers or () if config.model.pretrain != EMBEDDED else ():
+        if name not in names:
+            raise ConfigError(f"trainable_models: this model has no {name!r}{did_you_mean(name, names)}")
 
 
 def _total_steps(config: DiffusionRunConfig, rows: int) -> int:
@@ -330,7 +315,7 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
     if model.gradient_checkpointing:
         policy.enable_gradient_checkpointing(model.use_gradient_checkpointing_offload)
     policy.place(strategy.device)
-    _keep_prompts(policy, model.prompt_cache_gib)
+    _keep_prompts(policy)
     settings = OptimizerSettings.from_config(config.train, config.train.learning_rate, config.updates(total_steps))
     engine = strategy.prepare(policy, settings)
     if config.algorithm.beta > 0 or algorithm.reference:
@@ -338,13 +323,11 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
     return policy, engine
 
 
-def _keep_prompts(policy: DiffusionPolicy, gib: float) -> None:
-    """What the text encoders make is kept on disk too, where the run asks for it."""
-    if gib == 0:
-        return
+def _keep_prompts(policy: DiffusionPolicy) -> None:
+    """What the text encoders make is kept on disk for later runs too."""
     folder = cache_root() / "prompts"
-    found = policy.keep_prompts_in(folder, int(gib * 2**30))
-    say(f"encoded prompts are kept in {folder}, at most {gib:g} GiB; {found} of this model are there")
+    found = policy.keep_prompts_in(folder, PROMPTS_GIB * 2**30)
+    say(f"encoded prompts are kept in {folder}, at most {PROMPTS_GIB} GiB; {found} of this model are there")
 
 
 def _trained_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set[str]:

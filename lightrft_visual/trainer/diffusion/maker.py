@@ -167,7 +167,7 @@ class DiffusionExperienceMaker:
         ]
         sizes = [len(each.latents) for each in experiences]
         if self.algorithm.entry.coupled == "pairs":
-            signs, pairs, metrics = gathered_pairs(*judged, self.algorithm.pairs_per_prompt)
+            signs, pairs, metrics = gathered_pairs(*judged)
             for each, sign, pair in zip(experiences, signs.split(sizes), pairs.split(sizes)):
                 each.advantages, each.group_id = sign, pair
             return metrics

@@ -16,7 +16,6 @@ from ...data.prompt_sampling import distributed_k_repeat_indices
 from ...models.diffusion.policy import DiffusionPolicy
 from ...rollout.diffusion_sampler import DiffusionSampler, sample_generators, window_start
 from ...strategy import collectives
-from ...strategy.seeding import derive_seed
 from .graphs import RolloutGraphs
 
 T = torch.Tensor
@@ -158,7 +157,7 @@ class DiffusionSampling:
         """Micro-batches of all rows, in order. Noise depends on (run seed, purpose, step, sample id).
 
         graphs: which of them are kept for the update, if any; the first call with them is a collective. Those of edits
-        and of models of two parts are not: their conditions differ in size from sample to sample.
+        are not: their conditions differ in size from sample to sample.
         """
         size = self.settings.micro_batch_size
         parts = [slice(start, start + size) for start in range(0, len(rows), size)]
@@ -166,11 +165,9 @@ class DiffusionSampling:
             shared = self.shared(rows)
             return [self._micro(rows.select(part), step, purpose, shared[part]) for part in parts]
         self.remember(rows)
-        first = self.first_half(rows, step, purpose)
-        if first or (graphs is not None and not graphs.fit(partial(self._one_forward, rows), len(rows), self.sampler)):
+        if graphs is not None and not graphs.fit(partial(self._one_forward, rows), len(rows), self.sampler):
             graphs = None
-        firsts = [{name: value[part] for name, value in first.items()} for part in parts]
-        return [self._micro(rows.select(part), step, purpose, None, each, graphs) for part, each in zip(parts, firsts)]
+        return [self._micro(rows.select(part), step, purpose, graphs=graphs) for part in parts]
 
     def _one_forward(self, rows: DrawingBatch) -> T:
         """Of one sample, as the rollout would make it: what its graph takes."""
@@ -180,14 +177,6 @@ class DiffusionSampling:
         times = torch.full((1,), TRAIN_TIMESTEPS / 2, device=policy.device)
         return policy.velocity(latents, times, batch.conditions, batch.guidance_scale)
 
-    def first_half(self, rows: DrawingBatch, step: int, purpose: str) -> Conditions:
-        """What the autoregressive half of a model of two parts draws, on the host; {} of other models."""
-        s, policy = self.settings, self.model.policy
-        if policy.family.first_part is None:
-            return {}
-        seeds = [derive_seed(s.run_seed, f"{purpose}/tokens", step, sample) for sample in rows.sample_ids.tolist()]
-        return policy.first_half(rows.prompts, seeds, s.height, s.width, s.micro_batch_size)
-
     @torch.no_grad()
     def _micro(
         self,
@@ -195,12 +184,10 @@ class DiffusionSampling:
         step: int,
         purpose: str,
         shared: list[Conditions] | None = None,
-        first: Conditions | None = None,
         graphs: RolloutGraphs | None = None,
     ) -> Sampled:
         device = self.model.policy.device
         own = {} if shared is not None else self.conditions(rows)
-        own |= {name: value.to(device) for name, value in (first or {}).items()}
         conditions = own if shared is None else stacked(shared, device)
         batch = self.batch(rows, conditions, step, purpose)
         generators = sample_generators(self.settings.run_seed, step, rows.sample_ids.tolist(), purpose)

@@ -113,8 +113,6 @@ class ReplayUpdate:
 
     def _trained_steps(self, experience: ExperienceDiffusion, seed: int) -> T:
         """(B, n): stochastic steps for losses on SDE steps, any step of the schedule for losses on data."""
-        if self.algorithm.trains_on == "tokens":  # which have no denoising steps: each sample is one row
-            return torch.zeros(experience.batch_size, 1, dtype=torch.long)
         ids = experience.group_id if self.algorithm.coupled else experience.sample_id
         share = self.fraction if self.choice == "first" else 1.0
         if self.algorithm.trains_on == "steps":
@@ -179,9 +177,7 @@ class RewardUpdate:
         total, purpose = float(len(rows) * collectives.world_size()), f"noise/{epoch}" if epoch else "noise"
         for start in range(0, len(rows), self.micro_batch_size):
             part = rows.select(slice(start, start + self.micro_batch_size))
-            first = self.sampling.first_half(part, step, purpose)
-            device = self.sampling.model.policy.device
-            conditions = self.sampling.conditions(part) | {name: each.to(device) for name, each in first.items()}
+            conditions = self.sampling.conditions(part)
             schedule = self.sampling.sampler.schedule(self.sampling.model, self.sampling.latent_shape)
             noise = self._starting_noise(part, conditions, step, purpose)
             noise = noise * self.sampling.model.starting_scale(float(schedule[1][0]))

@@ -45,5 +45,6 @@ def build(parts: Any) -> EmaHook | None:
     train = parts.config.train
     if not train.enable_ema:
         return None
-    average = WeightAverage(parts.trainable_parameters(), train.ema_beta, train.ema_interval, train.ema_warmup)
+    warmup = parts.kind == "diffusion"  # as in Flow-GRPO's code
+    average = WeightAverage(parts.trainable_parameters(), train.ema_beta, train.ema_interval, warmup)
     return EmaHook(average, parts.config.output.eval_ema)

@@ -18,6 +18,7 @@ from ...rollout.multimodal import MultimodalDataProcessor
 from ...strategy.seeding import derive_seed
 from ..hooks import HookContext, StepData, StepHook
 
+DECAY, MIDPOINT = 30.0, 40 / 60  # lambda, and gamma / t_max, of the paper's sigmoid schedule
 NOISE_STEPS = 1000  # of the forward process that says how strong the noise of a step is
 T = torch.Tensor
 
@@ -27,13 +28,11 @@ class Distortion:
     """How many responses of a prompt see a noisy image, and how noisy it is as the run goes on.
 
     share: of a prompt's responses. noise_steps: alpha_0 of the paper, a step of NOISE_STEPS of the forward process.
-    decay, midpoint: lambda and gamma / t_max of its sigmoid schedule. total_steps: t_max, rollout steps of the run.
+    total_steps: t_max, rollout steps of the run.
     """
 
     share: float
     noise_steps: int
-    decay: float
-    midpoint: float
     total_steps: int
 
     def distorted(self, samples: int) -> int:
@@ -42,7 +41,7 @@ class Distortion:
 
     def strength(self, step: int) -> int:
         """The noise of rollout step number `step`, from 0 on: alpha_0 (1 - sigmoid(lambda (t - gamma) / t_max))."""
-        return int(self.noise_steps * (1 - 1 / (1 + math.exp(-self.decay * (step / self.total_steps - self.midpoint)))))
+        return int(self.noise_steps * (1 - 1 / (1 + math.exp(-DECAY * (step / self.total_steps - MIDPOINT)))))
 
 
 def kept_signal() -> T:
@@ -108,8 +107,6 @@ def build(parts: Any) -> NoisyRolloutsHook | None:
     distortion = Distortion(
         rollout.noisy_rollout_share,
         rollout.noisy_rollout_strength,
-        rollout.noisy_rollout_decay,
-        rollout.noisy_rollout_midpoint,
         parts.loop.total_steps,
     )
     return NoisyRolloutsHook(distortion, rollout.n_samples_per_prompt, parts.maker.rollout_stage.data_processor)

@@ -41,11 +41,10 @@ class SelectiveReplay:
     """The samples of earlier steps that had an advantage, on this rank its own.
 
     capacity: samples of each part of the loss, such as answers and drawn images, kept on this rank, the oldest dropped
-    first. alpha: they are drawn in proportion to |advantage| ** alpha, none twice in a step. seed: of the run.
+    first. They are drawn in proportion to |advantage|, none twice in a step. seed: of the run.
     """
 
     capacity: int
-    alpha: float
     seed: int
     kept: list[AnyItem] = field(default_factory=list)
 
@@ -100,7 +99,7 @@ class SelectiveReplay:
             number = int(item.sample_id)
             uniform = (derive_seed(self.seed, "selective replay", step, number) % 2**52 + 0.5) / 2**52
             gumbel = -math.log(-math.log(uniform))
-            key = self.alpha * math.log(advantage_size(item)) + gumbel
+            key = math.log(advantage_size(item)) + gumbel
             offers.setdefault(part_of(item), []).append(Kept(key, number, rank, index))
         return offers
 
@@ -196,4 +195,4 @@ def build(parts: Any) -> SelectiveReplayHook | None:
     if algorithm.selective_replay == 0:
         return None
     share = max(1, algorithm.selective_replay // collectives.world_size())
-    return SelectiveReplayHook(SelectiveReplay(share, algorithm.selective_replay_alpha, parts.config.train.seed))
+    return SelectiveReplayHook(SelectiveReplay(share, parts.config.train.seed))

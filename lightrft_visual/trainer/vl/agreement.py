@@ -11,6 +11,8 @@ from ...observe.metrics import MetricsAccumulator
 from ...rollout.parity import ParityGate, RolloutCheck
 from .updates import comparable
 
+PROBE_PROMPTS = 4  # that engine and trainer both score when the gate looks
+
 
 class Agreement:
     """The parity gate over a run. figure: its latest, which is what `parity` reports.
@@ -26,7 +28,7 @@ class Agreement:
 
     def follow(self, batch: PromptBatch) -> None:
         """Probes are made with prompts just used: theirs are the caches that could be stale."""
-        count = min(self.settings.parity_samples, len(batch))
+        count = min(PROBE_PROMPTS, len(batch)) if self.gate is not None else 0
         self.probe = batch.select(list(range(count))) if count else None
 
     def probe_now(self) -> None:

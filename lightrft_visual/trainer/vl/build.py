@@ -461,7 +461,7 @@ def _evaluation(config, maker, eval_set, checkpoint, gold) -> Evaluation | None:
 
 
 def _gate(config, maker, engine, actor, strategy, checkpoint) -> ParityGate | None:
-    if config.rollout.parity_samples == 0:
+    if config.rollout.parity_every == 0:
         return None
     return ParityGate.from_config(
         config,

@@ -21,7 +21,7 @@ from ...strategy.seeding import derive_seed
 from ...strategy.start_up import say
 from ..hooks import StepData
 from ..loop import Evaluated, PolicyTrainer
-from .agreement import Agreement
+from .agreement import PROBE_PROMPTS, Agreement
 from .build import build_parts, engine_weights
 from .metrics import add_rollout_metrics, kl_per_token
 from .parts import VLParts
@@ -143,7 +143,7 @@ class VLTrainer(PolicyTrainer):
         self._offload()
         self._load_engine_weights()
         reported = self.agreement.figure
-        self.agreement.follow(self.prompts.first(self.config.rollout.parity_samples, self.step))
+        self.agreement.follow(self.prompts.first(PROBE_PROMPTS, self.step))
         self.agreement.probe_now()
         if self.step == 0:
             self.agreement.check_reference(self.maker.forward_stage.reference)

@@ -233,19 +233,17 @@ def test_invalid_samples_pull_nothing():
 def test_pairs_are_the_best_with_the_worst():
     rewards = torch.tensor([0.1, 5.0, 0.9, 5.0, 0.4, 7.0, 0.2, 9.0])
     groups = torch.tensor([3, 8, 3, 8, 3, 8, 3, 8])
-    signs, pairs = ranked_pairs(rewards, groups, torch.ones(8, dtype=torch.bool), 2)
+    signs, pairs = ranked_pairs(rewards, groups, torch.ones(8, dtype=torch.bool))
     assert signs.tolist() == [-1, -1, 1, -1, 1, 1, -1, 1]
     assert pairs[2] == pairs[0] and pairs[4] == pairs[6] and pairs[7] == pairs[3] and pairs[5] == pairs[1]
     assert sorted(pairs.tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
-    only_first, _ = ranked_pairs(rewards, groups, torch.ones(8, dtype=torch.bool), 1)
-    assert only_first.tolist() == [-1, 0, 1, -1, 0, 0, 0, 1]
 
 
 def test_ties_and_invalid_samples_make_no_pair():
     rewards = torch.tensor([math.nan, 1.0, 1.0, 1.0, 3.0, 2.0])
     valid = torch.tensor([False, True, True, True, True, True])
-    signs, pairs = ranked_pairs(rewards, torch.tensor([0, 0, 0, 0, 1, 1]), valid, 2)
+    signs, pairs = ranked_pairs(rewards, torch.tensor([0, 0, 0, 0, 1, 1]), valid)
     assert signs.tolist() == [0, 0, 0, 0, 1, -1]
     assert sorted(pairs.tolist()) == [0, 0, 1, 1, 2, 2]
     with pytest.raises(ValueError, match="even"):
-        ranked_pairs(rewards[:3], torch.zeros(3, dtype=torch.long), valid[:3], 1)
+        ranked_pairs(rewards[:3], torch.zeros(3, dtype=torch.long), valid[:3])

@@ -42,7 +42,6 @@ def test_losses_and_gradients_are_those_of_one_rank(differences, kind):
         ("qwen2", 3, "sdpa", "sp_size 3 does not divide the model's 4 attention heads"),
         ("qwen2", 2, "eager", "sp_size is not proven for model type 'qwen2' with attention eager"),
         ("janus", 2, "sdpa", "the halves of guided images"),
-        ("emu3", 2, "sdpa", "the halves of guided images"),
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused(root, kind, size, attention, text):

@@ -47,7 +47,8 @@ def test_equal_scores_in_process_http_and_ray(cluster):
         http.close()
     on_ray = RewardComputationEngine(
         reward_recipe={"*": [("rule", "jpeg_compressibility", 1.0, {"quality": 80})]},
-        config=RewardConfig(reward_transport="ray", reward_ray_actors=2),
+        config=RewardConfig(reward_transport="ray"),
+        resources=ResourcesConfig(reward_num_workers=2),
     )
     assert torch.equal(on_ray.score_media(prompts, pictures).score, wanted)
     on_ray.close()
@@ -154,11 +155,12 @@ def test_a_reward_model_in_actors_scores_as_in_this_process(cluster, tmp_path):
     (source,) = far._sources.values()
     try:
         assert isinstance(source, RayRewardModel)
-        assert torch.equal(far.compute_rewards(outputs).score, wanted)
-        assert torch.equal(far.score_media(["red", "a blue one"]).score, drawn)
+        # Actors may compute by another number of threads.
+        assert torch.allclose(far.compute_rewards(outputs).score, wanted, atol=1e-5)
+        assert torch.allclose(far.score_media(["red", "a blue one"]).score, drawn, atol=1e-5)
         batch = batch_from_samples(outputs)
         waiting = source.submit(batch, Call())  # the trainer goes on meanwhile
-        assert torch.equal(waiting.result().values.float(), wanted)
+        assert torch.allclose(waiting.result().values.float(), wanted, atol=1e-5)
 
         first = ray.get(source._actors[0].process.remote())
         with suppress(ProcessLookupError):
@@ -167,7 +169,7 @@ def test_a_reward_model_in_actors_scores_as_in_this_process(cluster, tmp_path):
         if late.failed.any():  # the death was noticed by this call, whose samples are failed, and by no later one
             assert late.failed.all() and "on Ray" in next(iter(late.reasons))
             late = source.score(batch, Call())
-        assert torch.equal(late.values.float(), wanted)
+        assert torch.allclose(late.values.float(), wanted, atol=1e-5)
         assert ray.get(source._actors[0].process.remote()) != first
     finally:
         far.close()
@@ -203,15 +205,15 @@ def test_actors_of_rewards_by_what_the_resources_say(monkeypatch):
         monkeypatch.setattr(ray_pool, "get_accelerator", lambda: accelerator)
 
     on("cpu")
-    pool = ray_pool.actor_pool(ResourcesConfig(reward_num_workers=3, reward_num_cpus=2.0), usual=1)
-    assert pool["options"] == [{"num_cpus": 2.0}] * 3 and pool["cpus"] >= 7 and "device" not in pool
+    pool = ray_pool.actor_pool(ResourcesConfig(reward_num_workers=3))
+    assert pool["options"] == [{"num_cpus": 0}] * 3 and pool["cpus"] >= 1 and "device" not in pool
     on("cuda")
     monkeypatch.setattr(ray_pool, "on_devices", lambda device: {"on": device})
-    pool = ray_pool.actor_pool(ResourcesConfig(reward_devices=[2, 3]), usual=1)
+    pool = ray_pool.actor_pool(ResourcesConfig(reward_devices=[2, 3]))
     assert [each["runtime_env"] for each in pool["options"]] == [{"on": 2}, {"on": 3}] and pool["device"] is None
-    pool = ray_pool.actor_pool(ResourcesConfig(reward_num_gpus=1.0, reward_num_workers=2), usual=1)
+    pool = ray_pool.actor_pool(ResourcesConfig(reward_num_gpus=1.0, reward_num_workers=2))
     assert [each["num_gpus"] for each in pool["options"]] == [0.5, 0.5]
     with pytest.raises(ConfigError, match="3 are 1.5 for each of 2 actors"):
-        ray_pool.actor_pool(ResourcesConfig(reward_num_gpus=3.0), usual=2)
+        ray_pool.actor_pool(ResourcesConfig(reward_num_gpus=3.0, reward_num_workers=2))
     with pytest.raises(ConfigError, match="reward_num_workers is 3, but rewards have 2 device"):
-        ray_pool.actor_pool(ResourcesConfig(reward_devices=[2, 3], reward_num_workers=3), usual=1)
+        ray_pool.actor_pool(ResourcesConfig(reward_devices=[2, 3], reward_num_workers=3))

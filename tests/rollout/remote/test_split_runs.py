@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,15 @@ from waiting import finished
 from lightrft_visual.strategy.host import free_port
 
 pytest.importorskip("ray")
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # of workers as of trainers: others round otherwise
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("split")
     script = Path(__file__).with_name("split_runs.py")
-    done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=900)
+    command = [sys.executable, str(script), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=ONE_THREAD)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "facts.json").read_text())
 
@@ -59,7 +62,9 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     program = str(Path(sys.executable).with_name("deepspeed"))
     script = str(Path(__file__).with_name("rank_runs.py"))
-    done = finished([program, "--num_gpus", "2", "--master_port", str(free_port()), script, str(folder)], limit=840)
+    done = finished(
+        [program, "--num_gpus", "2", "--master_port", str(free_port()), script, str(folder)], 840, env=ONE_THREAD
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return [json.loads((folder / f"facts_{rank}.json").read_text()) for rank in (0, 1)]
 

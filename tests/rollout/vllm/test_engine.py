@@ -24,13 +24,13 @@ from tiny_models import (
     text_prompts,
     turn,
 )  # fmt: skip
+from transformers import AutoModel
 
 from lightrft_visual.batches.prompts import PromptBatch
 from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.embedded.tiny_vlm import build_processor
 from lightrft_visual.errors import ConfigError, RolloutError
-from lightrft_visual.rollout.engine import EngineByKind
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
 from lightrft_visual.strategy.deepspeed import TrainEngine
@@ -42,19 +42,20 @@ DEFAULT = "qwen2_5_vl"
 FEW = (50, 60)  # the only tokens of the `few` rig, beside the end token
 
 
-def settings_for(checkpoint, banned):
+def settings_for(checkpoint, banned, **extra):
     return VLLMSettings(
         model=checkpoint.path, max_model_len=1024, max_videos=2, max_num_seqs=64, banned_ids=banned,
-        vision=checkpoint.vision, prompt_prefix=checkpoint.family.prompt_prefix(checkpoint.processor),
+        vision=checkpoint.vision, extra=extra,
     )  # fmt: skip
 
 
 def loaded(root, kind, banned=None):
+    kind, _, code = kind.partition(" by ")
     checkpoint = checkpoint_of(root, kind)
     if banned is None:
         banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
     with environment_restored():
-        engine = VLLMEngine(settings_for(checkpoint, banned))
+        engine = VLLMEngine(settings_for(checkpoint, banned, **({"model_impl": code} if code else {})))
         yield Rig(checkpoint, actor_of(checkpoint, banned), engine)
         engine.close()
 
@@ -64,8 +65,9 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("checkpoints")
 
 
-BY_TRANSFORMERS = "emu3"  # vLLM runs it by transformers' code
-KINDS = [DEFAULT, *(kind for kind in ALL_KINDS if kind != DEFAULT), BY_TRANSFORMERS]
+# As vLLM runs models of which it has no code of its own.
+BY_TRANSFORMERS = [f"{kind} by transformers" for kind in ("qwen2", "internvl")]
+KINDS = [DEFAULT, *(kind for kind in ALL_KINDS if kind != DEFAULT), *BY_TRANSFORMERS]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -82,7 +84,7 @@ def rig(any_rig):
 
 
 only_default = pytest.mark.parametrize("any_rig", [DEFAULT], indirect=True)
-only_by_transformers = pytest.mark.parametrize("any_rig", [BY_TRANSFORMERS], indirect=True)
+only_by_transformers = pytest.mark.parametrize("any_rig", BY_TRANSFORMERS, indirect=True)
 
 
 # --- parity --------------------------------------------------------------------------------------------------------
@@ -139,28 +141,12 @@ def test_an_actor_that_leaves_after_the_load_is_sampled_from_as_it_was(any_rig):
 
 
 @only_by_transformers
-def test_a_model_that_draws_writes_by_vllm_and_draws_by_transformers(any_rig):
-    checkpoint, actor = any_rig.checkpoint, any_rig.actor
-    drawer = TransformersEngine(actor, checkpoint.tokenizer)
-    rig = Rig(checkpoint, actor, EngineByKind(any_rig.engine, drawer))
-    drawn = checkpoint.family.begin_drawing(turn("a circle"), checkpoint.processor, "")
-    prompts = [drawn, turn("<image>what colour is it?"), turn("where?"), drawn]
-    batch = PromptBatch.of(prompts, [[], [picture(1, 90, 70)], [], []])
-    for _ in range(2):
-        rollouts = rig.stage.generate(batch, SamplingSettings(n=2, max_new_tokens=5, guidance_scale=2.0))
-        assert [rollout.image is not None for rollout in rollouts] == [True] * 2 + [False] * 4 + [True] * 2
-        assert [rollout.prompt.text for rollout in rollouts] == [text for text in prompts for _ in range(2)]
-        assert rig.difference(batch, SamplingSettings(n=2, max_new_tokens=5, guidance_scale=2.0)) <= 1e-5
-        rig.move()
-        rig.sync()
-
-
-@only_by_transformers
 def test_vllm_leaves_the_class_of_the_trainers_model_alone(any_rig):
-    text = type(any_rig.actor.model.model.text_model)
-    served = any_rig.engine.llm.apply_model(lambda model: type(model.model.text_model))[0]
+    text = type(any_rig.actor.transformer.base_model.get_decoder())
+    served = any_rig.engine.llm.apply_model(lambda model: type(model.model.get_decoder()))[0]
     assert served is not text and issubclass(served, text)
     assert not hasattr(text, "do_not_compile") and text(any_rig.checkpoint.config.get_text_config()) is not None
+    assert type(AutoModel.from_config(any_rig.checkpoint.config).get_decoder()) is text
 
 
 # --- the gate ------------------------------------------------------------------------------------------------------
@@ -254,9 +240,14 @@ def test_more_prompt_tokens_than_one_forward_takes_are_generated_for(rig):
 def test_greedy_agrees_with_the_transformers_engine(rig):
     greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=6)
     ours = rig.token_ids(mixed_prompts(), greedy)
+    assert ours == beside(rig).decided_token_ids(mixed_prompts(), greedy)
+
+
+def beside(rig: Rig) -> Rig:
+    """The same model by engine hf."""
     other = Rig(rig.checkpoint, rig.actor, TransformersEngine(rig.actor, rig.checkpoint.tokenizer))
     other.stage.data_processor = rig.stage.data_processor
-    assert ours == other.token_ids(mixed_prompts(), greedy)
+    return other
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +311,9 @@ def test_a_response_goes_on_as_it_was_begun(rig):
     """Tokens drawn so far are given back with the prompt, images and all; the likeliest ones follow as in one call."""
     prompts = rig.stage.data_processor.features(mixed_prompts(videos=False))
     greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=6)
+    sure = beside(rig).decided_token_ids(mixed_prompts(videos=False), greedy)
     whole = [each for (each,) in rig.engine.generate(prompts, greedy)]
+    assert [each.token_ids for each in whole] == sure
     begun = [replace(prompt, continued=each.token_ids[:2]) for prompt, each in zip(prompts, whole)]
     rest = [each for (each,) in rig.engine.generate(begun, replace(greedy, max_new_tokens=4))]
     assert any(len(each.token_ids) > 2 for each in whole)

@@ -1,4 +1,4 @@
-"""Runs of tiny Qwen-Image-Edit and GLM-Image pipelines: `edit_runs.py FOLDER` writes FOLDER/facts.json."""
+"""Runs of tiny Qwen-Image-Edit pipelines: `edit_runs.py FOLDER` writes FOLDER/facts.json."""
 
 from __future__ import annotations
 
@@ -26,9 +26,6 @@ SCORES = """
 def mean(image):
     return image.convert("RGB").resize((1, 1)).getpixel((0, 0))
 
-def red(images):
-    return [mean(image)[0] / 255 for image in images]
-
 def nearer(images, prompts, source_images, metadata):
     \"\"\"The prompt's colour, and close to the source's.\"\"\"
     assert [len(row) for row in source_images] == [len(row["sizes"]) for row in metadata]
@@ -36,25 +33,18 @@ def nearer(images, prompts, source_images, metadata):
     return [-abs(mean(image)[0] - mean(row[0])[0]) / 255 for image, row in zip(images, source_images)]
 """
 QUICK = "--max_steps 1 --max_eval_samples 0"
-GLM = f"--pretrain {{folder}}/glm --source_pixels null --reward_fn {{folder}}/scores.py:red {QUICK}"
-TOKENS = "--trainable_models vision_language_encoder --diffusion_algorithm token_grpo"
 RUNS = {
     "flow_grpo": "",
     "nft": f"--diffusion_algorithm diffusion_nft {QUICK}",
     "many": f"--pretrain {{folder}}/plus --prompt_data {{folder}}/many.jsonl --eval_data {{folder}}/many.jsonl {QUICK}",
     "too_many": "--prompt_data {folder}/many.jsonl",
     "no_edits": "--pretrain {folder}/plain",
-    "two_parts": GLM,
-    "tokens": f"{GLM} {TOKENS}",
-    "tokens_whole": f"{GLM} {TOKENS} --lora_rank 0 --guidance_scale 1 --beta 0.01",
-    "tokens_by_steps": f"{GLM} --trainable_models vision_language_encoder",
-    "half_misspelt": f"{GLM} --trainable_models transformer,vision_language_encodr",
-    "steps_by_tokens": f"{GLM} --diffusion_algorithm token_grpo",
+    "misspelt": "--trainable_models transformr",
 }
 
 
 def prepare(folder: Path) -> None:
-    kinds = {"edit": "qwen_image_edit", "plus": "qwen_image_edit_plus", "plain": "qwen_image", "glm": "glm_image"}
+    kinds = {"edit": "qwen_image_edit", "plus": "qwen_image_edit_plus", "plain": "qwen_image"}
     for place, kind in kinds.items():
         torch.manual_seed(0)
         tiny_families.FAMILIES[kind]().save_pretrained(folder / place)

@@ -37,7 +37,7 @@ def filled_buffer(advantages: list[float], start: int = 0, version: int = 0, ran
 def main(out: str) -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    replay = SelectiveReplay(capacity=100, alpha=1.0, seed=0)
+    replay = SelectiveReplay(capacity=100, seed=0)
     for step, advantages in enumerate(([1.0, -2.0, 0.5, 3.0, 0.0, 0.1], [0.0, 0.0, 1.0, 0.0, 0.0, 2.0])):
         buffer = filled_buffer(advantages, 6 * step, step, rank, ranks)
         refilled = replay.refill(buffer, step)

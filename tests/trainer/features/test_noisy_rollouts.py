@@ -24,7 +24,7 @@ from lightrft_visual.rollout.stage import RolloutStage
 from lightrft_visual.trainer.features.noisy_rollouts import Distortion, NoisyRolloutsHook, kept_signal, noisy
 from lightrft_visual.trainer.vl.updates import comparable
 
-HALF = Distortion(share=0.5, noise_steps=500, decay=30.0, midpoint=40 / 60, total_steps=60)
+HALF = Distortion(share=0.5, noise_steps=500, total_steps=60)
 IMAGE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>what?<|im_end|>\n<|im_start|>assistant\n"
 TEXT = "<|im_start|>user\nwhere?<|im_end|>\n<|im_start|>assistant\n"
 

@@ -32,7 +32,7 @@ def of_kinds(advantages: list[float], drawn: tuple[int, ...], start: int = 0):
 
 
 def test_samples_without_advantage_give_their_places_to_kept_ones():
-    replay = SelectiveReplay(capacity=8, alpha=1.0, seed=0)
+    replay = SelectiveReplay(capacity=8, seed=0)
     first = filled_buffer(ADVANTAGES)
     assert replay.refill(first, step=0).replaced == 0  # nothing is kept yet
     assert numbers(first) == [0, 1, 2, 3, 4, 5] and numbers(replay.kept) == [0, 2, 5]
@@ -48,7 +48,7 @@ def test_samples_without_advantage_give_their_places_to_kept_ones():
 
 
 def test_what_kl_and_whitening_add_to_the_tokens_is_no_advantage_of_the_group():
-    replay = SelectiveReplay(capacity=8, alpha=1.0, seed=0)
+    replay = SelectiveReplay(capacity=8, seed=0)
     for step, compared in enumerate(([1.0, -1.0], [0.0, 2.0])):
         buffer = filled_buffer([0.9, -1.1], start=2 * step)
         for item, value in zip(buffer.items, compared):
@@ -59,7 +59,7 @@ def test_what_kl_and_whitening_add_to_the_tokens_is_no_advantage_of_the_group():
 
 
 def test_the_oldest_go_first_and_invalid_ones_never_stay():
-    replay = SelectiveReplay(capacity=2, alpha=1.0, seed=0)
+    replay = SelectiveReplay(capacity=2, seed=0)
     buffer = filled_buffer([1.0, 1.0, 1.0, 1.0])
     buffer.items[3].valid = torch.tensor(False)
     replay.refill(buffer, step=0)
@@ -69,7 +69,7 @@ def test_the_oldest_go_first_and_invalid_ones_never_stay():
 
 
 def test_answers_stand_in_for_answers_and_drawings_for_drawings():
-    replay = SelectiveReplay(capacity=2, alpha=1.0, seed=0)
+    replay = SelectiveReplay(capacity=2, seed=0)
     replay.refill(of_kinds([1.0, 2.0, 3.0, 4.0, 5.0], drawn=(0, 1, 2)), step=0)
     assert numbers(replay.kept) == [1, 2, 3, 4]  # the last two of each kind, in the order they came
     buffer = of_kinds([0.0, 0.0, 0.0, 0.0, 0.0], drawn=(1,), start=5)
@@ -78,28 +78,25 @@ def test_answers_stand_in_for_answers_and_drawings_for_drawings():
     assert {*numbers(buffer)} & {0, 1, 2, 3, 4} == {numbers(buffer)[1], 3, 4}
 
 
-@pytest.mark.parametrize(
-    ("alpha", "shares"), [(1.0, [0.1, 0.2, 0.7]), (2.0, [1 / 54, 4 / 54, 49 / 54]), (0.0, [1 / 3] * 3)]
-)
-def test_the_draw_is_in_proportion_to_the_advantage(alpha, shares):
-    """P(j) = |A_j|^alpha / sum_k |A_k|^alpha of the paper, for a single place."""
+def test_the_draw_is_in_proportion_to_the_advantage():
+    """P(j) = |A_j| / sum_k |A_k|, for a single place."""
     counts, steps = [0, 0, 0], 1500
-    replay = SelectiveReplay(capacity=3, alpha=alpha, seed=1)
+    replay = SelectiveReplay(capacity=3, seed=1)
     replay.refill(filled_buffer([1.0, -2.0, 7.0]), step=0)
     for step in range(steps):
         buffer = filled_buffer([0.0], start=3)
         replay.refill(buffer, step)
         counts[numbers(buffer)[0]] += 1
-    assert [count / steps for count in counts] == pytest.approx(shares, abs=0.04)
+    assert [count / steps for count in counts] == pytest.approx([0.1, 0.2, 0.7], abs=0.04)
 
 
 def test_the_kept_samples_survive_a_checkpoint(tmp_path):
-    replay = SelectiveReplay(capacity=4, alpha=1.0, seed=0)
+    replay = SelectiveReplay(capacity=4, seed=0)
     buffer = filled_buffer([1.0, -1.0])
     buffer.items.append(vision_item(images=2, sample_id=torch.tensor(7), advantages=torch.tensor([0.5, 0.5])))
     replay.refill(buffer, step=0)
     save_state(tmp_path / "state.safetensors", replay.state_dict())
-    again = SelectiveReplay(capacity=4, alpha=1.0, seed=0)
+    again = SelectiveReplay(capacity=4, seed=0)
     again.load_state_dict(load_state(tmp_path / "state.safetensors"))
     assert len(again.kept) == 3
     for ours, theirs in zip(replay.kept, again.kept):
@@ -110,7 +107,7 @@ def test_the_kept_samples_survive_a_checkpoint(tmp_path):
 def test_two_ranks_draw_what_one_would(tmp_path):
     run_ranks("selective_ranks.py", str(tmp_path), folder=Path(__file__).parent)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    alone = SelectiveReplay(capacity=100, alpha=1.0, seed=0)
+    alone = SelectiveReplay(capacity=100, seed=0)
     for step, advantages in enumerate(([1.0, -2.0, 0.5, 3.0, 0.0, 0.1], [0.0, 0.0, 1.0, 0.0, 0.0, 2.0])):
         whole = filled_buffer(advantages, start=6 * step, version=step)
         refilled = alone.refill(whole, step)

@@ -62,8 +62,6 @@ class DiffusionFamily(ABC):
     takes_first_frame = False
     most_source_images = 0  # of a prompt, where the model edits images
     module_names: dict[str, str] = {}  # of LoRA's modules in the model's own code -> in diffusers
-    first_part: str | None = None  # the pipeline's autoregressive half, whose tokens the denoiser starts from
-    first_lora_targets: tuple[str, ...] = ()  # of that half
     uses_negative = True  # whether classifier-free guidance runs a second, unguided forward
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
@@ -71,7 +69,6 @@ class DiffusionFamily(ABC):
         self.text_length = text_length or self.default_text_length
         self.detach_guidance = False  # whether the unguided branch carries no gradient
         self.source_pixels: int | None = None  # area that source images are scaled to; None: the pipeline's own
-        self.trains_first = False  # whether the autoregressive half trains, and its tokens' log-probs are kept
         self.required: frozenset[str] = frozenset()  # networks that run in every forward, needed there or not
 
     def own_modules(self, names: Iterable[str]) -> list[str]:
@@ -143,14 +140,6 @@ class DiffusionFamily(ABC):
         """Conditions (1, …) of one prompt's images (PIL), whatever its text is."""
         raise ConfigError(f"{type(self.pipeline).__name__} edits no images")
 
-    def first_half(self, prompts: list[str], seeds: list[int], height: int, width: int) -> Conditions:
-        """Conditions (B, …) that the autoregressive half draws, each sample by its own seed."""
-        raise ConfigError(f"{type(self.pipeline).__name__} has no autoregressive half")
-
-    def token_log_probs(self, conditions: Conditions) -> T:
-        """(B, N) fp32 of the tokens that `first_half` has drawn, under the present weights."""
-        raise ConfigError(f"{type(self.pipeline).__name__} has no autoregressive half")
-
     def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
         """Timesteps (K) and sigmas (K) of the pipeline's scheduler, as the stock pipeline would run it.
 
@@ -167,10 +156,6 @@ class DiffusionFamily(ABC):
                 scheduler = type(scheduler).from_config(scheduler.config, shift=flow_shift)
             scheduler.set_timesteps(num_steps)
         return scheduler.timesteps.clone().float(), scheduler.sigmas[:-1].clone().float()
-
-    def train_first(self) -> None:
-        """Called once the autoregressive half has its adapters: from now on it trains."""
-        self.trains_first = True
 
     def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
         """The shift s of sigma -> s sigma / (1 + (s - 1) sigma) that the pipeline's scheduler applies at this size."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ....batches.model_inputs import ModelInputs
 from ....batches.vision import VisionTensors
@@ -40,9 +40,7 @@ class VLMFamily(MediaConventions):
     vision tower; projectors: of what brings its output to the language model, perhaps inside the tower.
     vision_tokens: texts of tokens that are never sampled. tensors: what the forward reads of the processor's
     output. together: those tensors' grids say whose rows they are, so that many prompts go into one call of the
-    processor. media: the kinds that each run the tower by themselves, with their tensor. coder: of families that turn
-    images into ids instead, the module that does it, one image at a time; code_side: pixels of a code;
-    largest_image: pixels of an image by the processor's own default.
+    processor. media: the kinds that each run the tower by themselves, with their tensor.
     """
 
     vision: ClassVar[bool] = True
@@ -58,9 +56,6 @@ class VLMFamily(MediaConventions):
     tensors: ClassVar[tuple[str, ...]] = ("pixel_values",)
     together: ClassVar[bool] = False
     media: ClassVar[dict[str, str]] = {"image": "pixel_values"}
-    coder: ClassVar[str | None] = None
-    code_side: ClassVar[int] = 0
-    largest_image: ClassVar[int] = 0
 
     def __init__(self, config: PretrainedConfig):
         self.config = config
@@ -87,9 +82,6 @@ class VLMFamily(MediaConventions):
         found = {name: as_tensor(output[name]) for name in cls.tensors if output.get(name) is not None}
         shares = VisionTensors.of(**found).shared_out(len(images), {"image": images, "video": videos})
         return [VisionTensors([share]) for share in shares]
-
-    def check_processor(self, processor: ProcessorMixin) -> None:
-        """Raise ConfigError where the checkpoint's processor and its model do not say the same."""
 
     # --- sampling --------------------------------------------------------------------------------------------------
 
