@@ -75,13 +75,14 @@ def run_side(arguments: list[str], out: Path) -> None:
     config = config_or_exit(schema, [*arguments, f"output_dir={out.with_suffix('')}"], preset=None)
     quiet_libraries()
     trainer = build.build_diffusion_trainer(config)
-    clocks, collect = [], trainer.collect
+    begins = "train_step" if hasattr(trainer, "train_step") else "collect"  # the latter in versions before
+    clocks, begin = [], getattr(trainer, begins)
 
-    def collected() -> Any:
+    def timed() -> Any:
         clocks.append((time.perf_counter(), time.process_time()))
-        return collect()
+        return begin()
 
-    trainer.collect = collected
+    setattr(trainer, begins, timed)
     trainer.fit()
     clocks.append((time.perf_counter(), time.process_time()))
     trainer.close()

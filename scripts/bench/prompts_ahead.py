@@ -24,7 +24,6 @@ FORMS = ("when asked", "rows ahead", "all ahead")
 
 def parts_of(folder: Path, arguments: argparse.Namespace):
     """A new supply of prompts, and what prepares them."""
-    from lightrft_visual.trainer.vl.prompts_ahead import PromptsAhead
     from PIL import Image
 
     from lightrft_visual.batches.prompts import PromptBatch
@@ -33,6 +32,7 @@ def parts_of(folder: Path, arguments: argparse.Namespace):
     from lightrft_visual.data.supply import PromptSupply
     from lightrft_visual.embedded.tiny_vlm import build_processor, build_tokenizer
     from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
+    from lightrft_visual.trainer.vl.prompts import PromptSource
 
     path = folder / "rows.jsonl"
     if not path.exists():
@@ -51,18 +51,16 @@ def parts_of(folder: Path, arguments: argparse.Namespace):
 
     dataset = PromptDataset(str(path), DataConfig(), split="train", max_rows=10**6)
     sampler = PromptSampler([len(dataset)], arguments.prompts, seed=1)
-    return PromptsAhead(PromptSupply(dataset, sampler), make, processor.features), processor
+    return PromptSource(PromptSupply(dataset, sampler), make, processor.features), processor
 
 
 def one_run(form: str, folder: Path, arguments: argparse.Namespace) -> tuple[float, float]:
     """(median wait, CPU seconds of a step) over the steps after the first."""
-    import torch
-
     prompts, processor = parts_of(folder, arguments)
-    ids, waits, used = torch.arange(arguments.prompts), [], []
+    waits, used = [], []
     for step in range(arguments.rounds + 1):
         cpu, asked = time.process_time(), time.perf_counter()
-        batch = prompts.next(step, ids)
+        batch = prompts.next(step)
         features = batch.prepared or processor.features(batch)
         waits.append(time.perf_counter() - asked)
         if len(features) != arguments.prompts:
@@ -70,7 +68,7 @@ def one_run(form: str, folder: Path, arguments: argparse.Namespace) -> tuple[flo
         if form == "rows ahead":
             prompts.supply.look_ahead()
         elif form == "all ahead":
-            prompts.begin(ids)
+            prompts.prepare_next()
         time.sleep(arguments.busy)
         used.append(time.process_time() - cpu)
     return statistics.median(waits[1:]), statistics.median(used[1:])
