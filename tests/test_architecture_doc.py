@@ -91,7 +91,7 @@ def test_a_sample_walks_as_the_table_says(tmp_path, walked):
     from lightrft_visual.replay.buffer import NaiveReplayBuffer
     from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
     from lightrft_visual.trainer.vl import parts
-    from lightrft_visual.trainer.vl.updates import PolicyUpdate, plan_batch
+    from lightrft_visual.trainer.vl.updates import PolicyUpdate, parts_of_loss, plan_batch
 
     picture(0).save(tmp_path / "image.png")
     checkpoint, data = checkpoint_of(tmp_path, "qwen2_5_vl"), DataConfig(apply_chat_template=False)
@@ -106,13 +106,13 @@ def test_a_sample_walks_as_the_table_says(tmp_path, walked):
         reward_fn=lambda completions: [float(place) for place in range(len(completions))],
         settings=MakerSettings(sampling=SamplingSettings(n=2, max_new_tokens=3)),
     )  # fmt: skip
-    made, buffer = maker.make(prompts), NaiveReplayBuffer(2)
-    for experience in made.experiences:
+    step, buffer = maker.maker, NaiveReplayBuffer(2)
+    for experience in step.make_experience(step.score(step.generate(prompts))).batches:
         buffer.append(experience)
     ((micro_batch,),) = buffer.plan(0)
     config = AlgorithmConfig()
-    batch = plan_batch(buffer, [micro_batch], config, max_tokens=3)
-    update = PolicyUpdate(Engine(actor), config, maker.settings.sampling.scoring)
+    batch = plan_batch(buffer, [micro_batch], config, parts_of_loss(config, max_tokens=3))
+    update = PolicyUpdate(Engine(actor), config, step.settings.sampling.scoring)
     update.step(buffer, batch, 0.0, MetricsAccumulator(), first=True)
     assert walked == [found(*type_name) for type_name, _ in WALK]
 

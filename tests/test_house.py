@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightrft_visual"
 # From the ground floor up: a file imports from its own room and from rooms before it in this list.
@@ -114,3 +117,50 @@ def test_every_public_function_has_a_docstring():
                 if public and method.name not in told and not ast.get_docstring(method):
                     missing.append(f"{name}.{node.name}.{method.name}")
     assert not missing, "\n".join(missing)
+
+
+# Words of optional features, and the files that name none of them: every run reads these, with features and without.
+FEATURES = {
+    "ema", "replay", "replayed", "noisy", "drawn", "drawing", "gold", "guard", "papo", "teacher", "stale", "dynamic",
+    "self",
+}  # fmt: skip
+CENTRE = ("trainer.loop", "trainer.vl.trainer", "trainer.fast_exp_maker")
+NO_FEATURE = re.compile(r"^(self|Self)$|replay_?buffer|^replay(?=\.)", re.IGNORECASE)
+
+
+def names_in(source: str) -> set[str]:
+    """Identifiers of a source, and what its imports name."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        for field in ("id", "attr", "arg", "name", "asname", "module"):
+            value = getattr(node, field, None)
+            found |= {value} if isinstance(value, str) else set()
+    return found
+
+
+def features_named(source: str) -> list[str]:
+    """Names one of whose words (`eval_ema`, `EmaHook`, `features.ema`) is that of an optional feature."""
+    found = []
+    for name in names_in(source):
+        words = re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", NO_FEATURE.sub("", name))
+        found += [name] if FEATURES & {word.lower() for word in words} else []
+    return sorted(found)
+
+
+@pytest.mark.parametrize("name", CENTRE)
+def test_the_centre_names_no_optional_feature(name):
+    assert features_named(MODULES[f"lightrft_visual.{name}"].read_text()) == []
+
+
+def test_a_name_of_a_feature_is_found_in_each_of_its_forms():
+    source = """
+from ..replay.buffer import NaiveReplayBuffer as replay_buffer
+from .features.ema import EmaHook
+import papo as p
+def step(self, teacher_forward) -> Self:
+    self.most_stale = config.output.evalDrawn + remains
+    return self.self_certainty
+"""
+    wanted = ["EmaHook", "evalDrawn", "features.ema", "most_stale", "papo", "self_certainty", "teacher_forward"]
+    assert features_named(source) == wanted
+    assert features_named("from ..replay.selective import SelectiveReplay") == ["SelectiveReplay"]

@@ -89,6 +89,7 @@ class FastExperienceMaker:
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
+        """Of new weights that were given to the engine."""
         self.maker.policy_version = version
 
     def make_experience_list(

@@ -60,14 +60,14 @@ def run(options: argparse.Namespace, overrides: list[str], folder: Path) -> list
 
 
 def watched(trainer: Any) -> list[tuple[float, float]]:
-    """Wall and processor time at the start of every iteration, which the trainer's `collect` is; filled by the run."""
-    clocks, collect = [], trainer.collect
+    """Wall and processor time at the start of every iteration, the trainer's `train_step`; filled by the run."""
+    clocks, step = [], trainer.train_step
 
-    def collected() -> Any:
+    def timed() -> Any:
         clocks.append((time.perf_counter(), time.process_time()))
-        return collect()
+        return step()
 
-    trainer.collect = collected
+    trainer.train_step = timed
     return clocks
 
 

@@ -18,31 +18,35 @@ import sys
 from pathlib import Path
 
 
+class Recording:
+    """A callback that keeps the rollouts of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[dict]] = []
+
+    def on_experience(self, step):
+        self.steps.append(
+            [
+                {"text": r.prompt.text, "prompt_ids": r.prompt.token_ids, "images": r.prompt.images,
+                 "reference": r.prompt.reference, "token_ids": r.token_ids, "reward": r.reward}
+                for r in step.rollouts
+            ]
+        )  # fmt: skip
+        return step
+
+
 def ours(folder: Path, settings: list[str]) -> None:
     from lightrft_visual.config.load import parse_run
     from lightrft_visual.config.vl import RunConfig
     from lightrft_visual.rollout.weight_sync import gathered_state_dict
     from lightrft_visual.trainer.vl.trainer import build_trainer
 
-    trainer = build_trainer(parse_run(RunConfig, argv=[*settings, "--output_dir", str(folder / "ours")]).config)
-    steps, make = [], trainer.maker.make
-
-    def recorded(*arguments, **named):
-        made = make(*arguments, **named)
-        steps.append(
-            [
-                {"text": r.prompt.text, "prompt_ids": r.prompt.token_ids, "images": r.prompt.images,
-                 "reference": r.prompt.reference, "token_ids": r.token_ids, "reward": r.reward}
-                for r in made.rollouts
-            ]
-        )  # fmt: skip
-        return made
-
-    trainer.maker.make = recorded
+    config, told = parse_run(RunConfig, argv=[*settings, "--output_dir", str(folder / "ours")]).config, Recording()
+    trainer = build_trainer(config, [told])
     before = {name: weight.clone() for name, weight in gathered_state_dict(trainer.actor, keep=True).items()}
     trainer.fit()
     weights = {"before": before, "after": gathered_state_dict(trainer.actor, keep=True)}
-    (folder / "ours.pickle").write_bytes(pickle.dumps({"steps": steps, **weights}))
+    (folder / "ours.pickle").write_bytes(pickle.dumps({"steps": told.steps, **weights}))
     trainer.close()
 
 

@@ -11,11 +11,13 @@ from lightrft_visual.algorithms.aggregation import LossOutputs
 from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.nft import forward_noise
 from lightrft_visual.algorithms.diffusion.rows import DenoisingBatch
+from lightrft_visual.algorithms.loss_terms import LossTerm
 from lightrft_visual.algorithms.policy_losses import TokenLoss
 from lightrft_visual.config import registry
 from lightrft_visual.models.diffusion.families.sd3 import StableDiffusion3
 from lightrft_visual.models.vlm.families.qwen import QwenVL
 from lightrft_visual.rollout.hf import TransformersEngine
+from lightrft_visual.trainer.hooks import StepHook
 
 
 @registry.advantage_estimators.register("my_sign", about="the sign of the advantage", grouped=True)
@@ -80,6 +82,37 @@ def my_redness(weight=1.0):
         return weight * media[:, 0].flatten(1).mean(dim=1), torch.ones(len(media), dtype=torch.bool)
 
     return score
+
+
+class Quiet(LossTerm):
+    """Adds nothing to the loss but a metric."""
+
+    def share(self, inputs, mode, denominators):
+        return torch.zeros(()), {"my_tokens": inputs.action_mask.sum() / denominators.tokens}
+
+
+@registry.loss_terms.register("my_quiet", about="tokens that count")
+def my_quiet(config):
+    return Quiet()
+
+
+class Steps(StepHook):
+    """Reports the number of steps before the present one."""
+
+    def setup(self, context):
+        self.finished = context.step
+
+    def on_prompts(self, requests):
+        self.before = self.finished()
+        return requests
+
+    def metrics(self):
+        return {"my_steps_before": self.before}
+
+
+@registry.hooks.register("my_steps", about="steps before the present one")
+def my_steps(parts):
+    return Steps()
 
 
 @registry.rollout_metrics.register("my_reward_square", about="squares of the rewards")

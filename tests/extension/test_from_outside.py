@@ -18,7 +18,7 @@ from lightrft_visual.algorithms.advantages import get_advantage_calculator
 from lightrft_visual.batches.sampling import SamplingSettings
 from lightrft_visual.config import registry
 from lightrft_visual.config.vl import AlgorithmConfig, RolloutConfig
-from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker
+from lightrft_visual.trainer.vl.maker import ExperienceMaker
 
 DRIVER = Path(__file__).with_name("dummy_runs.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,8 @@ def test_a_vision_language_run_is_made_of_them(made):
     assert len(found) == 2
     # An estimator without a critic, the engine, the adapter of the model's family.
     assert facts(made, "vl") == {"trainer": "GRPOTrainer", "engine": "TwoTokens", "family": "CalmQwen"}
-    for row in found:
+    for step, row in enumerate(found):
+        assert float(row["my_tokens"]) == 1.0 and float(row["my_steps_before"]) == step  # a term of the loss, a hook
         assert float(row["my_loss_seen"]) == 0.25  # the loss, and a metric of the loss
         assert float(row["response_length"]) == 2  # the engine
         assert float(row["reward/my_letters"]) == pytest.approx(float(row["reward_mean"]))  # the scorer
@@ -63,7 +64,8 @@ def test_a_vision_language_run_is_made_of_them(made):
 def test_a_diffusion_run_is_made_of_them(made):
     found = rows(made / "diffusion" / "metrics.csv")
     known = facts(made, "diffusion")
-    assert len(found) == 2 and all(float(row["my_weight"]) > 0 and float(row["grad_norm"]) > 0 for row in found)
+    assert [float(row["my_steps_before"]) for row in found] == [0, 1]
+    assert all(float(row["my_weight"]) > 0 and float(row["grad_norm"]) > 0 for row in found)
     assert (known["family"], known["loss"], known["red"]) == ("QueriesOnly", "Imitation", 2.0)
     assert known["adapted"] and all(name.endswith("attn.to_q") for name in known["adapted"])
 
@@ -87,7 +89,7 @@ def test_a_sampling_parameter_is_a_field_and_a_setting():
     settings = MySampling.from_config(MyRollout(temperature=0.5, n_samples_per_prompt=3))
     assert (settings.min_p, settings.temperature, settings.n) == (0.1, 0.5, 3)
     maker = SimpleNamespace(settings=SimpleNamespace(sampling=replace(settings, top_k=5)))
-    changed, _ = FastExperienceMaker._split_kwargs(maker, {"min_p": 0.2, "gamma": 1.0})
+    changed, _ = ExperienceMaker._split(maker, {"min_p": 0.2, "gamma": 1.0})
     assert (changed.min_p, changed.top_k) == (0.2, 5)
 
 

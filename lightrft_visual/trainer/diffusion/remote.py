@@ -91,7 +91,9 @@ def remote_drawing(config: DiffusionRunConfig, local: DiffusersEngine, path: str
     blueprint = Blueprint(f"{__name__}:WorkerDrawing", (config, path), torch.get_num_threads(), config.plugins)
     ahead = config.asynchronous.ahead
     workers = Workers(config, blueprint, turns=ahead + 2)
-    return RemoteDrawing(local.sampling, local.n_samples_per_prompt, local.old, workers, ahead)
+    return RemoteDrawing(
+        local.sampling, local.n_samples_per_prompt, local.old, local.algorithm, workers=workers, ahead=ahead
+    )
 
 
 def check_remote(config: DiffusionRunConfig) -> None:

@@ -49,9 +49,8 @@ class VLTrainer(PolicyTrainer):
             sequence=parts.strategy.sequence,
             homogeneous=train.homogeneous_batches,
         )
-        behaviour = parts.config.asynchronous.stale_correction == "behaviour"
         rule = parts.maker.settings.sampling.scoring
-        self.policy_update = PolicyUpdate(parts.actor, algorithm, rule, train.seed, behaviour)
+        self.policy_update = PolicyUpdate.from_config(parts.config, parts.actor, rule)
         self.value_update = ValueUpdate(parts.critic, algorithm) if parts.critic else None
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.nn as nn
@@ -21,7 +22,7 @@ from ...algorithms.policy_losses import (
 )
 from ...batches.model_inputs import ModelInputs
 from ...batches.sampling import ScoringRule
-from ...config.vl import AlgorithmConfig
+from ...config.vl import AlgorithmConfig, RunConfig
 from ...models.vlm.actor import ActorOutput
 from ...observe.metrics import MetricsAccumulator
 from ...replay.buffer import NaiveReplayBuffer
@@ -139,6 +140,12 @@ class PolicyUpdate:
     rule: ScoringRule
     seed: int = 42  # of the run
     behaviour: bool = False  # old log-probs are the engine's: of the policies that drew the tokens
+
+    @classmethod
+    def from_config(cls, config: RunConfig, actor: TrainEngine, rule: ScoringRule) -> Self:
+        """As a run's configuration says."""
+        behaviour = config.asynchronous.stale_correction == "behaviour"
+        return cls(actor, config.algorithm, rule, config.train.seed, behaviour)
 
     @torch.no_grad()
     def score(

@@ -1,0 +1,176 @@
+"""Several hooks as one: their order, what they return, how they end a run, and their part of a checkpoint."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from lightrft_visual.config import registry
+from lightrft_visual.trainer.hooks import Hooks, StepHook, StopRun
+from lightrft_visual.trainer.run_state import _hooks_of_version_2
+
+THROUGH = ("on_prompts", "on_rollouts", "on_scores", "on_experience", "on_buffer", "on_train_batch")
+
+
+class Adds:
+    """Puts a word behind the list that it is given, a new list each time; not a StepHook, and with some methods."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+
+    def _added(self, words: list[str]) -> list[str]:
+        return [*words, self.word]
+
+    on_prompts = on_rollouts = on_scores = on_experience = on_buffer = on_train_batch = _added
+
+
+@pytest.mark.parametrize("method", THROUGH)
+def test_each_hook_is_given_what_the_one_before_it_returned(method):
+    given = ["start"]
+    assert getattr(Hooks([Adds("a"), StepHook(), Adds("b")]), method)(given) == ["start", "a", "b"]
+    assert given == ["start"] and getattr(Hooks(), method)(given) is given
+
+
+@pytest.mark.parametrize("method", THROUGH)
+def test_a_method_that_returns_nothing_is_refused_by_its_name(method):
+    class Forgets(StepHook):
+        pass
+
+    def forgets(self, value):
+        value.append("changed in place")
+
+    forgets.__qualname__ = f"Forgets.{method}"
+    setattr(Forgets, method, forgets)
+    with pytest.raises(TypeError, match=rf"Forgets\.{method} returned None"):
+        getattr(Hooks([Forgets()]), method)([])
+
+
+def test_those_of_the_configuration_come_in_the_registrys_order_and_a_users_own_last(monkeypatch):
+    kept = registry.Registry("hook", registry.Hook)
+    monkeypatch.setattr(registry, "hooks", kept)
+    kept.register("first", about="")(lambda parts: Adds(f"{parts.word} 1"))
+    kept.register("unasked", about="")(lambda parts: None)
+    kept.register("drawing only", about="", kinds=("diffusion",))(lambda parts: Adds("of another kind of run"))
+    kept.register("second", about="", kinds=("vl",))(lambda parts: Adds(f"{parts.word} 2"))
+    hooks = Hooks()
+    hooks.build(SimpleNamespace(kind="vl", word="own"), [Adds("user's")])
+    assert hooks.on_scores([]) == ["own 1", "own 2", "user's"]
+
+
+class Ends(StepHook):
+    def _ends(self, *_):
+        raise StopRun("enough")
+
+    on_scores = on_buffer = on_train_batch = on_update = on_sync = on_metrics = on_evaluation = _ends
+
+
+@pytest.mark.parametrize("method", ["on_scores", "on_buffer"])
+def test_a_stop_before_training_is_raised_at_once(method):
+    hooks = Hooks([Ends()])
+    with pytest.raises(StopRun, match="enough"):
+        getattr(hooks, method)([])
+    assert hooks.stopping is None
+
+
+@pytest.mark.parametrize("method", ["on_train_batch", "on_update", "on_sync", "on_metrics", "on_evaluation"])
+def test_a_stop_of_a_step_that_trains_waits_and_the_other_hooks_are_still_asked(method):
+    asked = []
+
+    class After(StepHook):
+        pass
+
+    setattr(After, method, lambda self, *value: asked.append(method) or (value[0] if value else None))
+    hooks, given = Hooks([Ends(), After()]), ["batch"]
+    arguments = () if method == "on_sync" else (given,)
+    returned = getattr(hooks, method)(*arguments)
+    assert hooks.stopping.reason == "enough" and asked == [method]
+    assert returned is (given if method == "on_train_batch" else None)
+
+
+class Kept(StepHook):
+    """Counts; begins at -1 where a checkpoint has nothing for it."""
+
+    name = "kept"
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+    def missing_state(self):
+        self.count = -1
+
+
+class Unnamed:
+    """Known by the name of its class."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    state_dict, load_state_dict = Kept.state_dict, Kept.load_state_dict
+
+
+def test_each_hook_finds_its_own_state_also_among_others_of_its_name():
+    saved = Hooks([Kept(1), Adds("stateless"), Kept(2), Unnamed(3)]).state_dict()
+    assert saved == {"kept": {"count": 1}, "kept_2": {"count": 2}, "Unnamed": {"count": 3}}
+    again = [Kept(), Kept(), Unnamed()]
+    Hooks(again).load_state_dict(saved)
+    assert [each.count for each in again] == [1, 2, 3]
+
+
+def test_a_hook_that_the_checkpoint_does_not_know_is_told():
+    one, plain = Kept(), StepHook()
+    Hooks([one, plain]).load_state_dict({"other": {"count": 1}})
+    assert one.count == -1
+
+
+def test_the_state_of_a_checkpoint_of_the_second_version_is_found():
+    state = {"guard": {"best": 1}, "trainer": {"ema": {"0": 1}, "replay": None, "reference": {"0": 2}, "updates": 4}}
+    assert _hooks_of_version_2(state) == {"guard": {"best": 1}, "ema": {"0": 1}, "reference": {"0": 2}}
+
+
+def test_weights_of_all_hooks_are_lent_together_and_given_back_in_turn():
+    told = []
+
+    class Lends(StepHook):
+        def __init__(self, name, purpose):
+            self.own, self.purpose = name, purpose
+
+        @contextmanager
+        def _lent(self):
+            told.append(f"{self.own} lent")
+            yield
+            told.append(f"{self.own} back")
+
+        def weights_for(self, purpose):
+            return self._lent() if purpose == self.purpose else None
+
+    hooks = Hooks([Lends("a", "evaluation"), Lends("b", "export"), Lends("c", "evaluation"), StepHook()])
+    with hooks.weights_for("evaluation"):
+        told.append("evaluated")
+    assert told == ["a lent", "c lent", "evaluated", "c back", "a back"]
+    assert Hooks([StepHook()]).weights_for("export") is None
+
+
+def test_numbers_of_all_hooks_are_reported_and_all_are_closed():
+    closed = []
+
+    class Reports(StepHook):
+        def __init__(self, **numbers):
+            self.numbers = numbers
+
+        def metrics(self):
+            return self.numbers
+
+        def close(self):
+            closed.append(self.numbers)
+
+    hooks = Hooks([Reports(a=1.0), StepHook(), Reports(b=2.0)])
+    hooks.close()
+    assert hooks.metrics() == {"a": 1.0, "b": 2.0} and closed == [{"a": 1.0}, {"b": 2.0}]
