@@ -136,7 +136,7 @@ class RunState:
     def save(self, changing: Mapping[str, Any] | None = None) -> Path:
         """A checkpoint of this step, with the metrics of the evaluation that these very weights had, if any.
 
-        changing: what `collect` changes, where it is not to be saved as it is now.
+        changing: what a step changes before it trains, where it is not to be saved as it is now.
         """
         trainer, changing = self.trainer, changing or self._changing()
         metrics = trainer.latest_eval if trainer.evaluated_step == trainer.step else {}

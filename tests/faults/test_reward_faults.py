@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft_visual.batches.rollouts import PromptFeatures, Rollout
+from lightrft_visual.batches.rollouts import PromptFeatures, Rollout, Rollouts
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
@@ -28,11 +28,11 @@ FAULTS = faults.FAULTS
 IN_PROCESS = [name for name, fault in FAULTS.items() if fault.ranks == 1 and "--reward_fn_timeout" not in fault.flags]
 
 
-def rollouts() -> list[Rollout]:
-    return [
+def rollouts() -> Rollouts:
+    return Rollouts(
         Rollout(PromptFeatures(f"q{place // 4}", [1, 2], group_id=place // 4), [3], None, f"{place}", False, place)
         for place in range(8)
-    ]
+    )
 
 
 def stage_of(path: Path, fault) -> RewardStage:
