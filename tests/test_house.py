@@ -23,8 +23,14 @@ BUDGETS = {
 ENTRIES = (".families.", ".functions.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets, and shrinking: today's lines, which only go down.
-SHRINKING: dict[str, int] = {}
-LONGER_ENTRIES: dict[str, int] = {}
+SHRINKING = {
+    "experience": 3024, "config": 3911, "runtime": 4483, "data": 3060, "models": 4891, "rewards": 3810,
+    "algorithms": 1532, "trainer": 5974, "observe": 3147,
+}  # fmt: skip
+LONGER_ENTRIES = {
+    "lightrft_visual.models.diffusion.families.glm_image": 214,
+    "lightrft_visual.models.vlm.families.emu3": 232,
+}
 
 
 def module_name(path: Path) -> str:
@@ -93,7 +99,8 @@ def test_a_room_holds_no_more_than_its_budget(budgeted):
     own = {name for name in own if room(name) != "plugins" and not is_entry(name)}
     count, budget = lines_of(own), BUDGETS[budgeted]
     if budgeted in SHRINKING:
-        assert budget < count <= SHRINKING[budgeted], f"{budgeted}: {count} lines; bring SHRINKING down to that"
+        assert count <= SHRINKING[budgeted], f"{budgeted}: {count} lines, more than {SHRINKING[budgeted]}"
+        assert count > budget, f"{budgeted}: {count} lines are within the budget; take it out of SHRINKING"
     else:
         assert count <= budget, f"{budgeted}: {count} lines, the budget is {budget}"
 
