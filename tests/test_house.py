@@ -24,7 +24,10 @@ BUDGETS = {
 ENTRIES = (".families.", ".functions.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets, and shrinking: today's lines, which only go down.
-SHRINKING: dict[str, int] = {}
+SHRINKING = {
+    "experience": 3024, "config": 3911, "runtime": 4494, "data": 3060, "models": 4891, "rewards": 3810,
+    "algorithms": 1532, "trainer": 5974, "observe": 3149,
+}  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
 
@@ -94,7 +97,8 @@ def test_a_room_holds_no_more_than_its_budget(budgeted):
     own = {name for name in own if room(name) != "plugins" and not is_entry(name)}
     count, budget = lines_of(own), BUDGETS[budgeted]
     if budgeted in SHRINKING:
-        assert budget < count <= SHRINKING[budgeted], f"{budgeted}: {count} lines; bring SHRINKING down to that"
+        assert count <= SHRINKING[budgeted], f"{budgeted}: {count} lines, more than {SHRINKING[budgeted]}"
+        assert count > budget, f"{budgeted}: {count} lines are within the budget; take it out of SHRINKING"
     else:
         assert count <= budget, f"{budgeted}: {count} lines, the budget is {budget}"
 

@@ -81,6 +81,14 @@ class Registry(Generic[E]):
         """The code behind a name. Raises ConfigError for an unknown one."""
         return self[name].load()
 
+    def present(self) -> Iterator[tuple[E, Any]]:
+        """Each entry with its code, in their order; without those of plug-ins that are not there."""
+        for entry in self:
+            try:
+                yield entry, entry.load()
+            except PluginMissing:
+                continue
+
     def add(self, entry: E) -> E:
         """Register an entry. Raises ConfigError where one of its names is taken by something else."""
         for name in (entry.name, *entry.aliases):

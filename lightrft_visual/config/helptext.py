@@ -8,7 +8,6 @@ import textwrap
 from typing import get_type_hints
 
 from .leaves import Leaf, Names
-from .spellings import DIFFERENT
 
 USAGE = """\
 Settings, each under any of these spellings:
@@ -34,7 +33,7 @@ def help_text(names: Names) -> str:
     parts.append("\nNames of other systems that are understood:")
     parts += [f"  {alias} -> {', '.join(paths)}" for alias, paths in aliases.items()]
     parts += [f"  {name}: {translation.about}" for name, translation in names.translations.items()]
-    hints = {name: names.hint(name) for name in DIFFERENT if not names.find(name)}
+    hints = {name: names.hint(name) for name in names.advice if not names.find(name)}
     parts.append("\nNames of other systems that are refused with advice:")
     parts += [f"  {name}: {hint}" for name, hint in hints.items() if hint]
     return "\n".join(parts)

@@ -202,6 +202,24 @@ class CheckpointResolver(Choice):
 
 
 @dataclass(frozen=True)
+class RowForm(Choice):
+    """target: a function of a raw row to a `data.forms.Content`, None for a row that is not of the form. with_prompt:
+    asked of rows that have a prompt column too."""
+
+    with_prompt: bool = False
+
+
+@dataclass(frozen=True)
+class RewardForm(Choice):
+    """target: a `rewards.local.forms.Form`."""
+
+
+@dataclass(frozen=True)
+class OtherNames(Choice):
+    """target: a `config.spellings.Spoken`, what users of another system type for settings here."""
+
+
+@dataclass(frozen=True)
 class Service(Choice):
     """What a plug-in is asked for, by the core or by another plug-in. target: a module with the functions that callers
     name."""

@@ -20,11 +20,11 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError, nearest
+from . import registry
 from .constraints import Constraint, constraints_of
 from .removed import removed
 from .roots import ROOTS
-from .spellings import ALIASES, ALIASES_OF, DIFFERENT
-from .translations import TRANSLATIONS
+from .spellings import OWN
 
 FLAG = re.compile(r"(?<!deepspeed )--(\w+)")  # in an advice; what stands behind deepspeed is the launcher's
 RUN_KINDS = {"vl": "vision-language", "diffusion": "diffusion"}
@@ -141,8 +141,12 @@ class Names:
         self._paths: dict[str, list[str]] = {}  # spelling -> the paths it could mean
         for leaf in self.leaves.values():
             self._paths.setdefault(leaf.name, []).append(leaf.path)
-        self._spellings = ALIASES | ALIASES_OF.get(schema.__name__, {})
-        self.translations = TRANSLATIONS.get(schema.__name__, {})
+        spoken = [OWN, *(each for _, each in registry.names_of_others.present())]
+        self._spellings = {alias: leaf for each in spoken for alias, leaf in each.aliases.items()}
+        for each in spoken:
+            self._spellings |= each.aliases_of.get(schema.__name__, {})
+        self.translations = {k: v for each in spoken for k, v in each.translations.get(schema.__name__, {}).items()}
+        self.advice = {name: text for each in spoken for name, text in each.different.items()}
         self.aliases = self._known_aliases()
         self._paths.update({path: [path] for path in self.leaves})
 
@@ -219,7 +223,7 @@ class Names:
 
     def hint(self, plain: str) -> str | None:
         """What to write instead of another system's name; None where this schema has none of what could be written."""
-        texts = DIFFERENT.get(plain.rpartition(".")[2], ())
+        texts = self.advice.get(plain.rpartition(".")[2], ())
         for text in (texts,) if isinstance(texts, str) else texts:
             if all(self.find(flag) for flag in FLAG.findall(text)):
                 return text

@@ -109,12 +109,11 @@ def load_config(schema: type = RunConfig, argv: Sequence[str] | None = None, **o
 
 
 def _show_plan(config: Any) -> int:
-    """Print the plan of a run; the exit code of a dry run. What plans stands above this room and is loaded by name."""
+    """Print the plan of a run; the exit code of a dry run. Raises ConfigError without the plug-in that plans."""
     if os.environ.get("RANK", "0") != "0":
         return 0
     with redirect_stdout(sys.stderr):  # DeepSpeed logs to the output, which here is one YAML document
-        plan = registry.service("memory_plan")
-        text, code = plan.dry_run(config) if plan is not None else ("no plan: the plug-in memory_plan is not there", 0)
+        text, code = registry.services.load("memory_plan").dry_run(config)
     print("\n".join(f"# {line}".rstrip() for line in text.splitlines()))
     return code
 

@@ -82,7 +82,8 @@ class LayerReader:
             if name == "defaults":
                 continue
             found = self.names.find(name)
-            if isinstance(value, Mapping) and value and not (found and found[0][0].kind == "text"):
+            text = found and found[0][0].kind == "text" and name not in self.names.sections
+            if isinstance(value, Mapping) and value and not text:
                 yield from self._settings(value, lines, file, name + ".")
             elif value or found or name not in self.names.sections:  # an empty section sets nothing
                 yield Setting(name, value, f"{show(file)}:{lines[name]}" if name in lines else show(file))

@@ -30,8 +30,11 @@ from .kinds import (
     Hook,
     KLEstimator,
     LossTerm,
+    OtherNames,
     PolicyLoss,
+    RewardForm,
     RolloutMetric,
+    RowForm,
     Scorer,
     Service,
     Task,
@@ -57,6 +60,9 @@ loss_terms = Registry("term of the policy loss", LossTerm)
 rollout_metrics = Registry("rollout metric", RolloutMetric)
 differentiable_rewards = Registry("differentiable reward", DifferentiableReward)
 scorers = Registry("scorer", Scorer)
+row_forms = Registry("form of data rows", RowForm)
+reward_forms = Registry("form of reward functions", RewardForm)
+names_of_others = Registry("names of another system", OtherNames)
 tasks = Registry("built-in task", Task)  # prompt_data of vision-language runs
 drawing_tasks = Registry("built-in drawing task", Task)  # and of diffusion runs
 checkpoint_resolvers = Registry("built-in model", CheckpointResolver)
@@ -388,6 +394,36 @@ for _entry in (
     differentiable_rewards.add(_entry)
 
 
+_rows, _local, _compat = "lightrft_visual.data.forms", "lightrft_visual.rewards.local.forms", f"{PLUGINS}.compat"
+for _entry in (  # in the order in which they are tried
+    RowForm(
+        "verl", f"{_compat}.rows:verl", "verl: messages in `prompt`, the answer in `reward_model`", with_prompt=True
+    ),
+    RowForm("conversations", f"{_compat}.rows:conversations", "LLaVA, ShareGPT: `conversations` of {from, value}"),
+    RowForm("messages", f"{_rows}:messages", "OpenAI's chat form: `messages` of {role, content}"),
+    RowForm("question", f"{_compat}.rows:question", "EasyR1 and many others: `problem`, `question`, `query`"),
+    RowForm("input_label", f"{_compat}.rows:input_label", "OpenRLHF: `input`, and the answer in `label`"),
+):  # fmt: skip
+    row_forms.add(_entry)
+for _name, _target, _about in (  # the first that fits is taken
+    ("verl", f"{_compat}.rewards:VERL", "verl, called for each sample"),
+    ("verl_batch", f"{_compat}.rewards:VERL_BATCH", "verl, called once"),
+    ("easyr1", f"{_compat}.rewards:EASYR1", "EasyR1, called once"),
+    ("easyr1_each", f"{_compat}.rewards:EASYR1_EACH", "EasyR1, called for each sample"),
+    ("roll", f"{_compat}.rewards:ROLL", "ROLL, called for each sample"),
+    ("flow_grpo", f"{_compat}.rewards:FLOW_GRPO", "flow_grpo, images as one tensor"),
+    ("openrlhf", f"{_local}:OPENRLHF", "OpenRLHF, labels are the references"),
+    ("lightrft", f"{_local}:LIGHTRFT", "LightRFT, with the rewards of models"),
+    ("trl_chat", f"{_compat}.rewards:TRL_CHAT", "TRL, completions as chat messages"),
+    ("trl", f"{_compat}.rewards:TRL", "TRL, completions as texts"),
+    ("native", f"{_local}:NATIVE", "parameters are named after the inputs of docs/rewards.md"),
+):
+    reward_forms.add(RewardForm(_name, _target, _about))
+names_of_others.add(
+    OtherNames("compat", f"{_compat}.names:SPOKEN", "settings of TRL, verl, EasyR1, OpenRLHF and Flow-GRPO")
+)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Plug-ins
 # ---------------------------------------------------------------------------------------------------------------------
@@ -442,6 +478,8 @@ ALL: dict[str, Registry] = {
     "--family": diffusion_families,
     "reward.components.NAME=WEIGHT": scorers,
     "--differentiable_reward": differentiable_rewards,
+    "--data_format": row_forms,
+    "--reward_form": reward_forms,
 }
 
 

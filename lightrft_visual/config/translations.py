@@ -44,10 +44,6 @@ def _reward_model_path(folder: Any) -> dict[str, Any]:
     }
 
 
-def _reward_model(folder: Any) -> dict[str, Any]:
-    return {"reward_pretrain": os.path.expanduser(str(folder))}
-
-
 def _origin_paths(found: Any) -> dict[str, Any]:
     if found in (None, "", "null", "None"):
         return {}
@@ -70,29 +66,6 @@ def _precision(word: Any) -> dict[str, Any]:
     raise ConfigError(f"precision is {word!r}; there are bf16 and fp32")
 
 
-ESTIMATORS = {  # of verl and EasyR1
-    "gae": {"advantage_estimator": "gae"},
-    "grpo": {"advantage_estimator": "group_norm"},
-    "rloo": {"advantage_estimator": "rloo"},
-    "reinforce_plus_plus": {"advantage_estimator": "reinforce", "advantages_norm": True},
-    "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_baseline", "advantages_norm": True},
-}
-KL_FORMS = {
-    **dict.fromkeys(("kl", "k1"), {"kl_estimator": "k1"}),
-    **dict.fromkeys(("mse", "k2"), {"kl_estimator": "k2"}),
-    **dict.fromkeys(("low_var_kl", "k3"), {"kl_estimator": "k3"}),
-}
-
-
-def _one_of(name: str, known: dict[str, dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    def read(value: Any) -> dict[str, Any]:
-        if value not in known:
-            raise ConfigError(f"{name} is {value!r}; of the values there, here are {', '.join(known)}")
-        return known[value]
-
-    return read
-
-
 TRANSLATIONS: dict[str, dict[str, Translation]] = {
     "DiffusionRunConfig": {
         "model_name": Translation("family", _model_name, "wan2_2 is --family wan_i2v (ROLL)"),
@@ -103,17 +76,5 @@ TRANSLATIONS: dict[str, dict[str, Translation]] = {
         "model_id_with_origin_paths": Translation("image_root", _origin_paths, "null only (ROLL)"),
         "eval.enable": Translation("bf16", _eval_enable, "false is --max_eval_samples 0 (VRL)"),
         "precision": Translation("pretrain", _precision, "bf16 is --bf16 (VRL)"),
-    },
-    "RunConfig": {
-        **{
-            name: Translation("reward_pretrain", _reward_model, "--reward_pretrain, a local reward model (TRL)")
-            for name in ("reward_model_path", "reward_model_name_or_path")
-        },
-        "algorithm.adv_estimator": Translation(
-            "advantage_estimator", _one_of("algorithm.adv_estimator", ESTIMATORS), "grpo is group_norm (verl)"
-        ),
-        "actor_rollout_ref.actor.kl_loss_type": Translation(
-            "kl_estimator", _one_of("kl_loss_type", KL_FORMS), "low_var_kl is --kl_estimator k3 (verl)"
-        ),
     },
 }

@@ -94,7 +94,7 @@ class ModelConfig(Section):
 
 
 # How the rows of prompt_data are written; docs/coming_from.md says which system writes which.
-DATA_FORMATS = ("auto", "plain", "verl", "conversations", "messages", "question", "input_label")
+DATA_FORMATS = ("auto", "plain", *registry.row_forms.names())
 
 
 @dataclass
@@ -119,7 +119,9 @@ class DataConfig(Section):
     apply_chat_template: bool = True
     system_prompt: str | None = None
     image_root: str | None = None  # folder that relative image paths start from; default: the data file's folder
-    data_format: Annotated[str, one_of(*DATA_FORMATS)] = "auto"  # of the rows, see docs/coming_from.md
+    data_format: Annotated[str, registered(registry.row_forms, "auto", "plain")] = (
+        "auto"  # of the rows, see docs/coming_from.md
+    )
     on_bad_row: BadRows = "error"  # skipped rows are counted by cause and listed in bad_rows.jsonl
     on_long_prompt: BadRows = "error"
     max_bad_share: BadShare = 0.05  # a larger share of skipped rows ends the run

@@ -82,7 +82,7 @@ def test_it_holds_the_small_prompt_sets(unpacked: Path) -> None:
 
 
 def test_it_holds_the_templates_of_the_report(unpacked: Path) -> None:
-    folder = Path("lightrft_visual") / "report" / "templates"
+    folder = Path("lightrft_visual") / "observe" / "report" / "templates"
     names = sorted(file.name for file in (ROOT / folder).iterdir())
     assert "page.html.j2" in names and sorted(file.name for file in (unpacked / folder).iterdir()) == names
 

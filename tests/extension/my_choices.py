@@ -15,8 +15,11 @@ from lightrft_visual.algorithms.diffusion.rows import DenoisingBatch
 from lightrft_visual.algorithms.loss_terms import LossTerm
 from lightrft_visual.algorithms.policy_losses import TokenLoss
 from lightrft_visual.config import registry
+from lightrft_visual.config.spellings import Spoken
+from lightrft_visual.data.forms import Content
 from lightrft_visual.models.diffusion.families.sd3 import StableDiffusion3
 from lightrft_visual.models.vlm.families.qwen import QwenVL
+from lightrft_visual.rewards.local.forms import Form
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.trainer.hooks import StepHook
 
@@ -119,6 +122,19 @@ def my_steps(parts):
 @registry.rollout_metrics.register("my_reward_square", about="squares of the rewards")
 def my_reward_square(experience):
     return experience.info["reward"].square(), experience.valid.bool()
+
+
+@registry.row_forms.register("my_rows", about="the prompt in `asked`")
+def my_rows(raw):
+    return Content(raw["asked"]) if "asked" in raw else None
+
+
+my_rewards = registry.reward_forms.register("my_rewards", about="completions in `said`")(
+    Form("my form", {"said": lambda batch: batch.completions}, fits=lambda names, takes_all, function: "said" in names)
+)
+my_names = registry.names_of_others.register("my_names", about="a name of my own")(
+    Spoken(aliases={"my_name_of_the_seed": "seed"})
+)
 
 
 @registry.tasks.register("my_prompts", about="prompts of a file beside this one")

@@ -99,7 +99,7 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text().partition("## To add")[2]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_choice_has_a_dummy_and_is_documented(kind):
-    assert f"@registry.{kind}.register(" in DRIVER.with_name("my_choices.py").read_text()
+    assert f"registry.{kind}.register(" in DRIVER.with_name("my_choices.py").read_text()
     assert f"`{kind}`" in PAGE
 
 

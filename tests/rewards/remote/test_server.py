@@ -300,7 +300,9 @@ def test_a_function_of_another_system_behind_the_example(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     import serve_reward
 
-    arguments = serve_reward.build_parser().parse_args(["--reward_fn", f"{ROOT}/tests/rewards/forms/verl.py:plain"])
+    arguments = serve_reward.build_parser().parse_args(
+        ["--reward_fn", f"{ROOT}/tests/plugins/compat/forms/verl.py:plain"]
+    )
     app = create_app(serve_reward.build(arguments))
     body = {"queries": ["q red", "q blue"], "prompts": ["q ", "q "], "references": ["red", "red"]}
     assert post(app, body).json() == {"rewards": [1.0, 0.0]}

@@ -10,14 +10,15 @@ import pytest
 import torch
 from reward_rollouts import make_samples
 
+from lightrft_visual.config import registry
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
-from lightrft_visual.rewards.local.forms import AUTO, FORMS, recognise
+from lightrft_visual.rewards.local.forms import AUTO, recognise
 from lightrft_visual.rewards.settings import engine_arguments
 
 FOLDER = Path(__file__).parent / "forms"
-DOCS = (Path(__file__).parents[2] / "docs/coming_from.md").read_text()
+DOCS = (Path(__file__).parents[3] / "docs/coming_from.md").read_text()
 CHAT = [{"role": "user", "content": "red or blue?"}]
 
 
@@ -78,7 +79,10 @@ def test_a_function_of_another_system_runs_as_it_is(name, caplog):
     assert same(result.score, rewards)
     assert all(same(result.components[key], values) for key, values in metrics.items())
     function = name.partition(":")[2]
-    assert f"reward function {function}: {FORMS[form].told}; reward_form chooses another" in caplog.messages
+    assert (
+        f"reward function {function}: {registry.reward_forms.load(form).told}; reward_form chooses another"
+        in caplog.messages
+    )
 
 
 @pytest.mark.parametrize("name", ["verl.py:compute_score", "easyr1.py:compute_score", "trl_text.py:with_logs"])
@@ -181,4 +185,4 @@ def test_every_form_and_file_is_in_the_tables_and_every_row_has_a_test():
     rows = set(re.findall(r"`(\w+\.py:\w+)`", DOCS))
     assert rows == {*TEXT, *(f"flow_grpo.py:{n}" for n in ("jpeg_size", "redness", "multi", "geneval", "video")),
                     *(f"lightrft.py:{n}" for n in ("reward_fn", "exactness", "brevity"))}  # fmt: skip
-    assert all(f"`{form}`" in DOCS for form in (AUTO, *FORMS))
+    assert all(f"`{form}`" in DOCS for form in (AUTO, *registry.reward_forms.names()))

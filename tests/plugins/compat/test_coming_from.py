@@ -17,7 +17,7 @@ from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
 
-TEXT = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs" / "coming_from.md").read_text()
 SCHEMAS = {"vl": RunConfig, "diffusion": DiffusionRunConfig}
 SYSTEMS = ("LightRFT", "OpenRLHF", "TRL", "verl", "EasyR1", "ROLL", "flow_grpo", "VRL", "FastVideo")
 ROW = re.compile(r"^\| `([^`]+)` \| (vl|diffusion) \| (.+?) \| .*\|$", re.M)

@@ -1,0 +1,235 @@
+"""Settings of TRL, verl, EasyR1, OpenRLHF and Flow-GRPO: under their names, or as advice what to write instead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ...config.spellings import Spoken
+from ...config.translations import Translation
+from ...errors import ConfigError
+
+ALIASES: dict[str, str | tuple[str, ...]] = {
+    "model_name_or_path": "pretrain",
+    "pretrained_model_name_or_path": "pretrain",
+    "num_generations": "n_samples_per_prompt",
+    "max_prompt_length": "prompt_max_len",
+    "max_completion_length": "generate_max_len",
+    "max_new_tokens": "generate_max_len",
+    "epsilon": "eps_clip",
+    "epsilon_high": "eps_clip_high",
+    "num_iterations": "max_epochs",
+    "num_ppo_epochs": "max_epochs",
+    "save_total_limit": "max_ckpt_num",
+    "lora_r": "lora_rank",
+    "lora_target_modules": "target_modules",
+    "vllm_gpu_memory_utilization": "engine_mem_util",
+    "vllm_tensor_parallel_size": "engine_tp_size",
+    "clip_ratio": "eps_clip",
+    "clip_ratio_low": "eps_clip",
+    "clip_ratio_high": "eps_clip_high",
+    "ppo_epochs": "max_epochs",
+    "num_return_sequences_in_group": "n_samples_per_prompt",
+    "num_image_per_prompt": "n_samples_per_prompt",
+}
+
+ALIASES_OF: dict[str, dict[str, str]] = {
+    "RunConfig": {
+        # verl
+        "actor_rollout_ref.model.path": "pretrain",
+        "actor_rollout_ref.model.lora_rank": "lora_rank",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": "gradient_checkpointing",
+        "actor_rollout_ref.actor.optim.lr": "actor_learning_rate",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": "groups_per_update",  # prompts there, not samples
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "micro_train_batch_size",
+        "actor_rollout_ref.actor.ppo_epochs": "max_epochs",
+        "actor_rollout_ref.actor.clip_ratio": "eps_clip",
+        "actor_rollout_ref.actor.clip_ratio_low": "eps_clip",
+        "actor_rollout_ref.actor.clip_ratio_high": "eps_clip_high",
+        "actor_rollout_ref.actor.clip_ratio_c": "dual_clip",
+        "actor_rollout_ref.actor.entropy_coeff": "entropy_coef",
+        "actor_rollout_ref.actor.grad_clip": "max_norm",
+        "actor_rollout_ref.actor.loss_agg_mode": "loss_agg_mode",
+        "actor_rollout_ref.actor.use_kl_loss": "use_kl_loss",
+        "actor_rollout_ref.actor.kl_loss_coef": "init_kl_coef",
+        "actor_rollout_ref.rollout.name": "engine_type",
+        "actor_rollout_ref.rollout.n": "n_samples_per_prompt",
+        "actor_rollout_ref.rollout.temperature": "temperature",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": "engine_tp_size",
+        "actor_rollout_ref.rollout.gpu_memory_utilization": "engine_mem_util",
+        "critic.optim.lr": "critic_learning_rate",
+        "critic.cliprange_value": "value_clip",
+        "algorithm.lam": "lambd",
+        "algorithm.kl_ctrl.kl_coef": "init_kl_coef",
+        "data.train_files": "prompt_data",
+        "data.val_files": "eval_data",
+        "data.train_batch_size": "rollout_batch_size",  # prompts of a rollout there
+        "data.prompt_key": "input_key",
+        "data.max_prompt_length": "prompt_max_len",
+        "data.max_response_length": "generate_max_len",
+        "trainer.total_epochs": "num_episodes",
+        "trainer.total_training_steps": "max_steps",
+        "trainer.test_freq": "eval_steps",
+        "trainer.experiment_name": "run_name",
+        "trainer.default_local_dir": "output_dir",
+        # EasyR1
+        "data.rollout_batch_size": "rollout_batch_size",
+        "data.answer_key": "reference_key",
+        "data.image_key": "images_key",
+        "worker.actor.model.model_path": "pretrain",
+        "worker.actor.optim.lr": "actor_learning_rate",
+        "worker.actor.global_batch_size": "groups_per_update",  # prompts there
+        "worker.actor.micro_batch_size_per_device_for_update": "micro_train_batch_size",
+        "worker.rollout.n": "n_samples_per_prompt",
+        "worker.rollout.tensor_parallel_size": "engine_tp_size",
+        "algorithm.kl_coef": "init_kl_coef",
+        "trainer.save_limit": "max_ckpt_num",
+        "trainer.save_checkpoint_path": "output_dir",
+    },
+    "DiffusionRunConfig": {
+        "sample.num_steps": "num_steps",  # Flow-GRPO
+        "sample.eval_num_steps": "eval_num_steps",
+        "sample.guidance_scale": "guidance_scale",
+        "sample.noise_level": "noise_level",
+        "sample.num_image_per_prompt": "n_samples_per_prompt",
+        "sample.global_std": "global_std",
+        "sample.same_latent": "same_latent",
+        "sample.sde_window_size": "sde_window_size",
+        "sample.sde_window_range": "sde_window_range",
+        "train.num_inner_epochs": "max_epochs",
+        "train.timestep_fraction": "timestep_fraction",
+        "train.clip_range": "clip_range",
+        "train.adv_clip_max": "adv_clip_max",
+        "train.beta": "beta",
+        "train.cfg": "cfg_in_training",
+        "train.ema": "enable_ema",
+        "train.learning_rate": "learning_rate",
+    },
+}
+
+# As in config/spellings.py.
+DIFFERENT: dict[str, str | tuple[str, ...]] = {
+    "beta": "TRL's beta weighs a KL term in the loss: write --init_kl_coef X --use_kl_loss --kl_estimator k3; "
+    "for a beta of 0 --init_kl_coef 0 alone",
+    "kl_loss_coef": (
+        "it weighs a KL term in the loss: write --init_kl_coef X --use_kl_loss --kl_estimator k3; "
+        "for 0 --init_kl_coef 0 alone",
+        "the weight of the KL is --beta",
+    ),
+    "kl_coef": ("the weight of the KL is --init_kl_coef", "the weight of the KL is --beta"),
+    "loss_type": "TRL's loss_type says how the loss is averaged: for grpo write --loss_agg_mode seq-mean-token-mean, "
+    "for bnpo and dapo --loss_agg_mode token-mean, for dr_grpo --loss_agg_mode seq-mean-token-sum-norm "
+    "--advantage_estimator dr_grpo; the loss of a token is --policy_loss",
+    "scale_rewards": "write --advantage_estimator group_norm (divided by the group's spread) or dr_grpo (not divided)",
+    "cliprange": ("write --eps_clip", "write --clip_range"),
+    "clip_ratio": "write --clip_range",
+    "num_epochs": "passes over the prompts are --num_episodes, rollout steps --max_steps, passes over each rollout's "
+    "samples --max_epochs",
+    "max_train_steps": "rollout steps are --max_steps",
+    "num_samples": "samples of one prompt are --n_samples_per_prompt, rows taken of each data set --max_samples",
+    "max_len": "lengths are --prompt_max_len and --generate_max_len",
+    **dict.fromkeys(("betas", "adam_beta1", "adam_beta2"), "write --adam_betas 0.9 0.95"),
+    **dict.fromkeys(
+        ("dataset", "dataset_name", "dataset_path", "train_data", "train_file", "train_dataset"),
+        "write --prompt_data PATH, a file or a saved data set folder; hub names are not fetched",
+    ),
+    **dict.fromkeys(
+        ("reward_model", "reward_funcs"),
+        "write --reward_pretrain FOLDER for a reward model, --reward_fn path.py:function or --remote_rm_url URL",
+    ),
+    **dict.fromkeys(("model_path", "model_name"), "write --pretrain"),
+    **dict.fromkeys(("use_peft", "use_lora"), "write --lora_rank R; 0 turns LoRA off"),
+    **dict.fromkeys(("mixed_precision", "fp16", "torch_dtype"), "write --bf16; without it everything is float32"),
+    **dict.fromkeys(("flash_attn", "use_flash_attn"), "write --attn_implementation flash_attention_2"),
+    "resolution": "write --height and --width (pixels)",
+    "use_vllm": (
+        "leave it out: --engine_type vllm is the default, sglang and hf are the other choices",
+        "leave it out: pictures are drawn by diffusers",
+    ),
+    **dict.fromkeys(
+        ("colocate_all_models", "colocate_actor_ref"),
+        "leave it out: every rank trains, holds the reference and generates",
+    ),
+    **{
+        f"{role}_num_{unit}": "processes are not placed by role: every rank has every role, and deepspeed --num_gpus N "
+        "script.py says how many there are"
+        for role in ("actor", "ref", "critic", "reward")
+        for unit in ("nodes", "gpus_per_node")
+    },
+    "vllm_num_engines": "leave it out: every rank takes part in an engine, of --engine_tp_size ranks",
+    **dict.fromkeys(
+        ("deepspeed", "deepspeed_config", "ds_config"),
+        "leave it out: DeepSpeed is always used and configured from the settings, such as --zero_stage",
+    ),
+    **{
+        name: f"it belongs to the launcher and goes before the script: deepspeed --{name} VALUE script.py"
+        for name in ("num_gpus", "num_nodes", "master_port", "master_addr", "hostfile", "include", "exclude")
+    },
+    **dict.fromkeys(
+        ("num_processes", "nproc_per_node"),
+        "it belongs to the launcher and goes before the script: deepspeed --num_gpus N script.py",
+    ),
+    **dict.fromkeys(("report_to", "log_with"), "write --use_wandb or --use_tensorboard"),
+    **{
+        f"wandb_{name}": f"write --use_wandb and set the environment variable WANDB_{name.upper()}"
+        for name in ("project", "entity")
+    },
+    "wandb_run_name": "write --run_name",
+    **dict.fromkeys(
+        ("wandb_key", "wandb_api_key", "wandb_token"),
+        "write --use_wandb and put the key into the environment variable WANDB_API_KEY, or run `wandb login`",
+    ),
+    **dict.fromkeys(
+        ("logging_dir", "log_dir", "tensorboard_dir"),
+        "write --use_tensorboard; its files lie in the folder tensorboard of --output_dir",
+    ),
+    "resume_from_checkpoint": "write --resume_from FOLDER, or --resume_from auto for the newest checkpoint",
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "write --eval_steps N"),
+    "save_strategy": "write --save_steps N",
+}
+
+
+def _reward_model(folder: Any) -> dict[str, Any]:
+    return {"reward_pretrain": os.path.expanduser(str(folder))}
+
+
+ESTIMATORS = {  # of verl and EasyR1
+    "gae": {"advantage_estimator": "gae"},
+    "grpo": {"advantage_estimator": "group_norm"},
+    "rloo": {"advantage_estimator": "rloo"},
+    "reinforce_plus_plus": {"advantage_estimator": "reinforce", "advantages_norm": True},
+    "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_baseline", "advantages_norm": True},
+}
+KL_FORMS = {
+    **dict.fromkeys(("kl", "k1"), {"kl_estimator": "k1"}),
+    **dict.fromkeys(("mse", "k2"), {"kl_estimator": "k2"}),
+    **dict.fromkeys(("low_var_kl", "k3"), {"kl_estimator": "k3"}),
+}
+
+
+def _one_of(name: str, known: dict[str, dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    def read(value: Any) -> dict[str, Any]:
+        if value not in known:
+            raise ConfigError(f"{name} is {value!r}; of the values there, here are {', '.join(known)}")
+        return known[value]
+
+    return read
+
+
+TRANSLATIONS: dict[str, dict[str, Translation]] = {
+    "RunConfig": {
+        **{
+            name: Translation("reward_pretrain", _reward_model, "--reward_pretrain, a local reward model (TRL)")
+            for name in ("reward_model_path", "reward_model_name_or_path")
+        },
+        "algorithm.adv_estimator": Translation(
+            "advantage_estimator", _one_of("algorithm.adv_estimator", ESTIMATORS), "grpo is group_norm (verl)"
+        ),
+        "actor_rollout_ref.actor.kl_loss_type": Translation(
+            "kl_estimator", _one_of("kl_loss_type", KL_FORMS), "low_var_kl is --kl_estimator k3 (verl)"
+        ),
+    },
+}
+
+SPOKEN = Spoken(ALIASES, ALIASES_OF, DIFFERENT, TRANSLATIONS)

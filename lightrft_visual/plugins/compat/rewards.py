@@ -1,0 +1,208 @@
+"""Reward functions as TRL, verl, EasyR1, ROLL and flow_grpo call them; each form is an entry of `reward_forms`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import RewardError
+from ...rewards.batch import RewardBatch
+from ...rewards.local.forms import LOGGING, Form
+from ...rewards.local.results import SCORE_KEYS
+
+
+def records(results: Any, name: str) -> Any:
+    """A score and its metrics from one result a sample: a number, a mapping with a score, or ROLL's tuple
+    (extracted answer, reward, format flag, correct flag). Texts beside a score are left out."""
+    if not isinstance(results, (list, tuple)):
+        return results
+    rows = [_record(result, name) for result in results]
+    names = dict.fromkeys(key for row in rows for key in row if key != "score")
+    return [row["score"] for row in rows], {key: [row.get(key) for row in rows] for key in names}
+
+
+def _record(result: Any, name: str) -> dict[str, Any]:
+    if isinstance(result, tuple) and len(result) == 4:
+        result = dict(zip(("score", "format", "correct"), result[1:]))
+    if not isinstance(result, Mapping):
+        return {"score": result}
+    key = next((k for k in ("overall", *SCORE_KEYS) if k in result), None)
+    if key is None:
+        raise RewardError(f"reward function {name} returned a dict without a score: give it 'score' or 'overall'")
+    numbers = {k: v for k, v in result.items() if k != key and isinstance(v, (bool, int, float, np.number))}
+    return {**numbers, "score": result[key]}
+
+
+def flow_grpo_result(result: Any, name: str) -> Any:
+    """(scores, metadata), where scores may be {reward: list} with the total as `avg`; GenEval's five lists."""
+    if isinstance(result, tuple) and len(result) == 5:
+        return result[0], {"accuracy": result[1], "strict_accuracy": result[2]}
+    scores = result[0] if isinstance(result, tuple) else result
+    if isinstance(scores, Mapping) and "avg" in scores:
+        return scores["avg"], {key: values for key, values in scores.items() if key != "avg"}
+    return scores
+
+
+def _pixels(batch: RewardBatch) -> Any:
+    """(B, 3, H, W), or (B, F, 3, H, W) for videos, float32 in 0..1; a list of images where sizes differ."""
+    frames = [batch.frames(i, count=10**9) for i in range(len(batch))]
+    if len({(len(row), *(frame.size for frame in row)) for row in frames}) != 1 or not frames[0]:
+        return [row[0] if row else None for row in frames]
+    arrays = np.stack([np.stack([np.asarray(frame.convert("RGB")) for frame in row]) for row in frames])
+    pixels = torch.from_numpy(arrays).permute(0, 1, 4, 2, 3).float() / 255
+    return pixels if any(batch.videos) else pixels[:, 0]
+
+
+def _column(*names: str) -> Callable[[RewardBatch], list[Any]]:
+    return lambda batch: [next((row[n] for n in names if n in row), None) for row in batch.metadata]
+
+
+def _data_source(batch: RewardBatch) -> list[Any]:
+    return [row.get("data_source", label) for row, label in zip(batch.metadata, batch.labels)]
+
+
+def _extra_info(batch: RewardBatch) -> list[Any]:
+    return [row["extra_info"] if isinstance(row.get("extra_info"), dict) else row for row in batch.metadata]
+
+
+def _reward_inputs(batch: RewardBatch) -> list[dict[str, Any]]:
+    lengths = [len(tokens) for tokens in batch.completion_tokens] or [0] * len(batch)
+    own = zip(batch.responses, lengths, batch.references, batch.images, batch.videos)
+    names = ("response", "response_length", "ground_truth", "images", "videos")
+    return [{**row, **dict(zip(names, values))} for row, values in zip(batch.metadata, own)]
+
+
+def _messages(batch: RewardBatch) -> list[Any]:
+    asked = _column("prompt", "messages")(batch)
+    return [
+        row if isinstance(row, list) else [{"role": "user", "content": prompt}]
+        for row, prompt in zip(asked, batch.prompts)
+    ]
+
+
+def _replies(batch: RewardBatch) -> list[Any]:
+    return [[{"role": "assistant", "content": response}] for response in batch.responses]
+
+
+def _references(batch: RewardBatch) -> list[Any]:
+    return batch.references
+
+
+def _responses(batch: RewardBatch) -> list[Any]:
+    return batch.responses
+
+
+_VERL = {
+    "data_source": _data_source,
+    "solution_str": _responses,
+    "ground_truth": _references,
+    "extra_info": _extra_info,
+}
+_ANSWERS = {"response": _responses, **dict.fromkeys(("ground_truth", "answer", "reference"), _references)}
+
+
+def _is_easyr1(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> bool:
+    return "reward_inputs" in names or {"predicts", "ground_truths"} <= set(names)
+
+
+def _is_easyr1_each(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> bool:
+    return "reward_input" in names or ("ground_truth" in names and bool({"predict", "predict_str"} & set(names)))
+
+
+def _is_roll(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> bool:
+    return list(names[:1]) == ["response"] and bool(names[1:2]) and names[1] in _ANSWERS
+
+
+def _is_flow_grpo(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> bool:
+    """With further names, such as ids, it was written for us."""
+    first = list(names[:2]) == ["images", "prompts"] and list(names[2:3]) in (["metadata"], ["metadatas"])
+    return first and set(names[3:]) <= {"only_strict", "ref_images"}
+
+
+def _is_trl_chat(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> bool:
+    return "completions" in names and reads_messages(function)
+
+
+def _is_trl(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> bool:
+    return bool(set(LOGGING) & set(names)) or ("completions" in names and takes_all)
+
+
+TRL = Form("TRL's form", LOGGING, fits=_is_trl)
+TRL_CHAT = Form(
+    "TRL's form, completions as chat messages",
+    {**LOGGING, "prompts": _messages, "completions": _replies},
+    fits=_is_trl_chat,
+)
+VERL = Form(
+    "verl's form, called for each sample", _VERL, each=True, closed=True, read=records,
+    fits=lambda names, takes_all, function: "solution_str" in names,
+)  # fmt: skip
+VERL_BATCH = Form(
+    "verl's form, called once", {f"{name}s": read for name, read in _VERL.items()}, closed=True, read=records,
+    fits=lambda names, takes_all, function: "solution_strs" in names,
+)  # fmt: skip
+EASYR1 = Form(
+    "EasyR1's form",
+    {"reward_inputs": _reward_inputs, "predicts": _responses, "ground_truths": _references},
+    closed=True, read=records, fits=_is_easyr1,
+)  # fmt: skip
+EASYR1_EACH = Form(
+    "EasyR1's form, called for each sample",
+    {
+        "reward_input": _reward_inputs, **dict.fromkeys(("predict", "predict_str"), _responses),
+        "ground_truth": _references,
+    },
+    each=True, closed=True, read=records, fits=_is_easyr1_each,
+)  # fmt: skip
+ROLL = Form("ROLL's form, called for each sample", _ANSWERS, each=True, closed=True, read=records, fits=_is_roll)
+FLOW_GRPO = Form(
+    "flow_grpo's form, images as one tensor",
+    {
+        "images": _pixels,
+        "metadatas": lambda batch: batch.metadata,
+        "only_strict": lambda batch: True,
+        "ref_images": lambda batch: [row[0] if row else None for row in batch.source_images or [[]] * len(batch)],
+    },
+    media=True, read=flow_grpo_result, fits=_is_flow_grpo,
+)  # fmt: skip
+
+
+def reads_messages(function: Callable[..., Any]) -> bool:
+    """Whether the function, or one of its file that it names, reads `something[0]["content"]`, a chat message."""
+    function = inspect.unwrap(getattr(function, "function", function))
+    home, seen = _module(function), set()
+    waiting = [function if isinstance(function, FunctionType) else type(function).__call__]
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, FunctionType) or part in seen or part.__module__ != home:
+            continue
+        seen.add(part)
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(part)))
+        except (OSError, TypeError, SyntaxError):  # made without a file, or a lambda in the middle of a line
+            continue
+        for node in ast.walk(tree):
+            if _is_message_text(node):
+                return True
+            if isinstance(node, ast.Name):
+                waiting.append(part.__globals__.get(node.id))
+    return False
+
+
+def _module(function: Callable[..., Any]) -> str:
+    """The module of a function, or of the class of a callable object."""
+    return function.__module__ if isinstance(function, FunctionType) else type(function).__module__
+
+
+def _is_message_text(node: ast.AST) -> bool:
+    match node:  # x[0]["content"], x[-1]["content"]
+        case ast.Subscript(ast.Subscript(_, ast.Constant(int()) | ast.UnaryOp()), ast.Constant("content")):
+            return True
+    return False

@@ -1,0 +1,59 @@
+"""Data rows as verl, EasyR1, OpenRLHF, LLaVA and ShareGPT have them; each function is an entry of `row_forms`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...data.forms import Content, are_mappings, json_list, without_answer
+from ...errors import DataError
+
+QUESTION_COLUMNS = ("problem", "question", "query", "instruction")
+_SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt"), "assistant"),
+    "system": "system",
+}
+
+
+def verl(raw: Mapping[str, Any]) -> Content | None:
+    """verl: chat messages in `prompt`, the answer in `reward_model`, which set it comes from in `data_source`."""
+    if raw.get("prompt") is None or not isinstance(raw.get("reward_model"), Mapping):
+        return None
+    source = raw.get("data_source")
+    return Content(raw["prompt"], label=source if isinstance(source, str) else None)
+
+
+def conversations(raw: Mapping[str, Any]) -> Content | None:
+    """LLaVA and ShareGPT: `conversations` of {"from", "value"}; the last answer is the reference."""
+    turns = json_list(raw.get("conversations"))
+    if not are_mappings(turns):
+        return None
+    messages = []
+    for place, turn in enumerate(turns):
+        speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        if not isinstance(speaker, str) or speaker not in _SPEAKERS:
+            known = ", ".join(_SPEAKERS)
+            raise DataError(f"turn {place} of conversations is from {speaker!r}; known: {known}", "prompt form")
+        messages.append({"role": _SPEAKERS[speaker], "content": text})
+    if isinstance(raw.get("system"), str) and raw["system"] and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": raw["system"]})
+    return without_answer(messages, ("conversations", "system"))
+
+
+def input_label(raw: Mapping[str, Any]) -> Content | None:
+    """OpenRLHF: `input`, and the answer in `label`."""
+    if raw.get("input") is None or raw.get("instruction") is not None:
+        return None
+    return Content(raw["input"], raw.get("label"), consumed=("label", *_unless_text(raw, "input")))
+
+
+def question(raw: Mapping[str, Any]) -> Content | None:
+    """EasyR1 and many others: `problem` or `question`; the answer is found as anywhere else."""
+    column = next((name for name in QUESTION_COLUMNS if raw.get(name) is not None), None)
+    return None if column is None else Content(raw[column], consumed=_unless_text(raw, column))
+
+
+def _unless_text(raw: Mapping[str, Any], column: str) -> tuple[str, ...]:
+    """A prompt column of text stays a column that rewards can ask for; messages may hold images."""
+    return () if isinstance(raw[column], str) else (column,)

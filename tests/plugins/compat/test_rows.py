@@ -1,0 +1,171 @@
+"""Data of other systems, each in a file as that system writes it; one test for each row of docs/coming_from.md."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from lightrft_visual.config.diffusion import DiffusionDataConfig
+from lightrft_visual.config.vl import DataConfig
+from lightrft_visual.data.drawing_prompts import DrawPrompts
+from lightrft_visual.data.prompts import PromptDataset
+from lightrft_visual.errors import ConfigError, DataError
+
+
+@pytest.fixture
+def png(tmp_path):
+    buffer = io.BytesIO()
+    Image.new("RGB", (30, 20), "red").save(buffer, "PNG")
+    (tmp_path / "a.png").write_bytes(buffer.getvalue())
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def read(tmp_path, png):
+    """Rows written to a file of the kind that the name shows, and read back, with what was said about them."""
+
+    def reader(name, rows, **settings):
+        path = tmp_path / name
+        if name.endswith(".parquet"):
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        elif name.endswith(".json"):
+            path.write_text(json.dumps(rows))
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        dataset = PromptDataset(str(path), DataConfig(**settings), split="train", max_rows=100)
+        return [dataset.load(index) for index in range(len(dataset))]
+
+    return reader
+
+
+def parts(row):
+    """The last message as text, with a mark for each image."""
+    return "".join(part.get("text", f"[{part['type']}]") for part in row.prompt[-1]["content"])
+
+
+def roles(row):
+    return [message["role"] for message in row.prompt]
+
+
+def test_verl(read, png, tmp_path):
+    def rows(image):
+        return [{
+            "data_source": "hiyouga/geometry3k",
+            "prompt": [{"role": "user", "content": "<image>Find x."}],
+            "images": [image],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "3"},
+            "extra_info": {"split": "train", "index": 0, "answer": "3", "question": "<image>Find x."},
+        }]  # fmt: skip
+
+    for image in ({"image": "a.png"}, {"image": png}, {"bytes": png, "path": None}):
+        (row,) = read("train.parquet", rows(image))
+        assert (parts(row), row.reference, row.label) == ("[image]Find x.", "3", "hiyouga/geometry3k")
+        assert row.images[0].size == (30, 20)
+        assert row.metadata["data_source"] == row.label and row.metadata["extra_info"]["index"] == 0
+
+
+def test_llava(read):
+    rows = [
+        {"id": "1", "image": "a.png", "conversations": [
+            {"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A square."},
+            {"from": "human", "value": "Which colour?"}, {"from": "gpt", "value": "Red."}]},
+        {"id": "2", "conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}]},
+    ]  # fmt: skip
+    first, second = read("llava.json", rows)
+    assert roles(first) == ["user", "assistant", "user"] and parts(first) == "Which colour?"
+    assert first.prompt[0]["content"][0] == {"type": "image"} and first.images[0].size == (30, 20)
+    assert (first.reference, first.metadata) == ("Red.", {"id": "1"})
+    assert (parts(second), second.reference, second.images) == ("Hello", "Hi", [])
+
+
+def test_sharegpt(read):
+    turns = [{"from": "human", "value": "<image><image>Which?"}, {"from": "gpt", "value": "the second"}]
+    row = {"conversations": turns, "system": "Be brief.", "images": ["a.png", "a.png"], "solution": "2"}
+    (row,) = read("sharegpt.jsonl", [row])
+    assert roles(row) == ["system", "user"] and parts(row) == "[image][image]Which?"
+    assert (len(row.images), row.reference) == (2, "2")
+    with pytest.raises(DataError, match="turn 0 of conversations is from 'tool'"):
+        read("sharegpt.jsonl", [{"conversations": [{"from": "tool", "value": "x"}]}])
+
+
+def test_easyr1(read, png):
+    rows = [{"problem": "<image>Find x.", "answer": "3", "images": [{"bytes": png, "path": None}]}]
+    (row,) = read("easyr1.parquet", rows)
+    assert (parts(row), row.reference, row.images[0].size) == ("[image]Find x.", "3", (30, 20))
+    assert row.metadata["problem"] == "<image>Find x."
+
+
+def test_trl(read, png):
+    message = {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "Find x."}]}
+    rows = [{"prompt": [message], "image": {"bytes": png, "path": "a.png"}, "solution": "3"}]
+    (row,) = read("trl.parquet", rows)
+    assert (parts(row), row.reference, row.images[0].size) == ("[image]Find x.", "3", (30, 20))
+    (row,) = read("trl.jsonl", [{"prompt": "Find x.", "solution": "3"}])
+    assert (parts(row), row.reference) == ("Find x.", "3")
+
+
+def test_openrlhf(read):
+    (row,) = read("openrlhf.jsonl", [{"input": "What is 1 + 2?", "label": "3", "level": 1}])
+    assert (parts(row), row.reference, row.label) == ("What is 1 + 2?", "3", None)
+    assert row.metadata == {"input": "What is 1 + 2?", "level": 1}
+    messages = [{"role": "user", "content": "What is 1 + 2?"}]
+    (row,) = read("openrlhf.jsonl", [{"input": json.dumps(messages), "label": 3}])
+    assert (parts(row), row.reference) == ("What is 1 + 2?", 3)
+
+
+def test_hugging_face_image_columns(tmp_path, png):
+    features = datasets.Features(
+        {"image": datasets.Image(), "question": datasets.Value("string"), "answer": datasets.Value("string")}
+    )
+    rows = {"image": [{"bytes": png, "path": None}], "question": ["Which colour?"], "answer": ["red"]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
+    dataset = PromptDataset(str(tmp_path / "saved"), DataConfig(), split="train", max_rows=9)
+    row = dataset.load(0)
+    assert (parts(row), row.reference, row.images[0].size) == ("[image]Which colour?", "red", (30, 20))
+
+
+def test_vrl_manifest(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text('A sign that says "OPEN".\n\nA red cube.\n')
+    rows = DrawPrompts(str(path), "train", 9, DiffusionDataConfig(), False).rows
+    assert [row.prompt for row in rows] == ['A sign that says "OPEN".', "A red cube."]
+
+
+def test_metadata_csv_of_video_trainers(tmp_path, png):
+    path = tmp_path / "metadata.csv"
+    path.write_text('video,prompt,input_image\nclip.mp4,"a man, walking",a.png\n')
+    (row,) = DrawPrompts(str(path), "train", 9, DiffusionDataConfig(), True)
+    assert (row.prompt, row.images[0].size) == ("a man, walking", (30, 20))
+
+
+QUESTION = {"problem": "q", "answer": "3"}
+
+
+def test_what_is_recognised_is_said_in_one_line(read, caplog):
+    with caplog.at_level(logging.INFO):
+        read("easyr1.jsonl", [{**QUESTION, "image": "a.png"}] * 3)
+    lines = [record.getMessage() for record in caplog.records if "rows read as" in record.getMessage()]
+    assert len(lines) == 1 and "rows read as question, images from column 'image'; --data_format plain" in lines[0]
+
+
+def test_a_setting_overrules_the_columns(read):
+    with pytest.raises(DataError, match="no column 'prompt'"):
+        read("a.jsonl", [QUESTION], data_format="plain")
+    with pytest.raises(DataError, match="not a row of data_format verl; it has: problem, answer"):
+        read("a.jsonl", [QUESTION], data_format="verl")
+    (row,) = read("a.jsonl", [{**QUESTION, "question": "other"}], input_key="question")
+    assert parts(row) == "other"
+    (row,) = read("a.jsonl", [{"prompt": "mine", **QUESTION}])
+    assert (parts(row), row.form) == ("mine", None)
+    (row,) = read("a.jsonl", [{"prompt": "mine", **QUESTION}], data_format="question")
+    assert (parts(row), row.form) == ("q", "question")
+    with pytest.raises(ConfigError, match="data_format"):
+        DataConfig(data_format="llama")

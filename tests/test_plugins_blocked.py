@@ -1,0 +1,144 @@
+"""The core without plug-ins: it imports, reads configurations and trains; a plug-in that is asked for is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
+
+ROOT = Path(__file__).parents[1]
+PLUGINS = sorted(
+    each.name for each in (ROOT / "lightrft_visual" / "plugins").iterdir() if (each / "__init__.py").exists()
+)
+
+IMPORTS = """
+import importlib, sys
+from pathlib import Path
+import blocked
+blocked.block()
+root = Path(sys.argv[1])
+names = [".".join(each.relative_to(root).with_suffix("").parts) for each in (root / "lightrft_visual").rglob("*.py")]
+names = sorted(name.removesuffix(".__init__") for name in names if not name.endswith("__main__"))
+names = [name for name in names if not name.startswith(blocked.ROOM)]
+for name in names:
+    importlib.import_module(name)
+assert len(names) > 150 and blocked.ROOM not in sys.modules
+"""
+
+ASKS = """
+import json, sys
+import blocked
+blocked.block()
+from lightrft_visual.config.diffusion import DiffusionRunConfig
+from lightrft_visual.config.load import parse_run, resolved_yaml
+from lightrft_visual.config.load import _show_plan
+from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rewards.settings import check_reward_config
+from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
+from lightrft_visual.trainer.vl.build import _place, _open
+
+def vl(*argv):
+    return parse_run(RunConfig, list(argv), preset=None).config
+
+def diffusion(*argv):
+    return parse_run(DiffusionRunConfig, list(argv), preset=None).config
+
+model, told = sys.argv[1], {}
+own = ("--pretrain", model, "--prompt_data", "rows.jsonl")
+asks = {
+    "embedded": lambda: _place(vl()),
+    "embedded model": lambda: _place(vl("--prompt_data", "rows.jsonl")),
+    "embedded drawings": lambda: build_diffusion_trainer(diffusion("--output_dir", "out")),
+    "sglang": lambda: _open(vl(*own, "--engine_type", "sglang")),
+    "ray": lambda: _open(vl(*own, "--engine_type", "hf", "--placement", "split")),
+    "face": lambda: check_reward_config(vl(*own, "reward.components.face_similarity=1.0").reward),
+    "memory_plan": lambda: _show_plan(vl(*own)),
+    "compat": lambda: check_reward_config(vl(*own, "--reward_fn", "mine.py:length", "--reward_form", "verl").reward),
+    "compat setting": lambda: vl(*own, "--model_name_or_path", "there"),
+}
+for name, ask in asks.items():
+    try:
+        ask()
+    except ConfigError as error:
+        told[name] = str(error)
+resolved_yaml(vl(*own))
+print(json.dumps(told))
+"""
+
+REWARD = "def length(completions, **kwargs):\n    return [float(len(each) % 7) for each in completions]\n"
+STEP = (
+    "--engine_type hf --max_steps 1 --rollout_batch_size 2 --n_samples_per_prompt 2 --train_batch_size 4 "
+    "--micro_train_batch_size 2 --generate_max_len 4 --prompt_max_len 64 --auto_micro_batches"
+)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> Path:
+    """A folder with a tiny model of random weights, prompts and a reward function."""
+    folder = tmp_path_factory.mktemp("own")
+    build_tiny_checkpoint(folder / "model", "qwen2_5_vl")
+    prompts = ("a red circle", "a blue cross", "a green square", "where?")
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (folder / "mine.py").write_text(REWARD)
+    return folder
+
+
+def run(code: str, *argv: str, cwd: Path) -> str:
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], cwd=cwd, env=os.environ | {"PYTHONPATH": paths}, capture_output=True,
+        text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_every_file_of_the_core_imports_without_plug_ins(tmp_path):
+    run(IMPORTS, str(ROOT), cwd=tmp_path)
+
+
+def test_a_plug_in_that_is_asked_for_and_not_there_is_named(own):
+    told = json.loads(run(ASKS, str(own / "model"), cwd=own).splitlines()[-1])
+    setting = told.pop("compat setting")
+    assert len(told) == 8, told
+    for name, text in told.items():
+        assert f"needs the plug-in {name.split()[0]}, which is not there" in text
+    assert setting.startswith("unknown setting 'model_name_or_path'") and "pretrain" not in setting
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "lightrft_visual", folder / "lightrft_visual", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deleted", [*PLUGINS, ""])
+def test_a_step_is_trained_without_the_folder_of_a_plug_in(deleted, own, copied, tmp_path):
+    """The empty name is the whole room. Without memory_plan the sizes that are given stay."""
+    room, away = copied / "lightrft_visual" / "plugins" / deleted, tmp_path / "away"
+    room.rename(away)
+    try:
+        command = ["examples/train_grpo_vl.py", *STEP.split(), "--pretrain", str(own / "model"), "--output_dir"]
+        command += [str(tmp_path / "out"), "--prompt_data", str(own / "rows.jsonl"), "--reward_fn"]
+        done = subprocess.run(
+            [sys.executable, *command, f"{own}/mine.py:length"], cwd=copied, capture_output=True, text=True,
+            timeout=400, env=os.environ | {"PYTHONPATH": str(copied)},
+        )  # fmt: skip
+    finally:
+        away.rename(room)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "step 1/1" in done.stdout and (tmp_path / "out" / "checkpoint-final").is_dir()
+    stays = "auto_micro_batches needs the plug-in memory_plan" in done.stdout + done.stderr
+    assert stays == (deleted in ("memory_plan", ""))
