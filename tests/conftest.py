@@ -22,6 +22,22 @@ if BLOCKED:
     collect_ignore = ["plugins", "distributed", "faults", "simulated"]  # the last ones: runs of the embedded tasks
 
 
+# Whole runs, engines and compiled programs: minutes each, or seconds for every family.
+SLOW = (
+    "distributed/", "faults/", "simulated/", "extension/", "plugins/ray/", "rollout/vllm/",
+    "rollout/test_sharded_generation.py", "models/diffusion/test_compile.py", "models/diffusion/test_families.py",
+    "models/vlm/test_sequence.py", "observe/report/test_browser.py", "scripts/", "examples/",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    """Marks what lies in a folder of slow tests, and the files of whole runs."""
+    for item in items:
+        path = item.path.relative_to(Path(__file__).parent).as_posix()
+        if path.startswith(SLOW) or path.endswith("_runs.py"):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
     """With plug-ins blocked, a fixture that asks for one skips its tests."""
