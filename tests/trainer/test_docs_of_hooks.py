@@ -55,7 +55,7 @@ def test_the_term_adds_half_the_mean_square_of_the_log_probs() -> None:
     config = AlgorithmConfig()
     (term,) = terms_of(config)
     log_probs, mask = torch.tensor([[-1.0, -3.0], [-2.0, -9.0]]), torch.tensor([[True, True], [True, False]])
-    output, extra = forward_with([term], lambda inputs: ActorOutput(log_probs), None, seed=0)
+    output, extra = forward_with([term], lambda inputs: ActorOutput(log_probs, None), None, seed=0)
     inputs = LossInputs(output.log_probs, log_probs, torch.zeros(2, 2), mask, extra=extra)
     loss, metrics = term.share(inputs, "token-mean", LossDenominators(3, 2, 2))
     assert loss.item() == pytest.approx(0.5 * 14 / 3) and metrics["calm"].item() == pytest.approx(14 / 3)
