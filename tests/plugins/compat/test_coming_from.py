@@ -12,7 +12,6 @@ import yaml
 from omegaconf import OmegaConf
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
-from lightrft_visual.config.leaves import FLAG, names_of
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
@@ -50,11 +49,3 @@ def test_a_row(system: str, there: str, kind: str, here: str) -> None:
 def test_no_row_is_left_out(system: str) -> None:
     lines = [line for line in section(f"Settings of {system}").splitlines() if line.startswith("|")]
     assert sum(row[0] == system for row in ROWS) == len(lines) - 2 >= 5
-
-
-def test_flags_that_give_the_originals_meaning_exist() -> None:
-    flags = FLAG.findall(section("Where meanings differ by choice"))
-    names = [names_of(schema) for schema in SCHEMAS.values()]
-    assert len(flags) > 10
-    for flag in flags:
-        assert any(each.find(flag) or each.find(flag.removeprefix("no_")) for each in names), flag
