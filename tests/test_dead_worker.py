@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -22,10 +23,13 @@ def test_follows():
 
 
 def test_the_other_tests_run_after_a_worker_died(tmp_path):
-    shutil.copy(Path(__file__).parent / "conftest.py", tmp_path)
+    for name in ("conftest.py", "blocked.py"):
+        shutil.copy(Path(__file__).parent / name, tmp_path)
     for name in "abcde":
         (tmp_path / f"test_{name}.py").write_text("def test_one():\n    pass\n\ndef test_two():\n    pass\n")
     (tmp_path / "test_l.py").write_text(DIES_ONCE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "."]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
     assert done.returncode == 1 and "1 failed, 12 passed" in done.stdout, done.stdout + done.stderr

@@ -147,6 +147,7 @@ def test_an_error_that_cannot_be_written_as_text(ended, capsys, tmp_path):
 LEAVES = """
 import atexit, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from lightrft_visual import launch
 from lightrft_visual.config.vl import RunConfig
@@ -170,7 +171,8 @@ def fit():
         threading.Thread(target=stays, daemon=True).start()
     print("written last", end="")
 
-trainer = SimpleNamespace(fit=fit, close=lambda: None, state=SimpleNamespace(exit_code=int(sys.argv[1])))
+state = SimpleNamespace(exit_code=int(sys.argv[1]), listening=nullcontext)
+trainer = SimpleNamespace(fit=fit, close=lambda: None, state=state)
 launch._run(RunConfig(), lambda: trainer)
 if "goes on" in sys.argv:
     time.sleep(3)

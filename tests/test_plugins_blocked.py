@@ -73,6 +73,14 @@ resolved_yaml(vl(*own))
 print(json.dumps(told))
 """
 
+# The finder of an editable install would find the room in the repository itself.
+SCRIPT = """
+import runpy, sys
+sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in each.__module__]
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
 REWARD = "def length(completions, **kwargs):\n    return [float(len(each) % 7) for each in completions]\n"
 STEP = (
     "--engine_type hf --max_steps 1 --rollout_batch_size 2 --n_samples_per_prompt 2 --train_batch_size 4 "
@@ -133,7 +141,7 @@ def test_a_step_is_trained_without_the_folder_of_a_plug_in(deleted, own, copied,
         command = ["examples/train_grpo_vl.py", *STEP.split(), "--pretrain", str(own / "model"), "--output_dir"]
         command += [str(tmp_path / "out"), "--prompt_data", str(own / "rows.jsonl"), "--reward_fn"]
         done = subprocess.run(
-            [sys.executable, *command, f"{own}/mine.py:length"], cwd=copied, capture_output=True, text=True,
+            [sys.executable, "-c", SCRIPT, *command, f"{own}/mine.py:length"], cwd=copied, capture_output=True, text=True,
             timeout=400, env=os.environ | {"PYTHONPATH": str(copied)},
         )  # fmt: skip
     finally:

@@ -39,10 +39,10 @@ READING = {
     "rewards computed": Place("rewards.engine:RewardComputationEngine.score_rollouts", "after"),
     "log-probs computed": Place("trainer.vl.maker:assign_advantages", "before"),
     "advantages computed": Place("trainer.vl.maker:assign_advantages", "after"),
-    "buffer partly filled": Place("replay.buffer:NaiveReplayBuffer.append", "after", call=2),
-    "buffer filled": Place("replay.buffer:NaiveReplayBuffer.plan", "before"),
+    "buffer partly filled": Place("experience.buffer:NaiveReplayBuffer.append", "after", call=2),
+    "buffer filled": Place("experience.buffer:NaiveReplayBuffer.plan", "before"),
     "first of two updates done": Place("trainer.vl.updates:PolicyUpdate.step", "after", call=2),
-    "all updates done": Place("trainer.vl.trainer:VLTrainer._learn", "after"),
+    "all updates done": Place("experience.buffer:NaiveReplayBuffer.clear", "before"),
     "weights synchronised": Place("trainer.vl.trainer:VLTrainer.sync", "after"),
     **ENDING,
 }
@@ -50,8 +50,8 @@ DRAWING = {
     "pictures drawn": Place("trainer.diffusion.maker:DiffusersEngine.generate", "after"),
     "rewards computed": Place("rewards.engine:RewardComputationEngine.score_media", "after"),
     "advantages computed": Place("trainer.diffusion.maker:DiffusionExperienceMaker._advantages", "after"),
-    "buffer partly filled": Place("replay.buffer:NaiveReplayBuffer.append", "after", call=2),
-    "buffer filled": Place("replay.buffer:NaiveReplayBuffer.plan", "before"),
+    "buffer partly filled": Place("experience.buffer:NaiveReplayBuffer.append", "after", call=2),
+    "buffer filled": Place("experience.buffer:NaiveReplayBuffer.plan", "before"),
     "first of two updates done": Place("trainer.diffusion.trainer:DiffusionTrainer._finish_update", "after", call=2),
     "all updates done": Place("trainer.diffusion.trainer:DiffusionTrainer._learn", "after"),
     "old policy moved": Place("trainer.diffusion.trainer:DiffusionTrainer.sync", "after"),
@@ -60,15 +60,15 @@ DRAWING = {
 # For two ranks also inside of what takes its time, and inside a save, whose steps they make together.
 LOGGED = {
     "evaluation written": Place("observe.recorder:RunRecorder.log_eval", "after"),
-    "report being written": Place("report.page:write_atomic", "before", rank_0=True),
+    "report being written": Place("observe.report.page:write_atomic", "before", rank_0=True),
 }
 SAVING = {
-    "staging folder made": Place("checkpoint.manager:CheckpointManager._prepare", "after", rank_0=True),
+    "staging folder made": Place("runtime.checkpoint.manager:CheckpointManager._prepare", "after", rank_0=True),
     "state written": Place("trainer.run_state:RunState._write", "after"),
     # Where rank 1 dies there, rank 0 has all it needs and completes the checkpoint.
-    "files hashed": Place("checkpoint.manager:CheckpointManager._describe", "after", rank_0=True),
-    "manifest written": Place("checkpoint.manager:write_manifest", "after", rank_0=True),
-    "folder renamed": Place("checkpoint.manager:write_hint", "before", rank_0=True, saved=True),
+    "files hashed": Place("runtime.checkpoint.manager:CheckpointManager._describe", "after", rank_0=True),
+    "manifest written": Place("runtime.checkpoint.manager:write_manifest", "after", rank_0=True),
+    "folder renamed": Place("runtime.checkpoint.manager:write_hint", "before", rank_0=True, saved=True),
     "saved": Place("trainer.run_state:RunState.save", "after", saved=True),
 }
 READING_TWO = {
