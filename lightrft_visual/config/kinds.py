@@ -215,11 +215,6 @@ class RewardForm(Choice):
 
 
 @dataclass(frozen=True)
-class OtherNames(Choice):
-    """target: a `config.spellings.Spoken`, what users of another system type for settings here."""
-
-
-@dataclass(frozen=True)
 class Service(Choice):
     """What a plug-in is asked for, by the core or by another plug-in. target: a module with the functions that callers
     name."""

@@ -141,7 +141,8 @@ class Names:
         self._paths: dict[str, list[str]] = {}  # spelling -> the paths it could mean
         for leaf in self.leaves.values():
             self._paths.setdefault(leaf.name, []).append(leaf.path)
-        spoken = [OWN, *(each for _, each in registry.names_of_others.present())]
+        others = registry.service("other_names")
+        spoken = [OWN] if others is None else [OWN, others.SPOKEN]
         self._spellings = {alias: leaf for each in spoken for alias, leaf in each.aliases.items()}
         for each in spoken:
             self._spellings |= each.aliases_of.get(schema.__name__, {})

@@ -30,7 +30,6 @@ from .kinds import (
     Hook,
     KLEstimator,
     LossTerm,
-    OtherNames,
     PolicyLoss,
     RewardForm,
     RolloutMetric,
@@ -62,7 +61,6 @@ differentiable_rewards = Registry("differentiable reward", DifferentiableReward)
 scorers = Registry("scorer", Scorer)
 row_forms = Registry("form of data rows", RowForm)
 reward_forms = Registry("form of reward functions", RewardForm)
-names_of_others = Registry("names of another system", OtherNames)
 tasks = Registry("built-in task", Task)  # prompt_data of vision-language runs
 drawing_tasks = Registry("built-in drawing task", Task)  # and of diffusion runs
 checkpoint_resolvers = Registry("built-in model", CheckpointResolver)
@@ -419,9 +417,6 @@ for _name, _target, _about in (  # the first that fits is taken
     ("native", f"{_local}:NATIVE", "parameters are named after the inputs of docs/rewards.md"),
 ):
     reward_forms.add(RewardForm(_name, _target, _about))
-names_of_others.add(
-    OtherNames("compat", f"{_compat}.names:SPOKEN", "settings of TRL, verl, EasyR1, OpenRLHF and Flow-GRPO")
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -455,6 +450,7 @@ for _name, _target, _about in (
     ("placement", "ray.placement", "rollouts in workers of their own (placement split)"),
     ("ray_rewards", "ray.reward_pool", "rewards in Ray actors"),
     ("unified", "unified.service", "the embedded model that also draws, and its task"),
+    ("other_names", "compat.names", "settings under the names of TRL, verl, EasyR1, OpenRLHF and Flow-GRPO"),
 ):
     services.add(Service(_name, f"{PLUGINS}.{_target}", _about))
 

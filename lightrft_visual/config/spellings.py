@@ -1,5 +1,5 @@
 """Names beside those of the schema, and the settings they reach: LightRFT's, and those of the commands and files that a
-run is started with. Other systems' names are entries of the registry (`names_of_others`), in the same form (`Spoken`).
+run is started with. Those of other systems are a plug-in's, in the same form (`Spoken`).
 
 An alias is listed only where it means exactly the same. A name whose meaning differs, or that takes other values, is
 listed in ``DIFFERENT`` with what to write instead, so that it is refused with advice and never quietly reinterpreted.

@@ -15,7 +15,6 @@ from lightrft_visual.algorithms.diffusion.rows import DenoisingBatch
 from lightrft_visual.algorithms.loss_terms import LossTerm
 from lightrft_visual.algorithms.policy_losses import TokenLoss
 from lightrft_visual.config import registry
-from lightrft_visual.config.spellings import Spoken
 from lightrft_visual.data.forms import Content
 from lightrft_visual.models.diffusion.families.sd3 import StableDiffusion3
 from lightrft_visual.models.vlm.families.qwen import QwenVL
@@ -131,9 +130,6 @@ def my_rows(raw):
 
 my_rewards = registry.reward_forms.register("my_rewards", about="completions in `said`")(
     Form("my form", {"said": lambda batch: batch.completions}, fits=lambda names, takes_all, function: "said" in names)
-)
-my_names = registry.names_of_others.register("my_names", about="a name of my own")(
-    Spoken(aliases={"my_name_of_the_seed": "seed"})
 )
 
 

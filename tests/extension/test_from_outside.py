@@ -16,8 +16,11 @@ import pytest
 
 from lightrft_visual.algorithms.advantages import get_advantage_calculator
 from lightrft_visual.config import registry
-from lightrft_visual.config.vl import AlgorithmConfig, RolloutConfig
+from lightrft_visual.config.plugins import load_plugins
+from lightrft_visual.config.vl import AlgorithmConfig, DataConfig, RolloutConfig
+from lightrft_visual.data.forms import read_form
 from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.rewards.local.callables import CallableSource
 from lightrft_visual.trainer.vl.maker import ExperienceMaker
 
 DRIVER = Path(__file__).with_name("dummy_runs.py")
@@ -91,6 +94,16 @@ def test_a_sampling_parameter_is_a_field_and_a_setting():
     maker = SimpleNamespace(settings=SimpleNamespace(sampling=replace(settings, top_k=5)))
     changed, _ = ExperienceMaker._split(maker, {"min_p": 0.2, "gamma": 1.0})
     assert (changed.min_p, changed.top_k) == (0.2, 5)
+
+
+def test_forms_of_rows_and_of_reward_functions_are_recognised(monkeypatch):
+    for kind in KINDS:
+        monkeypatch.setattr(getattr(registry, kind), "_entries", dict(getattr(registry, kind)._entries))
+    load_plugins(str(DRIVER.with_name("my_choices.py")))
+    row = read_form({"asked": "how many?"}, DataConfig())
+    assert (row.form, row.columns["prompt"]) == ("my_rows", "how many?")
+    assert CallableSource(lambda said: [1.0] * len(said)).form.told == "my form"
+    assert CallableSource(lambda completions: [1.0] * len(completions)).form.told == ""
 
 
 KINDS = [name for name, value in vars(registry).items() if isinstance(value, registry.Registry)]

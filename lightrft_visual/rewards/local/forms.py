@@ -57,7 +57,7 @@ LOGGING: Inputs = {
     "log_extra": lambda batch: LOG_EXTRA,
     "log_metric": lambda batch: LOG_METRIC,
 }
-NATIVE = Form(inputs=LOGGING, fits=lambda names, takes_all, function: True)
+NATIVE = Form(inputs=LOGGING)  # of functions that no other form fits
 LIGHTRFT = Form("LightRFT's form", fits=lambda names, takes_all, function: "model_reward_list" in names)
 OPENRLHF = Form(
     "OpenRLHF's form, labels are the references",
@@ -88,4 +88,5 @@ def check(form: str) -> None:
 
 def recognise(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> str:
     """The name of the form of a function with parameters of these names."""
-    return next(entry.name for entry, form in registry.reward_forms.present() if form.fits(names, takes_all, function))
+    found = (entry.name for entry, form in registry.reward_forms.present() if form.fits(names, takes_all, function))
+    return next(found, "native")

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from reward_rollouts import make_samples
 
 from lightrft_visual.config import registry
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.rewards.batch import batch_from_media
+from lightrft_visual.rewards.local.callables import CallableSource
 from lightrft_visual.rewards.local.forms import AUTO, recognise
 from lightrft_visual.rewards.settings import engine_arguments
 
@@ -160,6 +163,13 @@ def test_scorers_of_flow_grpo(name, rewards, metrics, caplog):
     assert result.valid.all() if rewards is None else same(result.score, rewards)
     assert all(same(result.components[key], values) for key, values in metrics.items())
     assert f"reward function {name}: flow_grpo's form" in caplog.text
+
+
+def test_flow_grpo_is_given_the_first_image_that_each_was_made_from():
+    red, blue = Image.new("RGB", (2, 2), "red"), Image.new("RGB", (3, 2), "blue")
+    edits = batch_from_media(["p", "q"], images=[red, red], source_images=[[blue], [red, blue]])
+    first = CallableSource(lambda images, prompts, metadata, ref_images: [image.width for image in ref_images])
+    assert first.score(edits).values.tolist() == [3, 2]
 
 
 def test_flow_grpo_scores_videos_as_one_tensor():

@@ -240,8 +240,6 @@ def test_functions_see_what_a_generated_image_was_made_from():
 
     assert CallableSource(sizes).score(edits).values.tolist() == [3, 5]
     assert CallableSource(lambda **given: sizes(None, given["source_images"])).score(edits).values.tolist() == [3, 5]
-    first = CallableSource(lambda images, prompts, metadata, ref_images: [image.width for image in ref_images])
-    assert first.score(edits).values.tolist() == [3, 2]
     assert CallableSource(sizes).score(edits.select([1])).values.tolist() == [5]
     drawn = batch_from_media(["r"], images=[red])
     assert CallableSource(sizes).score(RewardBatch.join([drawn, edits])).values.tolist() == [0, 3, 5]

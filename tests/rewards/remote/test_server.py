@@ -297,6 +297,7 @@ def test_reply_is_strict_json():
 
 
 def test_a_function_of_another_system_behind_the_example(monkeypatch):
+    pytest.importorskip("lightrft_visual.plugins.compat")
     monkeypatch.syspath_prepend(ROOT / "examples")
     import serve_reward
 
