@@ -40,7 +40,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
-    """With plug-ins blocked, a fixture that asks for one skips its tests."""
+    """Tests marked `plugin` need theirs. With plug-ins blocked, a fixture that asks for one skips its tests."""
+    for mark in item.iter_markers("plugin"):
+        pytest.importorskip(f"{blocked.ROOM}.{mark.args[0]}")
     return (yield from _skipped_where_blocked())
 
 

@@ -73,11 +73,11 @@ resolved_yaml(vl(*own))
 print(json.dumps(told))
 """
 
-# The finder of an editable install would find the room in the repository itself.
+# The copy alone: an editable install finds modules that the copy lacks in the folder that it was made from.
 SCRIPT = """
 import runpy, sys
-sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in each.__module__]
-del sys.argv[0]
+sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in getattr(each, "__module__", "")]
+sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -141,8 +141,8 @@ def test_a_step_is_trained_without_the_folder_of_a_plug_in(deleted, own, copied,
         command = ["examples/train_grpo_vl.py", *STEP.split(), "--pretrain", str(own / "model"), "--output_dir"]
         command += [str(tmp_path / "out"), "--prompt_data", str(own / "rows.jsonl"), "--reward_fn"]
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, *command, f"{own}/mine.py:length"], cwd=copied, capture_output=True, text=True,
-            timeout=400, env=os.environ | {"PYTHONPATH": str(copied)},
+            [sys.executable, "-c", SCRIPT, *command, f"{own}/mine.py:length"], cwd=copied,
+            capture_output=True, text=True, timeout=400, env=os.environ | {"PYTHONPATH": str(copied)},
         )  # fmt: skip
     finally:
         away.rename(room)

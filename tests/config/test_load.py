@@ -130,7 +130,7 @@ def test_the_last_of_two_values_wins() -> None:
         (["--learning-rates=1"], ("did you mean 'learning_rate'",)),
         (["--no_bf17"], ("no_bf17", "bf16")),
         (["--qqqqq"], ("'qqqqq'", "--help")),
-        (["--beta", "0.1"], ("--init_kl_coef",)),
+        pytest.param(["--beta", "0.1"], ("--init_kl_coef",), marks=pytest.mark.plugin("compat")),
         (["trainer.sede=1"], ("did you mean 'seed'",)),
         (["train=3"], ("section", "train.")),
         (["--seed", "x"], ("train.seed", "'x'", "int", "command line")),
@@ -228,7 +228,10 @@ def test_a_key_given_to_use_wandb_is_never_repeated(root: Any, argv: list[str], 
     ("argv", "path", "value"),
     [
         (["--target_modules", "q_proj", "v_proj"], "model.target_modules", "q_proj,v_proj"),
-        (["--lora_target_modules", "q_proj", "v_proj", "--bf16"], "model.target_modules", "q_proj,v_proj"),
+        pytest.param(
+            ["--lora_target_modules", "q_proj", "v_proj", "--bf16"], "model.target_modules", "q_proj,v_proj",
+            marks=pytest.mark.plugin("compat"),
+        ),
         (["--target_modules", "q_proj,v_proj"], "model.target_modules", "q_proj,v_proj"),
         (["--prompt_data", "a", "b", "c.jsonl,d"], "data.prompt_data", "a,b,c.jsonl,d"),
         (["--remote_rm_url", "http://a/b?c=1", "http://c/d", "seed=3"], "reward.remote_rm_url", "http://a/b?c=1,http://c/d"),
@@ -382,6 +385,7 @@ def test_the_file_of_an_earlier_run_loads_where_what_is_gone_asked_for_nothing(t
     assert "'data.redraw_key'" in told and f"{earlier.name}:4) is gone: leave it out; score answers" in told
 
 
+@pytest.mark.plugin("compat")
 def test_the_advice_for_beta_is_accepted() -> None:
     advice = refused("--beta", "0.04")
     weighted, without = re.findall(r"--init_kl_coef(?: (?:--)?\w+)+", advice.replace(" alone", ""))

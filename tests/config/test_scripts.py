@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.plugin("memory_plan")  # --dry_run shows a plan
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DIFFUSION = {"train_flow_grpo": "flow_grpo", "train_diffusion_nft": "diffusion_nft", "train_ddpo": "ddpo",
              "train_reward_fl": "reward_fl"}  # fmt: skip

@@ -87,6 +87,7 @@ class TestVRL:
         assert sampling["micro_rollout_batch_size"] == 8
         assert (train["groups_per_update"], train["train_batch_size"]) == (4, 32)  # of 64 samples: two updates
 
+    @pytest.mark.plugin("memory_plan")
     def test_the_script_prints_it_and_leaves_with_0(self, capsys) -> None:
         line = (
             "rollout.n=8 rollout.rollout_batch_size=8 rollout.sample_batch_size=8 actor.gradient_accumulation_steps=4"

@@ -77,8 +77,7 @@ def choose(form: str, function: Callable[..., Any], signature: Any) -> Form:
 
 
 def check(form: str) -> None:
-    """Raise ConfigError with the nearest name for a form that does not exist, or for one of a plug-in that is not
-    there."""
+    """Raise ConfigError for a form that does not exist, with the nearest name, or whose plug-in is not there."""
     known = [AUTO, *registry.reward_forms.names()]
     if form not in known:
         raise ConfigError(f"there is no reward_form {form!r}{did_you_mean(form, known)}")
@@ -88,5 +87,5 @@ def check(form: str) -> None:
 
 def recognise(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> str:
     """The name of the form of a function with parameters of these names."""
-    found = (entry.name for entry, form in registry.reward_forms.present() if form.fits(names, takes_all, function))
-    return next(found, "native")
+    forms = registry.reward_forms.present()
+    return next((entry.name for entry, form in forms if form.fits(names, takes_all, function)), "native")

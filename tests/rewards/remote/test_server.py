@@ -296,8 +296,8 @@ def test_reply_is_strict_json():
     assert json.loads(text, parse_constant=lambda name: pytest.fail(name)) == {"rewards": [None]}
 
 
+@pytest.mark.plugin("compat")
 def test_a_function_of_another_system_behind_the_example(monkeypatch):
-    pytest.importorskip("lightrft_visual.plugins.compat")
     monkeypatch.syspath_prepend(ROOT / "examples")
     import serve_reward
 
