@@ -42,7 +42,7 @@ class Presence:
 
     def __init__(self, rank: int, world_size: int, told: Callable[[int, str], None]):
         self.rank, self.world_size, self.told = rank, world_size, told
-        self.complete, self._over = threading.Event(), threading.Event()
+        self.complete, self._leaves, self._over = threading.Event(), threading.Event(), threading.Event()
         self._sockets: set[socket.socket] = set()
         os.register_at_fork(after_in_child=self._close)  # else a forked child would stand for its parent
 
@@ -58,8 +58,9 @@ class Presence:
 
     def leave(self) -> None:
         """Say that this rank's end is none that the others need to hear of, and end `run`."""
+        self._leaves.set()
+        self.send(LEAVING)  # before the thread, which closes the connections at its end
         self._over.set()
-        self.send(LEAVING)
         for each in self._sockets.copy():
             with contextlib.suppress(OSError):  # the other end was faster
                 each.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
@@ -129,7 +130,7 @@ class Presence:
         selector.unregister(connection)
         self._sockets.discard(connection)
         connection.close()
-        if line != LEAVING and not self._over.is_set():
+        if line != LEAVING and not self._leaves.is_set():
             self.told(other, "")
 
     # -- the others --------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ class Presence:
             line = read_line(connection)
         except OSError:  # rank 0's host is silent
             line = b""
-        if self._over.is_set() or line == LEAVING:
+        if self._leaves.is_set() or line == LEAVING:
             return
         self.told(0, json.loads(line) if line else "")
 

@@ -42,7 +42,8 @@ def run_ranks(script: str, *arguments: str, timeout: float = 260, ranks: int = 2
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(text[-3000:] for text in outputs)
+    codes = [process.returncode for process in processes]
+    assert codes == [0] * ranks, f"{codes}\n" + "\n".join(text[-3000:] for text in outputs)
 
 
 def leave() -> None:

@@ -25,9 +25,8 @@ from pathlib import Path
 from lightrft_visual.runtime.folder_lock import FolderLock
 
 lock = FolderLock.take(Path(sys.argv[1]))
-child = os.fork() if sys.argv[2] == "forks" else None
-if child != 0:
-    print(child or os.getpid(), flush=True)
+if sys.argv[2] == "alone" or os.fork() == 0:
+    print(os.getpid(), flush=True)  # by the child itself: it has given the lock up by then
 time.sleep(600)
 """
 
