@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from .config import registry
 from .config.vl import RunConfig
 from .errors import FolderInUse, LightRFTVisualError, StoppedBySignal
-from .runtime.host import bound_spinning
+from .runtime.host_memory import bound_spinning
 from .runtime.signals import handled
-from .runtime.start_up import importing, say, seldom_collecting
-from .runtime.usercode.calls import TERMINATED, describe_error, masked, place_of
+from .runtime.start_up import importing, log_stage, seldom_collecting
+from .runtime.usercode.calls import TERMINATED, describe_error, masked, source_line_of
 
 if TYPE_CHECKING:
     from .config.diffusion import DiffusionRunConfig
@@ -87,7 +87,7 @@ def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
     bound_spinning()  # before anything loads torch
     quiet_libraries()
     try:
-        say("importing libraries")
+        log_stage("importing libraries")
         with importing():
             from transformers.utils import logging as transformers_logging
 
@@ -175,7 +175,7 @@ def _end_in_time(code: int) -> None:
     left, frames = _left_threads(), sys._current_frames()
     if not left:
         return
-    named = "; ".join(f"{thread.name}{place_of(frames.get(thread.ident))}" for thread in left)
+    named = "; ".join(f"{thread.name}{source_line_of(frames.get(thread.ident))}" for thread in left)
     told = f"the run is done, but threads that it started go on: {named}; the process ends without them"
     print(f"warning: {told}", file=sys.stderr)
     sys.stdout.flush()

@@ -92,7 +92,7 @@ class GroupStatistics:
         return values.new_zeros(self._groups).scatter_reduce_(0, self._index, values, kind, include_self=False)
 
     @property
-    def spread(self) -> T:
+    def reward_range(self) -> T:
         """Largest minus smallest valid reward of the sample's group: exactly 0 when all are equal."""
         high = self._extreme(torch.where(self.valid, self.rewards, -torch.inf), "amax")
         low = self._extreme(torch.where(self.valid, self.rewards, torch.inf), "amin")
@@ -100,7 +100,7 @@ class GroupStatistics:
 
     def centered(self) -> T:
         """Reward minus the group's mean; exactly 0 without spread and for samples that cannot be compared."""
-        usable = self.comparable & (self.spread > 0)
+        usable = self.comparable & (self.reward_range > 0)
         return torch.where(usable, self.rewards - self.mean, 0.0)
 
     def std(self, correction: int) -> T:

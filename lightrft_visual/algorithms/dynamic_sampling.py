@@ -59,18 +59,18 @@ class DynamicSampling:
         """This rank's groups, once those that other ranks lack have changed place. A collective."""
         rank = collectives.rank()
         targets = balanced(best, shares)
-        parcels = [
+        outgoing = [
             {ref: self.found[ref] for ref, target in targets.items() if (ref.rank, target) == (rank, other)}
             for other in range(len(shares))
         ]
-        groups = {ref: group for sent in collectives.exchange_objects(parcels) for ref, group in sent.items()}
+        groups = {ref: group for sent in collectives.exchange_objects(outgoing) for ref, group in sent.items()}
         return [groups[ref] for ref in sorted(groups)]
 
 
 def best_of_each_kind(refs: list[GroupRef]) -> list[GroupRef]:
     """The best groups of all ranks, sorted: of each kind as many as the first round has."""
-    places = Counter(ref.draws for ref in refs if ref.round == 0)
-    return sorted(ref for kind, count in places.items() for ref in sorted(r for r in refs if r.draws == kind)[:count])
+    wanted = Counter(ref.draws for ref in refs if ref.round == 0)
+    return sorted(ref for kind, count in wanted.items() for ref in sorted(r for r in refs if r.draws == kind)[:count])
 
 
 def balanced(refs: list[GroupRef], shares: list[int]) -> dict[GroupRef, int]:

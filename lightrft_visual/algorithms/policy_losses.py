@@ -93,7 +93,7 @@ def gspo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
 
     With `seq-mean-token-mean` and one advantage a sequence the gradient is that of the sequence form.
     """
-    sequence_log_ratio = _row_mean(_log_ratio(inputs), inputs.action_mask)
+    sequence_log_ratio = _sample_mean(_log_ratio(inputs), inputs.action_mask)
     log_ratio = inputs.log_probs - inputs.log_probs.detach() + sequence_log_ratio.detach().unsqueeze(1)
     return _clipped(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), inputs.advantages, config)
 
@@ -105,11 +105,11 @@ def gmpo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """
     low, high = config.eps_clip, _clip_high(config)
     log_ratio = _log_ratio(inputs)
-    advantage = _row_mean(inputs.advantages, inputs.action_mask).unsqueeze(1)
+    advantage = _sample_mean(inputs.advantages, inputs.action_mask).unsqueeze(1)
     # Pessimistic as in PPO: only the side that would raise the objective is cut.
     kept = torch.where(advantage >= 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
     clipped = torch.where(advantage >= 0, log_ratio > high, log_ratio < -low) & (advantage != 0)
-    ratio = _row_mean(kept, inputs.action_mask).exp().unsqueeze(1)
+    ratio = _sample_mean(kept, inputs.action_mask).exp().unsqueeze(1)
     return TokenLoss((-advantage * ratio).expand_as(log_ratio), clipped)
 
 
@@ -167,7 +167,7 @@ def _log_ratio(inputs: LossInputs) -> T:
     return (inputs.log_probs - inputs.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _row_mean(values: T, mask: T) -> T:
+def _sample_mean(values: T, mask: T) -> T:
     """(B): mean of each row under its mask, 0 for an empty one."""
     return torch.where(mask, values, torch.zeros_like(values)).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 

@@ -115,10 +115,10 @@ def moves_between_ranks(step: Sequence[SampleRef], ranks: int, by_tokens: bool) 
     while max(loads) - min(loads) > max(1, BALANCED * sum(loads) / ranks):
         full, empty = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[full] - loads[empty]
-        place = _nearest(sizes[full], gap / 2)
-        if place is None:
+        position = _nearest(sizes[full], gap / 2)
+        if position is None:
             break
-        group, size = own[full].pop(place), sizes[full].pop(place)
+        group, size = own[full].pop(position), sizes[full].pop(position)
         staying = group[: _staying(group, gap)] if grouped and size >= gap else []
         if size >= gap and not staying:
             break
@@ -143,8 +143,8 @@ def _staying(group: list[SampleRef], gap: float) -> int:
 
 def _nearest(numbers: list[int], target: float) -> int | None:
     """Index of the number closest to `target` in a sorted list; None in an empty one."""
-    place = bisect.bisect_left(numbers, target)
-    around = [index for index in (place - 1, place) if 0 <= index < len(numbers)]
+    position = bisect.bisect_left(numbers, target)
+    around = [index for index in (position - 1, position) if 0 <= index < len(numbers)]
     return min(around, key=lambda index: abs(numbers[index] - target), default=None)
 
 
@@ -237,8 +237,8 @@ def _groups(samples: Sequence[SampleRef]) -> list[list[SampleRef]]:
 
 def _grouped(samples: Sequence[SampleRef], groups: Sequence[int | None]) -> list[list[SampleRef]]:
     found: dict[int, list[SampleRef]] = {}
-    for place, (sample, group) in enumerate(zip(samples, groups)):
-        found.setdefault(-1 - place if group is None else group, []).append(sample)
+    for position, (sample, group) in enumerate(zip(samples, groups)):
+        found.setdefault(-1 - position if group is None else group, []).append(sample)
     return list(found.values())
 
 
@@ -273,8 +273,8 @@ def _best_fit(groups: list[list[SampleRef]], budget: int) -> list[list[list[Samp
     bins: list[list[list[SampleRef]]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
     for group in sorted(groups, key=computed_tokens, reverse=True):
-        place = bisect.bisect_left(room, (computed_tokens(group), -1))
-        left, target = room.pop(place) if place < len(room) else (budget, len(bins))
+        position = bisect.bisect_left(room, (computed_tokens(group), -1))
+        left, target = room.pop(position) if position < len(room) else (budget, len(bins))
         if target == len(bins):
             bins.append([])
         bins[target].append(group)

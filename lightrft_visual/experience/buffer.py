@@ -83,8 +83,8 @@ class NaiveReplayBuffer:
             return
         first, own = self._first, collectives.rank()
         members = range(first, first + self.sequence.size)
-        parcels = [self.items if rank in members else [] for rank in range(collectives.world_size())]
-        received = collectives.exchange_objects(parcels)
+        outgoing = [self.items if rank in members else [] for rank in range(collectives.world_size())]
+        received = collectives.exchange_objects(outgoing)
         self.items = [item for rank in members for item in (self.items if rank == own else received[rank])]
 
     @property
@@ -95,7 +95,7 @@ class NaiveReplayBuffer:
     @property
     def _first(self) -> int:
         """The first rank of those that have the same samples."""
-        return collectives.rank() - (0 if self.sequence is None else self.sequence.place)
+        return collectives.rank() - (0 if self.sequence is None else self.sequence.index)
 
     @property
     def _copies(self) -> int:
@@ -138,8 +138,8 @@ class NaiveReplayBuffer:
         """Give the samples of a planned micro-batch their values (B, A) of a per-action field."""
         items = [self.items[index] for index in micro_batch.indices]
         values = values.cpu() if self.cpu_offload else values
-        for item, count, row in zip(items, packed_lengths(items)[1], values, strict=True):
-            setattr(item, name, row[:count].clone())
+        for item, count, padded in zip(items, packed_lengths(items)[1], values, strict=True):
+            setattr(item, name, padded[:count].clone())
 
     def plan(
         self, seed: int, *, step_size: int | None = None, token_budget: int | None = None
@@ -190,14 +190,14 @@ class NaiveReplayBuffer:
         The samples of a prompt that go to one rank take its patches along once. Members of a group send to those of
         another that have their place in it.
         """
-        part, place = divmod(collectives.rank(), self._copies)
-        leaving = {sample.index: target * self._copies + place for sample, target in moves if sample.rank == part}
-        parcels = [
+        part, position = divmod(collectives.rank(), self._copies)
+        leaving = {sample.index: target * self._copies + position for sample, target in moves if sample.rank == part}
+        outgoing = [
             [self.items[index] for index, target in leaving.items() if target == other]
             for other in range(collectives.world_size())
         ]
         staying = [item for index, item in enumerate(self.items) if index not in leaving]
-        arriving = [item for sent in collectives.exchange_objects(parcels) for item in sent]
+        arriving = [item for sent in collectives.exchange_objects(outgoing) for item in sent]
         self.items = staying + arriving
 
     def batches(self, seed: int, *, token_budget: int | None = None) -> Iterator[AnyExperience]:

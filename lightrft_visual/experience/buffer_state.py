@@ -67,33 +67,33 @@ def _batch_to_state(items: list[AnyItem]) -> dict[str, Any]:
     }
 
 
-def _encode(value: Any, place: str) -> Any:
+def _encode(value: Any, where: str) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, VisionTensors):
         distinct = list({id(sample): sample for sample in value.samples}.values())
-        places = {id(sample): index for index, sample in enumerate(distinct)}
-        order = [places[id(sample)] for sample in value.samples]
-        return {_VISION: _encode(distinct, place), "samples": order}
+        indices = {id(sample): index for index, sample in enumerate(distinct)}
+        order = [indices[id(sample)] for sample in value.samples]
+        return {_VISION: _encode(distinct, where), "samples": order}
     if isinstance(value, dict):
-        return {key: _encode(each, f"{place}[{key}]") for key, each in value.items()}
+        return {key: _encode(each, f"{where}[{key}]") for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_encode(each, f"{place}[{index}]") for index, each in enumerate(value))
+        return type(value)(_encode(each, f"{where}[{index}]") for index, each in enumerate(value))
     if isinstance(value, Image.Image):
-        return {_PNG: _png(value, place)}
+        return {_PNG: _png(value, where)}
     if type(value) not in _PLAIN and not isinstance(value, torch.dtype):
         raise CheckpointError(
-            f"{place} is a {type(value).__name__}, which a checkpoint of the replay buffer cannot hold"
+            f"{where} is a {type(value).__name__}, which a checkpoint of the replay buffer cannot hold"
         )
     return value
 
 
-def _png(image: Image.Image, place: str) -> torch.Tensor:
+def _png(image: Image.Image, where: str) -> torch.Tensor:
     stream = io.BytesIO()
     try:
         image.save(stream, format="PNG")
     except OSError as error:
-        raise CheckpointError(f"{place}: an image of mode {image.mode} cannot be stored as PNG") from error
+        raise CheckpointError(f"{where}: an image of mode {image.mode} cannot be stored as PNG") from error
     return torch.from_numpy(np.frombuffer(stream.getvalue(), dtype=np.uint8).copy())
 
 

@@ -15,7 +15,7 @@ from ..errors import DataError
 from .conditions import texts, widened
 from .fields import FieldSpec, Kind, replay_fields, tensors_equal
 from .info import batch_info, split_info
-from .ragged import gather_rows, scatter_rows
+from .ragged import gather_samples, scatter_samples
 from .types import BatchLayout
 from .vision import VisionTensors, check_alike
 
@@ -25,7 +25,7 @@ Column = list[Any]  # one field's values, one per sample, None where the sample 
 
 
 @dataclass
-class Making:
+class BatchingContext:
     """What all fields of a batch in the making share. lengths: S of each sample; actions: A of each."""
 
     items: Sequence[Any]
@@ -39,7 +39,7 @@ class Making:
         """A of the padded batch: the longest response."""
         return max(self.actions)
 
-    def place(self) -> None:
+    def align_columns(self) -> None:
         """Prompts end where the actions begin, in every row."""
         prompts = [length - count for length, count in zip(self.lengths, self.actions)]
         width = self.layout.prompt_width = max(prompts)
@@ -88,7 +88,7 @@ class Splitting:
 
 
 @dataclass(frozen=True)
-class Cut:
+class KeepRange:
     """What stays of one sample without its padding, in token columns and in action columns."""
 
     tokens: slice
@@ -102,98 +102,98 @@ class Codec:
     memory. strip: one sample's value without padding, the same object where there is none to strip.
     """
 
-    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> Any:
+    def make(self, column: Column, name: str, spec: FieldSpec, context: BatchingContext) -> Any:
         """The batch's value of a field from the samples' values; None stands for a sample that lacks it."""
         raise NotImplementedError
 
-    def split(self, value: Any, name: str, spec: FieldSpec, frame: Splitting) -> Column:
+    def split(self, value: Any, name: str, spec: FieldSpec, context: Splitting) -> Column:
         """The samples' values of a field from the batch's value; the inverse of `make`."""
         raise NotImplementedError
 
-    def strip(self, value: Any, cut: Cut) -> Any:
-        """One sample's value without the positions that `cut` leaves out."""
+    def strip(self, value: Any, keep: KeepRange) -> Any:
+        """One sample's value without the positions that `keep` leaves out."""
         return value
 
 
 class Tokens(Codec):
     """Item (S); batch (B, S), or (1, total)."""
 
-    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> T | None:
-        flat = _flat(column, name, spec, frame.lengths)
-        if frame.packed:
-            return self._segments(flat, spec, frame) if spec.segments else flat.unsqueeze(0)
-        if flat is None and spec.mask_dtype is not None and len(set(frame.layout.spans)) > 1:
-            flat = frame.ones(spec, frame.lengths)
-        width = frame.layout.prompt_width + frame.action_width
-        return None if flat is None else scatter_rows(flat, frame.layout.spans, width)
+    def make(self, column: Column, name: str, spec: FieldSpec, context: BatchingContext) -> T | None:
+        flat = _flat(column, name, spec, context.lengths)
+        if context.packed:
+            return self._segments(flat, spec, context) if spec.segments else flat.unsqueeze(0)
+        if flat is None and spec.mask_dtype is not None and len(set(context.layout.spans)) > 1:
+            flat = context.ones(spec, context.lengths)
+        width = context.layout.prompt_width + context.action_width
+        return None if flat is None else scatter_samples(flat, context.layout.spans, width)
 
     @staticmethod
-    def _segments(flat: T | None, spec: FieldSpec, frame: Making) -> T:
+    def _segments(flat: T | None, spec: FieldSpec, context: BatchingContext) -> T:
         """(1, total) long: sample index + 1 on real tokens, 0 on masked ones."""
-        flat = frame.ones(spec, frame.lengths) if flat is None else flat
-        frame.layout.mask_dtype = flat.dtype
-        lengths = torch.tensor(frame.lengths, device=flat.device)
+        flat = context.ones(spec, context.lengths) if flat is None else flat
+        context.layout.mask_dtype = flat.dtype
+        lengths = torch.tensor(context.lengths, device=flat.device)
         index = torch.arange(1, len(lengths) + 1, device=flat.device).repeat_interleave(lengths)
         return (index * (flat != 0)).unsqueeze(0)
 
-    def split(self, value: T, name: str, spec: FieldSpec, frame: Splitting) -> list[T]:
-        if not frame.packed:
-            return _cut_padded(value, frame.token_spans(_width(value, name)), name)
+    def split(self, value: T, name: str, spec: FieldSpec, context: Splitting) -> list[T]:
+        if not context.packed:
+            return _cut_padded(value, context.token_spans(_width(value, name)), name)
         if spec.segments:
-            value = (value != 0).to(frame.layout.mask_dtype)
-        return _cut(value.reshape(-1), frame.seq_lens, name)
+            value = (value != 0).to(context.layout.mask_dtype)
+        return _cut(value.reshape(-1), context.seq_lens, name)
 
-    def strip(self, value: T, cut: Cut) -> T:
-        return value[cut.tokens].clone()
+    def strip(self, value: T, keep: KeepRange) -> T:
+        return value[keep.tokens].clone()
 
 
 class Actions(Codec):
     """Item (A); batch (B, A), or (1, total)."""
 
-    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> T | None:
-        flat = _flat(column, name, spec, frame.actions)
-        if flat is None and spec.mask_dtype is not None and not frame.packed and len(set(frame.actions)) > 1:
-            flat = frame.ones(spec, frame.actions)
+    def make(self, column: Column, name: str, spec: FieldSpec, context: BatchingContext) -> T | None:
+        flat = _flat(column, name, spec, context.actions)
+        if flat is None and spec.mask_dtype is not None and not context.packed and len(set(context.actions)) > 1:
+            flat = context.ones(spec, context.actions)
         if flat is None:
             return None
-        spans = [(0, count) for count in frame.actions]
-        return flat.unsqueeze(0) if frame.packed else scatter_rows(flat, spans, frame.action_width)
+        spans = [(0, count) for count in context.actions]
+        return flat.unsqueeze(0) if context.packed else scatter_samples(flat, spans, context.action_width)
 
-    def split(self, value: T, name: str, spec: FieldSpec, frame: Splitting) -> list[T]:
-        if frame.packed:
-            return _cut(value.reshape(-1), frame.num_actions, name)
-        return _cut_padded(value, frame.action_spans(_width(value, name)), name)
+    def split(self, value: T, name: str, spec: FieldSpec, context: Splitting) -> list[T]:
+        if context.packed:
+            return _cut(value.reshape(-1), context.num_actions, name)
+        return _cut_padded(value, context.action_spans(_width(value, name)), name)
 
-    def strip(self, value: T, cut: Cut) -> T:
-        return value[cut.actions].clone()
+    def strip(self, value: T, keep: KeepRange) -> T:
+        return value[keep.actions].clone()
 
 
 class Numbers(Actions):
     """Like actions, or one number for the whole sample: item (1); batch (B, 1) where all samples have just one."""
 
-    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> T | None:
+    def make(self, column: Column, name: str, spec: FieldSpec, context: BatchingContext) -> T | None:
         single = [
             index
-            for index, (value, count) in enumerate(zip(column, frame.actions))
+            for index, (value, count) in enumerate(zip(column, context.actions))
             if value is not None and value.shape == (1,) and count != 1
         ]
         if not single:
-            return super().make(column, name, spec, frame)
-        frame.layout.single[name] = single
-        if not frame.packed and all(value is None or value.shape == (1,) for value in column):
+            return super().make(column, name, spec, context)
+        context.layout.single[name] = single
+        if not context.packed and all(value is None or value.shape == (1,) for value in column):
             return _flat(column, name, spec, [1] * len(column)).unsqueeze(1)
         column = list(column)
         for index in single:
-            if not frame.actions[index]:
+            if not context.actions[index]:
                 raise DataError(f"sample {index}: {name} holds a number, but the sample has no action")
-            column[index] = column[index].expand(frame.actions[index])
-        return super().make(column, name, spec, frame)
+            column[index] = column[index].expand(context.actions[index])
+        return super().make(column, name, spec, context)
 
-    def split(self, value: T, name: str, spec: FieldSpec, frame: Splitting) -> list[T]:
-        single = frame.layout.single.get(name, [])
-        if self._one_per_sample(value, bool(single), frame):
-            return _cut(value.reshape(-1), [1] * frame.size, name)
-        parts = super().split(value, name, spec, frame)
+    def split(self, value: T, name: str, spec: FieldSpec, context: Splitting) -> list[T]:
+        single = context.layout.single.get(name, [])
+        if self._one_per_sample(value, bool(single), context):
+            return _cut(value.reshape(-1), [1] * context.size, name)
+        parts = super().split(value, name, spec, context)
         for index in single:
             part = parts[index]
             # Someone may have written one number per action since; those must not be lost.
@@ -202,21 +202,21 @@ class Numbers(Actions):
         return parts
 
     @staticmethod
-    def _one_per_sample(value: T, single: bool, frame: Splitting) -> bool:
-        if frame.packed:
-            return value.numel() == frame.size != sum(frame.num_actions)
-        if value.shape != (frame.size, 1):
+    def _one_per_sample(value: T, single: bool, context: Splitting) -> bool:
+        if context.packed:
+            return value.numel() == context.size != sum(context.num_actions)
+        if value.shape != (context.size, 1):
             return False
-        return single or max((stop for _, stop in frame.action_spans(1)), default=1) != 1
+        return single or max((stop for _, stop in context.action_spans(1)), default=1) != 1
 
-    def strip(self, value: T, cut: Cut) -> T:
-        return value if len(value) == 1 else super().strip(value, cut)
+    def strip(self, value: T, keep: KeepRange) -> T:
+        return value if len(value) == 1 else super().strip(value, keep)
 
 
 class Sample(Codec):
     """Item of one shape for all samples; batch (B, *shape)."""
 
-    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> T | None:
+    def make(self, column: Column, name: str, spec: FieldSpec, context: BatchingContext) -> T | None:
         present = [value for value in column if value is not None]
         if not present:
             return None
@@ -229,14 +229,14 @@ class Sample(Codec):
                 )
         return torch.stack([torch.full_like(like, spec.fill) if value is None else value for value in column])
 
-    def split(self, value: T, name: str, spec: FieldSpec, frame: Splitting) -> list[T]:
-        return [row.clone() for row in value.unbind()]
+    def split(self, value: T, name: str, spec: FieldSpec, context: Splitting) -> list[T]:
+        return [sample.clone() for sample in value.unbind()]
 
 
 class Samples(Sample):
     """A dict of such tensors. Masked texts of different lengths are padded with zeros behind, and cut again."""
 
-    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> dict[str, T] | None:
+    def make(self, column: Column, name: str, spec: FieldSpec, context: BatchingContext) -> dict[str, T] | None:
         present = [value for value in column if value is not None]
         if not present:
             return None
@@ -249,74 +249,74 @@ class Samples(Sample):
         columns = {key: [value and value[key] for value in column] for key in keys}
         for key in texts(present[0]):
             lengths = [0 if value is None else len(value) for value in columns[key]]
-            frame.layout.lengths[key] = lengths
+            context.layout.lengths[key] = lengths
             columns[key] = [value if value is None else widened(value[None], max(lengths))[0] for value in columns[key]]
-        return {key: super(Samples, self).make(each, f"{name}[{key}]", spec, frame) for key, each in columns.items()}
+        return {key: super(Samples, self).make(each, f"{name}[{key}]", spec, context) for key, each in columns.items()}
 
-    def split(self, value: dict[str, T], name: str, spec: FieldSpec, frame: Splitting) -> list[dict[str, T]]:
-        rows = {key: super(Samples, self).split(each, name, spec, frame) for key, each in value.items()}
-        if any(len(each) != frame.size for each in rows.values()):
-            raise DataError(f"{name} does not hold {frame.size} samples under each key")
-        for key, lengths in frame.layout.lengths.items():
-            rows[key] = [row[:length].clone() for row, length in zip(rows[key], lengths, strict=True)]
-        return [{key: each[index] for key, each in rows.items()} for index in range(frame.size)]
+    def split(self, value: dict[str, T], name: str, spec: FieldSpec, context: Splitting) -> list[dict[str, T]]:
+        columns = {key: super(Samples, self).split(each, name, spec, context) for key, each in value.items()}
+        if any(len(each) != context.size for each in columns.values()):
+            raise DataError(f"{name} does not hold {context.size} samples under each key")
+        for key, lengths in context.layout.lengths.items():
+            columns[key] = [sample[:length].clone() for sample, length in zip(columns[key], lengths, strict=True)]
+        return [{key: each[index] for key, each in columns.items()} for index in range(context.size)]
 
 
 class Counts(Sample):
     """Item () long; batch (B), counted where samples do not say, None if there is nothing to count."""
 
-    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> T | None:
-        if all(value is None for value in column) and not any(item.vision.count(spec.media) for item in frame.items):
+    def make(self, column: Column, name: str, spec: FieldSpec, context: BatchingContext) -> T | None:
+        if all(value is None for value in column) and not any(item.vision.count(spec.media) for item in context.items):
             return None
         like = next((value for value in column if value is not None), torch.zeros((), dtype=torch.long))
         told = [self._told(value, item, f"sample {i}: {name}", spec)
-                for i, (value, item) in enumerate(zip(column, frame.items))]  # fmt: skip
+                for i, (value, item) in enumerate(zip(column, context.items))]  # fmt: skip
         return torch.stack([torch.full_like(like, count) for count in told])
 
     @staticmethod
-    def _told(value: T | None, item: Any, place: str, spec: FieldSpec) -> int:
+    def _told(value: T | None, item: Any, where: str, spec: FieldSpec) -> int:
         """Media of one sample. Without grids only the sample can say: a medium may take several rows of pixels."""
         counted, names = item.vision.count(spec.media), item.vision.names
         if value is None:
             return counted
         grids = f"{spec.media}_grid_thw"
         if (grids in names or not names) and int(value) != counted:
-            raise DataError(f"{place} is {int(value)}, but its {grids}s hold {counted}")
+            raise DataError(f"{where} is {int(value)}, but its {grids}s hold {counted}")
         return int(value)
 
 
 class Vision(Codec):
     """The samples' own tensors, by reference in both directions: nothing is copied until a model reads them."""
 
-    def make(self, column: list[VisionTensors], name: str, spec: FieldSpec, frame: Making) -> VisionTensors:
+    def make(self, column: list[VisionTensors], name: str, spec: FieldSpec, context: BatchingContext) -> VisionTensors:
         together = VisionTensors.gather(column)
         check_alike(together.samples)
         return together
 
-    def split(self, value: VisionTensors, name: str, spec: FieldSpec, frame: Splitting) -> list[VisionTensors]:
-        counts = {kind: getattr(frame.batch, f"{kind}_counts") for kind in ("image", "video")}
+    def split(self, value: VisionTensors, name: str, spec: FieldSpec, context: Splitting) -> list[VisionTensors]:
+        counts = {kind: getattr(context.batch, f"{kind}_counts") for kind in ("image", "video")}
         listed = {kind: None if each is None else each.tolist() for kind, each in counts.items()}
-        return [VisionTensors([own]) for own in value.shared_out(frame.size, listed)]
+        return [VisionTensors([own]) for own in value.shared_out(context.size, listed)]
 
 
 class Objects(Codec):
     """Item any object; batch a list of B."""
 
-    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> list | None:
+    def make(self, column: Column, name: str, spec: FieldSpec, context: BatchingContext) -> list | None:
         return None if all(value is None for value in column) else list(column)
 
-    def split(self, value: list, name: str, spec: FieldSpec, frame: Splitting) -> list:
+    def split(self, value: list, name: str, spec: FieldSpec, context: Splitting) -> list:
         return list(value)
 
 
 class Info(Codec):
     """Item dict; batch dict of columns."""
 
-    def make(self, column: Column, name: str, spec: FieldSpec, frame: Making) -> dict:
-        return batch_info(column, frame.layout.info)
+    def make(self, column: Column, name: str, spec: FieldSpec, context: BatchingContext) -> dict:
+        return batch_info(column, context.layout.info)
 
-    def split(self, value: dict, name: str, spec: FieldSpec, frame: Splitting) -> list[dict]:
-        return split_info(value, frame.size, frame.layout.info)
+    def split(self, value: dict, name: str, spec: FieldSpec, context: Splitting) -> list[dict]:
+        return split_info(value, context.size, context.layout.info)
 
 
 CODECS: dict[Kind, Codec] = {
@@ -335,14 +335,14 @@ CODECS: dict[Kind, Codec] = {
 def make_fields(items: Sequence[Any], packed: bool, layout: BatchLayout) -> dict[str, Any]:
     """The batch's value of every field of the items' class; `layout` takes down what the values cannot show."""
     specs = replay_fields(type(items[0]))
-    frame = Making(items, packed, layout)
+    context = BatchingContext(items, packed, layout)
     if "sequences" in specs:
-        frame.lengths, frame.actions = packed_lengths(items)
-        frame.place()
+        context.lengths, context.actions = packed_lengths(items)
+        context.align_columns()
     batch = {}
     for name, spec in specs.items():
         column = [getattr(item, name) for item in items]
-        batch[name] = CODECS[spec.kind].make(column, name, spec, frame)
+        batch[name] = CODECS[spec.kind].make(column, name, spec, context)
         absent = [index for index, value in enumerate(column) if value is None]
         if absent and batch[name] is not None:
             layout.absent[name] = absent
@@ -351,13 +351,13 @@ def make_fields(items: Sequence[Any], packed: bool, layout: BatchLayout) -> dict
 
 def split_fields(batch: Any, specs: dict[str, FieldSpec], layout: BatchLayout) -> dict[str, list]:
     """{field: its value for each sample}; None where the batch or, by `layout`, the sample lacks the field."""
-    frame = Splitting.of(batch, layout)
+    context = Splitting.of(batch, layout)
     columns: dict[str, list] = {}
     for name, spec in specs.items():
         value = getattr(batch, name)
-        column = [None] * frame.size if value is None else CODECS[spec.kind].split(value, name, spec, frame)
-        if len(column) != frame.size:
-            raise DataError(f"{name} holds {len(column)} samples, the batch has {frame.size}")
+        column = [None] * context.size if value is None else CODECS[spec.kind].split(value, name, spec, context)
+        if len(column) != context.size:
+            raise DataError(f"{name} holds {len(column)} samples, the batch has {context.size}")
         for index in layout.absent.get(name, ()):
             if spec.kind is not Kind.INFO or not column[index]:  # an info dict that was filled since is kept
                 column[index] = None
@@ -365,12 +365,12 @@ def split_fields(batch: Any, specs: dict[str, FieldSpec], layout: BatchLayout) -
     return columns
 
 
-def strip_fields(item: Any, cut: Cut) -> None:
+def strip_fields(item: Any, keep: KeepRange) -> None:
     """Strip the padding of one sample, in place."""
     for name, spec in replay_fields(type(item)).items():
         value = getattr(item, name)
         if value is not None:
-            setattr(item, name, CODECS[spec.kind].strip(value, cut))
+            setattr(item, name, CODECS[spec.kind].strip(value, keep))
 
 
 def packed_lengths(items: Sequence[Any]) -> tuple[list[int], list[int]]:
@@ -428,7 +428,7 @@ def _cut_padded(value: T, spans: list[Span], name: str) -> list[T]:
         raise DataError(
             f"{name} of shape {tuple(value.shape)} does not hold {len(spans)} samples in columns {spans[:4]}"
         )
-    return _cut(gather_rows(value, spans), [stop - start for start, stop in spans], name)
+    return _cut(gather_samples(value, spans), [stop - start for start, stop in spans], name)
 
 
 def _width(value: T, name: str) -> int:

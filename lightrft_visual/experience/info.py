@@ -95,4 +95,4 @@ def _split_tensor(value: torch.Tensor, size: int, numbers: list | None, path: Ke
     # The numbers come back at full precision, unless someone has put other values in their place.
     if numbers is not None and tensors_equal(torch.tensor(numbers), value.cpu()):
         return numbers
-    return [row.clone() for row in value.unbind()]
+    return [sample.clone() for sample in value.unbind()]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ..errors import DataError
-from .codecs import Cut, make_fields, packed_lengths, split_fields, strip_fields
+from .codecs import KeepRange, make_fields, packed_lengths, split_fields, strip_fields
 from .fields import Kind, replay_fields, values_equal
-from .ragged import gather_rows, pack_actions, scatter_rows, span_mask, unpack_actions, zero_pad_sequences
+from .ragged import gather_samples, pack_actions, scatter_samples, span_mask, unpack_actions, zero_pad_sequences
 from .types import (
     BatchLayout,
     DiffusionFields,
@@ -34,13 +34,13 @@ __all__ = [
     "BufferItem",
     "BufferItemDiffusion",
     "BufferItemVL",
-    "gather_rows",
+    "gather_samples",
     "is_vl_experience",
     "items_equal",
     "make_experience_batch",
     "pack_actions",
     "remove_padding_in_sequences",
-    "scatter_rows",
+    "scatter_samples",
     "span_mask",
     "split_experience_batch",
     "strip_padding",
@@ -158,7 +158,7 @@ def _split(experience: AnyExperience, layout: BatchLayout) -> list[AnyItem]:
     item_class = _ITEM_OF[type(experience)]
     columns = split_fields(experience, replay_fields(item_class), layout)
     names = list(columns)
-    items = [item_class(**dict(zip(names, row))) for row in zip(*columns.values(), strict=True)]
+    items = [item_class(**dict(zip(names, values))) for values in zip(*columns.values(), strict=True)]
     for index in layout.text_only:
         items[index] = _recast(items[index], BufferItem)
     return items
@@ -206,7 +206,7 @@ def _strip_item(item: BufferItem | BufferItemVL) -> None:
     if (start, stop) == (0, total):
         return
     prompt = total - actions
-    strip_fields(item, Cut(slice(start, stop), slice(max(start - prompt, 0), max(stop - prompt, 0))))
+    strip_fields(item, KeepRange(slice(start, stop), slice(max(start - prompt, 0), max(stop - prompt, 0))))
 
 
 def _action_width(experience: Experience | ExperienceVL) -> int:

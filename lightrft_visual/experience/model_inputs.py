@@ -59,7 +59,7 @@ class ModelInputs:
             return self.packed_seq_lens
         return [self.sequences.shape[1]] * self.sequences.shape[0]
 
-    def action_rows(self) -> T:
+    def action_indices(self) -> T:
         """(B, A) long: where in the flattened (rows * S) hidden states each action is predicted from.
 
         That is the position before the action. Rows of masked columns are clamped into range; the mask drops them.
@@ -70,5 +70,5 @@ class ModelInputs:
         if self.num_actions is not None:
             actions = torch.tensor(self.num_actions, device=lengths.device)
         first = lengths.cumsum(0) - actions - 1
-        rows = first.unsqueeze(1) + torch.arange(width, device=lengths.device)
-        return rows.clamp(0, self.sequences.numel() - 1)
+        indices = first.unsqueeze(1) + torch.arange(width, device=lengths.device)
+        return indices.clamp(0, self.sequences.numel() - 1)

@@ -45,7 +45,7 @@ class PromptBatch:
         )  # fmt: skip
         return PromptBatch(*([column[i] for i in indices] for column in lists), ids=self.ids[indices])
 
-    def let_go_of_media(self) -> None:
+    def release_media(self) -> None:
         """Images and videos are not needed here any more."""
         self.images, self.videos = ([[] for _ in self.prompts] for _ in range(2))
 

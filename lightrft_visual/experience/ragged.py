@@ -34,15 +34,15 @@ def span_mask(spans: Sequence[tuple[int, int]], width: int, device: torch.device
     return (column >= bounds[:, :1]) & (column < bounds[:, 1:])
 
 
-def scatter_rows(flat: T, spans: Sequence[tuple[int, int]], width: int) -> T:
+def scatter_samples(flat: T, spans: Sequence[tuple[int, int]], width: int) -> T:
     """flat (sum of lengths, ...) to (B, width, ...): each sample's rows in its span, zeros elsewhere."""
     padded = flat.new_zeros((len(spans), width, *flat.shape[1:]))
     padded[span_mask(spans, width, flat.device)] = flat
     return padded
 
 
-def gather_rows(padded: T, spans: Sequence[tuple[int, int]]) -> T:
-    """padded (B, width, ...) to flat (sum of lengths, ...): the inverse of `scatter_rows`."""
+def gather_samples(padded: T, spans: Sequence[tuple[int, int]]) -> T:
+    """padded (B, width, ...) to flat (sum of lengths, ...): the inverse of `scatter_samples`."""
     if all(span == (0, padded.shape[1]) for span in spans):
         return padded.flatten(0, 1)
     return padded[span_mask(spans, padded.shape[1], padded.device)]
@@ -56,11 +56,11 @@ def unpack_actions(flat: T, num_actions: Sequence[int]) -> T:
     flat = flat.reshape(-1)
     if flat.numel() != sum(num_actions):
         raise DataError(f"{flat.numel()} per-action values for {sum(num_actions)} actions")
-    return scatter_rows(flat, [(0, count) for count in num_actions], max(num_actions, default=0))
+    return scatter_samples(flat, [(0, count) for count in num_actions], max(num_actions, default=0))
 
 
 def pack_actions(padded: T, num_actions: Sequence[int]) -> T:
     """Right-padded per-action values (B, A) to packed (1, sum of A). Gradients flow through."""
     if len(padded) != len(num_actions) or max(num_actions, default=0) > padded.shape[1]:
         raise DataError(f"per-action values of shape {tuple(padded.shape)} do not hold {list(num_actions)} actions")
-    return gather_rows(padded, [(0, count) for count in num_actions]).unsqueeze(0)
+    return gather_samples(padded, [(0, count) for count in num_actions]).unsqueeze(0)

@@ -120,7 +120,7 @@ class Rollouts(list[Rollout]):
         self.counts |= counts
 
 
-def let_go_of_media(rollouts: list[Rollout], shown: set[int]) -> int:
+def release_media(rollouts: list[Rollout], shown: set[int]) -> int:
     """Decoded images and videos of the prompts, but those of the samples `shown`, become None: they were generated from
     and scored, and models read the patches. Returns about how many bytes that frees."""
     kept = {id(rollout.prompt) for rollout in rollouts if rollout.sample_id in shown}
@@ -201,8 +201,8 @@ def _pad_log_probs(rollouts: list[Rollout], action_mask: T) -> T | None:
     if any(rollout.log_probs is None for rollout in rollouts):
         return None
     padded = torch.zeros(action_mask.shape, dtype=torch.float32)
-    for row, rollout in enumerate(rollouts):
-        padded[row, : len(rollout.log_probs)] = torch.tensor(rollout.log_probs)
+    for index, rollout in enumerate(rollouts):
+        padded[index, : len(rollout.log_probs)] = torch.tensor(rollout.log_probs)
     return padded
 
 
@@ -210,8 +210,8 @@ def _pad_versions(rollouts: list[Rollout], action_mask: T) -> T | None:
     if any(rollout.versions is None for rollout in rollouts):
         return None
     padded = torch.full(action_mask.shape, -1)
-    for row, rollout in enumerate(rollouts):
-        padded[row, : len(rollout.versions)] = torch.tensor(rollout.versions)
+    for index, rollout in enumerate(rollouts):
+        padded[index, : len(rollout.versions)] = torch.tensor(rollout.versions)
     return padded
 
 

@@ -105,9 +105,9 @@ def pad_rollouts(
     sequences = torch.full((len(prompt_ids), width + actions), pad_id, dtype=torch.long)
     attention_mask = torch.zeros_like(sequences)
     action_mask = torch.zeros(len(prompt_ids), actions, dtype=torch.bool)
-    for row, (prompt, response) in enumerate(zip(prompt_ids, response_ids, strict=True)):
+    for index, (prompt, response) in enumerate(zip(prompt_ids, response_ids, strict=True)):
         span = slice(width - len(prompt), width + len(response))
-        sequences[row, span] = torch.tensor(prompt + response)
-        attention_mask[row, span] = 1
-        action_mask[row, : len(response)] = True
+        sequences[index, span] = torch.tensor(prompt + response)
+        attention_mask[index, span] = 1
+        action_mask[index, : len(response)] = True
     return sequences, attention_mask, action_mask

@@ -70,7 +70,7 @@ class VisionTensors:
         """Names that any sample has."""
         return list(dict.fromkeys(name for sample in self.samples for name in sample))
 
-    def has_rows(self, name: str) -> bool:
+    def has_any(self, name: str) -> bool:
         """Whether any sample has something under the name."""
         return any(len(sample.get(name, ())) > 0 for sample in self.samples)
 
@@ -83,7 +83,7 @@ class VisionTensors:
 
     def joined(self) -> Named:
         """What the forward takes: every name that has rows."""
-        return {name: self.get(name) for name in self.names if self.has_rows(name)}
+        return {name: self.get(name) for name in self.names if self.has_any(name)}
 
     def replaced(self, name: str, value: T | None) -> VisionTensors:
         """The same with another tensor, or none, under `name`, for all samples together."""
@@ -134,8 +134,8 @@ class VisionTensors:
 
 def _filled(samples: Sequence[Named], name: str, like: T) -> list[T]:
     grids, fill = PER_GRID[name]
-    rows = [len(sample[grids]) if grids in sample else 0 for sample in samples]
-    return [sample[name] if name in sample else like.new_full((n,), fill) for sample, n in zip(samples, rows)]
+    counts = [len(sample[grids]) if grids in sample else 0 for sample in samples]
+    return [sample[name] if name in sample else like.new_full((n,), fill) for sample, n in zip(samples, counts)]
 
 
 def _owned(tensors: Named, name: str, size: int, counts: dict[str, Sequence[int] | None]) -> list[T]:
@@ -153,14 +153,14 @@ def _owned(tensors: Named, name: str, size: int, counts: dict[str, Sequence[int]
     return [part.clone() for part in value.split(sizes)]
 
 
-def _counted(counts: Sequence[int] | None, rows: int, size: int, name: str, kind: str) -> Sequence[int]:
+def _counted(counts: Sequence[int] | None, length: int, size: int, name: str, kind: str) -> Sequence[int]:
     if counts is not None:
-        if sum(counts) != rows:
-            raise DataError(f"{shown(name)} has {rows} rows, its samples own {sum(counts)}")
+        if sum(counts) != length:
+            raise DataError(f"{shown(name)} has {length} rows, its samples own {sum(counts)}")
         return counts
-    if rows in (0, size):
-        return [rows // size] * size
-    raise DataError(f"{shown(name)}: {rows} rows for {size} samples, and no {kind}_counts to say whose they are")
+    if length in (0, size):
+        return [length // size] * size
+    raise DataError(f"{shown(name)}: {length} rows for {size} samples, and no {kind}_counts to say whose they are")
 
 
 def shown(name: str) -> str:
@@ -173,7 +173,7 @@ def check_alike(samples: Sequence[Named]) -> None:
     first: Named = {}
     for index, sample in enumerate(samples):
         for name, value in sample.items():
-            _check_rows(sample, name, f"sample {index}: {shown(name)}")
+            _check_lengths(sample, name, f"sample {index}: {shown(name)}")
             like = first.setdefault(name, value)
             if value.shape[1:] != like.shape[1:] or value.dtype != like.dtype:
                 raise DataError(
@@ -186,17 +186,17 @@ def check_alike(samples: Sequence[Named]) -> None:
             raise DataError(f"{name}: some samples have {shown(grids)} and others have {name} without them")
 
 
-def _check_rows(sample: Named, name: str, place: str) -> None:
+def _check_lengths(sample: Named, name: str, where: str) -> None:
     value, grids = sample[name], sample.get(PATCHES.get(name, ""))
     if name in GRIDS and (value.dim() != 2 or value.shape[1] != 3):
-        raise DataError(f"{place} must be (n, 3), not {tuple(value.shape)}")
+        raise DataError(f"{where} must be (n, 3), not {tuple(value.shape)}")
     if grids is not None and grids.dim() == 2 and len(value) != int(grids.prod(-1).sum()):
-        raise DataError(f"{place} has {len(value)} patches, its {shown(PATCHES[name])} are {grids.tolist()}")
+        raise DataError(f"{where} has {len(value)} patches, its {shown(PATCHES[name])} are {grids.tolist()}")
     if name in PER_GRID:
         owner = PER_GRID[name][0]
-        rows = len(sample[owner]) if owner in sample else 0
-        if value.shape != (rows,):
-            raise DataError(f"{place} is {tuple(value.shape)}, its {shown(owner)} hold {rows}")
+        media = len(sample[owner]) if owner in sample else 0
+        if value.shape != (media,):
+            raise DataError(f"{where} is {tuple(value.shape)}, its {shown(owner)} hold {media}")
 
 
 class VisionName:

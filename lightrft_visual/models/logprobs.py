@@ -42,7 +42,7 @@ def plain_log_probs(
     logits = hidden.float() @ weight.float().t()
     if bias is not None:
         logits = logits + bias.float()
-    logits = logits / _row_temperature(temperature, hidden).unsqueeze(1)
+    logits = logits / _position_temperature(temperature, hidden).unsqueeze(1)
     if banned_ids is not None:
         logits = logits.index_fill(1, banned_ids, float("-inf"))
     log_probs = logits.log_softmax(dim=1).gather(1, targets.unsqueeze(1)).squeeze(1)
@@ -75,7 +75,7 @@ def linear_log_probs(
             as a sampler's logit bias of -inf does. A banned target has log-prob -inf and no gradient through it; mask
             it with `torch.where`, never by a product.
         bias: (V) or None.
-        chunk_size: rows at a time; default: see `chunk_rows`.
+        chunk_size: rows at a time; default: see `chunk_length`.
         with_entropy: False skips the entropy.
 
     Returns:
@@ -86,13 +86,13 @@ def linear_log_probs(
         ValueError: shapes that do not belong together, or a chunk_size or temperature that is not positive.
     """
     _check(hidden, weight, targets, temperature, chunk_size)
-    rows = chunk_size or chunk_rows(weight.shape[0], hidden.device)
-    scale = _row_temperature(temperature, hidden).reciprocal()
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, bias, targets, scale, banned_ids, rows, with_entropy)
+    chunk = chunk_size or chunk_length(weight.shape[0], hidden.device)
+    scale = _position_temperature(temperature, hidden).reciprocal()
+    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, bias, targets, scale, banned_ids, chunk, with_entropy)
     return log_probs, entropy if with_entropy else None
 
 
-def chunk_rows(vocabulary: int, device: torch.device) -> int:
+def chunk_length(vocabulary: int, device: torch.device) -> int:
     """Rows of logits that are made at a time."""
     return max(1, (CHUNK_ELEMENTS if device.type == "cpu" else ACCELERATOR_CHUNK_ELEMENTS) // vocabulary)
 
@@ -150,7 +150,7 @@ class LogProbLinear(nn.Linear):
         return log_probs.view(targets.shape), None if entropy is None else entropy.view(targets.shape)
 
 
-def _row_temperature(temperature: float | T, hidden: T) -> T:
+def _position_temperature(temperature: float | T, hidden: T) -> T:
     """(N) float32 temperatures on hidden's device."""
     if isinstance(temperature, T) and temperature.dim() == 1:
         return temperature.to(hidden.device, torch.float32)
@@ -201,12 +201,12 @@ class _LinearLogProbs(torch.autograd.Function):
     """(log_probs, entropy) of a linear head, logits recomputed by chunks of rows in backward."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, banned_ids, rows, with_entropy):
+    def forward(ctx, hidden, weight, bias, targets, scale, banned_ids, chunk, with_entropy):
         ctx.set_materialize_grads(False)
-        ctx.rows = rows
+        ctx.chunk = chunk
         with torch.autocast(hidden.device.type, enabled=False):
             log_probs, entropy, log_norm = _forward_chunks(
-                hidden, _matrix(weight), bias, targets, scale, banned_ids, rows, with_entropy
+                hidden, _matrix(weight), bias, targets, scale, banned_ids, chunk, with_entropy
             )
         # The parameter itself is saved, not its data: ZeRO-3 frees and gathers that between forward and backward.
         ctx.save_for_backward(hidden, weight, bias, targets, scale, banned_ids, log_norm, entropy)
@@ -223,8 +223,8 @@ class _LinearLogProbs(torch.autograd.Function):
         totals = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
         matrix = _matrix(weight)
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, hidden.shape[0], ctx.rows):
-                part = slice(start, start + ctx.rows)
+            for start in range(0, hidden.shape[0], ctx.chunk):
+                part = slice(start, start + ctx.chunk)
                 logits = _chunk_logits(hidden[part], matrix, bias, scale[part], banned_ids)
                 grad = _logit_gradient(
                     logits.sub_(log_norm[part].unsqueeze(1)),
@@ -272,14 +272,14 @@ class _Gradients:
 
 
 def _forward_chunks(
-    hidden: T, matrix: T, bias: T | None, targets: T, scale: T, banned_ids: T | None, rows: int, with_entropy: bool
+    hidden: T, matrix: T, bias: T | None, targets: T, scale: T, banned_ids: T | None, chunk: int, with_entropy: bool
 ) -> tuple[T, T, T]:
     """(log_probs, entropy, log-sum-exp), each (N) float32; entropy is zeros when not asked for."""
     log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     log_norm = torch.empty_like(log_probs)
     entropy = torch.zeros_like(log_probs)
-    for start in range(0, hidden.shape[0], rows):
-        part = slice(start, start + rows)
+    for start in range(0, hidden.shape[0], chunk):
+        part = slice(start, start + chunk)
         logits = _chunk_logits(hidden[part], matrix, bias, scale[part], banned_ids)
         largest = logits.amax(dim=1, keepdim=True)
         weights = logits.sub_(largest).exp()

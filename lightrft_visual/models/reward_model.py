@@ -52,9 +52,9 @@ class VLRewardModel(nn.Module):
 
     def forward(self, inputs: ModelInputs) -> T:
         """(B) float32 scores of padded inputs, read at the last real token of each row."""
-        rows, length = inputs.sequences.shape
-        hidden = self.backbone.hidden_states(inputs).view(rows, length, -1)
-        places = torch.arange(length, device=hidden.device)
-        last = (inputs.attention_mask.long() * places).argmax(dim=1)
-        chosen = hidden[torch.arange(rows, device=hidden.device), last]
+        size, length = inputs.sequences.shape
+        hidden = self.backbone.hidden_states(inputs).view(size, length, -1)
+        positions = torch.arange(length, device=hidden.device)
+        last = (inputs.attention_mask.long() * positions).argmax(dim=1)
+        chosen = hidden[torch.arange(size, device=hidden.device), last]
         return self.score_head(chosen.to(self.score_head.weight.dtype)).squeeze(-1).float()

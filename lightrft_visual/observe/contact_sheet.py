@@ -75,8 +75,8 @@ def contact_sheet(records: Sequence[Mapping[str, Any]], columns: int | None = No
     columns = columns or max(1, min(len(shown), max(4, round(len(shown) ** 0.5)), MAX_WIDTH // width))
     line = FONT_SIZE + 4
     cell_width, cell_height = width + MARGIN, height + MARGIN + line * (TEXT_LINES + 1) + 8
-    rows = -(-len(shown) // columns)
-    sheet = Image.new("RGB", (columns * cell_width + MARGIN, rows * cell_height + MARGIN), PAPER)
+    lines = -(-len(shown) // columns)
+    sheet = Image.new("RGB", (columns * cell_width + MARGIN, lines * cell_height + MARGIN), PAPER)
     for index, ((record, _), tile) in enumerate(zip(shown, tiles)):
         corner = (MARGIN + index % columns * cell_width, MARGIN + index // columns * cell_height)
         draw_cell(sheet, corner, (width, height), tile, record)

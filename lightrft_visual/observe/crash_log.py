@@ -51,12 +51,12 @@ def write_crash_log(folder: str | Path, error: BaseException, ending: Ending) ->
 
 def _part(error: BaseException, ending: Ending) -> str:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    place = f"rank {ending.rank} of {ending.world_size}, process {os.getpid()}, stage {ending.stage}"
+    where = f"rank {ending.rank} of {ending.world_size}, process {os.getpid()}, stage {ending.stage}"
     command = shlex.join(mask_command([os.path.basename(sys.executable), *sys.argv]))
     told = "".join(traceback.format_exception(error))
     return "\n".join(
         [
-            f"===== {now}, {place}",
+            f"===== {now}, {where}",
             f"command: {command}",
             f"versions: {', '.join(f'{name} {version}' for name, version in versions().items())}",
             "",

@@ -23,7 +23,7 @@ from .sinks import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, Wand
 
 logger = logging.getLogger(__name__)
 
-ALARMS, LOOKS = "alarms.jsonl", "gold.jsonl"
+ALARMS, GOLD = "alarms.jsonl", "gold.jsonl"
 STEP_FILE = re.compile(r"(?:eval_)?step_(\d+)\.jsonl$")
 SHEET_FOLDER = re.compile(r"eval_epoch_(\d+)$")
 
@@ -102,27 +102,27 @@ class RunRecorder:
         """One row of metrics.csv and metrics.jsonl. Values are numbers or 0-d tensors."""
         if not self.active:
             return
-        row = numbers(metrics)
+        values = numbers(metrics)
         for sink in self._sinks:
-            sink.append(step, row)
+            sink.append(step, values)
 
     def log_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One row of eval_metrics.csv."""
         if not self.active:
             return
-        row = numbers(metrics)
+        values = numbers(metrics)
         for sink in self._eval_sinks:
-            sink.append(step, row)
+            sink.append(step, values)
 
     def log_alarm(self, step: int, alarm: Mapping[str, Any]) -> None:
         """One line of alarms.jsonl; its images or texts are those of the step's rollouts."""
         if self.active:
             append_line(self.folder / ALARMS, to_json({**alarm, "step": step}) + "\n")
 
-    def log_look(self, step: int, look: Mapping[str, Any]) -> None:
+    def log_paired_scores(self, step: int, scores: Mapping[str, Any]) -> None:
         """One line of gold.jsonl: reward and gold of each prompt, as the guard reads them."""
         if self.active:
-            append_line(self.folder / LOOKS, to_json({**look, "step": step}) + "\n")
+            append_line(self.folder / GOLD, to_json({**scores, "step": step}) + "\n")
 
     def save_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
         """rollouts/step_000012.jsonl; see `rollouts.py` for the records. Images become files beside it."""
@@ -146,7 +146,7 @@ class RunRecorder:
             return
         for sink in dict.fromkeys([*self._sinks, *self._eval_sinks]):
             sink.cut_back(step)
-        for path in (self.folder / ALARMS, self.folder / LOOKS):
+        for path in (self.folder / ALARMS, self.folder / GOLD):
             if path.exists():
                 kept = [to_json(line) + "\n" for line in read_jsonl(path) if line["step"] <= step]
                 write_atomic(path, "".join(kept))

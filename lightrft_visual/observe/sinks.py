@@ -63,49 +63,49 @@ class CsvSink:
         self.columns = list(first_columns)
         self._last_step: int | None = None
         if self.path.exists():
-            self._rewrite_with_used_columns(self.rows())
+            self._rewrite_with_used_columns(self.records())
 
-    def rows(self) -> list[dict[str, str]]:
+    def records(self) -> list[dict[str, str]]:
         """The complete rows on disk, as text; a torn last row and rows without a step number are left out."""
         if not self.path.exists():
             return []
         with open(self.path, newline="", encoding="utf-8") as file:
-            header, *rows = list(csv.reader(file)) or [[]]
-        whole = [dict(zip(header, row)) for row in rows if len(row) == len(header)]
-        return [row for row in whole if parse_step(row.get("step")) is not None]
+            header, *records = list(csv.reader(file)) or [[]]
+        whole = [dict(zip(header, record)) for record in records if len(record) == len(header)]
+        return [record for record in whole if parse_step(record.get("step")) is not None]
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._last_step is not None and step <= self._last_step:
             self.cut_back(step - 1)
-        row = {"step": step, **{column_name(name): value for name, value in metrics.items()}}
-        new = [name for name in row if name not in self.columns]
+        record = {"step": step, **{column_name(name): value for name, value in metrics.items()}}
+        new = [name for name in record if name not in self.columns]
         if new or not self.path.exists():
             self.columns += new
-            self._rewrite(self.rows())
-        append_line(self.path, self._format([row]))
+            self._rewrite(self.records())
+        append_line(self.path, self._format([record]))
         self._last_step = step
 
     def cut_back(self, step: int) -> None:
         if self.path.exists():
-            self._rewrite_with_used_columns([row for row in self.rows() if int(row["step"]) <= step])
+            self._rewrite_with_used_columns([record for record in self.records() if int(record["step"]) <= step])
 
     def close(self) -> None:
         """Nothing is held open between rows."""
 
-    def _rewrite_with_used_columns(self, rows: list[dict[str, str]]) -> None:
+    def _rewrite_with_used_columns(self, records: list[dict[str, str]]) -> None:
         """Columns that only later rows had go with them, so that the file is what it was at that step."""
-        present = [name for row in rows[:1] for name in row if name not in self._first]
-        self.columns = [*self._first, *(name for name in present if any(row[name] for row in rows))]
-        self._rewrite(rows)
+        present = [name for record in records[:1] for name in record if name not in self._first]
+        self.columns = [*self._first, *(name for name in present if any(record[name] for record in records))]
+        self._rewrite(records)
 
-    def _rewrite(self, rows: list[dict[str, str]]) -> None:
-        write_atomic(self.path, self._format([dict(zip(self.columns, self.columns)), *rows]))
-        self._last_step = int(rows[-1]["step"]) if rows else None
+    def _rewrite(self, records: list[dict[str, str]]) -> None:
+        write_atomic(self.path, self._format([dict(zip(self.columns, self.columns)), *records]))
+        self._last_step = int(records[-1]["step"]) if records else None
 
-    def _format(self, rows: Sequence[Mapping[str, Any]]) -> str:
+    def _format(self, records: Sequence[Mapping[str, Any]]) -> str:
         text = io.StringIO()
         writer = csv.DictWriter(text, self.columns, restval="", extrasaction="ignore", lineterminator="\n")
-        writer.writerows(rows)
+        writer.writerows(records)
         return text.getvalue()
 
 

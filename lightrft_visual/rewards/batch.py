@@ -81,7 +81,7 @@ class RewardBatch:
     @property
     def columns(self) -> set[str]:
         """Names of the other data columns that at least one sample has."""
-        return {name for row in self.metadata for name in row}
+        return {name for sample in self.metadata for name in sample}
 
     def frames(self, index: int, count: int = VIDEO_FRAMES) -> list[Any]:
         """One sample's images, and at most `count` evenly spaced frames of each of its videos, as PIL."""
@@ -100,7 +100,7 @@ class RewardBatch:
         merged = {name: [value for batch in batches for value in getattr(batch, name)] for name in lists}
         if merged["source_images"]:  # of some batches: the others' samples have none
             merged["source_images"] = [
-                row for batch in batches for row in batch.source_images or [[] for _ in range(len(batch))]
+                sample for batch in batches for sample in batch.source_images or [[] for _ in range(len(batch))]
             ]
         return replace(batches[0], **merged)
 
@@ -204,10 +204,10 @@ def batch_from_media(
         responses=[""] * size,
         labels=list(labels) if labels is not None else [None] * size,
         references=list(references) if references is not None else [None] * size,
-        metadata=[dict(row) for row in metadata] if metadata is not None else [{} for _ in range(size)],
+        metadata=[dict(sample) for sample in metadata] if metadata is not None else [{} for _ in range(size)],
         images=[[to_pil(image)] for image in images] if images is not None else [[] for _ in range(size)],
         videos=[[video] for video in videos] if videos is not None else [[] for _ in range(size)],
-        source_images=[list(row) for row in source_images] if any(source_images or ()) else [],
+        source_images=[list(sample) for sample in source_images] if any(source_images or ()) else [],
         ids=[int(i) for i in ids] if ids is not None else list(range(size)),
         group_ids=[int(i) for i in group_ids] if group_ids is not None else list(range(size)),
         generated=True,

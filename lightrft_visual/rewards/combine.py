@@ -45,9 +45,9 @@ def scatter(values: T, indices: Sequence[int], size: int, fill: float | bool = N
     return full
 
 
-def to_column(job: Job, scores: Scores, places: Sequence[int], size: int) -> Column:
-    """The job's part of its source's scores, which are those of the samples at `places`."""
-    values, failed = scatter(scores.values, places, size), scatter(scores.failed, places, size, False)
+def to_column(job: Job, scores: Scores, indices: Sequence[int], size: int) -> Column:
+    """The job's part of its source's scores, which are those of the samples at `indices`."""
+    values, failed = scatter(scores.values, indices, size), scatter(scores.failed, indices, size, False)
     asked = scatter(torch.ones(len(job.indices), dtype=torch.bool), job.indices, size, False)
     return Column(job, values.where(asked & ~failed, NAN), failed & asked, {})
 
@@ -73,19 +73,19 @@ def run_jobs(
     go with the first of them. early: what is at work already, by id of the source. together: sources that all ranks run
     at once; each takes its turn here too, in this order, without samples where no job needs it.
     """
-    groups, places = by_source(jobs)
-    parts = [batch if len(rows) == len(batch) else batch.select(rows) for rows in places]
+    groups, needed = by_source(jobs)
+    parts = [batch if len(indices) == len(batch) else batch.select(indices) for indices in needed]
     asked = [(group[0].source, part) for group, part in zip(groups, parts)]
     idle = [source for source in together if all(source is not other for other, _ in asked)]
     asked += [(source, batch.select([])) for source in idle]
     results = run_all(asked, call, early or {}, together)[: len(groups)]
     columns: dict[int, Column] = {}
     reasons: dict[str, Counter[str]] = {}
-    for group, rows, scores in zip(groups, places, results):
+    for group, indices, scores in zip(groups, needed, results):
         reasons[", ".join(dict.fromkeys(job.name for job in group))] = scores.reasons
         for job in group:
-            columns[id(job)] = to_column(job, pick_output(scores, job.name, job.score_key), rows, len(batch))
-        extras = {name: scatter(values, rows, len(batch)) for name, values in scores.extras.items()}
+            columns[id(job)] = to_column(job, pick_output(scores, job.name, job.score_key), indices, len(batch))
+        extras = {name: scatter(values, indices, len(batch)) for name, values in scores.extras.items()}
         columns[id(group[0])].extras |= extras
     return [columns[id(job)] for job in jobs], reasons
 

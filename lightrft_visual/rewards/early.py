@@ -13,15 +13,15 @@ class EarlyScores:
     """One call's streaming sources at work. Requests hold the same samples as they would after generation; each leaves
     as soon as its own are finished.
 
-    places: for each source the samples that it scores, ascending.
+    needed: for each source the samples that it scores, ascending.
     """
 
-    def __init__(self, places: Mapping[StreamingSource, Sequence[int]], call: Call) -> None:
+    def __init__(self, needed: Mapping[StreamingSource, Sequence[int]], call: Call) -> None:
         self.call = call
         self._rollouts: dict[int, Rollout] = {}
         self._parts: list[tuple[list[int], Future[RewardBatch]]] = []
         self._asked: dict[int, list[Future[Scores]]] = {}  # by id of the source
-        for source, indices in places.items():
+        for source, indices in needed.items():
             cut = [list(indices[start : start + call.chunk]) for start in range(0, len(indices), call.chunk)]
             parts = [(part, Future()) for part in cut]
             self._parts += parts

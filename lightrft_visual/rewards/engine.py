@@ -207,8 +207,8 @@ class RewardComputationEngine:
 
         What is returned takes the samples as they are finished, and goes to `score_rollouts` with all of them.
         """
-        groups, places = by_source(self._plan(labels))
-        streaming = {group[0].source: at for group, at in zip(groups, places)}
+        groups, needed = by_source(self._plan(labels))
+        streaming = {group[0].source: at for group, at in zip(groups, needed)}
         streaming = {source: at for source, at in streaming.items() if isinstance(source, StreamingSource)}
         return EarlyScores(streaming, Call(chunk, model_device())) if streaming else None
 

@@ -96,7 +96,7 @@ class Recipe:
 
     def map(self, change: Callable[[RecipeEntry], RecipeEntry]) -> Recipe:
         """The recipe with every entry changed; different components keep different names."""
-        changed = {label: [change(entry) for entry in rows] for label, rows in self.entries.items()}
+        changed = {label: [change(entry) for entry in listed] for label, listed in self.entries.items()}
         return Recipe(_with_distinct_names(changed), self.average)
 
 
@@ -111,25 +111,25 @@ def parse_recipe(raw: Any) -> Recipe:
     if not isinstance(raw, Mapping) or not raw:
         raise ConfigError("a reward recipe is a mapping of label to a list of [type, key, weight]")
     entries = {}
-    for label, rows in raw.items():
+    for label, listed in raw.items():
         if not isinstance(label, (str, int, float)) or isinstance(label, bool):
             raise ConfigError(f"reward recipe: the label {label!r} is a {type(label).__name__}; write it in quotes")
-        if not isinstance(rows, Sequence) or isinstance(rows, str) or not rows:
+        if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
             raise ConfigError(f"reward recipe of label {label!r}: give a list of [type, key, weight]")
-        entries[str(label)] = [_parse_entry(row, f"label {label!r}, entry {i + 1}") for i, row in enumerate(rows)]
+        entries[str(label)] = [_parse_entry(given, f"label {label!r}, entry {i + 1}") for i, given in enumerate(listed)]
     return Recipe(_with_distinct_names(entries))
 
 
-def _parse_entry(row: Any, where: str) -> RecipeEntry:
-    if isinstance(row, RecipeEntry):
-        return row
-    if isinstance(row, Mapping):
-        for key in row:
+def _parse_entry(given: Any, where: str) -> RecipeEntry:
+    if isinstance(given, RecipeEntry):
+        return given
+    if isinstance(given, Mapping):
+        for key in given:
             if key not in ENTRY_KEYS:
                 raise ConfigError(f"reward recipe, {where}: unknown key {key!r}{did_you_mean(key, ENTRY_KEYS)}")
-        fields = dict(row)
-    elif isinstance(row, Sequence) and not isinstance(row, str) and len(row) in (3, 4):
-        fields = dict(zip(("type", "key", "weight", "kwargs"), row))
+        fields = dict(given)
+    elif isinstance(given, Sequence) and not isinstance(given, str) and len(given) in (3, 4):
+        fields = dict(zip(("type", "key", "weight", "kwargs"), given))
     else:
         raise ConfigError(f"reward recipe, {where}: write it as [type, key, weight] or [type, key, weight, settings]")
     return _checked_entry(fields, where)
@@ -165,7 +165,7 @@ def _short_name(kind: str, key: str) -> str:
 def _with_distinct_names(entries: dict[str, list[RecipeEntry]]) -> dict[str, list[RecipeEntry]]:
     """Different components never share a name in metrics: the second `exact` becomes `exact_2`."""
     names: dict[tuple, str] = {}
-    for entry in (e for rows in entries.values() for e in rows):
+    for entry in (e for listed in entries.values() for e in listed):
         if entry.identity not in names:
             name, count = entry.name, 1
             while name in names.values():
@@ -173,8 +173,8 @@ def _with_distinct_names(entries: dict[str, list[RecipeEntry]]) -> dict[str, lis
                 name = f"{entry.name}_{count}"
             names[entry.identity] = name
     return {
-        label: [RecipeEntry(**{**vars(entry), "name": names[entry.identity]}) for entry in rows]
-        for label, rows in entries.items()
+        label: [RecipeEntry(**{**vars(entry), "name": names[entry.identity]}) for entry in listed]
+        for label, listed in entries.items()
     }
 
 
@@ -225,8 +225,8 @@ def recipe_from_components(components: Mapping[str, float], kwargs: Mapping[str,
     if not components:
         raise ConfigError("reward.components is empty: name at least one scorer with its weight")
     settings = _checked_settings(kwargs, components)
-    rows = [_entry_of_component(str(n), weight, settings.get(str(n), {})) for n, weight in components.items()]
-    return Recipe(parse_recipe({ANY_LABEL: rows}).entries, average=True)
+    listed = [_entry_of_component(str(n), weight, settings.get(str(n), {})) for n, weight in components.items()]
+    return Recipe(parse_recipe({ANY_LABEL: listed}).entries, average=True)
 
 
 def compose_recipe(
@@ -247,9 +247,9 @@ def compose_recipe(
         if str(n) not in present
     ]
     entries = {
-        label: [_laid_over(row, components.get(row.name, row.weight), settings.get(row.name, {})) for row in rows]
+        label: [_laid_over(own, components.get(own.name, own.weight), settings.get(own.name, {})) for own in listed]
         + added
-        for label, rows in recipe.entries.items()
+        for label, listed in recipe.entries.items()
     }
     return Recipe(_with_distinct_names(entries), average=recipe.average or bool(components))
 

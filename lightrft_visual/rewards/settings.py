@@ -84,7 +84,7 @@ def engine_arguments(
         "remote_rm_url": config.remote_rm_url,
         "custom_reward_func": [function for function in functions if function not in last],
         "reward_fn": last[0] if last else None,
-        "reward_fn_label_map": {name: place for place, name in enumerate(names)} if by_hand and names else None,
+        "reward_fn_label_map": {name: index for index, name in enumerate(names)} if by_hand and names else None,
         "reward_recipe": recipe,
     }
 

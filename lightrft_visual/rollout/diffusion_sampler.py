@@ -62,8 +62,8 @@ def draw_noise(
     shape: tuple[int, ...], generators: Sequence[torch.Generator], dtype: torch.dtype, device: torch.device
 ) -> T:
     """(B, *shape) unit normal, row i from generator i, drawn on the generator's device."""
-    rows = [torch.randn(shape, generator=generator, dtype=dtype, device=generator.device) for generator in generators]
-    return torch.stack(rows).to(device)
+    noises = [torch.randn(shape, generator=generator, dtype=dtype, device=generator.device) for generator in generators]
+    return torch.stack(noises).to(device)
 
 
 def window_start(num_steps: int, noise: NoiseConfig, run_seed: int, step: int) -> int:
@@ -79,8 +79,8 @@ def window_start(num_steps: int, noise: NoiseConfig, run_seed: int, step: int) -
         return 0
     start, end = noise.window_range or (0, max(num_steps // 2, size) if move == "random" else num_steps - 1)
     if move in ("slide", "cycle"):
-        moved, places = noise.window_stride * (step // noise.window_interval), end - start - size + 1
-        return start + (min(moved, places - 1) if move == "slide" else moved % places)
+        moved, positions = noise.window_stride * (step // noise.window_interval), end - start - size + 1
+        return start + (min(moved, positions - 1) if move == "slide" else moved % positions)
     seed, window_size = derive_seed(run_seed, "window", step), size
     return start + int(
         torch.randint(end - start - window_size + 1, (1,), generator=torch.Generator().manual_seed(seed))

@@ -32,7 +32,7 @@ T = torch.Tensor
 
 
 @dataclass
-class _Row:
+class _Sample:
     """One response in the making: its prompt, and which of the n it is."""
 
     prompt: PromptFeatures
@@ -84,14 +84,16 @@ class TransformersEngine:
         """
         # Answers apart from images: those are shorter, and decoding goes on to the longest of a micro-batch.
         order = sorted(range(len(prompts)), key=lambda number: prompts[number].draws)
-        rows = [_Row(prompts[number], prompts[number].copy + copy) for number in order for copy in range(settings.n)]
+        samples = [
+            _Sample(prompts[number], prompts[number].copy + copy) for number in order for copy in range(settings.n)
+        ]
         size = self.micro_batch_size
-        rounds = self._most(math.ceil(len(rows) / size))
+        rounds = self._most(math.ceil(len(samples) / size))
         made: list[list[Completion]] = [[] for _ in prompts]
         with self._evaluating():
             for start in range(0, rounds * size, size):
-                places = (order[place // settings.n] for place in range(start, len(rows)))
-                for number, completion in zip(places, self._decode(rows[start : start + size], settings)):
+                positions = (order[index // settings.n] for index in range(start, len(samples)))
+                for number, completion in zip(positions, self._decode(samples[start : start + size], settings)):
                     made[number].append(completion)
                     if finished is not None and len(made[number]) == settings.n:
                         finished(number, made[number])
@@ -122,16 +124,16 @@ class TransformersEngine:
         finally:
             actor.train(training)
 
-    def _decode(self, rows: list[_Row], settings: SamplingSettings) -> list[Completion]:
+    def _decode(self, samples: list[_Sample], settings: SamplingSettings) -> list[Completion]:
         """Sample the responses of one micro-batch. No rows: keep the other ranks company."""
         actor = self.actor
         device = actor.banned_ids.device
-        lengths = torch.tensor([self._length(row, settings) for row in rows] or [0], device=device)
+        lengths = torch.tensor([self._length(sample, settings) for sample in samples] or [0], device=device)
         limit = self._most(int(lengths.max()))
-        choice = Choice.of(actor, [row.prompt.draws for row in rows] or [False], settings)
-        hidden, positions, mask, cache = self._prefill(rows, choice)
-        noise = uniform_noise(rows, limit).to(device)
-        done = torch.full((len(lengths),), not rows, device=device)
+        choice = Choice.of(actor, [sample.prompt.draws for sample in samples] or [False], settings)
+        hidden, positions, mask, cache = self._prefill(samples, choice)
+        noise = uniform_noise(samples, limit).to(device)
+        done = torch.full((len(lengths),), not samples, device=device)
         tokens, log_probs = [], []
         for step in range(limit):
             chosen, log_prob = choice.next(hidden, noise[:, step], step)
@@ -146,43 +148,45 @@ class TransformersEngine:
         chosen, scores = torch.stack(tokens, dim=1), torch.stack(log_probs, dim=1).cpu()
         images = self._images(chosen, choice)
         chosen = chosen.cpu()
-        return [self._completion(row, chosen[i], scores[i], settings, images.get(i)) for i, row in enumerate(rows)]
+        return [
+            self._completion(sample, chosen[i], scores[i], settings, images.get(i)) for i, sample in enumerate(samples)
+        ]
 
-    def _length(self, row: _Row, settings: SamplingSettings) -> int:
+    def _length(self, sample: _Sample, settings: SamplingSettings) -> int:
         """The most tokens of one response; an image has a fixed number."""
-        return self.actor.drawing.tokens if row.prompt.draws else settings.max_new_tokens
+        return self.actor.drawing.tokens if sample.prompt.draws else settings.max_new_tokens
 
-    def _prefill(self, rows: list[_Row], choice: Choice) -> tuple[T, T, T, DynamicCache]:
+    def _prefill(self, samples: list[_Sample], choice: Choice) -> tuple[T, T, T, DynamicCache]:
         """(last hidden states, next positions, attention mask, cache) of every row that is decoded: the responses, then
         the halves without prompt of those that `choice` guides. Each different prompt is run once."""
         actor = self.actor
         device = actor.banned_ids.device
-        shown = [row.prompt for row in rows]
+        shown = [sample.prompt for sample in samples]
         prompts = {id(prompt): prompt for prompt in shown}
         for index in choice.guided:
             prompt = shown[index]
             ids = actor.drawing.without_prompt(torch.tensor(prompt.token_ids)).tolist()
             shown.append(prompts.setdefault(("unguided", id(prompt)), replace(prompt, token_ids=ids)))
-        places = {id(prompt): place for place, prompt in enumerate(prompts.values())}
+        indices = {id(prompt): number for number, prompt in enumerate(prompts.values())}
         inputs = prompt_inputs(list(prompts.values()), self.tokenizer.pad_token_id).to(device)
         cache = DynamicCache(config=actor.config)
         hidden, positions = actor.backbone.prefill(inputs, cache)
-        chosen = torch.tensor([places[id(prompt)] for prompt in shown] or [0], device=device)
+        chosen = torch.tensor([indices[id(prompt)] for prompt in shown] or [0], device=device)
         cache.reorder_cache(chosen)  # of layers of all kinds, those of linear attention too
         return hidden[chosen], positions[..., chosen, :], inputs.attention_mask[chosen], cache
 
     def _images(self, chosen: T, choice: Choice) -> dict[int, Any]:
         """What was drawn, by row. Under ZeRO-3 every rank decodes where any has something to."""
-        rows, drawing = choice.drawn.nonzero().flatten().tolist(), self.actor.drawing
-        if drawing is None or not self._most(len(rows)):
+        indices, drawing = choice.drawn.nonzero().flatten().tolist(), self.actor.drawing
+        if drawing is None or not self._most(len(indices)):
             return {}
         tokens = chosen[choice.drawn][:, : drawing.tokens]
-        tokens = tokens if rows else chosen.new_full((1, drawing.tokens), drawing.first)
-        return dict(zip(rows, drawing.images(tokens - drawing.first)))
+        tokens = tokens if indices else chosen.new_full((1, drawing.tokens), drawing.first)
+        return dict(zip(indices, drawing.images(tokens - drawing.first)))
 
-    def _completion(self, row: _Row, drawn: T, scores: T, settings: SamplingSettings, image: Any) -> Completion:
-        if row.prompt.draws:
-            return self._drawn(row, drawn, scores, settings, image)
+    def _completion(self, sample: _Sample, drawn: T, scores: T, settings: SamplingSettings, image: Any) -> Completion:
+        if sample.prompt.draws:
+            return self._drawn(sample, drawn, scores, settings, image)
         ends = torch.isin(drawn, self.actor.eos_ids.cpu()).nonzero()
         truncated = not len(ends) or int(ends[0]) >= settings.max_new_tokens
         length = min(len(drawn), settings.max_new_tokens) if truncated else int(ends[0]) + 1
@@ -193,17 +197,17 @@ class TransformersEngine:
             log_probs=scores[:length].tolist() if settings.full_distribution else None,
             text=self.tokenizer.decode(shown, skip_special_tokens=settings.skip_special_tokens),
             truncated=truncated,
-            prompt_token_ids=list(row.prompt.token_ids),
+            prompt_token_ids=list(sample.prompt.token_ids),
         )
 
-    def _drawn(self, row: _Row, drawn: T, scores: T, settings: SamplingSettings, image: Any) -> Completion:
+    def _drawn(self, sample: _Sample, drawn: T, scores: T, settings: SamplingSettings, image: Any) -> Completion:
         length = self.actor.drawing.tokens
         return Completion(
             token_ids=drawn[:length].tolist(),
             log_probs=scores[:length].tolist() if settings.full_distribution else None,
             text="",
             truncated=False,
-            prompt_token_ids=list(row.prompt.token_ids),
+            prompt_token_ids=list(sample.prompt.token_ids),
             image=image,
         )
 
@@ -294,23 +298,23 @@ class Choice:
 def prompt_inputs(prompts: Sequence[PromptFeatures], pad_id: int) -> ModelInputs:
     """Left-padded prompts (B, S) with their patches; a single padding token, taken as real, where there is none."""
     ids = [torch.tensor(prompt.token_ids + prompt.continued) for prompt in prompts] or [torch.tensor([pad_id])]
-    width = max(len(row) for row in ids)
+    width = max(len(each) for each in ids)
     sequences = torch.full((len(ids), width), pad_id)
     mask = torch.zeros(len(ids), width, dtype=torch.long)
-    for row, tokens in enumerate(ids):
-        sequences[row, width - len(tokens) :] = tokens
-        mask[row, width - len(tokens) :] = 1
+    for index, tokens in enumerate(ids):
+        sequences[index, width - len(tokens) :] = tokens
+        mask[index, width - len(tokens) :] = 1
 
     vision = VisionTensors.gather(prompt.vision for prompt in prompts)
     return ModelInputs(sequences, mask, torch.zeros(len(ids), 0, dtype=torch.bool), vision=vision)
 
 
-def uniform_noise(rows: Sequence[_Row], steps: int) -> T:
+def uniform_noise(samples: Sequence[_Sample], steps: int) -> T:
     """(rows, steps) float64 in [0, 1): each row's own stream, made on the host so that devices agree."""
     streams = []
-    for row in rows:
-        generator = torch.Generator().manual_seed(derive_seed(row.prompt.seed, row.copy))
-        begun = len(row.prompt.continued)
+    for sample in samples:
+        generator = torch.Generator().manual_seed(derive_seed(sample.prompt.seed, sample.copy))
+        begun = len(sample.prompt.continued)
         streams.append(torch.rand(begun + steps, dtype=torch.float64, generator=generator)[begun:])
     return torch.stack(streams) if streams else torch.zeros(1, steps, dtype=torch.float64)
 
@@ -350,8 +354,8 @@ def truncated(logits: T, top_k: int, top_p: float) -> T:
         smallest = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, float("-inf"))
     if top_p < 1:
-        ordered, places = logits.sort(dim=-1, descending=True)
+        ordered, positions = logits.sort(dim=-1, descending=True)
         probabilities = ordered.softmax(dim=-1)
         outside = probabilities.cumsum(dim=-1) - probabilities >= top_p
-        logits = logits.masked_fill(outside.scatter(1, places, outside), float("-inf"))
+        logits = logits.masked_fill(outside.scatter(1, positions, outside), float("-inf"))
     return logits

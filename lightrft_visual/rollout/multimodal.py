@@ -22,7 +22,7 @@ from ..experience.prompts import PromptBatch
 from ..experience.rollouts import PromptFeatures
 from ..experience.vision import VisionTensors
 from ..models.vlm.families import family_of_processor
-from ..runtime.host import give_back_freed_memory
+from ..runtime.host_memory import give_back_freed_memory
 
 T = torch.Tensor
 _COLUMNS = {

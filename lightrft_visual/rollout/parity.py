@@ -80,7 +80,7 @@ class ParityGate:
             f"(tolerance {self.tolerance:.3g}). Likely cause: {self._diagnose(batch, temperature)}"
         )
 
-    def figure(self, ours: T, theirs: T, mask: T) -> float:
+    def difference(self, ours: T, theirs: T, mask: T) -> float:
         """What is held against the tolerance, for (B, A) log-probs under a mask."""
         return (mean_log_prob_difference if self.averages else log_prob_difference)(ours, theirs, mask)
 
@@ -133,7 +133,7 @@ class ParityGate:
         own = 0.0
         if rollouts:
             ours, samples = self._scores(self.score, rollouts, settings)
-            own = self.figure(ours, samples.rollout_log_probs, samples.action_mask)
+            own = self.difference(ours, samples.rollout_log_probs, samples.action_mask)
         difference = torch.nan_to_num(torch.tensor([own]), nan=math.inf, posinf=math.inf)
         return collectives.all_reduce_max(difference).item()
 
@@ -188,7 +188,7 @@ class RolloutCheck:
         return self._sums is not None and self._sums[2].item() > 0
 
     @property
-    def figure(self) -> float:
+    def difference(self) -> float:
         """The gate's: what it holds against its tolerance."""
         if self.gate is None or not self.gate.averages or self._sums is None:
             return self.largest
@@ -214,7 +214,7 @@ class RolloutCheck:
         ranks = torch.tensor(collectives.all_gather_object(own), dtype=torch.float64)
         self._sums = torch.stack([ranks[:, 0].max(), ranks[:, 1].sum(), ranks[:, 2].sum()])
         if self.gate is not None:
-            self.gate.check_rollouts(self.figure, self.probe, self.temperature)
+            self.gate.check_rollouts(self.difference, self.probe, self.temperature)
 
 
 def _joined_sums(one: T, other: T) -> T:

@@ -120,13 +120,13 @@ def _rollouts(
             response.log_probs,
             response.text,
             response.truncated,
-            sample_id=first + place,
+            sample_id=first + index,
             policy_version=policy_version if response.versions is None else min(response.versions),
             versions=response.versions,
             image=response.image,
             distorted=distorted,
         )
-        for place, response in enumerate(responses)
+        for index, response in enumerate(responses)
     ]
 
 
@@ -135,9 +135,9 @@ def check_prompt_ids(prompt: PromptFeatures, response: Completion) -> None:
     ours, theirs = prompt.token_ids, response.prompt_token_ids
     if ours == theirs:
         return
-    place = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+    index = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
     raise RolloutError(
         f"prompt {prompt.group_id}: the engine's prompt has {len(theirs)} tokens, the trainer's {len(ours)}, and they "
-        f"differ from token {place} on. Likely cause: expansion (the engine and the processor turn an image into "
+        f"differ from token {index} on. Likely cause: expansion (the engine and the processor turn an image into "
         "different placeholder tokens; check the processor settings, min_pixels and max_pixels)"
     )

@@ -173,10 +173,10 @@ class WeightPost:
         self.number += 1
         buckets: list[Bucket] = []
         writing: deque[Future] = deque()
-        for place, (tensors, size) in enumerate(self._cut(named_tensors)):
+        for index, (tensors, size) in enumerate(self._cut(named_tensors)):
             if len(writing) == THREADS:  # under ZeRO-3 what waits is held whole
                 buckets.append(writing.popleft().result())
-            writing.append(self._threads.submit(self._bucket, self._file(place, size), tensors, size))
+            writing.append(self._threads.submit(self._bucket, self._file(index, size), tensors, size))
         return Posted(self.number, (*buckets, *(each.result() for each in writing)))
 
     def _cut(self, named_tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[list[tuple[str, T, int]], int]]:
@@ -205,8 +205,8 @@ class WeightPost:
         stored = self.store(content) if self.store is not None else None
         return Bucket(layout, size, checksum, file.at if self.shared else None, stored)
 
-    def _file(self, place: int, size: int) -> MemoryFile:
-        key = (self.number % self.turns, place)
+    def _file(self, index: int, size: int) -> MemoryFile:
+        key = (self.number % self.turns, index)
         if key not in self._files or self._files[key].size < size:
             self._files[key] = MemoryFile(max(size, ALIGNED))
         return self._files[key]
@@ -274,32 +274,32 @@ def received(
         near = bucket.file is not None and (bucket.stored is None or reachable(bucket.file))
         return known.content(bucket) if near else (torch.from_numpy(fetch(bucket.stored)), None)
 
-    def check(place: int) -> None:
-        (own, checks), bucket = contents[place], posted.buckets[place]
+    def check(index: int) -> None:
+        (own, checks), bucket = contents[index], posted.buckets[index]
         checksum = xxhash.xxh3_64_intdigest(own[: bucket.bytes].numpy())
         if checksum != bucket.checksum:
             raise WeightsRefused(
-                f"bucket {place} of weight version {posted.number} has the checksum {checksum:016x}, posted was "
+                f"bucket {index} of weight version {posted.number} has the checksum {checksum:016x}, posted was "
                 f"{bucket.checksum:016x}: it was damaged on its way, and the worker keeps its weights"
             )
         if checks is not None:
             checks.note(checksum)
 
-    def check_unless_begun(place: int) -> bool:
-        checks = contents[place][1]
+    def check_unless_begun(index: int) -> bool:
+        checks = contents[index][1]
         mine = checks is None or checks.begin()
         if mine:
-            check(place)
+            check(index)
         return mine
 
-    def check_unless_passed(place: int) -> None:
-        if not contents[place][1].soon_passed(posted.buckets[place].checksum):
-            check(place)
+    def check_unless_passed(index: int) -> None:
+        if not contents[index][1].soon_passed(posted.buckets[index].checksum):
+            check(index)
 
     with ThreadPoolExecutor(THREADS) as threads:
         contents = list(threads.map(content, posted.buckets))
-        places = range(len(contents))
-        left = [place for place, mine in zip(places, threads.map(check_unless_begun, places)) if not mine]
+        indices = range(len(contents))
+        left = [index for index, mine in zip(indices, threads.map(check_unless_begun, indices)) if not mine]
         list(threads.map(check_unless_passed, left))
     return [
         (at.name, content[at.start : at.start + at.bytes].view(at.dtype).view(at.shape))

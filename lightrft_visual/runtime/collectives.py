@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .parcels import pack, unpack
+from .tensor_exchange import pack, unpack
 
 STAGED_BYTES = 2**28  # that a rank sends in one round of an exchange
 _limit: timedelta | None = None  # of a collective of the groups made here; None: PyTorch's own
@@ -97,16 +97,16 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
     return gathered
 
 
-def exchange_objects(parcels: Sequence[Any]) -> list[Any]:
+def exchange_objects(outgoing: Sequence[Any]) -> list[Any]:
     """What each rank sent to this one, in rank order; parcels[r] goes to rank r and to no other.
 
     Tensors and images travel as they are, to the host, and are not pickled; what is met twice in a parcel travels once.
     Between ranks only: never for data from outside.
     """
     own = rank()
-    sent = [pack(parcel) if other != own else torch.empty(0, dtype=torch.uint8) for other, parcel in enumerate(parcels)]
+    sent = [pack(each) if other != own else torch.empty(0, dtype=torch.uint8) for other, each in enumerate(outgoing)]
     received = [] if _alone() else _exchange_bytes(sent)
-    return [parcels[own] if other == own else unpack(received[other]) for other in range(len(parcels))]
+    return [outgoing[own] if other == own else unpack(received[other]) for other in range(len(outgoing))]
 
 
 def _exchange_bytes(sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -118,10 +118,10 @@ def _exchange_bytes(sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     largest = all_reduce_max(sizes.max().reshape(1)).item()
     for start in range(0, int(largest), step):
         leaving = [each[start : start + step] for each in sent]
-        places = [each[start : start + step] for each in received]
-        part = _all_to_all(torch.cat(leaving), [len(each) for each in leaving], [len(each) for each in places])
-        for place, content in zip(places, part.split([len(each) for each in places])):
-            place.copy_(content)
+        slots = [each[start : start + step] for each in received]
+        part = _all_to_all(torch.cat(leaving), [len(each) for each in leaving], [len(each) for each in slots])
+        for slot, content in zip(slots, part.split([len(each) for each in slots])):
+            slot.copy_(content)
     return received
 
 

@@ -26,15 +26,15 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 from ..errors import CheckpointError, ConfigError, NonFiniteError
 from . import collectives, vendor_patches, watchdog
-from .dividing import Divide, divide, loading_divided
 from .extension_builds import CPU_ADAM, SHARED_MEMORY, build_first
-from .host import keep_freed_memory, unlink_buffers
-from .offload import HostStay
+from .host_memory import keep_freed_memory, unlink_buffers
+from .offload import OptimizerOffload
 from .precision import FP32Kept
 from .safe_loading import use_safe_loading
 from .schedules import rate_schedule
 from .seeding import seed_everything
 from .sequence import SequenceGroup
+from .zero3_loading import Divide, divide, loading_divided
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ class DeepspeedStrategy:
         """Place a frozen module (reference, reward model): sharded under ZeRO-3, whole otherwise.
 
         Weights take this run's precision and buffers keep theirs, as in a module that is trained: rotary frequencies in
-        bfloat16 would turn positions far into a text by whole radians. on_host: weights stay there, for a `Guest`.
+        bfloat16 would turn positions far into a text by whole radians. on_host: they stay there, for `OffloadedModule`.
         """
         module.eval().requires_grad_(False)
         kept = FP32Kept(module, divided=self.divide is not None)
@@ -348,7 +348,7 @@ class TrainEngine:
     def __init__(self, engine: deepspeed.DeepSpeedEngine, zero_stage: int, max_norm: float):
         self.engine, self.zero_stage, self.max_norm = engine, zero_stage, max_norm
         self._bad: torch.Tensor | None = None  # on the device: whether a loss since the last step was not finite
-        self._states, self._weights = HostStay(), HostStay()
+        self._states, self._weights = OptimizerOffload(), OptimizerOffload()
         self._training(False)
 
     @property

@@ -31,7 +31,7 @@ def pinned(tensor: T) -> T:
     return tensor if accelerator.device_name() == "cpu" else accelerator.pin_memory(tensor)
 
 
-class HostStay:
+class OptimizerOffload:
     """Tensors that give their memory on the device back for a while, their numbers waiting on the host.
 
     Storages are emptied and filled again, as FSDP does it, so the tensors, their views and whoever holds them stay what
@@ -79,8 +79,8 @@ def _storages(tensors: Iterable[T]) -> list[torch.UntypedStorage]:
     return [storage for storage in found.values() if storage.nbytes() and storage.resizable()]
 
 
-class Guest:
-    """A frozen model whose weights live on the host, and are on the device inside `with guest:` and while it is called.
+class OffloadedModule:
+    """A frozen model whose weights live on the host, and are on the device inside `with model:` and while it is called.
 
     score: what a call does, a function of the model's inputs.
     """
@@ -95,7 +95,7 @@ class Guest:
         with self:
             return self.score(*arguments)
 
-    def __enter__(self) -> Guest:
+    def __enter__(self) -> OffloadedModule:
         if not self._visits:
             for parameter, home in zip(self.module.parameters(), self._home):
                 parameter.data = home.to(self.device, non_blocking=True)

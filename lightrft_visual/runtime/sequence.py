@@ -24,10 +24,10 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """This rank's group. size: its members; place: this rank among them; tensors, objects: the process groups."""
+    """This rank's group. size: its members; index: this rank among them; tensors, objects: the process groups."""
 
     size: int
-    place: int
+    index: int
     tensors: dist.ProcessGroup
     objects: dist.ProcessGroup
 
@@ -48,27 +48,27 @@ class SequenceGroup:
     @property
     def leads(self) -> bool:
         """Whether this rank is the one of its group that counts what all members have alike."""
-        return self.place == 0
+        return self.index == 0
 
     def slice_of(self, length: int) -> slice:
         """This rank's part of `length` tokens, which `size` divides."""
         own = length // self.size
-        return slice(self.place * own, (self.place + 1) * own)
+        return slice(self.index * own, (self.index + 1) * own)
 
-    def joined(self, part: T, places: T, count: int) -> T:
-        """(count, ...): the parts of all members, each at its own `places` (n) of the whole.
+    def joined(self, part: T, indices: T, count: int) -> T:
+        """(count, ...): the parts of all members, each at its own `indices` (n) of the whole.
 
         What each member computes of the whole is the same on all of them and counts once: the gradient of a part is
         that of its places, without a sum over the members.
         """
-        return _Joined.apply(part, places, count, self.tensors)
+        return _Joined.apply(part, indices, count, self.tensors)
 
     def shared(self, blocks: T, sizes: list[int]) -> T:
         """(sum of sizes, ...): the members' tensors (sizes[member], ...) in their order.
 
         Each member goes on with the whole in another way: the gradient of a tensor is the sum over the members.
         """
-        return _Shared.apply(blocks, sizes, self.place, self.tensors)
+        return _Shared.apply(blocks, sizes, self.index, self.tensors)
 
     def together(self, score: Callable[..., Any], inputs: Any, *args: Any, **settings: Any) -> Any:
         """score(inputs, ...) for members that each have inputs of their own: all run those of each in turn.
@@ -76,9 +76,9 @@ class SequenceGroup:
         Every member calls it equally often. inputs: with `to(device)`, as `ModelInputs`. Without gradient.
         """
         device, own = inputs.sequences.device, None
-        for place, each in enumerate(collectives.all_gather_object(inputs.to("cpu"), self.objects)):
+        for index, each in enumerate(collectives.all_gather_object(inputs.to("cpu"), self.objects)):
             scores = score(each.to(device), *args, **settings)
-            own = scores if place == self.place else own
+            own = scores if index == self.index else own
         return own
 
 
@@ -89,10 +89,10 @@ def own_scores(score: Callable[..., Any], group: SequenceGroup | None) -> Callab
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, part: T, places: T, count: int, group: dist.ProcessGroup) -> T:
-        ctx.save_for_backward(places)
+    def forward(ctx, part: T, indices: T, count: int, group: dist.ProcessGroup) -> T:
+        ctx.save_for_backward(indices)
         whole = part.new_zeros(count, *part.shape[1:])
-        whole[places] = part
+        whole[indices] = part
         return collectives.sum_in_group(whole, group)
 
     @staticmethod
@@ -102,11 +102,11 @@ class _Joined(torch.autograd.Function):
 
 class _Shared(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, blocks: T, sizes: list[int], place: int, group: dist.ProcessGroup) -> T:
-        ctx.sizes, ctx.place, ctx.group = sizes, place, group
+    def forward(ctx, blocks: T, sizes: list[int], index: int, group: dist.ProcessGroup) -> T:
+        ctx.sizes, ctx.index, ctx.group = sizes, index, group
         return torch.cat(collectives.gather_in_group(blocks, sizes, group))
 
     @staticmethod
     def backward(ctx, gradient: T) -> tuple[T | None, ...]:
         whole = collectives.sum_in_group(gradient.contiguous(), ctx.group)
-        return whole.split(ctx.sizes)[ctx.place], None, None, None
+        return whole.split(ctx.sizes)[ctx.index], None, None, None

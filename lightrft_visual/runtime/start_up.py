@@ -11,7 +11,7 @@ from contextlib import contextmanager
 _BEGAN = time.perf_counter()
 
 
-def say(stage: str) -> None:
+def log_stage(stage: str) -> None:
     """One line on rank 0, with the seconds since this module was imported: what begins now."""
     if os.environ.get("RANK", "0") == "0":
         print(f"[{time.perf_counter() - _BEGAN:5.1f} s] {stage}", flush=True)

@@ -22,7 +22,7 @@ from ..observe.report.writer import ReportWriter
 from ..observe.rollouts import Record
 from ..runtime import watchdog
 from ..runtime.deepspeed import StepResult
-from ..runtime.start_up import say
+from ..runtime.start_up import log_stage
 from .hooks import HookContext, StepData, StopRun
 from .run_state import RunState, final_folder
 
@@ -48,8 +48,8 @@ class LoopSettings:
 class Evaluated(dict[str, float]):
     """An evaluation's metrics by name, the same on every rank; empty where there is no evaluation data.
 
-    records: of rollouts to show. sheet: records of a contact sheet. look: reward and gold of each prompt, where there
-    is gold.
+    records: of rollouts to show. sheet: records of a contact sheet. paired_scores: reward and gold of each prompt,
+    where there is gold.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Evaluated(dict[str, float]):
         metrics: Mapping[str, float] | None = None,
         records: Sequence[Record] = (),
         sheet: Sequence[Record] = (),
-        look: Any = None,
+        paired_scores: Any = None,
     ) -> None:
         super().__init__(metrics or {})
-        self.records, self.sheet, self.look = list(records), list(sheet), look
+        self.records, self.sheet, self.paired_scores = list(records), list(sheet), paired_scores
 
 
 @contextmanager
@@ -89,7 +89,7 @@ class PolicyTrainer(ABC):
         self.console, self.timer, self.hooks = parts.console, parts.timer, parts.hooks
         self.report = ReportWriter(self.recorder.folder, active=self.recorder.active and self.settings.output.report)
         self.step = 0  # finished rollout steps
-        self.nonfinite_in_a_row = 0
+        self.nonfinite_streak = 0
         self.latest_eval: dict[str, float] = {}
         self.evaluated_step = -1
         self.most_invalid = 1.0  # share of a step's samples above which the run ends; all of them always end it
@@ -181,7 +181,7 @@ class PolicyTrainer(ABC):
             self.start()
         if self.step == 0:
             self._evaluate()
-        say(f"training from step {self.step + 1}")
+        log_stage(f"training from step {self.step + 1}")
         self.timer.collect()
 
     def _asked_to_stop(self) -> bool:
@@ -275,12 +275,10 @@ class PolicyTrainer(ABC):
         metrics.add_max(f"{prefix}skipped_steps", 0.0 if result.applied else 1.0)
         if result.applied:
             metrics.add(f"{prefix}grad_norm", result.grad_norm)
-            self.nonfinite_in_a_row = 0
+            self.nonfinite_streak = 0
             return
-        self.nonfinite_in_a_row += 1
-        text = (
-            f"step {self.step + 1}: loss or gradients not finite, no rank stepped ({self.nonfinite_in_a_row} in a row)"
-        )
+        self.nonfinite_streak += 1
+        text = f"step {self.step + 1}: loss or gradients not finite, no rank stepped ({self.nonfinite_streak} in a row)"
         self.console.message(text)
-        if self.nonfinite_in_a_row >= MOST_NONFINITE:
+        if self.nonfinite_streak >= MOST_NONFINITE:
             raise NonFiniteError(text)

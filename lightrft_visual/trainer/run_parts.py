@@ -48,7 +48,7 @@ def output_folder_held(output_dir: str) -> Iterator[FolderLock | None]:
 
 
 @contextmanager
-def refused_rows_listed(output_dir: str) -> Iterator[None]:
+def refused_data_listed(output_dir: str) -> Iterator[None]:
     """Inside it, a start that bad rows end lists them in `bad_rows.jsonl`, behind those of an earlier run there."""
     try:
         yield

@@ -63,7 +63,7 @@ class Resumable(Protocol):
     """What is saved and restored of a trainer; see `loop.PolicyTrainer` for the methods."""
 
     step: int
-    nonfinite_in_a_row: int
+    nonfinite_streak: int
     latest_eval: dict[str, float]
     evaluated_step: int
     hooks: Any
@@ -197,7 +197,7 @@ class RunState:
         state = {
             "step": self.trainer.step,
             "world_size": collectives.world_size(),
-            "nonfinite_in_a_row": self.trainer.nonfinite_in_a_row,
+            "nonfinite_in_a_row": self.trainer.nonfinite_streak,
             "latest_eval": self.trainer.latest_eval,
             "evaluated_step": self.trainer.evaluated_step,
             **changing,
@@ -221,7 +221,7 @@ class RunState:
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
         self.trainer.step = int(state["step"])
-        self.trainer.nonfinite_in_a_row = int(state["nonfinite_in_a_row"])
+        self.trainer.nonfinite_streak = int(state["nonfinite_in_a_row"])
         self.trainer.latest_eval = dict(state["latest_eval"])
         self.trainer.evaluated_step = int(state["evaluated_step"])
         self.trainer.load_state_dict(state["trainer"])

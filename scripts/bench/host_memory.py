@@ -30,10 +30,10 @@ from PIL import Image
 
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.prompts import PromptBatch
-from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate, let_go_of_media
+from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate, release_media
 from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
-from lightrft_visual.runtime.host import give_back_freed_memory, keep_freed_memory
+from lightrft_visual.runtime.host_memory import give_back_freed_memory, keep_freed_memory
 
 PATCH_WIDTH = 3 * 2 * 14 * 14  # channels, frames and pixels of a patch of Qwen2-VL and Qwen2.5-VL
 WIDTH = 20  # patches; rows and columns are even
@@ -154,7 +154,7 @@ def through_the_stages(prompts: list[PromptFeatures], samples: int, tokens: int,
         rollouts = rollouts_of(prompts, samples, tokens)
         prompts.clear()
     shown = {rollout.sample_id for rollout in rollouts[:: len(rollouts) // 8]}
-    give_back_freed_memory(let_go_of_media(rollouts, shown))
+    give_back_freed_memory(release_media(rollouts, shown))
     with peaks.stage("experience"):
         experiences = experience_of(rollouts)
         held = sum(storages([rollouts, experiences]).values())

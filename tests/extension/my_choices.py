@@ -10,8 +10,8 @@ import torch
 from lightrft_visual.algorithms.advantages import AdvantageCalculator
 from lightrft_visual.algorithms.aggregation import LossOutputs
 from lightrft_visual.algorithms.diffusion.context import LossContext
+from lightrft_visual.algorithms.diffusion.denoising_batch import DenoisingBatch
 from lightrft_visual.algorithms.diffusion.nft import forward_noise
-from lightrft_visual.algorithms.diffusion.rows import DenoisingBatch
 from lightrft_visual.algorithms.loss_terms import LossTerm
 from lightrft_visual.algorithms.policy_losses import TokenLoss
 from lightrft_visual.config import registry

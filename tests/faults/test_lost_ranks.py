@@ -15,7 +15,7 @@ from whole_runs import EXAMPLE, SMALL, kill_tree, launch, rollouts, rows, start,
 
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.runtime.usercode.calls import TERM_SECONDS
-from lightrft_visual.trainer.vl.build import _place
+from lightrft_visual.trainer.vl.build import _resolve_names
 
 LIMIT = 30.0  # collective_timeout; a busy machine makes ranks wait for each other
 PATIENCE = LIMIT + 30
@@ -25,7 +25,7 @@ REWARD = Path(__file__).with_name("crashing_reward.py")
 @pytest.fixture(scope="module", autouse=True)
 def built(cache_root) -> None:
     """The embedded model: one rank would build it, and the other one wait for that longer than LIMIT."""
-    _place(RunConfig())
+    _resolve_names(RunConfig())
 
 
 def flags(folder: Path, more: str) -> list[str]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightrft_visual.models.logprobs import LogProbLinear, chunk_rows, linear_log_probs, plain_log_probs
+from lightrft_visual.models.logprobs import LogProbLinear, chunk_length, linear_log_probs, plain_log_probs
 
 
 def problem(rows=13, width=6, vocab=17, seed=0, dtype=torch.float32):
@@ -265,6 +265,6 @@ def test_arguments_that_do_not_fit_are_refused(change, message):
 
 
 def test_chunks_are_larger_on_an_accelerator():
-    assert chunk_rows(152_064, torch.device("cpu")) == 110
-    assert chunk_rows(152_064, torch.device("cuda")) == 882
-    assert chunk_rows(2**30, torch.device("cpu")) == 1
+    assert chunk_length(152_064, torch.device("cpu")) == 110
+    assert chunk_length(152_064, torch.device("cuda")) == 882
+    assert chunk_length(2**30, torch.device("cpu")) == 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lightrft_visual.data.imaging import to_pil, video_frames
-from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, let_go_of_media
+from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, release_media
 from lightrft_visual.observe import rollouts as rollouts_module
 from lightrft_visual.observe.rollouts import (
     best_and_worst,
@@ -55,7 +55,7 @@ def test_records_to_come_keep_their_media_and_others_are_let_go():
     prompts = [PromptFeatures("p", [1], group_id=i, images=[Image.new("RGB", (8, 4))]) for i in range(6)]
     made = [Rollout(prompts[i // 3], [5], None, "", False, i, reward=float(i)) for i in range(18)]
     shown = own_choice(records_from_rollouts(made), 3, 42, 1)
-    freed = let_go_of_media(made, {record["sample_id"] for record in shown})
+    freed = release_media(made, {record["sample_id"] for record in shown})
     left = [prompt for prompt in prompts if isinstance(prompt.images[0], Image.Image)]
     assert {prompt.group_id for prompt in left} == {record["group_id"] for record in shown} and len(left) < 6
     assert freed == 4 * 8 * 4 * (6 - len(left)) and all(len(prompt.images) == 1 for prompt in prompts)

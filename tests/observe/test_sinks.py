@@ -88,7 +88,7 @@ def test_a_torn_last_row_is_dropped(tmp_path):
     CsvSink(path, ("step",)).append(3, {"a": 1.0})
     assert [row["step"] for row in read(path)] == ["1", "2", "3"]
     path.write_text("step,a,b\n1,0.5,1\n2,0.")
-    assert [row["step"] for row in CsvSink(path, ("step",)).rows()] == ["1"]
+    assert [row["step"] for row in CsvSink(path, ("step",)).records()] == ["1"]
 
 
 def test_a_step_logged_again_replaces_what_followed(tmp_path):

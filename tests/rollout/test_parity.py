@@ -121,7 +121,7 @@ def test_a_rollout_is_held_against_the_gate_as_a_whole(rig):
     check.add(ours, theirs, mask)
     check.add(ours, None, mask)
     check.settle()
-    assert check.compared and check.largest == check.figure == pytest.approx(2e-6)
+    assert check.compared and check.largest == check.difference == pytest.approx(2e-6)
     check.add(ours, theirs + 1, mask)
     with pytest.raises(RolloutError, match="up to 1"):
         check.settle()
@@ -143,7 +143,7 @@ def test_a_mean_is_that_of_all_tokens_however_they_are_cut(rig):
             part = slice(start, start + rows)
             check.add(ours[part], theirs[part], mask[part])
         check.settle()
-        assert check.figure == pytest.approx(0.4 / 32) and check.largest == pytest.approx(0.4)
+        assert check.difference == pytest.approx(0.4 / 32) and check.largest == pytest.approx(0.4)
     check.add(ours, theirs + 0.1, mask)
     with pytest.raises(RolloutError, match="what was sampled is not what would be trained"):
         check.settle()

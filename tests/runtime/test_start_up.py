@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from lightrft_visual.runtime.start_up import importing, say, seldom_collecting
+from lightrft_visual.runtime.start_up import importing, log_stage, seldom_collecting
 
 OF_A_RUN = (
     "import sys; import lightrft_visual.launch; early = {'torch', 'transformers', 'deepspeed'} & set(sys.modules);"
@@ -28,10 +28,10 @@ def test_a_vision_language_run_imports_no_diffusers_and_its_start_no_torch():
 
 def test_the_first_rank_alone_says_what_begins(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    say("loading the models")
+    log_stage("loading the models")
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("RANK", "0")
-    say("loading the models")
+    log_stage("loading the models")
     assert capsys.readouterr().out.endswith(" s] loading the models\n")
 
 

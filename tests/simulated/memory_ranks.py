@@ -18,7 +18,7 @@ from lightrft_visual.config.vl import DistributedConfig, ModelConfig
 from lightrft_visual.models.loading import load_transformer
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
-from lightrft_visual.runtime.offload import Guest
+from lightrft_visual.runtime.offload import OffloadedModule
 
 
 def allocated() -> int:
@@ -71,7 +71,7 @@ def visited() -> dict[str, int]:
     strategy = DeepspeedStrategy(DistributedConfig(zero_stage=0))
     before = allocated()
     module = strategy.prepare_inference(torch.nn.Linear(512, 512), on_host=True)
-    guest = Guest(module, module, strategy.device)
+    guest = OffloadedModule(module, module, strategy.device)
     home = allocated() - before
     with guest:
         inside = allocated() - before

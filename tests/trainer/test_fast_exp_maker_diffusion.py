@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightrft_visual.algorithms.diffusion.advantages import group_advantages
+from lightrft_visual.algorithms.diffusion.denoising_batch import samples_at, trainable_steps
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
-from lightrft_visual.algorithms.diffusion.rows import samples_at, trainable_steps
 from lightrft_visual.config.diffusion import DiffusionAlgorithmConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.diffusion_sampling import NoiseConfig, SamplingConfig
@@ -68,7 +68,7 @@ def test_the_diffusion_maker_hands_media_and_metrics_over_with_the_experience(en
     rewards = RewardComputationEngine(custom_reward_func=redness)
     maker = DiffusionExperienceMaker(engine, rewards, DiffusionAlgorithmConfig())
     batch = PromptBatch.of(PROMPTS, references=[1.0, 0.0], labels=["circles", "crosses"])
-    made = maker.make_experience(maker.score(maker.generate(engine.rows(batch), step=0)))
+    made = maker.make_experience(maker.score(maker.generate(engine.requests(batch), step=0)))
     delegated = make(maker_of(engine))
     assert made.rollouts.media.shape == (8, 3, 32, 32) and made.rollouts.counts["group_size"] == 4
     assert [each.advantages.tolist() for each in made.batches] == [each.advantages.tolist() for each in delegated]

@@ -12,7 +12,7 @@ from lightrft_visual.config.shared import GuardConfig
 from lightrft_visual.config.vl import OutputConfig, TrainConfig
 from lightrft_visual.errors import RewardError
 from lightrft_visual.observe.console import RunConsole
-from lightrft_visual.observe.guard.gains import Look
+from lightrft_visual.observe.guard.divergence import PairedScores
 from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.runtime.checkpoint.manager import resolve_resume
 from lightrft_visual.runtime.files import read_jsonl
@@ -78,7 +78,7 @@ class Walk(PolicyTrainer):
             return Evaluated(metrics)
         metrics["eval_gold"], worth = self.golds[self.step], [-0.3, -0.1, 0.1, 0.3]  # of four prompts
         columns = ([each + value for each in worth] for value in metrics.values())
-        return Evaluated(metrics, look=Look(self.step, [0, 1, 2, 3], *columns))
+        return Evaluated(metrics, paired_scores=PairedScores(self.step, [0, 1, 2, 3], *columns))
 
     def state_dict(self):
         return {}

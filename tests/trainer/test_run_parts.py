@@ -12,14 +12,14 @@ from lightrft_visual.data.bad_rows import TooManyBadRows
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import ConfigError, FolderInUse
 from lightrft_visual.runtime import collectives
-from lightrft_visual.trainer.run_parts import output_folder_held, refused_rows_listed
+from lightrft_visual.trainer.run_parts import output_folder_held, refused_data_listed
 
 
 def refused(output: Path, *prompts: str) -> list[dict]:
     """What is listed after a start with these prompts, of which too many are empty."""
     data = output.parent / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    with pytest.raises(TooManyBadRows), refused_rows_listed(str(output)):
+    with pytest.raises(TooManyBadRows), refused_data_listed(str(output)):
         PromptDataset.for_training(DataConfig(prompt_data=str(data), on_bad_row="skip"))
     return [json.loads(line) for line in (output / "bad_rows.jsonl").read_text().splitlines()]
 

@@ -15,9 +15,9 @@ from ...errors import ConfigError
 from ..aggregation import LossOutputs
 from ..policy_losses import clipped_surrogate
 from .context import LossContext, weighted_mean
+from .denoising_batch import DenoisingBatch
 from .flow_grpo import ratio_means
 from .forward_process import answered_by, noised, squared_error
-from .rows import DenoisingBatch
 
 T = torch.Tensor
 _TINY = 1e-10
@@ -52,31 +52,31 @@ class AWM:
     old_beta: float = 1.0
     guidance_scale: float = 1.0
 
-    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutputs:
+    def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """max(-A r, -A clip(r)) + KLs, summed over valid rows / denominator. ValueError without the old policy."""
         if context.old is None:
             raise ValueError("AWM needs the rollout policy's weights in the context")
-        mixed, target = noised(context, rows)
-        inputs = (mixed, rows.timesteps, rows.conditions, self.guidance_scale)
+        mixed, target = noised(context, batch)
+        inputs = (mixed, batch.timesteps, batch.conditions, self.guidance_scale)
         v_old = answered_by(context.old.swapped, context, inputs)
         v_reference = answered_by(context.policy.reference, context, inputs) if self.beta > 0 else None
         v = context.velocity(*inputs)
-        log_ratio = self._log_prob(v, target, rows) - self._log_prob(v_old, target, rows)
-        advantages = rows.advantages.clamp(-self.adv_max, self.adv_max) / self.adv_max
+        log_ratio = self._log_prob(v, target, batch) - self._log_prob(v_old, target, batch)
+        advantages = batch.advantages.clamp(-self.adv_max, self.adv_max) / self.adv_max
         losses = clipped_surrogate(log_ratio.exp(), advantages, self.clip_range, self.clip_range).values
         moved = squared_error(v, v_old)
         losses = losses + self.old_beta * moved
         raw = log_ratio.detach()
-        means = ratio_means(raw, raw, rows.valid, self.clip_range)
+        means = ratio_means(raw, raw, batch.valid, self.clip_range)
         means |= {
-            "matching_error": weighted_mean(squared_error(v.detach(), target), rows.valid),
-            "old_deviation": weighted_mean(moved.detach(), rows.valid),
+            "matching_error": weighted_mean(squared_error(v.detach(), target), batch.valid),
+            "old_deviation": weighted_mean(moved.detach(), batch.valid),
         }
         if v_reference is not None:
             kl = squared_error(v, v_reference)
             losses = losses + self.beta * kl
-            means["kl"] = weighted_mean(kl.detach(), rows.valid)
-        return LossOutputs((losses * rows.valid).sum() / denominator, means=means)
+            means["kl"] = weighted_mean(kl.detach(), batch.valid)
+        return LossOutputs((losses * batch.valid).sum() / denominator, means=means)
 
-    def _log_prob(self, v: T, target: T, rows: DenoisingBatch) -> T:
-        return matching_log_prob(squared_error(v, target), rows.sigma, self.weighting, self.power)
+    def _log_prob(self, v: T, target: T, batch: DenoisingBatch) -> T:
+        return matching_log_prob(squared_error(v, target), batch.sigma, self.weighting, self.power)

@@ -8,8 +8,8 @@ import torch
 
 from ..aggregation import LossOutputs
 from .context import LossContext, weighted_mean
+from .denoising_batch import DenoisingBatch
 from .flow_grpo import FlowGRPO, largest_drift, log_ratio
-from .rows import DenoisingBatch
 
 T = torch.Tensor
 
@@ -28,14 +28,14 @@ class DPOK(DDPO):
 
     beta: float = 0.01
 
-    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutputs:
+    def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """-A log p + beta KL, summed over valid rows / denominator."""
-        step = self.step(context, rows)
-        losses = -rows.advantages * step.log_prob
-        maxima = {"logp_diff_max": largest_drift(log_ratio(step.log_prob, rows.log_probs).detach(), rows.valid)}
+        step = self.step(context, batch)
+        losses = -batch.advantages * step.log_prob
+        maxima = {"logp_diff_max": largest_drift(log_ratio(step.log_prob, batch.log_probs).detach(), batch.valid)}
         means = {}
         if self.beta > 0:
-            kl = self.kl(context, rows, step)
+            kl = self.kl(context, batch, step)
             losses = losses + self.beta * kl
-            means["kl"] = weighted_mean(kl.detach(), rows.valid)
-        return LossOutputs((losses * rows.valid).sum() / denominator, means=means, maxima=maxima)
+            means["kl"] = weighted_mean(kl.detach(), batch.valid)
+        return LossOutputs((losses * batch.valid).sum() / denominator, means=means, maxima=maxima)

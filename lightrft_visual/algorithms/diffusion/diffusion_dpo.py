@@ -40,8 +40,8 @@ def ranked_pairs(rewards: T, group_id: T, valid: T) -> tuple[T, T]:
         half = count // 2
         matched = list(zip(ranked[:half].tolist(), ranked[count - half : count].flip(0).tolist()))
         left = [*ranked[half : count - half].tolist(), *ranked[count:].tolist()]
-        for place, (first, second) in enumerate([*matched, *zip(left[::2], left[1::2])]):
-            counts = place < half and bool(rewards[first] > rewards[second])
+        for index, (first, second) in enumerate([*matched, *zip(left[::2], left[1::2])]):
+            counts = index < half and bool(rewards[first] > rewards[second])
             signs[first], signs[second] = float(counts), -float(counts)
             pairs[first] = pairs[second] = number
             number += 1

@@ -13,8 +13,8 @@ import torch
 from ...errors import ConfigError
 from ...rollout.diffusion_steps import Step
 from .context import weighted_mean
+from .denoising_batch import DenoisingBatch
 from .flow_grpo import FlowGRPO, gaussian_kl, ratio_means
-from .rows import DenoisingBatch
 
 T = torch.Tensor
 
@@ -26,15 +26,15 @@ class FlowDPPO(FlowGRPO):
 
     threshold: float = 1e-5
 
-    def surrogate(self, raw: T, step: Step, rows: DenoisingBatch) -> tuple[T, dict[str, T]]:
+    def surrogate(self, raw: T, step: Step, batch: DenoisingBatch) -> tuple[T, dict[str, T]]:
         """See the class; ConfigError when the rollout kept no step means."""
-        if rows.rollout_means is None:
+        if batch.rollout_means is None:
             raise ConfigError("Flow-DPPO compares step means: sample with keep_means")
-        dt = rows.sigma_next - rows.sigma
-        divergence = gaussian_kl(step.mean.detach(), rows.rollout_means, step.std.detach(), dt)
-        masked = (divergence >= self.threshold) & (raw.detach() * rows.advantages > 0)
-        losses = torch.where(masked, torch.zeros_like(raw), -rows.advantages * raw.exp())
-        means = ratio_means(raw.detach(), raw.detach(), rows.valid, self.clip_range)
-        means["clip_fraction"] = weighted_mean(masked.float(), rows.valid)
-        means["kl_to_rollout"] = weighted_mean(divergence, rows.valid)
+        dt = batch.sigma_next - batch.sigma
+        divergence = gaussian_kl(step.mean.detach(), batch.rollout_means, step.std.detach(), dt)
+        masked = (divergence >= self.threshold) & (raw.detach() * batch.advantages > 0)
+        losses = torch.where(masked, torch.zeros_like(raw), -batch.advantages * raw.exp())
+        means = ratio_means(raw.detach(), raw.detach(), batch.valid, self.clip_range)
+        means["clip_fraction"] = weighted_mean(masked.float(), batch.valid)
+        means["kl_to_rollout"] = weighted_mean(divergence, batch.valid)
         return losses, means

@@ -15,7 +15,7 @@ from ...rollout.diffusion_steps import Step, sde_step
 from ..aggregation import LossOutputs
 from ..policy_losses import clipped_surrogate
 from .context import LossContext, weighted_mean
-from .rows import DenoisingBatch
+from .denoising_batch import DenoisingBatch
 
 T = torch.Tensor
 
@@ -67,60 +67,60 @@ class FlowGRPO:
     kl_form: str = "full"
     guard: bool = False
 
-    def replay(self, velocity: Callable[..., T], rows: DenoisingBatch) -> Step:
+    def replay(self, velocity: Callable[..., T], batch: DenoisingBatch) -> Step:
         """The rows' steps under the present weights: log-probs (M), mean (M, …), std (M, 1, …)."""
-        v = velocity(rows.x, rows.timesteps, rows.conditions, self.guidance_scale)
+        v = velocity(batch.x, batch.timesteps, batch.conditions, self.guidance_scale)
         return sde_step(
-            rows.x, v, rows.sigma, rows.sigma_next, self.noise_level, rule=self.rule, prev_sample=rows.x_next,
+            batch.x, v, batch.sigma, batch.sigma_next, self.noise_level, rule=self.rule, prev_sample=batch.x_next,
             reduction=self.log_prob,
         )  # fmt: skip
 
-    def step(self, context: LossContext, rows: DenoisingBatch) -> Step:
+    def step(self, context: LossContext, batch: DenoisingBatch) -> Step:
         """The rows' steps, with a graph: that of the rollout where it was kept, else of their replay."""
-        if rows.kept is None:
-            return self.replay(context.velocity, rows)
-        return Step(rows.x_next, rows.kept.log_probs, rows.kept.means, rows.kept.stds)
+        if batch.kept is None:
+            return self.replay(context.velocity, batch)
+        return Step(batch.x_next, batch.kept.log_probs, batch.kept.means, batch.kept.stds)
 
-    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutputs:
+    def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """Sum over valid rows / denominator, so that micro-batches and ranks add up to one batch."""
-        step = self.step(context, rows)
-        drift = log_ratio(step.log_prob, rows.log_probs)
+        step = self.step(context, batch)
+        drift = log_ratio(step.log_prob, batch.log_probs)
         # Other batch sizes than the rollout's round differently, in bf16 by more than a clip range of 1e-4.
         raw = step.log_prob.float() - step.log_prob.float().detach() if context.on_policy else drift
-        losses, means = self.surrogate(raw, step, rows)
+        losses, means = self.surrogate(raw, step, batch)
         if self.beta > 0:
-            kl = self.kl(context, rows, step)
+            kl = self.kl(context, batch, step)
             losses = losses + self.beta * kl
-            means["kl"] = weighted_mean(kl.detach(), rows.valid)
-        maxima = {"logp_diff_max": largest_drift(drift.detach(), rows.valid)}
-        losses = losses * self.step_weights(rows)
-        return LossOutputs((losses * rows.valid).sum() / denominator, means=means, maxima=maxima)
+            means["kl"] = weighted_mean(kl.detach(), batch.valid)
+        maxima = {"logp_diff_max": largest_drift(drift.detach(), batch.valid)}
+        losses = losses * self.step_weights(batch)
+        return LossOutputs((losses * batch.valid).sum() / denominator, means=means, maxima=maxima)
 
-    def surrogate(self, raw: T, step: Step, rows: DenoisingBatch) -> tuple[T, dict[str, T]]:
+    def surrogate(self, raw: T, step: Step, batch: DenoisingBatch) -> tuple[T, dict[str, T]]:
         """(M) losses of log ratios (M), without the KL, and their metrics: ratios clipped on the advantage's side."""
-        ratios = self.guarded(raw, step, rows) if self.guard else raw
-        losses = clipped_surrogate(ratios.exp(), rows.advantages, self.clip_range, self.clip_range).values
+        ratios = self.guarded(raw, step, batch) if self.guard else raw
+        losses = clipped_surrogate(ratios.exp(), batch.advantages, self.clip_range, self.clip_range).values
         if self.guard:
-            losses = losses / (rows.sigma - rows.sigma_next)
-        return losses, ratio_means(raw.detach(), ratios.detach(), rows.valid, self.clip_range)
+            losses = losses / (batch.sigma - batch.sigma_next)
+        return losses, ratio_means(raw.detach(), ratios.detach(), batch.valid, self.clip_range)
 
-    def step_weights(self, rows: DenoisingBatch) -> float | T:
+    def step_weights(self, batch: DenoisingBatch) -> float | T:
         """What the loss of each row (M) is multiplied by: 1, every step counts alike."""
         return 1.0
 
-    def guarded(self, raw: T, step: Step, rows: DenoisingBatch) -> T:
+    def guarded(self, raw: T, step: Step, batch: DenoisingBatch) -> T:
         """(M) log ratios as GRPO-Guard normalises them; ConfigError when the rollout kept no step means."""
-        if rows.rollout_means is None:
+        if batch.rollout_means is None:
             raise ConfigError("GRPO-Guard compares step means: sample with keep_means")
-        return guarded_log_ratio(raw, step.mean, rows.rollout_means, step.std, self.log_prob)
+        return guarded_log_ratio(raw, step.mean, batch.rollout_means, step.std, self.log_prob)
 
-    def kl(self, context: LossContext, rows: DenoisingBatch, step: Step) -> T:
+    def kl(self, context: LossContext, batch: DenoisingBatch, step: Step) -> T:
         """(M) KL of each step to the reference policy."""
         with torch.no_grad(), context.policy.reference():
-            reference = self.replay(context.velocity, rows).mean
+            reference = self.replay(context.velocity, batch).mean
         if self.rule == "cps":  # the surrogate log-prob has no standard deviation either
             return (step.mean - reference).square().flatten(1).mean(dim=1)
-        return gaussian_kl(step.mean, reference, step.std, rows.sigma_next - rows.sigma, self.kl_form)
+        return gaussian_kl(step.mean, reference, step.std, batch.sigma_next - batch.sigma, self.kl_form)
 
 
 def ratio_means(raw: T, ratios: T, valid: T, clip_range: float) -> dict[str, T]:

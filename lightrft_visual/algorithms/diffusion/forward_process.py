@@ -15,7 +15,7 @@ import torch
 from ...rollout.diffusion_steps import per_sample
 from ...runtime.seeding import derive_seed
 from .context import LossContext
-from .rows import DenoisingBatch
+from .denoising_batch import DenoisingBatch
 
 T = torch.Tensor
 
@@ -27,17 +27,17 @@ class Noised(NamedTuple):
     target: T
 
 
-def forward_noise(seed: int, rows: DenoisingBatch, shared: bool = False) -> T:
+def forward_noise(seed: int, batch: DenoisingBatch, shared: bool = False) -> T:
     """(M, …) unit normal that depends on the seed, the sample and the step only, not on rank or micro-batch.
 
     shared: samples of one group get the same noise.
     """
-    shape, draws = rows.data.shape[1:], []
-    purpose, keys = ("forward/group", rows.group_id) if shared else ("forward", rows.sample_id)
-    for key, step in zip(keys.tolist(), rows.steps.tolist()):
+    shape, draws = batch.data.shape[1:], []
+    purpose, keys = ("forward/group", batch.group_id) if shared else ("forward", batch.sample_id)
+    for key, step in zip(keys.tolist(), batch.steps.tolist()):
         generator = torch.Generator().manual_seed(derive_seed(seed, purpose, key, step))
-        draws.append(torch.randn(shape, generator=generator, dtype=rows.data.dtype))
-    return torch.stack(draws).to(rows.data.device)
+        draws.append(torch.randn(shape, generator=generator, dtype=batch.data.dtype))
+    return torch.stack(draws).to(batch.data.device)
 
 
 def add_noise(data: T, noise: T, sigma: T, prediction: str) -> Noised:
@@ -52,10 +52,10 @@ def add_noise(data: T, noise: T, sigma: T, prediction: str) -> Noised:
     return Noised((1 - when.square()).clamp_min(0).sqrt() * data + when * noise, noise)
 
 
-def noised(context: LossContext, rows: DenoisingBatch, shared: bool = False) -> Noised:
+def noised(context: LossContext, batch: DenoisingBatch, shared: bool = False) -> Noised:
     """The rows' finished samples, with noise of their own or of their group, as the context's model is asked."""
-    noise = forward_noise(context.seed, rows, shared)
-    return add_noise(rows.data, noise, rows.sigma, context.policy.prediction)
+    noise = forward_noise(context.seed, batch, shared)
+    return add_noise(batch.data, noise, batch.sigma, context.policy.prediction)
 
 
 def squared_error(predicted: T, target: T) -> T:

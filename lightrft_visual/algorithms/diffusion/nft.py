@@ -14,8 +14,8 @@ from ...errors import ConfigError
 from ...rollout.diffusion_steps import per_sample
 from ..aggregation import LossOutputs
 from .context import LossContext, weighted_mean
+from .denoising_batch import DenoisingBatch
 from .forward_process import forward_noise
-from .rows import DenoisingBatch
 
 T = torch.Tensor
 ADV_MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
@@ -80,13 +80,13 @@ class DiffusionNFT:
     kl_beta: float = 1e-4
     guidance_scale: float = 1.0
 
-    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutputs:
+    def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """Sum over valid rows / denominator. Raises ValueError without the old policy."""
         if context.old is None:
             raise ValueError("DiffusionNFT needs the old policy's weights in the context")
-        time, when = rows.sigma, per_sample(rows.sigma, rows.data)
-        mixed = (1 - when) * rows.data + when * forward_noise(context.seed, rows)
-        inputs = (mixed, rows.timesteps, rows.conditions, self.guidance_scale)
+        time, when = batch.sigma, per_sample(batch.sigma, batch.data)
+        mixed = (1 - when) * batch.data + when * forward_noise(context.seed, batch)
+        inputs = (mixed, batch.timesteps, batch.conditions, self.guidance_scale)
         with torch.no_grad(), context.old.swapped():
             v_old = context.velocity(*inputs)
         v_reference = None
@@ -94,14 +94,14 @@ class DiffusionNFT:
             with torch.no_grad(), context.policy.reference():
                 v_reference = context.velocity(*inputs)
         v = context.velocity(*inputs)
-        r = optimality(rows.advantages, self.adv_max, self.adv_mode)
-        losses = nft_loss(v, v_old, mixed, rows.data, time, r, beta=self.beta, adv_max=self.adv_max)
+        r = optimality(batch.advantages, self.adv_max, self.adv_mode)
+        losses = nft_loss(v, v_old, mixed, batch.data, time, r, beta=self.beta, adv_max=self.adv_max)
         means = {
-            "optimality": weighted_mean(r, rows.valid),
-            "old_deviation": weighted_mean((v - v_old).detach().square().flatten(1).mean(dim=1), rows.valid),
+            "optimality": weighted_mean(r, batch.valid),
+            "old_deviation": weighted_mean((v - v_old).detach().square().flatten(1).mean(dim=1), batch.valid),
         }
         if v_reference is not None:
             kl = (v - v_reference).square().flatten(1).mean(dim=1)
             losses = losses + self.kl_beta * kl
-            means["kl"] = weighted_mean(kl.detach(), rows.valid)
-        return LossOutputs((losses * rows.valid).sum() / denominator, means=means)
+            means["kl"] = weighted_mean(kl.detach(), batch.valid)
+        return LossOutputs((losses * batch.valid).sum() / denominator, means=means)

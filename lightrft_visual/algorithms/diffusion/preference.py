@@ -22,8 +22,8 @@ from ...experience.types import ExperienceDiffusion
 from ...runtime import collectives
 from ..aggregation import LossOutputs
 from .context import LossContext, weighted_mean
+from .denoising_batch import DenoisingBatch, batch_at
 from .forward_process import answered_by, noised, squared_error
-from .rows import DenoisingBatch, rows_at
 
 T = torch.Tensor
 Forward = tuple[ExperienceDiffusion, T]  # samples, and the steps (B, k) at which they go through the model
@@ -41,56 +41,56 @@ class GroupPreference:
     kl_beta: float = 0.0
     guidance_scale: float = 1.0
 
-    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutputs:
+    def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """Every row's share of its group's loss, summed over valid rows / denominator.
 
         rows.coupling (M): the sum of A Delta over the row's group; None where the rows hold whole groups.
         """
-        mixed, target = noised(context, rows, shared=True)
-        inputs = (mixed, rows.timesteps, rows.conditions, self.guidance_scale)
-        whole = rows.coupling is None
+        mixed, target = noised(context, batch, shared=True)
+        inputs = (mixed, batch.timesteps, batch.conditions, self.guidance_scale)
+        whole = batch.coupling is None
         base = answered_by(context.policy.reference, context, inputs) if self._needs_base(whole) else None
         other = answered_by(context.old.swapped, context, inputs) if whole and self.reference == "old" else base
         v = context.velocity(*inputs)
         error = squared_error(v, target)
-        sums = sums_of_groups(self._terms(error.detach(), other, target, rows), rows) if whole else rows.coupling
+        sums = sums_of_groups(self._terms(error.detach(), other, target, batch), batch) if whole else batch.coupling
         exponent = self.beta / self.group_size * sums
         value = -logsigmoid(-exponent)
-        pull = exponent.sigmoid() * self.beta * rows.advantages
+        pull = exponent.sigmoid() * self.beta * batch.advantages
         losses = self.scale * (value + pull * (error - error.detach()))
         means = {
-            "preference_loss": weighted_mean(value, rows.valid),
-            "preference_accuracy": weighted_mean((exponent < 0).float(), rows.valid),
-            "matching_error": weighted_mean(error.detach(), rows.valid),
+            "preference_loss": weighted_mean(value, batch.valid),
+            "preference_accuracy": weighted_mean((exponent < 0).float(), batch.valid),
+            "matching_error": weighted_mean(error.detach(), batch.valid),
         }
         if self.kl_beta > 0:
             kl = squared_error(v, base)
             losses = losses + self.kl_beta * kl
-            means["kl"] = weighted_mean(kl.detach(), rows.valid)
-        return LossOutputs((losses * rows.valid).sum() / denominator, means=means)
+            means["kl"] = weighted_mean(kl.detach(), batch.valid)
+        return LossOutputs((losses * batch.valid).sum() / denominator, means=means)
 
     @torch.no_grad()
-    def terms(self, context: LossContext, rows: DenoisingBatch) -> T:
+    def terms(self, context: LossContext, batch: DenoisingBatch) -> T:
         """(M) A Delta of each row, 0 of an invalid one: what its group's sum is made of."""
-        mixed, target = noised(context, rows, shared=True)
-        inputs = (mixed, rows.timesteps, rows.conditions, self.guidance_scale)
+        mixed, target = noised(context, batch, shared=True)
+        inputs = (mixed, batch.timesteps, batch.conditions, self.guidance_scale)
         weights = context.old.swapped if self.reference == "old" else context.policy.reference
         other = answered_by(weights, context, inputs)
-        return self._terms(squared_error(context.velocity(*inputs), target), other, target, rows)
+        return self._terms(squared_error(context.velocity(*inputs), target), other, target, batch)
 
     def _needs_base(self, whole: bool) -> bool:
         return self.kl_beta > 0 or (whole and self.reference == "base")
 
-    def _terms(self, error: T, other: T, target: T, rows: DenoisingBatch) -> T:
-        return rows.advantages * (error - squared_error(other, target)) * rows.valid
+    def _terms(self, error: T, other: T, target: T, batch: DenoisingBatch) -> T:
+        return batch.advantages * (error - squared_error(other, target)) * batch.valid
 
 
-def sums_of_groups(terms: T, rows: DenoisingBatch) -> T:
+def sums_of_groups(terms: T, batch: DenoisingBatch) -> T:
     """(M): for every row the sum of the terms (M) of its group at its step."""
-    keys = torch.stack([rows.group_id, rows.steps.to(rows.group_id.device)], dim=1)
-    _, places = torch.unique(keys, dim=0, return_inverse=True)
-    places = places.to(terms.device)
-    return terms.new_zeros(int(places.max()) + 1).index_add_(0, places, terms)[places]
+    keys = torch.stack([batch.group_id, batch.steps.to(batch.group_id.device)], dim=1)
+    _, indices = torch.unique(keys, dim=0, return_inverse=True)
+    indices = indices.to(terms.device)
+    return terms.new_zeros(int(indices.max()) + 1).index_add_(0, indices, terms)[indices]
 
 
 def couplings(loss: GroupPreference, context: LossContext, forwards: Sequence[Forward]) -> list[T | None]:
@@ -102,7 +102,7 @@ def couplings(loss: GroupPreference, context: LossContext, forwards: Sequence[Fo
     """
     if groups_are_whole(forwards):
         return [None] * len(forwards)
-    parts = [rows_at(*forward) for forward in forwards]
+    parts = [batch_at(*forward) for forward in forwards]
     sums: dict[tuple[int, int], float] = defaultdict(float)
     found: list[tuple[tuple[int, int], float]] = []
     for part in parts:
@@ -120,5 +120,5 @@ def groups_are_whole(forwards: Sequence[Forward]) -> bool:
     return not collectives.all_reduce_max(torch.tensor(float(cut))).item()
 
 
-def _keys(rows: DenoisingBatch) -> list[tuple[int, int]]:
-    return list(zip(rows.group_id.tolist(), rows.steps.tolist()))
+def _keys(batch: DenoisingBatch) -> list[tuple[int, int]]:
+    return list(zip(batch.group_id.tolist(), batch.steps.tolist()))

@@ -12,8 +12,8 @@ import torch
 
 from ..aggregation import LossOutputs
 from .context import LossContext, weighted_mean
+from .denoising_batch import DenoisingBatch
 from .forward_process import answered_by, noised, squared_error
-from .rows import DenoisingBatch
 
 T = torch.Tensor
 
@@ -26,20 +26,20 @@ class RewardWeighted:
     beta: float = 0.0
     guidance_scale: float = 1.0
 
-    def loss(self, context: LossContext, rows: DenoisingBatch, denominator: float | T) -> LossOutputs:
+    def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """Sum over valid rows / denominator."""
-        mixed, target = noised(context, rows)
-        inputs = (mixed, rows.timesteps, rows.conditions, self.guidance_scale)
+        mixed, target = noised(context, batch)
+        inputs = (mixed, batch.timesteps, batch.conditions, self.guidance_scale)
         reference = answered_by(context.policy.reference, context, inputs) if self.beta > 0 else None
         v = context.velocity(*inputs)
-        error, weights = squared_error(v, target), (rows.advantages / self.temperature).exp()
+        error, weights = squared_error(v, target), (batch.advantages / self.temperature).exp()
         losses = weights * error
         means = {
-            "matching_error": weighted_mean(error.detach(), rows.valid),
-            "sample_weight": weighted_mean(weights, rows.valid),
+            "matching_error": weighted_mean(error.detach(), batch.valid),
+            "sample_weight": weighted_mean(weights, batch.valid),
         }
         if reference is not None:
             kl = squared_error(v, reference)
             losses = losses + self.beta * kl
-            means["kl"] = weighted_mean(kl.detach(), rows.valid)
-        return LossOutputs((losses * rows.valid).sum() / denominator, means=means)
+            means["kl"] = weighted_mean(kl.detach(), batch.valid)
+        return LossOutputs((losses * batch.valid).sum() / denominator, means=means)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ...rollout.diffusion_steps import flow_grpo_diffusion
+from .denoising_batch import DenoisingBatch
 from .flow_grpo import FlowGRPO
-from .rows import DenoisingBatch
 
 T = torch.Tensor
 
@@ -32,6 +32,6 @@ class TempFlowGRPO(FlowGRPO):
     """Flow-GRPO's loss, each step weighted by its noise; the branching is in the rollout: a window of one step and
     `same_latent`."""
 
-    def step_weights(self, rows: DenoisingBatch) -> T:
+    def step_weights(self, batch: DenoisingBatch) -> T:
         """See `noise_weights`."""
-        return noise_weights(rows.schedule, rows.steps, self.noise_level)
+        return noise_weights(batch.schedule, batch.steps, self.noise_level)

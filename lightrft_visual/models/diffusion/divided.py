@@ -17,7 +17,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from ...errors import ConfigError
 from ...runtime import collectives
-from ...runtime.dividing import Divide
+from ...runtime.zero3_loading import Divide
 
 T = torch.Tensor
 

@@ -29,8 +29,8 @@ from ...config.diffusion import PARTS, DiffusionModelConfig
 from ...errors import ConfigError
 from ...experience.conditions import NEGATIVE, Conditions, joined, separate
 from ...runtime import collectives
-from ...runtime.dividing import Divide
 from ...runtime.offload import on_device
+from ...runtime.zero3_loading import Divide
 from ..lora import lora_config
 from ..weight_copies import WeightCopy, gathered
 from .decoding import checkpoint_decoder, in_parts
@@ -142,7 +142,7 @@ class DiffusionPolicy(nn.Module):
         """What unit noise is multiplied by to be the latents at the first sigma."""
         return self.family.starting_scale(sigma)
 
-    def place(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """Put the denoisers on the device. Text encoders and VAE, which may be larger, come there for their turns."""
         self.denoisers.to(device)
 
@@ -216,8 +216,8 @@ class DiffusionPolicy(nn.Module):
                 key: self._encoded.get(key, partial(self.family.encode_first_frames, [image], height, width, frames))
                 for key, image in different.items()
             }
-        rows = [encoded[_digest(image), height, width, frames] for image in images]
-        return {name: torch.cat([row[name] for row in rows]).to(self.device) for name in rows[0]}
+        samples = [encoded[_digest(image), height, width, frames] for image in images]
+        return {name: torch.cat([sample[name] for sample in samples]).to(self.device) for name in samples[0]}
 
     @torch.no_grad()
     def encode_edits(

@@ -73,31 +73,31 @@ class Actor(nn.Module):
     def forward(self, inputs: ModelInputs, rule: ScoringRule, with_entropy: bool = True) -> ActorOutput:
         """Log-probs and entropy of every action. Raises DataError when images and placeholders do not match."""
         mask = inputs.action_mask
-        rows = inputs.action_rows()[mask]
-        targets = inputs.sequences.flatten()[rows + 1]
+        indices = inputs.action_indices()[mask]
+        targets = inputs.sequences.flatten()[indices + 1]
         columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)[mask]
         if self.drawing is None:
-            hidden = self.backbone.hidden_at(inputs, rows)
+            hidden = self.backbone.hidden_at(inputs, indices)
             scores = self._score(hidden.values, targets[hidden.own], columns[hidden.own], rule, with_entropy)
             log_probs, entropy = (None if each is None else hidden.joined(each) for each in scores)
         else:
-            log_probs, entropy = self._score_either(inputs, rows, targets, columns, rule, with_entropy)
+            log_probs, entropy = self._score_either(inputs, indices, targets, columns, rule, with_entropy)
         return ActorOutput(_scatter(log_probs, mask), _scatter(entropy, mask) if with_entropy else None)
 
     def _score_either(
-        self, inputs: ModelInputs, rows: T, targets: T, columns: T, rule: ScoringRule, with_entropy: bool
+        self, inputs: ModelInputs, indices: T, targets: T, columns: T, rule: ScoringRule, with_entropy: bool
     ) -> tuple[T, T | None]:
         """The same where actions may be tokens of images. Both heads run, on no rows where there are none: ranks of one
         process group stay in step."""
-        drawn, count = targets >= self.drawing.first, len(rows)
+        drawn, count = targets >= self.drawing.first, len(indices)
         samples = self.drawing.drawn_samples(inputs)
         in_image = samples.unsqueeze(1).expand_as(inputs.action_mask)[inputs.action_mask]
         text = ~drawn
         guided = rule.guidance_scale != 1 and bool(samples.any())
         if guided:
-            inputs, places = self.drawing.with_halves(inputs, samples)
-            rows = torch.cat([rows, places[inputs.action_mask[len(samples) :]]])
-        hidden = self.backbone.hidden_at(inputs, rows).values
+            inputs, further = self.drawing.with_halves(inputs, samples)
+            indices = torch.cat([indices, further[inputs.action_mask[len(samples) :]]])
+        hidden = self.backbone.hidden_at(inputs, indices).values
         words = self._score(hidden[:count][text], targets[text], columns[text], rule, with_entropy)
         unguided = hidden[count:][drawn[in_image]] if guided else None
         features = self.drawing.guided(hidden[:count][drawn], unguided, rule.guidance_scale)

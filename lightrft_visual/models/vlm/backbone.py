@@ -19,8 +19,8 @@ from ...runtime import collectives
 from ...runtime.sequence import SequenceGroup
 from ..attention import Segments, attend_by_segments
 from .families import family_of
-from .sequence import SlicedRow
-from .shared_prefix import SharedRow
+from .sequence import SlicedSequence
+from .shared_prefix import SharedSequence
 
 T = torch.Tensor
 
@@ -64,7 +64,7 @@ class Backbone:
                     f"{name} is not proven for {self.family.unproven or f'model type {self.config.model_type!r}'} "
                     f"with attention {self.config._attn_implementation}: leave it out"
                 )
-        self.slices = None if sequence is None else SlicedRow(sequence, self.base, self.family.towers)
+        self.slices = None if sequence is None else SlicedSequence(sequence, self.base, self.family.towers)
 
     def hidden_states(self, inputs: ModelInputs) -> T:
         """(rows * S, H): last hidden states. Raises DataError when images and placeholders do not match."""
@@ -73,16 +73,16 @@ class Backbone:
         positions, types = self._positions(inputs)
         return self._forward(inputs, positions, types, use_cache=False).flatten(0, 1)
 
-    def hidden_at(self, inputs: ModelInputs, places: T) -> HiddenStates:
+    def hidden_at(self, inputs: ModelInputs, indices: T) -> HiddenStates:
         """Last hidden states of some tokens (N), numbered over the flattened (rows * S) sequences.
 
         Where `share_prefix` is on, the prompt of a group is computed once. With ranks that hold a batch together each
         has those of its slice alone; all of them call it with the same batch. Raises as `hidden_states`.
         """
-        shared = SharedRow.of(inputs) if self.share_prefix else None
+        shared = SharedSequence.of(inputs) if self.share_prefix else None
         if shared is None and self.sequence is None:
-            return HiddenStates(self.hidden_states(inputs)[places])
-        shared = shared or SharedRow.alone(inputs)
+            return HiddenStates(self.hidden_states(inputs)[indices])
+        shared = shared or SharedSequence.alone(inputs)
         positions, types = self._positions(inputs)
         with self.slices or nullcontext():
             hidden = self._forward(
@@ -92,12 +92,12 @@ class Backbone:
                 shared.segments(self.sequence),
                 use_cache=False,
             )
-        tokens, hidden = shared.places[places], hidden.squeeze(0)
+        tokens, hidden = shared.indices[indices], hidden.squeeze(0)
         if self.sequence is None:
             return HiddenStates(hidden[tokens])
-        first = self.sequence.place * len(hidden)
+        first = self.sequence.index * len(hidden)
         own = ((tokens >= first) & (tokens < first + len(hidden))).nonzero().squeeze(1)
-        return HiddenStates(hidden[tokens[own] - first], own, len(places), self.sequence)
+        return HiddenStates(hidden[tokens[own] - first], own, len(indices), self.sequence)
 
     def prefill(self, inputs: ModelInputs, cache: Cache) -> tuple[T, T]:
         """Run left-padded prompts (B, S) into `cache`: (last hidden states (B, H), positions of the next token).
@@ -168,7 +168,7 @@ class Backbone:
         if not kinds:
             return []
         tensors = [self.family.media[kind] for kind in kinds]
-        present = torch.tensor([inputs.vision.has_rows(name) for name in tensors]).float()
+        present = torch.tensor([inputs.vision.has_any(name) for name in tensors]).float()
         wanted = present
         if is_zero_param(next(self.base.parameters())):
             wanted = collectives.all_reduce_max(present)

@@ -31,7 +31,7 @@ class Critic(nn.Module):
 
     def forward(self, inputs: ModelInputs) -> T:
         """(B, A) float32 values, 0 where the action mask is false."""
-        hidden = self.backbone.hidden_at(inputs, inputs.action_rows().flatten())
+        hidden = self.backbone.hidden_at(inputs, inputs.action_indices().flatten())
         values = self.value_head(hidden.values.to(self.value_head.weight.dtype)).squeeze(-1).float()
         values = hidden.joined(values).view(inputs.action_mask.shape)
         return values.masked_fill(~inputs.action_mask, 0.0)

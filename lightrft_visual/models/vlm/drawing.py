@@ -67,7 +67,7 @@ class Drawing:
     def drawn_samples(self, inputs: ModelInputs) -> T:
         """(B) bool: the samples whose response is an image."""
         ids = inputs.sequences.flatten()
-        actions = (inputs.action_rows() + 1).clamp(max=len(ids) - 1)  # rows of masked columns may be beyond the end
+        actions = (inputs.action_indices() + 1).clamp(max=len(ids) - 1)  # rows of masked columns may be beyond the end
         return ((ids[actions] >= self.first) & inputs.action_mask).any(dim=1)
 
     def with_halves(self, inputs: ModelInputs, drawn: T) -> tuple[ModelInputs, T]:
@@ -80,7 +80,7 @@ class Drawing:
             vision = VisionTensors([*vision.samples, *({} for _ in index)])
         ids = {name: _extended(getattr(inputs, name), index) for name in ("sample_ids", "group_ids")}
         longer = replace(halves, action_mask=_extended(inputs.action_mask, index), vision=vision, **ids)
-        return longer, longer.action_rows()[len(drawn) :]
+        return longer, longer.action_indices()[len(drawn) :]
 
     def _padded(self, inputs: ModelInputs, index: list[int]) -> ModelInputs:
         prompt = inputs.sequences.shape[1] - inputs.action_mask.shape[1]
@@ -91,18 +91,18 @@ class Drawing:
 
     def _packed(self, inputs: ModelInputs, index: list[int]) -> ModelInputs:
         lengths, actions = inputs.packed_seq_lens, inputs.num_actions
-        parts, rows, last = [inputs.sequences], [inputs.attention_mask], inputs.attention_mask[0, -1]
+        parts, masks, last = [inputs.sequences], [inputs.attention_mask], inputs.attention_mask[0, -1]
         samples = inputs.sequences.split(lengths, dim=1)
-        for number, place in enumerate(index, start=1):
-            prompt = lengths[place] - actions[place]
-            parts += [self.without_prompt(samples[place][:, :prompt]), samples[place][:, prompt:]]
-            rows.append(torch.full_like(samples[place], last + number, dtype=inputs.attention_mask.dtype))
+        for number, position in enumerate(index, start=1):
+            prompt = lengths[position] - actions[position]
+            parts += [self.without_prompt(samples[position][:, :prompt]), samples[position][:, prompt:]]
+            masks.append(torch.full_like(samples[position], last + number, dtype=inputs.attention_mask.dtype))
         return replace(
             inputs,
             sequences=torch.cat(parts, dim=1),
-            attention_mask=torch.cat(rows, dim=1),
-            packed_seq_lens=[*lengths, *(lengths[place] for place in index)],
-            num_actions=[*actions, *(actions[place] for place in index)],
+            attention_mask=torch.cat(masks, dim=1),
+            packed_seq_lens=[*lengths, *(lengths[position] for position in index)],
+            num_actions=[*actions, *(actions[position] for position in index)],
         )
 
 

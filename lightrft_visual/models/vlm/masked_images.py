@@ -65,15 +65,15 @@ def beside_hidden(inputs: ModelInputs, share: float, seed: int) -> ModelInputs:
     groups = [0] * count if inputs.group_ids is None else inputs.group_ids.tolist()
     seeds = [derive_seed(seed, "hidden", group) for group in groups[: len(vision.samples)]]
     both = VisionTensors.gather([vision, hide_patches(vision, share, seeds)])
-    rows = 1 if inputs.is_packed else 0
+    axis = 1 if inputs.is_packed else 0
 
     def twice(value):
         return value if value is None else value + value if isinstance(value, list) else torch.cat([value, value])
 
     return replace(
         inputs,
-        sequences=torch.cat([inputs.sequences] * 2, dim=rows),
-        attention_mask=torch.cat([inputs.attention_mask] * 2, dim=rows),
+        sequences=torch.cat([inputs.sequences] * 2, dim=axis),
+        attention_mask=torch.cat([inputs.attention_mask] * 2, dim=axis),
         action_mask=twice(inputs.action_mask),
         packed_seq_lens=twice(inputs.packed_seq_lens),
         num_actions=twice(inputs.num_actions),

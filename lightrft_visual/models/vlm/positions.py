@@ -63,7 +63,7 @@ class MRopePositions:
             video_grid_thw=video_grids,
             **timing,
         )
-        positions = in_a_row(positions[:, 0], types)
+        positions = consecutive(positions[:, 0], types)
         return positions[:, :-1], int(positions[0, -1])
 
 
@@ -93,7 +93,7 @@ class GridCursor:
             raise DataError(f"{len(self.tokens) - self.next} {self.kind}(s) of the batch have no placeholder tokens")
 
 
-def in_a_row(positions: T, types: T) -> T:
+def consecutive(positions: T, types: T) -> T:
     """Positions (3, L) with each run of one token type (L) moved to start one above the largest before it."""
     ends = [*(types.diff().nonzero().flatten() + 1).tolist(), len(types)]
     moved, start, following = [], 0, 0

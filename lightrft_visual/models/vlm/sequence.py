@@ -23,7 +23,7 @@ _BY_TOKEN = {"input_ids": -1, "inputs_embeds": 1, "position_ids": -1, "visual_po
 _WHOLE = ("attention_mask", "deepstack_visual_embeds")
 
 
-class SlicedRow:
+class SlicedSequence:
     """Hooks on the text layers and the vision tower of a base model; they act inside a `with`, and only there.
 
     Raises ConfigError where the attention heads do not divide over the group.
@@ -52,8 +52,8 @@ class SlicedRow:
     def _cut(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         if not self.active:
             return None
-        row = kwargs.get("inputs_embeds") if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]
-        length = row.shape[1]
+        tokens = kwargs.get("inputs_embeds") if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]
+        length = tokens.shape[1]
         own, cut = self.group.slice_of(length), dict(kwargs)
         for name, value in kwargs.items():
             if name in _BY_TOKEN and isinstance(value, T):
@@ -71,17 +71,17 @@ class SlicedRow:
 class _MediaOverRanks:
     """Each member runs the tower on some of the images or videos, and gets the features of all of them."""
 
-    def __init__(self, row: SlicedRow):
-        self.row, self.plan = row, None
+    def __init__(self, sliced: SlicedSequence):
+        self.sliced, self.plan = sliced, None
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         self.plan = None
         grids = kwargs.get("grid_thw")
         pixels = args[0] if args else kwargs.get("pixel_values")
-        if not self.row.active or pixels is None or (args and grids is None):
+        if not self.sliced.active or pixels is None or (args and grids is None):
             return None
         patches = [1] * len(pixels) if grids is None else grids.prod(dim=1).tolist()
-        self.plan = _Shares(patches, self.row.group)
+        self.plan = _Shares(patches, self.sliced.group)
         # A member without a share runs the first one for nothing: all members run the same modules.
         mine = self.plan.own or [0]
         blocks = pixels.split(patches)
@@ -115,15 +115,15 @@ class _Shares:
             load, member = loads[0]
             self.shares[member].append(index)
             heapq.heapreplace(loads, (load + patches[index], member))
-        self.own = self.shares[group.place]
+        self.own = self.shares[group.index]
 
     def whole(self, features: T) -> T:
         """Features (rows of the own media, H), one row a patch or one a merged group, to those of all media."""
         run = self.own or [0]
         merge = sum(self.patches[index] for index in run) // len(features)
-        rows = [count // merge for count in self.patches]
-        sizes = [sum(rows[index] for index in share) for share in self.shares]
-        joined = self.group.shared(features[: sizes[self.group.place]], sizes)
+        merged = [count // merge for count in self.patches]
+        sizes = [sum(merged[index] for index in share) for share in self.shares]
+        joined = self.group.shared(features[: sizes[self.group.index]], sizes)
         order = [index for share in self.shares for index in share]
-        blocks = dict(zip(order, joined.split([rows[index] for index in order])))
-        return torch.cat([blocks[index] for index in range(len(rows))])
+        blocks = dict(zip(order, joined.split([merged[index] for index in order])))
+        return torch.cat([blocks[index] for index in range(len(merged))])

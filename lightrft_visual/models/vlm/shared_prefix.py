@@ -31,23 +31,23 @@ class _Sample:
 
 
 @dataclass
-class SharedRow:
+class SharedSequence:
     """One row for the samples of a batch, in which the prompt of a group stands once.
 
-    columns: (tokens of the row) long, the place of each of them in the flattened (rows * S) inputs. places: (rows * S)
+    columns: (tokens of the row) long, the place of each of them in the flattened (rows * S) inputs. indices: (rows * S)
     long, the inverse: where in the row the hidden state of each token is (0 for padding). lengths, continues: as in
     `Segments`. vision: of each different prompt. saved: tokens of the samples that the row does without.
     """
 
     columns: T
-    places: T
+    indices: T
     lengths: list[int]
     continues: list[int | None]
     vision: VisionTensors
     saved: int
 
     @classmethod
-    def of(cls, inputs: ModelInputs) -> SharedRow | None:
+    def of(cls, inputs: ModelInputs) -> SharedSequence | None:
         """The row of a batch; None where no two samples share a prompt, or nobody says so.
 
         Samples share one when they have the same group id, the same prompt tokens and the same media.
@@ -67,7 +67,7 @@ class SharedRow:
         columns, device = torch.cat(plan.columns), inputs.sequences.device
         return cls(
             columns=columns.to(device),
-            places=plan.places.to(device),
+            indices=plan.indices.to(device),
             lengths=plan.lengths,
             continues=plan.continues,
             vision=VisionTensors([vision[members[0]] for members in groups]),
@@ -75,22 +75,22 @@ class SharedRow:
         )
 
     @classmethod
-    def alone(cls, inputs: ModelInputs) -> SharedRow:
+    def alone(cls, inputs: ModelInputs) -> SharedSequence:
         """The row of a batch in which nothing is shared: each sample's own tokens, without padding."""
         mask, offset, columns, lengths = inputs.attention_mask.cpu().flatten() != 0, 0, [], []
         for width in inputs.sample_lengths:
             columns.append(offset + mask[offset : offset + width].nonzero().flatten())
             lengths.append(len(columns[-1]))
             offset += width
-        row, device = torch.cat(columns), inputs.sequences.device
-        places = torch.zeros(len(mask), dtype=torch.long)
-        places[row] = torch.arange(len(row))
-        return cls(row.to(device), places.to(device), lengths, [None] * len(lengths), inputs.vision, 0)
+        tokens, device = torch.cat(columns), inputs.sequences.device
+        indices = torch.zeros(len(mask), dtype=torch.long)
+        indices[tokens] = torch.arange(len(tokens))
+        return cls(tokens.to(device), indices.to(device), lengths, [None] * len(lengths), inputs.vision, 0)
 
     def inputs(self, inputs: ModelInputs) -> ModelInputs:
         """What the model reads: the row in place of the samples."""
-        row = self.select(inputs.sequences)
-        return ModelInputs(row, torch.ones_like(row), inputs.action_mask, list(self.lengths), vision=self.vision)
+        tokens = self.select(inputs.sequences)
+        return ModelInputs(tokens, torch.ones_like(tokens), inputs.action_mask, list(self.lengths), vision=self.vision)
 
     def select(self, values: T) -> T:
         """Values (..., rows, S) of each token of the inputs to (..., 1, tokens of the row)."""
@@ -112,7 +112,7 @@ class _Plan:
     filled: int = 0
 
     def __post_init__(self) -> None:
-        self.places = torch.zeros(self.size, dtype=torch.long)
+        self.indices = torch.zeros(self.size, dtype=torch.long)
 
     def add(self, samples: list[_Sample]) -> None:
         """One group: its prompt, then its completions."""
@@ -120,13 +120,13 @@ class _Plan:
         begins = self.filled
         self._part(first.start, first.middle, None)
         for each in samples:
-            self.places[each.start : each.middle] = torch.arange(begins, begins + each.middle - each.start)
+            self.indices[each.start : each.middle] = torch.arange(begins, begins + each.middle - each.start)
             if each.stop > each.middle:
                 self._part(each.middle, each.stop, prompt)
 
     def _part(self, start: int, stop: int, continues: int | None) -> None:
         count = stop - start
-        self.places[start:stop] = torch.arange(self.filled, self.filled + count)
+        self.indices[start:stop] = torch.arange(self.filled, self.filled + count)
         self.columns.append(torch.arange(start, stop))
         self.lengths.append(count)
         self.continues.append(continues)

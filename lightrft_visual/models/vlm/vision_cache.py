@@ -25,9 +25,9 @@ def share_repeated_media(vision_tower: nn.Module) -> None:
     vision_tower.register_forward_hook(sharing.after)
 
 
-def share_repeated_rows(vision_tower: nn.Module) -> None:
+def share_repeated_images(vision_tower: nn.Module) -> None:
     """The same for a tower that takes `pixel_values` (images or tiles, C, H, W) alone: one row in, one row out."""
-    sharing = _SharingRows()
+    sharing = _SharingImages()
     vision_tower.register_forward_pre_hook(sharing.before, with_kwargs=True)
     vision_tower.register_forward_hook(sharing.after)
 
@@ -91,7 +91,7 @@ class _Sharing:
         return output
 
 
-class _SharingRows(_Sharing):
+class _SharingImages(_Sharing):
     """The hooks of a tower whose input is one row for each image or tile."""
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -117,6 +117,6 @@ class _Plan:
         """Features (rows of the kept media, H), one row a patch or one a merged group, for all media."""
         total = sum(self.patches[index] for index in self.kept)
         merge = total // len(features)
-        place = {index: number for number, index in enumerate(self.kept)}
+        position = {index: number for number, index in enumerate(self.kept)}
         blocks = features.split([self.patches[index] // merge for index in self.kept])
-        return torch.cat([blocks[place[index]] for index in self.first])
+        return torch.cat([blocks[position[index]] for index in self.first])

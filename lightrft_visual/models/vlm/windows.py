@@ -93,8 +93,8 @@ def _attend(
     query: T, key: T, value: T, parts: int, length: int, tokens: T | None, scale: float | None, dropout: float
 ) -> T:
     """(parts * length, heads, D): the attention of parts of one length, each over itself."""
-    rows = (each.squeeze(0) if tokens is None else each.squeeze(0)[:, tokens] for each in (query, key, value))
-    q, k, v = (each.unflatten(1, (parts, length)).transpose(0, 1) for each in rows)
+    flattened = (each.squeeze(0) if tokens is None else each.squeeze(0)[:, tokens] for each in (query, key, value))
+    q, k, v = (each.unflatten(1, (parts, length)).transpose(0, 1) for each in flattened)
     made = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
     return made.transpose(1, 2).flatten(0, 1)
 

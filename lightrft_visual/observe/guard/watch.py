@@ -12,7 +12,7 @@ from typing import Any
 
 from ...config.shared import GuardConfig
 from .bands import Band, Bounds, Parting
-from .gains import Gains, Look
+from .divergence import DivergenceTest, PairedScores
 
 # What is watched in each step, where a run has it.
 STEP_BANDS: dict[str, Bounds] = {
@@ -64,7 +64,7 @@ class Guard:
         self.penalties: Collection[str] = ()
         self.bands: dict[str, Band] = {}
         self.partings: dict[str, Parting] = {}
-        self.gains = {"gold": Gains(paired=False, base=learn_steps), "eval_gold": Gains(paired=True)}
+        self.tests = {"gold": DivergenceTest(paired=False, base=learn_steps), "eval_gold": DivergenceTest(paired=True)}
         self.raised: set[str] = set()  # signals that are outside and have been told
         self.best: tuple[float, int] | None = None
         self.base_diversity = math.nan
@@ -72,7 +72,7 @@ class Guard:
 
     # -- what is read --------------------------------------------------------------------------------------------
 
-    def after_step(self, step: int, metrics: Mapping[str, float], look: Look | None = None) -> list[Alarm]:
+    def after_step(self, step: int, metrics: Mapping[str, float], scores: PairedScores | None = None) -> list[Alarm]:
         """The alarms of a training step's metrics, and of reward and gold of its groups where gold scored them. A value
         that is missing or not finite is not looked at."""
         if not self.config.watch:
@@ -81,24 +81,26 @@ class Guard:
         reward, alarms = _finite(metrics, "reward_mean"), []
         if reward is not None:
             alarms += self._component_partings(step, reward, metrics)
-            alarms += self._compared(step, "gold", look)
+            alarms += self._compared(step, "gold", scores)
             risen = self._reward_risen(step, reward)
-            if any(each.compares for each in self.gains.values()):
-                risen = any(each.risen() for each in self.gains.values())
+            if any(each.compares for each in self.tests.values()):
+                risen = any(each.risen() for each in self.tests.values())
             for name, bounds in STEP_BANDS.items():
                 value = _finite(metrics, name)
                 if value is not None:
-                    self._look(step, name, value, bounds, risen, alarms)
+                    self._check_band(step, name, value, bounds, risen, alarms)
         return alarms
 
-    def after_evaluation(self, step: int, metrics: Mapping[str, float], look: Look | None = None) -> list[Alarm]:
+    def after_evaluation(
+        self, step: int, metrics: Mapping[str, float], scores: PairedScores | None = None
+    ) -> list[Alarm]:
         """The alarms of an evaluation, and of reward and gold of its prompts; `best` follows `eval_gold`."""
         gold = _finite(metrics, "eval_gold")
         if gold is not None and (self.best is None or gold > self.best[0]):
             self.best = (gold, step)
         if not self.config.watch:
             return []
-        alarms = self._compared(step, "eval_gold", look)
+        alarms = self._compared(step, "eval_gold", scores)
         own, drift = _finite(metrics, "eval_image_diversity"), _finite(metrics, "eval_drift")
         if own is not None and math.isnan(self.base_diversity):
             self.base_diversity = own
@@ -118,24 +120,24 @@ class Guard:
         weights = {name: value for name, value in metrics.items() if name.startswith(WEIGHT)}
         if self.weights is not None and weights != self.weights:
             self.partings.clear()
-            for each in self.gains.values():
+            for each in self.tests.values():
                 each.forget()
         self.weights = weights
 
     # -- signals -------------------------------------------------------------------------------------------------
 
-    def _compared(self, step: int, name: str, look: Look | None) -> list[Alarm]:
+    def _compared(self, step: int, name: str, scores: PairedScores | None) -> list[Alarm]:
         """Gold of evaluations or of steps that parted from the reward."""
         alarms: list[Alarm] = []
-        parted = None if look is None else self.gains[name].see(look)
-        if parted is not None:
-            (old_reward, reward), (old_gold, gold) = parted.reward, parted.gold
+        divergence = None if scores is None else self.tests[name].see(scores)
+        if divergence is not None:
+            (old_reward, reward), (old_gold, gold) = divergence.reward, divergence.gold
             text = (
-                f"{name} went from {old_gold:.3g} (step {parted.start}) to {gold:.3g}, the reward from "
+                f"{name} went from {old_gold:.3g} (step {divergence.start}) to {gold:.3g}, the reward from "
                 f"{old_reward:.3g} to {reward:.3g}"
             )
-            self._raise(step, name, gold, (old_gold, math.inf), True, alarms, parted.since, text)
-        elif look is not None:
+            self._raise(step, name, gold, (old_gold, math.inf), True, alarms, divergence.since, text)
+        elif scores is not None:
             self.raised.discard(name)
         return alarms
 
@@ -169,7 +171,7 @@ class Guard:
         limits = (parting.best_gold, math.inf)
         self._raise(step, name, parting.gold, limits, apart >= self.config.patience, alarms, parting.best_step, text)
 
-    def _look(self, step: int, name: str, value: float, bounds: Bounds, risen: bool, alarms: list[Alarm]) -> None:
+    def _check_band(self, step: int, name: str, value: float, bounds: Bounds, risen: bool, alarms: list[Alarm]) -> None:
         band = self.bands.setdefault(name, Band(bounds, self.learn_steps, BAND_WIDTH))
         outside = band.see(value)
         limits = band.limits()
@@ -204,7 +206,7 @@ class Guard:
         return {
             "bands": {name: {"values": band.values, "outside": band.outside} for name, band in self.bands.items()},
             "partings": {name: asdict(parting) for name, parting in self.partings.items()},
-            "gains": {name: each.state_dict() for name, each in self.gains.items()},
+            "gains": {name: each.state_dict() for name, each in self.tests.items()},
             "raised": sorted(self.raised),
             "best": list(self.best) if self.best is not None else None,
             "base_diversity": self.base_diversity,
@@ -219,7 +221,7 @@ class Guard:
         }
         self.partings = {name: Parting.of(kept) for name, kept in state["partings"].items()}
         for name, kept in state.get("gains", {}).items():  # checkpoints of earlier versions have none
-            self.gains[name].load_state_dict(kept)
+            self.tests[name].load_state_dict(kept)
         self.raised = set(state["raised"])
         self.best = (float(state["best"][0]), int(state["best"][1])) if state["best"] is not None else None
         self.base_diversity = float(state["base_diversity"])

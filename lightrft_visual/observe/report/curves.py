@@ -90,11 +90,11 @@ def gold_panel(run: RunData, limit: int) -> Panel | None:
     kinds = (("training", sources, {"smooth": True}), ("evaluation", evaluated, {"dots": True}))
     drawn = [(f"{name}, {kind}", points, how) for kind, group, how in kinds for name, points in group if points]
     series = [Series(name, points, PALETTE[index], **how) for index, (name, points, how) in enumerate(drawn)]
-    parted = [int(each["since"]) for each in run.alarms if each.get("signal") in ("gold", "eval_gold")]
-    if parted:
+    diverged = [int(each["since"]) for each in run.alarms if each.get("signal") in ("gold", "eval_gold")]
+    if diverged:
         values = [y for each in series for _, y in finite(each.points)]
-        line = [(parted[0], min(values)), (parted[0], max(values))]
-        series.append(Series(f"parted at step {parted[0]}", line, PALETTE[7]))
+        line = [(diverged[0], min(values)), (diverged[0], max(values))]
+        series.append(Series(f"parted at step {diverged[0]}", line, PALETTE[7]))
     return panel("reward against gold", series, limit)
 
 

@@ -64,12 +64,12 @@ def read_columns(path: Path) -> dict[str, Points]:
     if not path.exists():
         return {}
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
-        rows = csv.reader(file)
-        header = next(rows, [])
+        lines = csv.reader(file)
+        header = next(lines, [])
         columns: dict[str, Points] = {name: [] for name in header if name != "step"}
-        for row in rows:
-            step = parse_step(row[0]) if len(row) == len(header) and header[0] == "step" else None
-            for name, text in zip(header[1:], row[1:]) if step is not None else ():
+        for cells in lines:
+            step = parse_step(cells[0]) if len(cells) == len(header) and header[0] == "step" else None
+            for name, text in zip(header[1:], cells[1:]) if step is not None else ():
                 if (value := to_float(text)) is not None:
                     columns[name].append((step, value))
     return {name: points for name, points in columns.items() if points}

@@ -24,10 +24,10 @@ from .curves import reward_section, training_section
 from .data import RunData, Thumbnails, load_run
 from .examples import examples_section, guard_section
 from .sections import (
-    bad_rows_section,
     comparison_section,
     duration,
     evaluation_section,
+    left_out_section,
     setup_section,
     tiles,
     time_section,
@@ -95,7 +95,7 @@ def single_sections(run: RunData, image_bytes: int, points: int) -> Iterable[Sec
     yield Section("examples", "Examples", "Examples", examples_section(run, Thumbnails(image_bytes)))
     yield Section("training", "Training", "Training", training_section([run], points))
     yield Section("time", "Time per phase", "Time per phase", time_section(run))
-    yield Section("bad_rows", "Left-out rows", "Rows left out of the data", bad_rows_section(run))
+    yield Section("bad_rows", "Left-out rows", "Rows left out of the data", left_out_section(run))
     yield Section("setup", "Set-up", "Set-up", setup_section(run))
 
 

@@ -61,12 +61,12 @@ def tiles(run: RunData) -> list[tuple[str | None, str, str]]:
 
 def evaluation_section(run: RunData) -> list[dict[str, Any]]:
     """First, last and highest value of each evaluation column."""
-    rows = []
+    kept = []
     for name, points in run.evaluation.items():
         highest_step, highest = max(points, key=lambda point: point[1])
         first, last = points[0][1], points[-1][1]
-        rows.append({"name": name, "first": first, "last": last, "highest": highest, "highest_step": int(highest_step)})
-    return rows
+        kept.append({"name": name, "first": first, "last": last, "highest": highest, "highest_step": int(highest_step)})
+    return kept
 
 
 def limits(times: PhaseTimes) -> list[tuple[str, float]]:
@@ -98,19 +98,19 @@ def time_section(run: RunData) -> dict[str, Any] | None:
     return found | {"ahead": ahead_panels(run)}
 
 
-def bad_rows_section(run: RunData) -> list[dict[str, Any]]:
+def left_out_section(run: RunData) -> list[dict[str, Any]]:
     """Data rows that were left out, by cause, the most frequent first: how many, when found, the first of them."""
     causes: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in read_jsonl(run.folder / FILE_NAME):
-        causes[str(row.get("cause"))].append(row)
+    for record in read_jsonl(run.folder / FILE_NAME):
+        causes[str(record.get("cause"))].append(record)
     return [
         {
             "cause": cause,
-            "count": len(rows),
-            "found": ", ".join(dict.fromkeys(str(row.get("found")) for row in rows[:SHOWN])),
-            "example": str(rows[0].get("message"))[:EXAMPLE_LENGTH],
+            "count": len(records),
+            "found": ", ".join(dict.fromkeys(str(record.get("found")) for record in records[:SHOWN])),
+            "example": str(records[0].get("message"))[:EXAMPLE_LENGTH],
         }
-        for cause, rows in sorted(causes.items(), key=lambda item: -len(item[1]))
+        for cause, records in sorted(causes.items(), key=lambda item: -len(item[1]))
     ]
 
 
@@ -132,7 +132,7 @@ def setup_section(run: RunData) -> dict[str, Any] | None:
 
 def comparison_section(runs: Sequence[RunData]) -> dict[str, Any]:
     """Headline values of runs side by side, and the settings in which they differ."""
-    rows = []
+    entries = []
     for index, run in enumerate(runs):
         times = phase_times(run.metrics)
         values = ["–" if run.last_step is None else str(run.last_step)]
@@ -140,13 +140,13 @@ def comparison_section(runs: Sequence[RunData]) -> dict[str, Any]:
             points = run.evaluation.get(name)
             values.append(f"{points[0][1]:.3f} → {points[-1][1]:.3f}" if points else "–")
         values.append(duration(statistics.median(times.steps)) if times else "–")
-        rows.append({"name": run.name, "color": color_of(index), "values": values})
-    return {"rows": rows, "differences": config_differences(runs)}
+        entries.append({"name": run.name, "color": color_of(index), "values": values})
+    return {"rows": entries, "differences": config_differences(runs)}
 
 
 def config_differences(runs: Sequence[RunData]) -> list[list[str]]:
     """[setting, value in each run] of the settings that differ; where results are written aside."""
     flats = [flat_config(run.config) for run in runs]
     names = dict.fromkeys(name for flat in flats for name in flat)
-    rows = [[name, *(str(flat.get(name, "–")) for flat in flats)] for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1 and not row[0].startswith("output.")]
+    entries = [[name, *(str(flat.get(name, "–")) for flat in flats)] for name in names]
+    return [entry for entry in entries if len(set(entry[1:])) > 1 and not entry[0].startswith("output.")]

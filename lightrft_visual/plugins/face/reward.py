@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 
 from ...errors import ConfigError
-from ...rewards.functions.pictures import load_tensors
+from ...rewards.functions.image_scoring import load_tensors
 from ...rewards.imaging import to_pil
 from ...runtime.usercode.loading import load_reward_fn
 from .scorer import REFERENCE_COLUMNS, FaceDetector

@@ -14,7 +14,7 @@ from ...config.devices import Device
 from ...config.vl import RunConfig
 from ...models.attention import Segments, attend_by_segments
 from ...models.loading import add_lora, freeze
-from ...models.logprobs import chunk_rows
+from ...models.logprobs import chunk_length
 from ...models.vlm.families import family_of
 from ...rollout.vllm.arguments import token_bytes
 from .meta import Held, held_bytes, on_meta
@@ -130,7 +130,7 @@ class VLShape:
         vision = self.model_config.vision_config
         per_token = getattr(vision, "spatial_merge_size", None)
         if per_token is None:  # tiles of one size, each with a number of tokens of its own
-            tokens = self.family.tokens_per_row or 256
+            tokens = self.family.tokens_per_image or 256
             size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
             tiles = max(1, longest // tokens)
             return tiles * tokens, tiles * (size // self.patch_side) ** 2, tiles * 3 * size * size * FP32
@@ -215,7 +215,7 @@ class VLShape:
         """Log-probs of `actions` tokens by chunks of logits (models/logprobs.py), with their gradients."""
         weight = self.whole.get_output_embeddings().weight
         vocabulary, hidden = weight.shape
-        rows = min(actions, chunk_rows(vocabulary, torch.device("cpu" if device.on_cpu else "meta")))
+        rows = min(actions, chunk_length(vocabulary, torch.device("cpu" if device.on_cpu else "meta")))
         copies = 2 + (self.width < FP32)  # logits, their exponents or gradient, that in half precision
         held = copies * rows * vocabulary * FP32 + actions * hidden * self.width
         if backward:

@@ -23,7 +23,7 @@ from ...trainer.diffusion.maker import DiffusersEngine
 from ...trainer.diffusion.stages import DiffusionSampling, DrawingBatch, ImageSettings, Sampled, TrainedVelocity
 from .rollout.engine import SHARES, Workers
 from .rollout.ray_workers import check_cluster
-from .rollout.worker import Blueprint
+from .rollout.worker import EngineSpec
 
 T = torch.Tensor
 
@@ -41,12 +41,12 @@ class RemoteDrawing(DiffusersEngine):
     _policies: dict[int, int] = field(default_factory=dict)  # version of the weights -> policy version
     _begun: dict[int, list[Future]] = field(default_factory=dict)  # by step
 
-    def generate(self, rows: DrawingBatch, step: int, graphs: None = None) -> list[Sampled]:
+    def generate(self, requests: DrawingBatch, step: int, graphs: None = None) -> list[Sampled]:
         """Rollouts by micro-batch, in the order of the rows, on the trainer's device; of a step that was begun, those
         that come of it. graphs: stay in the workers, so there are none."""
         begun = self._begun.pop(step, None)
         if begun is None:
-            return self._collect(self._begin(rows, step))
+            return self._collect(self._begin(requests, step))
         asked = time.perf_counter()
         made = self._collect(begun)
         self.waited += time.perf_counter() - asked
@@ -56,22 +56,22 @@ class RemoteDrawing(DiffusersEngine):
         """End the workers."""
         self.workers.close()
 
-    def announce(self, step: int, rows: Callable[[], DrawingBatch]) -> None:
+    def announce(self, step: int, requests: Callable[[], DrawingBatch]) -> None:
         """Begin on a step, unless that was done, with whatever weights are there until it is asked for."""
         if step not in self._begun:
-            self._begun[step] = self._begin(rows(), step)
+            self._begun[step] = self._begin(requests(), step)
 
     def measured(self) -> dict[str, float]:
         """See `RemoteEngine.measured`."""
         waited, self.waited = self.waited, 0.0
         return self.workers.measured(waited, self._begun.values())
 
-    def _begin(self, rows: DrawingBatch, step: int) -> list[Future]:
+    def _begin(self, requests: DrawingBatch, step: int) -> list[Future]:
         """Hand the rows to the workers, in pieces of whole micro-batches."""
         size, count = self.sampling.settings.micro_batch_size, self.workers.pool.size
-        batches = math.ceil(len(rows) / size)
+        batches = math.ceil(len(requests) / size)
         each = size * (batches if count == 1 else math.ceil(batches / (count * SHARES)))
-        pieces = [rows.select(slice(start, start + each)) for start in range(0, len(rows), each)]
+        pieces = [requests.select(slice(start, start + each)) for start in range(0, len(requests), each)]
         return [self.workers.pool.submit(piece, step) for piece in pieces]
 
     def _collect(self, begun: list[Future]) -> list[Sampled]:
@@ -92,9 +92,9 @@ class RemoteDrawing(DiffusersEngine):
 
 def remote_drawing(config: DiffusionRunConfig, local: DiffusersEngine, path: str) -> RemoteDrawing:
     """The engine of a run with placement split. path: of the pipeline, which the workers read too."""
-    blueprint = Blueprint(f"{__name__}:WorkerDrawing", (config, path), torch.get_num_threads(), config.plugins)
+    spec = EngineSpec(f"{__name__}:WorkerDrawing", (config, path), torch.get_num_threads(), config.plugins)
     ahead = config.asynchronous.ahead
-    workers = Workers(config, blueprint, turns=ahead + 2)
+    workers = Workers(config, spec, turns=ahead + 2)
     return RemoteDrawing(
         local.sampling, local.n_samples_per_prompt, local.old, local.algorithm, workers=workers, ahead=ahead
     )
@@ -135,7 +135,7 @@ class WorkerDrawing:
         if model.vae_tiling:
             policy.family.pipeline.vae.enable_tiling()
         device = torch.device(get_accelerator().current_device_name())
-        policy.place(device)
+        policy.move_to(device)
         self.policy = policy.to(device).eval()
         self.parameters = {name: each for name, each in policy.named_parameters() if each.requires_grad}
         sampler = DiffusionSampler(rollout_sampling(config), rollout_noise(config))
@@ -149,9 +149,9 @@ class WorkerDrawing:
     def reset_caches(self) -> None:
         """Nothing to do: encoded prompts do not depend on what trains."""
 
-    def generate(self, rows: DrawingBatch, step: int) -> list[Sampled]:
+    def generate(self, requests: DrawingBatch, step: int) -> list[Sampled]:
         """Rollouts by micro-batch, on the host."""
-        return [_moved(each, torch.device("cpu")) for each in self.sampling.draw(rows, step)]
+        return [_moved(each, torch.device("cpu")) for each in self.sampling.draw(requests, step)]
 
     def close(self) -> None:
         """Nothing to shut down."""

@@ -39,7 +39,7 @@ class Janus(VLMFamily):
 
     def __init__(self, config: PretrainedConfig):
         super().__init__(config)
-        self.tokens_per_row = config.vision_config.num_image_tokens
+        self.tokens_per_image = config.vision_config.num_image_tokens
         self.first_drawn = config.get_text_config().vocab_size
 
     @classmethod
@@ -76,7 +76,7 @@ class Janus(VLMFamily):
         head = base.generation_head
         return Drawing(
             first=self.first_drawn,
-            tokens=self.tokens_per_row,
+            tokens=self.tokens_per_image,
             begin_id=begin,
             kept_ids=() if settings.bos_token_id is None else (settings.bos_token_id,),
             blank_id=settings.pad_token_id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .clip_model import CLIPPairs
-from .pictures import linear_stack, load_tensors, mean_over_frames
+from .image_scoring import linear_stack, load_tensors, mean_over_frames
 
 
 class Aesthetic:
@@ -27,8 +27,8 @@ class Aesthetic:
         self._clip = CLIPPairs(model, None, "aesthetic", batch_size, offload)
 
     def __call__(self, frames: list[list[Any]], device: Any) -> list[float | None]:
-        def score(pictures: list[Any], texts: list[str]) -> list[float]:
-            image, _ = self._clip.embed(pictures, texts, device)
+        def score(images: list[Any], texts: list[str]) -> list[float]:
+            image, _ = self._clip.embed(images, texts, device)
             return (self._head(image).detach().squeeze(-1) * self.scale).tolist()
 
         return mean_over_frames(frames, [""] * len(frames), score)

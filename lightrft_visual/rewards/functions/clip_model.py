@@ -8,7 +8,7 @@ import torch
 from transformers import CLIPModel, CLIPProcessor
 
 from ...runtime.offload import on_device
-from .pictures import in_batches, load_checkpoint
+from .image_scoring import in_batches, load_checkpoint
 
 
 class CLIPPairs:
@@ -24,14 +24,14 @@ class CLIPPairs:
         """The learned factor of cosines, exp(logit_scale)."""
         return float(self.model.logit_scale.detach().exp())
 
-    def embed(self, pictures: list[Any], texts: list[str], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def embed(self, frames: list[Any], texts: list[str], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """(n, D) image and (n, D) text embeddings of unit length, float32 on the CPU."""
         images, words = [], []
         with on_device(self.model, device, self.offload) as model:
-            for part in in_batches(self.batch_size, len(pictures)):
+            for part in in_batches(self.batch_size, len(frames)):
                 inputs = self.processor(
                     text=[texts[i] for i in part],
-                    images=[pictures[i].convert("RGB") for i in part],
+                    images=[frames[i].convert("RGB") for i in part],
                     padding=True,
                     truncation=True,
                     max_length=self.model.config.text_config.max_position_embeddings,
@@ -42,7 +42,7 @@ class CLIPPairs:
                 words.append(output.text_embeds.float().cpu())
         return torch.cat(images), torch.cat(words)
 
-    def cosine(self, pictures: list[Any], texts: list[str], device: Any) -> list[float]:
+    def cosine(self, images: list[Any], texts: list[str], device: Any) -> list[float]:
         """Cosine similarity of each image with its text."""
-        image, text = self.embed(pictures, texts, device)
+        image, text = self.embed(images, texts, device)
         return (image * text).sum(dim=-1).tolist()

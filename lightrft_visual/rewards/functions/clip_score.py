@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .clip_model import CLIPPairs
-from .pictures import mean_over_frames
+from .image_scoring import mean_over_frames
 
 
 class CLIPScore:
@@ -23,7 +23,7 @@ class CLIPScore:
         self._clip = CLIPPairs(model, None, "clip_score", batch_size, offload)
 
     def __call__(self, frames: list[list[Any]], prompts: list[str], device: Any) -> list[float | None]:
-        def score(pictures: list[Any], texts: list[str]) -> list[float]:
-            return [self.weight * max(cosine, 0.0) for cosine in self._clip.cosine(pictures, texts, device)]
+        def score(images: list[Any], texts: list[str]) -> list[float]:
+            return [self.weight * max(cosine, 0.0) for cosine in self._clip.cosine(images, texts, device)]
 
         return mean_over_frames(frames, prompts, score)

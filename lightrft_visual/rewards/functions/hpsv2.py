@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from .clip_model import CLIPPairs
-from .pictures import mean_over_frames
+from .image_scoring import mean_over_frames
 
 
 class HPSv2:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoProcessor, BlipForImageTextRetrieval
 
 from ...runtime.offload import on_device
-from .pictures import in_batches, linear_stack, load_checkpoint, load_tensors, mean_over_frames
+from .image_scoring import in_batches, linear_stack, load_checkpoint, load_tensors, mean_over_frames
 
 MEAN, STD = 0.16717862830405764, 1.0333394966054072  # of the published head
 
@@ -37,19 +37,19 @@ class ImageReward:
         self._head = linear_stack(load_tensors(head, "image_reward"), "mlp.layers.", "image_reward").eval()
 
     def __call__(self, frames: list[list[Any]], prompts: list[str], device: Any) -> list[float | None]:
-        def score(pictures: list[Any], texts: list[str]) -> list[float]:
-            first = self._first_tokens(pictures, texts, device)
+        def score(images: list[Any], texts: list[str]) -> list[float]:
+            first = self._first_tokens(images, texts, device)
             return ((self._head(first).detach().squeeze(-1) - self.mean) / self.std).tolist()
 
         return mean_over_frames(frames, prompts, score)
 
-    def _first_tokens(self, pictures: list[Any], texts: list[str], device: Any) -> torch.Tensor:
+    def _first_tokens(self, images: list[Any], texts: list[str], device: Any) -> torch.Tensor:
         """(n, H) float32 on the CPU."""
         found = []
         with on_device(self._blip, device, self.offload) as blip:
-            for part in in_batches(self.batch_size, len(pictures)):
+            for part in in_batches(self.batch_size, len(images)):
                 inputs = self._processor(
-                    images=[pictures[i].convert("RGB") for i in part],
+                    images=[images[i].convert("RGB") for i in part],
                     text=[texts[i] for i in part],
                     padding="max_length",
                     truncation=True,

@@ -6,13 +6,13 @@ import io
 from typing import Any
 
 from ...errors import ConfigError
-from .pictures import mean_over_frames
+from .image_scoring import mean_over_frames
 
 
-def jpeg_kilobytes(picture: Any, quality: int) -> float:
+def jpeg_kilobytes(image: Any, quality: int) -> float:
     """Size of the image as JPEG, in units of 1000 bytes."""
     buffer = io.BytesIO()
-    picture.convert("RGB").save(buffer, "JPEG", quality=quality)
+    image.convert("RGB").save(buffer, "JPEG", quality=quality)
     return len(buffer.getvalue()) / 1000
 
 
@@ -29,7 +29,7 @@ class Incompressibility:
     def __call__(self, frames: list[list[Any]]) -> list[float | None]:
         factor = self.sign / self.divide_by
         return mean_over_frames(
-            frames, [""] * len(frames), lambda pictures, _: [factor * jpeg_kilobytes(p, self.quality) for p in pictures]
+            frames, [""] * len(frames), lambda images, _: [factor * jpeg_kilobytes(p, self.quality) for p in images]
         )
 
 

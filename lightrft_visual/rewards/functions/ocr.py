@@ -64,11 +64,11 @@ class OCR:
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(self._score, frames, wanted))
 
-    def _score(self, pictures: list[Any], wanted: str | None) -> float | Failed | None:
-        if not wanted or not plain(wanted) or not pictures:
+    def _score(self, images: list[Any], wanted: str | None) -> float | Failed | None:
+        if not wanted or not plain(wanted) or not images:
             return None
         try:
-            return max(self.similarity(self.read(image), wanted) for image in pictures)
+            return max(self.similarity(self.read(image), wanted) for image in images)
         except RuntimeError:  # pytesseract's time limit
             return Failed(f"Tesseract: no result within {self.seconds:g} s")
         except pytesseract.TesseractError as error:
@@ -81,15 +81,15 @@ class OCR:
             return 1.0
         return max(0.0, 1.0 - Levenshtein.distance(found, target) / len(target))
 
-    def read(self, picture: Image.Image) -> str:
+    def read(self, image: Image.Image) -> str:
         """What Tesseract reads. Small images are enlarged first, which it needs; flat ones are not shown to it: it
         reads letters into them."""
-        darkest, brightest = picture.convert("L").getextrema()
+        darkest, brightest = image.convert("L").getextrema()
         if brightest - darkest < MIN_CONTRAST:
             return ""
-        picture = picture.convert("RGB")
-        factor = -(-self.min_height // picture.height) if picture.height < self.min_height else 1
+        image = image.convert("RGB")
+        factor = -(-self.min_height // image.height) if image.height < self.min_height else 1
         if factor > 1:
-            picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.LANCZOS)
+            image = image.resize((image.width * factor, image.height * factor), Image.Resampling.LANCZOS)
         config = f"--psm {self.mode}"
-        return pytesseract.image_to_string(picture, lang=self.language, config=config, timeout=self.seconds)
+        return pytesseract.image_to_string(image, lang=self.language, config=config, timeout=self.seconds)

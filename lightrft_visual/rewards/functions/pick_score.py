@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .clip_model import CLIPPairs
-from .pictures import mean_over_frames
+from .image_scoring import mean_over_frames
 
 
 class PickScore:
@@ -26,7 +26,7 @@ class PickScore:
     def __call__(self, frames: list[list[Any]], prompts: list[str], device: Any) -> list[float | None]:
         factor = self._clip.logit_scale / self.divide_by
 
-        def score(pictures: list[Any], texts: list[str]) -> list[float]:
-            return [factor * cosine for cosine in self._clip.cosine(pictures, texts, device)]
+        def score(images: list[Any], texts: list[str]) -> list[float]:
+            return [factor * cosine for cosine in self._clip.cosine(images, texts, device)]
 
         return mean_over_frames(frames, prompts, score)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError, did_you_mean
-from .pictures import mean_over_frames
+from .image_scoring import mean_over_frames
 
 # Each reads (H, W, 3) float in 0..1 and gives a number in 0..1.
 RULES: dict[str, Callable[[np.ndarray], float]] = {
@@ -39,7 +39,7 @@ class Pixel:
         self._rule = RULES[rule]
 
     def __call__(self, frames: list[list[Any]]) -> list[float | None]:
-        def score(pictures: list[Any], texts: list[str]) -> list[float]:
-            return [self._rule(np.asarray(p.convert("RGB"), dtype=np.float32) / 255) for p in pictures]
+        def score(images: list[Any], texts: list[str]) -> list[float]:
+            return [self._rule(np.asarray(p.convert("RGB"), dtype=np.float32) / 255) for p in images]
 
         return mean_over_frames(frames, [""] * len(frames), score)

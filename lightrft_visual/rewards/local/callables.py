@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
-from ...runtime.usercode.calls import Left, call, defined_at
+from ...runtime.usercode.calls import UserCodeExited, call, defined_at
 from ...runtime.usercode.loading import LoadedFunction, callable_name
 from ..batch import Call, RewardBatch, Scores, ScoringFailed
 from . import forms
@@ -62,11 +62,11 @@ def aggregates(function: Callable[..., Any], beside: bool) -> bool:
 
 def _images(batch: RewardBatch) -> list[Any]:
     """Generated: one image a sample, as diffusion rewards expect; else each sample's list of prompt images."""
-    return [row[0] if row else None for row in batch.images] if batch.generated else batch.images
+    return [sample[0] if sample else None for sample in batch.images] if batch.generated else batch.images
 
 
 def _videos(batch: RewardBatch) -> list[Any]:
-    return [row[0] if row else None for row in batch.videos] if batch.generated else batch.videos
+    return [sample[0] if sample else None for sample in batch.videos] if batch.generated else batch.videos
 
 
 INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
@@ -155,7 +155,7 @@ def bind(
         elif parameter in INPUTS:
             arguments[parameter] = INPUTS[parameter](batch)
         elif parameter in columns:
-            arguments[parameter] = [row.get(parameter) for row in batch.metadata]
+            arguments[parameter] = [sample.get(parameter) for sample in batch.metadata]
         elif parameter in FALLBACKS:
             arguments[parameter] = FALLBACKS[parameter](batch)
         elif parameter in signature.required:
@@ -234,7 +234,7 @@ class CallableSource:
         """
         try:
             return self._score(batch, how)
-        except (Left, StoppedBySignal):
+        except (UserCodeExited, StoppedBySignal):
             raise
         except RewardError as error:
             if not self.lenient:
@@ -251,7 +251,7 @@ class CallableSource:
             half = batch.select(part)
             try:
                 scores.append(self._score(half, how))
-            except (Left, StoppedBySignal):
+            except (UserCodeExited, StoppedBySignal):
                 raise
             except RewardError as again:
                 scores.append(self._in_halves(half, how, again))

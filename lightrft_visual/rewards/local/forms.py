@@ -14,7 +14,7 @@ from typing import Any
 
 from ...config import registry
 from ...errors import ConfigError, did_you_mean
-from ...runtime.usercode.calls import LOG_EXTRA, LOG_METRIC, ROWS
+from ...runtime.usercode.calls import LOG_EXTRA, LOG_METRIC, SAMPLES
 from ..batch import RewardBatch
 
 AUTO = "auto"
@@ -48,7 +48,7 @@ class Form:
         """The arguments of the one call, or ROWS of them; `fixed` ones are the same for every sample."""
         if not self.each:
             return arguments
-        return {ROWS: [{k: v if k in fixed else v[i] for k, v in arguments.items()} for i in range(size)]}
+        return {SAMPLES: [{k: v if k in fixed else v[i] for k, v in arguments.items()} for i in range(size)]}
 
 
 # Beside the batch: the step, and functions that log columns and numbers.

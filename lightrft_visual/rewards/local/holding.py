@@ -11,7 +11,7 @@ from torch import nn
 
 from ...runtime import collectives
 from ...runtime.deepspeed import DeepspeedStrategy
-from ...runtime.offload import HostStay, on_device
+from ...runtime.offload import OptimizerOffload, on_device
 
 Forward = Callable[[nn.Module, Sequence[int] | None], None]  # of the samples at these places; None: of anything
 
@@ -42,23 +42,23 @@ class DividedModel:
 
     def __init__(self, module: nn.Module, offload: bool, strategy: DeepspeedStrategy) -> None:
         self.engine = strategy.prepare_divided(module)
-        self._rest = HostStay() if offload and strategy.device.type != "cpu" else None
+        self._offload = OptimizerOffload() if offload and strategy.device.type != "cpu" else None
         self._leave()
 
     def run(self, groups: Iterable[Sequence[int]], forward: Forward, device: torch.device | str) -> None:
         """As `WholeModel.run`; a collective, also for a rank without samples. It runs on the strategy's device."""
         groups = list(groups)
         turns = int(collectives.all_reduce_max(torch.tensor([float(len(groups))])).item())
-        if self._rest is not None:
-            self._rest.come_back()
+        if self._offload is not None:
+            self._offload.come_back()
         with torch.no_grad():
             for turn in range(turns):
                 forward(self.engine, groups[turn] if turn < len(groups) else None)
         self._leave()
 
     def _leave(self) -> None:
-        if self._rest is not None:
-            self._rest.leave(self._parts())
+        if self._offload is not None:
+            self._offload.leave(self._parts())
 
     def _parts(self) -> Iterator[torch.Tensor]:
         for parameter in self.engine.module.parameters():

@@ -111,16 +111,16 @@ class TextModel:
     def score(self, batch: RewardBatch, call: Call) -> Scores:
         """A text longer than the model's limit is failed, not cut."""
         ids = self.tokenizer(batch.queries, add_special_tokens=False)["input_ids"] if len(batch) else []
-        fitting = [i for i, row in enumerate(ids) if 0 < len(row) <= self.limit]
+        fitting = [i for i, sample in enumerate(ids) if 0 < len(sample) <= self.limit]
         raw: list[float | None] = [None] * len(batch)
 
         def forward(model: nn.Module, group: Sequence[int] | None) -> None:
-            places = [fitting[i] for i in group or ()]
-            rows = [ids[i] for i in places] or [[self.tokenizer.pad_token_id]]
-            padded = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+            indices = [fitting[i] for i in group or ()]
+            samples = [ids[i] for i in indices] or [[self.tokenizer.pad_token_id]]
+            padded = self.tokenizer.pad({"input_ids": samples}, return_tensors="pt")
             logits = model(**padded.to(call.device)).logits.float().flatten().tolist()
-            for place, value in zip(places, logits):
-                raw[place] = value
+            for index, value in zip(indices, logits):
+                raw[index] = value
 
         self.held.run(by_length([len(ids[i]) for i in fitting]), forward, call.device)
         return to_scores(raw, too_long=len(batch) - len(fitting))
@@ -149,10 +149,10 @@ class VLModel:
 
         def forward(model: nn.Module, group: Sequence[int] | None) -> None:
             part = batch.select(group or ())
-            images = [image for row in part.images for image in row if image is not None]
+            images = [image for sample in part.images for image in sample if image is not None]
             values = model(self._inputs(part.queries or ["?"], images, call.device)).tolist()
-            for place, value in zip(group or (), values):
-                raw[place] = value
+            for index, value in zip(group or (), values):
+                raw[index] = value
 
         self.held.run(by_length([len(query) for query in batch.queries]), forward, call.device)
         return to_scores(raw)
@@ -185,19 +185,19 @@ class TorchModel:
             raise RewardError(f"reward model {self.name} reads token ids, which generated media do not have")
         raw: list[float | None] = [None] * len(batch)
         with on_device(self.model, call.device, self.offload) as model:
-            for group in by_length([len(row) for row in batch.sequence_tokens], exact=self.packing):
-                rows = [batch.sequence_tokens[i] for i in group]
-                values = self._run(model, rows, call.device)
-                for place, value in zip(group, values):
-                    raw[place] = value
+            for group in by_length([len(sample) for sample in batch.sequence_tokens], exact=self.packing):
+                samples = [batch.sequence_tokens[i] for i in group]
+                values = self._run(model, samples, call.device)
+                for index, value in zip(group, values):
+                    raw[index] = value
         return to_scores(raw)
 
-    def _run(self, model: nn.Module, rows: Sequence[T], device: Any) -> list[float]:
-        ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=self.pad_id)
-        mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    def _run(self, model: nn.Module, samples: Sequence[T], device: Any) -> list[float]:
+        ids = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=self.pad_id)
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(sample) for sample in samples], batch_first=True)
         values = read_output(model(ids.to(device), mask.to(device)), self.name)
-        if values.numel() != len(rows):
-            raise RewardError(f"reward model {self.name} returned {values.numel()} scores for {len(rows)} samples")
+        if values.numel() != len(samples):
+            raise RewardError(f"reward model {self.name} returned {values.numel()} scores for {len(samples)} samples")
         return values.flatten().tolist()
 
 
@@ -224,7 +224,7 @@ class EngineModel:
         arguments = {
             "prompt_and_outputs": batch.queries,
             "raw_images": batch.images,
-            "img_num": [len(row) for row in batch.images],
+            "img_num": [len(sample) for sample in batch.images],
             "references": batch.references,
             "labels": batch.labels,
         }

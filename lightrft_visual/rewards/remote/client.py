@@ -72,13 +72,13 @@ class Phase:
 
 @dataclass
 class Exchange:
-    """One request on its way. decode: reads the parsed reply, or raises BadReply. place: its number in the call, which
-    spreads requests over replicas. deadline: set when the request gets its first slot."""
+    """One request on its way. decode: reads the parsed reply, or raises BadReply. position: its number in the call,
+    which spreads requests over replicas. deadline: set when the request gets its first slot."""
 
     replicas: list[str]
     content: bytes
     decode: Callable[[Any], Any]
-    place: int = 0
+    position: int = 0
     phase: Phase = field(default_factory=Phase)
     deadline: float | None = None
 
@@ -173,7 +173,7 @@ class RemoteClient:
         raise next((f for f in failures if f.retry), failures[-1])
 
     def _order(self, exchange: Exchange) -> list[str]:
-        turn, now = exchange.place % len(exchange.replicas), time.monotonic()
+        turn, now = exchange.position % len(exchange.replicas), time.monotonic()
         rotated = exchange.replicas[turn:] + exchange.replicas[:turn]
         return sorted(rotated, key=lambda url: now - self._failed_at.get(url, now - SHUN_SECONDS) < SHUN_SECONDS)
 
@@ -268,12 +268,12 @@ class RemoteReward(StreamingSource):
         phase = Phase()
         return [self._client.loop.submit(self._part(part, call, i, phase)) for i, part in enumerate(parts)]
 
-    async def _part(self, part: Future[RewardBatch], call: Call, place: int, phase: Phase) -> Scores:
+    async def _part(self, part: Future[RewardBatch], call: Call, position: int, phase: Phase) -> Scores:
         batch = await asyncio.wrap_future(part)
         content = await asyncio.to_thread(self._body, batch, call)
         decode = partial(decode_reply, size=len(batch))
         try:
-            scores = await self._client.exchange(Exchange(self.replicas, content, decode, place, phase))
+            scores = await self._client.exchange(Exchange(self.replicas, content, decode, position, phase))
         except RequestFailed as failure:
             return Scores.all_failed(len(batch), str(failure))
         scores.reasons = Counter({f"{self.name}: {reason}": count for reason, count in scores.reasons.items()})

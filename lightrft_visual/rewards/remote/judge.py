@@ -196,6 +196,6 @@ class EngineJudge:
         """LightRFT's form: {"score": (n) float32}, NaN where the text has no score."""
         queries = inputs["prompt_and_outputs"]
         batch = batch_from_media([""] * len(queries), labels=inputs.get("labels"), references=inputs.get("references"))
-        images = [list(row or []) for row in inputs.get("raw_images") or [[]] * len(queries)]
+        images = [list(sample or []) for sample in inputs.get("raw_images") or [[]] * len(queries)]
         batch = replace(batch, responses=list(queries), images=images, generated=False)
         return {"score": self.score(batch).values.float()}

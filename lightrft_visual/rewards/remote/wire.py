@@ -36,11 +36,11 @@ def encode_request(batch: RewardBatch, wire: str, encode: Encode) -> dict[str, A
     if any(batch.metadata):
         body["metadata"] = _plain(batch.metadata)
     if any(batch.images):
-        body["images"] = [[encode(image) for image in row] for row in batch.images]
+        body["images"] = [[encode(image) for image in sample] for sample in batch.images]
     if any(batch.source_images):
-        body["source_images"] = [[encode(image) for image in row] for row in batch.source_images]
+        body["source_images"] = [[encode(image) for image in sample] for sample in batch.source_images]
     if any(batch.videos):
-        body["videos"] = [[[encode(f) for f in video_frames(video)] for video in row] for row in batch.videos]
+        body["videos"] = [[[encode(f) for f in video_frames(video)] for video in sample] for sample in batch.videos]
     if batch.generated:
         body["generated"] = True
     return body
@@ -71,7 +71,7 @@ def decode_reply(reply: Any, size: int) -> Scores:
     values = torch.full((size,), float("nan"), dtype=torch.float64)
     failed, reasons = torch.zeros(size, dtype=torch.bool), Counter()
     told = reply.get("failed") if isinstance(reply.get("failed"), list) else []
-    told = {place for place in told if isinstance(place, int)}
+    told = {position for position in told if isinstance(position, int)}
     for index, entry in enumerate(reply[key]):
         problem = "the server could not score it" if index in told else _problem(entry)
         if problem is not None:
@@ -118,7 +118,7 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
     if not _is_strings(prompts):
         raise DataError('"prompts" must be a list of strings')
     metadata = _column(body, "metadata", size, {})
-    if not all(isinstance(row, Mapping) for row in metadata):
+    if not all(isinstance(sample, Mapping) for sample in metadata):
         raise DataError('"metadata" must be a list of objects')
     labels, ids = _column(body, "labels", size, None), _column(body, "ids", size, None)
     return RewardBatch(
@@ -126,10 +126,10 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
         responses=[q[len(p) :] if q.startswith(p) else q for q, p in zip(queries, prompts)],
         labels=[None if label is None else str(label) for label in labels],
         references=_column(body, "references", size, None) if "references" in body else list(labels),
-        metadata=[dict(row) for row in metadata],
-        images=_pictures(body, "images", size, max_images, max_pixels),
+        metadata=[dict(sample) for sample in metadata],
+        images=_images(body, "images", size, max_images, max_pixels),
         videos=_videos(body, size, max_images, max_pixels),
-        source_images=_pictures(body, "source_images", size, max_images, max_pixels) if "source_images" in body else [],
+        source_images=_images(body, "source_images", size, max_images, max_pixels) if "source_images" in body else [],
         ids=[i if isinstance(i, int) else n for n, i in enumerate(ids)],
         group_ids=list(range(size)),
         generated=body.get("generated") is True,
@@ -149,23 +149,23 @@ def _column(body: Mapping[str, Any], name: str, size: int, default: Any) -> list
     return values
 
 
-def _pictures(body: Mapping[str, Any], name: str, size: int, limit: int, max_pixels: int) -> list[list[Any]]:
-    rows = _column(body, name, size, None)
-    return [_decode_row(row, name, limit, max_pixels) for row in rows]
+def _images(body: Mapping[str, Any], name: str, size: int, limit: int, max_pixels: int) -> list[list[Any]]:
+    samples = _column(body, name, size, None)
+    return [_decode_images(sample, name, limit, max_pixels) for sample in samples]
 
 
-def _decode_row(row: Any, name: str, limit: int, max_pixels: int) -> list[Any]:
-    row = [row] if isinstance(row, str) else row or []
-    if not isinstance(row, Sequence) or len(row) > limit:
+def _decode_images(sample: Any, name: str, limit: int, max_pixels: int) -> list[Any]:
+    sample = [sample] if isinstance(sample, str) else sample or []
+    if not isinstance(sample, Sequence) or len(sample) > limit:
         raise DataError(f'"{name}" must hold lists of at most {limit} base64 images')
-    return [None if image is None else decode_image(image, max_pixels) for image in row]
+    return [None if image is None else decode_image(image, max_pixels) for image in sample]
 
 
 def _videos(body: Mapping[str, Any], size: int, limit: int, max_pixels: int) -> list[list[Any]]:
-    rows = _column(body, "videos", size, None)
-    if not all(row is None or (isinstance(row, list) and len(row) <= limit) for row in rows):
+    samples = _column(body, "videos", size, None)
+    if not all(sample is None or (isinstance(sample, list) and len(sample) <= limit) for sample in samples):
         raise DataError('"videos" must hold lists of videos, each a list of base64 frames')
-    return [[_decode_row(video, "videos", limit, max_pixels) for video in row or []] for row in rows]
+    return [[_decode_images(video, "videos", limit, max_pixels) for video in sample or []] for sample in samples]
 
 
 def encode_reply(scores: Scores) -> dict[str, Any]:

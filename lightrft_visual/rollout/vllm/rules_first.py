@@ -29,13 +29,13 @@ def rules_class(banned_ids: list[int]) -> type[LogitsProcessor]:
         def update_state(self, batch_update: BatchUpdate | None) -> None:
             if batch_update is None:
                 return
-            for row in batch_update.removed:
-                self.hot.pop(row, None)
-            for row, params, _, output_ids in batch_update.added:
+            for index in batch_update.removed:
+                self.hot.pop(index, None)
+            for index, params, _, output_ids in batch_update.added:
                 scale = first_token_scale(params)
-                self.hot.pop(row, None)
+                self.hot.pop(index, None)
                 if scale is not None:
-                    self.hot[row] = (scale, output_ids)
+                    self.hot[index] = (scale, output_ids)
             for source, target, direction in batch_update.moved:
                 moved, displaced = self.hot.pop(source, None), self.hot.pop(target, None)
                 if moved is not None:
@@ -44,9 +44,9 @@ def rules_class(banned_ids: list[int]) -> type[LogitsProcessor]:
                     self.hot[source] = displaced
 
         def apply(self, logits: torch.Tensor) -> torch.Tensor:
-            for row, (scale, drawn) in self.hot.items():
+            for index, (scale, drawn) in self.hot.items():
                 if not drawn:
-                    logits[row] *= scale
+                    logits[index] *= scale
             if self.banned.numel():
                 logits.index_fill_(1, self.banned, float("-inf"))
             return logits

@@ -31,6 +31,6 @@ class PromptSharing:
         if self.group is None:
             return own, slice(0, len(own))
         gathered = collectives.all_gather_object(own, self.group)
-        place = collectives.rank() % self.size
-        start = sum(len(each) for each in gathered[:place])
+        index = collectives.rank() % self.size
+        start = sum(len(each) for each in gathered[:index])
         return [prompt for each in gathered for prompt in each], slice(start, start + len(own))

@@ -29,13 +29,13 @@ TERM_SECONDS = 10.0  # a function gets this long to return after SIGTERM, so tha
 REMINDERS = 3  # so many times as long, and the process ends: the function is in native code that never returns
 TERMINATED = 143  # exit code of a process that SIGTERM ended before it could save anything (128 + 15)
 LONGEST_MESSAGE = 1000
-ROWS = "*samples"  # instead of arguments: a list of them, one for each sample
+SAMPLES = "*samples"  # instead of arguments: a list of them, one for each sample
 LOG_EXTRA, LOG_METRIC = "*log_extra", "*log_metric"
 SHOWN_LINES = 12  # of the first and of the last lines that an error went through
 SHOWN_CAUSES = 4
 
 
-class Left(RewardError):
+class UserCodeExited(RewardError):
     """A user's function called sys.exit and the like, or SIGTERM came: no policy goes on after that."""
 
 
@@ -53,7 +53,7 @@ class StopRequest:
         self.made = True
 
 
-class Elsewhere:
+class RemoteCallable:
     """A function that runs in another process; `invoke` takes the arguments of a call, or ROWS of them."""
 
     def invoke(self, arguments: dict[str, Any]) -> Any:
@@ -126,7 +126,7 @@ def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> 
     except (SystemExit, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise  # elsewhere nobody pressed Ctrl-C
-        raise Left(f"{what} {masked(describe_error(error))}") from error
+        raise UserCodeExited(f"{what} {masked(describe_error(error))}") from error
     except Exception as error:
         raise RewardError(f"{what} {masked(describe_error(error))}") from error
 
@@ -146,15 +146,15 @@ def invoke(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
     Awaitables are awaited. What it said by TRL's `log_extra` and `log_metric` is added to its metrics.
     """
-    if isinstance(function, Elsewhere):
+    if isinstance(function, RemoteCallable):
         return function.invoke(arguments)
     said = Said()
-    rows = arguments.get(ROWS, [arguments])
-    rows = [{k: said.by.get(v, v) if isinstance(v, str) else v for k, v in row.items()} for row in rows]
-    results = [function(**row) for row in rows]
+    samples = arguments.get(SAMPLES, [arguments])
+    samples = [{k: said.by.get(v, v) if isinstance(v, str) else v for k, v in sample.items()} for sample in samples]
+    results = [function(**sample) for sample in samples]
     if any(map(inspect.isawaitable, results)):
         results = awaited(results)
-    return said.added_to(results if ROWS in arguments else results[0])
+    return said.added_to(results if SAMPLES in arguments else results[0])
 
 
 class Said:
@@ -215,7 +215,7 @@ def watched(what: str) -> Iterator[None]:
         wait = SLOW_SECONDS
         while not done.wait(wait):
             seconds = time.monotonic() - started
-            log.warning("%s has been running for %.3g s%s", what, seconds, place_now(owner))
+            log.warning("%s has been running for %.3g s%s", what, seconds, source_line_now(owner))
             wait *= 2
 
     threading.Thread(target=tell, name="slow-reward", daemon=True).start()
@@ -226,14 +226,14 @@ def watched(what: str) -> Iterator[None]:
         done.set()
 
 
-def place_now(owner: int) -> str:
-    """`place_of` the thread `owner`, or of another one: async functions run in one of their own."""
+def source_line_now(owner: int) -> str:
+    """`source_line_of` the thread `owner`, or of another one: async functions run in one of their own."""
     frames = sys._current_frames()
-    places = (place_of(frames.get(each)) for each in (owner, *frames))
-    return next(filter(None, places), "")
+    lines = (source_line_of(frames.get(each)) for each in (owner, *frames))
+    return next(filter(None, lines), "")
 
 
-def place_of(frame: FrameType | None) -> str:
+def source_line_of(frame: FrameType | None) -> str:
     """The innermost line of the user's own files, ', at FILE, line N'; empty when there is none."""
     stack = traceback.extract_stack(frame) if frame is not None else []
     own = [f for f in stack if is_users(f.filename)]
@@ -270,7 +270,7 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
                     return
                 signal.pthread_kill(main.ident, signal.SIGTERM)
         if not done.wait(TERM_SECONDS):
-            where = place_of(sys._current_frames().get(main.ident))
+            where = source_line_of(sys._current_frames().get(main.ident))
             print(f"error: {what} did not react to SIGTERM{where}; the process ends", file=sys.stderr, flush=True)
             os._exit(TERMINATED)
 
@@ -284,7 +284,7 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
         if over:
             return
         if asked_at and time.monotonic() - asked_at[0] > 0.9 * TERM_SECONDS:
-            where = place_of(frame)
+            where = source_line_of(frame)
             raise Interrupted(f"it did not return within {time.monotonic() - asked_at[0]:.3g} s{where}")
         ask()
 

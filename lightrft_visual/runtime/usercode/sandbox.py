@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, RewardError
-from .calls import Elsewhere, describe_error, invoke, masked, place_now
+from .calls import RemoteCallable, describe_error, invoke, masked, source_line_now
 from .failures import Failed, ScoringFailed
 from .loading import LoadedFunction, load_reward_fn
 from .surroundings import FORKED
@@ -95,7 +95,7 @@ class Worker:
 
     def _ask(self, request: bytes | None, seconds: float) -> dict[str, Any]:
         """The answer, to the start of the process or to a request. Raises CallTimeout."""
-        late, place, answered = threading.Event(), "", False
+        late, source_line, answered = threading.Event(), "", False
         timer = threading.Timer(seconds, self._give_up, [late])
         timer.daemon = True
         timer.start()
@@ -105,7 +105,7 @@ class Worker:
                 self._socket.sendall(HEAD.pack(number.encode(), len(request)))
                 self._socket.sendall(request)
             while "place" in (answer := self._reply(number)):
-                place = answer["place"]
+                source_line = answer["place"]
             answered = True
             return answer
         except NotAnAnswer as stray:
@@ -115,9 +115,9 @@ class Worker:
             ) from None
         except (EOFError, OSError):
             why = (
-                f"no result within {seconds:g} s{place}"
+                f"no result within {seconds:g} s{source_line}"
                 if late.is_set()
-                else f"its process died{self._exit_code()}{place}"
+                else f"its process died{self._exit_code()}{source_line}"
             )
             raise CallTimeout(why) from None
         finally:
@@ -171,7 +171,7 @@ class Worker:
             self._process = None
 
 
-class SandboxedCallable(Elsewhere):
+class SandboxedCallable(RemoteCallable):
     """A user function, loaded by path, that runs in a Worker; a call over the limit makes its samples invalid."""
 
     def __init__(self, loaded: LoadedFunction, seconds: float) -> None:
@@ -234,7 +234,7 @@ def _answer(function: Callable[..., Any], payload: bytes, send: Callable[[Any], 
     try:
         seconds, arguments = pickle.loads(payload)  # from the parent process, over its own pipe
         signal.setitimer(signal.ITIMER_REAL, seconds + ORPHAN_SECONDS)
-        with _place_told(TOLD_AT * seconds, send):
+        with _source_line_told(TOLD_AT * seconds, send):
             return {"result": to_json(invoke(function, arguments))}
     except BaseException as error:
         return {"error": describe_error(error)}
@@ -243,10 +243,10 @@ def _answer(function: Callable[..., Any], payload: bytes, send: Callable[[Any], 
 
 
 @contextlib.contextmanager
-def _place_told(seconds: float, send: Callable[[Any], None]) -> Iterator[None]:
+def _source_line_told(seconds: float, send: Callable[[Any], None]) -> Iterator[None]:
     """Send where this thread is when it is still inside after `seconds`."""
     owner = threading.get_ident()
-    timer = threading.Timer(seconds, lambda: send({"place": place_now(owner)}))
+    timer = threading.Timer(seconds, lambda: send({"place": source_line_now(owner)}))
     timer.daemon = True
     timer.start()
     try:

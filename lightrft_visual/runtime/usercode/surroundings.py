@@ -83,7 +83,7 @@ def _folder() -> Restore:
     return restore
 
 
-class Borrowed:
+class BorrowedStream:
     """A stream of the run in a user's hands: all but closing it reaches the stream, which others hold as well."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -93,7 +93,7 @@ class Borrowed:
         """Only remembered."""
         self.closed = True
 
-    def __enter__(self) -> Borrowed:
+    def __enter__(self) -> BorrowedStream:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,10 +105,10 @@ class Borrowed:
 
 def _streams() -> Restore:
     """stdout and stderr, as Python's objects and as the process's files."""
-    lent: dict[str, tuple[Borrowed, int]] = {}
+    lent: dict[str, tuple[BorrowedStream, int]] = {}
     for name, number in STREAMS.items():
         with contextlib.suppress(OSError):  # a process may have been started without it
-            lent[name] = Borrowed(getattr(sys, name)), os.dup(number)
+            lent[name] = BorrowedStream(getattr(sys, name)), os.dup(number)
             setattr(sys, name, lent[name][0])
 
     def restore() -> str | None:
@@ -118,7 +118,7 @@ def _streams() -> Restore:
     return restore
 
 
-def _taken_back(name: str, lent: Borrowed, spare: int) -> bool:
+def _taken_back(name: str, lent: BorrowedStream, spare: int) -> bool:
     """Whether the stream was closed or replaced; as it was before in any case."""
     changed = lent.closed or getattr(sys, name) is not lent
     setattr(sys, name, lent.stream)

@@ -33,10 +33,10 @@ from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngi
 from ...runtime.folder_lock import FolderLock
 from ...runtime.paths import cache_root
 from ...runtime.phase_timer import PhaseTimer
-from ...runtime.start_up import say
+from ...runtime.start_up import log_stage
 from ..hooks import Hooks
 from ..loop import LoopSettings
-from ..run_parts import open_recorder, output_folder_held, refused_rows_listed, start_strategy, synchronize
+from ..run_parts import open_recorder, output_folder_held, refused_data_listed, start_strategy, synchronize
 from ..run_state import check_output
 from .evaluation import DiffusionEvaluation
 from .gold import DrawingGold
@@ -81,8 +81,8 @@ def _built(
     config = _placed(config)
     fingerprinted = _fingerprint(config)
     check_model(resume_folder, fingerprinted, config.output.resume_other_model)
-    say("reading the prompts")
-    with refused_rows_listed(config.output.output_dir):
+    log_stage("reading the prompts")
+    with refused_data_listed(config.output.output_dir):
         prompts, eval_prompts = _prompts(config)
     sets = [each for each in (prompts, eval_prompts) if each is not None]
     if trained_on is not None:
@@ -92,7 +92,7 @@ def _built(
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
     algorithm = config.algorithm.entry
     total_steps, timer = _total_steps(config, len(prompts)), PhaseTimer(synchronize)
-    say("loading the models" + (", whose first steps compile them" if config.model.compile else ""))
+    log_stage("loading the models" + (", whose first steps compile them" if config.model.compile else ""))
     policy, engine = _policy(config, strategy, algorithm, total_steps)
     old = WeightCopy(policy.trainable_parameters(), torch.float32) if config.keeps_old_policy else None
     model = TrainedVelocity(engine, policy)
@@ -281,10 +281,10 @@ def _check_trained(config: DiffusionRunConfig, adapter: type[DiffusionFamily]) -
             raise ConfigError(f"trainable_models: this model has no {name!r}{did_you_mean(name, names)}")
 
 
-def _total_steps(config: DiffusionRunConfig, rows: int) -> int:
+def _total_steps(config: DiffusionRunConfig, prompts: int) -> int:
     if config.train.max_steps > 0:
         return config.train.max_steps
-    return -(-rows * config.train.num_episodes // config.sampling.rollout_batch_size)
+    return -(-prompts * config.train.num_episodes // config.sampling.rollout_batch_size)
 
 
 def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) -> tuple[DiffusionPolicy, TrainEngine]:
@@ -315,7 +315,7 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
         policy.family.pipeline.vae.enable_tiling()
     if model.gradient_checkpointing:
         policy.enable_gradient_checkpointing(model.use_gradient_checkpointing_offload)
-    policy.place(strategy.device)
+    policy.move_to(strategy.device)
     _keep_prompts(policy)
     settings = OptimizerSettings.from_config(config.train, config.train.learning_rate, config.updates(total_steps))
     engine = strategy.prepare(policy, settings)
@@ -328,7 +328,7 @@ def _keep_prompts(policy: DiffusionPolicy) -> None:
     """What the text encoders make is kept on disk for later runs too."""
     folder = cache_root() / "prompts"
     found = policy.keep_prompts_in(folder, PROMPTS_GIB * 2**30)
-    say(f"encoded prompts are kept in {folder}, at most {PROMPTS_GIB} GiB; {found} of this model are there")
+    log_stage(f"encoded prompts are kept in {folder}, at most {PROMPTS_GIB} GiB; {found} of this model are there")
 
 
 def _trained_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set[str]:

@@ -16,8 +16,8 @@ from ...runtime import collectives
 from ..loop import Evaluated
 from .gold import DrawingGold
 from .maker import score_samples
-from .stages import DiffusionSampling, rows_of
-from .watching import look_at
+from .stages import DiffusionSampling, drawing_batch
+from .watching import paired_scores_at
 
 T = torch.Tensor
 
@@ -47,27 +47,27 @@ class DiffusionEvaluation:
         prompts = self.prompts
         shard = validation_shard_indices(len(prompts), rank=collectives.rank(), world_size=collectives.world_size())
         indices = [index for index, _ in shard]
-        rows = rows_of([prompts[i] for i in indices], indices, first=0)
-        rows.sample_ids = torch.tensor(indices)
-        media = torch.cat([each.media for each in self.sampling.draw(rows, 0, purpose="eval")]).cpu()
-        scored = score_samples(self.rewards, rows, media)
+        requests = drawing_batch([prompts[i] for i in indices], indices, first=0)
+        requests.sample_ids = torch.tensor(indices)
+        media = torch.cat([each.media for each in self.sampling.draw(requests, 0, purpose="eval")]).cpu()
+        scored = score_samples(self.rewards, requests, media)
         values = {"eval_reward": scored.score, **{f"validation/reward/{k}": v for k, v in scored.components.items()}}
-        shown, look = dict(scored.components), None
+        shown, paired_scores = dict(scored.components), None
         if self.gold is not None:
-            golden = score_samples(self.gold.rewards, rows, media)
+            golden = score_samples(self.gold.rewards, requests, media)
             values["eval_gold"] = shown["gold"] = golden.score
-            look = look_at(step, rows.sample_ids, (scored.score, scored.valid), golden)
+            paired_scores = paired_scores_at(step, requests.sample_ids, (scored.score, scored.valid), golden)
         real = torch.tensor([is_real for _, is_real in shard])
         records = records_from_media(
-            rows.prompts, list(media), scored.score, shown, valid=scored.valid, group_ids=rows.group_ids
+            requests.prompts, list(media), scored.score, shown, valid=scored.valid, group_ids=requests.group_ids
         )
         for record, index in zip(records, indices):
             record["sample_id"] = index
-        metrics = _means_over_ranks(values, rows.sample_ids, real)
-        metrics |= self._of_set(media, rows.sample_ids, real, as_base)
+        metrics = _means_over_ranks(values, requests.sample_ids, real)
+        metrics |= self._of_set(media, requests.sample_ids, real, as_base)
         own = [record for record, (index, is_real) in zip(records, shard) if is_real and index < self.records_to_keep]
         kept = gather_all(own)
-        return Evaluated(metrics, kept[: self.trajectories], kept[:SHEET_IMAGES], look)
+        return Evaluated(metrics, kept[: self.trajectories], kept[:SHEET_IMAGES], paired_scores)
 
     def _of_set(self, media: T, ids: T, real: T, as_base: bool) -> dict[str, float]:
         """What the images of all ranks show together."""
@@ -98,6 +98,6 @@ def _means_over_ranks(values: dict[str, T], ids: T, real: T) -> dict[str, float]
     ranks = collectives.all_gather_object(mine)
     found: dict[str, float] = {}
     for name in dict.fromkeys(name for part in ranks for name in part):
-        rows = sorted(row for part in ranks for row in part.get(name, ()))
-        found[name] = sum(value for _, value in rows) / len(rows) if rows else float("nan")
+        entries = sorted(entry for part in ranks for entry in part.get(name, ()))
+        found[name] = sum(value for _, value in entries) / len(entries) if entries else float("nan")
     return found

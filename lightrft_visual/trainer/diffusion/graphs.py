@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...algorithms.diffusion.rows import first_share
+from ...algorithms.diffusion.denoising_batch import first_share
 from ...config.devices import GIB
 from ...config.diffusion import DiffusionRunConfig
 from ...experience.diffusion_sampling import KeptSteps

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ...algorithms.diffusion.advantages import gathered_group_advantages
+from ...algorithms.diffusion.denoising_batch import experience_of
 from ...algorithms.diffusion.diffusion_dpo import gathered_pairs
-from ...algorithms.diffusion.rows import experience_of
 from ...config.diffusion import DiffusionAlgorithmConfig
 from ...errors import ConfigError
 from ...experience.prompts import PromptBatch
@@ -40,7 +40,7 @@ class DiffusersEngine:
     old: WeightCopy | None = None
     algorithm: DiffusionAlgorithmConfig = field(default_factory=DiffusionAlgorithmConfig)
 
-    def rows(self, batch: PromptBatch) -> DrawingBatch:
+    def requests(self, batch: PromptBatch) -> DrawingBatch:
         """Every prompt of the batch `n_samples_per_prompt` times, prompt-major."""
         n = self.n_samples_per_prompt
         columns = (batch.prompts, batch.images, batch.labels, batch.references, batch.metadata)
@@ -58,10 +58,10 @@ class DiffusersEngine:
         """What makes experience with this engine; `FastExperienceMaker` asks for it."""
         return DiffusionExperienceMaker(self, rewards, self.algorithm)
 
-    def generate(self, rows: DrawingBatch, step: int, graphs: RolloutGraphs | None = None) -> list[Sampled]:
+    def generate(self, requests: DrawingBatch, step: int, graphs: RolloutGraphs | None = None) -> list[Sampled]:
         """Rollouts by micro-batch, in the order of the rows. graphs: those that are kept."""
         with self.old.swapped() if self.old is not None else nullcontext():
-            return self.sampling.draw(rows, step, graphs=graphs)
+            return self.sampling.draw(requests, step, graphs=graphs)
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Drawn:
     numbers of the whole batch, the same on every rank. too_old: samples (B) bool that teach nothing.
     """
 
-    rows: DrawingBatch
+    requests: DrawingBatch
     samples: list[Sampled]
     media: T
     step: int
@@ -101,14 +101,14 @@ class Drawn:
 
 def joined(parts: Sequence[Drawn]) -> Drawn:
     """What was drawn and scored for several batches of rows, one after the other, without its latents."""
-    columns = zip(*(vars(each.rows).values() for each in parts))
-    rows = DrawingBatch(
+    columns = zip(*(vars(each.requests).values() for each in parts))
+    requests = DrawingBatch(
         *(torch.cat(each) if isinstance(each[0], T) else [cell for part in each for cell in part] for each in columns)
     )
     score, valid = (
         torch.cat([getattr(each.scored, name).cpu() for each in parts]) for name in ("score", "valid")
     )  # fmt: skip
-    return Drawn(rows, [], torch.cat([each.media for each in parts]), parts[0].step, RewardOutput(score, {}, valid))
+    return Drawn(requests, [], torch.cat([each.media for each in parts]), parts[0].step, RewardOutput(score, {}, valid))
 
 
 @dataclass
@@ -124,18 +124,18 @@ class DiffusionExperienceMaker:
     graphs: RolloutGraphs | None = None
     policy_version: int = 0
 
-    def generate(self, rows: DrawingBatch, step: int) -> Drawn:
+    def generate(self, requests: DrawingBatch, step: int) -> Drawn:
         """Images or videos of one step's rows; `step` is the policy's version, by which noise is drawn."""
-        rows = self.hooks.on_prompts(rows)
+        requests = self.hooks.on_prompts(requests)
         with self._phase("generate"):
-            samples = self.engine.generate(rows, step, self.graphs)
+            samples = self.engine.generate(requests, step, self.graphs)
         media = torch.cat([each.media for each in samples]).cpu()
-        return self.hooks.on_rollouts(Drawn(rows, samples, media, step))
+        return self.hooks.on_rollouts(Drawn(requests, samples, media, step))
 
     def score(self, drawn: Drawn) -> Drawn:
         """What was drawn, with its rewards. A collective."""
         with self._phase("reward"):
-            drawn.scored = score_samples(self.rewards, drawn.rows, drawn.media)
+            drawn.scored = score_samples(self.rewards, drawn.requests, drawn.media)
         drawn.counts |= drawn.scored.counts
         return self.hooks.on_scores(drawn)
 
@@ -146,7 +146,7 @@ class DiffusionExperienceMaker:
             part = slice(start, start + len(each.media))
             scored = rewards_at(drawn.scored, part)
             scored.valid = drawn.valid[part]
-            experiences.append(scored_experience(each, drawn.rows.select(part), scored, drawn.step))
+            experiences.append(scored_experience(each, drawn.requests.select(part), scored, drawn.step))
             start = part.stop
         drawn.counts |= self._advantages(experiences, drawn.scored)
         kept = [each.result.kept for each in drawn.samples if each.result.kept is not None]
@@ -157,12 +157,12 @@ class DiffusionExperienceMaker:
         settings."""
         if generate_kwargs:
             raise ConfigError(f"the diffusers engine takes no generation arguments: {', '.join(generate_kwargs)}")
-        drawn = self.score(self.generate(self.engine.rows(batch), self.policy_version))
+        drawn = self.score(self.generate(self.engine.requests(batch), self.policy_version))
         return self.make_experience(drawn).batches
 
     def samples(self, batch: PromptBatch, **generate_kwargs: Any) -> list[Sampled]:
         """Unscored images or videos of prompts with ids, in micro-batches."""
-        return self.engine.generate(self.engine.rows(batch), self.policy_version)
+        return self.engine.generate(self.engine.requests(batch), self.policy_version)
 
     def _advantages(self, experiences: list[ExperienceDiffusion], scored: RewardOutput) -> dict[str, float]:
         """Advantages within prompts; or which pair a sample belongs to, as its group, and 1 or -1 for its side."""
@@ -195,18 +195,18 @@ class DiffusionExperienceMaker:
         return self.timer.phase(name) if self.timer is not None else nullcontext()
 
 
-def score_samples(rewards: RewardComputationEngine, rows: DrawingBatch, media: T) -> RewardOutput:
+def score_samples(rewards: RewardComputationEngine, requests: DrawingBatch, media: T) -> RewardOutput:
     """Rewards of media (B, 3, H, W) or (B, 3, T, H, W) for their rows."""
     kind = "videos" if media.dim() == 5 else "images"
     return rewards.score_media(
-        rows.prompts,
+        requests.prompts,
         **{kind: list(media)},
-        labels=rows.labels,
-        references=rows.references,
-        metadata=rows.metadata,
-        source_images=rows.images,
-        ids=rows.sample_ids.tolist(),
-        group_ids=rows.group_ids.tolist(),
+        labels=requests.labels,
+        references=requests.references,
+        metadata=requests.metadata,
+        source_images=requests.images,
+        ids=requests.sample_ids.tolist(),
+        group_ids=requests.group_ids.tolist(),
     )
 
 
@@ -218,12 +218,12 @@ def rewards_at(output: RewardOutput, part: slice) -> RewardOutput:
     return RewardOutput(output.score[part].cpu(), components, output.valid[part].cpu(), weights=weights)
 
 
-def scored_experience(drawn: Sampled, rows: DrawingBatch, scored: RewardOutput, step: int) -> ExperienceDiffusion:
+def scored_experience(drawn: Sampled, requests: DrawingBatch, scored: RewardOutput, step: int) -> ExperienceDiffusion:
     """The experience of one micro-batch; advantages are still to come."""
     version = step if drawn.policy_version is None else drawn.policy_version
     experience = experience_of(
-        drawn.result, drawn.conditions, group_id=rows.group_ids, sample_id=rows.sample_ids, policy_version=version,
-        shared=drawn.shared,
+        drawn.result, drawn.conditions, group_id=requests.group_ids, sample_id=requests.sample_ids,
+        policy_version=version, shared=drawn.shared,
     )  # fmt: skip
     experience.valid = scored.valid
     experience.info |= {"reward": scored.score, "reward_metrics": scored.components}

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...algorithms.diffusion.denoising_batch import experience_of
 from ...algorithms.diffusion.diffusion_dpo import PAIR
-from ...algorithms.diffusion.rows import experience_of
 from ...data.preference_pairs import PreferencePairs
 from ...data.prompt_sampling import distributed_k_repeat_indices
 from ...data.prompts import PromptRow
@@ -18,7 +18,7 @@ from ...runtime import collectives
 from ...runtime.phase_timer import PhaseTimer
 from ..hooks import StepData
 from .maker import DiffusersEngine
-from .stages import DiffusionSampling, DrawingBatch, rows_of
+from .stages import DiffusionSampling, DrawingBatch, drawing_batch
 
 T = torch.Tensor
 
@@ -57,25 +57,25 @@ class PairExperience:
             world_size=collectives.world_size(), rank=collectives.rank(), seed=seed,
         ).local_indices  # fmt: skip
         pairs = [self.pairs[index] for index in drawn]
-        rows = rows_of(pairs, drawn, first=collectives.rank() * self.pairs_per_rank)
-        self.sampling.remember(rows)
+        requests = drawing_batch(pairs, drawn, first=collectives.rank() * self.pairs_per_rank)
+        self.sampling.remember(requests)
         size = max(1, self.sampling.settings.micro_batch_size // PAIR)
-        parts = [slice(at, at + size) for at in range(0, len(rows), size)]
-        return [self._micro(rows.select(part), pairs[part], step) for part in parts]
+        parts = [slice(at, at + size) for at in range(0, len(requests), size)]
+        return [self._micro(requests.select(part), pairs[part], step) for part in parts]
 
     @torch.no_grad()
-    def _micro(self, rows: DrawingBatch, pairs: list[PromptRow], step: int) -> ExperienceDiffusion:
+    def _micro(self, requests: DrawingBatch, pairs: list[PromptRow], step: int) -> ExperienceDiffusion:
         settings, sampling = self.sampling.settings, self.sampling
         images = [image for pair in pairs for image in pair.images]
         latents = sampling.model.policy.encode_images(images, settings.height, settings.width)
         timesteps, sigmas = sampling.sampler.schedule(sampling.model, sampling.latent_shape)
-        conditions = {name: each.repeat_interleave(PAIR, dim=0) for name, each in sampling.conditions(rows).items()}
-        sides = torch.arange(PAIR).repeat(len(rows))
+        conditions = {name: each.repeat_interleave(PAIR, dim=0) for name, each in sampling.conditions(requests).items()}
+        sides = torch.arange(PAIR).repeat(len(requests))
         experience = experience_of(
             SamplingResult(latents, timesteps, sigmas),
             conditions,
-            group_id=rows.sample_ids.repeat_interleave(PAIR),
-            sample_id=rows.sample_ids.repeat_interleave(PAIR) * PAIR + sides,
+            group_id=requests.sample_ids.repeat_interleave(PAIR),
+            sample_id=requests.sample_ids.repeat_interleave(PAIR) * PAIR + sides,
             policy_version=step,
         )
         experience.advantages = 1.0 - 2.0 * sides

@@ -29,12 +29,12 @@ class DrawingSource:
 
     def next(self, step: int, total_steps: int) -> DrawingBatch:
         """The rows of step number `step`, from 0 on."""
-        rows = self._rows(step)
+        requests = self._requests(step)
         for later in range(step, min(step + self.ahead + 1, total_steps)) if self.ahead else ():
-            self.engine.announce(later, partial(self._rows, later))
-        return rows
+            self.engine.announce(later, partial(self._requests, later))
+        return requests
 
-    def _rows(self, step: int) -> DrawingBatch:
+    def _requests(self, step: int) -> DrawingBatch:
         sampling = self.config.sampling
         seed = derive_seed(self.config.train.seed, "k_repeat", step)
         per_rank = sampling.rollout_batch_size * sampling.n_samples_per_prompt // collectives.world_size()

@@ -119,14 +119,14 @@ class DiffusionSampling:
         s = self.settings
         return self.model.policy.latent_shape(s.height, s.width, s.frames)
 
-    def conditions(self, rows: DrawingBatch) -> dict[str, T]:
+    def conditions(self, requests: DrawingBatch) -> dict[str, T]:
         """Embedded prompts, the negative one under guidance, and images where the family takes them."""
         s, policy = self.settings, self.model.policy
         if self.edits:
-            return stacked(self.shared(rows), policy.device)
-        conditions = policy.encode_prompts(rows.prompts, self._negative)
+            return stacked(self.shared(requests), policy.device)
+        conditions = policy.encode_prompts(requests.prompts, self._negative)
         if policy.family.takes_first_frame:
-            first = [images[0] for images in rows.images]
+            first = [images[0] for images in requests.images]
             conditions |= policy.encode_first_frames(first, s.height, s.width, s.frames)
         return conditions
 
@@ -135,24 +135,24 @@ class DiffusionSampling:
         """Whether prompts come with images to edit."""
         return self.model.policy.family.most_source_images > 0
 
-    def shared(self, rows: DrawingBatch) -> list[Conditions]:
+    def shared(self, requests: DrawingBatch) -> list[Conditions]:
         """Of models that edit: what each sample refers to, on the host, one dict a prompt."""
-        return self.model.policy.encode_edits(rows.prompts, rows.images, self._negative)
+        return self.model.policy.encode_edits(requests.prompts, requests.images, self._negative)
 
     @property
     def _negative(self) -> str | None:
         return self.settings.negative_prompt if self.settings.guidance_scale > 1 else None
 
-    def remember(self, rows: DrawingBatch) -> None:
+    def remember(self, requests: DrawingBatch) -> None:
         """Encode the texts of all rows in one turn of the text encoders, before micro-batches ask for them."""
         if self.edits:
-            self.shared(rows)
+            self.shared(requests)
             return
         negative = [] if self._negative is None else [self._negative]
-        self.model.policy.remember_prompts([*rows.prompts, *negative])
+        self.model.policy.remember_prompts([*requests.prompts, *negative])
 
     def draw(
-        self, rows: DrawingBatch, step: int, purpose: str = "noise", graphs: RolloutGraphs | None = None
+        self, requests: DrawingBatch, step: int, purpose: str = "noise", graphs: RolloutGraphs | None = None
     ) -> list[Sampled]:
         """Micro-batches of all rows, in order. Noise depends on (run seed, purpose, step, sample id).
 
@@ -160,18 +160,18 @@ class DiffusionSampling:
         are not: their conditions differ in size from sample to sample.
         """
         size = self.settings.micro_batch_size
-        parts = [slice(start, start + size) for start in range(0, len(rows), size)]
+        parts = [slice(start, start + size) for start in range(0, len(requests), size)]
         if self.edits:
-            shared = self.shared(rows)
-            return [self._micro(rows.select(part), step, purpose, shared[part]) for part in parts]
-        self.remember(rows)
-        if graphs is not None and not graphs.fit(partial(self._one_forward, rows), len(rows), self.sampler):
+            shared = self.shared(requests)
+            return [self._micro(requests.select(part), step, purpose, shared[part]) for part in parts]
+        self.remember(requests)
+        if graphs is not None and not graphs.fit(partial(self._one_forward, requests), len(requests), self.sampler):
             graphs = None
-        return [self._micro(rows.select(part), step, purpose, graphs=graphs) for part in parts]
+        return [self._micro(requests.select(part), step, purpose, graphs=graphs) for part in parts]
 
-    def _one_forward(self, rows: DrawingBatch) -> T:
+    def _one_forward(self, requests: DrawingBatch) -> T:
         """Of one sample, as the rollout would make it: what its graph takes."""
-        policy, one = self.model.policy, rows.select(slice(1))
+        policy, one = self.model.policy, requests.select(slice(1))
         batch = self.batch(one, self.conditions(one), 0, "noise")
         latents = torch.zeros(1, *batch.latent_shape, device=policy.device)
         times = torch.full((1,), TRAIN_TIMESTEPS / 2, device=policy.device)
@@ -180,31 +180,31 @@ class DiffusionSampling:
     @torch.no_grad()
     def _micro(
         self,
-        rows: DrawingBatch,
+        requests: DrawingBatch,
         step: int,
         purpose: str,
         shared: list[Conditions] | None = None,
         graphs: RolloutGraphs | None = None,
     ) -> Sampled:
         device = self.model.policy.device
-        own = {} if shared is not None else self.conditions(rows)
+        own = {} if shared is not None else self.conditions(requests)
         conditions = own if shared is None else stacked(shared, device)
-        batch = self.batch(rows, conditions, step, purpose)
-        generators = sample_generators(self.settings.run_seed, step, rows.sample_ids.tolist(), purpose)
+        batch = self.batch(requests, conditions, step, purpose)
+        generators = sample_generators(self.settings.run_seed, step, requests.sample_ids.tolist(), purpose)
         start = window_start(self.sampler.config.moving_steps, self.sampler.noise, self.settings.run_seed, step)
         keep = () if graphs is None else graphs.steps(self.sampler, start)
         result = self.sampler.sample(self.model, batch, generator=generators, window=start, keep=keep)
         return Sampled(result, own, self.model.policy.decode(result.latents).clamp(0, 1).cpu(), shared=shared)
 
-    def batch(self, rows: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> DiffusionBatch:
+    def batch(self, requests: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> DiffusionBatch:
         """The sampler's input; with same_latent every sample of a prompt starts from the prompt's own noise."""
         s, shape = self.settings, self.latent_shape
         latents = None
         if s.same_latent:
-            generators = sample_generators(s.run_seed, step, rows.group_ids.tolist(), f"{purpose}/prompt")
+            generators = sample_generators(s.run_seed, step, requests.group_ids.tolist(), f"{purpose}/prompt")
             latents = torch.stack([torch.randn(shape, generator=each) for each in generators])
             latents = latents.to(self.model.policy.device)
-        return DiffusionBatch(conditions, shape, len(rows), s.guidance_scale, latents)
+        return DiffusionBatch(conditions, shape, len(requests), s.guidance_scale, latents)
 
 
 def k_repeat_prompts(dataset: list, per_rank: int, repeats: int, seed: int) -> DrawingBatch:
@@ -221,7 +221,7 @@ def k_repeat_prompts(dataset: list, per_rank: int, repeats: int, seed: int) -> D
     return _chosen(dataset, drawn.local_indices, first=rank * per_rank)
 
 
-def update_rows(dataset: list, total: int, repeats: int, update_size: int, seed: int) -> list[DrawingBatch]:
+def update_batches(dataset: list, total: int, repeats: int, update_size: int, seed: int) -> list[DrawingBatch]:
     """This rank's rows of each train batch of `update_size` samples: the same batches for any number of ranks.
 
     total: samples of the step over all ranks, of which train batches are taken in order.
@@ -237,17 +237,17 @@ def update_rows(dataset: list, total: int, repeats: int, update_size: int, seed:
 def _chosen(dataset: list, indices: list[int], first: int) -> DrawingBatch:
     """Rows at these places of the data; each is read once, however often it is there."""
     known = {index: dataset[index] for index in dict.fromkeys(indices)}
-    return rows_of([known[index] for index in indices], indices, first)
+    return drawing_batch([known[index] for index in indices], indices, first)
 
 
-def rows_of(prompts: list, indices: list[int], first: int) -> DrawingBatch:
+def drawing_batch(prompts: list, indices: list[int], first: int) -> DrawingBatch:
     """Rows of data set entries; sample ids count from `first`."""
     return DrawingBatch(
-        prompts=[row.prompt for row in prompts],
-        images=[row.images for row in prompts],
-        labels=[row.label for row in prompts],
-        references=[row.reference for row in prompts],
-        metadata=[row.metadata for row in prompts],
+        prompts=[each.prompt for each in prompts],
+        images=[each.images for each in prompts],
+        labels=[each.label for each in prompts],
+        references=[each.reference for each in prompts],
+        metadata=[each.metadata for each in prompts],
         group_ids=torch.tensor(indices),
         sample_ids=torch.arange(first, first + len(indices)),
     )

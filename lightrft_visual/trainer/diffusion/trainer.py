@@ -18,13 +18,13 @@ from ...observe.metrics import MetricsAccumulator
 from ...rewards.batch import RewardOutput
 from ...runtime.deepspeed import StepResult
 from ...runtime.seeding import derive_seed
-from ...runtime.start_up import say
+from ...runtime.start_up import log_stage
 from ..hooks import StepData
 from ..loop import Evaluated, PolicyTrainer
 from .graphs import Graphed, worth_using
 from .maker import Drawn, joined
 from .parts import DiffusionParts
-from .stages import update_rows
+from .stages import update_batches
 from .updates import ReplayUpdate, RewardUpdate, Scored, without_zero_advantages
 
 
@@ -46,8 +46,8 @@ class DiffusionTrainer(PolicyTrainer):
 
     def train_step(self) -> StepData:
         """Prompts, rollouts, rewards, experience, updates. A collective."""
-        rows = self.prompts.next(self.step, self.settings.total_steps)
-        drawn = self.maker.generate(rows, self.step)
+        requests = self.prompts.next(self.step, self.settings.total_steps)
+        drawn = self.maker.generate(requests, self.step)
         drawn = self.maker.score(drawn)
         data = self.maker.make_experience(drawn)
         self._measure(data)
@@ -120,7 +120,7 @@ class DiffusionTrainer(PolicyTrainer):
         if self.parts.evaluation is None:
             return Evaluated()
         if self.step == 0:
-            say("evaluating the model as it is")
+            log_stage("evaluating the model as it is")
         with self.hooks.weights_for("evaluation") or nullcontext():
             return self.parts.evaluation.run(self.step, as_base=self.step == 0)
 
@@ -182,19 +182,19 @@ class RewardFLTrainer(DiffusionTrainer):
         config, data = self.config, StepData([])
         total = config.sampling.rollout_batch_size * config.sampling.n_samples_per_prompt
         seed = derive_seed(config.train.seed, "k_repeat", self.step)
-        batches = update_rows(
+        batches = update_batches(
             self.prompts.dataset, total, config.sampling.n_samples_per_prompt, config.train.train_batch_size, seed
         )
         shown: list[Drawn] = []
         with self.timer.phase("train"):
             for epoch in range(config.train.max_epochs):
-                for rows in batches:
-                    result, drawn = self.reward_update.step(rows, self._context(), self.step, epoch, data.metrics)
+                for requests in batches:
+                    result, drawn = self.reward_update.step(requests, self._context(), self.step, epoch, data.metrics)
                     self._finish_update(result, data.metrics)
                     data.metrics.add_moments("reward", drawn.scores[drawn.valid])
                     data.metrics.add_mean("reward_invalid_share", (~drawn.valid).float())
                     if epoch == 0:
-                        shown.append(_as_drawn(rows, drawn, self.step))
+                        shown.append(_as_drawn(requests, drawn, self.step))
         data.rollouts = self.hooks.on_scores(joined(shown))
         return self.hooks.on_experience(data)
 
@@ -204,5 +204,5 @@ def experiences_of(data: StepData) -> list[ExperienceDiffusion]:
     return [each.experience if isinstance(each, Graphed) else each for each in data.batches]
 
 
-def _as_drawn(rows: Any, drawn: Scored, step: int) -> Drawn:
-    return Drawn(rows, [], drawn.media, step, RewardOutput(drawn.scores, {}, drawn.valid))
+def _as_drawn(requests: Any, drawn: Scored, step: int) -> Drawn:
+    return Drawn(requests, [], drawn.media, step, RewardOutput(drawn.scores, {}, drawn.valid))

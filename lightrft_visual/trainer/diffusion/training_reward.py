@@ -14,7 +14,7 @@ from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts
 from ...data.prompts import PromptRow
 from ...errors import ConfigError, RewardError
 from ...rewards.differentiable import PixelReward, check_scores, load_differentiable, with_gradient
-from .stages import DrawingBatch, rows_of
+from .stages import DrawingBatch, drawing_batch
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class TrainingReward:
             )
         return cls(name, load_differentiable(name, algorithm.differentiable_kwargs))
 
-    def __call__(self, media: torch.Tensor, rows: DrawingBatch) -> DifferentiableScore:
-        metadata = [_with_first_frame(row, images) for row, images in zip(rows.metadata, rows.images)]
-        scores, valid = self.function(media, rows.prompts, metadata)
-        check_scores(scores, valid, len(rows), self.name)
+    def __call__(self, media: torch.Tensor, requests: DrawingBatch) -> DifferentiableScore:
+        metadata = [_with_first_frame(sample, images) for sample, images in zip(requests.metadata, requests.images)]
+        scores, valid = self.function(media, requests.prompts, metadata)
+        check_scores(scores, valid, len(requests), self.name)
         return DifferentiableScore(scores, valid)
 
     def check_prompts(self, prompts: DrawPrompts, most_invalid: float) -> None:
@@ -54,7 +54,7 @@ class TrainingReward:
         knows = getattr(self.function, "knows", None)
         if knows is None:
             return
-        unknown = [row for row in prompts.rows if not knows(row.prompt, _with_first_frame(row.metadata, row.images))]
+        unknown = [own for own in prompts.rows if not knows(own.prompt, _with_first_frame(own.metadata, own.images))]
         share = len(unknown) / len(prompts)
         if share >= 1 or share > most_invalid:
             raise ConfigError(
@@ -62,18 +62,18 @@ class TrainingReward:
                 f"({_first(unknown)}): it needs {self.function.needs}. {with_gradient()}"
             )
 
-    def check_gradient(self, row: PromptRow, shape: tuple[int, ...], device: torch.device) -> None:
+    def check_gradient(self, sample: PromptRow, shape: tuple[int, ...], device: torch.device) -> None:
         """Score noise of this shape (1, 3, H, W) or (1, 3, T, H, W) for a prompt. RewardError where the reward fails,
         or its score has no gradient."""
         media = torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
         try:
-            self(media, rows_of([row], [0], first=0))
+            self(media, drawing_batch([sample], [0], first=0))
         except RewardError as error:
             raise RewardError(f"{error}\nit was given noise before any model is loaded. {with_gradient()}") from error
 
 
-def _first(rows: list[PromptRow]) -> str:
-    return f"the first is {ascii(rows[0].prompt)[:80]}"
+def _first(samples: list[PromptRow]) -> str:
+    return f"the first is {ascii(samples[0].prompt)[:80]}"
 
 
 def _with_first_frame(metadata: dict[str, Any], images: list[Any]) -> dict[str, Any]:

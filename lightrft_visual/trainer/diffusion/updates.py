@@ -13,17 +13,17 @@ import torch
 from ...algorithms.aggregation import LossOutputs
 from ...algorithms.diffusion import Loss
 from ...algorithms.diffusion.context import LossContext
-from ...algorithms.diffusion.preference import couplings
-from ...algorithms.diffusion.reward_fl import DifferentiableScore
-from ...algorithms.diffusion.rows import (
+from ...algorithms.diffusion.denoising_batch import (
+    batch_at,
     grouped_steps,
     noisy_steps,
     random_share,
-    rows_at,
     shuffled_steps,
     step_slices,
     trainable_steps,
 )
+from ...algorithms.diffusion.preference import couplings
+from ...algorithms.diffusion.reward_fl import DifferentiableScore
 from ...config.registry import DiffusionAlgorithm
 from ...experience.batch_plan import MicroBatch
 from ...experience.buffer import NaiveReplayBuffer
@@ -73,14 +73,14 @@ class ReplayUpdate:
         """
         plans = [self._plan(experience, context, seed) for experience in batches]
         samples = left_out + sum(int(each.valid.sum()) for each in batches)
-        rows = samples * plans[0][0].shape[1]  # every sample has as many steps
-        total = collectives.all_reduce_sum(torch.tensor(float(rows))).item()
+        count = samples * plans[0][0].shape[1]  # every sample has as many steps
+        total = collectives.all_reduce_sum(torch.tensor(float(count))).item()
         forwards = [
             (experience, steps[:, columns]) for experience, (steps, slices) in zip(batches, plans) for columns in slices
         ]
         coupled = couplings(self.loss, context, forwards) if self.algorithm.coupled else [None] * len(forwards)
         for index, (experience, steps) in enumerate(forwards):
-            part, last = rows_at(experience, steps), index == len(forwards) - 1
+            part, last = batch_at(experience, steps), index == len(forwards) - 1
             part.coupling = coupled[index]
             with context.policy.all_experts() if last or index == 0 else nullcontext():
                 outputs = self.loss.loss(context, part, max(total, 1.0))
@@ -91,12 +91,12 @@ class ReplayUpdate:
     def step_on_graphs(self, graphed: list[Graphed], context: LossContext, metrics: MetricsAccumulator) -> StepResult:
         """The same on the rollout's own graphs, a backward for each of its micro-batches; empties the list. A
         collective."""
-        rows = sum(int(each.valid.sum()) * len(kept.steps) for each, kept in graphed)
-        total = collectives.all_reduce_sum(torch.tensor(float(rows))).item()
+        count = sum(int(each.valid.sum()) * len(kept.steps) for each, kept in graphed)
+        total = collectives.all_reduce_sum(torch.tensor(float(count))).item()
         while graphed:
             experience, kept = graphed.pop(0)
             experience.to_device(kept.log_probs.device)
-            part = rows_at(experience, torch.tensor(kept.steps).expand(len(experience.latents), -1))
+            part = batch_at(experience, torch.tensor(kept.steps).expand(len(experience.latents), -1))
             part.kept = kept
             outputs = self.loss.loss(context, part, max(total, 1.0))
             self.engine.accumulate(outputs.loss, last=not graphed)
@@ -166,38 +166,38 @@ class RewardUpdate:
     micro_batch_size: int
 
     def step(
-        self, rows: DrawingBatch, context: LossContext, step: int, epoch: int, metrics: MetricsAccumulator
+        self, requests: DrawingBatch, context: LossContext, step: int, epoch: int, metrics: MetricsAccumulator
     ) -> tuple[StepResult, Scored]:
         """One guarded step over this rank's rows of a train batch, and what was drawn for it. A collective.
 
         epoch: pass over the step's rows; each draws noise of its own.
         """
         drawn: list[Scored] = []
-        self.sampling.remember(rows)
-        total, purpose = float(len(rows) * collectives.world_size()), f"noise/{epoch}" if epoch else "noise"
-        for start in range(0, len(rows), self.micro_batch_size):
-            part = rows.select(slice(start, start + self.micro_batch_size))
+        self.sampling.remember(requests)
+        total, purpose = float(len(requests) * collectives.world_size()), f"noise/{epoch}" if epoch else "noise"
+        for start in range(0, len(requests), self.micro_batch_size):
+            part = requests.select(slice(start, start + self.micro_batch_size))
             conditions = self.sampling.conditions(part)
             schedule = self.sampling.sampler.schedule(self.sampling.model, self.sampling.latent_shape)
             noise = self._starting_noise(part, conditions, step, purpose)
             noise = noise * self.sampling.model.starting_scale(float(schedule[1][0]))
             reward = partial(self._differentiable, part, drawn)
             outputs = self.loss.loss(context, noise, conditions, schedule, reward, total)
-            last = start + self.micro_batch_size >= len(rows)
+            last = start + self.micro_batch_size >= len(requests)
             self.engine.accumulate(outputs.loss, last)
             add_loss(metrics, outputs, len(part), last, first=True)
         return self.engine.step(), Scored(*(torch.cat(parts) for parts in zip(*drawn)))
 
-    def _starting_noise(self, rows: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> T:
-        batch = self.sampling.batch(rows, conditions, step, purpose)
+    def _starting_noise(self, requests: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> T:
+        batch = self.sampling.batch(requests, conditions, step, purpose)
         if batch.latents is not None:
             return batch.latents
-        generators = sample_generators(self.run_seed, step, rows.sample_ids.tolist(), purpose)
+        generators = sample_generators(self.run_seed, step, requests.sample_ids.tolist(), purpose)
         noise = torch.stack([torch.randn(batch.latent_shape, generator=each) for each in generators])
         return noise.to(self.sampling.model.policy.device)
 
-    def _differentiable(self, rows: DrawingBatch, drawn: list[Scored], media: T) -> DifferentiableScore:
-        scored = self.score(media, rows)
+    def _differentiable(self, requests: DrawingBatch, drawn: list[Scored], media: T) -> DifferentiableScore:
+        scored = self.score(media, requests)
         drawn.append(Scored(media.detach().clamp(0, 1).cpu(), scored.scores.detach().cpu(), scored.valid.cpu()))
         return scored
 

@@ -37,14 +37,14 @@ class ResamplingMaker:
 
         def sample_round(number: int) -> list[Rollout]:
             batch = prompts if number == 0 else self.more()
-            rollouts = self.maker.generate(batch, sampling, rest=number + 1 == self.tries)
+            rollouts = self.maker.generate(batch, sampling, sleep=number + 1 == self.tries)
             self.maker.judge(rollouts)  # the engine sleeps by the last round: rewards may be models
             rounds.append(rollouts)
             return rollouts
 
         dynamic = DynamicSampling(len(prompts), self.tries, self.components)
         kept = dynamic.collect(sample_round)
-        self.maker.rest()
+        self.maker.sleep()
         found = {"dynamic_rounds": dynamic.rounds, "dynamic_filled_groups": dynamic.filled}
         counts = over_rounds([each.counts for each in rounds]) | found
         return Rollouts(kept, rounds[0].sampling, counts=counts, scored=True)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ...config.shared import GuardConfig
 from ...errors import ConfigError
-from ...observe.guard.gains import Look
+from ...observe.guard.divergence import PairedScores
 from ...observe.guard.watch import Alarm, Guard
 from ..hooks import HookContext, StepData, StepHook, StopRun
 from ..run_state import RunState
@@ -23,7 +23,7 @@ class Watched(Protocol):
     def gold_of(self, rollouts: Any) -> Any:
         """What gold says of scored rollouts, whose media are still there. A collective."""
 
-    def add_gold(self, step: StepData, scores: Any, number: int) -> Look:
+    def add_gold(self, step: StepData, scores: Any, number: int) -> PairedScores:
         """`gold` into the step's metrics; reward and gold of each prompt. A collective."""
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class GuardHook(StepHook):
         self.guard = Guard(config)
         self.guard.penalties = penalties
         self.scores: Any = None
-        self.look: Look | None = None
+        self.paired_scores: PairedScores | None = None
 
     def setup(self, context: HookContext) -> None:
         """Alarms are told by the run's own console, recorder and report."""
@@ -72,23 +72,23 @@ class GuardHook(StepHook):
 
     def on_experience(self, step: StepData) -> StepData:
         """Statistics, and gold where it was asked."""
-        self.look = None
+        self.paired_scores = None
         if self.config.watch:
             self.watched.add_statistics(step)
             if self.scores is not None:
-                self.look = self.watched.add_gold(step, self.scores, self.context.step() + 1)
+                self.paired_scores = self.watched.add_gold(step, self.scores, self.context.step() + 1)
         return step
 
     def on_metrics(self, metrics: Mapping[str, float]) -> None:
         """Alarms of a step. Raises StopRun by policy."""
-        self._keep("step", self.look)
-        self._tell(self.guard.after_step(self.context.step(), metrics, self.look))
+        self._keep("step", self.paired_scores)
+        self._tell(self.guard.after_step(self.context.step(), metrics, self.paired_scores))
 
     def on_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Alarms of an evaluation, whose best weights are kept. Raises StopRun by policy."""
-        look = getattr(metrics, "look", None)
-        self._keep("evaluation", look)
-        alarms = self.guard.after_evaluation(self.context.step(), metrics, look)
+        paired_scores = getattr(metrics, "paired_scores", None)
+        self._keep("evaluation", paired_scores)
+        alarms = self.guard.after_evaluation(self.context.step(), metrics, paired_scores)
         if self.config.keeps_best:
             self._keep_best(metrics)
         self._tell(alarms)
@@ -103,9 +103,9 @@ class GuardHook(StepHook):
             with self.context.timer.phase("save"):
                 self.context.state.save_best()
 
-    def _keep(self, kind: str, look: Look | None) -> None:
-        if look is not None:
-            self.context.recorder.log_look(self.context.step(), {"kind": kind, **asdict(look)})
+    def _keep(self, kind: str, paired_scores: PairedScores | None) -> None:
+        if paired_scores is not None:
+            self.context.recorder.log_paired_scores(self.context.step(), {"kind": kind, **asdict(paired_scores)})
 
     def _tell(self, alarms: list[Alarm]) -> None:
         for alarm in alarms:

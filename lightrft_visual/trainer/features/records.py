@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...experience.rollouts import let_go_of_media
+from ...experience.rollouts import release_media
 from ...observe.rollouts import Record, gather_records, own_choice
-from ...runtime.host import give_back_freed_memory
+from ...runtime.host_memory import give_back_freed_memory
 from ..hooks import HookContext, StepData, StepHook
 
 
@@ -30,7 +30,7 @@ class RecordsHook(StepHook):
         if not self.releases:
             return rollouts
         own = own_choice(self.records_of(rollouts), self.count, self.run_seed, self.finished() + 1)
-        give_back_freed_memory(let_go_of_media(rollouts, {record["sample_id"] for record in own}))
+        give_back_freed_memory(release_media(rollouts, {record["sample_id"] for record in own}))
         return rollouts
 
     def on_experience(self, step: StepData) -> StepData:

@@ -72,13 +72,13 @@ class SelectiveReplay:
         versions of those that now stand here. A collective."""
         replaced = set(sorted(number for each in lacking for number in each)[: len(offered)])
         drawn = offered[: len(replaced)]
-        fresh = [(place, item) for place, item in enumerate(buffer.items) if part_of(item) == kind]
-        places = [place for place, item in fresh if int(item.sample_id) in replaced]
+        fresh = [(index, item) for index, item in enumerate(buffer.items) if part_of(item) == kind]
+        indices = [index for index, item in fresh if int(item.sample_id) in replaced]
         arrived = self._exchange(drawn, [len(replaced & {*each}) for each in lacking])
         _mark(arrived, replayed=True)
-        for place, item in zip(places, arrived):
-            buffer.items[place] = item
-        return [int(buffer.items[place].policy_version) for place in places]
+        for index, item in zip(indices, arrived):
+            buffer.items[index] = item
+        return [int(buffer.items[index].policy_version) for index in indices]
 
     def _newest(self, items: list[AnyItem]) -> list[AnyItem]:
         """The last `capacity` of each kind, in the order they came."""
@@ -106,11 +106,11 @@ class SelectiveReplay:
     def _exchange(self, drawn: list[Kept], shares: list[int]) -> list[AnyItem]:
         """This rank's part of the drawn samples. A collective."""
         rank, targets = collectives.rank(), balanced(drawn, shares)
-        parcels = [
+        outgoing = [
             [(each.sample_id, self.kept[each.index]) for each in drawn if (each.rank, targets[each]) == (rank, other)]
             for other in range(len(shares))
         ]
-        arrived = [pair for sent in collectives.exchange_objects(parcels) for pair in sent]
+        arrived = [pair for sent in collectives.exchange_objects(outgoing) for pair in sent]
         return [item for _, item in sorted(arrived, key=lambda pair: pair[0])]
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class Agreement:
     def __init__(self, gate: ParityGate | None, settings: RolloutConfig, ahead: bool) -> None:
         self.gate, self.settings, self.ahead = gate, settings, ahead
         self.probe: PromptBatch | None = None
-        self.figure = 0.0
+        self.difference = 0.0
         self._synced = False  # whether the engine was given trained weights, after those of the start
 
     def follow(self, batch: PromptBatch) -> None:
@@ -34,7 +34,7 @@ class Agreement:
     def probe_now(self) -> None:
         """Sample and score the probe. Raises RolloutError with the likely cause. A collective."""
         if self.gate is not None and self.probe is not None:
-            self.figure = self.gate.check(self.probe, self.settings.temperature)
+            self.difference = self.gate.check(self.probe, self.settings.temperature)
 
     def after_sync(self, step: int, evaluated: bool, full_distribution: bool) -> None:
         """A probe where no rollout follows that would show a difference, and every `parity_every` steps."""
@@ -65,7 +65,7 @@ class Agreement:
         """parity: the latest figure, of these rollouts or, where they cannot be compared, of the last probe. Ahead of
         the trainer only tokens of the present weights can be; without any no difference is told."""
         if check.compared and check.gate is not None:
-            self.figure = check.figure
+            self.difference = check.difference
         if check.compared or not self.ahead:
             metrics.add_max("rollout_logp_diff_max", check.largest)
-        metrics.add_max("parity", self.figure)
+        metrics.add_max("parity", self.difference)

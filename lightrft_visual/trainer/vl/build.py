@@ -37,15 +37,15 @@ from ...runtime import collectives
 from ...runtime.checkpoint.fingerprint import check_model, fingerprint
 from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
 from ...runtime.folder_lock import FolderLock
-from ...runtime.offload import Guest
+from ...runtime.offload import OffloadedModule
 from ...runtime.phase_timer import PhaseTimer
 from ...runtime.sequence import own_scores
-from ...runtime.start_up import say
+from ...runtime.start_up import log_stage
 from ..features.dynamic_sampling import ResamplingMaker
 from ..features.rollouts_ahead import RolloutsAhead
 from ..hooks import Hooks
 from ..loop import LoopSettings
-from ..run_parts import open_recorder, output_folder_held, refused_rows_listed, start_strategy, synchronize
+from ..run_parts import open_recorder, output_folder_held, refused_data_listed, start_strategy, synchronize
 from ..run_state import check_output
 from .checks import check_abilities
 from .evaluation import Evaluation
@@ -73,12 +73,12 @@ def build_parts(config: RunConfig) -> VLParts:
 def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, lock: FolderLock | None) -> VLParts:
     resume_folder = check_output(config.output)
     named, judged = config.model.pretrain, config.gold
-    say("reading tokenizer and processor, checking the engine's settings")
+    log_stage("reading tokenizer and processor, checking the engine's settings")
     config, checkpoint = _open(config)
     model = _fingerprint(named, config, checkpoint)
     check_model(resume_folder, model, config.output.resume_other_model)
-    say("reading the data")
-    with refused_rows_listed(config.output.output_dir):
+    log_stage("reading the data")
+    with refused_data_listed(config.output.output_dir):
         dataset, eval_set = _datasets(config, checkpoint)
     sets = [each for each in (dataset, eval_set) if each is not None]
     rewards = _rewards(config, strategy, checkpoint, sets)
@@ -86,11 +86,11 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, lock: FolderLoc
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
     (total_steps, sampler), timer, hooks = _schedule(config, dataset), PhaseTimer(synchronize), Hooks()
     gold = _gold(judged, strategy, checkpoint, sets)
-    say("loading the models")
+    log_stage("loading the models")
     (actor, critic, reference), frozen = _models(config, strategy, checkpoint, total_steps)
     models = actor, critic, reference, _teacher(config, strategy, checkpoint)
     loss_parts = _loss_parts(config, actor)
-    say(f"starting the engine ({engine_in_words(config, checkpoint)})")
+    log_stage(f"starting the engine ({engine_in_words(config, checkpoint)})")
     engine = _engine(config, checkpoint, actor)
     maker = _maker(config, strategy, checkpoint, models, engine, rewards, timer, hooks)
     prompts = _prompts(config, checkpoint, maker, PromptSupply(dataset, sampler))
@@ -181,9 +181,9 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     """The configuration with folders in the place of built-in tasks and models, and the checkpoint's small parts."""
     config = copy.deepcopy(config)
     if collectives.is_rank_0():
-        _place(config)
+        _resolve_names(config)
     collectives.barrier()
-    _place(config)  # other ranks find it in the cache
+    _resolve_names(config)  # other ranks find it in the cache
     checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
     check_abilities(config, checkpoint)
     _resolve_sharing(config, checkpoint)
@@ -220,7 +220,7 @@ def _resolve_sharing(config: RunConfig, checkpoint: Checkpoint) -> None:
             logger.warning("each sample's prompt is computed anew, share_prefix is off: %s", refused)
 
 
-def _place(config: RunConfig) -> None:
+def _resolve_names(config: RunConfig) -> None:
     """Put folders and files in the place of names of built-in tasks and models."""
     model, task = config.model, config.data.prompt_data
     if task in registry.tasks:
@@ -335,7 +335,7 @@ def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Check
         return frozen(inputs, rule, with_entropy=False).log_probs
 
     score = own_scores(scored, strategy.sequence)
-    return (Guest(frozen, score, strategy.device) if on_host else score), frozen
+    return (OffloadedModule(frozen, score, strategy.device) if on_host else score), frozen
 
 
 def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint):
@@ -381,7 +381,7 @@ def _prompts(
 ) -> PromptSource | RolloutsAhead:
     source = PromptSource(
         supply,
-        lambda rows, ids: prompt_batch(rows, checkpoint, config.data, ids),
+        lambda samples, ids: prompt_batch(samples, checkpoint, config.data, ids),
         maker.rollout_stage.data_processor.features,
         keeps_ready=config.rollout.dynamic_sampling,
     )
@@ -439,8 +439,8 @@ def _evaluation(config, maker, eval_set, checkpoint, gold) -> Evaluation | None:
     )
     greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1)
     kept, seed = config.output.num_trajectories_to_save, config.train.seed
-    rows, own_seed = EvaluationRows(eval_set), config.output.eval_seed
-    return Evaluation(maker, prompts, sampling, greedy, kept, seed, rows, own_seed, gold)
+    samples, own_seed = EvaluationRows(eval_set), config.output.eval_seed
+    return Evaluation(maker, prompts, sampling, greedy, kept, seed, samples, own_seed, gold)
 
 
 def _gate(config, maker, engine, actor, strategy, checkpoint) -> ParityGate | None:

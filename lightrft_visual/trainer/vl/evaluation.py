@@ -17,7 +17,7 @@ from ...observe.rollouts import Record, gather_all, gather_records, records_from
 from ...rewards.engine import RewardComputationEngine
 from ...runtime import collectives
 from ..loop import Evaluated
-from .judging import gold_scores, look_at
+from .judging import gold_scores, paired_scores_at
 from .maker import ExperienceMaker
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ class Evaluation:
     """Scores the held-out prompts with the maker's engine and rewards.
 
     sampling: at the training temperature, several responses a prompt; the greedy pass takes one. Seeds depend on the
-    prompt's number alone, so every evaluation draws alike; they come from `seed`, by default that of the run. rows: of
-    the prompts, for media that are fetched now.
+    prompt's number alone, so every evaluation draws alike; they come from `seed`, by default that of the run. samples:
+    of the prompts, for media that are fetched now.
     """
 
     maker: ExperienceMaker
@@ -56,7 +56,7 @@ class Evaluation:
     greedy: SamplingSettings
     records_to_keep: int
     run_seed: int
-    rows: EvaluationRows | None = None
+    samples: EvaluationRows | None = None
     seed: int | None = None
     gold: RewardComputationEngine | None = None
     labels: set[str] = field(init=False)
@@ -73,21 +73,21 @@ class Evaluation:
         )
         fetched = self._fetched([index for index, _ in shard], step)
         batch = self.prompts.select(fetched.indices)
-        for place, index in enumerate(fetched.indices):
+        for position, index in enumerate(fetched.indices):
             if index in fetched.rows:
-                batch.images[place], batch.videos[place] = fetched.rows[index].images, fetched.rows[index].videos
+                batch.images[position], batch.videos[position] = fetched.rows[index].images, fetched.rows[index].videos
         real = [is_real and not masked for (_, is_real), masked in zip(shard, fetched.masked)]
         sampled, greedy = (self._rollouts(batch, real, settings) for settings in (self.sampling, self.greedy))
         metrics = _means("eval_reward", sampled, self.labels) | _means("eval_reward_greedy", greedy, self.labels)
         metrics = dict(sorted(metrics.items(), key=lambda item: item[0] not in ("eval_reward", "eval_reward_greedy")))
-        look = None
+        paired_scores = None
         if self.gold is not None:
             scores = self._golden(sampled, metrics)
-            look = look_at(step, sampled, scores)
-        if self.rows is not None and self.rows.remote:
+            paired_scores = paired_scores_at(step, sampled, scores)
+        if self.samples is not None and self.samples.remote:
             metrics["eval_bad_rows"] = float(fetched.lost)
         records = gather_records(records_from_rollouts(sampled), self.records_to_keep, self.run_seed, step)
-        return Evaluated(metrics, records, self._sheet(sampled), look)
+        return Evaluated(metrics, records, self._sheet(sampled), paired_scores)
 
     def _sheet(self, rollouts: list[Rollout]) -> list[Record]:
         """The first drawing of each prompt, of the first prompts of all ranks that ask for one: the same prompts in
@@ -108,7 +108,7 @@ class Evaluation:
         return scores
 
     def _fetched(self, indices: list[int], step: int) -> Fetched:
-        return self.rows.fetch(indices, step) if self.rows else Fetched(indices, [False] * len(indices))
+        return self.samples.fetch(indices, step) if self.samples else Fetched(indices, [False] * len(indices))
 
     def _rollouts(self, batch: PromptBatch, real: list[bool], settings: SamplingSettings) -> list[Rollout]:
         """Scored responses to this rank's prompts, of those that are real."""
@@ -128,7 +128,7 @@ def _means(name: str, rollouts: list[Rollout], labels: set[str]) -> dict[str, fl
 def means_of(name: str, mine: list[tuple[int, str | None, float, bool]], labels: set[str]) -> dict[str, float]:
     """The same of (sample, label, score, whether an image was drawn). A label that is called as a kind is not reported
     beside it. A collective."""
-    everything = sorted((row for rows in collectives.all_gather_object(mine) for row in rows), key=lambda row: row[0])
+    everything = sorted((one for part in collectives.all_gather_object(mine) for one in part), key=lambda one: one[0])
     rewards: dict[str, list[float]] = defaultdict(list)
     kinds = {True: "drawing", False: "answer"} if any(draws for *_, draws in everything) else {}
     for _, label, reward, draws in everything:

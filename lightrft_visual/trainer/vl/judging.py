@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...experience.rollouts import Rollout
-from ...observe.guard.gains import Look, look_of
+from ...observe.guard.divergence import PairedScores, paired_scores_of
 from ...observe.guard.images import SIDE, gathered, image_statistics
 from ...observe.guard.texts import text_statistics
 from ...observe.metrics import MetricsAccumulator
@@ -38,12 +38,12 @@ class VLWatched:
         assert self.gold is not None
         return gold_scores(self.gold, rollouts)
 
-    def add_gold(self, step: StepData, scores: Scores, number: int) -> Look:
+    def add_gold(self, step: StepData, scores: Scores, number: int) -> PairedScores:
         """`gold`: the mean over the rollouts that could be scored. A collective."""
         for score, valid in scores:
             if valid:
                 step.metrics.add("gold", score)
-        return look_at(number, step.rollouts, scores)
+        return paired_scores_at(number, step.rollouts, scores)
 
     def close(self) -> None:
         """Release the judge's workers."""
@@ -83,11 +83,11 @@ def gold_scores(gold: RewardComputationEngine, rollouts: Sequence[Rollout]) -> l
     return list(zip(scored.score.tolist(), scored.valid.tolist()))
 
 
-def look_at(step: int, rollouts: Sequence[Rollout], scores: Sequence[tuple[float, bool]]) -> Look:
+def paired_scores_at(step: int, rollouts: Sequence[Rollout], scores: Sequence[tuple[float, bool]]) -> PairedScores:
     """Reward and gold, as `gold_scores`, of each prompt of all ranks' rollouts. A collective."""
     mine = [
         (each.prompt.group_id, each.reward, score)
         for each, (score, valid) in zip(rollouts, scores)
         if valid and each.valid
     ]
-    return look_of(step, (sample for part in collectives.all_gather_object(mine) for sample in part))
+    return paired_scores_of(step, (sample for part in collectives.all_gather_object(mine) for sample in part))

@@ -89,13 +89,13 @@ class ExperienceMaker:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: PromptBatch, sampling: SamplingSettings | None = None, rest: bool = True) -> Rollouts:
+    def generate(self, prompts: PromptBatch, sampling: SamplingSettings | None = None, sleep: bool = True) -> Rollouts:
         """n responses to each prompt, prompt-major; remote scorers work on each as soon as it is finished.
 
         Args:
             prompts: of this rank, with ids that no other prompt of the run has.
             sampling: default that of the settings.
-            rest: let the engine sleep afterwards, so that rewards and forward passes have its memory.
+            sleep: let the engine sleep afterwards, so that rewards and forward passes have its memory.
 
         Raises:
             DataError: a prompt cannot be used. RolloutError: the engine read other prompts than the trainer will.
@@ -109,16 +109,16 @@ class ExperienceMaker:
                 requests = hooks.on_prompts(self.rollout_stage.requests(prompts))
                 finished = None if pending is None else pending.add
                 made = self.rollout_stage.draw(requests, sampling, self.policy_version, finished)
-            prompts.let_go_of_media()
-            if rest:
-                self.rest()
+            prompts.release_media()
+            if sleep:
+                self.sleep()
             return hooks.on_rollouts(Rollouts(made, sampling, pending))
         except BaseException:
             if pending is not None:
                 pending.cancel()
             raise
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Let the engine give its memory on the accelerator to others."""
         with self._phase("sync"):
             self.engine.sleep(keep_weights=not self.settings.weights_follow)

@@ -67,16 +67,16 @@ class VLParts:
         return VLWatched(self.gold, draws=len(self.loss_parts) > 1)
 
 
-def prompt_batch(rows: list, checkpoint: Checkpoint, data, ids: torch.Tensor) -> PromptBatch:
+def prompt_batch(samples: list, checkpoint: Checkpoint, data, ids: torch.Tensor) -> PromptBatch:
     """Rendered prompts of data rows."""
     renderer, family = checkpoint.processor or checkpoint.tokenizer, type(checkpoint.family)
     return PromptBatch.of(
-        [render_prompt(row, renderer, data, family) for row in rows],
-        [row.images for row in rows],
-        [row.videos for row in rows],
-        [row.reference for row in rows],
-        [row.label for row in rows],
-        [row.metadata for row in rows],
+        [render_prompt(sample, renderer, data, family) for sample in samples],
+        [sample.images for sample in samples],
+        [sample.videos for sample in samples],
+        [sample.reference for sample in samples],
+        [sample.label for sample in samples],
+        [sample.metadata for sample in samples],
         ids,
-        [caption_of(row) for row in rows],
+        [caption_of(sample) for sample in samples],
     )

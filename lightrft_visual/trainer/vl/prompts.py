@@ -21,16 +21,16 @@ Loading = list[Future[PromptRow | BadRow]]
 
 
 class _Begun(NamedTuple):
-    """A batch on its way. rows: whose loading it waits for, in order; batch: None where a row turned out bad."""
+    """A batch on its way. samples: whose loading it waits for, in order; batch: None where a row turned out bad."""
 
-    rows: Loading
+    samples: Loading
     ids: T
     batch: Future[PromptBatch | None]
 
-    def holds(self, rows: list[PromptRow], ids: T) -> bool:
+    def holds(self, samples: list[PromptRow], ids: T) -> bool:
         """Whether it is made of these very rows."""
-        same = len(rows) == len(self.rows) and torch.equal(ids, self.ids)
-        return same and all(own.done() and own.result() is row for own, row in zip(self.rows, rows))
+        same = len(samples) == len(self.samples) and torch.equal(ids, self.ids)
+        return same and all(own.done() and own.result() is sample for own, sample in zip(self.samples, samples))
 
 
 class PromptSource:
@@ -74,8 +74,8 @@ class PromptSource:
         """
         ids, self._step = self._next_ids(), step
         begun, self._begun = self._begun, None
-        rows = self.supply.next_rows(step + 1)
-        batch = begun.batch.result() if begun is not None and begun.holds(rows, ids) else self.make(rows, ids)
+        samples = self.supply.next_rows(step + 1)
+        batch = begun.batch.result() if begun is not None and begun.holds(samples, ids) else self.make(samples, ids)
         self.rounds += 1
         if self.keeps_ready:
             self.prepare_next()
@@ -88,14 +88,14 @@ class PromptSource:
     def prepare_next(self) -> None:
         """Start on the next batch, unless it was started; no collective."""
         if self._begun is None:
-            rows, ids = self.supply.look_ahead(), self._next_ids()
-            self._begun = _Begun(rows, ids, self._thread.submit(self._prepare, rows, ids))
+            samples, ids = self.supply.look_ahead(), self._next_ids()
+            self._begun = _Begun(samples, ids, self._thread.submit(self._prepare, samples, ids))
 
     def first(self, count: int, step: int) -> PromptBatch:
         """Some usable prompts for a probe, alike on all ranks, with numbers below 0; the order stays as it is. A
         collective."""
-        rows = self.supply.first_rows(max(1, count), step)
-        return self.make(rows, torch.arange(-len(rows), 0))
+        samples = self.supply.first_rows(max(1, count), step)
+        return self.make(samples, torch.arange(-len(samples), 0))
 
     def policy_is_new(self, version: int) -> None:
         """The engine has other weights from here on; a batch is drawn when it is asked for, so nothing hangs on it."""
@@ -115,10 +115,10 @@ class PromptSource:
         return (torch.arange(count) + self.rounds * count)[collectives.rank() :: collectives.world_size()]
 
     def _prepare(self, loading: Loading, ids: T) -> PromptBatch | None:
-        rows = [each.result() for each in loading]
-        if any(isinstance(row, BadRow) for row in rows):
+        samples = [each.result() for each in loading]
+        if any(isinstance(sample, BadRow) for sample in samples):
             return None
-        batch = self.make(rows, ids)
+        batch = self.make(samples, ids)
         batch.prepared = self.features(batch)
         return batch
 

@@ -17,7 +17,7 @@ from ...experience.sampling import ScoringRule
 from ...experience.types import Experience, ExperienceVL
 from ...rewards.early import EarlyScores
 from ...rewards.engine import RewardComputationEngine
-from ...runtime.offload import Guest
+from ...runtime.offload import OffloadedModule
 
 T = torch.Tensor
 
@@ -74,7 +74,7 @@ class ForwardStage:
                 experience.action_log_probs = output.log_probs.cpu()
                 experience.action_entropy = output.entropy.cpu()
         if self.reference is not None:
-            with self.reference if isinstance(self.reference, Guest) else nullcontext():
+            with self.reference if isinstance(self.reference, OffloadedModule) else nullcontext():
                 for experience, each in zip(batches, inputs):
                     experience.base_action_log_probs = self.reference(each.to(self.device), rule).cpu()
         for name, score in self.others.items():

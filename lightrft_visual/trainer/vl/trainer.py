@@ -18,7 +18,7 @@ from ...runtime import collectives
 from ...runtime.checkpoint.export import export_hf, export_lora
 from ...runtime.deepspeed import TrainEngine
 from ...runtime.seeding import derive_seed
-from ...runtime.start_up import say
+from ...runtime.start_up import log_stage
 from ..hooks import StepData
 from ..loop import Evaluated, PolicyTrainer
 from .agreement import PROBE_PROMPTS, Agreement
@@ -139,16 +139,16 @@ class VLTrainer(PolicyTrainer):
 
     def start(self) -> None:
         """The engine gets the weights that training starts or goes on from, and a first look through the gate."""
-        say("giving the engine its weights, and comparing it with the trainer")
+        log_stage("giving the engine its weights, and comparing it with the trainer")
         self._offload()
         self._load_engine_weights()
-        reported = self.agreement.figure
+        reported = self.agreement.difference
         self.agreement.follow(self.prompts.first(PROBE_PROMPTS, self.step))
         self.agreement.probe_now()
         if self.step == 0:
             self.agreement.check_reference(self.maker.forward_stage.reference)
         else:  # a resumed run: the next row shows the gate after the sync that it continues from
-            self.agreement.figure = reported
+            self.agreement.difference = reported
 
     def sync(self) -> None:
         """The engine gets the trained weights. Whether they are the same, the next rollout shows before anything is
@@ -186,7 +186,7 @@ class VLTrainer(PolicyTrainer):
         if self.parts.evaluation is None:
             return Evaluated()
         if self.step == 0:
-            say("evaluating the model as it is")
+            log_stage("evaluating the model as it is")
         with self._evaluated_weights():
             return self.parts.evaluation.run(self.step)
 
@@ -218,7 +218,7 @@ class VLTrainer(PolicyTrainer):
     def state_dict(self) -> dict[str, Any]:
         """Where the prompts, the KL controller and the reward statistics stand."""
         return self.prompts.state_dict() | {
-            "parity": self.agreement.figure,
+            "parity": self.agreement.difference,
             "init_kl_coef": self.config.algorithm.init_kl_coef,
             "kl_controller": self.maker.kl_controller.state_dict(),
             "calculator": self.maker.calculator.state_dict(),
@@ -227,7 +227,7 @@ class VLTrainer(PolicyTrainer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s; an `init_kl_coef` that the resuming command changed counts from here on."""
         self.prompts.load_state_dict(state)
-        self.agreement.figure = float(state["parity"])
+        self.agreement.difference = float(state["parity"])
         coefficient = self.config.algorithm.init_kl_coef
         if state["init_kl_coef"] == coefficient:
             self.maker.kl_controller.load_state_dict(state["kl_controller"])

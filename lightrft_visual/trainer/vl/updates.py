@@ -114,8 +114,8 @@ def _counted(item, micro_batch: MicroBatch, mask_truncated: bool) -> T:
     return mask.bool() & valid
 
 
-def _padded(rows: list[T]) -> T:
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+def _padded(values: list[T]) -> T:
+    return torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
 
 
 def has_dropout(module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ def policy(backend=None, layers=2):
                 parameter.normal_(std=0.1)
     if backend is not None:
         made.compile_blocks(backend)
-    made.place(torch.device(DEVICE))
+    made.move_to(torch.device(DEVICE))
     return made
 
 

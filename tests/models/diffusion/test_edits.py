@@ -8,7 +8,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
-from lightrft_visual.algorithms.diffusion.rows import experience_of, rows_at
+from lightrft_visual.algorithms.diffusion.denoising_batch import batch_at, experience_of
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.buffer_state import items_from_state, items_to_state
@@ -103,7 +103,7 @@ def test_samples_of_a_prompt_hold_one_copy_of_their_images_and_text():
     kept = [item.shared_embeds["source"].untyped_storage().data_ptr() for item in buffer.items]
     assert kept[0] == kept[2] and kept[1] == kept[3] != kept[0]
     batch = make_experience_batch([buffer.items[1], buffer.items[0]])
-    rows = rows_at(batch, torch.zeros(2, 1, dtype=torch.long))
+    rows = batch_at(batch, torch.zeros(2, 1, dtype=torch.long))
     expected = stacked([known[1], known[0]], policy.device)
     assert rows.conditions.keys() == expected.keys()
     assert all(torch.equal(rows.conditions[name], value) for name, value in expected.items())

@@ -11,10 +11,10 @@ from PIL import Image
 
 from lightrft_visual.algorithms.diffusion.awm import AWM
 from lightrft_visual.algorithms.diffusion.context import LossContext
+from lightrft_visual.algorithms.diffusion.denoising_batch import experience_of, samples_at, trainable_steps
 from lightrft_visual.algorithms.diffusion.dgpo import group_preference
 from lightrft_visual.algorithms.diffusion.diffusion_dpo import pair_preference
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
-from lightrft_visual.algorithms.diffusion.rows import experience_of, samples_at, trainable_steps
 from lightrft_visual.algorithms.diffusion.rwr import RewardWeighted
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.conditions import separate, stacked

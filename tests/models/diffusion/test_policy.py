@@ -5,8 +5,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
 from lightrft_visual.algorithms.diffusion.context import LossContext
+from lightrft_visual.algorithms.diffusion.denoising_batch import experience_of, samples_at, trainable_steps
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
-from lightrft_visual.algorithms.diffusion.rows import experience_of, samples_at, trainable_steps
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, save_text_length

@@ -94,7 +94,7 @@ def test_the_rule_of_sampling_is_the_rule_of_scoring(root):
     rollouts = [r for r in rollouts_of(checkpoint, text_prompts()) if not set(r.token_ids) & {*banned, eos}]
     inputs = inputs_of(checkpoint, rollouts)
     rule = ScoringRule(temperature=0.7, first_token_temperature=5.0, eos_banned_tokens=2)
-    hidden = actor.backbone.hidden_states(inputs)[inputs.action_rows()]
+    hidden = actor.backbone.hidden_states(inputs)[inputs.action_indices()]
     logits = actor.head[0](hidden)
     logits[:, :1] /= 5.0
     logits[:, 1:] /= 0.7

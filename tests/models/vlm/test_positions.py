@@ -14,8 +14,8 @@ from transformers import AutoModel
 from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES
 from lightrft_visual.models.vlm.positions import (
     MRopePositions,
+    consecutive,
     count_runs,
-    in_a_row,
     packed_text_positions,
     text_positions,
     token_types,
@@ -143,7 +143,7 @@ def base_of_cached(root, family):
 
 def test_blocks_in_a_row():
     types = torch.tensor([0, 2, 2, 0])
-    assert in_a_row(torch.tensor([[0, 1, 9, 2]] * 3), types)[0].tolist() == [0, 1, 9, 10]
+    assert consecutive(torch.tensor([[0, 1, 9, 2]] * 3), types)[0].tolist() == [0, 1, 9, 10]
 
 
 @pytest.mark.parametrize("family", QWEN_FAMILIES)

@@ -20,7 +20,7 @@ from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.models.vlm.backbone import Backbone
 from lightrft_visual.models.vlm.critic import Critic
 from lightrft_visual.models.vlm.families import family_of
-from lightrft_visual.models.vlm.shared_prefix import SharedRow
+from lightrft_visual.models.vlm.shared_prefix import SharedSequence
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_a_row_holds_each_prompt_and_its_media_once(root):
     prompts = {rollout.prompt.group_id: rollout.prompt for rollout in rollouts}
     for packed in (False, True):
         inputs = inputs_of(checkpoint, rollouts, packed)
-        row = SharedRow.of(inputs)
+        row = SharedSequence.of(inputs)
         wanted = [
             [prompt.token_ids, *(each.token_ids for each in rollouts if each.prompt.group_id == group)]
             for group, prompt in prompts.items()
@@ -122,7 +122,7 @@ def test_a_row_holds_each_prompt_and_its_media_once(root):
             starts.index(head) for head in heads
         }
         real = inputs.attention_mask.flatten() != 0
-        found = row.select(inputs.sequences).squeeze(0)[row.places]
+        found = row.select(inputs.sequences).squeeze(0)[row.indices]
         assert torch.equal(found[real], inputs.sequences.flatten()[real])
 
 
@@ -130,21 +130,21 @@ def test_what_only_looks_alike_is_not_shared(root):
     checkpoint = checkpoint_of(root, "qwen2_5_vl")
     batch = prompts_for(checkpoint, videos=False).select([1])
     first = inputs_of(checkpoint, grouped(checkpoint, batch, 2))
-    assert SharedRow.of(first) is not None
+    assert SharedSequence.of(first) is not None
     for groups in (None, torch.tensor([0, 1]), torch.tensor([-1, -1])):
-        assert SharedRow.of(replace(first, group_ids=groups)) is None
+        assert SharedSequence.of(replace(first, group_ids=groups)) is None
     other_text = first.sequences.clone()
     other_text[1, first.sequences.shape[1] - first.action_mask.shape[1] - 1] += 1
-    assert SharedRow.of(replace(first, sequences=other_text)) is None
+    assert SharedSequence.of(replace(first, sequences=other_text)) is None
     (own, _) = first.vision.samples
     equal = {name: value.clone() for name, value in own.items()}
-    assert SharedRow.of(replace(first, vision=VisionTensors([own, equal]))) is not None
+    assert SharedSequence.of(replace(first, vision=VisionTensors([own, equal]))) is not None
     other = equal | {"pixel_values": equal["pixel_values"] + 1}
-    assert SharedRow.of(replace(first, vision=VisionTensors([own, other]))) is None
-    assert SharedRow.of(replace(first, vision=VisionTensors([first.vision.joined()]))) is None
+    assert SharedSequence.of(replace(first, vision=VisionTensors([own, other]))) is None
+    assert SharedSequence.of(replace(first, vision=VisionTensors([first.vision.joined()]))) is None
     holed = first.attention_mask.clone()
     holed[0, -first.action_mask.shape[1] - 2] = 0
-    assert SharedRow.of(replace(first, attention_mask=holed)) is None
+    assert SharedSequence.of(replace(first, attention_mask=holed)) is None
 
 
 @pytest.mark.parametrize("text", ["qwen3", "qwen3_moe", "llama"])

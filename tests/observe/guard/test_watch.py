@@ -6,14 +6,14 @@ import pytest
 
 from lightrft_visual.config.shared import GuardConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.observe.guard.gains import Look
+from lightrft_visual.observe.guard.divergence import PairedScores
 from lightrft_visual.observe.guard.watch import Guard
 
 
 def look_at(step, reward, gold):
     """Of eight prompts that differ in what they are worth, alike in reward and gold."""
     worth = [each / 10 for each in range(-4, 4)]
-    return Look(step, list(range(8)), [each + reward for each in worth], [each + gold for each in worth])
+    return PairedScores(step, list(range(8)), [each + reward for each in worth], [each + gold for each in worth])
 
 
 def walk(guard, steps, first=1):

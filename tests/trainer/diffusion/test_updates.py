@@ -7,9 +7,9 @@ import torch
 
 from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.ddpo import DPOK
+from lightrft_visual.algorithms.diffusion.denoising_batch import experience_of
 from lightrft_visual.algorithms.diffusion.flow_dppo import FlowDPPO
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
-from lightrft_visual.algorithms.diffusion.rows import experience_of
 from lightrft_visual.config import registry
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import parse_run

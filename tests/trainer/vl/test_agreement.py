@@ -16,7 +16,7 @@ def probed_steps(steps: int, ahead: bool = False, full: bool = True, evaluated: 
     agreement.probe = object()
     for step in range(1, steps + 1):
         agreement.after_sync(step, evaluated, full)
-    assert agreement.figure == (0.25 if found else 0.0)
+    assert agreement.difference == (0.25 if found else 0.0)
     return found
 
 

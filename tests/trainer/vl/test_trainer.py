@@ -64,7 +64,7 @@ def resuming_trainer(coefficient: float) -> SimpleNamespace:
     return SimpleNamespace(
         config=RunConfig(algorithm=algorithm),
         prompts=Stateful(),
-        agreement=SimpleNamespace(figure=0.0),
+        agreement=SimpleNamespace(difference=0.0),
         maker=SimpleNamespace(kl_controller=get_kl_controller(algorithm), calculator=Stateful()),
         console=SimpleNamespace(message=told.append),
         told=told,
@@ -81,7 +81,7 @@ def test_the_controller_goes_on_unless_the_command_names_another_coefficient():
     VLTrainer.load_state_dict(same, STATE)
     VLTrainer.load_state_dict(other, STATE)
     assert same.maker.kl_controller.value == 0.07 and not same.told
-    assert same.prompts.loaded is STATE and same.agreement.figure == 0.5
+    assert same.prompts.loaded is STATE and same.agreement.difference == 0.5
     assert other.maker.kl_controller.value == 0.5 and "init_kl_coef was 0.1" in other.told[0]
 
 

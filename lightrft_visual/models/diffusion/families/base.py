@@ -234,9 +234,9 @@ def by_kind(kinds: Sequence[Hashable], run: Callable[..., T], latents: T, timest
         return run(kinds[0], latents, timesteps, conditions)
     velocity = torch.zeros_like(latents)
     for kind in different:
-        rows = torch.tensor([i for i, each in enumerate(kinds) if each == kind], device=latents.device)
-        some = {name: value[rows] for name, value in conditions.items()}
-        velocity = velocity.index_put((rows,), run(kind, latents[rows], timesteps[rows], some))
+        indices = torch.tensor([i for i, each in enumerate(kinds) if each == kind], device=latents.device)
+        some = {name: value[indices] for name, value in conditions.items()}
+        velocity = velocity.index_put((indices,), run(kind, latents[indices], timesteps[indices], some))
     first = {name: value[:1] for name, value in conditions.items()}
     for _ in range(forwards - len(different)):
         velocity = velocity + 0 * run(kinds[0], latents[:1], timesteps[:1], first)

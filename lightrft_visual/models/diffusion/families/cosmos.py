@@ -99,9 +99,9 @@ class CosmosPredict2(DiffusionFamily):
         """(C, F, height / 8, width / 8)."""
         pipeline = self.pipeline
         scale, patch = pipeline.vae_scale_factor_spatial, pipeline.transformer.config.patch_size[-1]
-        rows, columns = spatial_latent(height, width, scale, scale * patch)
+        latent_height, latent_width = spatial_latent(height, width, scale, scale * patch)
         depth = (frames - 1) // pipeline.vae_scale_factor_temporal + 1
-        return pipeline.transformer.config.in_channels, depth, rows, columns
+        return pipeline.transformer.config.in_channels, depth, latent_height, latent_width
 
     def save_lora(self, folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
         """See `save_transformer_lora`."""

@@ -56,7 +56,7 @@ class Flux(DiffusionFamily):
         return self.pipeline.transformer.config.in_channels // 4, *spatial_latent(height, width, scale, 2 * scale)
 
 
-def image_ids(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> T:
+def image_ids(height: int, width: int, device: torch.device, dtype: torch.dtype) -> T:
     """(rows * columns, 3) positions of the image tokens: 0, row, column."""
-    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    return torch.stack([torch.zeros_like(row), row, column], dim=-1).reshape(-1, 3).to(device, dtype)
+    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    return torch.stack([torch.zeros_like(y), y, x], dim=-1).reshape(-1, 3).to(device, dtype)

@@ -77,14 +77,14 @@ class QwenImageEdit(QwenImage):
     def planned_conditions(self, count: int, width: int) -> Conditions:
         """Of `count` samples with as many images as the model takes, without contents; width: of the context."""
         images, area = self.most_source_images, self.source_pixels or SOURCE_PIXELS
-        rows = columns = math.isqrt(area) // (2 * self.pipeline.vae_scale_factor)
+        grid_h = grid_w = math.isqrt(area) // (2 * self.pipeline.vae_scale_factor)
         read = images * self._area(self.read_pixels) // READ_TOKEN + ASKED_TOKENS
         tokens = self.pipeline.transformer.config.in_channels
         return {
             "context": torch.empty(count, read, width, dtype=self.dtype, device="meta"),
             MASK: torch.ones(count, read, dtype=torch.long, device="meta"),
-            "source": torch.empty(count, images * rows * columns, tokens, device="meta"),
-            "source_grid": torch.tensor([[[rows, columns]] * images] * count),  # is read on the host
+            "source": torch.empty(count, images * grid_h * grid_w, tokens, device="meta"),
+            "source_grid": torch.tensor([[[grid_h, grid_w]] * images] * count),  # is read on the host
         }
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
@@ -96,8 +96,8 @@ class QwenImageEdit(QwenImage):
         self, guidance_scale: float, size: tuple[tuple[int, int], ...], latents: T, timesteps: T, conditions: Conditions
     ) -> T:
         """Velocity of samples whose source images have one size, in tokens."""
-        grids = [(1, rows, columns) for rows, columns in size if rows]  # a prompt with fewer images is padded by 0
-        source = conditions["source"][:, : sum(rows * columns for _, rows, columns in grids)]
+        grids = [(1, grid_h, grid_w) for grid_h, grid_w in size if grid_h]  # a prompt with fewer images is padded by 0
+        source = conditions["source"][:, : sum(grid_h * grid_w for _, grid_h, grid_w in grids)]
         (height, width), noisy = latents.shape[-2:], pack(latents)
         tokens = torch.cat([noisy, source.to(noisy.dtype)], dim=1)
         shapes = [(1, height // 2, width // 2), *grids]

@@ -44,12 +44,12 @@ class Wan(DiffusionFamily):
         chosen = self.expert_index(timesteps)
         velocity = torch.zeros_like(latents)
         for index in self._running(chosen):
-            expert, rows = experts[self.denoiser_names[index]], (chosen == index).nonzero()[:, 0]
-            if len(rows) == len(latents):
+            expert, indices = experts[self.denoiser_names[index]], (chosen == index).nonzero()[:, 0]
+            if len(indices) == len(latents):
                 velocity = velocity + self._run(expert, latents, timesteps, conditions)
-            elif len(rows):
-                some = {key: value[rows] for key, value in conditions.items()}
-                velocity = velocity.index_put((rows,), self._run(expert, latents[rows], timesteps[rows], some))
+            elif len(indices):
+                some = {key: value[indices] for key, value in conditions.items()}
+                velocity = velocity.index_put((indices,), self._run(expert, latents[indices], timesteps[indices], some))
             else:  # its collectives need all ranks, and a gradient of zero from this one
                 first = {key: value[:1] for key, value in conditions.items()}
                 velocity = velocity + 0 * self._run(expert, latents[:1], timesteps[:1], first)
@@ -105,8 +105,8 @@ class Wan(DiffusionFamily):
         if (frames - 1) % temporal:
             raise ConfigError(f"num_frames is {frames}; this model takes {temporal} n + 1 frames")
         patch = self.denoisers()["transformer"].config.patch_size[-1]
-        rows, columns = spatial_latent(height, width, spatial, spatial * patch)
-        return pipeline.vae.config.z_dim, (frames - 1) // temporal + 1, rows, columns
+        latent_height, latent_width = spatial_latent(height, width, spatial, spatial * patch)
+        return pipeline.vae.config.z_dim, (frames - 1) // temporal + 1, latent_height, latent_width
 
     def save_lora(self, folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
         """`transformer` in the folder itself, `transformer_2` in a folder of that name; load the latter with

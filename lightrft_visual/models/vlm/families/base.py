@@ -62,7 +62,7 @@ class VLMFamily(MediaConventions):
         values = config.to_dict()
         self.image_token_id: int | None = values.get("image_token_id", values.get("image_token_index"))
         self.video_token_id: int | None = values.get("video_token_id", values.get("video_token_index"))
-        self.tokens_per_row: int | None = values.get("image_seq_length")
+        self.tokens_per_image: int | None = values.get("image_seq_length")
 
     # --- the processor's side --------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class VLMFamily(MediaConventions):
 
     def feature_count(self, sample: Mapping[str, T]) -> int | None:
         """Tokens that the images of a sample's tensors take; None where the family does not say it here."""
-        return None if self.tokens_per_row is None else self.tokens_per_row * len(sample.get("pixel_values", ()))
+        return None if self.tokens_per_image is None else self.tokens_per_image * len(sample.get("pixel_values", ()))
 
     def arguments(self, inputs: ModelInputs, types: T) -> dict[str, Any]:
         """Keyword arguments of the base model's forward beside ids, mask, positions and cache."""
@@ -187,7 +187,7 @@ class VLMFamily(MediaConventions):
 
         Raises ConfigError where the configuration does not say how many tokens an image takes.
         """
-        if self.tokens_per_row is None:
+        if self.tokens_per_image is None:
             raise ConfigError(
                 f"model type {self.config.model_type!r} cannot run on a batch without images: how many tokens an image "
                 "takes is not in its configuration"
@@ -195,7 +195,7 @@ class VLMFamily(MediaConventions):
         vision = self.config.vision_config
         size = vision.image_size
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        return VisionTensors.of(pixel_values=torch.zeros(1, vision.num_channels, height, width)), self.tokens_per_row
+        return VisionTensors.of(pixel_values=torch.zeros(1, vision.num_channels, height, width)), self.tokens_per_image
 
 
 def as_tensor(values: Any) -> T:
@@ -218,14 +218,14 @@ def spans_of(inputs: ModelInputs) -> list[tuple[int, Any]]:
         ends = torch.tensor(inputs.packed_seq_lens).cumsum(0).tolist()
         return [(0, slice(end - length, end)) for end, length in zip(ends, inputs.packed_seq_lens)]
     mask = inputs.attention_mask.bool().cpu()
-    return [(row, mask[row]) for row in range(len(mask))]
+    return [(index, mask[index]) for index in range(len(mask))]
 
 
 def samples_of(inputs: ModelInputs, types: T) -> Iterator[T]:
     """Token types (L) of the real tokens of each sample, on the host."""
     host = types.cpu()
-    for row, where in spans_of(inputs):
-        yield host[row][where]
+    for index, where in spans_of(inputs):
+        yield host[index][where]
 
 
 def name_of(inputs: ModelInputs, index: int) -> str:

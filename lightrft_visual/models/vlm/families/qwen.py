@@ -54,12 +54,12 @@ class QwenVL(VLMFamily):
         images, videos = (GridCursor(vision.get(f"{kind}_grid_thw"), self.merge**2, kind) for kind in self.media)
         seconds = vision.get("second_per_grid_ts")
         seconds = None if seconds is None else seconds.cpu()
-        for sample, (row, where) in enumerate(spans_of(inputs)):
-            own, first = host[row][where], videos.next
+        for sample, (index, where) in enumerate(spans_of(inputs)):
+            own, first = host[index][where], videos.next
             name = name_of(inputs, sample)
             grids = images.take(own, 1, name), videos.take(own, 2, name)
             timing = None if seconds is None else seconds[first : videos.next]
-            found[:, row, where] = self.mrope(own, *grids, timing)
+            found[:, index, where] = self.mrope(own, *grids, timing)
         images.finish()
         videos.finish()
         return torch.cat([one_dimensional_positions(inputs).unsqueeze(0), found.to(types.device)])

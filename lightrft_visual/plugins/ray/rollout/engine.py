@@ -24,7 +24,7 @@ from ....runtime import collectives
 from .partial import PartialRollouts
 from .pool import WorkerPool
 from .ray_workers import Cluster, check_cluster
-from .worker import Blueprint
+from .worker import EngineSpec
 
 T = torch.Tensor
 SHARES = 2  # pieces of a batch for each worker: whoever is done first takes more
@@ -33,11 +33,11 @@ SHARES = 2  # pieces of a batch for each worker: whoever is done first takes mor
 class Workers:
     """The workers of a run with the way to them: pool, weights and their versions. All ranks make one together.
 
-    blueprint: of each worker's engine. turns: versions of the weights that are kept, see `WeightPost`.
+    spec: of each worker's engine. turns: versions of the weights that are kept, see `WeightPost`.
     """
 
-    def __init__(self, config: Any, blueprint: Blueprint, turns: int = 2) -> None:
-        self.cluster = Cluster(config.distributed.resources, blueprint)
+    def __init__(self, config: Any, spec: EngineSpec, turns: int = 2) -> None:
+        self.cluster = Cluster(config.distributed.resources, spec)
         several = collectives.world_size() > 1
         self.pool = WorkerPool(self.cluster.workers, collectives.is_rank_0(), shared=several)
         self.post = self.cluster.post(turns) if collectives.is_rank_0() else None
@@ -114,9 +114,9 @@ class RemoteEngine:
         """The engine of a run. checkpoint: what the trainer opened, by a path that the workers can read too."""
         entry = registry.engines[config.rollout.engine_type]
         target, devices = f"{__name__}:worker_engine", config.rollout.engine_tp_size
-        blueprint = Blueprint(target, (config,), torch.get_num_threads(), config.plugins, devices)
+        spec = EngineSpec(target, (config,), torch.get_num_threads(), config.plugins, devices)
         ahead = config.asynchronous.ahead
-        workers = Workers(config, blueprint, turns=ahead + 2)
+        workers = Workers(config, spec, turns=ahead + 2)
         alone = entry.adapters_alone and config.model.lora_rank > 0
         return cls(workers, alone, ahead > 0, _partial(config, workers, checkpoint), entry.reads_patches)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ....errors import RolloutError
 from ....rollout.weight_post import Posted
-from .worker import LacksWeights, Order
+from .worker import GenerateRequest, LacksWeights
 
 logger = logging.getLogger(__name__)
 MOST_DEATHS = 5  # of workers over one piece of work, which then is taken to be their cause
@@ -165,9 +165,9 @@ class WorkerPool:
         """Do a piece; whether the worker died over it."""
         while True:
             with self._lock:
-                order = Order(self.version, self.posted, self.caches)
+                request = GenerateRequest(self.version, self.posted, self.caches)
             try:
-                made = worker.call("run", order, piece.arguments)
+                made = worker.call("run", request, piece.arguments)
             except LacksWeights as error:
                 if not self.holds_weights and self._failure is None:
                     time.sleep(RETRY_SECONDS)  # until the rank that posts them has seen to it

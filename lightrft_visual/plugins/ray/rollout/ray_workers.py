@@ -14,7 +14,7 @@ from ....config.placement import AUTO, ResourcesConfig
 from ....errors import ConfigError, LightRFTVisualError, RolloutError
 from ....rollout.weight_post import MemoryFile, WeightPost
 from ....runtime import collectives
-from ....runtime.start_up import say
+from ....runtime.start_up import log_stage
 from ..cluster import (
     adopt_authentication,
     authentication,
@@ -25,7 +25,7 @@ from ..cluster import (
     process_environment,
 )
 from .pool import WorkerDied
-from .worker import Blueprint, Worker
+from .worker import EngineSpec, Worker
 
 NAMESPACE = "lightrft_visual"
 ANSWER_SECONDS = 3600.0  # after which a worker that has not answered is started again
@@ -78,7 +78,7 @@ class Cluster:
     Raises ConfigError where Ray, the devices or the engines cannot be had.
     """
 
-    def __init__(self, resources: ResourcesConfig, blueprint: Blueprint) -> None:
+    def __init__(self, resources: ResourcesConfig, spec: EngineSpec) -> None:
         self.resources = resources
         ranks, self.first = collectives.world_size(), collectives.is_rank_0()
         if resources.trainer_num_gpus not in (None, ranks):
@@ -87,10 +87,10 @@ class Cluster:
                 f"deepspeed --num_gpus {resources.trainer_num_gpus}"
             )
         self._probe = MemoryFile(64)
-        self.devices = blueprint.devices  # of each worker
+        self.devices = spec.devices  # of each worker
         self.ray, self.began_here, self._actors = None, False, []
         self.connected_here = True
-        told = self._guarded(self._start, blueprint) if self.first else None
+        told = self._guarded(self._start, spec) if self.first else None
         address, names, error = collectives.broadcast_object(told)
         mode = collectives.broadcast_object(authentication())
         if error is not None:
@@ -100,15 +100,15 @@ class Cluster:
             self._join(address, names)
         self.workers = [RayWorker(self.ray, actor, name, ANSWER_SECONDS) for actor, name in zip(self._actors, names)]
 
-    def _guarded(self, start, blueprint: Blueprint) -> tuple[str | None, list[str], BaseException | None]:
+    def _guarded(self, start, spec: EngineSpec) -> tuple[str | None, list[str], BaseException | None]:
         """What rank 0 tells the others, also where it fails."""
         try:
-            return *start(blueprint), None
+            return *start(spec), None
         except LightRFTVisualError as error:
             self.close()
             return None, [], error
 
-    def _start(self, blueprint: Blueprint) -> tuple[str, list[str]]:
+    def _start(self, spec: EngineSpec) -> tuple[str, list[str]]:
         """(address of the cluster, names of the actors)."""
         devices = rollout_devices(self.resources)
         count = self.resources.rollout_num_workers
@@ -119,10 +119,10 @@ class Cluster:
         options = self._options(devices, count)
         run = uuid.uuid4().hex[:8]
         names = [f"rollout_{run}_{place}" for place in range(len(options))]
-        say(f"starting {len(names)} rollout worker(s) on Ray")
+        log_stage(f"starting {len(names)} rollout worker(s) on Ray")
         actor = self.ray.remote(_RayActor)
         self._actors = [
-            actor.options(name=name, namespace=NAMESPACE, max_restarts=-1, max_task_retries=0, **each).remote(blueprint)
+            actor.options(name=name, namespace=NAMESPACE, max_restarts=-1, max_task_retries=0, **each).remote(spec)
             for name, each in zip(names, options)
         ]
         self.described = self._wait()
@@ -186,10 +186,10 @@ class Cluster:
 class _RayActor(Worker):
     """A worker that fetches from Ray's object store."""
 
-    def __init__(self, blueprint: Blueprint) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         import ray
 
-        super().__init__(blueprint, fetch=ray.get)
+        super().__init__(spec, fetch=ray.get)
 
 
 def check_cluster(resources: ResourcesConfig) -> None:

@@ -11,7 +11,7 @@ from ....config.choice import load_target
 from ....config.plugins import load_plugins
 from ....errors import LightRFTVisualError, RolloutError
 from ....rollout.weight_post import FileAt, MappedFiles, Posted, reachable, received
-from ....runtime.host import free_port
+from ....runtime.host_memory import free_port
 
 
 class LacksWeights(RolloutError):
@@ -19,7 +19,7 @@ class LacksWeights(RolloutError):
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class EngineSpec:
     """How a worker builds its engine. target: 'module:function' of arguments; threads: of its operations, as many as
     the trainer's, so that both add in the same order. plugins: of the run. devices: accelerators of each worker."""
 
@@ -31,7 +31,7 @@ class Blueprint:
 
 
 @dataclass(frozen=True)
-class Order:
+class GenerateRequest:
     """What a call needs of the worker before it runs.
 
     version: of the weights; posted: where it is, if the caller knows. caches: a count; where it has moved on, what was
@@ -46,16 +46,16 @@ class Order:
 class Worker:
     """One engine in a process of its own. Its calls come one at a time."""
 
-    def __init__(self, blueprint: Blueprint, fetch: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, spec: EngineSpec, fetch: Callable[[Any], Any] | None = None) -> None:
         # Ray's processes inherit the trainer's place among its ranks; an engine here is alone.
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(alone | {"MASTER_PORT": str(free_port())})
         import torch
 
-        torch.set_num_threads(blueprint.threads)
-        load_plugins(blueprint.plugins)
+        torch.set_num_threads(spec.threads)
+        load_plugins(spec.plugins)
         self.fetch, self.files = fetch, MappedFiles()
-        self.engine = load_target(blueprint.target)(*blueprint.arguments)
+        self.engine = load_target(spec.target)(*spec.arguments)
         self.version, self.caches = 0, 0
 
     def describe(self, probe: FileAt | None = None) -> dict[str, Any]:
@@ -70,19 +70,19 @@ class Worker:
             self.version = posted.number
         return self.version
 
-    def run(self, order: Order, arguments: tuple) -> Any:
+    def run(self, request: GenerateRequest, arguments: tuple) -> Any:
         """(the engine's `generate` of the arguments, version of its weights): of the order's version, or a later one
         that another process of the run has given it.
 
         Raises LacksWeights, and what the engine raises.
         """
-        if order.version != self.version and (order.posted is not None or order.version > self.version):
-            if order.posted is None:
-                raise LacksWeights(f"the worker has weight version {self.version}, asked for is {order.version}")
-            self.load(order.posted)
-        if order.caches != self.caches:
+        if request.version != self.version and (request.posted is not None or request.version > self.version):
+            if request.posted is None:
+                raise LacksWeights(f"the worker has weight version {self.version}, asked for is {request.version}")
+            self.load(request.posted)
+        if request.caches != self.caches:
             self.engine.reset_caches()
-            self.caches = order.caches
+            self.caches = request.caches
         try:
             return self.engine.generate(*arguments), self.version
         except LightRFTVisualError:

@@ -8,7 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from lightrft_visual.observe.guard.gains import Gains, Look, Parted, as_normal, joined, look_of
+from lightrft_visual.observe.guard.divergence import (
+    Divergence,
+    DivergenceTest,
+    PairedScores,
+    as_normal,
+    joined,
+    paired_scores_of,
+)
 
 PROMPTS = 40
 
@@ -22,7 +29,7 @@ def looks(reward, gold, seed=0, paired=True, steps=10, noise=0.1, prompts=PROMPT
             worth = [rng.gauss(0.5, 0.3) for _ in range(prompts)]
         rewards = [each + reward(step) + rng.gauss(0, noise) for each in worth]
         golds = [each + gold(step) + rng.gauss(0, noise) for each in worth]
-        yield Look(step, list(range(prompts)), rewards, golds)
+        yield PairedScores(step, list(range(prompts)), rewards, golds)
 
 
 def first(found):
@@ -31,7 +38,7 @@ def first(found):
 
 
 def seen(sequence, paired=True, base=1):
-    gains = Gains(paired, base)
+    gains = DivergenceTest(paired, base)
     return first([gains.see(look) for look in sequence])
 
 
@@ -40,15 +47,17 @@ def nothing(step):
 
 
 def test_means_by_prompt_in_the_order_of_prompts():
-    look = look_of(3, [(7, 1.0, 0.0), (2, 0.5, 1.0), (7, 0.0, 1.0)])
-    assert look == Look(3, [2, 7], [0.5, 0.5], [1.0, 0.5])
-    assert joined([look, Look(3, [9], [1.0], [0.0])]) == Look(3, [2, 7, 9], [0.5, 0.5, 1.0], [1.0, 0.5, 0.0])
+    look = paired_scores_of(3, [(7, 1.0, 0.0), (2, 0.5, 1.0), (7, 0.0, 1.0)])
+    assert look == PairedScores(3, [2, 7], [0.5, 0.5], [1.0, 0.5])
+    assert joined([look, PairedScores(3, [9], [1.0], [0.0])]) == PairedScores(
+        3, [2, 7, 9], [0.5, 0.5, 1.0], [1.0, 0.5, 0.0]
+    )
     assert joined([]) is None
 
 
 def test_steps_that_nobody_could_score_are_no_base():
     """A judge that is not there yet, and gold that stays behind the reward from where it came."""
-    away = [Look(step, [], [], []) for step in range(-6, 0)]
+    away = [PairedScores(step, [], [], []) for step in range(-6, 0)]
     reward, gold = (lambda step, rate=rate: rate * max(0, step - 8) for rate in (0.1, 0.01))
     left_behind = looks(reward, gold, paired=False, steps=16, prompts=2000)
     assert seen([*away, *left_behind], paired=False, base=5) is not None
@@ -89,7 +98,7 @@ def test_gains_and_losses_that_are_no_parting(reward, gold, paired):
 
 
 def test_other_prompts_are_a_new_start():
-    gains = Gains(paired=True)
+    gains = DivergenceTest(paired=True)
     for look in looks(nothing, nothing, steps=4):
         gains.see(look)
     for look in looks(nothing, lambda step: -0.5, steps=3):
@@ -116,32 +125,32 @@ def test_prompts_that_a_scorer_missed_are_left_out_and_the_others_compared():
 
 def test_a_resumed_run_sees_the_same():
     sequence = list(looks(lambda step: 0.02 * step, lambda step: -0.1 * (step > 4)))
-    whole, first_part, second = Gains(True), Gains(True), Gains(True)
+    whole, first_part, second = DivergenceTest(True), DivergenceTest(True), DivergenceTest(True)
     expected = [whole.see(look) for look in sequence]
     found = [first_part.see(look) for look in sequence[:4]]
     second.load_state_dict(json.loads(json.dumps(first_part.state_dict())))
     assert found + [second.see(look) for look in sequence[4:]] == expected
-    assert isinstance(expected[-1], Parted)
+    assert isinstance(expected[-1], Divergence)
 
 
 def test_gold_has_risen_for_certain():
-    rising, level = Gains(True), Gains(True)
+    rising, level = DivergenceTest(True), DivergenceTest(True)
     for look in looks(nothing, lambda step: 0.05 * step, steps=6):
         rising.see(look)
     for look in looks(nothing, nothing, steps=6):
         level.see(look)
-    assert rising.risen() and not level.risen() and not Gains(True).risen()
+    assert rising.risen() and not level.risen() and not DivergenceTest(True).risen()
 
 
 def test_prompts_that_are_all_alike_are_measured_by_their_change():
-    gains = Gains(True)
-    found = [gains.see(Look(step, [0, 1, 2], [step / 4] * 3, [1 - step / 4] * 3)) for step in range(3)]
-    assert found[0] is None and found[1] == Parted(0, 0, (0.0, 0.25), (1.0, 0.75))
+    gains = DivergenceTest(True)
+    found = [gains.see(PairedScores(step, [0, 1, 2], [step / 4] * 3, [1 - step / 4] * 3)) for step in range(3)]
+    assert found[0] is None and found[1] == Divergence(0, 0, (0.0, 0.25), (1.0, 0.75))
 
 
 def test_values_that_never_differ_say_nothing():
-    gains = Gains(True)
-    assert [gains.see(Look(step, [0, 1, 2], [0.5] * 3, [0.0] * 3)) for step in range(5)] == [None] * 5
+    gains = DivergenceTest(True)
+    assert [gains.see(PairedScores(step, [0, 1, 2], [0.5] * 3, [0.0] * 3)) for step in range(5)] == [None] * 5
 
 
 @pytest.mark.parametrize(("t", "degrees", "expected"), [(4.032, 5, 2.576), (3.169, 10, 2.576), (5.408, 30, 4.417)])

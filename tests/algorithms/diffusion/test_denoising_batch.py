@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from lightrft_visual.algorithms.diffusion.rows import (
+from lightrft_visual.algorithms.diffusion.denoising_batch import (
+    batch_at,
     experience_of,
     grouped_steps,
     noisy_steps,
     random_share,
-    rows_at,
     samples_at,
     shuffled_steps,
     step_slices,
@@ -94,7 +94,7 @@ def test_losses_on_data_train_at_every_step_that_has_noise(last, expected):
 def test_rows_at_several_steps_are_those_at_each(ode):
     experience = rollout(ode=ode)
     steps = torch.tensor([[1, 3], [2, 1], [3, 2], [1, 2]])
-    rows, alone = rows_at(experience, steps), [samples_at(experience, column) for column in steps.T]
+    rows, alone = batch_at(experience, steps), [samples_at(experience, column) for column in steps.T]
     assert len(rows) == 8 and rows.sample_id.tolist() == [0, 1, 2, 3] * 2
     for name in ("x", "x_next", "sigma", "log_probs", "steps", "valid"):
         assert torch.equal(getattr(rows, name), torch.cat([getattr(each, name) for each in alone])), name

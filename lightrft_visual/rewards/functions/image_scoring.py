@@ -18,10 +18,10 @@ def mean_over_frames(
     frames: Sequence[Sequence[Any]], texts: Sequence[str], score: Callable[[list[Any], list[str]], list[float]]
 ) -> list[float | None]:
     """Score all frames of all samples as one list, then average over each sample's; None for a sample without any."""
-    flat = [frame for row in frames for frame in row]
-    repeated = [text for text, row in zip(texts, frames) for _ in row]
+    flat = [frame for sample in frames for frame in sample]
+    repeated = [text for text, sample in zip(texts, frames) for _ in sample]
     scores = iter(score(flat, repeated) if flat else [])
-    return [sum(next(scores) for _ in row) / len(row) if row else None for row in frames]
+    return [sum(next(scores) for _ in sample) / len(sample) if sample else None for sample in frames]
 
 
 def in_batches(size: int, count: int) -> list[range]:
@@ -56,14 +56,14 @@ def load_tensors(path: str, scorer: str) -> dict[str, torch.Tensor]:
 def linear_stack(state: dict[str, torch.Tensor], prefix: str, scorer: str) -> torch.nn.Sequential:
     """The linear layers `<prefix><i>.weight`, in order, without activations between them, as the aesthetic and
     ImageReward heads are. Raises ConfigError when there are none."""
-    places = sorted(
+    indices = sorted(
         int(key[len(prefix) : -len(".weight")]) for key in state if key.startswith(prefix) and key.endswith(".weight")
     )
-    if not places:
+    if not indices:
         raise ConfigError(f"scorer {scorer}: the head has no weights named {prefix}0.weight")
     layers = []
-    for place in places:
-        weight, bias = state[f"{prefix}{place}.weight"].float(), state[f"{prefix}{place}.bias"].float()
+    for index in indices:
+        weight, bias = state[f"{prefix}{index}.weight"].float(), state[f"{prefix}{index}.bias"].float()
         layer = torch.nn.Linear(weight.shape[1], weight.shape[0])
         layer.load_state_dict({"weight": weight, "bias": bias})
         layers.append(layer)

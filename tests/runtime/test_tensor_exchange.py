@@ -11,7 +11,7 @@ from PIL import Image
 
 from lightrft_visual.experience.fields import values_equal
 from lightrft_visual.experience.vision import VisionTensors
-from lightrft_visual.runtime.parcels import pack, unpack
+from lightrft_visual.runtime.tensor_exchange import pack, unpack
 
 TENSORS = [
     torch.tensor(3.5, dtype=torch.bfloat16), torch.tensor([True, False, True]), torch.empty(0, 3), torch.arange(5),

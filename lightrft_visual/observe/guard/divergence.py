@@ -38,7 +38,7 @@ LOSS = 0.05  # standard deviations that gold must have lost since a change point
 
 
 @dataclass(frozen=True)
-class Look:
+class PairedScores:
     """Mean reward and gold of each prompt (N) of an evaluation, or of each group of a step."""
 
     step: int
@@ -51,16 +51,16 @@ class Look:
         """(N, 2) of rewards and golds."""
         return torch.tensor([self.reward, self.gold], dtype=torch.float64).T
 
-    def only(self, prompts: Collection[int]) -> Look:
+    def only(self, prompts: Collection[int]) -> PairedScores:
         """The same look at some of its prompts, in their order here."""
         wanted = set(prompts)
         kept = [index for index, prompt in enumerate(self.prompts) if prompt in wanted]
         columns = ([column[index] for index in kept] for column in (self.prompts, self.reward, self.gold))
-        return Look(self.step, *columns)
+        return PairedScores(self.step, *columns)
 
 
 @dataclass(frozen=True)
-class Parted:
+class Divergence:
     """Where gold parted from the reward: after the look of step `since`. Both in the looks until step `start` that were
     compared, and since."""
 
@@ -70,49 +70,49 @@ class Parted:
     gold: tuple[float, float]
 
 
-def look_of(step: int, samples: Iterable[tuple[int, float, float]]) -> Look:
+def paired_scores_of(step: int, samples: Iterable[tuple[int, float, float]]) -> PairedScores:
     """Of (prompt, reward, gold) of samples: means by prompt, in the order of the prompts' numbers."""
     by_prompt: dict[int, list[tuple[float, float]]] = {}
     for prompt, reward, gold in samples:
         by_prompt.setdefault(prompt, []).append((reward, gold))
     prompts = sorted(by_prompt)
     means = [[sum(column) / len(column) for column in zip(*by_prompt[each])] for each in prompts]
-    return Look(step, prompts, [reward for reward, _ in means], [gold for _, gold in means])
+    return PairedScores(step, prompts, [reward for reward, _ in means], [gold for _, gold in means])
 
 
-def joined(looks: Sequence[Look]) -> Look | None:
+def joined(items: Sequence[PairedScores]) -> PairedScores | None:
     """One look at the prompts of several of the same step; None of none."""
-    parts = [[getattr(each, name) for each in looks] for name in ("prompts", "reward", "gold")]
-    return Look(looks[0].step, *([one for part in each for one in part] for each in parts)) if looks else None
+    parts = [[getattr(each, name) for each in items] for name in ("prompts", "reward", "gold")]
+    return PairedScores(items[0].step, *([one for part in each for one in part] for each in parts)) if items else None
 
 
-class Gains:
+class DivergenceTest:
     """Takes looks and says where gold parted from the reward. paired: all looks are at the same prompts. base: how many
     of the first looks are the start that gains are counted from."""
 
     def __init__(self, paired: bool, base: int = 1):
         self.paired, self.base = paired, base
-        self.first: list[Look] = []
-        self.last: list[Look] = []  # the newest ones, at most 2 WINDOW
+        self.first: list[PairedScores] = []
+        self.last: list[PairedScores] = []  # the newest ones, at most 2 WINDOW
 
-    def see(self, look: Look) -> Parted | None:
+    def see(self, scores: PairedScores) -> Divergence | None:
         """What is certain with this look, None where nothing is."""
-        if not look.prompts or (self.paired and not self._comparable(look)):
+        if not scores.prompts or (self.paired and not self._comparable(scores)):
             return None
         if len(self.first) < self.base:
-            self.first.append(look)
-        self.last = [*self.last, look][-2 * WINDOW :]
-        if len(self.first) < self.base or look in self.first:
+            self.first.append(scores)
+        self.last = [*self.last, scores][-2 * WINDOW :]
+        if len(self.first) < self.base or scores in self.first:
             return None
         found = [each for split in self._splits() if (each := self._compare(*split)) is not None]
         return max(found, key=lambda each: each[0])[1] if found else None
 
-    def _comparable(self, look: Look) -> bool:
+    def _comparable(self, scores: PairedScores) -> bool:
         """Whether an evaluation has half of the base's prompts or more: a scorer may miss some. Other prompts than
         before are a new start; of the same ones too few say nothing."""
         if not self.first:
             return True
-        base, found = set(self.first[0].prompts), set(look.prompts)
+        base, found = set(self.first[0].prompts), set(scores.prompts)
         if 2 * len(base & found) >= max(len(base), len(found)):
             return True
         if found <= base:
@@ -136,7 +136,7 @@ class Gains:
         after = [each for each in self.last if each not in self.first][-WINDOW:]
         return self._contrast(self.first, after, torch.tensor([0.0, 1.0], dtype=torch.float64)) > RISEN
 
-    def _splits(self) -> Iterable[tuple[int, list[Look], list[Look]]]:
+    def _splits(self) -> Iterable[tuple[int, list[PairedScores], list[PairedScores]]]:
         """(step, before, after) of each change point: looks next to it, and the base against those since."""
         for at in range(max(1, len(self.last) - WINDOW), len(self.last)):
             after = [each for each in self.last[at:] if each not in self.first]
@@ -145,7 +145,9 @@ class Gains:
                 for length in BEFORE:  # short ones for where gold rose until there
                     yield self.last[at - 1].step, self.last[max(0, at - length) : at], after
 
-    def _compare(self, since: int, before: list[Look], after: list[Look]) -> tuple[float, Parted] | None:
+    def _compare(
+        self, since: int, before: list[PairedScores], after: list[PairedScores]
+    ) -> tuple[float, Divergence] | None:
         """(standard errors, what parted) where this change is certain."""
         scales = self._scales()
         if scales is None:
@@ -161,13 +163,13 @@ class Gains:
         if errors < CERTAIN:
             return None
         (old_reward, old_gold), (new_reward, new_gold) = means.tolist()
-        return errors, Parted(since, before[-1].step, (old_reward, new_reward), (old_gold, new_gold))
+        return errors, Divergence(since, before[-1].step, (old_reward, new_reward), (old_gold, new_gold))
 
-    def _errors(self, before: list[Look], after: list[Look], scales: T, share: float) -> float:
+    def _errors(self, before: list[PairedScores], after: list[PairedScores], scales: T, share: float) -> float:
         """Standard errors by which d has risen."""
         return self._contrast(before, after, torch.stack([share / scales[0], -1 / scales[1]]))
 
-    def _contrast(self, before: list[Look], after: list[Look], weights: T) -> float:
+    def _contrast(self, before: list[PairedScores], after: list[PairedScores], weights: T) -> float:
         """Standard errors of what reward and gold gained, weighted (2); 0 of fewer than 3 prompts."""
         old, new = (table @ weights for table in self._tables(before, after))  # (looks, prompts)
         if self.paired:
@@ -190,7 +192,7 @@ class Gains:
         scales = torch.where(scales > 0, scales, torch.cat(tables).std(dim=0))
         return scales if bool((scales > 0).all()) else None
 
-    def _tables(self, before: list[Look], after: list[Look]) -> tuple[T, T]:
+    def _tables(self, before: list[PairedScores], after: list[PairedScores]) -> tuple[T, T]:
         """`_table` of both sides, of evaluations at the prompts that all of these have."""
         first = before[0].prompts
         if self.paired and any(each.prompts != first for each in before + after):
@@ -198,18 +200,18 @@ class Gains:
             before, after = ([each.only(common) for each in side] for side in (before, after))
         return self._table(before), self._table(after)
 
-    def _table(self, looks: Sequence[Look]) -> T:
+    def _table(self, items: Sequence[PairedScores]) -> T:
         """(looks, prompts, 2) of rewards and golds; where prompts differ, (1, groups of all looks, 2)."""
-        parts = [each.table for each in looks]
+        parts = [each.table for each in items]
         return torch.stack(parts) if self.paired else torch.cat(parts).unsqueeze(0)
 
     def state_dict(self) -> dict[str, Any]:
         """The looks that later ones are compared with."""
-        return {name: [asdict(each) for each in looks] for name, looks in (("first", self.first), ("last", self.last))}
+        return {name: [asdict(each) for each in items] for name, items in (("first", self.first), ("last", self.last))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`'s."""
-        self.first, self.last = ([Look(**each) for each in state[name]] for name in ("first", "last"))
+        self.first, self.last = ([PairedScores(**each) for each in state[name]] for name in ("first", "last"))
 
 
 def as_normal(t: float, degrees: int) -> float:

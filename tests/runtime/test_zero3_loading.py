@@ -34,7 +34,7 @@ def results(tmp_path_factory) -> list[dict]:
             given.append((name, str(root / name), bf16))
         else:
             given.append((name, checkpoint_of(root, name).path, bf16))
-    run_ranks("dividing_ranks.py", json.dumps(given), str(root), ranks=RANKS, folder=Path(__file__).parent)
+    run_ranks("zero3_loading_ranks.py", json.dumps(given), str(root), ranks=RANKS, folder=Path(__file__).parent)
     return [json.loads((root / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 

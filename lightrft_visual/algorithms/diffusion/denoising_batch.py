@@ -162,7 +162,7 @@ def samples_at(experience: ExperienceDiffusion, steps: T) -> DenoisingBatch:
     )
 
 
-def rows_at(experience: ExperienceDiffusion, steps: T) -> DenoisingBatch:
+def batch_at(experience: ExperienceDiffusion, steps: T) -> DenoisingBatch:
     """The rows of each sample at several steps (B, k), in one batch of B * k: all samples at the first, and so on."""
     return _joined([samples_at(experience, column) for column in steps.unbind(1)])
 

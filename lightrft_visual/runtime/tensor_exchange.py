@@ -100,19 +100,19 @@ def pack(value: Any) -> T:
     packer.dump(value)
     head = file.getbuffer()
     first = _aligned(LENGTH + len(head))
-    parcel = torch.empty(first + packer.end, dtype=torch.uint8)
-    parcel[:LENGTH].view(torch.int64)[0] = len(head)
-    parcel[LENGTH : LENGTH + len(head)] = _as_tensor(head)
+    buffer = torch.empty(first + packer.end, dtype=torch.uint8)
+    buffer[:LENGTH].view(torch.int64)[0] = len(head)
+    buffer[LENGTH : LENGTH + len(head)] = _as_tensor(head)
     for start, content in packer.contents:
-        parcel[first + start : first + start + len(content)] = content
-    return parcel
+        buffer[first + start : first + start + len(content)] = content
+    return buffer
 
 
-def unpack(parcel: T) -> Any:
+def unpack(buffer: T) -> Any:
     """The object of a parcel on the host. Parcels between ranks only: never data from outside, as pickles run code."""
-    length = int(parcel[:LENGTH].view(torch.int64))
-    head = io.BytesIO(parcel[LENGTH : LENGTH + length].numpy().tobytes())
-    return _Unpacker(head, parcel[_aligned(LENGTH + length) :]).load()
+    length = int(buffer[:LENGTH].view(torch.int64))
+    head = io.BytesIO(buffer[LENGTH : LENGTH + length].numpy().tobytes())
+    return _Unpacker(head, buffer[_aligned(LENGTH + length) :]).load()
 
 
 def _aligned(size: int) -> int:

@@ -1,0 +1,98 @@
+"""The core's names are the field's own words, and its larger functions say what their arguments are."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "lightrft_visual"
+FREE = ("data", "plugins")  # a row is a row of a data set there, a place one in a drawing
+NEVER = re.compile(r"(^|_)(rows?|places?|pictures?|spread|guest|blueprint|parcels?)(_|$)")
+NEVER_CLASSES = {
+    "Look", "Parted", "Gains", "Making", "Cut", "KindShare", "Guest", "HostStay", "Blueprint", "Order", "Left",
+    "Elsewhere", "Borrowed",
+}  # fmt: skip
+EXPLAINED = ("experience", "algorithms", "trainer", "rollout")
+# Public functions of three parameters or more without `Args:`, by room. A number may fall, never rise.
+WITHOUT_ARGS = {"experience": 37, "algorithms": 62, "trainer": 41, "rollout": 34}
+
+
+def core_files() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] not in FREE]
+
+
+def names_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of every function, class and argument."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+
+
+def forbidden(source: str) -> list[str]:
+    """'LINE NAME' of the names that have a forbidden word."""
+    found = names_of(ast.parse(source))
+    return [f"{line} {name}" for line, name in found if NEVER.search(name) or name in NEVER_CLASSES]
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Names of its parameters, without self and cls."""
+    given = function.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+    return [each.arg for each in every if each.arg not in ("self", "cls")]
+
+
+def public_functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Functions of the module and methods of its public classes whose names have no underscore in front."""
+    holders = [tree, *(each for each in tree.body if isinstance(each, ast.ClassDef) and each.name[0] != "_")]
+    for holder in holders:
+        for each in holder.body:
+            if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)) and each.name[0] != "_":
+                yield each
+
+
+def unexplained(source: str) -> list[str]:
+    """Public functions of three parameters or more whose docstring has no `Args:`."""
+    return [
+        each.name
+        for each in public_functions(ast.parse(source))
+        if len(parameters(each)) >= 3 and "Args:" not in (ast.get_docstring(each) or "")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def row_mean(x): pass", ["1 row_mean"]),
+        ("def f(\n    place): pass", ["2 place"]),
+        ("class Look: pass", ["1 Look"]),
+        ("def arrow(placement, throwing): pass", []),
+    ],
+)
+def test_forbidden_names_are_found(source: str, found: list[str]) -> None:
+    assert forbidden(source) == found
+
+
+def test_names_of_the_core_have_no_forbidden_word() -> None:
+    found = {str(path.relative_to(PACKAGE)): forbidden(path.read_text(encoding="utf-8")) for path in core_files()}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_functions_without_args_are_found() -> None:
+    source = 'def f(a, b, c):\n    """Adds."""\n\n\ndef g(a, b, c):\n    """Adds.\n\n    Args:\n        a: one\n    """'
+    assert unexplained(source) == ["f"]
+    assert unexplained("class _A:\n    def f(self, a, b, c): pass\n\n\nclass B:\n    def g(self, a, b): pass") == []
+
+
+def test_larger_public_functions_explain_their_arguments_or_are_counted() -> None:
+    found = Counter()
+    for path in core_files():
+        room = path.relative_to(PACKAGE).parts[0]
+        if room in EXPLAINED:
+            found[room] += len(unexplained(path.read_text(encoding="utf-8")))
+    more = {room: (found[room], limit) for room, limit in WITHOUT_ARGS.items() if found[room] > limit}
+    assert not more, f"new functions without Args (found, allowed): {more}"
