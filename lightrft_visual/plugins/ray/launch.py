@@ -17,7 +17,7 @@ import tempfile
 from typing import Any
 
 from ...errors import ConfigError
-from ...runtime.host_memory import free_port
+from ...runtime.offload import free_port
 from .cluster import connect, process_environment
 
 
@@ -30,7 +30,7 @@ def start_rank(run: dict[str, Any]) -> None:
     from ray.train import get_context
 
     from ...runtime import collectives  # with torch, which the launching process does without
-    from ...runtime.launcher_watch import STARTED_BY
+    from ...runtime.presence import STARTED_BY
 
     context = get_context()
     # the workers' own port is taken by them
