@@ -33,7 +33,7 @@ from .precision import FP32Kept
 from .safe_loading import use_safe_loading
 from .seeding import rate_schedule, seed_everything
 from .sequence import SequenceGroup
-from .tensor_exchange import Divide, divide, loading_divided
+from .zero3_loading import Divide, divide, loading_divided
 
 logger = logging.getLogger(__name__)
 
