@@ -157,7 +157,8 @@ def merge(
     Raises:
         ConfigError: of all that is wrong together; sections that a wrong setting may belong to are not checked then.
     """
-    tree, sources, wrong = OmegaConf.structured(names.schema), {}, list(wrong)
+    tree, wrong = OmegaConf.structured(names.schema), list(wrong)
+    sources: dict[str, str] = {}
     for written in settings:
         try:
             for setting in names.translated(written):
