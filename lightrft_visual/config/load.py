@@ -25,6 +25,7 @@ from ..errors import ConfigError
 from ..runtime.masking import mask_urls
 from . import registry
 from .command_line import NULL_WORDS, help_text, parse_command_line
+from .given_files import missing_files
 from .leaves import Leaf, Names, Setting, names_of
 from .recipes import LayerReader, load_plugins, plugins_in
 from .shared import EMBEDDED
@@ -134,6 +135,8 @@ def config_or_exit(schema: type = RunConfig, argv: Sequence[str] | None = None, 
         if run.dry_run:
             _print_once(resolved_yaml(run.config).removesuffix("\n"))
             raise SystemExit(_show_plan(run.config))
+        if missing := missing_files(run.config):
+            raise together([ConfigError(line) for line in missing])
         return run.config
     except ConfigError as error:
         _print_once(f"error: {error}", sys.stderr)
