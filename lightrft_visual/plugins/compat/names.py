@@ -140,12 +140,9 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("model_path", "model_name"), "write --pretrain"),
     **dict.fromkeys(("use_peft", "use_lora"), "write --lora_rank R; 0 turns LoRA off"),
     **dict.fromkeys(("mixed_precision", "fp16", "torch_dtype"), "write --bf16; without it everything is float32"),
-    **dict.fromkeys(("flash_attn", "use_flash_attn"), "write --attn_implementation flash_attention_2"),
+    "use_flash_attn": "write --attn_implementation flash_attention_2",
     "resolution": "write --height and --width (pixels)",
-    "use_vllm": (
-        "leave it out: --engine_type vllm is the default, sglang and hf are the other choices",
-        "leave it out: pictures are drawn by diffusers",
-    ),
+    "use_vllm": "leave it out: images are drawn by diffusers",
     **dict.fromkeys(
         ("colocate_all_models", "colocate_actor_ref"),
         "leave it out: every rank trains, holds the reference and generates",
