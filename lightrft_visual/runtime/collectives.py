@@ -88,6 +88,13 @@ def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
     return _all_reduce(tensor, dist.ReduceOp.MAX)
 
 
+def all_gather_row(row: torch.Tensor) -> torch.Tensor:
+    """Each rank's row (n) of numbers, as (ranks, n) in rank order, on the argument's device; NaN and inf stay so."""
+    rows = row.new_zeros(world_size(), len(row))
+    rows[rank()] = row
+    return all_reduce_sum(rows)
+
+
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of all ranks (of a group), in rank order. Pickles between ranks only: never for data from outside."""
     if group is None and _alone():
