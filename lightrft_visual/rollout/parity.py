@@ -212,7 +212,7 @@ class RolloutCheck:
         To be called once all micro-batches are added and before anything is trained on them. heard (ranks, 3): what
         every rank `told`; without it the ranks tell each other now, which is a collective.
         """
-        ranks = (collectives.all_gather_row(self.told) if heard is None else heard).cpu()
+        ranks = (collectives.all_gather_numbers(self.told) if heard is None else heard).cpu()
         self._sums = torch.stack([ranks[:, 0].max(), ranks[:, 1].sum(), ranks[:, 2].sum()])
         if self.gate is not None:
             self.gate.check_rollouts(self.difference, self.probe, self.temperature)

@@ -395,13 +395,13 @@ class TrainEngine:
         self._bad = bad if self._bad is None else torch.maximum(self._bad, bad)
         if last:
             own = self._bad.double().reshape(1)
-            rows = collectives.all_gather_row(own if told is None else torch.cat([own, told.to(own)]))
-            self._bad = rows[:, 0].amax()
+            gathered = collectives.all_gather_numbers(own if told is None else torch.cat([own, told.to(own)]))
+            self._bad = gathered[:, 0].amax()
             loss = loss * torch.where(self._bad > 0, math.nan, 1.0).to(loss.dtype)
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * collectives.world_size(), scale_wrt_gas=False)
         self._training(False)
-        return rows[:, 1:] if last and told is not None else None
+        return gathered[:, 1:] if last and told is not None else None
 
     def step(self) -> StepResult:
         """Apply the accumulated gradients, unless they are not finite on some rank; the caller counts those. The host
