@@ -421,8 +421,8 @@ class TrainEngine:
         bad, self._bad = self._bad, None
         if bad is None:
             return False, float(norm)
-        bad, norm = torch.stack([bad.double(), torch.as_tensor(norm).to(bad.device).double().reshape(())]).tolist()
-        return bad > 0, norm
+        both = torch.stack([bad.double(), torch.as_tensor(norm).to(bad.device).double().reshape(())]).tolist()
+        return both[0] > 0, both[1]
 
     def _plain_step(self, rate: float) -> StepResult:
         """ZeRO-0 has no check of its own: the norm of the reduced gradients decides, before the optimizer sees them."""

@@ -9,6 +9,7 @@ import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
 
+import forked
 import killed_run
 from killed_run import Place
 from waiting import polls
@@ -30,6 +31,11 @@ READING_TWO_FLAGS = [
 ]
 FLOW_GRPO_TWO_FLAGS = [*DRAWING_FLAGS, *"--diffusion_algorithm flow_grpo --micro_rollout_batch_size 2".split()]
 FLOW_GRPO_TWO_FLAGS += "--max_eval_samples 2 --eval_steps 1 --report true".split()
+
+
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """The context that the ranks are started from."""
+    return forked.server()
 
 
 @dataclass
