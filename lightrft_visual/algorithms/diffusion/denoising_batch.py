@@ -20,6 +20,7 @@ ROLLOUT_MEANS = "rollout_means"
 class DenoisingBatch:
     """M rows: the step that row m trains on. x, x_next (M, …); sigma, sigma_next, timesteps, log_probs, advantages (M);
     data (M, …) the finished latents; valid (M) bool; sample_id, steps (M) long, which name the row; group_id (M) long;
+    these three may be on the host, where noise is seeded by them, whatever device the others are on;
     conditions {name: (M, …)}; schedule (M, K+1) the sigmas of all steps; rollout_means (M, …) or None; coupling (M) or
     None, see `preference.py`; kept: the rows' steps as the rollout has made them, with their graph, or None."""
 
@@ -134,8 +135,9 @@ def grouped_steps(steps: T, experts: T) -> T:
 
 
 def samples_at(experience: ExperienceDiffusion, steps: T) -> DenoisingBatch:
-    """The row of each sample at its own step. steps (B) long; x and x_next of ODE rollouts are the finished latents."""
-    batch = torch.arange(experience.latents.shape[0], device=experience.latents.device)
+    """The row of each sample at its own step. steps (B) long, on any device, where the rows' `steps` stay; x and x_next
+    of ODE rollouts are the finished latents."""
+    batch, named = torch.arange(experience.latents.shape[0], device=experience.latents.device), steps
     steps = steps.to(batch.device)
     last = experience.latents.shape[1] - 1
     advantages = experience.advantages if experience.advantages.dim() == 1 else experience.advantages[batch, steps]
@@ -155,7 +157,7 @@ def samples_at(experience: ExperienceDiffusion, steps: T) -> DenoisingBatch:
         valid=experience.valid,
         sample_id=experience.sample_id,
         group_id=experience.group_id,
-        steps=steps,
+        steps=named,
         conditions=conditions,
         schedule=experience.sigmas,
         rollout_means=None if means is None else means[batch, steps],

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from forked import run_alone
 from PIL import Image
 from safetensors.torch import load_file
-from waiting import finished
 
 SCRIPT = Path(__file__).with_name("picture_runs.py")
 LORA = "pytorch_lora_weights.safetensors"
@@ -24,11 +22,7 @@ LORA = "pytorch_lora_weights.safetensors"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache_root) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(folder)]
-    done = finished(command, 800, env=environment)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    (folder / "said.txt").write_text(done.stdout)
+    (folder / "said.txt").write_text(run_alone(SCRIPT, folder, limit=800))
     return folder
 
 
