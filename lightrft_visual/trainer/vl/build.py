@@ -26,6 +26,7 @@ from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, op
 from ...models.vlm.actor import Actor
 from ...models.vlm.critic import Critic
 from ...models.vlm.families import VLMFamily, family_of
+from ...models.vlm.probe import prove_family
 from ...observe.console import RunConsole
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config, scored_labels
@@ -88,6 +89,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, lock: FolderLoc
     gold = _gold(judged, strategy, checkpoint, sets)
     log_stage("loading the models")
     (actor, critic, reference), frozen = _models(config, strategy, checkpoint, total_steps)
+    _prove(config, actor.module, checkpoint, model)
     models = actor, critic, reference, _teacher(config, strategy, checkpoint)
     loss_parts = _loss_parts(config, actor)
     log_stage(f"starting the engine ({engine_in_words(config, checkpoint)})")
@@ -352,8 +354,17 @@ def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpo
         transformer = load_transformer(path, config.model, strategy.dtype)
     banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
     shares = teacher.family.able_to_share(config.train.share_prefix, config.model.attn_implementation)
-    frozen = strategy.prepare_inference(Actor(transformer, banned, checkpoint.eos_ids, shares))
+    scorer = Actor(transformer, banned, checkpoint.eos_ids, shares)
+    frozen = strategy.prepare_inference(scorer)
+    _prove(config, scorer, teacher, fingerprint(path, teacher.path, {}))
     return own_scores(lambda inputs, rule: frozen(inputs, rule, with_entropy=False).log_probs, strategy.sequence)
+
+
+def _prove(config: RunConfig, actor: Actor, checkpoint: Checkpoint, model: dict[str, Any]) -> None:
+    """Say that an adapter which no test has proven runs this model right. Raises ConfigError where it does not."""
+    proven = prove_family(actor, checkpoint, config.rollout.prompt_max_len + config.rollout.generate_max_len, model)
+    if proven:
+        log_stage(proven)
 
 
 def _engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> RolloutEngine:
