@@ -14,11 +14,13 @@ import torch
 from ...algorithms.aggregation import PartSettings
 from ...algorithms.kl import get_kl_controller
 from ...config import registry
+from ...config.constraints import divisors, nearest, refit_update, said
 from ...config.shared import RewardConfig
 from ...config.vl import RunConfig, mixing_probabilities
 from ...data.bad_rows import list_bad_rows
 from ...data.evaluation_rows import EvaluationRows
 from ...data.prompts import PromptDataset, PromptSampler, RowChecks
+from ...data.sampler import epoch_quotas, fitting_batch
 from ...data.supply import PromptSupply
 from ...errors import ConfigError
 from ...experience.sampling import SamplingSettings
@@ -81,6 +83,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, lock: FolderLoc
     log_stage("reading the data")
     with refused_data_listed(config.output.output_dir):
         dataset, eval_set = _datasets(config, checkpoint)
+    _fit_to_data(config, dataset)
     sets = [each for each in (dataset, eval_set) if each is not None]
     rewards = _rewards(config, strategy, checkpoint, sets)
     recorder = open_recorder(config, resumed=resume_folder is not None, lock=lock)
@@ -169,14 +172,32 @@ def with_reward(config: RunConfig) -> RunConfig:
 
 def _check_ranks(config: RunConfig) -> None:
     world, rollout, train = collectives.world_size(), config.rollout, config.train
-    for name, value, parts in (
-        ("rollout_batch_size", rollout.rollout_batch_size, world),
-        ("train_batch_size", train.train_batch_size, world // config.distributed.sp_size),
-    ):
-        if value % parts:
-            raise ConfigError(f"{name} {value} does not divide over {parts} ranks")
+    size = rollout.rollout_batch_size
+    if size % world:
+        works = nearest(size, range(world, size + world, world))
+        raise ConfigError(f"{said(rollout, 'rollout_batch_size')} does not divide over {world} ranks; use {works}")
+    size, parts = train.train_batch_size, world // config.distributed.sp_size
+    if size % parts:
+        works = nearest(size, divisors(rollout.rollout_batch_size * rollout.n_samples_per_prompt, parts))
+        raise ConfigError(f"train_batch_size {size} does not divide over {parts} ranks; use {works}")
     if not config.distributed.split and world % rollout.engine_tp_size:
         raise ConfigError(f"engine_tp_size {rollout.engine_tp_size} does not divide {world} ranks")
+
+
+def _fit_to_data(config: RunConfig, dataset: PromptDataset) -> None:
+    """Cut rollout_batch_size to the prompts that there are, and the updates with it, and say so."""
+    rollout, train, world = config.rollout, config.train, collectives.world_size()
+    prompts = sum(epoch_quotas(dataset.sizes, mixing_probabilities(config.data.prompt_data_probs)))
+    size, n = fitting_batch(rollout.rollout_batch_size, prompts, world), rollout.n_samples_per_prompt
+    if size == rollout.rollout_batch_size:
+        return
+    told, before = said(rollout, "rollout_batch_size"), rollout.rollout_batch_size * n
+    refit_update(train, before, size * n, world // config.distributed.sp_size)
+    rollout.rollout_batch_size = size
+    config.check_kinds()
+    if collectives.is_rank_0():
+        text = "%s is more than the %d prompts of a pass over the data: a step takes %d, an update %d samples"
+        logger.warning(text, told, prompts, size, train.train_batch_size)
 
 
 def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
