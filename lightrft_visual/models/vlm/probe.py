@@ -28,12 +28,11 @@ from PIL import Image
 from ... import __version__
 from ...config.registry import vlm_families
 from ...errors import ConfigError
-from ...experience.model_inputs import ModelInputs
-from ...experience.sampling import ScoringRule
+from ...experience.rollouts import ScoringRule
+from ...experience.types import ModelInputs
 from ...experience.vision import VisionTensors
 from ...runtime import collectives
-from ...runtime.files import parse_record, to_json, write_atomic
-from ...runtime.paths import cache_root
+from ...runtime.files import cache_root, parse_record, to_json, write_atomic
 from ..loading import Checkpoint
 from .actor import Actor
 from .families import VLMFamily, family_of_processor

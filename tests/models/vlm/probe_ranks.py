@@ -12,7 +12,7 @@ from launched import leave
 
 from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.experience.sampling import ScoringRule
+from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.models.loading import load_transformer, open_checkpoint
 from lightrft_visual.models.vlm import probe
 from lightrft_visual.models.vlm.actor import Actor
