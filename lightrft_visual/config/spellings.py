@@ -163,7 +163,7 @@ def _of_task(tree: DictConfig) -> str:
 def _several_updates(tree: DictConfig) -> bool:
     """Whether a rollout is trained on in more than one optimizer step."""
     train, samples = tree.train, tree.rollout.rollout_batch_size * tree.rollout.n_samples_per_prompt
-    size = train.train_batch_size
+    size = train.train_batch_size or samples
     if train.groups_per_update is not None:
         size = train.groups_per_update * tree.rollout.n_samples_per_prompt
     elif train.gradient_accumulation_steps is not None:

@@ -162,14 +162,20 @@ def test_samples_that_a_reward_does_not_apply_to_are_counted_and_masked(folder):
         ("no_gold", "ConfigError", "name a judge by --gold_recipe or --gold_fn"),
         ("unknown", "ConfigError", "has no function 'green'"),
         ("missing", "ConfigError", "aesthetic"),
-        ("indivisible", "ConfigError", "does not divide"),
-        ("few_prompts", "ConfigError", "prompts"),
+        ("indivisible", "ConfigError", "use 2 or 4, or 0 for the whole rollout"),
         ("odd_size", "ConfigError", "multiples of"),
     ),
 )
 def test_bad_input_ends_before_training(folder, name, error, text):
     found = facts(folder, name)
     assert found.get("error") == error and text in found["text"] and found["steps"] == 0, found
+
+
+def test_more_prompts_a_step_than_there_are_is_cut_to_them(folder):
+    found = facts(folder, "few_prompts")
+    assert found.get("updates") == found["steps"] == 1, found
+    resolved = (folder / "few_prompts" / "config.resolved.yaml").read_text()
+    assert "rollout_batch_size: 3\n" in resolved and " train_batch_size: 12\n" in resolved
 
 
 @pytest.mark.parametrize("name", ("flow_grpo", "diffusion_nft", "diffusion_dpo", "awm", "ddpo", "reward_fl"))
