@@ -50,14 +50,28 @@ def aggregates(function: Callable[..., Any], beside: bool) -> bool:
     """Whether a `reward_fn` makes the reward out of the other scores, as LightRFT's do.
 
     It does when its signature names `model_reward_list`. Where it stands beside models, servers or functions, so does
-    one that takes **kwargs, unless it names something that LightRFT gives to none: a function of TRL's form, with
-    `prompts` or `completions`, is a reward of its own.
+    one whose only parameter is no input of rewards, which LightRFT gives the scores of several servers, and one that
+    takes **kwargs, unless it names something that LightRFT gives to none: a function of TRL's form, with `prompts` or
+    `completions`, is a reward of its own.
     """
     signature = Signature(function, callable_name(function))
     if "model_reward_list" in signature.names:
         return True
+    if beside and len(signature.required) == 1 and not signature.takes_all and not known_input(signature.required[0]):
+        return True
     foreign = [n for n in signature.names if n not in LIGHTRFT_INPUTS and (n in INPUTS or n in signature.required)]
     return beside and signature.takes_all and not foreign
+
+
+def scores_parameter(signature: Signature) -> str:
+    """Where a function that aggregates gets the list of the other scores."""
+    by_name = "model_reward_list" in signature.names or signature.takes_all
+    return "model_reward_list" if by_name else signature.required[0]
+
+
+def known_input(name: str) -> bool:
+    """Whether a parameter of this name is a reward input, whatever the data's columns are."""
+    return name in INPUTS or name in FALLBACKS or name in RESERVED
 
 
 def _images(batch: RewardBatch) -> list[Any]:

@@ -8,7 +8,7 @@ docs/coming_from.md has the forms in tables.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,13 +27,15 @@ def _as_is(result: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Form:
-    """told: what the line at the start of a run says. inputs: by parameter, each a list with one entry a sample (or
+    """told: what the line at the start of a run says. positions: what the parameters are given in their order, whatever
+    their names, unless one is a column of the data. inputs: by parameter, each a list with one entry a sample (or
     one value for all, when not each). each: called for each sample, with its entry of every input. closed: **kwargs
     get settings only. read: turns a result into one of ours. media: only for media that the policy made. fits: whether
     a function with parameters of these names, which takes any other one or not, is of this form."""
 
     told: str = ""
     inputs: Inputs = field(default_factory=dict)
+    positions: Sequence[Callable[[RewardBatch], Any]] = ()
     each: bool = False
     closed: bool = False
     media: bool = False
@@ -42,7 +44,8 @@ class Form:
 
     def for_batch(self, batch: RewardBatch) -> Form:
         """This form, or ours where it is not meant for such a batch."""
-        return NATIVE if self.media and not batch.generated else self
+        named = self.positions and batch.columns.intersection(self.inputs)
+        return NATIVE if named or (self.media and not batch.generated) else self
 
     def calls(self, arguments: dict[str, Any], fixed: Mapping[str, Any], size: int) -> dict[str, Any]:
         """The arguments of the one call, or ROWS of them; `fixed` ones are the same for every sample."""
@@ -71,9 +74,10 @@ OPENRLHF = Form(
 def choose(form: str, function: Callable[..., Any], signature: Any) -> Form:
     """The form of that name, or the first one that the signature fits. Raises ConfigError as `check` does."""
     check(form)
-    return registry.reward_forms.load(
-        recognise(signature.names, signature.takes_all, function) if form == AUTO else form
-    )
+    if form == AUTO:
+        form = recognise(signature.names, signature.takes_all, function)
+    chosen = registry.reward_forms.load(form)
+    return replace(chosen, inputs=dict(zip(signature.names, chosen.positions))) if chosen.positions else chosen
 
 
 def check(form: str) -> None:

@@ -42,6 +42,7 @@ class MakerSettings:
             them before.
         other_scores: fields of the experience and the functions of (inputs, rule) that score them, as a reference is
             asked: what a loss term or an estimator needs of other models.
+        keep_images: experiences carry the prompts' images (`raw_images`), also into the replay buffer.
         hooks: what follows a step.
     """
 
@@ -56,6 +57,7 @@ class MakerSettings:
     weights_follow: bool = False
     score_policy: bool = True
     other_scores: Mapping[str, Callable[..., T]] = field(default_factory=dict)
+    keep_images: bool = False
     hooks: Hooks = field(default_factory=Hooks)
 
 
@@ -142,6 +144,8 @@ class ExperienceMaker:
             rollouts = self._settle(rollouts)
         for experience, part in zip(experiences, self._parts(rollouts), strict=True):
             add_rewards(experience, part)
+            if self.settings.keep_images and isinstance(experience, ExperienceVL):
+                experience.raw_images = [list(rollout.prompt.images) for rollout in part]
         rewards = [each.info["reward"] for each in experiences]
         arguments = estimator | {"max_new_tokens": rollouts.sampling.max_new_tokens}
         made = assign_advantages(self.calculator, experiences, rewards, self.kl_controller.value, arguments)

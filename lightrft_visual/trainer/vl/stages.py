@@ -52,8 +52,8 @@ class ForwardStage:
 
     Micro-batches lie on the host; one at a time goes to `device`, and what comes out goes back to the host.
     actor(inputs, rule) returns log_probs and entropy (None: the training forward will give them);
-    reference(inputs, rule) the reference's log_probs (None: no KL); critic(inputs) values (None without one).
-    others: (inputs, rule) to what goes into a field of the experience, by its name. All are (B, A).
+    reference(inputs, rule) the reference's log_probs, alone or as an actor's (None: no KL); critic(inputs) values (None
+    without one). others: (inputs, rule) to what goes into a field of the experience, by its name. All are (B, A).
     """
 
     actor: Callable[..., Any] | None
@@ -76,7 +76,8 @@ class ForwardStage:
         if self.reference is not None:
             with self.reference if isinstance(self.reference, OffloadedModule) else nullcontext():
                 for experience, each in zip(batches, inputs):
-                    experience.base_action_log_probs = self.reference(each.to(self.device), rule).cpu()
+                    scored = self.reference(each.to(self.device), rule)
+                    experience.base_action_log_probs = getattr(scored, "log_probs", scored).cpu()
         for name, score in self.others.items():
             for experience, each in zip(batches, inputs):
                 setattr(experience, name, score(each.to(self.device), rule).cpu())
