@@ -21,6 +21,7 @@ from ..experience.diffusion_sampling import (
     share_of_steps,
 )
 from . import idle, registry
+from .algorithm import DiffusionAlgorithmConfig
 from .constraints import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -32,7 +33,6 @@ from .constraints import (
     require,
     within,
 )
-from .diffusion_algorithm import DiffusionAlgorithmConfig
 from .placement import AsyncConfig
 from .shared import (
     EMBEDDED,

@@ -10,9 +10,8 @@ from ..algorithms.advantages import finished_gae, get_advantage_calculator
 from ..config import registry
 from ..data.rows import as_source_list
 from ..errors import ConfigError, DataError
-from ..experience.prompts import PromptBatch
-from ..experience.samples import Samples, SamplesVL
-from ..experience.types import Experience, ExperienceDiffusion, ExperienceVL
+from ..experience.rollouts import PromptBatch
+from ..experience.types import Experience, ExperienceDiffusion, ExperienceVL, Samples, SamplesVL
 from ..rewards.engine import RewardComputationEngine, model_device
 from ..rollout.multimodal import MultimodalDataProcessor
 from ..runtime import collectives

@@ -11,7 +11,7 @@ import torch
 
 from ...config.vl import AlgorithmConfig
 from ...errors import ConfigError
-from ...experience.sampling import SamplingSettings
+from ...experience.rollouts import SamplingSettings
 from ...trainer.hooks import Hooks, StepHook
 from ...trainer.vl.maker import MakerSettings
 
