@@ -17,6 +17,8 @@ from ..experience.diffusion_sampling import (
     NoiseConfig,
     SamplingConfig,
     check_noise,
+    first_of_drawn,
+    share_of_steps,
 )
 from . import idle, registry
 from .algorithm import DiffusionAlgorithmConfig
@@ -464,6 +466,15 @@ def rollout_sampling(config: DiffusionRunConfig) -> SamplingConfig:
         timesteps=sampling.timesteps,
         sigmas=sampling.sigmas,
     )
+
+
+def trained_steps(config: DiffusionRunConfig) -> int:
+    """Steps of each sample that an update trains on; of losses on data at most, as `min_sigma` may leave some out."""
+    algorithm, steps = config.algorithm, rollout_sampling(config).moving_steps
+    drawn = config.sampling.sde_window_size or steps - 1
+    if algorithm.entry.trains_on == "steps" and algorithm.timestep_choice == "first":
+        return first_of_drawn(drawn, algorithm.timestep_fraction)
+    return share_of_steps(drawn if algorithm.entry.trains_on == "steps" else steps, algorithm.timestep_fraction)
 
 
 def evaluation_sampling(config: DiffusionRunConfig) -> SamplingConfig:

@@ -288,7 +288,10 @@ ALIASES_OF: dict[str, dict[str, str]] = {
 ONE_OF_THESE = (("train.train_batch_size", "train.groups_per_update", "train.gradient_accumulation_steps"),)
 
 # Words for "unset" besides null, by setting.
-UNSET_WORDS: dict[str, tuple[str, ...]] = {"flow_shift": ("inherit",)}  # FastVideo
+UNSET_WORDS: dict[str, tuple[str, ...]] = {
+    "flow_shift": ("inherit",),
+    "reward_pretrain": ("{}",),
+}  # FastVideo, LightRFT
 
 # Settings that may stand alone on the command line without being a bool, and the value they then take.
 BARE_VALUES: dict[str, str] = {"freeze_prefix": "true"}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ...experience.diffusion_sampling import KeptSteps, SamplingResult
+from ...experience.diffusion_sampling import KeptSteps, SamplingResult, first_of_drawn, share_of_steps
 from ...experience.types import BatchLayout, ExperienceDiffusion
 from ...experience.vision import Conditions, stacked, text_lengths
 from ...runtime.seeding import derive_seed
@@ -95,7 +95,7 @@ def trainable_steps(experience: ExperienceDiffusion, fraction: float = 1.0) -> T
 def first_share(stochastic: T, fraction: float) -> T:
     """(n) indices of the first `fraction` of the steps that are marked in (K) bool, and at least one."""
     steps = stochastic.nonzero()[:, 0]
-    return steps[: max(1, round(fraction * len(steps)))]
+    return steps[: first_of_drawn(len(steps), fraction)]
 
 
 def noisy_steps(experience: ExperienceDiffusion, fraction: float = 1.0, lowest: float = 0.0) -> T:
@@ -106,7 +106,7 @@ def noisy_steps(experience: ExperienceDiffusion, fraction: float = 1.0, lowest: 
     """
     sigmas = experience.sigmas[0, :-1]
     count = int(((sigmas > 0) & (sigmas >= lowest)).sum())
-    kept = torch.arange(max(1, round(fraction * count)), device=experience.sigmas.device)
+    kept = torch.arange(share_of_steps(count, fraction), device=experience.sigmas.device)
     return kept.expand(experience.sigmas.shape[0], -1)
 
 
@@ -122,7 +122,7 @@ def shuffled_steps(steps: T, ids: T, seed: int) -> T:
 
 def random_share(shuffled: T, fraction: float) -> T:
     """The first `fraction` of (B, n) steps that are in random order: a random subset of each sample's own."""
-    return shuffled[:, : max(1, round(fraction * shuffled.shape[1]))]
+    return shuffled[:, : share_of_steps(shuffled.shape[1], fraction)]
 
 
 def grouped_steps(steps: T, experts: T) -> T:

@@ -49,7 +49,9 @@ def test_a_run_says_its_stages(folder):
 def test_a_user_function_scores_pictures(folder):
     assert [row["step"] for row in rows(folder, "plain")] == ["1", "2", "3"]
     assert all(0 < float(row["reward_mean"]) < 1 and float(row["reward_std"]) > 0 for row in rows(folder, "plain"))
-    assert all(float(row["group_size"]) == 4 and float(row["trained_prompt_num"]) == 2 for row in rows(folder, "plain"))
+    assert all(float(row["group_size"]) == 4 for row in rows(folder, "plain"))
+    seen = [float(row["trained_prompt_num"]) for row in rows(folder, "plain")]
+    assert seen[0] == 2 and seen == sorted(seen)
 
 
 def test_evaluation_at_start_every_step_and_end(folder):
