@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import RewardError
+from ..runtime.usercode.calls import as_reward_error
 from .batch import Call, PendingScores, PendingSource, RewardBatch, Scores
 
 T = torch.Tensor
@@ -105,8 +106,13 @@ def run_all(
     }
     order = {id(source): turn for turn, source in enumerate(together)}
     turns = sorted(range(len(jobs)), key=lambda i: order.get(id(jobs[i][0]), len(order)))
-    local = {i: jobs[i][0].score(jobs[i][1], call) for i in turns if i not in pending}
+    local = {i: _scored(*jobs[i], call) for i in turns if i not in pending}
     return [pending[i].result() if i in pending else local[i] for i in range(len(jobs))]
+
+
+def _scored(source: Any, batch: RewardBatch, call: Call) -> Scores:
+    with as_reward_error(f"reward {source.name}"):
+        return source.score(batch, call)
 
 
 def pick_output(scores: Scores, name: str, key: str | None) -> Scores:

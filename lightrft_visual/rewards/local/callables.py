@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
-from ...runtime.usercode.calls import UserCodeExited, call, defined_at
+from ...runtime.usercode.calls import UserCodeExited, as_reward_error, call, defined_at
 from ...runtime.usercode.loading import LoadedFunction, callable_name
 from ..batch import Call, RewardBatch, Scores, ScoringFailed
 from . import forms
@@ -267,7 +267,9 @@ class CallableSource:
             result = call(self.function, self.name, form.calls(arguments, given, len(batch)))
         except ScoringFailed as failure:
             return Scores.all_failed(len(batch), str(failure))
+        returned = f"reward function {self.name} returned a {type(result).__name__} that cannot be read: it"
         try:
-            return parse_result(form.read(result, self.name), self.name, len(batch), self.lenient)
+            with as_reward_error(returned):
+                return parse_result(form.read(result, self.name), self.name, len(batch), self.lenient)
         except RewardError as error:
             raise RewardError(f"{error}{defined_at(self.function)}") from error

@@ -88,7 +88,7 @@ def what_happened(error: BaseException) -> str:
         return f"called sys.exit({error.code!r})"
     try:
         message = " ".join(str(error).split("\n"))[:LONGEST_MESSAGE]
-    except Exception as second:
+    except BaseException as second:
         message = f"(its message cannot be had: {type(second).__name__})"
     return f"raised {type(error).__name__}" + (f": {message}" if message else "")
 
@@ -118,16 +118,28 @@ def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> 
     Whatever it raises, sys.exit included, is chained to a RewardError with its name and the user's own lines.
     """
     what = f"reward function {name}"
-    try:
-        with put_back(what), watched(what):
+    with as_reward_error(what), put_back(what), watched(what):
+        limit = sys.getrecursionlimit()
+        try:
             return invoke(function, arguments)
-    except (RewardError, ScoringFailed):
+        finally:  # with a lower one nothing could be put back
+            sys.setrecursionlimit(max(limit, sys.getrecursionlimit()))
+
+
+@contextlib.contextmanager
+def as_reward_error(what: str) -> Iterator[None]:
+    """Whatever a user's code raises in here is a RewardError that says of `what` what it raised, with the user's own
+    lines: CancelledError, GeneratorExit and panics of extensions included, but Ctrl-C in the main thread and SIGTERM.
+    """
+    try:
+        yield
+    except (RewardError, ScoringFailed, Interrupted):
         raise
     except (SystemExit, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise  # elsewhere nobody pressed Ctrl-C
         raise UserCodeExited(f"{what} {masked(describe_error(error))}") from error
-    except Exception as error:
+    except BaseException as error:
         raise RewardError(f"{what} {masked(describe_error(error))}") from error
 
 

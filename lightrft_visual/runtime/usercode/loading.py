@@ -58,9 +58,11 @@ def load_module(path_text: str, what: str = "reward file") -> Any:
     module = importlib.util.module_from_spec(specification)
     sys.modules[module_name] = module  # dataclasses and pickling look the module up by name
     try:
-        with put_back(f"{what} {path_text}"), _beside(path.parent):
+        with put_back(f"{what} {path_text}", importing=True), _beside(path.parent):
             specification.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # what the file raises, SystemExit and panics of extensions included
         del sys.modules[module_name]
         told = masked(describe_error(error)).removeprefix("raised ")
         raise ConfigError(f"{what} {path_text} fails on import: {told}") from error
