@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import RewardError
-from ..runtime.usercode.calls import as_reward_error
+from ..runtime.usercode.calls import AsRewardError
 from .batch import Call, PendingScores, PendingSource, RewardBatch, Scores
 
 T = torch.Tensor
@@ -111,7 +111,7 @@ def run_all(
 
 
 def _scored(source: Any, batch: RewardBatch, call: Call) -> Scores:
-    with as_reward_error(f"reward {source.name}"):
+    with AsRewardError(f"reward {source.name}"):
         return source.score(batch, call)
 
 

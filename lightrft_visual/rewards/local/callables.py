@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
-from ...runtime.usercode.calls import UserCodeExited, as_reward_error, call, defined_at
+from ...runtime.usercode.calls import AsRewardError, UserCodeExited, call, defined_at
 from ...runtime.usercode.loading import LoadedFunction, callable_name
 from ..batch import Call, RewardBatch, Scores, ScoringFailed
 from . import forms
@@ -269,7 +269,7 @@ class CallableSource:
             return Scores.all_failed(len(batch), str(failure))
         returned = f"reward function {self.name} returned a {type(result).__name__} that cannot be read: it"
         try:
-            with as_reward_error(returned):
+            with AsRewardError(returned):
                 return parse_result(form.read(result, self.name), self.name, len(batch), self.lenient)
         except RewardError as error:
             raise RewardError(f"{error}{defined_at(self.function)}") from error

@@ -22,7 +22,7 @@ from ...experience.model_inputs import ModelInputs
 from ...experience.vision import VisionTensors
 from ...models.reward_model import HEAD_FILE, VLRewardModel
 from ...runtime.offload import on_device
-from ...runtime.usercode.calls import as_reward_error
+from ...runtime.usercode.calls import AsRewardError
 from ...runtime.usercode.loading import callable_name
 from ..batch import Call, RewardBatch, Scores, Source
 from .holding import held, loading
@@ -195,7 +195,7 @@ class TorchModel:
     def _run(self, model: nn.Module, samples: Sequence[T], device: Any) -> list[float]:
         ids = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=self.pad_id)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(sample) for sample in samples], batch_first=True)
-        with as_reward_error(f"reward model {self.name}"):
+        with AsRewardError(f"reward model {self.name}"):
             values = read_output(model(ids.to(device), mask.to(device)), self.name)
         if values.numel() != len(samples):
             raise RewardError(f"reward model {self.name} returned {values.numel()} scores for {len(samples)} samples")
@@ -229,7 +229,7 @@ class EngineModel:
             "references": batch.references,
             "labels": batch.labels,
         }
-        with as_reward_error(f"reward model {self.name}"):
+        with AsRewardError(f"reward model {self.name}"):
             entries = self._entries(self.model(None, None, **arguments))
         if len(entries) != len(batch):
             what = callable_name(self.model)

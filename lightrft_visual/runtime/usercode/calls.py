@@ -118,7 +118,7 @@ def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> 
     Whatever it raises, sys.exit included, is chained to a RewardError with its name and the user's own lines.
     """
     what = f"reward function {name}"
-    with as_reward_error(what), put_back(what), watched(what):
+    with AsRewardError(what), put_back(what), watched(what):
         limit = sys.getrecursionlimit()
         try:
             return invoke(function, arguments)
@@ -126,21 +126,20 @@ def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> 
             sys.setrecursionlimit(max(limit, sys.getrecursionlimit()))
 
 
-@contextlib.contextmanager
-def as_reward_error(what: str) -> Iterator[None]:
+class AsRewardError(contextlib.AbstractContextManager):
     """Whatever a user's code raises in here is a RewardError that says of `what` what it raised, with the user's own
     lines: CancelledError, GeneratorExit and panics of extensions included, but Ctrl-C in the main thread and SIGTERM.
     """
-    try:
-        yield
-    except (RewardError, ScoringFailed, Interrupted):
-        raise
-    except (SystemExit, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-            raise  # elsewhere nobody pressed Ctrl-C
-        raise UserCodeExited(f"{what} {masked(describe_error(error))}") from error
-    except BaseException as error:
-        raise RewardError(f"{what} {masked(describe_error(error))}") from error
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        pressed = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+        if error is None or pressed or isinstance(error, (RewardError, ScoringFailed, Interrupted)):
+            return
+        left = isinstance(error, (SystemExit, KeyboardInterrupt))
+        raise (UserCodeExited if left else RewardError)(f"{self.what} {masked(describe_error(error))}") from error
 
 
 def defined_at(function: Callable[..., Any]) -> str:

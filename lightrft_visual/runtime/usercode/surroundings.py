@@ -252,7 +252,7 @@ def put_users_random_states(states: Mapping[str, Any]) -> None:
 def _alike(some: Any, other: Any) -> bool:
     if isinstance(some, Mapping):
         return some.keys() == other.keys() and all(_alike(some[name], other[name]) for name in some)
-    if isinstance(some, tuple):
+    if isinstance(some, tuple) and any(hasattr(each, "all") for each in some):  # NumPy's
         return len(some) == len(other) and all(map(_alike, some, other))
     return bool((some == other).all()) if hasattr(some, "all") else some == other
 
