@@ -17,6 +17,7 @@ from .batch import Source
 from .local.callables import CallableSource
 from .recipe import RecipeEntry
 from .registry import build_scorer, check_scorer, find_scorer, scorer_names
+from .remote.wire import wires_of
 
 _NAMED = re.compile(r"^([A-Za-z_][\w-]*)=(.+)$")
 
@@ -66,6 +67,7 @@ class Catalogue:
         self._models: list[str] = []
         self._on_ray = False
         self._remotes: dict[str, str] = {}  # {name: entry}
+        self._wires: dict[str, str] = {}  # {entry: wire}
         self._built: dict[tuple, Source] = {}  # what recipe entries asked for
 
     def given_sources(
@@ -75,7 +77,9 @@ class Catalogue:
         sources: dict[str, Source] = {}
         for name, model in self._named_models(reward_model).items():
             self._models.append(self._add(sources, name, self._model(name, model)))
-        for name, entry in named_entries(remote_rm_url).items():
+        remotes = named_entries(remote_rm_url)
+        self._wires = wires_of(self.config.reward_wire, remotes)
+        for name, entry in remotes.items():
             known = self._add(sources, "remote" + name if name.isdigit() else name, self._remote(name, entry))
             self._remotes[known] = entry
         for function in custom:
@@ -192,7 +196,7 @@ class Catalogue:
         if self._client is None:
             self._client = RemoteClient(self.config)
             self._closing.append(self._client.close)
-        return RemoteReward(entry, self._client)
+        return RemoteReward(entry, self._client, self._wires.get(entry, self._wires.get("")))
 
     def _callable(self, function: Any, given: Mapping[str, Any]) -> Source:
         if isinstance(function, LoadedFunction):

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
-from ...errors import DataError
+from ...errors import ConfigError, DataError, did_you_mean
 from ..batch import RewardBatch, Scores, metric_name
 from ..imaging import MAX_PIXELS, decode_image, video_frames
 from ..local.results import MAX_SCORE, SCORE_KEYS
 
+LIGHTRFT, OPENRLHF, AUTO = "lightrft", "openrlhf", "auto"
+NOT_SCORED = "the server could not score it"
 MAX_EXTRAS = 200  # further numbers by name that one reply may bring
 Encode = Callable[[Any], str | None]
 
@@ -27,14 +29,46 @@ class BadReply(Exception):
 
 def encode_request(batch: RewardBatch, wire: str, encode: Encode) -> dict[str, Any]:
     """The body of one request. Optional fields are left out when no sample has them."""
-    if wire == "openrlhf":
-        return {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(batch.labels_or_references)}
+    if wire == OPENRLHF:
+        asked = {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(batch.labels_or_references)}
+        return asked | _media(batch, encode)
     body: dict[str, Any] = {"queries": batch.queries, "prompts": batch.prompts, "ids": batch.ids}
     for name, values in (("labels", batch.labels), ("references", batch.references)):
         if any(value is not None for value in values):
             body[name] = _plain(values)
     if any(batch.metadata):
         body["metadata"] = _plain(batch.metadata)
+    return body | _media(batch, encode)
+
+
+def wires_of(setting: str, remotes: Mapping[str, str]) -> dict[str, str]:
+    """The wire of each entry of remote_rm_url, {name: entry}, by `reward_wire`; of any other entry under "".
+
+    Raises ConfigError for a wire or name that does not exist, and for a list of another length.
+    """
+    parts = [part.strip() for part in setting.split(",") if part.strip()] or [AUTO]
+    pairs = [part.rpartition("=") for part in parts]
+    for *_, wire in pairs:
+        if wire not in (AUTO, LIGHTRFT, OPENRLHF):
+            raise ConfigError(f"reward_wire: there is no wire {wire!r}{did_you_mean(wire, (AUTO, LIGHTRFT, OPENRLHF))}")
+    if all(mark for _, mark, _ in pairs):
+        for key in (key.strip() for key, *_ in pairs):
+            if key not in remotes and "://" not in key:
+                raise ConfigError(f"reward_wire: remote_rm_url has no {key!r}{did_you_mean(key, remotes)}")
+        return {"": AUTO} | {remotes.get(key.strip(), key.strip()): wire for key, _, wire in pairs}
+    if len(parts) == 1:
+        return {"": parts[0]}
+    if any(mark for _, mark, _ in pairs) or len(parts) != len(remotes):
+        raise ConfigError(
+            f"reward_wire is {setting!r}: give one wire for all, one for each of the {len(remotes)} entries of "
+            "remote_rm_url in their order, or url=wire with commas"
+        )
+    return {"": AUTO} | dict(zip(remotes.values(), parts))
+
+
+def _media(batch: RewardBatch, encode: Encode) -> dict[str, Any]:
+    """The fields of images and videos, where there are any."""
+    body: dict[str, Any] = {}
     if any(batch.images):
         body["images"] = [[encode(image) for image in sample] for sample in batch.images]
     if any(batch.source_images):
@@ -73,7 +107,7 @@ def decode_reply(reply: Any, size: int) -> Scores:
     told = reply.get("failed") if isinstance(reply.get("failed"), list) else []
     told = {position for position in told if isinstance(position, int)}
     for index, entry in enumerate(reply[key]):
-        problem = "the server could not score it" if index in told else _problem(entry)
+        problem = NOT_SCORED if index in told else _problem(entry)
         if problem is not None:
             failed[index] = True
             reasons[problem] += 1

@@ -28,6 +28,7 @@ from ...models.vlm.critic import Critic
 from ...models.vlm.families import VLMFamily, family_of
 from ...observe.console import RunConsole
 from ...rewards.engine import RewardComputationEngine
+from ...rewards.probe import probed
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.engine import RolloutEngine, build_engine, check_engine, engine_in_words
 from ...rollout.multimodal import MultimodalDataProcessor
@@ -50,7 +51,7 @@ from ..run_state import check_output
 from .checks import check_abilities
 from .evaluation import Evaluation
 from .maker import ExperienceMaker, MakerSettings, build_maker
-from .parts import VLParts, prompt_batch
+from .parts import VLParts, answered, prompt_batch
 from .prompts import PromptSource
 from .updates import parts_of_loss
 
@@ -81,6 +82,8 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, lock: FolderLoc
     with refused_data_listed(config.output.output_dir):
         dataset, eval_set = _datasets(config, checkpoint)
     sets = [each for each in (dataset, eval_set) if each is not None]
+    ask = partial(answered, dataset, checkpoint=checkpoint, data=config.data)
+    config.reward, judged = (probed(each, dataset, ask) for each in (config.reward, judged))
     rewards = _rewards(config, strategy, checkpoint, sets)
     recorder = open_recorder(config, resumed=resume_folder is not None, lock=lock)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))

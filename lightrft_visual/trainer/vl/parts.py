@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from ...algorithms.aggregation import PartSettings
-from ...config.vl import RunConfig
-from ...data.prompts import PromptDataset, caption_of, render_prompt
+from ...config.vl import DataConfig, RunConfig
+from ...data.prompts import PromptDataset, caption_of, is_remote_row, render_prompt
 from ...experience.prompts import PromptBatch
+from ...experience.rollouts import PromptFeatures, Rollout
 from ...models.loading import Checkpoint
 from ...observe.rollouts import Record, records_from_rollouts
+from ...rewards.batch import RewardBatch, batch_from_rollouts
 from ...rewards.engine import RewardComputationEngine
+from ...rewards.probe import plausible_image
 from ...rollout.parity import ParityGate
 from ...runtime.deepspeed import DeepspeedStrategy, TrainEngine
 from ..hooks import Hooks
@@ -65,6 +68,25 @@ class VLParts:
     def watched(self) -> VLWatched:
         """What the guard looks at."""
         return VLWatched(self.gold, draws=len(self.loss_parts) > 1)
+
+
+def answered(dataset: PromptDataset, index: int, checkpoint: Checkpoint, data: DataConfig) -> RewardBatch:
+    """A sample of the data as rewards see it, answered by its reference or with an image where it asks for one; for
+    remote media stand images: nothing is fetched here."""
+    sample = dataset[index]
+    if is_remote_row(sample):
+        sample = replace(sample, images=[plausible_image() for _ in sample.images], videos=[])
+    else:
+        sample = dataset.load(index)
+    batch = prompt_batch([sample], checkpoint, data, torch.tensor([index]))
+    text = "" if sample.draw else "an answer" if sample.reference is None else str(sample.reference)
+    prompt, completion = (checkpoint.tokenizer(each)["input_ids"] for each in (batch.prompts[0], text))
+    features = PromptFeatures(
+        batch.prompts[0], prompt, images=batch.images[0], videos=batch.videos[0], label=sample.label,
+        reference=sample.reference, metadata=sample.metadata, caption=batch.captions[0], group_id=0,
+    )  # fmt: skip
+    drawn = plausible_image() if sample.draw else None
+    return batch_from_rollouts([Rollout(features, completion, None, text, False, 0, image=drawn)])
 
 
 def prompt_batch(samples: list, checkpoint: Checkpoint, data, ids: torch.Tensor) -> PromptBatch:
