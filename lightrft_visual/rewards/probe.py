@@ -21,6 +21,7 @@ from PIL import Image
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, RewardError, StoppedBySignal
 from ..runtime import collectives
+from ..runtime.start_up import log_stage
 from ..runtime.usercode.calls import masked
 from ..runtime.usercode.surroundings import is_users
 from .batch import Call, PendingSource, RewardBatch, Scores
@@ -100,6 +101,7 @@ def probed(config: RewardConfig | None, data: Labelled | None, batch_of: Callabl
         return config
     found: str | ConfigError = config.reward_wire
     if collectives.is_rank_0():
+        log_stage("asking each reward once")
         try:
             found = _Probe(config, data, batch_of).run()
         except ConfigError as error:
@@ -248,7 +250,7 @@ class _Probe:
         """One replica must give a score; what the others say is a warning."""
         token = token_from_env(self.config.reward_token_env)
         chosen = [_chosen(source.wire, answers) for answers in replicas]
-        self.wires["|".join(source.replicas)] = next((a.wire for a in chosen if a.problem is None), source.wire)
+        self.wires[source.entry] = next((a.wire for a in chosen if a.problem is None), source.wire)
         problems = [_told_of(source.wire, a, answers, token) for a, answers in zip(chosen, replicas) if a.problem]
         if len(problems) == len(chosen) and not any(answer.busy for answer in chosen):
             self.problems += problems

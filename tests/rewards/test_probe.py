@@ -66,7 +66,8 @@ def functions(tmp_path):
     path.write_text(
         f"import random\nimport torch\ncalls = 0\n\n{bodies}"
         "def needs(prompts, difficulty):\n    return [1.0]\n\n"
-        "def good(prompts, images):\n    global calls\n    calls += 1\n    random.seed(0)\n    return [float(calls)]\n\n"
+        "def good(prompts, images):\n    global calls\n    calls += 1\n    random.seed(0)\n"
+        "    return [float(calls)]\n\n"
         "def only_b(prompts, labels):\n    return [1.0 if label == 'b' else labels.fail for label in labels]\n\n"
         "def picky(prompts, labels):\n    return [1.0 if label == 'b' else labels.fail for label in labels]\n\n"
         "def by_hand(model_reward_list, labels):\n    return [float(len(model_reward_list))]\n\n"
@@ -185,7 +186,7 @@ def test_dead_replica_beside_a_live_one_is_a_warning(server, monkeypatch, caplog
 def test_openrlhfs_wire_is_recognised_from_the_reply_and_carries_images(kind, server):
     server.bodies.clear()
     config = ask(remote_rm_url=f"{server.base}/{kind},{server.base}/good")
-    assert config.reward_wire == f"{server.base}/{kind}=openrlhf,{server.base}/good=auto"
+    assert config.reward_wire == f"{server.base}/{kind}=openrlhf,{server.base}/good=lightrft"
     server.bodies.clear()
     rewards = RewardComputationEngine.from_config(config)
     assert rewards.score_media(["x"], [Image.new("RGB", (8, 8))]).score.tolist() == [0.5]

@@ -298,7 +298,7 @@ class RemoteReward(StreamingSource):
         self.replicas = [url.strip() for url in entry.split("|") if url.strip()]
         for url in self.replicas or [entry]:
             check_url(url)
-        self.name = shown_url(self.replicas[0])
+        self.entry, self.name = entry, shown_url(self.replicas[0])
         self._client, self.wire = client, wire or AUTO
 
     def submit_parts(self, parts: Sequence[Future[RewardBatch]], call: Call) -> list[Future[Scores]]:
