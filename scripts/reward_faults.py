@@ -33,7 +33,7 @@ from pathlib import Path
 LIMIT = 600.0  # seconds of one run; the first one may have to build the embedded model
 CALLS = 5  # of each function with --calls
 CALL_LIMIT = 4.0  # seconds of one call behind reward_fn_timeout
-CALLS_LIMIT = 90.0  # seconds of all calls of a kind, the starts of its processes included
+CALLS_LIMIT = 240.0  # seconds of all calls of a kind, the starts of its processes included
 MARK = "# <-"  # at the end of the line that must be named
 BUILT = ["lightrft_visual.trainer.vl.trainer", "deepspeed.runtime.zero.muon.muon_optimizer"]
 FLAGS = (
@@ -126,10 +126,10 @@ def limited(body: str, tells: str) -> Fault:
     return Fault(body, tells, flags="--reward_fn_timeout 20")
 
 
-def returns(value: str, tells: str) -> Fault:
+def returns(value: str, tells: str, constant: float | None = None) -> Fault:
     """A function that returns what it may not. The line named is that of its head, where a reader looks first."""
     marked = SECOND.replace("ids=None):", f"ids=None):  {MARK}")
-    return Fault(f"{HEAD}{marked}    return {value}\n", tells, whole=True)
+    return Fault(f"{HEAD}{marked}    return {value}\n", tells, whole=True, constant=constant)
 
 
 def harmless(body: str, tells: str = "", flags: str = "") -> Fault:
@@ -259,7 +259,7 @@ FAULTS = {
     "meta": returns("torch.ones(len(completions), device='meta')", "returned a Tensor that cannot be read"),
     "meta_scores": returns("[torch.ones((), device='meta')] * len(completions)", "returned a list that cannot be read"),
     "ragged": returns("torch.nested.nested_tensor([torch.ones(1)] * 8)", "returned"),
-    "no_length": returns("Scores([1.0] * len(completions))", "raised Panic: no length"),
+    "no_length": returns("Scores([1.0] * len(completions))", "raised Panic: no length", constant=1.0),
     "with_gradient": Fault("return torch.ones(len(completions), requires_grad=True) * 2", "", 0, 2, constant=2.0),
     "negative_zero": Fault("return [-0.0] * len(completions)", "", 0, 2, constant=0.0),
     # -- it changes what is not its own
@@ -286,7 +286,11 @@ FAULTS = {
         steps=2,
         gone=1,
     ),
-    # -- it cannot be loaded
+    # -- it is wrong from its first call on, or cannot be loaded
+    "always_raises": at_start(
+        f"def score(completions, references):\n    raise KeyError('answer')  {MARK}\n",
+        "asked once with a sample of the data, before any model is loaded",
+    ),
     "syntax_error": at_start(f"x = 1\ndef score(completions:  {MARK}\n    return []\n", "SyntaxError"),
     "import_error": at_start(f"import not_there  {MARK}\n", "ModuleNotFoundError: No module named 'not_there'"),
     "exits_on_import": at_start(f"import sys\nsys.exit(0)  {MARK}\n", "sys.exit(0)"),
