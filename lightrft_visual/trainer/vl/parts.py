@@ -71,8 +71,13 @@ class VLParts:
 
 
 def answered(dataset: PromptDataset, index: int, checkpoint: Checkpoint, data: DataConfig) -> RewardBatch:
-    """A sample of the data as rewards see it, answered by its reference or with an image where it asks for one; for
-    remote media stand images: nothing is fetched here."""
+    """A sample of the data as rewards see it; for remote media stand images: nothing is fetched here.
+
+    Args:
+        dataset: whose sample it is; it is answered by its reference, or with an image where it asks for one.
+        index: of the sample.
+        checkpoint, data: how its prompt is written.
+    """
     sample = dataset[index]
     if is_remote_row(sample):
         sample = replace(sample, images=[plausible_image() for _ in sample.images], videos=[])
