@@ -22,14 +22,12 @@ from lightrft_visual.algorithms.policy_losses import LossInputs, global_denomina
 from lightrft_visual.config import registry
 from lightrft_visual.config.vl import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
 from lightrft_visual.data.prompts import PromptDataset, PromptSampler, RowChecks, render_prompt
-from lightrft_visual.experience.model_inputs import ModelInputs
-from lightrft_visual.experience.prompts import PromptBatch
-from lightrft_visual.experience.rollouts import Rollout, collate
-from lightrft_visual.experience.sampling import SamplingSettings, ScoringRule
+from lightrft_visual.experience.rollouts import PromptBatch, Rollout, SamplingSettings, ScoringRule, collate
+from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.models.loading import Checkpoint, load_transformer, open_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
+from lightrft_visual.rollout.engine import RolloutStage
 from lightrft_visual.rollout.hf import TransformersEngine
-from lightrft_visual.rollout.stage import RolloutStage
 from lightrft_visual.trainer.fast_exp_maker import MultimodalDataProcessor
 from lightrft_visual.trainer.replay_buffer import NaiveReplayBuffer
 

@@ -23,7 +23,7 @@ from lightrft_visual.rewards.local.callables import CallableSource
 from lightrft_visual.rewards.registry import build_scorer
 from lightrft_visual.rewards.remote.client import token_from_env
 from lightrft_visual.rewards.remote.server import ServerSettings, create_app, serve
-from lightrft_visual.runtime.usercode.loading import load_reward_fn
+from lightrft_visual.runtime.usercode.calls import load_reward_fn
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit
-from lightrft_visual.config.roots import DIFFUSION_PRESET
+from lightrft_visual.config.spellings import DIFFUSION_PRESET
 
 if __name__ == "__main__":
     defaults = {"diffusion_algorithm": "reward_fl"}  # recipes and flags win over it

@@ -8,7 +8,7 @@ explains them.
 """
 
 from lightrft_visual.config.load import config_or_exit
-from lightrft_visual.config.roots import VL_PRESET
+from lightrft_visual.config.spellings import VL_PRESET
 from lightrft_visual.config.vl import RunConfig
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from .config import registry
 from .config.vl import RunConfig
 from .errors import FolderInUse, LightRFTVisualError, StoppedBySignal
 from .runtime.host_memory import bound_spinning
-from .runtime.signals import handled
+from .runtime.presence import handled
 from .runtime.start_up import importing, log_stage, seldom_collecting
 from .runtime.usercode.calls import TERMINATED, describe_error, masked, source_line_of
 
@@ -116,7 +116,7 @@ def _fail(config: AnyConfig, error: BaseException) -> None:
     They may wait in a collective: a plain exit would wait for them, or for the engine's threads.
     """
     from .config.load import resolved_yaml
-    from .observe.crash_log import Ending, write_crash_log
+    from .observe.environment import Ending, write_crash_log
     from .runtime import collectives, watchdog
 
     if isinstance(error, RuntimeError) and not isinstance(error, LightRFTVisualError):

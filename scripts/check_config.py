@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from lightrft_visual.config.load import CONFIG_DIRS, ParsedRun, parse_run, resolved_yaml
-from lightrft_visual.config.roots import ROOTS
+from lightrft_visual.config.spellings import ROOTS
 from lightrft_visual.errors import ConfigError
 
 

@@ -95,7 +95,7 @@ def train(case: Case, folder: Path, argv: list[str]) -> None:
     """One run in this process."""
     from lightrft_visual.config.diffusion import DiffusionRunConfig
     from lightrft_visual.config.load import load_config
-    from lightrft_visual.config.roots import DIFFUSION_PRESET, VL_PRESET
+    from lightrft_visual.config.spellings import DIFFUSION_PRESET, VL_PRESET
     from lightrft_visual.config.vl import RunConfig
     from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
     from lightrft_visual.trainer.vl.trainer import build_trainer

@@ -122,7 +122,7 @@ def vl_flags(folder: Path, engine: str) -> list[str]:
 
 def drawing_flags(folder: Path) -> list[str]:
     """An untrained SD3, two captions and a reward in `folder`, and the flags of two steps with them."""
-    from lightrft_visual.models.tiny.sd3 import TinyDiffusionSettings, build_pipeline
+    from lightrft_visual.models.tiny.diffusion import TinyDiffusionSettings, build_pipeline
 
     build_pipeline(TinyDiffusionSettings(layers=1)).save_pretrained(folder / "pipeline")
     rows = [{"prompt": "a red circle"}, {"prompt": "a blue cross"}]

@@ -87,7 +87,7 @@ def test_a_sample_walks_as_the_table_says(tmp_path, walked):
     from lightrft_visual.config.vl import AlgorithmConfig, DataConfig
     from lightrft_visual.data import rows
     from lightrft_visual.experience.buffer import NaiveReplayBuffer
-    from lightrft_visual.experience.sampling import SamplingSettings
+    from lightrft_visual.experience.rollouts import SamplingSettings
     from lightrft_visual.observe.metrics import MetricsAccumulator
     from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
     from lightrft_visual.trainer.vl import parts

@@ -19,7 +19,7 @@ from ..config import registry
 from ..config.vl import AlgorithmConfig
 from ..errors import ConfigError, RewardError
 from ..observe.metrics import Moments
-from .reward_shaping import RunningMoments, compute_reward, overlong_penalty
+from .kl import RunningMoments, compute_reward, overlong_penalty
 
 T = torch.Tensor
 

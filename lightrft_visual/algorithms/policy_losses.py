@@ -19,9 +19,8 @@ import torch
 from ..config import registry
 from ..config.vl import AlgorithmConfig
 from ..runtime.collectives import all_gather_object
-from .aggregation import LossDenominators, LossOutputs, aggregate, global_denominators, token_mean
 from .kl import compute_approx_kl
-from .loss_terms import terms_of
+from .loss_terms import LossDenominators, LossOutputs, aggregate, global_denominators, terms_of, token_mean
 
 __all__ = [
     "LossDenominators",

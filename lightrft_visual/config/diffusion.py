@@ -19,6 +19,7 @@ from ..experience.diffusion_sampling import (
     check_noise,
 )
 from . import idle, registry
+from .algorithm import DiffusionAlgorithmConfig
 from .constraints import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -30,7 +31,6 @@ from .constraints import (
     require,
     within,
 )
-from .diffusion_algorithm import DiffusionAlgorithmConfig
 from .placement import AsyncConfig
 from .shared import (
     EMBEDDED,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .choice import Choice, load_target
+from .constraints import Choice, load_target
 
 TRAINER = "lightrft_visual.trainer"
 
@@ -211,7 +211,7 @@ class RowForm(Choice):
 
 @dataclass(frozen=True)
 class RewardForm(Choice):
-    """target: a `rewards.local.forms.Form`."""
+    """target: a `rewards.local.callables.Form`."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class RolloutMetric(Choice):
     """A mean over the samples or tokens of a vision-language step's rollouts; its name is the column in metrics.csv.
 
     target: a function of an Experience to values (B) or (B, A), or to (values, mask) where only some count, or to None
-    where this run has no such number. Those of the package are in trainer/vl/metrics.py.
+    where this run has no such number. Those of the package are in trainer/vl/updates.py.
     """
 
 

@@ -22,9 +22,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from ..errors import ConfigError, nearest
 from . import registry
 from .constraints import Constraint, constraints_of
-from .removed import removed
-from .roots import ROOTS
-from .spellings import OWN
+from .spellings import OWN, ROOTS, removed
 
 FLAG = re.compile(r"(?<!deepspeed )--(\w+)")  # in an advice; what stands behind deepspeed is the launcher's
 RUN_KINDS = {"vl": "vision-language", "diffusion": "diffusion"}

@@ -24,14 +24,11 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from ..errors import ConfigError
 from ..runtime.masking import mask_urls
 from . import registry
-from .command_line import NULL_WORDS, parse_command_line
-from .helptext import help_text
+from .command_line import NULL_WORDS, help_text, parse_command_line
 from .leaves import Leaf, Names, Setting, names_of
-from .plugins import load_plugins, plugins_in
-from .recipes import LayerReader
-from .roots import VL_PRESET, Preset
+from .recipes import LayerReader, load_plugins, plugins_in
 from .shared import EMBEDDED
-from .spellings import COMMA_LISTS, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS
+from .spellings import COMMA_LISTS, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS, VL_PRESET, Preset
 from .vl import RunConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .choice import PluginMissing, Registry, load_target
+from .constraints import PluginMissing, Registry, load_target
 from .kinds import (
     AdvantageEstimator,
     Aggregation,
@@ -152,7 +152,7 @@ for _entry in (  # in the order in which they follow a step
     Hook(
         "noisy_rollouts", f"{_features}.noisy_rollouts:build", "`noisy_rollout_share`: noisy images", kinds=("vl",)
     ),
-    Hook("staleness", f"{_features}.staleness:build", "`max_staleness`: the age of tokens"),
+    Hook("staleness", f"{_features}.rollouts_ahead:build", "`max_staleness`: the age of tokens"),
     Hook("guard", f"{_features}.guard:build", "gold, learnt bands, alarms"),
     Hook(
         "image_dependence", f"{_features}.image_dependence:build",
@@ -166,7 +166,7 @@ for _entry in (  # in the order in which they follow a step
 ):  # fmt: skip
     hooks.add(_entry)
 
-_aggregation = f"{ALGORITHMS}.aggregation"
+_aggregation = f"{ALGORITHMS}.loss_terms"
 for _entry in (
     Aggregation("token-mean", f"{_aggregation}:token_mean", "every token counts alike (DAPO)"),
     Aggregation("seq-mean-token-sum", f"{_aggregation}:seq_mean_token_sum", "sum over a response, mean of responses"),
@@ -392,7 +392,7 @@ for _entry in (
     differentiable_rewards.add(_entry)
 
 
-_rows, _local, _compat = "lightrft_visual.data.forms", "lightrft_visual.rewards.local.forms", f"{PLUGINS}.compat"
+_rows, _local, _compat = "lightrft_visual.data.forms", "lightrft_visual.rewards.local.callables", f"{PLUGINS}.compat"
 for _entry in (  # in the order in which they are tried
     RowForm(
         "verl", f"{_compat}.rows:verl", "verl: messages in `prompt`, the answer in `reward_model`", with_prompt=True

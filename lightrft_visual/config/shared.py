@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 from ..errors import ConfigError, did_you_mean
 from .constraints import Constraint, NonNegativeInt, PositiveFloat, PositiveInt, Section, Share, one_of, require, within
-from .devices import NAMES
-from .placement import ResourcesConfig
+from .placement import NAMES, ResourcesConfig
 
 EMBEDDED = "embedded"  # the built-in models, and the task that belongs to each
 EMBEDDED_REASONING = "embedded_reasoning"  # prompt_data: the built-in task of longer responses

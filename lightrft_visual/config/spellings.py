@@ -7,10 +7,188 @@ listed in ``DIFFERENT`` with what to write instead, so that it is refused with a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from .translations import TRANSLATIONS, Translation
+from omegaconf import DictConfig
+
+from ..errors import ConfigError
+from . import registry
+from .diffusion import DiffusionRunConfig
+from .shared import EMBEDDED_REASONING, accumulated
+from .vl import RunConfig
+
+
+@dataclass(frozen=True)
+class Translation:
+    """How a setting of another system is read.
+
+    Args:
+        like: a setting here that takes the same kind of value.
+        read: its value to the settings that it stands for. Raises ConfigError for a value that means nothing here.
+        about: for `--help`.
+    """
+
+    like: str
+    read: Callable[[Any], dict[str, Any]]
+    about: str
+
+
+def _model_name(name: Any) -> dict[str, Any]:
+    if name == "wan2_2":
+        return {"family": "wan_i2v"}
+    raise ConfigError(f"model_name is {name!r}; of ROLL's models there is wan2_2. A path or hub name is --pretrain")
+
+
+def _extra_inputs(names: Any) -> dict[str, Any]:
+    if names == "input_image":
+        return {"image_key": names}
+    raise ConfigError(f"extra_inputs is {names!r}; of ROLL's inputs there is input_image, the first frame")
+
+
+def _reward_model_path(folder: Any) -> dict[str, Any]:
+    return {
+        "differentiable_reward": "face_similarity",
+        "differentiable_kwargs.embedder": os.path.expanduser(str(folder)),
+    }
+
+
+def _origin_paths(found: Any) -> dict[str, Any]:
+    if found in (None, "", "null", "None"):
+        return {}
+    raise ConfigError(
+        "model_id_with_origin_paths names files of a hub, which are not fetched: name local ones by --model_paths"
+    )
+
+
+def _eval_enable(on: Any) -> dict[str, Any]:
+    known = {"true": {}, "false": {"max_eval_samples": 0}}
+    if str(on).lower() in known:
+        return known[str(on).lower()]
+    raise ConfigError(f"eval.enable is {on!r}; it is true or false")
+
+
+def _precision(word: Any) -> dict[str, Any]:
+    known = {"bf16": True, "fp32": False}
+    if word in known:
+        return {"bf16": known[word]}
+    raise ConfigError(f"precision is {word!r}; there are bf16 and fp32")
+
+
+TRANSLATIONS: dict[str, dict[str, Translation]] = {
+    "DiffusionRunConfig": {
+        "model_name": Translation("family", _model_name, "wan2_2 is --family wan_i2v (ROLL)"),
+        "extra_inputs": Translation("image_key", _extra_inputs, "input_image is --image_key input_image (ROLL)"),
+        "reward_model_path": Translation(
+            "pretrain", _reward_model_path, "the embedder of --differentiable_reward face_similarity (ROLL)"
+        ),
+        "model_id_with_origin_paths": Translation("image_root", _origin_paths, "null only (ROLL)"),
+        "eval.enable": Translation("bf16", _eval_enable, "false is --max_eval_samples 0 (VRL)"),
+        "precision": Translation("pretrain", _precision, "bf16 is --bf16 (VRL)"),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Removed:
+    """instead: one line that stands behind 'is gone: '. harmless: values whose run is the same without the setting."""
+
+    instead: str
+    harmless: tuple[Any, ...] = ()
+
+
+# By the setting's own name, or by its path where another setting has the same name.
+REMOVED: dict[str, Removed] = {
+    "force": Removed("use --plan force", harmless=(False,)),
+    "train_while_scoring": Removed(
+        "leave it out; training waits for all rewards, and remote scorers work beside generation and forward passes",
+        harmless=(True, False),
+    ),
+    "ask_key": Removed("leave it out; score drawings by scorers of images, or by a judge", harmless=("",)),
+    "redraw_key": Removed("leave it out; score answers by rules or by a judge", harmless=("",)),
+    "embedded_tie_embeddings": Removed(
+        "leave it out; the embedded models have embeddings of their own", harmless=(False,)
+    ),
+    "parity_samples": Removed(
+        "leave it out; probes have 4 prompts, and --parity_every 0 turns the gate off", harmless=(4,)
+    ),
+    "noisy_rollout_decay": Removed("leave it out; the noise vanishes by the paper's schedule", harmless=(30, 30.0)),
+    "noisy_rollout_midpoint": Removed("leave it out; the noise vanishes by the paper's schedule", harmless=(0.67,)),
+    "selective_replay_alpha": Removed(
+        "leave it out; samples are drawn in proportion to their advantage", harmless=(1, 1.0)
+    ),
+    "max_nonfinite_steps": Removed("leave it out; a run ends after 3 skipped steps in a row", harmless=(3,)),
+    "learn_steps": Removed("leave it out; the guard learns its bands from 5 steps", harmless=(5,)),
+    "band_width": Removed("leave it out; the guard's bands reach 6 standard deviations", harmless=(6, 6.0)),
+    "reward_ray_actors": Removed("use --distributed.resources.reward_num_workers", harmless=(1,)),
+    "reward_num_cpus": Removed("leave it out; Ray reserves no cores for rewards", harmless=(0, 0.0)),
+    "weight_transfer": Removed(
+        "leave it out; workers of this host read shared memory, others Ray's object store", harmless=("auto",)
+    ),
+    "worker_timeout": Removed(
+        "leave it out; a worker that does not answer for an hour is started again", harmless=(3600, 3600.0)
+    ),
+    "prompt_cache_gib": Removed("leave it out; at most 2 GiB of encoded prompts are kept on disk", harmless=(2, 2.0)),
+    "ema_warmup": Removed("leave it out; the average is warmed up, as in Flow-GRPO's code", harmless=(True,)),
+    "pairs_per_prompt": Removed("leave it out; all samples of a prompt make pairs", harmless=(None,)),
+}
+
+
+def removed(name: str) -> Removed | None:
+    """The entry of a setting that is gone, under any of its spellings; None for other names."""
+    plain = name.replace("-", "_")
+    own = plain.rpartition(".")[2]
+    return next((REMOVED[each] for each in (plain, own, own.removeprefix("no_")) if each in REMOVED), None)
+
+
+# The recipe of the embedded model, or how it follows from the settings, those of the recipe it named before among them.
+Preset = str | Callable[[DictConfig], str]
+
+
+def _of_algorithm(tree: DictConfig) -> str:
+    entry = registry.diffusion_algorithms[tree.algorithm.diffusion_algorithm]
+    return entry.embedded if tree.data.pair_data is None else f"{entry.embedded}_offline"
+
+
+def _of_task(tree: DictConfig) -> str:
+    if tree.model.embedded_family == "janus":
+        return "embedded_unified"
+    if tree.data.prompt_data == EMBEDDED_REASONING:
+        return "embedded_reasoning"
+    return "embedded_vl_updates" if _several_updates(tree) else "embedded_vl"
+
+
+def _several_updates(tree: DictConfig) -> bool:
+    """Whether a rollout is trained on in more than one optimizer step."""
+    train, samples = tree.train, tree.rollout.rollout_batch_size * tree.rollout.n_samples_per_prompt
+    size = train.train_batch_size
+    if train.groups_per_update is not None:
+        size = train.groups_per_update * tree.rollout.n_samples_per_prompt
+    elif train.gradient_accumulation_steps is not None:
+        size = accumulated(train.gradient_accumulation_steps, train.micro_train_batch_size)
+    return samples // max(1, size) * train.max_epochs > 1
+
+
+DIFFUSION_PRESET: Preset = _of_algorithm
+VL_PRESET: Preset = _of_task
+
+
+@dataclass(frozen=True)
+class Root:
+    """kind is the folder of its recipes below experiment/."""
+
+    kind: str
+    schema: type
+    preset: Preset
+
+
+ROOTS = (
+    Root("vl", RunConfig, VL_PRESET),
+    Root("diffusion", DiffusionRunConfig, DIFFUSION_PRESET),
+)
+
 
 # alias -> leaf name, or several leaf names that share the values given. An alias may lead to another alias: the first
 # name on the way that the schema has is the one that is set. Aliases whose leaf a schema lacks do not exist there.

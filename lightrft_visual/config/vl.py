@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 from ..errors import ConfigError
 from . import idle, registry
+from .algorithm import AlgorithmConfig
 from .constraints import (
     Constraint,
     NonNegativeFloat,
@@ -42,7 +43,6 @@ from .shared import (
     WeightDecay,
     accumulated,
 )
-from .vl_algorithm import AlgorithmConfig
 
 SamplingTemperature = Constraint(lambda value: value > 0, "log-probs need a positive temperature")
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from ..config.diffusion import DiffusionDataConfig
 from ..errors import DataError
-from .bounds import check_reference, check_values
+from ..runtime import collectives
+from .bad_rows import BadRow, check_reference, check_values
 from .media import image_size, is_path, resolve_source
-from .prompts import PromptDataset, PromptRow, RowChecks
-from .roots import located
-from .sources import RowSource
+from .prompts import PromptDataset, PromptRow, RowChecks, is_remote_row
+from .sources import RowSource, located
 
 FIRST_FRAME = "input_image"  # where rewards find the first image in a row's metadata: its path, where it has one
 USUAL_COLUMNS = ("images", "image")  # of images, where image_key names no other
@@ -124,3 +125,119 @@ def _check_columns(raw: Mapping[str, Any], name: str, config: DiffusionDataConfi
         if key not in raw and key != getattr(DiffusionDataConfig, flag):
             columns = ", ".join(map(str, raw))
             raise DataError(f"{name}: no column {key!r} ({flag}); the row has: {columns}", "column missing")
+
+
+_THREADS = 8
+
+
+@dataclass
+class Fetched:
+    """What this rank evaluates. indices: a row for each that was asked for, another one where it cannot be had;
+    masked: whether it is such a stand-in. rows: remote rows with their media, by index. lost: rows of all ranks that
+    could not be had."""
+
+    indices: list[int]
+    masked: list[bool]
+    rows: dict[int, PromptRow] = field(default_factory=dict)
+    lost: int = 0
+
+
+class EvaluationRows:
+    """The rows of an evaluation set. One that cannot be had ends the run, or by on_bad_row=skip it is masked: another
+    row takes its place on its rank, so that all ranks stay in step, and counts for nothing. It is asked for again at
+    the next evaluation.
+    """
+
+    def __init__(self, dataset: PromptDataset) -> None:
+        self.dataset = dataset
+        self.remote = {index for index, row in enumerate(dataset) if is_remote_row(row)}
+
+    def fetch(self, indices: list[int], step: int) -> Fetched:
+        """This rank's rows for one evaluation. A collective. step: for the list of bad rows.
+
+        Raises DataError for a row that may not be skipped, for more of them than max_bad_share of the set, and when a
+        rank has no row left.
+        """
+        if not self.remote:
+            return Fetched(indices, [False] * len(indices))
+        wanted = sorted(self.remote & set(indices))
+        with ThreadPoolExecutor(_THREADS) as pool:
+            loaded = dict(zip(wanted, pool.map(self._load, wanted)))
+        rows = {index: row for index, row in loaded.items() if isinstance(row, PromptRow)}
+        bad = {index: row for index, row in loaded.items() if isinstance(row, BadRow)}
+        lost = self._count(bad, step)
+        usable = [index for index in indices if index not in bad]
+        usable += [index for index in range(len(self.dataset)) if index not in self.remote]
+        if not all(collectives.all_gather_object(bool(usable))):
+            raise DataError(f"an evaluation has no usable row: {self.dataset.bad.summary()}")
+        kept = [index if index not in bad else usable[0] for index in indices]
+        return Fetched(kept, [index in bad for index in indices], rows, lost)
+
+    def _load(self, index: int) -> PromptRow | BadRow:
+        try:
+            return self.dataset.load(index)
+        except DataError as error:
+            return BadRow.of(error, self.dataset.name(index))
+
+    def _count(self, mine: dict[int, BadRow], step: int) -> int:
+        """How many rows of all ranks are bad; every rank knows and counts them."""
+        bad = {index: row for part in collectives.all_gather_object(mine) for index, row in part.items()}
+        for row in bad.values():
+            if self.dataset.policy(row) == "error":
+                raise row.as_error()
+            self.dataset.bad.add(replace(row, found=f"evaluation at step {step}"))
+        self.dataset.bad.check()
+        return len(bad)
+
+
+PICK_A_PIC = ("jpg_0", "jpg_1")
+PREFERENCE = "label_0"  # of Pick-a-Pic: how far its first image is preferred
+CAPTION = "caption"
+
+
+class PreferencePairs(DrawPrompts):
+    """Rows whose two images are the chosen and the rejected one; read, checked and skipped as other rows are."""
+
+    def __init__(self, spec: str, split: str, limit: int, config: DiffusionDataConfig):
+        """spec, split, limit: as of PromptDataset. Raises DataError naming file and row for what cannot be used."""
+        super().__init__(spec, split, limit, config, most_images=2)
+
+    def __getitem__(self, index: int) -> PromptRow:
+        """The row with its images decoded; rows stay in their file, as they may hold the images themselves."""
+        source, row = self._rows[index]
+        return self._decoded(self._parse(self._sources[source], row, index))
+
+    def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
+        root = located(self.config.image_root) if self.config.image_root else source.folder
+        return replace(_pair(source[row], source.name(row), root, self.config), index=index)
+
+
+def _pair(raw: Any, name: str, root: Any, config: DiffusionDataConfig) -> PromptRow:
+    if not isinstance(raw, Mapping):
+        raise DataError(f"{name}: a row must be a mapping of columns, not {type(raw).__name__}", "row form")
+    check_values(raw)
+    keys = _image_columns(raw, name, config)
+    prompt = raw.get(config.input_key) or raw.get(CAPTION)
+    if not isinstance(prompt, str) or not prompt.strip():
+        columns = ", ".join(map(str, raw))
+        raise DataError(f"{name}: no text in column {config.input_key!r}; the row has: {columns}", "prompt form")
+    for key in keys:
+        if raw.get(key) in (None, ""):
+            columns = ", ".join(map(str, raw))
+            raise DataError(f"{name}: no image in column {key!r}; the row has: {columns}", "media missing")
+    return PromptRow(prompt=prompt, images=[resolve_source(raw[key], root) for key in keys], source=name)
+
+
+def _image_columns(raw: Mapping[str, Any], name: str, config: DiffusionDataConfig) -> tuple[str, str]:
+    """The columns of the chosen and of the rejected image. Raises DataError for a tie, or no preference."""
+    if config.chosen_key in raw or PREFERENCE not in raw:
+        return config.chosen_key, config.rejected_key
+    try:
+        first = float(raw[PREFERENCE])
+    except (TypeError, ValueError):
+        raise DataError(f"{name}: {PREFERENCE} is {raw[PREFERENCE]!r}, no number", "preference form") from None
+    if first == 0.5:
+        raise DataError(f"{name}: neither image is preferred ({PREFERENCE} is 0.5)", "tie")
+    if first not in (0.0, 1.0):
+        raise DataError(f"{name}: {PREFERENCE} is {first}; it must be 0, 0.5 or 1", "preference form")
+    return PICK_A_PIC if first == 1 else PICK_A_PIC[::-1]

@@ -19,10 +19,9 @@ from PIL import Image
 
 from ..config.vl import DataConfig
 from ..errors import DataError
-from .bounds import check_reference, check_values
+from .bad_rows import check_reference, check_values
 from .forms import MediaCell, find_media, messages_in, read_form
-from .imaging import Video
-from .media import resolve_source
+from .media import Video, resolve_source
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = ("image", "video")

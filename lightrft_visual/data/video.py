@@ -21,8 +21,7 @@ from qwen_vl_utils import smart_resize
 from qwen_vl_utils.vision_process import smart_nframes
 
 from ..errors import DataError
-from .imaging import Video
-from .media import check_aspect_ratio, describe_source, image_size, is_remote, load_image, read_source
+from .media import Video, check_aspect_ratio, describe_source, image_size, is_remote, load_image, read_source
 
 MAX_FRAMES = 768
 MAX_FRAME_PIXELS = 768 * 28 * 28

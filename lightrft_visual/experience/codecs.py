@@ -12,12 +12,18 @@ from typing import Any
 import torch
 
 from ..errors import DataError
-from .conditions import texts, widened
-from .fields import FieldSpec, Kind, replay_fields, tensors_equal
-from .info import batch_info, split_info
-from .ragged import gather_samples, scatter_samples
+from .fields import (
+    FieldSpec,
+    Kind,
+    batch_info,
+    gather_samples,
+    replay_fields,
+    scatter_samples,
+    split_info,
+    tensors_equal,
+)
 from .types import BatchLayout
-from .vision import VisionTensors, check_alike
+from .vision import VisionTensors, check_alike, texts, widened
 
 T = torch.Tensor
 Span = tuple[int, int]

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Hashable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
+from ..errors import DataError
+
 T = torch.Tensor
+
+
 _KEY = "replay"
 
 
@@ -82,3 +88,156 @@ def values_equal(left: Any, right: Any) -> bool:
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(values_equal, left, right))
     return bool(left == right) or bool(left != left and right != right)
+
+
+KeyPath = tuple[Hashable, ...]
+
+
+@dataclass
+class InfoLayout:
+    """By path of keys: samples that lack the key, and Python numbers that the batch holds as a tensor."""
+
+    missing: dict[KeyPath, list[int]] = field(default_factory=dict)
+    scalars: dict[KeyPath, list] = field(default_factory=dict)
+
+
+def zero_pad_sequences(sequences: Sequence[T], side: str = "left") -> T:
+    """Stack tensors (L_i) to (B, max L), zeros at `side` ("left" or "right", else AssertionError).
+
+    The last dimension is the padded one. Raises DataError without sequences. After LightRFT.
+    """
+    if side not in ("left", "right"):
+        raise AssertionError(f"side must be 'left' or 'right', not {side!r}")
+    if not sequences:
+        raise DataError("no sequences to pad")
+    width = max(sequence.size(-1) for sequence in sequences)
+    missing = [width - sequence.size(-1) for sequence in sequences]
+    pads = [(count, 0) if side == "left" else (0, count) for count in missing]
+    return torch.stack([F.pad(sequence, pad) for sequence, pad in zip(sequences, pads)])
+
+
+def span_mask(spans: Sequence[tuple[int, int]], width: int, device: torch.device | None = None) -> T:
+    """(B, width) bool: true in columns start <= column < stop of each sample's span."""
+    bounds = torch.tensor(spans, dtype=torch.long, device=device).reshape(-1, 2)
+    column = torch.arange(width, device=device)
+    return (column >= bounds[:, :1]) & (column < bounds[:, 1:])
+
+
+def scatter_samples(flat: T, spans: Sequence[tuple[int, int]], width: int) -> T:
+    """flat (sum of lengths, ...) to (B, width, ...): each sample's rows in its span, zeros elsewhere."""
+    padded = flat.new_zeros((len(spans), width, *flat.shape[1:]))
+    padded[span_mask(spans, width, flat.device)] = flat
+    return padded
+
+
+def gather_samples(padded: T, spans: Sequence[tuple[int, int]]) -> T:
+    """padded (B, width, ...) to flat (sum of lengths, ...): the inverse of `scatter_samples`."""
+    if all(span == (0, padded.shape[1]) for span in spans):
+        return padded.flatten(0, 1)
+    return padded[span_mask(spans, padded.shape[1], padded.device)]
+
+
+def unpack_actions(flat: T, num_actions: Sequence[int]) -> T:
+    """Packed per-action values (1, sum of A) or (sum of A) to (B, max A), right-padded with zeros.
+
+    Gradients flow through. Raises DataError when the length is not the sum of `num_actions`.
+    """
+    flat = flat.reshape(-1)
+    if flat.numel() != sum(num_actions):
+        raise DataError(f"{flat.numel()} per-action values for {sum(num_actions)} actions")
+    return scatter_samples(flat, [(0, count) for count in num_actions], max(num_actions, default=0))
+
+
+def pack_actions(padded: T, num_actions: Sequence[int]) -> T:
+    """Right-padded per-action values (B, A) to packed (1, sum of A). Gradients flow through."""
+    if len(padded) != len(num_actions) or max(num_actions, default=0) > padded.shape[1]:
+        raise DataError(f"per-action values of shape {tuple(padded.shape)} do not hold {list(num_actions)} actions")
+    return gather_samples(padded, [(0, count) for count in num_actions]).unsqueeze(0)
+
+
+_MISSING = object()
+_INT64_LIMIT = 2**63
+
+
+def batch_info(infos: list[dict | None], layout: InfoLayout) -> dict:
+    """Columns of the samples' `info` dicts.
+
+    Equal-shaped tensors are stacked to (B, ...), Python numbers of one type become a tensor (B), dicts are batched key
+    by key, anything else is a list of B. A key that some samples lack is a list with None for them, never a tensor
+    with made-up numbers. `layout` takes down what `split_info` needs to give back the same dicts.
+    """
+    return _batch_dicts([info or {} for info in infos], (), layout)
+
+
+def _batch_dicts(dicts: list[dict], path: KeyPath, layout: InfoLayout) -> dict:
+    keys = dict.fromkeys(key for each in dicts for key in each)
+    return {key: _batch_column([each.get(key, _MISSING) for each in dicts], (*path, key), layout) for key in keys}
+
+
+def _batch_column(values: list, path: KeyPath, layout: InfoLayout) -> Any:
+    missing = [index for index, value in enumerate(values) if value is _MISSING]
+    if missing:
+        layout.missing[path] = missing
+    if all(value is _MISSING or isinstance(value, dict) for value in values):
+        return _batch_dicts([{} if value is _MISSING else value for value in values], path, layout)
+    if missing:
+        return [None if value is _MISSING else value for value in values]
+    if _stackable(values):
+        return torch.stack(values)
+    if _numbers(values):
+        layout.scalars[path] = values
+        return torch.tensor(values)
+    return values
+
+
+def _stackable(values: list) -> bool:
+    first = values[0]
+    return isinstance(first, torch.Tensor) and all(
+        isinstance(value, torch.Tensor) and value.shape == first.shape and value.dtype == first.dtype
+        for value in values
+    )
+
+
+def _numbers(values: list) -> bool:
+    kind = type(values[0])
+    if kind not in (bool, int, float) or any(type(value) is not kind for value in values):
+        return False
+    return kind is not int or all(-_INT64_LIMIT <= value < _INT64_LIMIT for value in values)
+
+
+def split_info(info: dict, size: int, layout: InfoLayout, path: KeyPath = ()) -> list[dict]:
+    """One dict per sample. Tensors (B, ...) and lists of B go by sample, dicts are split key by key, anything else
+    (scalars, strings, lists of another length) goes to all samples.
+
+    Raises DataError on a tensor whose first dimension is not B.
+    """
+    items: list[dict] = [{} for _ in range(size)]
+    for key, value in info.items():
+        here = (*path, key)
+        missing = set(layout.missing.get(here, ()))
+        for index, part in enumerate(_split_column(value, size, layout, here)):
+            if index not in missing:
+                items[index][key] = part
+    return items
+
+
+def _split_column(value: Any, size: int, layout: InfoLayout, path: KeyPath) -> list:
+    if isinstance(value, dict):
+        return split_info(value, size, layout, path)
+    if isinstance(value, torch.Tensor):
+        return _split_tensor(value, size, layout.scalars.get(path), path)
+    if isinstance(value, list) and len(value) == size:
+        return value
+    return [value] * size
+
+
+def _split_tensor(value: torch.Tensor, size: int, numbers: list | None, path: KeyPath) -> list:
+    if value.dim() == 0:
+        return [value.clone() for _ in range(size)]
+    if len(value) != size:
+        name = "/".join(map(str, path))
+        raise DataError(f"info[{name}] has shape {tuple(value.shape)}, but the batch has {size} samples")
+    # The numbers come back at full precision, unless someone has put other values in their place.
+    if numbers is not None and tensors_equal(torch.tensor(numbers), value.cpu()):
+        return numbers
+    return [sample.clone() for sample in value.unbind()]

@@ -14,8 +14,17 @@ import torch
 
 from ..errors import DataError
 from .codecs import KeepRange, make_fields, packed_lengths, split_fields, strip_fields
-from .fields import Kind, replay_fields, values_equal
-from .ragged import gather_samples, pack_actions, scatter_samples, span_mask, unpack_actions, zero_pad_sequences
+from .fields import (
+    Kind,
+    gather_samples,
+    pack_actions,
+    replay_fields,
+    scatter_samples,
+    span_mask,
+    unpack_actions,
+    values_equal,
+    zero_pad_sequences,
+)
 from .types import (
     BatchLayout,
     DiffusionFields,

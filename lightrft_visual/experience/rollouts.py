@@ -3,17 +3,172 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
 
-from .samples import Samples, SamplesVL, pad_rollouts
-from .sampling import SamplingSettings
-from .types import Experience, ExperienceVL
+from ..errors import DataError
+from .types import Experience, ExperienceVL, Samples, SamplesVL, pad_rollouts
 from .vision import VisionTensors
 
 T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class ScoringRule:
+    """What turns logits into the distribution that was sampled from, beside the banned tokens.
+
+    first_token_temperature: FIRE's, None without it; eos_banned_tokens: leading tokens that could not be an end token.
+    guidance_scale: of the distribution of drawn tokens that is scored; 1 is the one with the prompt.
+    """
+
+    temperature: float = 1.0
+    first_token_temperature: float | None = None
+    eos_banned_tokens: int = 0
+    guidance_scale: float = 1.0
+
+
+# Settings of the rollout section that have other names than the fields of SamplingSettings.
+CONFIG_NAMES = {"n": "n_samples_per_prompt", "max_new_tokens": "generate_max_len"}
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How responses are drawn. Lengths in tokens, of text; `first_token_temperature` turns FIRE sampling on.
+
+    guidance_scale: of drawn images, 1 for none. guidance_log_probs: whether their tokens' log-probs are those of the
+    'guided' distribution that they are drawn from, or of the 'conditional' one, with the prompt alone.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 1024
+    min_new_tokens: int = 1
+    skip_special_tokens: bool = True
+    first_token_temperature: float | None = None
+    guidance_scale: float = 1.0
+    guidance_log_probs: str = "guided"
+
+    @classmethod
+    def from_config(cls, rollout: Any) -> SamplingSettings:
+        """Those of a run's rollout section: every field from the setting of its name, or of `CONFIG_NAMES`."""
+        own = {item.name: CONFIG_NAMES.get(item.name, item.name) for item in fields(cls)}
+        values = {name: vars(rollout)[setting] for name, setting in own.items() if setting in vars(rollout)}
+        if not rollout.use_fire:
+            values["first_token_temperature"] = None
+        return cls(**values)
+
+    @property
+    def full_distribution(self) -> bool:
+        """Whether every token but the banned ones can be drawn: only then are sampled log-probs a softmax."""
+        return self.top_p == 1.0 and self.top_k == -1
+
+    @property
+    def eos_banned_tokens(self) -> int:
+        """Leading tokens that may not be the end token; every response has one token, so a minimum of 1 bans none."""
+        return self.min_new_tokens if self.min_new_tokens > 1 else 0
+
+    @property
+    def scoring(self) -> ScoringRule:
+        """What the trainer must score these samples with."""
+        guidance = self.guidance_scale if self.guidance_log_probs == "guided" else 1.0
+        return ScoringRule(self.temperature, self.first_token_temperature, self.eos_banned_tokens, guidance)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken each time."""
+        return self.temperature == 0.0
+
+
+@dataclass
+class Completion:
+    """One response. `log_probs` has one number per token; None when truncated sampling leaves no softmax.
+
+    image: what was drawn, as PIL, where the prompt asked for one. versions: of the policy that drew each token, where
+    they may differ from the present one's.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float] | None
+    text: str
+    truncated: bool
+    prompt_token_ids: list[int]
+    image: Any = None
+    versions: list[int] | None = None
+
+
+@dataclass
+class PromptBatch:
+    """Rendered prompts with their media and what the reward needs; every list has length P.
+
+    prompts: strings after the chat template, one placeholder per image. images, videos: a list of sources a prompt.
+    captions: what a prompt that asks for an image wants drawn, without the template around it; None says nothing.
+    ids (P) long: a number that no other prompt of the run has, the same for any rank count; seeds and groups use it.
+    prepared: what was preprocessed of them ahead of time, for one rollout; a selection has none.
+    """
+
+    prompts: list[str]
+    images: list[list]
+    videos: list[list]
+    references: list[Any]
+    labels: list[str | None]
+    metadata: list[dict[str, Any]]
+    captions: list[str | None]
+    ids: T
+    prepared: list[PromptFeatures] | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def select(self, indices: list[int]) -> PromptBatch:
+        """The prompts at `indices`, in that order."""
+        lists = (
+            self.prompts, self.images, self.videos, self.references, self.labels, self.metadata, self.captions
+        )  # fmt: skip
+        return PromptBatch(*([column[i] for i in indices] for column in lists), ids=self.ids[indices])
+
+    def release_media(self) -> None:
+        """Images and videos are not needed here any more."""
+        self.images, self.videos = ([[] for _ in self.prompts] for _ in range(2))
+
+    @classmethod
+    def of(
+        cls,
+        prompts: list[str],
+        images: list | None = None,
+        videos: list | None = None,
+        references: list | None = None,
+        labels: list | None = None,
+        metadata: list | None = None,
+        ids: T | None = None,
+        captions: list[str | None] | None = None,
+    ) -> PromptBatch:
+        """A batch from plain lists; None stands for nothing of the kind. Raises DataError for unequal lengths."""
+        count = len(prompts)
+        columns = {"images": images, "videos": videos, "references": references, "labels": labels, "metadata": metadata}
+        columns["captions"] = captions
+        for name, column in columns.items():
+            if column is not None and len(column) != count:
+                raise DataError(f"{count} prompts but {len(column)} {name}")
+        return cls(
+            list(prompts),
+            [_as_list(cell) for cell in images or [None] * count],
+            [_as_list(cell) for cell in videos or [None] * count],
+            list(references) if references is not None else [None] * count,
+            list(labels) if labels is not None else [None] * count,
+            list(metadata) if metadata is not None else [{} for _ in range(count)],
+            list(captions) if captions is not None else [None] * count,
+            torch.arange(count) if ids is None else ids,
+        )
+
+
+def _as_list(cell: Any) -> list:
+    if cell is None:
+        return []
+    return list(cell) if type(cell) in (list, tuple) else [cell]  # a decoded video is a named tuple, and one item
 
 
 @dataclass

@@ -18,11 +18,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from .fields import Kind, replay_field
-from .info_layout import InfoLayout
+from .fields import InfoLayout, Kind, replay_field, unpack_actions
 from .vision import VisionName, VisionTensors, adopt_given
 
 T = torch.Tensor
+
+
 _Batch = TypeVar("_Batch", bound="_Movable")
 
 
@@ -222,3 +223,161 @@ class ExperienceDiffusion(_Movable, Provenance, DiffusionFields):
     def batch_size(self) -> int:
         """B, the number of samples."""
         return len(self.latents)
+
+
+@dataclass
+class Samples:
+    """One micro-batch of rollouts.
+
+    sequences (B, S) long; attention_mask (B, S) long, 1 on real tokens; action_mask (B, A) bool, true on sampled
+    tokens; rollout_log_probs (B, A) float32, the engine's log-probs at the sampling temperature, 0 where masked.
+    group_ids (B) long: samples of one prompt share one id; sample_ids (B) long: index in the global batch.
+    truncated (B) bool: the response hit the length limit. Text fields are lists of length B.
+    The reward engine fills rewards (B) float32, reward_valid (B) bool and reward_metrics {name: (B)}.
+    """
+
+    sequences: T
+    attention_mask: T
+    action_mask: T
+    group_ids: T
+    sample_ids: T
+    truncated: T
+    prompts: list[str]  # after the chat template
+    responses: list[str]  # decoded, without special tokens when skip_special_tokens
+    labels: list[str | None]
+    references: list[Any]
+    metadata: list[dict[str, Any]]  # the other columns of the data row
+    rollout_log_probs: T | None = None
+    policy_version: int = 0
+    token_versions: T | None = None  # (B, A) of the policy that drew each token, -1 beside them; None where all are one
+    rewards: T | None = None
+    reward_valid: T | None = None
+    reward_metrics: dict[str, T] = field(default_factory=dict)
+
+    @property
+    def num_actions(self) -> int:
+        """A, the length of the longest response in tokens."""
+        return self.action_mask.shape[1]
+
+    @property
+    def response_length(self) -> T:
+        """(B) long: sampled tokens of each response."""
+        return self.action_mask.sum(dim=1)
+
+    @property
+    def total_length(self) -> T:
+        """(B) long: real tokens of each sequence."""
+        return self.attention_mask.sum(dim=1)
+
+    @property
+    def queries(self) -> list[str]:
+        """Prompt and response of each sample in one string."""
+        return [prompt + response for prompt, response in zip(self.prompts, self.responses)]
+
+    def __len__(self) -> int:
+        return self.sequences.shape[0]
+
+
+@dataclass
+class SamplesVL(Samples):
+    """Samples with vision inputs.
+
+    vision: each sample's tensors, shared, not copied, in a group; `pixel_values` and the other names of the replay
+    contract read them joined in sample order. image_counts, video_counts (B) long. raw_images, raw_videos: for each
+    sample its PIL images and its videos, an empty list without any, shared likewise. drawn_images: what each sample
+    drew, None where it did not; captions: what it was to draw, None where the answer is text.
+    """
+
+    vision: VisionTensors = field(default_factory=VisionTensors)
+    image_counts: T | None = None
+    video_counts: T | None = None
+    raw_images: list[list] | None = None
+    raw_videos: list[list] | None = None
+    drawn_images: list[Any] | None = None
+    captions: list[str | None] | None = None
+
+    pixel_values = VisionName("pixel_values")
+    image_grid_thws = VisionName("image_grid_thw")
+    pixel_values_videos = VisionName("pixel_values_videos")
+    video_grid_thws = VisionName("video_grid_thw")
+
+
+def pad_rollouts(
+    prompt_ids: list[list[int]], response_ids: list[list[int]], pad_id: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Prompts left-padded, responses right-padded, so that the last A columns are the actions.
+
+    Returns (sequences (B, S) long, attention_mask (B, S) long, action_mask (B, A) bool).
+    """
+    width = max(len(ids) for ids in prompt_ids)
+    actions = max(1, *(len(ids) for ids in response_ids))
+    sequences = torch.full((len(prompt_ids), width + actions), pad_id, dtype=torch.long)
+    attention_mask = torch.zeros_like(sequences)
+    action_mask = torch.zeros(len(prompt_ids), actions, dtype=torch.bool)
+    for index, (prompt, response) in enumerate(zip(prompt_ids, response_ids, strict=True)):
+        span = slice(width - len(prompt), width + len(response))
+        sequences[index, span] = torch.tensor(prompt + response)
+        attention_mask[index, span] = 1
+        action_mask[index, : len(response)] = True
+    return sequences, attention_mask, action_mask
+
+
+@dataclass
+class ModelInputs:
+    """Padded: sequences and attention_mask (B, S), the last A columns are actions. Packed: (1, total) rows, with
+    `packed_seq_lens` (tokens of each sample). action_mask (B, A) bool, right-padded, in both forms.
+    num_actions: in packed form, action columns of each sample. vision: what the model reads of images and videos,
+    joined only by the forward. sample_ids (B): who to name in errors. group_ids (B): whose prompt is the same.
+    """
+
+    sequences: T
+    attention_mask: T
+    action_mask: T
+    packed_seq_lens: list[int] | None = None
+    num_actions: list[int] | None = None
+    vision: VisionTensors = field(default_factory=VisionTensors)
+    sample_ids: T | None = None
+    group_ids: T | None = None
+
+    @classmethod
+    def of(cls, batch: Experience | ExperienceVL) -> ModelInputs:
+        """Inputs of a micro-batch; no copies."""
+        media = {"sample_ids": batch.sample_id, "group_ids": batch.group_id}
+        if isinstance(batch, ExperienceVL):
+            media["vision"] = batch.vision
+        if not batch.is_packed:
+            return cls(batch.sequences, batch.attention_mask, batch.action_mask, **media)
+        mask = unpack_actions(batch.action_mask, batch.num_actions).bool()
+        return cls(batch.sequences, batch.attention_mask, mask, batch.packed_seq_lens, batch.num_actions, **media)
+
+    def to(self, device: torch.device | str) -> ModelInputs:
+        """The same inputs with every tensor on `device`; a new object, the batch stays where it is."""
+        movable = (T, VisionTensors)
+        moved = {name: value.to(device) if isinstance(value, movable) else value for name, value in vars(self).items()}
+        return ModelInputs(**moved)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether all samples lie in one row, without padding."""
+        return self.packed_seq_lens is not None
+
+    @property
+    def sample_lengths(self) -> list[int]:
+        """Columns that each sample takes in its row."""
+        if self.packed_seq_lens is not None:
+            return self.packed_seq_lens
+        return [self.sequences.shape[1]] * self.sequences.shape[0]
+
+    def action_indices(self) -> T:
+        """(B, A) long: where in the flattened (rows * S) hidden states each action is predicted from.
+
+        That is the position before the action. Rows of masked columns are clamped into range; the mask drops them.
+        """
+        lengths = torch.tensor(self.sample_lengths, device=self.sequences.device)
+        width = self.action_mask.shape[1]
+        actions = torch.full_like(lengths, width)
+        if self.num_actions is not None:
+            actions = torch.tensor(self.num_actions, device=lengths.device)
+        first = lengths.cumsum(0) - actions - 1
+        indices = first.unsqueeze(1) + torch.arange(width, device=lengths.device)
+        return indices.clamp(0, self.sequences.numel() - 1)

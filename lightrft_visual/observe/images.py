@@ -5,14 +5,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-from collections.abc import Sequence
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 
-from ..data.imaging import evenly_spaced, to_rgb, video_frames
+from ..data.media import evenly_spaced, is_video, to_rgb, video_frames
 from ..errors import DataError
+from ..runtime.files import writable
 
 IMAGE_SIDE = 512  # pixels; longer sides are scaled down before an image of a rollout is stored
 PNG_PIXELS = 128 * 128  # up to this size lossless PNG is small enough
@@ -52,14 +56,14 @@ def encode(image: Image.Image, lossless: bool, quality: int = 85) -> tuple[bytes
 def save_image(folder: Path, image: Any) -> str:
     """Store a small copy under `folder`/images, named by content, and give its relative path.
 
-    image: PIL, an array or a tensor, see `data.imaging.to_pil`. Raises DataError for anything else.
+    image: PIL, an array or a tensor, see `data.media.to_pil`. Raises DataError for anything else.
     """
     image = fit(to_rgb(image), IMAGE_SIDE)
     return store(folder, image, lossless=image.width * image.height <= PNG_PIXELS)
 
 
 def save_video(folder: Path, video: Any) -> str:
-    """Store a strip of a video's frames like an image; video: see `data.imaging.frames_first`."""
+    """Store a strip of a video's frames like an image; video: see `data.media.frames_first`."""
     return store(folder, film_strip(video_frames(video)), lossless=False)
 
 
@@ -83,3 +87,120 @@ def data_uri(image: Image.Image, side: int, quality: int = 72) -> str:
         choices.append((encode(image, True)[0], "png"))
     content, kind = min(choices, key=lambda choice: len(choice[0]))
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+SHEET = "contact_sheet.png"
+SHEET_IMAGES = 48  # of an evaluation's sheet
+MARGIN = 10
+INK, FAINT, PAPER, FRAME = (24, 24, 27), (113, 113, 122), (255, 255, 255), (228, 228, 231)
+TEXT_LINES = 2
+FONT_SIZE = 12
+STRIP = 6  # frames of a video's strip
+MAX_WIDTH = 1400  # pixels; wide cells stand in fewer columns
+
+
+def score_text(record: Mapping[str, Any]) -> str:
+    """Reward, gold and the reward's components in one short line, without those that did not apply; a sole component
+    that is the reward itself is not said twice."""
+    reward = record.get("reward")
+    if not record.get("valid", True) or not isinstance(reward, int | float):
+        return "no valid reward"
+    applied = {name: value for name, value in (record.get("components") or {}).items() if value == value}
+    gold = {"gold": applied.pop("gold")} if "gold" in applied else {}
+    if [f"{value:.3f}" for value in applied.values()] == [f"{reward:.3f}"]:
+        applied = {}
+    parts = [f"{name} {value:.3g}" for name, value in (gold | applied).items()]
+    return "  ".join([f"{reward:.3f}", *parts])
+
+
+def wrap(text: str, font: ImageFont.FreeTypeFont, width: int, lines: int) -> list[str]:
+    """At most `lines` lines that fit `width` pixels; an ellipsis marks what was left out."""
+    letters = max(4, int(width / max(1.0, font.getlength("n"))))
+    text = " ".join(writable(text).split())
+    return textwrap.wrap(text, letters, max_lines=lines, placeholder="…") or [""]
+
+
+def enlarge(image: Image.Image, side: int) -> Image.Image:
+    """Whole-number enlargement of small images, without blurring their pixels; large ones are scaled down."""
+    factor = side // max(image.size)
+    if factor < 2:
+        return fit(image, side)
+    return image.resize((image.width * factor, image.height * factor), Image.NEAREST)
+
+
+def media_tile(media: Any, side: int) -> Image.Image:
+    """An image of at most `side` pixels, or, for a video, a strip of STRIP frames each `side` / 2 high."""
+    if is_video(media):
+        return film_strip(video_frames(media), STRIP, side // 2)
+    return enlarge(to_rgb(media), side)
+
+
+def contact_sheet(records: Sequence[Mapping[str, Any]], columns: int | None = None, side: int = 224) -> Image.Image:
+    """A grid of the records' first image or video, each with its prompt and scores below.
+
+    `side`: pixels of an image's cell; a video takes a wide cell with a strip of frames. DataError without any image.
+    """
+    shown = [(record, media) for record in records if (media := first_media(record)) is not None]
+    if not shown:
+        raise DataError("a contact sheet needs at least one image")
+    tiles = [media_tile(media, side) for _, media in shown]
+    width, height = max(side, *(tile.width for tile in tiles)), max(tile.height for tile in tiles)
+    columns = columns or max(1, min(len(shown), max(4, round(len(shown) ** 0.5)), MAX_WIDTH // width))
+    line = FONT_SIZE + 4
+    cell_width, cell_height = width + MARGIN, height + MARGIN + line * (TEXT_LINES + 1) + 8
+    lines = -(-len(shown) // columns)
+    sheet = Image.new("RGB", (columns * cell_width + MARGIN, lines * cell_height + MARGIN), PAPER)
+    for index, ((record, _), tile) in enumerate(zip(shown, tiles)):
+        corner = (MARGIN + index % columns * cell_width, MARGIN + index // columns * cell_height)
+        draw_cell(sheet, corner, (width, height), tile, record)
+    return sheet
+
+
+def draw_cell(
+    sheet: Image.Image, corner: tuple[int, int], size: tuple[int, int], tile: Image.Image, record: Mapping[str, Any]
+) -> None:
+    """One image in its frame, scores and prompt below it."""
+    (left, top), (width, height) = corner, size
+    draw, font, line = ImageDraw.Draw(sheet), ImageFont.load_default(FONT_SIZE), FONT_SIZE + 4
+    draw.rectangle((left - 1, top - 1, left + width, top + height), outline=FRAME)
+    sheet.paste(tile, (left + (width - tile.width) // 2, top + (height - tile.height) // 2))
+    below = top + height + 5
+    draw.text((left, below), wrap(score_text(record), font, width, 1)[0], fill=INK, font=font)
+    for number, text in enumerate(wrap(str(record.get("prompt", "")), font, width, TEXT_LINES), start=1):
+        draw.text((left, below + number * line), text, fill=FAINT, font=font)
+
+
+def first_media(record: Mapping[str, Any]) -> Any:
+    """The record's first image, or first video, or None."""
+    for key in ("images", "videos"):
+        if record.get(key):
+            return record[key][0]
+    return None
+
+
+def write_mp4(path: Path, video: Any, fps: int = 8) -> None:
+    """An H.264 file that browsers play; odd sizes lose one row or column, as the format asks for even ones."""
+    import imageio.v2 as imageio
+
+    frames = [np.asarray(frame)[: frame.height // 2 * 2, : frame.width // 2 * 2] for frame in video_frames(video)]
+    if not frames or frames[0].size == 0:
+        raise DataError("a video needs at least one frame of 2 x 2 pixels")
+    partial = path.with_name(f".{path.stem}.partial.mp4")
+    with imageio.get_writer(partial, fps=fps, codec="libx264", macro_block_size=1, quality=7) as writer:
+        for frame in frames:
+            writer.append_data(frame)
+    os.replace(partial, path)
+
+
+def write_contact_sheet(folder: str | Path, records: Sequence[Mapping[str, Any]], fps: int = 8) -> Path:
+    """contact_sheet.png in `folder`, and video_000.mp4 … for the records that are videos; gives the sheet's path."""
+    folder = Path(folder)
+    sheet = contact_sheet(records)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{SHEET}"
+    sheet.save(partial, "PNG", optimize=True)
+    os.replace(partial, folder / SHEET)
+    for index, record in enumerate(records):
+        for video in record.get("videos") or []:
+            write_mp4(folder / f"video_{index:03d}.mp4", video, fps)
+    return folder / SHEET

@@ -20,7 +20,7 @@ _EXPORTS = {
     "register_scorer": "registry",
     "build_scorer": "registry",
     "scorer_names": "registry",
-    "load_reward_fn": ".runtime.usercode.loading",
+    "load_reward_fn": ".runtime.usercode.calls",
 }
 
 __all__ = [*_EXPORTS]

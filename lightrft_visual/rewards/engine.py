@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -16,29 +17,73 @@ from ..config.placement import ResourcesConfig
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, RewardError, StoppedBySignal
 from ..experience.rollouts import Rollout
-from ..experience.samples import Samples
+from ..experience.types import Samples
 from ..runtime.collectives import all_gather_object, all_reduce_max, all_reduce_sum
-from ..runtime.usercode.calls import ended_by_sigterm
-from ..runtime.usercode.loading import callable_name
+from ..runtime.usercode.calls import callable_name, ended_by_sigterm
 from .batch import (
+    NAN,
     Call,
+    Column,
     DividedSource,
+    Job,
+    JoinedScores,
     RewardBatch,
     RewardOutput,
+    Scores,
     StreamingSource,
     batch_from_media,
     batch_from_rollouts,
     batch_from_samples,
+    by_source,
+    named_components,
+    run_jobs,
+    scatter,
+    weighted_sum,
 )
-from .combine import NAN, Column, Job, by_source, named_components, run_jobs, scatter, weighted_sum
-from .early import EarlyScores
 from .local.callables import Signature, aggregates
 from .recipe import Recipe, parse_recipe
-from .scorers import Catalogue
-from .settings import DEFAULT_RECIPE, engine_arguments
-from .watched import WatchedWeights
+from .registry import Catalogue
+from .settings import DEFAULT_RECIPE, WatchedWeights, engine_arguments
 
 T = torch.Tensor
+
+
+class EarlyScores:
+    """One call's streaming sources at work. Requests hold the same samples as they would after generation; each leaves
+    as soon as its own are finished.
+
+    needed: for each source the samples that it scores, ascending.
+    """
+
+    def __init__(self, needed: Mapping[StreamingSource, Sequence[int]], call: Call) -> None:
+        self.call = call
+        self._rollouts: dict[int, Rollout] = {}
+        self._parts: list[tuple[list[int], Future[RewardBatch]]] = []
+        self._asked: dict[int, list[Future[Scores]]] = {}  # by id of the source
+        for source, indices in needed.items():
+            cut = [list(indices[start : start + call.chunk]) for start in range(0, len(indices), call.chunk)]
+            parts = [(part, Future()) for part in cut]
+            self._parts += parts
+            self._asked[id(source)] = source.submit_parts([future for _, future in parts], call)
+
+    @property
+    def scores(self) -> dict[int, JoinedScores]:
+        """Those of all samples that each source scores, by id of the source."""
+        return {source: JoinedScores(asked) for source, asked in self._asked.items()}
+
+    def add(self, first: int, rollouts: Sequence[Rollout]) -> None:
+        """Finished samples number `first` and following of the call."""
+        self._rollouts |= {first + number: rollout for number, rollout in enumerate(rollouts)}
+        for indices, future in self._parts:
+            if not future.done() and all(index in self._rollouts for index in indices):
+                future.set_result(batch_from_rollouts([self._rollouts[index] for index in indices]))
+
+    def cancel(self) -> None:
+        """The samples that are missing will not come."""
+        for _, future in self._parts:
+            future.cancel()
+
+
 log = logging.getLogger(__name__)
 
 

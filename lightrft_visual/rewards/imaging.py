@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from PIL import Image, UnidentifiedImageError
 
-from ..data import imaging
+from ..data import media as imaging
 from ..errors import DataError, RewardError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
@@ -21,7 +21,7 @@ _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
 def to_pil(image: Any) -> Image.Image | None:
-    """`data.imaging.to_pil` of an image to score; None stays None.
+    """`data.media.to_pil` of an image to score; None stays None.
 
     Raises RewardError for what is no image, and for floats that are not finite: a score of them would mean nothing.
     """
@@ -38,7 +38,7 @@ def to_pil(image: Any) -> Image.Image | None:
 def video_frames(video: Any, count: int | None = None) -> list[Image.Image]:
     """Frames of a video to score as PIL; with `count`, at most that many, evenly spaced, first and last included.
 
-    video: see `data.imaging.frames_first`; frames that are None are left out. Raises RewardError as `to_pil` does.
+    video: see `data.media.frames_first`; frames that are None are left out. Raises RewardError as `to_pil` does.
     """
     try:
         frames = imaging.frames_first(video)

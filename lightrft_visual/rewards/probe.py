@@ -24,15 +24,12 @@ from ..runtime import collectives
 from ..runtime.start_up import log_stage
 from ..runtime.usercode.calls import masked
 from ..runtime.usercode.surroundings import is_users
-from .batch import Call, PendingSource, RewardBatch, Scores
-from .combine import Job, pick_output
+from .batch import Call, Job, PendingSource, RewardBatch, Scores, pick_output
 from .engine import RewardComputationEngine, model_device
 from .imaging import to_pil
 from .recipe import RecipeEntry
-from .registry import find_scorer
-from .remote.client import Answer, RemoteReward, token_from_env
-from .remote.wire import AUTO, NOT_SCORED, OPENRLHF
-from .scorers import Catalogue
+from .registry import Catalogue, find_scorer
+from .remote.client import AUTO, NOT_SCORED, OPENRLHF, Answer, RemoteReward, token_from_env
 
 log = logging.getLogger(__name__)
 SAID_AFTER = 4.0  # seconds without an answer after which a line says what is waited for

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from ..config import registry
+from ..config.placement import ResourcesConfig
+from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean
+from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_fn
+from .batch import Source
+from .local.callables import CallableSource
+from .recipe import RecipeEntry
+from .remote.client import wires_of
 
 OTHER_NAMES = {"model_name": "model", "model_path": "model"}  # of a scorer's settings in VRL
 
@@ -75,3 +85,262 @@ def instantiate(target: Callable[..., Any], settings: Mapping[str, Any]) -> Call
     if inspect.isclass(target):
         return target(**settings)
     return partial(target, **settings) if settings else target
+
+
+_NAMED = re.compile(r"^([A-Za-z_][\w-]*)=(.+)$")
+
+
+@runtime_checkable
+class Closing(Protocol):
+    """A scorer that holds processes or connections."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+def split_list(value: str | Sequence[str] | None) -> list[str]:
+    """Entries of a comma-separated string or of a list, without empty ones."""
+    entries = value.split(",") if isinstance(value, str) else list(value or ())
+    return [entry.strip() for entry in entries if entry.strip()]
+
+
+def named_entries(value: str | Sequence[str] | None) -> dict[str, str]:
+    """{name: entry} of `name=entry` items; an unnamed one is called by its place, '0', '1', ..."""
+    named: dict[str, str] = {}
+    for index, entry in enumerate(split_list(value)):
+        match = _NAMED.match(entry)
+        name, target = match.groups() if match else (str(index), entry)
+        if name in named:
+            raise ConfigError(f"two rewards are named {name!r}")
+        named[name] = target
+    return named
+
+
+class Catalogue:
+    """Builds sources from a configuration and closes them again."""
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        tokenizer: Any = None,
+        packing_samples: bool = False,
+        device: Any = "cpu",
+        strategy: Any = None,
+        resources: ResourcesConfig | None = None,
+    ) -> None:
+        self.strategy, self.resources = strategy, resources or ResourcesConfig()
+        self.config, self.tokenizer, self.packing_samples, self.device = config, tokenizer, packing_samples, device
+        self._closing: list[Callable[[], None]] = []
+        self._client: Any = None
+        self._models: list[str] = []
+        self._on_ray = False
+        self._remotes: dict[str, str] = {}  # {name: entry}
+        self._wires: dict[str, str] = {}  # {entry: wire}
+        self._built: dict[tuple, Source] = {}  # what recipe entries asked for
+
+    def given_sources(
+        self, reward_model: Any, remote_rm_url: Any, custom: Sequence[Any], given: Mapping[str, Any]
+    ) -> dict[str, Source]:
+        """{name: source} in the order models, remotes, callables, which is the order of `model_reward_list`."""
+        sources: dict[str, Source] = {}
+        for name, model in self._named_models(reward_model).items():
+            self._models.append(self._add(sources, name, self._model(name, model)))
+        remotes = named_entries(remote_rm_url)
+        self._wires = wires_of(self.config.reward_wire, remotes)
+        for name, entry in remotes.items():
+            known = self._add(sources, "remote" + name if name.isdigit() else name, self._remote(name, entry))
+            self._remotes[known] = entry
+        for function in custom:
+            self.add_function(sources, function, given)
+        return sources
+
+    def add_function(self, sources: dict[str, Source], function: Any, given: Mapping[str, Any]) -> None:
+        """One source more, under the function's name."""
+        self._add(sources, callable_name(function), self._callable(function, given))
+
+    def canonical(self, entry: RecipeEntry, sources: Mapping[str, Source]) -> RecipeEntry:
+        """The entry with its key spelled in the one way that stands for its source, so that a model named both by name
+        and by place is one. Raises ConfigError with the nearest name when there is none."""
+        kind, key, transport = entry.type, entry.key, None
+        if kind == "model":
+            key = self._key_among(key, self._models, "reward model")
+        elif kind == "remote":
+            key = self._remote_key(key)
+        elif kind == "rule" or key not in sources:
+            kind, transport = self._scorer_kind(entry, sources), entry.transport or self.config.reward_transport
+        elif entry.kwargs:
+            raise ConfigError(f"reward function {key} takes no settings in a recipe: it is given as a callable")
+        name = key if entry.name == entry.key else entry.name
+        return replace(entry, type=kind, key=key, transport=transport, name=name)
+
+    def resolve(self, entry: RecipeEntry, sources: Mapping[str, Source]) -> Source:
+        """The source of a canonical entry; the same one for entries that differ in name, weight or score_key."""
+        if entry.key in sources and entry.type != "rule":
+            return sources[entry.key]
+        if entry.scorer not in self._built:
+            build = {"remote": self._remote_by_url, "func": self._func, "rule": self._scorer}[entry.type]
+            self._built[entry.scorer] = build(entry)
+        return self._built[entry.scorer]
+
+    def check_placed(self) -> None:
+        """Raise ConfigError where devices are set apart for actors, and no source is in one."""
+        if self.resources.rewards_placed and not self._on_ray:
+            raise ConfigError(
+                "distributed.resources.reward.* places folders of reward_pretrain and what has reward_transport=ray in "
+                "Ray actors, and this run has neither: leave it out, or add --reward_transport ray"
+            )
+
+    def close(self) -> None:
+        """End what was started: processes, connections, actors."""
+        for close in reversed(self._closing):
+            close()
+        self._closing.clear()
+
+    @staticmethod
+    def _add(sources: dict[str, Source], name: str, source: Source) -> str:
+        unique, count = name, 1
+        while unique in sources:
+            count += 1
+            unique = f"{name}_{count}"
+        sources[unique] = source
+        return unique
+
+    @staticmethod
+    def _scorer_kind(entry: RecipeEntry, sources: Mapping[str, Source]) -> str:
+        """A registered scorer named as a function is a rule."""
+        if entry.type == "rule" or ".py:" in entry.key:
+            return entry.type
+        if entry.key not in scorer_names():
+            known = [*sources, *scorer_names()]
+            raise ConfigError(f"the reward recipe names the function {entry.key!r}{did_you_mean(entry.key, known)}")
+        return "rule"
+
+    def _remote_key(self, key: str) -> str:
+        if "://" not in key:
+            return self._key_among(key, list(self._remotes), "remote reward")
+        return next((name for name, entry in self._remotes.items() if entry == key), key)
+
+    @staticmethod
+    def _key_among(key: str, names: Sequence[str], what: str) -> str:
+        if key in names:
+            return key
+        if key.isdigit() and int(key) < len(names):
+            return names[int(key)]
+        raise ConfigError(f"the reward recipe names the {what} {key!r}{did_you_mean(key, names)}")
+
+    @staticmethod
+    def _named_models(reward_model: Any) -> dict[str, Any]:
+        if reward_model is None:
+            return {}
+        if isinstance(reward_model, Mapping):
+            return dict(reward_model)
+        if isinstance(reward_model, str):
+            reward_model = split_list(reward_model)
+        models = reward_model if isinstance(reward_model, (list, tuple)) else [reward_model]
+        named: dict[str, Any] = {}
+        for index, model in enumerate(models):
+            match = _NAMED.match(model) if isinstance(model, str) else None
+            name = match.group(1) if match else "model" if len(models) == 1 else f"model{index}"
+            if name in named:
+                raise ConfigError(f"two reward models are named {name!r}")
+            named[name] = match.group(2) if match else model
+        return named
+
+    def _model(self, name: str, model: Any) -> Source:
+        if isinstance(model, Source):
+            return model
+        from .local.models import local_model_source
+
+        if self.resources.rewards_placed and isinstance(model, (str, Path)):
+            ray, needed_for = registry.services.load("ray_rewards"), "distributed.resources.reward"
+            return self._closed(ray.RayRewardModel(name, str(model), needed_for=needed_for, **self._pool()))
+        return local_model_source(name, model, self.config, self.tokenizer, self.packing_samples, self.strategy)
+
+    def _remote(self, name: str, entry: str) -> Source:
+        if entry.endswith(".py"):
+            return self._user_function(load_reward_fn(f"{entry}:reward_func"), Path(entry).stem, {})
+        from .remote.client import RemoteClient, RemoteReward
+
+        if self._client is None:
+            self._client = RemoteClient(self.config)
+            self._closing.append(self._client.close)
+        return RemoteReward(entry, self._client, self._wires.get(entry, self._wires.get("")))
+
+    def _callable(self, function: Any, given: Mapping[str, Any]) -> Source:
+        if isinstance(function, LoadedFunction):
+            if self.config.reward_transport == "ray":
+                return self._ray_actors(callable_name(function), function.spec, given)
+            return self._user_function(function, callable_name(function), given)
+        if self.config.reward_fn_timeout is not None:
+            raise ConfigError(
+                f"reward_fn_timeout runs {callable_name(function)} in a process of its own: give it as path.py:function"
+            )
+        return self._source(function, callable_name(function), given)
+
+    def aggregator(self, function: Any, given: Mapping[str, Any]) -> Source:
+        """The function that makes the reward of the scores; never on Ray, where the scores are not."""
+        loaded = isinstance(function, LoadedFunction)
+        source = (
+            self._user_function(function, callable_name(function), given) if loaded else self._callable(function, given)
+        )
+        source.lenient = False  # its other scores are of all samples: it cannot be asked for halves
+        return source
+
+    def _user_function(self, function: LoadedFunction, name: str, given: Mapping[str, Any]) -> Source:
+        """A function by path: in this process, or with a time limit in one of its own."""
+        if self.config.reward_fn_timeout is None:
+            return self._source(function, name, given)
+        from ..runtime.usercode.sandbox import SandboxedCallable
+
+        moved = SandboxedCallable(function, self.config.reward_fn_timeout)
+        self._closing.append(moved.close)
+        return self._source(moved, name, given)
+
+    def _source(self, function: Any, name: str, given: Mapping[str, Any]) -> Source:
+        return CallableSource(function, name, given, self.config.reward_form, self.device, self.lenient)
+
+    @property
+    def lenient(self) -> bool:
+        """Whether samples that a function fails on are left out."""
+        return self.config.on_reward_error == "skip"
+
+    def _remote_by_url(self, entry: RecipeEntry) -> Source:
+        return self._remote(entry.name, entry.key)
+
+    def _func(self, entry: RecipeEntry) -> Source:
+        if self._transport(entry) == "ray":
+            return self._ray(entry)
+        return self._user_function(load_reward_fn(entry.key), entry.name, entry.kwargs)
+
+    def _scorer(self, entry: RecipeEntry) -> Source:
+        check_scorer(entry.key, entry.kwargs)
+        if self._transport(entry) == "ray":
+            find_scorer(entry.key)
+            return self._ray(entry)
+        scorer = build_scorer(entry.key, entry.kwargs)
+        if isinstance(scorer, Closing):
+            self._closing.append(scorer.close)
+        if isinstance(scorer, Source):
+            return scorer
+        return CallableSource(scorer, entry.name, lenient=self.lenient)
+
+    def _transport(self, entry: RecipeEntry) -> str:
+        return entry.transport or self.config.reward_transport
+
+    def _ray(self, entry: RecipeEntry) -> Source:
+        return self._ray_actors(entry.name, entry.key, entry.kwargs)
+
+    def _ray_actors(self, name: str, key: str, kwargs: Mapping[str, Any]) -> Source:
+        if self.config.reward_fn_timeout is not None and ".py:" in key:
+            raise ConfigError("reward_fn_timeout is for functions in this process; calls of Ray have reward_timeout")
+        ray, form = registry.services.load("ray_rewards"), self.config.reward_form
+        return self._closed(ray.RaySource(name, key, kwargs, form=form, lenient=self.lenient, **self._pool()))
+
+    def _pool(self) -> dict[str, Any]:
+        self._on_ray, actor_pool = True, registry.services.load("ray_rewards").actor_pool
+        return {"timeout": self.config.reward_timeout} | actor_pool(self.resources)
+
+    def _closed(self, source: Any) -> Source:
+        """The source, which is closed with the catalogue."""
+        self._closing.append(source.close)
+        return source

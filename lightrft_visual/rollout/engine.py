@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from ..config import registry
 from ..config.vl import RunConfig
-from ..errors import ConfigError
-from ..experience.rollouts import PromptFeatures
-from ..experience.sampling import Completion, SamplingSettings
+from ..errors import ConfigError, RolloutError
+from ..experience.rollouts import Completion, PromptBatch, PromptFeatures, Rollout, SamplingSettings
 from ..models.loading import Checkpoint
 from ..runtime.deepspeed import TrainEngine
+from ..runtime.seeding import derive_seed
+from .multimodal import MultimodalDataProcessor
 
 Finished = Callable[[int, list[Completion]], None]
 
@@ -74,3 +76,133 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
     engine.check_settings(config, checkpoint)
     if checkpoint.family.draws and not engine.draws:
         raise ConfigError(f"engine {name} only writes, and this model also draws: use --engine_type hf")
+
+
+Taker = Callable[[int, list[Rollout]], None]
+Given = Callable[[int, list[Completion]], None]
+
+
+class RolloutStage:
+    """Generates with an engine; prompts are preprocessed once, whatever n is."""
+
+    def __init__(self, engine: RolloutEngine, data_processor: MultimodalDataProcessor, run_seed: int):
+        self.engine, self.data_processor, self.run_seed = engine, data_processor, run_seed
+
+    def generate(
+        self,
+        batch: PromptBatch,
+        settings: SamplingSettings,
+        policy_version: int = 0,
+        purpose: str = "rollout",
+        seed: int | None = None,
+    ) -> list[Rollout]:
+        """`requests` and `draw` in one."""
+        return self.draw(self.requests(batch, purpose, seed), settings, policy_version)
+
+    def requests(self, batch: PromptBatch, purpose: str = "rollout", seed: int | None = None) -> list[PromptFeatures]:
+        """What the engine is asked to continue, one a prompt. Seeds come from (seed, by default the run's, purpose,
+        prompt id) alone. Raises DataError for prompts that cannot be used."""
+        prompts = self.data_processor.features(batch) if batch.prepared is None else batch.prepared
+        for prompt in prompts:
+            prompt.seed = derive_seed(self.run_seed if seed is None else seed, purpose, prompt.group_id)
+        return prompts
+
+    def draw(
+        self,
+        requests: list[PromptFeatures],
+        settings: SamplingSettings,
+        policy_version: int = 0,
+        finished: Taker | None = None,
+    ) -> list[Rollout]:
+        """P * n rollouts, prompt-major.
+
+        Args:
+            requests: of `requests`; variants give the last samples of a prompt.
+            settings: n and how responses are drawn.
+            policy_version: of the engine's weights.
+            finished: is given the rollouts of each prompt, and the number of the first of them, once all are made;
+                engines that do not stream give all of them at the end.
+
+        Raises:
+            RolloutError: the engine's prompt ids are not the trainer's (images would land on other tokens).
+        """
+        made: dict[int, list[Rollout]] = {number: [] for number in range(len(requests))}
+        counts = [variant.count for variant in requests[0].variants] if requests else []
+        if any([variant.count for variant in each.variants] != counts for each in requests):
+            raise RolloutError("all requests of a step must have variants of the same counts")
+
+        def take(number: int, responses: list[Completion], distorted: bool = False) -> None:
+            own = made[number]
+            first = requests[number].group_id * settings.n + len(own)
+            own += _rollouts(requests[number], responses, first, policy_version, distorted)
+            if finished is not None and len(own) == settings.n:
+                finished(number * settings.n, own)
+
+        at_once = finished is not None
+        self._generate(requests, replace(settings, n=settings.n - sum(counts)), take, at_once)
+        for index, count in enumerate(counts):
+            variants = [each.variants[index] for each in requests]
+            self._generate(
+                [each.features for each in variants],
+                replace(settings, n=count),
+                lambda number, responses, variants=variants: take(number, responses, variants[number].distorted),
+                at_once,
+            )
+        return [rollout for number in range(len(requests)) for rollout in made[number]]
+
+    def announce(self, batch: PromptBatch, settings: SamplingSettings) -> None:
+        """Let an engine that can begin on a batch for which `generate` will ask later."""
+        batch.prepared = self.requests(batch)
+        self.engine.begin(batch.prepared, settings)
+
+    def _generate(self, prompts: list[PromptFeatures], settings: SamplingSettings, take: Given, at_once: bool) -> None:
+        """take(number, responses) for each prompt; at_once: as soon as its responses are there, if the engine can."""
+        given: set[int] = set()
+
+        def pass_on(number: int, responses: list[Completion]) -> None:
+            given.add(number)
+            take(number, responses)
+
+        if at_once and getattr(self.engine, "streams", False):
+            completions = self.engine.generate(prompts, settings, pass_on)
+        else:
+            completions = self.engine.generate(prompts, settings)
+        for number, responses in enumerate(completions):
+            if number not in given:
+                take(number, responses)
+
+
+def _rollouts(
+    prompt: PromptFeatures, responses: list[Completion], first: int, policy_version: int, distorted: bool
+) -> list[Rollout]:
+    """first: the number of the first response among all of the run."""
+    for response in responses:
+        check_prompt_ids(prompt, response)
+    return [
+        Rollout(
+            prompt,
+            response.token_ids,
+            response.log_probs,
+            response.text,
+            response.truncated,
+            sample_id=first + index,
+            policy_version=policy_version if response.versions is None else min(response.versions),
+            versions=response.versions,
+            image=response.image,
+            distorted=distorted,
+        )
+        for index, response in enumerate(responses)
+    ]
+
+
+def check_prompt_ids(prompt: PromptFeatures, response: Completion) -> None:
+    """Raise RolloutError unless the engine saw exactly the prompt that the trainer will score."""
+    ours, theirs = prompt.token_ids, response.prompt_token_ids
+    if ours == theirs:
+        return
+    index = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+    raise RolloutError(
+        f"prompt {prompt.group_id}: the engine's prompt has {len(theirs)} tokens, the trainer's {len(ours)}, and they "
+        f"differ from token {index} on. Likely cause: expansion (the engine and the processor turn an image into "
+        "different placeholder tokens; check the processor settings, min_pixels and max_pixels)"
+    )

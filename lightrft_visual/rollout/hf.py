@@ -16,9 +16,8 @@ from deepspeed.accelerator import get_accelerator
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from ..config.vl import RunConfig
-from ..experience.model_inputs import ModelInputs
-from ..experience.rollouts import PromptFeatures
-from ..experience.sampling import Completion, SamplingSettings
+from ..experience.rollouts import Completion, PromptFeatures, SamplingSettings
+from ..experience.types import ModelInputs
 from ..experience.vision import VisionTensors
 from ..models.loading import Checkpoint, add_lora, load_transformer
 from ..models.vlm.actor import Actor
@@ -26,7 +25,7 @@ from ..runtime import collectives
 from ..runtime.deepspeed import TrainEngine
 from ..runtime.seeding import derive_seed
 from .engine import Finished
-from .weight_post import take_over
+from .weight_sync import take_over
 
 T = torch.Tensor
 

@@ -13,13 +13,11 @@ from easydict import EasyDict
 from PIL.Image import Image
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from ..data.imaging import Video
-from ..data.media import MAX_IMAGE_PIXELS, describe_source, load_image
+from ..data.media import MAX_IMAGE_PIXELS, Video, describe_source, load_image
 from ..data.rows import as_source_list
 from ..data.video import load_video
 from ..errors import ConfigError, DataError
-from ..experience.prompts import PromptBatch
-from ..experience.rollouts import PromptFeatures
+from ..experience.rollouts import PromptBatch, PromptFeatures
 from ..experience.vision import VisionTensors
 from ..models.vlm.families import family_of_processor
 from ..runtime.host_memory import give_back_freed_memory

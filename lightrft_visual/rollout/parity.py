@@ -19,15 +19,11 @@ import torch
 
 from ..config.vl import RunConfig
 from ..errors import RolloutError
-from ..experience.model_inputs import ModelInputs
-from ..experience.prompts import PromptBatch
-from ..experience.rollouts import Rollout, collate
-from ..experience.sampling import SamplingSettings, ScoringRule
-from ..experience.types import Experience
+from ..experience.rollouts import PromptBatch, Rollout, SamplingSettings, ScoringRule, collate
+from ..experience.types import Experience, ModelInputs
 from ..models.loading import Checkpoint
 from ..runtime import collectives
-from .engine import RolloutEngine
-from .stage import RolloutStage
+from .engine import RolloutEngine, RolloutStage
 
 logger = logging.getLogger(__name__)
 T = torch.Tensor

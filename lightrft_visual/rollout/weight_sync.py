@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import mmap
+import os
+import secrets
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 from torch import nn
 
-from ..runtime.checkpoint.adapted import is_adapted
+from ..errors import RolloutError
+from ..runtime.checkpoint.manifest import is_adapted
 from ..runtime.deepspeed import TrainEngine
 
 if TYPE_CHECKING:
@@ -19,6 +28,7 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 T = torch.Tensor
+
 
 # Of weights that ZeRO-3 gathers at once. Each gathering ends with a wait for the device, so many small ones are slow.
 BUCKET_BYTES = 512 * 2**20
@@ -125,3 +135,297 @@ def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, T]]:
     base = model.get_base_model() if is_adapted(model) else model
     held = base.state_dict().keys()
     return ((name.replace(".base_layer.", "."), buffer) for name, buffer in base.named_buffers() if name in held)
+
+
+POST_BUCKET_BYTES = 64 * 2**20
+THREADS = min(4, len(os.sched_getaffinity(0)))  # of the host, while nothing else runs on it
+ALIGNED = 64  # bytes
+HEADER = ALIGNED  # bytes before a memory file's content: `Checks`
+CHUNK_BYTES = 256 * 2**10  # written and hashed at once: what stays in a core's own cache in between
+PATIENCE = 0.05  # seconds for another process to finish a check that it has begun
+
+
+class WeightsRefused(RolloutError):
+    """A version whose bytes are not those that were posted; the worker keeps the weights that it has."""
+
+
+@dataclass(frozen=True)
+class FileAt:
+    """A memory file. path: for processes of the trainer's host and user; name: which no other file has. On another
+    host the path may be that of something else."""
+
+    path: str
+    name: str
+
+
+@dataclass(frozen=True)
+class TensorAt:
+    """One tensor inside a bucket."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some tensors in a row. file: on the trainer's host; stored: the same in Ray's object store, for workers that
+    cannot reach it."""
+
+    tensors: tuple[TensorAt, ...]
+    bytes: int
+    checksum: int
+    file: FileAt | None = None
+    stored: Any = None
+
+
+@dataclass(frozen=True)
+class Posted:
+    """A version of the weights. number: counts the versions of a run, each of which is other weights."""
+
+    number: int
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors."""
+        return sum(bucket.bytes for bucket in self.buckets)
+
+
+class Checks:
+    """What the processes of this host that map a memory file tell each other about its content, in its first bytes.
+
+    begun: whether one of them is at it. It may have died since, so nobody waits for it long. passed: the checksum that
+    one has found; 0 for none.
+    """
+
+    def __init__(self, file: T) -> None:
+        self._words = file[:16].view(torch.int64).numpy()
+
+    def clear(self) -> None:
+        """Before other content is written."""
+        self._words[:] = 0
+
+    def begin(self) -> bool:
+        """Whether nobody else has begun. Two that ask at the same moment may both be told so: that costs only time."""
+        begun, self._words[0] = self._words[0], 1
+        return not begun
+
+    def passed(self, checksum: int) -> bool:
+        """Whether a process has found this checksum."""
+        return int(self._words[1]) == _signed(checksum)
+
+    def soon_passed(self, checksum: int) -> bool:
+        """`passed`, or within `PATIENCE`."""
+        until = time.monotonic() + PATIENCE
+        while not self.passed(checksum) and time.monotonic() < until:
+            time.sleep(0.001)
+        return self.passed(checksum)
+
+    def note(self, checksum: int) -> None:
+        """Found by this process."""
+        self._words[1] = _signed(checksum)
+
+
+def _signed(checksum: int) -> int:
+    return checksum - 2**64 if checksum >= 2**63 else checksum
+
+
+@dataclass
+class MemoryFile:
+    """Memory for `size` bytes that other processes of the host can map, while this object lives."""
+
+    size: int
+    _descriptor: int = field(init=False, default=-1)
+
+    def __post_init__(self) -> None:
+        self._name = f"lightrft_weights_{secrets.token_hex(16)}"
+        self._descriptor = os.memfd_create(self._name)
+        os.ftruncate(self._descriptor, HEADER + self.size)
+        self._map = mmap.mmap(self._descriptor, HEADER + self.size)
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.content, self.checks = whole[HEADER:], Checks(whole)
+        weakref.finalize(self, os.close, self._descriptor)  # also when the process ends, before os is gone
+
+    @property
+    def at(self) -> FileAt:
+        """Where a process of the same user and host finds it."""
+        return FileAt(f"/proc/{os.getpid()}/fd/{self._descriptor}", self._name)
+
+
+class WeightPost:
+    """The trainer's side: writes versions into memory files, of which `turns` take turns for each place.
+
+    Workers may still read a version, and even compute with it where it lies, when the next ones are written: there are
+    two turns where all take over a version at once, and one more for each batch that is generated ahead, which is how
+    long work with an old version can take.
+
+    store: puts an array into the object store and returns its reference; None where every worker shares this memory.
+    shared: whether any does.
+    """
+
+    def __init__(
+        self,
+        bucket_bytes: int = POST_BUCKET_BYTES,
+        turns: int = 2,
+        store: Callable[[Any], Any] | None = None,
+        shared: bool = True,
+    ) -> None:
+        self.turns = turns
+        self.bucket_bytes, self.store, self.shared = bucket_bytes, store, shared
+        self.number = 0
+        self._files: dict[tuple[int, int], MemoryFile] = {}  # by (turn, place)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="weights")
+
+    def post(self, named_tensors: Iterable[tuple[str, T]]) -> Posted:
+        """The next version: all tensors, written while others still come, a bucket by each thread."""
+        self.number += 1
+        buckets: list[Bucket] = []
+        writing: deque[Future] = deque()
+        for index, (tensors, size) in enumerate(self._cut(named_tensors)):
+            if len(writing) == THREADS:  # under ZeRO-3 what waits is held whole
+                buckets.append(writing.popleft().result())
+            writing.append(self._threads.submit(self._bucket, self._file(index, size), tensors, size))
+        return Posted(self.number, (*buckets, *(each.result() for each in writing)))
+
+    def _cut(self, named_tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[list[tuple[str, T, int]], int]]:
+        """((name, tensor, where it begins) of a bucket, its bytes). A tensor stays whole, however large."""
+        bucket, size = [], 0
+        for name, tensor in named_tensors:
+            if bucket and size + tensor.nbytes > self.bucket_bytes:
+                yield bucket, size
+                bucket, size = [], 0
+            bucket.append((name, tensor, size))
+            size = -(-(size + tensor.nbytes) // ALIGNED) * ALIGNED
+        if bucket:
+            yield bucket, size
+
+    def _bucket(self, file: MemoryFile, tensors: list[tuple[str, T, int]], size: int) -> Bucket:
+        content, digest = file.content[:size].numpy(), xxhash.xxh3_64()
+        ends = [*(start for _, _, start in tensors[1:]), size]
+        file.checks.clear()
+        for (_, tensor, start), end in zip(tensors, ends):
+            written = start + _written(tensor.detach(), file.content[start : start + tensor.nbytes], digest)
+            digest.update(content[written:end])
+        layout = tuple(
+            TensorAt(name, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes) for name, tensor, start in tensors
+        )
+        checksum = digest.intdigest()
+        stored = self.store(content) if self.store is not None else None
+        return Bucket(layout, size, checksum, file.at if self.shared else None, stored)
+
+    def _file(self, index: int, size: int) -> MemoryFile:
+        key = (self.number % self.turns, index)
+        if key not in self._files or self._files[key].size < size:
+            self._files[key] = MemoryFile(max(size, ALIGNED))
+        return self._files[key]
+
+
+def _written(tensor: T, into: T, digest: xxhash.xxh3_64) -> int:
+    """Write a tensor into as many bytes; how many of them were hashed on the way, while they were in a cache."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        into.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return 0
+    source, target = tensor.reshape(-1).view(torch.uint8).numpy(), into.numpy()
+    for start in range(0, len(source), CHUNK_BYTES):
+        chunk = slice(start, start + CHUNK_BYTES)
+        target[chunk] = source[chunk]
+        digest.update(target[chunk])
+    return len(source)
+
+
+def reachable(file: FileAt) -> bool:
+    """Whether this process can map a memory file: it is on the trainer's host, and the same user's."""
+    try:
+        return os.readlink(file.path).startswith(f"/memfd:{file.name}") and os.access(file.path, os.R_OK)
+    except OSError:
+        return False
+
+
+class MappedFiles:
+    """Memory files of the trainer that this process maps. They are kept: finding the pages of a new map takes about as
+    long as copying them."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[FileAt, T]] = {}  # by path, which may come back with another file
+
+    def content(self, bucket: Bucket) -> tuple[T, Checks]:
+        """The bytes of a bucket, and what is known of them. Raises WeightsRefused where its file cannot be mapped."""
+        file = bucket.file
+        try:
+            known, whole = self._known.get(file.path, (None, None))
+            if known != file:
+                whole = self._map(file)
+                self._known[file.path] = file, whole
+            return whole[HEADER : HEADER + bucket.bytes], Checks(whole)
+        except (OSError, RuntimeError) as error:
+            raise WeightsRefused(f"the trainer's memory {file.path} cannot be mapped: {error}") from error
+
+    @staticmethod
+    def _map(file: FileAt) -> T:
+        if not reachable(file):
+            raise FileNotFoundError(f"{file.name} is not there")
+        # Shared, so that `take_over` knows it; nobody but the trainer writes the content.
+        return torch.from_file(file.path, shared=True, size=os.stat(file.path).st_size, dtype=torch.uint8)
+
+
+def received(
+    posted: Posted, fetch: Callable[[Any], Any] | None = None, files: MappedFiles | None = None
+) -> list[tuple[str, T]]:
+    """The tensors of a version, all of whose buckets were checked; views of what was mapped or fetched, to be copied.
+
+    fetch: gets an array of the object store. files: those that this process has mapped already. Raises WeightsRefused
+    for other bytes than those that were posted.
+    """
+    known = files or MappedFiles()
+
+    def content(bucket: Bucket) -> tuple[T, Checks | None]:
+        near = bucket.file is not None and (bucket.stored is None or reachable(bucket.file))
+        return known.content(bucket) if near else (torch.from_numpy(fetch(bucket.stored)), None)
+
+    def check(index: int) -> None:
+        (own, checks), bucket = contents[index], posted.buckets[index]
+        checksum = xxhash.xxh3_64_intdigest(own[: bucket.bytes].numpy())
+        if checksum != bucket.checksum:
+            raise WeightsRefused(
+                f"bucket {index} of weight version {posted.number} has the checksum {checksum:016x}, posted was "
+                f"{bucket.checksum:016x}: it was damaged on its way, and the worker keeps its weights"
+            )
+        if checks is not None:
+            checks.note(checksum)
+
+    def check_unless_begun(index: int) -> bool:
+        checks = contents[index][1]
+        mine = checks is None or checks.begin()
+        if mine:
+            check(index)
+        return mine
+
+    def check_unless_passed(index: int) -> None:
+        if not contents[index][1].soon_passed(posted.buckets[index].checksum):
+            check(index)
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        contents = list(threads.map(content, posted.buckets))
+        indices = range(len(contents))
+        left = [index for index, mine in zip(indices, threads.map(check_unless_begun, indices)) if not mine]
+        list(threads.map(check_unless_passed, left))
+    return [
+        (at.name, content[at.start : at.start + at.bytes].view(at.dtype).view(at.shape))
+        for bucket, content in zip(posted.buckets, (own for own, _ in contents))
+        for at in bucket.tensors
+    ]
+
+
+@torch.no_grad()
+def take_over(parameter: nn.Parameter, tensor: T) -> None:
+    """Give an engine's parameter what a worker received: by a copy, or as it lies in memory that is shared with the
+    trainer, which leaves a version alone for as long as workers may compute with it (`WeightPost`)."""
+    mapped = tensor.device.type == "cpu" and tensor.is_shared()
+    same = (tensor.device, tensor.dtype, tensor.shape) == (parameter.device, parameter.dtype, parameter.shape)
+    if mapped and same:
+        parameter.data = tensor
+    else:
+        parameter.copy_(tensor)

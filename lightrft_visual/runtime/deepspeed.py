@@ -31,8 +31,7 @@ from .host_memory import keep_freed_memory, unlink_buffers
 from .offload import OptimizerOffload
 from .precision import FP32Kept
 from .safe_loading import use_safe_loading
-from .schedules import rate_schedule
-from .seeding import seed_everything
+from .seeding import rate_schedule, seed_everything
 from .sequence import SequenceGroup
 from .zero3_loading import Divide, divide, loading_divided
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
+from functools import partial
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 
 def derive_seed(run_seed: int, *parts: int | str) -> int:
@@ -23,3 +27,27 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+LEAST = 0.1  # share of its learning rate that cosine_with_min_lr ends at
+
+
+def share_of_rate(step: int, name: str, warmup: int, total: int) -> float:
+    """The factor on the learning rate before optimizer step number `step` (from 0): linear to 1 over `warmup` steps,
+    then by the schedule's name until `total`."""
+    if step < warmup:
+        return float(step) / float(max(1, warmup))
+    if name == "constant_with_warmup":
+        return 1.0
+    if name == "linear":
+        return max(0.0, float(total - step) / float(max(1, total - warmup)))
+    progress = float(step - warmup) / float(max(1, total - warmup))
+    share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return max(0.0, share * (1 - LEAST) + LEAST if name == "cosine_with_min_lr" else share)
+
+
+def rate_schedule(name: str, optimizer: Optimizer, warmup: int, total: int) -> LambdaLR:
+    """The schedule that sets the optimizer's learning rates. Raises ValueError for a name that is not known here."""
+    if name not in ("constant_with_warmup", "linear", "cosine", "cosine_with_min_lr"):
+        raise ValueError(f"no schedule {name!r}")
+    return LambdaLR(optimizer, partial(share_of_rate, name=name, warmup=warmup, total=total))

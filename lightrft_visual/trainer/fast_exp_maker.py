@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..algorithms.advantages import get_advantage_calculator, get_advantages_and_returns
-from ..experience.prompts import PromptBatch
-from ..experience.samples import Samples, SamplesVL
-from ..experience.types import Experience, ExperienceDiffusion, ExperienceVL
+from ..experience.rollouts import PromptBatch
+from ..experience.types import Experience, ExperienceDiffusion, ExperienceVL, Samples, SamplesVL
 from ..rewards.engine import RewardComputationEngine
 from ..rollout.multimodal import MultimodalDataProcessor
 from ..runtime import collectives

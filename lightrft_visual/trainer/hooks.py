@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import registry
 from ..observe.metrics import MetricsAccumulator
-from ..observe.rollouts import Record
+from ..observe.recorder import Record
 
 if TYPE_CHECKING:
     from .run_state import RunState

@@ -18,8 +18,8 @@ from typing import Any
 from ..config.vl import OutputConfig, TrainConfig
 from ..errors import NonFiniteError, RewardError, StoppedBySignal
 from ..observe.metrics import MetricsAccumulator
-from ..observe.report.writer import ReportWriter
-from ..observe.rollouts import Record
+from ..observe.recorder import Record
+from ..observe.report.page import ReportWriter
 from ..runtime import watchdog
 from ..runtime.deepspeed import StepResult
 from ..runtime.start_up import log_stage

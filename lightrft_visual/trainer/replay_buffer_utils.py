@@ -1,5 +1,6 @@
 """Single samples and the way from batches to samples and back, under the import path that LightRFT's users know."""
 
+from ..experience.fields import zero_pad_sequences
 from ..experience.items import (
     BufferItem,
     BufferItemDiffusion,
@@ -9,7 +10,6 @@ from ..experience.items import (
     remove_padding_in_sequences,
     split_experience_batch,
 )
-from ..experience.ragged import zero_pad_sequences
 
 __all__ = [
     "BufferItem",

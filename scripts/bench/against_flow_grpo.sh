@@ -22,7 +22,7 @@ trap 'rm -rf "$work"' EXIT
 read -r model data < <("$python" -c '
 from lightrft_visual.plugins.embedded.captions import embedded_prompts
 from lightrft_visual.plugins.embedded.resolve import embedded_folder
-from lightrft_visual.runtime.paths import cache_root
+from lightrft_visual.runtime.files import cache_root
 print(embedded_folder(), embedded_prompts(cache_root())[0])' | tail -n 1)
 
 for round in $(seq "$rounds"); do

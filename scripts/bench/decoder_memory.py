@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from diffusers import AutoencoderKLWan
 
-from lightrft_visual.models.diffusion import decoding
+from lightrft_visual.models.diffusion import prompt_cache as decoding
 from lightrft_visual.plugins.memory_plan.meta import held_bytes, on_meta
 
 WAYS = ("whole", "frames", "blocks")

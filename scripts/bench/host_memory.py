@@ -29,8 +29,7 @@ import torch
 from PIL import Image
 
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
-from lightrft_visual.experience.prompts import PromptBatch
-from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate, release_media
+from lightrft_visual.experience.rollouts import PromptBatch, PromptFeatures, Rollout, collate, release_media
 from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.runtime.host_memory import give_back_freed_memory, keep_freed_memory

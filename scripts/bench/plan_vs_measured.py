@@ -62,7 +62,7 @@ def vision_language(folder: Path, hidden: int, layers: int, rows: tuple[int, int
 def drawing(folder: Path) -> list[str]:
     """Settings of a run of an SD3 with random weights, all of which train."""
     from lightrft_visual.models.diffusion.policy import save_text_length
-    from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+    from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 
     model = folder / "model"
     build_pipeline(TinyDiffusionSettings(layers=4, heads=12, head_dim=64)).save_pretrained(model)

@@ -126,7 +126,7 @@ def stable_diffusion_3(folder: Path, size: str) -> Path:
     )
     from transformers import T5Config, T5EncoderModel
 
-    from lightrft_visual.models.tiny.sd3 import (
+    from lightrft_visual.models.tiny.diffusion import (
         TinyDiffusionSettings,
         build_clip_tokenizer,
         build_pipeline,
@@ -163,7 +163,7 @@ def wan(folder: Path, size: str) -> Path:
     from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
 
-    from lightrft_visual.models.tiny.sd3 import build_t5_tokenizer
+    from lightrft_visual.models.tiny.diffusion import build_t5_tokenizer
 
     if (folder / "model_index.json").is_file():
         return folder

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrft_visual.algorithms.reward_shaping import RunningMoments, compute_reward, overlong_penalty
+from lightrft_visual.algorithms.kl import RunningMoments, compute_reward, overlong_penalty
 
 
 def test_overlong_penalty_by_hand():

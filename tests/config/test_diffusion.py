@@ -16,7 +16,7 @@ from lightrft_visual.config.diffusion import (
     rollout_sampling,
 )
 from lightrft_visual.config.load import load_config, write_resolved
-from lightrft_visual.config.roots import DIFFUSION_PRESET
+from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.trainer.diffusion.build import with_reward
 

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from lightrft_visual.config.helptext import help_text
+from lightrft_visual.config.command_line import help_text
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import parse_run
-from lightrft_visual.config.roots import ROOTS
+from lightrft_visual.config.spellings import ROOTS
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])

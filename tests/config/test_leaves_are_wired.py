@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import load_config
-from lightrft_visual.config.roots import ROOTS
+from lightrft_visual.config.spellings import ROOTS
 from lightrft_visual.errors import ConfigError
 
 PROJECT = Path(__file__).resolve().parents[2]

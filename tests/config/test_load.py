@@ -18,9 +18,7 @@ from lightrft_visual.config.command_line import parse_command_line
 from lightrft_visual.config.leaves import Leaf, Setting, names_of
 from lightrft_visual.config.load import config_or_exit, load_config, merge, parse_run, resolved_yaml, write_resolved
 from lightrft_visual.config.recipes import LayerReader
-from lightrft_visual.config.removed import REMOVED
-from lightrft_visual.config.roots import ROOTS
-from lightrft_visual.config.spellings import BARE_VALUES, PATHS
+from lightrft_visual.config.spellings import BARE_VALUES, PATHS, REMOVED, ROOTS
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError, nearest
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightrft_visual.config.load import parse_run
-from lightrft_visual.config.roots import ROOTS
+from lightrft_visual.config.spellings import ROOTS
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
 

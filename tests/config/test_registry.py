@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightrft_visual.config import registry
-from lightrft_visual.config.choice import Choice, Registry
+from lightrft_visual.config.constraints import Choice, Registry
 from lightrft_visual.config.kinds import RewardForm, Service
 from lightrft_visual.errors import ConfigError
 
@@ -56,7 +56,7 @@ def test_configurations_of_both_kinds_are_read_without_torch():
     code = (
         "import sys\n"
         "from lightrft_visual.config.load import parse_run, resolved_yaml\n"
-        "from lightrft_visual.config.roots import ROOTS\n"
+        "from lightrft_visual.config.spellings import ROOTS\n"
         "for root in ROOTS:\n"
         "    for argv in ([], ['--pretrain', 'folder', '--prompt_data', 'rows.jsonl']):\n"
         "        resolved_yaml(parse_run(root.schema, argv, preset=root.preset).config)\n"

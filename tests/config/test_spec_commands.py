@@ -11,7 +11,7 @@ import yaml
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit, parse_run, resolved_yaml
-from lightrft_visual.config.roots import DIFFUSION_PRESET, VL_PRESET
+from lightrft_visual.config.spellings import DIFFUSION_PRESET, VL_PRESET
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
 

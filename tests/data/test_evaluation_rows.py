@@ -9,7 +9,7 @@ from PIL import Image
 
 from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data import prompts
-from lightrft_visual.data.evaluation_rows import EvaluationRows
+from lightrft_visual.data.drawing_prompts import EvaluationRows
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import DataError
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightrft_visual.data.imaging import evenly_spaced, is_video, to_pil, to_rgb, to_uint8, video_frames
+from lightrft_visual.data.media import evenly_spaced, is_video, to_pil, to_rgb, to_uint8, video_frames
 from lightrft_visual.data.video import load_video
 from lightrft_visual.errors import DataError
 

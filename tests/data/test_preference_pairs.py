@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from lightrft_visual.config.diffusion import DiffusionDataConfig
-from lightrft_visual.data.preference_pairs import PreferencePairs
+from lightrft_visual.data.drawing_prompts import PreferencePairs
 from lightrft_visual.errors import DataError
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft_visual.data.roots import located
-from lightrft_visual.data.sources import open_source
+from lightrft_visual.data.sources import located, open_source
 from lightrft_visual.errors import DataError
 from lightrft_visual.rewards.functions.ocr import quoted_text
 

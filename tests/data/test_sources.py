@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 import lightrft_visual.data.arrow as arrow
-import lightrft_visual.data.bounds as bounds
+import lightrft_visual.data.bad_rows as bounds
 import lightrft_visual.data.sources as sources
 from lightrft_visual.data.sources import open_source
 from lightrft_visual.errors import DataError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from lightrft_visual.models.tiny.sd3 import TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.tiny.diffusion import TinyDiffusionSettings, build_pipeline
 
 SCORE = """
 def score(images, prompts):

@@ -13,9 +13,8 @@ from replay_cases import vision_item
 from lightrft_visual.errors import DataError
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.items import BufferItemVL, make_experience_batch
-from lightrft_visual.experience.model_inputs import ModelInputs
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate
-from lightrft_visual.experience.types import ExperienceVL
+from lightrft_visual.experience.types import ExperienceVL, ModelInputs
 from lightrft_visual.experience.vision import VisionTensors
 
 PATCHES, DIM, G = 256, 384, 16

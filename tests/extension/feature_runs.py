@@ -9,7 +9,7 @@ from pathlib import Path
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.vl import RunConfig
-from lightrft_visual.models.tiny.sd3 import TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.tiny.diffusion import TinyDiffusionSettings, build_pipeline
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.trainer.hooks import StopRun
 

@@ -8,17 +8,16 @@ from pathlib import Path
 import torch
 
 from lightrft_visual.algorithms.advantages import AdvantageCalculator
-from lightrft_visual.algorithms.aggregation import LossOutputs
 from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.denoising_batch import DenoisingBatch
 from lightrft_visual.algorithms.diffusion.nft import forward_noise
-from lightrft_visual.algorithms.loss_terms import LossTerm
+from lightrft_visual.algorithms.loss_terms import LossOutputs, LossTerm
 from lightrft_visual.algorithms.policy_losses import TokenLoss
 from lightrft_visual.config import registry
 from lightrft_visual.data.forms import Content
 from lightrft_visual.models.diffusion.families.sd3 import StableDiffusion3
 from lightrft_visual.models.vlm.families.qwen import QwenVL
-from lightrft_visual.rewards.local.forms import Form
+from lightrft_visual.rewards.local.callables import Form
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.trainer.hooks import StepHook
 

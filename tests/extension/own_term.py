@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightrft_visual.algorithms.aggregation import aggregate
-from lightrft_visual.algorithms.loss_terms import LossTerm
+from lightrft_visual.algorithms.loss_terms import LossTerm, aggregate
 from lightrft_visual.config import registry
 
 WEIGHT = 0.5

@@ -16,10 +16,10 @@ import pytest
 
 from lightrft_visual.algorithms.advantages import get_advantage_calculator
 from lightrft_visual.config import registry
-from lightrft_visual.config.plugins import load_plugins
+from lightrft_visual.config.recipes import load_plugins
 from lightrft_visual.config.vl import AlgorithmConfig, DataConfig, RolloutConfig
 from lightrft_visual.data.forms import read_form
-from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.experience.rollouts import SamplingSettings
 from lightrft_visual.rewards.local.callables import CallableSource
 from lightrft_visual.trainer.vl.maker import ExperienceMaker
 

@@ -19,7 +19,7 @@ from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, Rollouts
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.runtime.usercode import surroundings
-from lightrft_visual.trainer.vl.stages import RewardStage
+from lightrft_visual.trainer.vl.maker import RewardStage
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # child processes import it too
 faults = importlib.import_module("reward_faults")

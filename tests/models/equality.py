@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from peft import LoraConfig, get_peft_model
 
-from lightrft_visual.experience.model_inputs import ModelInputs
-from lightrft_visual.experience.sampling import ScoringRule
+from lightrft_visual.experience.rollouts import ScoringRule
+from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.models.vlm.actor import Actor
 
 PLAIN = ScoringRule()

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.experience.sampling import ScoringRule
+from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.models import attention
 from lightrft_visual.models.attention import Segments, segment_attention
 

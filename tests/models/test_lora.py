@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
-from lightrft_visual.models.lora import AddedLoraLinear, lora_config
-from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.weight_copies import AddedLoraLinear, lora_config
 
 
 def layer(kind, scaling_of=(4, 8), dtype=torch.float32, **settings):

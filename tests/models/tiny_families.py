@@ -43,7 +43,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from lightrft_visual.models.tiny.sd3 import build_clip_tokenizer, build_t5_tokenizer
+from lightrft_visual.models.tiny.diffusion import build_clip_tokenizer, build_t5_tokenizer
 from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer, tiny_config
 
 WIDTH = 32

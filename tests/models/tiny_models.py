@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.data.video import load_video
 from lightrft_visual.experience.items import make_experience_batch, strip_padding
-from lightrft_visual.experience.model_inputs import ModelInputs
-from lightrft_visual.experience.prompts import PromptBatch
-from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate
+from lightrft_visual.experience.rollouts import PromptBatch, PromptFeatures, Rollout, collate
+from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.models.loading import Checkpoint, open_checkpoint
 from lightrft_visual.models.tiny.vlm import TINY_FAMILIES, VISION_FAMILIES, build_tiny_checkpoint
 from lightrft_visual.models.vlm.actor import Actor

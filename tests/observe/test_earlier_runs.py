@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from lightrft_visual.config.vl import ModelConfig, RewardConfig, RunConfig
-from lightrft_visual.observe.earlier_runs import set_aside
-from lightrft_visual.trainer.run_parts import paths_read
+from lightrft_visual.observe.environment import set_aside
+from lightrft_visual.trainer.run_state import paths_read
 
 
 def run_folder(folder):

@@ -11,8 +11,15 @@ import torch
 from PIL import Image
 
 from lightrft_visual.errors import DataError
-from lightrft_visual.observe.contact_sheet import contact_sheet, score_text, wrap, write_contact_sheet
-from lightrft_visual.observe.images import data_uri, film_strip, fit
+from lightrft_visual.observe.images import (
+    contact_sheet,
+    data_uri,
+    film_strip,
+    fit,
+    score_text,
+    wrap,
+    write_contact_sheet,
+)
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
 

@@ -16,8 +16,8 @@ from PIL import Image
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.observe.console import RunConsole
+from lightrft_visual.observe.metrics import column_name
 from lightrft_visual.observe.recorder import RecorderOptions, RunRecorder
-from lightrft_visual.observe.sinks import column_name
 from lightrft_visual.runtime.files import read_jsonl
 
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightrft_visual.data.imaging import to_pil, video_frames
+from lightrft_visual.data.media import to_pil, video_frames
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, release_media
-from lightrft_visual.observe import rollouts as rollouts_module
-from lightrft_visual.observe.rollouts import (
+from lightrft_visual.observe import recorder as rollouts_module
+from lightrft_visual.observe.recorder import (
     best_and_worst,
     gather_records,
     own_choice,

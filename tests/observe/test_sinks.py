@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.observe import sinks
-from lightrft_visual.observe.sinks import METRIC_COLUMNS, CsvSink, JsonlSink, TensorBoardSink, WandbSink
+from lightrft_visual.observe import metrics as sinks
+from lightrft_visual.observe.metrics import METRIC_COLUMNS, CsvSink, JsonlSink, TensorBoardSink, WandbSink
 from lightrft_visual.runtime.files import read_jsonl
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightrft_visual.experience.samples import SamplesVL
+from lightrft_visual.experience.types import SamplesVL
 
 
 def make_samples(

@@ -7,7 +7,7 @@ from lightrft_visual.rewards.functions.exact import Exact
 from lightrft_visual.rewards.functions.format import Format
 from lightrft_visual.rewards.functions.math import Math
 from lightrft_visual.rewards.functions.numeric import Numeric, last_number
-from lightrft_visual.runtime.usercode.failures import Failed
+from lightrft_visual.runtime.usercode.calls import Failed
 
 
 @pytest.mark.parametrize(

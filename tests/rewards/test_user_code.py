@@ -21,7 +21,7 @@ from lightrft_visual.errors import ConfigError, RewardError, StoppedBySignal
 from lightrft_visual.rewards import RewardComputationEngine, engine
 from lightrft_visual.rewards.differentiable import load_differentiable
 from lightrft_visual.runtime.usercode import calls
-from lightrft_visual.runtime.usercode.loading import load_reward_fn
+from lightrft_visual.runtime.usercode.calls import load_reward_fn
 
 
 def scored(*functions, samples=None, **options):

@@ -11,17 +11,14 @@ from unittest.mock import patch
 import torch
 from tiny_models import perturb
 
-from lightrft_visual.experience.model_inputs import ModelInputs
-from lightrft_visual.experience.prompts import PromptBatch
-from lightrft_visual.experience.rollouts import Rollout, collate
-from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.experience.rollouts import PromptBatch, Rollout, SamplingSettings, collate
+from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.models.loading import Checkpoint
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout import hf
-from lightrft_visual.rollout.engine import RolloutEngine
+from lightrft_visual.rollout.engine import RolloutEngine, RolloutStage
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.parity import ParityGate, log_prob_difference
-from lightrft_visual.rollout.stage import RolloutStage
 from lightrft_visual.rollout.weight_sync import named_weights
 from lightrft_visual.runtime.deepspeed import TrainEngine
 

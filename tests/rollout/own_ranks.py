@@ -11,7 +11,7 @@ from engine_rig import Rig
 from tiny_models import actor_of, mixed_prompts
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig
-from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.experience.rollouts import SamplingSettings
 from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
 

@@ -12,9 +12,8 @@ from launched import leave
 from tiny_models import actor_of, mixed_prompts
 
 from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
-from lightrft_visual.experience.model_inputs import ModelInputs
-from lightrft_visual.experience.rollouts import collate
-from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.experience.rollouts import SamplingSettings, collate
+from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.parity import log_prob_difference

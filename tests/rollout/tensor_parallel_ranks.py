@@ -12,7 +12,7 @@ from launched import leave
 from tiny_models import actor_of, mixed_prompts
 
 from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
-from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.experience.rollouts import SamplingSettings
 from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
 from lightrft_visual.runtime import collectives

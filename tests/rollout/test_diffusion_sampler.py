@@ -8,9 +8,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
-from lightrft_visual.models.diffusion.schedule import flow_match_schedule
-from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators, window_start
-from lightrft_visual.rollout.diffusion_steps import sde_step
+from lightrft_visual.models.diffusion.layers import flow_match_schedule
+from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators, sde_step, window_start
 
 
 class Gaussian:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.rollout.diffusion_steps import RULES, euler_step, sde_step, transition
+from lightrft_visual.rollout.diffusion_sampler import RULES, euler_step, sde_step, transition
 
 NOISELESS_RULES = ("flow_grpo", "dance", "cps")  # reflow always adds its noise
 

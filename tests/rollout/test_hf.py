@@ -23,8 +23,7 @@ from tiny_models import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrft_visual.errors import RolloutError
-from lightrft_visual.experience.prompts import PromptBatch
-from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.experience.rollouts import PromptBatch, SamplingSettings
 from lightrft_visual.models.loading import Checkpoint
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout.hf import TransformersEngine, draw, truncated

@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from lightrft_visual.data.imaging import Video
+from lightrft_visual.data.media import Video
 from lightrft_visual.data.video import load_video
 from lightrft_visual.errors import ConfigError, DataError
-from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.rollouts import PromptBatch
 from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES, build_processor, build_tokenizer
 from lightrft_visual.rollout import multimodal
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor

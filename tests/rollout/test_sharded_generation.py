@@ -8,7 +8,7 @@ from engine_rig import Rig
 from launched import run_ranks
 from tiny_models import actor_of, checkpoint_of, mixed_prompts
 
-from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.experience.rollouts import SamplingSettings
 from lightrft_visual.rollout.hf import TransformersEngine
 
 

@@ -11,8 +11,7 @@ from launched import leave
 from tiny_models import features_of, inputs_of, mixed_prompts
 
 from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
-from lightrft_visual.experience.rollouts import Rollout
-from lightrft_visual.experience.sampling import ScoringRule
+from lightrft_visual.experience.rollouts import Rollout, ScoringRule
 from lightrft_visual.models.loading import load_transformer, open_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout.parity import mean_log_prob_difference

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from strict_group import DEVICE, two_strict_ranks
 
-from lightrft_visual.algorithms import advantages, aggregation, reward_shaping
+from lightrft_visual.algorithms import advantages
+from lightrft_visual.algorithms import kl as reward_shaping
+from lightrft_visual.algorithms import loss_terms as aggregation
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.rewards.engine import RewardComputationEngine
 from lightrft_visual.rollout import parity

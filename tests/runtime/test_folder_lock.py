@@ -17,12 +17,12 @@ import pytest
 
 from lightrft_visual.errors import ConfigError, FolderInUse
 from lightrft_visual.observe.recorder import RunRecorder
-from lightrft_visual.runtime.folder_lock import FILE_NAME, FolderLock
+from lightrft_visual.runtime.files import FILE_NAME, FolderLock
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from lightrft_visual.runtime.folder_lock import FolderLock
+from lightrft_visual.runtime.files import FolderLock
 
 lock = FolderLock.take(Path(sys.argv[1]))
 if sys.argv[2] == "alone" or os.fork() == 0:

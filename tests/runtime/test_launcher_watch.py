@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from waiting import polls
 
-from lightrft_visual.runtime.launcher_watch import STARTED_BY, LauncherWatch, program
+from lightrft_visual.runtime.presence import STARTED_BY, LauncherWatch, program
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONT = "import subprocess, sys; sys.exit(subprocess.Popen([sys.executable, *sys.argv[1:]]).wait())"
@@ -34,7 +34,7 @@ def test_a_launcher_that_has_gone_is_noticed(tmp_path):
     """The launcher is killed; its rank, which it started, sees that nobody is above it any more."""
     rank = tmp_path / "rank.py"
     rank.write_text(
-        "import pathlib, time\nfrom lightrft_visual.runtime.launcher_watch import LauncherWatch\n"
+        "import pathlib, time\nfrom lightrft_visual.runtime.presence import LauncherWatch\n"
         "watch = LauncherWatch()\nassert len(watch.launchers) == 1 and not watch.gone()\nprint('ready', flush=True)\n"
         "while not watch.gone():\n    time.sleep(0.02)\npathlib.Path(__file__).with_suffix('.seen').touch()\n"
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from lightrft_visual.runtime.schedules import rate_schedule
+from lightrft_visual.runtime.seeding import rate_schedule
 
 
 def rates(make, steps: int) -> list[float]:

@@ -12,7 +12,7 @@ from lightrft_visual.runtime.start_up import importing, log_stage, seldom_collec
 OF_A_RUN = (
     "import sys; import lightrft_visual.launch; early = {'torch', 'transformers', 'deepspeed'} & set(sys.modules);"
     "import lightrft_visual.trainer.vl.trainer, lightrft_visual.rollout.vllm.engine;"
-    "import lightrft_visual.observe.report.writer;"
+    "import lightrft_visual.observe.report.page;"
     "late = {'diffusers', 'vllm', 'ray', 'wandb', 'bokeh', 'peft'} & set(sys.modules);"
     "print('found', sorted(early | late))"
 )

@@ -12,7 +12,7 @@ from launched import run_ranks
 from tiny_models import checkpoint_of, inputs_of, mixed_prompts, rollouts_of
 
 from lightrft_visual.config.vl import ModelConfig
-from lightrft_visual.experience.sampling import ScoringRule
+from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.models.loading import add_lora, load_transformer
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.runtime.deepspeed import TrainEngine

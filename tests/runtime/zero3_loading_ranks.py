@@ -17,7 +17,7 @@ from launched import leave
 from torch import nn
 
 from lightrft_visual.config.vl import DistributedConfig, ModelConfig
-from lightrft_visual.models.diffusion.divided import load_divided
+from lightrft_visual.models.diffusion.layers import load_divided
 from lightrft_visual.models.loading import load_transformer
 from lightrft_visual.models.weight_copies import gathered
 from lightrft_visual.runtime import collectives

@@ -19,7 +19,7 @@ from transformers import (
 )
 from whole_runs import ROOT, rows, run_plan
 
-from lightrft_visual.models.tiny.sd3 import build_clip_tokenizer
+from lightrft_visual.models.tiny.diffusion import build_clip_tokenizer
 
 DRIVER = ROOT / "tests" / "simulated" / "run_plan.py"
 SMALL = (

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrft_visual.algorithms.aggregation import LossDenominators
-from lightrft_visual.algorithms.loss_terms import forward_with, terms_of
+from lightrft_visual.algorithms.loss_terms import LossDenominators, forward_with, terms_of
 from lightrft_visual.algorithms.policy_losses import LossInputs
 from lightrft_visual.config import registry
 from lightrft_visual.config.load import parse_run

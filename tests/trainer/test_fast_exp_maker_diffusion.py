@@ -13,10 +13,10 @@ from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.config.diffusion import DiffusionAlgorithmConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.diffusion_sampling import NoiseConfig, SamplingConfig
-from lightrft_visual.experience.prompts import PromptBatch
+from lightrft_visual.experience.rollouts import PromptBatch
 from lightrft_visual.experience.types import ExperienceDiffusion
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
-from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
 from lightrft_visual.trainer.diffusion.maker import DiffusersEngine, DiffusionExperienceMaker

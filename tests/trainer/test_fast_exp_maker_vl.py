@@ -9,7 +9,7 @@ import torch
 from tiny_models import actor_of, checkpoint_of, turn
 
 from lightrft_visual.algorithms.kl import FixedKLController
-from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.experience.rollouts import SamplingSettings
 from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
 
 PROMPTS = [turn("how many?"), turn("where?")]

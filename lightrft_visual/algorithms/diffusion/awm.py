@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...config.diffusion_algorithm import AWM_WEIGHTINGS
+from ...config.algorithm import AWM_WEIGHTINGS
 from ...errors import ConfigError
-from ..aggregation import LossOutputs
+from ..loss_terms import LossOutputs
 from ..policy_losses import clipped_surrogate
 from .context import LossContext, weighted_mean
 from .denoising_batch import DenoisingBatch

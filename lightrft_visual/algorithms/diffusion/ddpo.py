@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..aggregation import LossOutputs
+from ..loss_terms import LossOutputs
 from .context import LossContext, weighted_mean
 from .denoising_batch import DenoisingBatch
 from .flow_grpo import FlowGRPO, largest_drift, log_ratio

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ...experience.conditions import Conditions, stacked, text_lengths
 from ...experience.diffusion_sampling import KeptSteps, SamplingResult
 from ...experience.types import BatchLayout, ExperienceDiffusion
+from ...experience.vision import Conditions, stacked, text_lengths
 from ...runtime.seeding import derive_seed
 
 T = torch.Tensor

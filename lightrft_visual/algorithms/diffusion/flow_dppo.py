@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import ConfigError
-from ...rollout.diffusion_steps import Step
+from ...rollout.diffusion_sampler import Step
 from .context import weighted_mean
 from .denoising_batch import DenoisingBatch
 from .flow_grpo import FlowGRPO, gaussian_kl, ratio_means

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import ConfigError
-from ...rollout.diffusion_steps import Step, sde_step
-from ..aggregation import LossOutputs
+from ...rollout.diffusion_sampler import Step, sde_step
+from ..loss_terms import LossOutputs
 from ..policy_losses import clipped_surrogate
 from .context import LossContext, weighted_mean
 from .denoising_batch import DenoisingBatch

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...rollout.diffusion_steps import per_sample
+from ...rollout.diffusion_sampler import per_sample
 from ...runtime.seeding import derive_seed
 from .context import LossContext
 from .denoising_batch import DenoisingBatch

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import ConfigError
-from ...rollout.diffusion_steps import per_sample
-from ..aggregation import LossOutputs
+from ...rollout.diffusion_sampler import per_sample
+from ..loss_terms import LossOutputs
 from .context import LossContext, weighted_mean
 from .denoising_batch import DenoisingBatch
 from .forward_process import forward_noise

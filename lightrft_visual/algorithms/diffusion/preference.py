@@ -20,7 +20,7 @@ from torch.nn.functional import logsigmoid
 
 from ...experience.types import ExperienceDiffusion
 from ...runtime import collectives
-from ..aggregation import LossOutputs
+from ..loss_terms import LossOutputs
 from .context import LossContext, weighted_mean
 from .denoising_batch import DenoisingBatch, batch_at
 from .forward_process import answered_by, noised, squared_error

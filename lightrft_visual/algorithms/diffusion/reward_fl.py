@@ -16,8 +16,8 @@ import torch
 
 from ...config.diffusion import gradient_steps
 from ...errors import ConfigError
-from ...rollout.diffusion_steps import euler_step
-from ..aggregation import LossOutputs
+from ...rollout.diffusion_sampler import euler_step
+from ..loss_terms import LossOutputs
 from .context import LossContext, weighted_mean
 
 T = torch.Tensor

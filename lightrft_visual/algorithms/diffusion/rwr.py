@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..aggregation import LossOutputs
+from ..loss_terms import LossOutputs
 from .context import LossContext, weighted_mean
 from .denoising_batch import DenoisingBatch
 from .forward_process import answered_by, noised, squared_error

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...rollout.diffusion_steps import flow_grpo_diffusion
+from ...rollout.diffusion_sampler import flow_grpo_diffusion
 from .denoising_batch import DenoisingBatch
 from .flow_grpo import FlowGRPO
 

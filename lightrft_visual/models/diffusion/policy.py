@@ -27,17 +27,14 @@ from torch import nn
 from ...config import registry
 from ...config.diffusion import PARTS, DiffusionModelConfig
 from ...errors import ConfigError
-from ...experience.conditions import NEGATIVE, Conditions, joined, separate
+from ...experience.vision import NEGATIVE, Conditions, joined, separate
 from ...runtime import collectives
 from ...runtime.offload import on_device
 from ...runtime.zero3_loading import Divide
-from ..lora import lora_config
-from ..weight_copies import WeightCopy, gathered
-from .decoding import checkpoint_decoder, in_parts
-from .divided import load_divided
+from ..weight_copies import WeightCopy, gathered, lora_config
 from .families.base import DiffusionFamily
-from .layers import use_frozen_norms
-from .prompt_cache import PromptCache, PromptFiles, encoder_digest
+from .layers import load_divided, use_frozen_norms
+from .prompt_cache import PromptCache, PromptFiles, checkpoint_decoder, encoder_digest, in_parts
 from .wan_parts import load_wan_parts, wan_pipeline_name
 
 T = torch.Tensor

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from ...experience.model_inputs import ModelInputs
+from ...experience.types import ModelInputs
 from ...experience.vision import PATCHES, Named, VisionTensors
 from ...runtime.seeding import derive_seed
 from .actor import ActorOutput

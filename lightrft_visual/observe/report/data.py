@@ -17,10 +17,9 @@ from PIL import Image
 from ...errors import DataError
 from ...runtime.files import read_jsonl
 from ...runtime.masking import mask_config
-from ..contact_sheet import SHEET
-from ..images import data_uri
+from ..images import SHEET, data_uri
+from ..metrics import parse_step
 from ..recorder import ALARMS, SHEET_FOLDER, STEP_FILE, read_object
-from ..sinks import parse_step
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ...data.imaging import evenly_spaced
+from ...data.media import evenly_spaced
 from ...runtime.files import read_jsonl
-from ..rollouts import Record, best_and_worst, pick_random, score
-from .charts import number
+from ..recorder import Record, best_and_worst, pick_random, score
+from .curves import number
 from .data import RunData, Thumbnails
 
 EACH = 3  # best, worst and random examples of an evaluation

@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ...config.spellings import Spoken
-from ...config.translations import Translation
+from ...config.spellings import Spoken, Translation
 from ...errors import ConfigError
 
 ALIASES: dict[str, str | tuple[str, ...]] = {

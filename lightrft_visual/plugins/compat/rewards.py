@@ -14,8 +14,7 @@ import torch
 
 from ...errors import RewardError
 from ...rewards.batch import RewardBatch
-from ...rewards.local.forms import LOGGING, Form
-from ...rewards.local.results import SCORE_KEYS
+from ...rewards.local.callables import LOGGING, SCORE_KEYS, Form
 
 
 def records(results: Any, name: str) -> Any:

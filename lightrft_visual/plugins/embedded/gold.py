@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ...observe.guard.images import SIDE
+from ...observe.guard.divergence import SIDE
 from ...rewards.engine import RewardComputationEngine
-from ...trainer.diffusion.gold import DrawingGold
+from ...trainer.diffusion.evaluation import DrawingGold
 from .drawn_shapes import parse_caption, random_images
 from .shape_judge import embedded_judge, kinds_of
 

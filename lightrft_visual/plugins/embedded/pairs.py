@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from ...data.imaging import to_pil
+from ...data.media import to_pil
 from .captions import embedded_prompts
 from .drawn_shapes import COLOURS, SHAPES, ShapeCaption, parse_caption, random_images
 

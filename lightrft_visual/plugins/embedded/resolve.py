@@ -10,7 +10,7 @@ from ...config import registry
 from ...config.diffusion import DiffusionRunConfig
 from ...config.vl import EMBEDDED, ModelConfig, RunConfig
 from ...errors import ConfigError
-from ...runtime.paths import cache_root
+from ...runtime.files import cache_root
 
 # By name, as transformers loads in seconds: of `models.tiny.vlm.TINY_FAMILIES`, those that see and those that draw.
 VISION_FAMILIES, DRAWING_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"), ("janus",)
@@ -75,8 +75,13 @@ def resolve_pipeline(name: str, family: str) -> str:
 
 def pipeline_shape(name: str, family: str) -> tuple[Any, int]:
     """The pipeline of `resolve_pipeline` with freshly drawn weights, and the tokens of its prompts."""
-    from ...models.tiny.sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
-    from ...models.tiny.sd15 import TinySD15Settings, build_sd15_pipeline
+    from ...models.tiny.diffusion import (
+        TEXT_LENGTH,
+        TinyDiffusionSettings,
+        TinySD15Settings,
+        build_pipeline,
+        build_sd15_pipeline,
+    )
 
     small = family == "sd15"
     return build_sd15_pipeline(TinySD15Settings()) if small else build_pipeline(TinyDiffusionSettings()), TEXT_LENGTH

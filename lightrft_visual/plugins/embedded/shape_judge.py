@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
-from ...runtime.paths import cache_root
+from ...runtime.files import cache_root
 from .drawn_shapes import BACKGROUND, COLOURS, PLACES, SHAPES, random_images, shape_masks
 
 logger = logging.getLogger(__name__)

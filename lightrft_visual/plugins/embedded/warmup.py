@@ -23,15 +23,14 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from ...config.shared import EMBEDDED, EMBEDDED_REASONING
 from ...data.media import load_image
-from ...experience.model_inputs import ModelInputs
-from ...experience.samples import pad_rollouts
-from ...experience.sampling import ScoringRule
+from ...experience.rollouts import ScoringRule
+from ...experience.types import ModelInputs, pad_rollouts
 from ...experience.vision import VisionTensors
 from ...models.tiny.vlm import TINY_FAMILIES, build_tiny_checkpoint
 from ...models.vlm.actor import Actor
 from ...models.vlm.families import family_of_processor
 from ...observe.console import RunConsole
-from ...runtime.paths import cache_root
+from ...runtime.files import cache_root
 from . import questions, reasoning
 from .task import EmbeddedTask, SupervisedPair, supervised_pairs
 

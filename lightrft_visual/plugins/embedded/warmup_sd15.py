@@ -1,7 +1,7 @@
 """The embedded DDIM model for DDPO and DPOK: a tiny, real Stable Diffusion 1.5 pipeline folder.
 
-`models/tiny/sd15.py` builds it. It is warmed up on the same drawn shapes with partly wrong captions as the embedded SD3
-in `warmup_sd3.py`.
+`models/tiny/diffusion.py` builds it. It is warmed up on the same drawn shapes with partly
+wrong captions as the embedded SD3 in `warmup_sd3.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline
 
-from ...models.tiny.sd15 import TinySD15Settings, build_sd15_pipeline
+from ...models.tiny.diffusion import TinySD15Settings, build_sd15_pipeline
 from .drawn_shapes import all_captions
 from .warmup_sd3 import DrawingSettings, EncodedScenes, built_once, optimise, spoil_captions, warm_up_vae
 

@@ -1,6 +1,6 @@
 """The embedded diffusion model: a tiny, real Stable Diffusion 3 pipeline folder, built and warmed up on the spot.
 
-`models/tiny/sd3.py` builds it. Its text encoders stay as they were drawn. The warm-up shows drawn shapes with
+`models/tiny/diffusion.py` builds it. Its text encoders stay as they were drawn. The warm-up shows drawn shapes with
 captions of which a share is wrong, which leaves a base that draws clean shapes but often not the ones asked for:
 something for RL to improve.
 """
@@ -23,9 +23,9 @@ from diffusers import AutoencoderKL, DiffusionPipeline, StableDiffusion3Pipeline
 from torch import nn
 
 from ...models.diffusion.policy import save_text_length
-from ...models.tiny.sd3 import TEXT_LENGTH, TinyDiffusionSettings, TinyPipelineSettings, build_pipeline
+from ...models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, TinyPipelineSettings, build_pipeline
 from ...observe.console import RunConsole
-from ...runtime.paths import cache_root
+from ...runtime.files import cache_root
 from .drawn_shapes import COLOURS, SHAPES, all_captions, random_images
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from torch import nn
 from ...errors import ConfigError
 from ...rewards.functions.image_scoring import load_tensors
 from ...rewards.imaging import to_pil
-from ...runtime.usercode.loading import load_reward_fn
+from ...runtime.usercode.calls import load_reward_fn
 from .scorer import REFERENCE_COLUMNS, FaceDetector
 
 T = torch.Tensor

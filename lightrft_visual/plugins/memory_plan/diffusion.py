@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ...algorithms.diffusion import training_guidance
-from ...config.devices import GIB, Device
 from ...config.diffusion import DiffusionRunConfig, gradient_steps, rollout_noise, rollout_sampling
-from ...experience.conditions import MASK, NEGATIVE
-from ...models.diffusion.decoding import LATENTS_AT_ONCE
+from ...config.placement import GIB, Device
+from ...experience.vision import MASK, NEGATIVE
 from ...models.diffusion.policy import DiffusionPolicy
+from ...models.diffusion.prompt_cache import LATENTS_AT_ONCE
 from .meta import Held, held_bytes, weights_bytes
 from .process import fragments, program
 from .reward_models import RewardModel, kept_here, reward_items, reward_models

@@ -15,7 +15,7 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from ...config import registry
-from ...config.choice import load_target
+from ...config.constraints import load_target
 from ...config.diffusion import DiffusionRunConfig
 from ...errors import ConfigError
 from ...models.diffusion.families.cosmos import NoSafetyChecker

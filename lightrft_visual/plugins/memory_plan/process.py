@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ...config.devices import DEVICES, GIB, Device
+from ...config.placement import DEVICES, GIB, Device
 from ...rollout.vllm.arguments import HOST_CACHE
 from .table import HOST, Item
 

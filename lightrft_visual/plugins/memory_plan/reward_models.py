@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSe
 from ...config.placement import ResourcesConfig
 from ...config.shared import RewardConfig
 from ...rewards.recipe import Recipe, RecipeEntry, compose_recipe, load_recipe, recipe_from_components
-from ...rewards.registry import find_scorer, own_settings, scorer_names
-from ...rewards.scorers import named_entries
+from ...rewards.registry import find_scorer, named_entries, own_settings, scorer_names
 from .meta import on_meta
 from .shapes import find_shipped
 from .table import Item

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config import registry
-from ...config.choice import load_target
+from ...config.constraints import load_target
 from ...config.shared import EMBEDDED
 from ...config.vl import ModelConfig
 from ...errors import ConfigError

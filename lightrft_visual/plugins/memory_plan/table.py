@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...config.devices import GIB, Device
+from ...config.placement import GIB, Device
 
 DEVICE, HOST = "device", "host"
 SMALL = 0.03  # of a phase: what is less needs no advice

@@ -12,7 +12,7 @@ from itertools import accumulate
 from math import ceil
 
 from ...config import registry
-from ...config.devices import GIB, Device
+from ...config.placement import GIB, Device
 from ...config.vl import RunConfig
 from ...experience.batch_plan import SampleRef, computed_tokens, most_tokens
 from ...rollout.vllm.arguments import host_cache, most_sequences

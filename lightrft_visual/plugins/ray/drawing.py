@@ -18,7 +18,7 @@ from ...errors import ConfigError
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings
 from ...models.weight_copies import gathered
 from ...rollout.diffusion_sampler import DiffusionSampler
-from ...rollout.weight_post import take_over
+from ...rollout.weight_sync import take_over
 from ...trainer.diffusion.maker import DiffusersEngine
 from ...trainer.diffusion.stages import DiffusionSampling, DrawingBatch, ImageSettings, Sampled, TrainedVelocity
 from .rollout.engine import SHARES, Workers

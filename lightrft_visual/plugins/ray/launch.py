@@ -30,7 +30,7 @@ def start_rank(run: dict[str, Any]) -> None:
     from ray.train import get_context
 
     from ...runtime import collectives  # with torch, which the launching process does without
-    from ...runtime.launcher_watch import STARTED_BY
+    from ...runtime.presence import STARTED_BY
 
     context = get_context()
     # the workers' own port is taken by them

@@ -18,8 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ...config.vl import RunConfig
 from ...errors import RolloutError
-from ...experience.rollouts import PromptFeatures
-from ...experience.sampling import Completion, SamplingSettings
+from ...experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ...models.loading import Checkpoint
 from ...rollout.engine import Finished
 from ...runtime.deepspeed import TrainEngine

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import RolloutError
-from ...experience.rollouts import PromptFeatures
-from ...experience.sampling import Completion, SamplingSettings
+from ...experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ...runtime.seeding import derive_seed
 
 NEVER = -1e9  # added to the logit of a token that must not be drawn

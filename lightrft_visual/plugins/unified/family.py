@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
 
-from ...data.placeholders import ModelInput
+from ...data.prompts import ModelInput
 from ...errors import ConfigError
 from ...models.logprobs import LogProbLinear
-from ...models.vlm.drawing import Drawing
 from ...models.vlm.families.base import VLMFamily
+from ...models.vlm.vision_cache import Drawing
 
 T = torch.Tensor
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...runtime.paths import cache_root
+from ...runtime.files import cache_root
 from ..embedded.captions import caption_split
 from ..embedded.drawn_shapes import placed_captions
 from ..embedded.task import HELD_OUT

@@ -24,14 +24,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, PreTrainedModel
 
-from ...experience.model_inputs import ModelInputs
-from ...experience.samples import pad_rollouts
-from ...experience.sampling import ScoringRule
+from ...experience.rollouts import ScoringRule
+from ...experience.types import ModelInputs, pad_rollouts
 from ...experience.vision import VisionTensors
 from ...models.tiny.vlm import JANUS_DRAWN, build_tiny_checkpoint
 from ...models.vlm.actor import Actor
 from ...observe.console import RunConsole
-from ...runtime.paths import cache_root
+from ...runtime.files import cache_root
 from ..embedded import questions
 from ..embedded.drawn_shapes import COLOURS, PLACES, SHAPES, ShapeCaption, placed_captions, random_images
 from ..embedded.questions import vocabulary_texts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import ConfigError, RewardError
-from ...runtime.usercode.failures import Failed
+from ...runtime.usercode.calls import Failed
 from ...runtime.usercode.sandbox import CallTimeout, Worker
 
 _WORKER = "lightrft_visual.rewards.functions.math_worker:verify_answer"

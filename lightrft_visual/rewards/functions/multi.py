@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError
-from ..batch import Call, RewardBatch, Scores
-from ..combine import Job, named_components, run_jobs, weighted_sum
+from ..batch import Call, Job, RewardBatch, Scores, named_components, run_jobs, weighted_sum
 from ..recipe import ANY_LABEL, recipe_from_components
 
 
@@ -25,7 +24,7 @@ class MultiScorer:
 
     def __init__(self, components: Mapping[str, float], kwargs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         from ...config.shared import RewardConfig
-        from ..scorers import Catalogue
+        from ..registry import Catalogue
 
         recipe = recipe_from_components(components, kwargs)
         self._catalogue = Catalogue(RewardConfig())

@@ -13,7 +13,7 @@ from PIL import Image
 from rapidfuzz.distance import Levenshtein
 
 from ...errors import ConfigError
-from ...runtime.usercode.failures import Failed
+from ...runtime.usercode.calls import Failed
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|«([^»]+)»')
 

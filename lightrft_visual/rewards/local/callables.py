@@ -8,20 +8,209 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
+from ...config import registry
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
-from ...runtime.usercode.calls import AsRewardError, UserCodeExited, call, defined_at
-from ...runtime.usercode.loading import LoadedFunction, callable_name
-from ..batch import Call, RewardBatch, Scores, ScoringFailed
-from . import forms
-from .forms import AUTO, Form
-from .results import parse_result
+from ...runtime.usercode.calls import (
+    LOG_EXTRA,
+    LOG_METRIC,
+    SAMPLES,
+    AsRewardError,
+    LoadedFunction,
+    UserCodeExited,
+    call,
+    callable_name,
+    defined_at,
+)
+from ..batch import Call, Failed, RewardBatch, Scores, ScoringFailed, metric_name
+
+AUTO = "auto"
+Inputs = Mapping[str, Callable[[RewardBatch], Any]]
+
+
+def _as_is(result: Any, name: str) -> Any:
+    return result
+
+
+@dataclass(frozen=True)
+class Form:
+    """told: what the line at the start of a run says. inputs: by parameter, each a list with one entry a sample (or
+    one value for all, when not each). each: called for each sample, with its entry of every input. closed: **kwargs
+    get settings only. read: turns a result into one of ours. media: only for media that the policy made. fits: whether
+    a function with parameters of these names, which takes any other one or not, is of this form."""
+
+    told: str = ""
+    inputs: Inputs = field(default_factory=dict)
+    each: bool = False
+    closed: bool = False
+    media: bool = False
+    read: Callable[[Any, str], Any] = _as_is
+    fits: Callable[[Sequence[str], bool, Callable[..., Any]], bool] = lambda names, takes_all, function: False
+
+    def for_batch(self, batch: RewardBatch) -> Form:
+        """This form, or ours where it is not meant for such a batch."""
+        return NATIVE if self.media and not batch.generated else self
+
+    def calls(self, arguments: dict[str, Any], fixed: Mapping[str, Any], size: int) -> dict[str, Any]:
+        """The arguments of the one call, or ROWS of them; `fixed` ones are the same for every sample."""
+        if not self.each:
+            return arguments
+        return {SAMPLES: [{k: v if k in fixed else v[i] for k, v in arguments.items()} for i in range(size)]}
+
+
+# Beside the batch: the step, and functions that log columns and numbers.
+LOGGING: Inputs = {
+    "trainer_state": lambda batch: SimpleNamespace(global_step=batch.step),
+    "log_extra": lambda batch: LOG_EXTRA,
+    "log_metric": lambda batch: LOG_METRIC,
+}
+NATIVE = Form(inputs=LOGGING)  # of functions that no other form fits
+LIGHTRFT = Form("LightRFT's form", fits=lambda names, takes_all, function: "model_reward_list" in names)
+OPENRLHF = Form(
+    "OpenRLHF's form, labels are the references",
+    {"labels": lambda batch: batch.labels_or_references},
+    fits=lambda names, takes_all, function: (
+        list(names[:3]) == ["queries", "prompts", "labels"] and not {"refs", "references", "completions"} & set(names)
+    ),
+)
+
+
+def choose(form: str, function: Callable[..., Any], signature: Any) -> Form:
+    """The form of that name, or the first one that the signature fits. Raises ConfigError as `check` does."""
+    check(form)
+    return registry.reward_forms.load(
+        recognise(signature.names, signature.takes_all, function) if form == AUTO else form
+    )
+
+
+def check(form: str) -> None:
+    """Raise ConfigError for a form that does not exist, with the nearest name, or whose plug-in is not there."""
+    known = [AUTO, *registry.reward_forms.names()]
+    if form not in known:
+        raise ConfigError(f"there is no reward_form {form!r}{did_you_mean(form, known)}")
+    if form != AUTO:
+        registry.reward_forms.load(form)
+
+
+def recognise(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> str:
+    """The name of the form of a function with parameters of these names."""
+    forms = registry.reward_forms.present()
+    return next((entry.name for entry, form in forms if form.fits(names, takes_all, function)), "native")
+
+
+SCORE_KEYS = ("rewards", "scores", "score", "reward", "overall")
+MAX_SCORE = 1e6  # no sane reward is larger; beyond it a server or function is broken
+
+
+def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Scores:
+    """Read what a local callable returned for `size` samples.
+
+    Forms: a list (None = not applicable), a tensor or array, (scores, metrics), or a dict with one of SCORE_KEYS.
+    Raises RewardError that names the function for a wrong length or type, and for a score that is not a plain number
+    within ±MAX_SCORE: that is a bug of the function and must not reach training. lenient: a sample with such a score is
+    failed instead.
+    """
+    scores, metrics = split_result(result, name)
+    values, failed, reasons = read_scores(scores, name, size, lenient)
+    extras = {metric_name(key): read_metric(value, f"{name}: metric {key!r}", size) for key, value in metrics.items()}
+    return Scores(values, failed, extras, reasons)
+
+
+def split_result(result: Any, name: str) -> tuple[Any, Mapping[str, Any]]:
+    """Scores and metrics of any accepted form."""
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        return result
+    if not isinstance(result, Mapping):
+        return result, {}
+    key = next((k for k in SCORE_KEYS if k in result), None)
+    if key is None:
+        raise RewardError(f"reward function {name} returned a dict without scores: give it one of {SCORE_KEYS}")
+    metrics = {k: v for k, v in result.items() if k not in SCORE_KEYS and k != "extra_logs" and v is not None}
+    return result[key], {**metrics, **(result.get("extra_logs") or {})}
+
+
+def as_list(scores: Any, name: str, what: str = "reward function") -> Sequence[Any]:
+    """A flat list from a list, tuple, tensor or array of shape (n) or (n, 1). `what` and `name` are for the error."""
+    if isinstance(scores, torch.Tensor):
+        if scores.is_complex():
+            raise RewardError(f"{what} {name} returned complex numbers; one real score a sample, please")
+        scores = scores.detach().cpu().double().numpy()
+    if isinstance(scores, np.ndarray):
+        if scores.ndim == 2 and scores.shape[1] == 1:
+            scores = scores[:, 0]
+        if scores.ndim != 1:
+            raise RewardError(f"{what} {name} returned shape {tuple(scores.shape)}; one score a sample, please")
+        return scores.tolist()
+    if isinstance(scores, (list, tuple)):
+        return scores
+    raise RewardError(f"{what} {name} returned {type(scores).__name__}; give a list or tensor of scores")
+
+
+def read_scores(scores: Any, name: str, size: int, lenient: bool) -> tuple[torch.Tensor, torch.Tensor, Counter[str]]:
+    """values (size) float64, failed (size) bool and the reasons of the failures."""
+    entries = as_list(scores, name)
+    if len(entries) != size:
+        raise RewardError(f"reward function {name} returned {len(entries)} scores for {size} samples")
+    values = torch.full((size,), float("nan"), dtype=torch.float64)
+    failed = torch.zeros(size, dtype=torch.bool)
+    reasons: Counter[str] = Counter()
+    for index, entry in enumerate(map(unwrapped, entries)):
+        problem = entry.reason if isinstance(entry, Failed) else problem_of(entry)
+        if problem is None:
+            values[index] = float("nan") if entry is None else float(entry)
+        elif lenient or isinstance(entry, Failed):
+            failed[index] = True
+            reasons[problem] += 1
+        else:
+            raise RewardError(f"reward function {name}: score {index} of {size} {problem}")
+    return values, failed, reasons
+
+
+def unwrapped(entry: Any) -> Any:
+    """The one number of a tensor or array; anything else as it is."""
+    if isinstance(entry, (np.ndarray, np.generic)) and entry.size == 1:
+        return entry.item()
+    return entry.item() if isinstance(entry, torch.Tensor) and entry.numel() == 1 else entry
+
+
+def problem_of(entry: Any) -> str | None:
+    """Why an entry is no plain finite number within ±MAX_SCORE, without the value of a non-number; None where it is
+    one, or None."""
+    if entry is None:
+        return None
+    if not isinstance(entry, (bool, int, float)):
+        return f"is a {type(entry).__name__}, not a number"
+    if isinstance(entry, float) and not math.isfinite(entry):
+        return f"is not finite ({entry}); return None where the reward does not apply"
+    if abs(entry) > MAX_SCORE:
+        shown = f"{float(entry):.3g}" if abs(entry) < 1e300 else "a number of more than 300 digits"
+        return f"is {shown}, beyond ±{MAX_SCORE:.0e}"
+    return None
+
+
+def read_metric(value: Any, what: str, size: int) -> torch.Tensor:
+    """(size) float64 from one number a sample or one for all; None and NaN mean no value."""
+    one_for_all = isinstance(value, (bool, int, float)) or (
+        isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and value.ndim == 0
+    )
+    entries = [value] * size if one_for_all else as_list(value, what)
+    if len(entries) != size:
+        raise RewardError(f"reward function {what} has {len(entries)} values for {size} samples")
+    try:
+        return torch.tensor([math.nan if entry is None else float(entry) for entry in entries], dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise RewardError(f"reward function {what} holds something that is not a number") from error
+
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +305,7 @@ def check_inputs(
             raise ConfigError(f"reward function {name} takes no setting {setting!r}{hint}")
     if columns is None:
         return
-    own = forms.choose(form, function, signature).inputs
+    own = choose(form, function, signature).inputs
     known = [*INPUTS, *RESERVED, *FALLBACKS, *own, *columns, *settings]
     for parameter in signature.required:
         if parameter not in known:
@@ -131,7 +320,7 @@ def _unknown_input(name: str, parameter: str, known: Iterable[str]) -> str:
 
 
 def bind(
-    signature: Signature, name: str, batch: RewardBatch, given: Mapping[str, Any], form: Form = forms.NATIVE
+    signature: Signature, name: str, batch: RewardBatch, given: Mapping[str, Any], form: Form = NATIVE
 ) -> dict[str, Any]:
     """Keyword arguments for one call, the function's own copies. `form` may give inputs of its own.
 
@@ -188,7 +377,7 @@ def own(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
 
 class CallableSource:
     """A callable as a scorer of batches. `given`: fixed arguments such as label_map, passed when the signature asks.
-    form: the system whose functions are called like this one, see `forms.FORMS`; 'auto' goes by the signature.
+    form: the system whose functions are called like this one, see `FORMS`; 'auto' goes by the signature.
 
     lenient: what the function cannot score is invalid, see `score`.
 
@@ -210,7 +399,7 @@ class CallableSource:
         self.name = name or callable_name(function)
         self.function = self._made(function, device)
         self.signature = Signature(self.function, self.name)
-        self.form = forms.choose(form, self.function, self.signature)
+        self.form = choose(form, self.function, self.signature)
         self.given = dict(given or {})
         if self.form.told:
             log.info("reward function %s: %s; reward_form chooses another", self.name, self.form.told)

@@ -21,8 +21,7 @@ import torch
 from ...errors import ConfigError
 from ...runtime.masking import shown_url
 from ..batch import Call, PendingSource, RewardBatch, Scores, batch_from_media
-from .client import Exchange, Phase, RemoteClient, RequestFailed, check_url
-from .wire import BadReply
+from .client import BadReply, Exchange, Phase, RemoteClient, RequestFailed, check_url
 
 TEXT_QUESTION = (
     "You grade answers. Question:\n{prompt}\n\nReference answer:\n{reference}\n\nAnswer to grade:\n{response}\n\n"

@@ -28,7 +28,7 @@ from ...runtime.usercode.calls import describe_error, masked
 from ..batch import Call, RewardBatch, Scores, Source
 from ..imaging import MAX_PIXELS
 from ..local.callables import CallableSource
-from .wire import decode_request, encode_reply
+from .client import decode_request, encode_reply
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ...config.vl import RunConfig
 from ...errors import RolloutError
-from ...experience.rollouts import PromptFeatures
-from ...experience.sampling import Completion, SamplingSettings
+from ...experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ...models.loading import Checkpoint
 from ...runtime.deepspeed import TrainEngine
 from ...runtime.seeding import derive_seed
@@ -28,9 +27,8 @@ from .arguments import (
     runs_transformers,
 )
 from .first_token import FIRST_TOKEN_SCALE
-from .own_ranks import RanksWeights
 from .rules import sampling_rules
-from .tensor_parallel import PromptSharing
+from .workers import PromptSharing, RanksWeights
 
 
 class VLLMEngine:
@@ -68,7 +66,7 @@ class VLLMEngine:
         with importing():
             from vllm import LLM
 
-        from .shared_memory import use_private_name
+        from .workers import use_private_name
 
         s = self.settings
         on_cpu = get_accelerator().device_name() == "cpu"

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ...errors import CheckpointError
 from ..files import follow_umask
-from .adapted import is_adapted
+from .manifest import is_adapted
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import hashlib
+import importlib.util
 import inspect
 import logging
 import os
@@ -12,16 +15,81 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from numbers import Number
+from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
 
-from ...errors import RewardError, StoppedBySignal
+from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
 from ..masking import mask_text
-from .background import shared_loop
-from .failures import ScoringFailed
 from .surroundings import is_users, put_back
+
+log = logging.getLogger(__name__)
+
+
+class BackgroundLoop:
+    """Runs coroutines beside the caller; `submit` returns at once with a concurrent future."""
+
+    def __init__(self, name: str = "reward-loop") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """The loop, which goes on when a coroutine of a user's stops it, or a task of its own calls sys.exit."""
+        while not self._ended:
+            try:
+                self._loop.run_forever()
+            except BaseException as error:
+                log.warning("a task in the background ended by %s", type(error).__name__)
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
+        """Run a coroutine in the loop's thread; the future holds its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Wait for the coroutine's result; its exception is raised here."""
+        return self.submit(coroutine).result()
+
+    def close(self) -> None:
+        """Stop the loop and wait for its thread."""
+        self._ended = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+_shared: BackgroundLoop | None = None
+_lock = threading.Lock()
+
+
+def shared_loop() -> BackgroundLoop:
+    """The process-wide loop, started on first use."""
+    global _shared
+    with _lock:
+        if _shared is None:
+            _shared = BackgroundLoop()
+        return _shared
+
+
+@dataclass(frozen=True)
+class Failed:
+    """One sample that a scorer tried and could not score; `reason` is a few words without any payload.
+
+    A scorer may put it in its list of scores. It makes the sample invalid, where None only leaves the scorer out.
+    """
+
+    reason: str
+
+
+class ScoringFailed(Exception):
+    """A scorer gave no scores for a whole call; its samples become invalid, the run goes on."""
+
 
 log = logging.getLogger(__name__)
 SLOW_SECONDS = 30.0  # after this long, then after twice as long each time, a line says what is still running
@@ -313,3 +381,85 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
         with ending:
             done.set()
         signal.signal(signal.SIGTERM, before)
+
+
+MODULE_PREFIX = "_lightrft_reward_"  # of the modules that are made from files: no other process can import them
+
+
+class LoadedFunction:
+    """A callable that remembers the `path.py:name` it came from, so that a process of its own can load it again."""
+
+    def __init__(self, function: Callable[..., Any], spec: str) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.spec = function, spec
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def load_reward_fn(spec: str) -> LoadedFunction:
+    """The callable of `path.py:name`. Raises ConfigError for a missing file, a failing import, or a missing name."""
+    path_text, _, name = spec.rpartition(":")
+    if not path_text or not name.isidentifier():
+        raise ConfigError(f"reward function {spec!r}: write it as path.py:function")
+    namespace = vars(load_module(path_text))
+    if not callable(namespace.get(name)):
+        functions = [k for k, v in namespace.items() if inspect.isroutine(v) and not k.startswith("_")]
+        raise ConfigError(f"{path_text} has no function {name!r}{did_you_mean(name, functions)}")
+    return LoadedFunction(namespace[name], spec)
+
+
+def load_module(path_text: str, what: str = "reward file") -> Any:
+    """Import a Python file by path, under a name of its own, so that two `rewards.py` do not hide each other.
+
+    Modules beside the file can be imported, as when Python runs the file itself. Raises ConfigError that shows the
+    user's own line for whatever the file raises; `what` names the file there.
+    """
+    path = Path(path_text).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"{what} {path_text} does not exist")
+    if path.suffix != ".py":
+        raise ConfigError(f"{what} {path_text} is not a Python file (.py)")
+    module_name = f"{MODULE_PREFIX}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    specification = importlib.util.spec_from_file_location(module_name, path)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[module_name] = module  # dataclasses and pickling look the module up by name
+    try:
+        with put_back(f"{what} {path_text}", importing=True), _beside(path.parent):
+            specification.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # what the file raises, SystemExit and panics of extensions included
+        del sys.modules[module_name]
+        told = masked(describe_error(error)).removeprefix("raised ")
+        raise ConfigError(f"{what} {path_text} fails on import: {told}") from error
+    return module
+
+
+_homes: set[str] = set()  # folders of reward files loaded so far
+
+
+@contextlib.contextmanager
+def _beside(folder: Path) -> Iterator[None]:
+    """The folder first on the module path, and last afterwards, for imports inside functions."""
+    home = str(folder)
+    for name, module in list(sys.modules.items()):  # another reward file's helpers.py is not this one's
+        file = getattr(module, "__file__", None)
+        own = folder / f"{name}.py"
+        if file and str(Path(file).parent) in _homes - {home} and own.is_file() and Path(file) != own:
+            del sys.modules[name]
+    _homes.add(home)
+    sys.path.insert(0, home)
+    try:
+        yield
+    finally:
+        sys.path.remove(home)
+        if home not in sys.path:
+            sys.path.append(home)
+
+
+def callable_name(function: Callable[..., Any]) -> str:
+    """A short name for messages and metrics: the function's own, or its class's."""
+    while isinstance(function, (functools.partial, LoadedFunction)):
+        function = function.func if isinstance(function, functools.partial) else function.function
+    return function.__name__ if inspect.isroutine(function) or inspect.isclass(function) else type(function).__name__

@@ -28,9 +28,17 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, RewardError
-from .calls import RemoteCallable, describe_error, invoke, masked, source_line_now
-from .failures import Failed, ScoringFailed
-from .loading import LoadedFunction, load_reward_fn
+from .calls import (
+    Failed,
+    LoadedFunction,
+    RemoteCallable,
+    ScoringFailed,
+    describe_error,
+    invoke,
+    load_reward_fn,
+    masked,
+    source_line_now,
+)
 from .surroundings import FORKED
 
 START_SECONDS = 120.0  # importing the function's module does not count against a call

@@ -11,46 +11,45 @@ from typing import Any
 import torch
 
 from ...config import registry
-from ...config.choice import load_target
+from ...config.constraints import load_target
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout_noise, rollout_sampling
 from ...config.kinds import Task
 from ...config.shared import RewardConfig
 from ...data.bad_rows import list_bad_rows
-from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts
-from ...data.preference_pairs import PreferencePairs
+from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts, PreferencePairs
 from ...errors import ConfigError, did_you_mean
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ...models.diffusion.families.base import DiffusionFamily
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, named_family, pipeline_class
 from ...models.weight_copies import WeightCopy
 from ...observe.console import RunConsole
-from ...observe.contact_sheet import SHEET_IMAGES
+from ...observe.images import SHEET_IMAGES
 from ...rewards.batch import RewardBatch
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.probe import plausible_media, probed
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.diffusion_sampler import DiffusionSampler
 from ...runtime import collectives
-from ...runtime.checkpoint.fingerprint import check_model, fingerprint
+from ...runtime.checkpoint.manager import check_model, fingerprint
 from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
-from ...runtime.folder_lock import FolderLock
-from ...runtime.paths import cache_root
+from ...runtime.files import FolderLock, cache_root
 from ...runtime.phase_timer import PhaseTimer
 from ...runtime.start_up import log_stage
 from ..hooks import Hooks
 from ..loop import LoopSettings
-from ..run_parts import open_recorder, output_folder_held, refused_data_listed, start_strategy, synchronize
-from ..run_state import check_output
-from .evaluation import DiffusionEvaluation
-from .gold import DrawingGold
-from .graphs import RolloutGraphs
-from .maker import DiffusersEngine, DiffusionExperienceMaker, reward_batch
-from .pairs import PairExperience
-from .parts import DiffusionParts
-from .prompts import DrawingSource, PairSource
-from .stages import DiffusionSampling, ImageSettings, TrainedVelocity, drawing_batch
+from ..run_state import (
+    check_output,
+    open_recorder,
+    output_folder_held,
+    refused_data_listed,
+    start_strategy,
+    synchronize,
+)
+from .evaluation import DiffusionEvaluation, DrawingGold
+from .maker import DiffusersEngine, DiffusionExperienceMaker, PairExperience, TrainingReward, reward_batch
+from .parts import DiffusionParts, DrawingSource, PairSource
+from .stages import DiffusionSampling, ImageSettings, RolloutGraphs, TrainedVelocity, drawing_batch
 from .trainer import DiffusionTrainer, RewardFLTrainer
-from .training_reward import TrainingReward
 
 PROMPTS_GIB = 2  # of encoded prompts on disk
 

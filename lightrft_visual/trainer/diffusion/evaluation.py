@@ -2,24 +2,113 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ...data.drawing_prompts import DrawPrompts
 from ...data.validation import validation_shard_indices
-from ...observe.contact_sheet import SHEET_IMAGES
-from ...observe.guard.images import diversity, drift, groups_of, thumbnails
-from ...observe.rollouts import gather_all, records_from_media
+from ...observe.guard.divergence import (
+    PairedScores,
+    coverage,
+    diversity,
+    drift,
+    gathered,
+    groups_of,
+    image_statistics,
+    paired_scores_of,
+    thumbnails,
+)
+from ...observe.images import SHEET_IMAGES
+from ...observe.metrics import MetricsAccumulator
+from ...observe.recorder import Record, gather_all, records_from_media
+from ...rewards.batch import RewardOutput
 from ...rewards.engine import RewardComputationEngine
 from ...runtime import collectives
+from ..hooks import StepData
 from ..loop import Evaluated
-from .gold import DrawingGold
-from .maker import score_samples
-from .stages import DiffusionSampling, drawing_batch
-from .watching import paired_scores_at
+from .maker import Drawn, score_samples
+from .stages import DiffusionSampling, DrawingBatch, drawing_batch
 
 T = torch.Tensor
+
+
+@dataclass
+class DrawingGold:
+    """rewards: scores an image (or text) against its prompt. Of images whose kinds can be told apart also:
+
+    kinds: uint8 thumbnails (N, 3, S, S) to what each shows (N). references: prompts (N) to thumbnails (N, 3, S, S) of
+    one right image each, in fixed order.
+    """
+
+    rewards: RewardComputationEngine
+    kinds: Callable[[T], T] | None = None
+    references: Callable[[Sequence[str]], T] | None = None
+
+    def of_set(self, thumbs: T, prompts: Sequence[str]) -> dict[str, float]:
+        """`eval_diversity` and, with references, `eval_coverage` of thumbnails (N, 3, S, S); images of one prompt are a
+        group. A prompt that stands once has no pairs: `eval_diversity` is left out where all do."""
+        groups = groups_of(prompts)
+        varied = diversity(thumbs, groups, self.kinds(thumbs) if self.kinds is not None else None)
+        found = {"eval_diversity": varied} if varied == varied else {}
+        if self.references is not None:
+            found["eval_coverage"] = coverage(thumbs, groups, self.references(prompts), groups)
+        return found
+
+
+@dataclass
+class DrawingWatched:
+    """For `features.guard`. gold: the judge, if there is one."""
+
+    gold: DrawingGold | None
+
+    def add_statistics(self, step: StepData) -> None:
+        """Of the step's images; of pairs of a file there are none. A collective."""
+        if isinstance(step.rollouts, Drawn):
+            add_image_metrics(step.metrics, step.rollouts.requests, step.rollouts.media)
+
+    def gold_of(self, drawn: Drawn) -> RewardOutput:
+        """All its scores."""
+        return score_samples(self.gold.rewards, drawn.requests, drawn.media)
+
+    def add_gold(self, step: StepData, scores: RewardOutput, number: int) -> PairedScores:
+        """`gold`: the mean over the samples that could be scored. A collective."""
+        drawn = step.rollouts
+        step.metrics.add_mean("gold", scores.score, scores.valid)
+        return paired_scores_at(number, drawn.requests.group_ids, (drawn.scored.score, drawn.valid), scores)
+
+    def close(self) -> None:
+        """Release the judge's workers."""
+        if self.gold is not None:
+            self.gold.rewards.close()
+
+
+def records_of_drawn(drawn: Drawn) -> list[Record]:
+    """One record for each image or video of this rank, with its reward and components."""
+    batch, scored = drawn.requests, drawn.scored
+    records = records_from_media(
+        batch.prompts, list(drawn.media), scored.score, scored.components, valid=drawn.valid, group_ids=batch.group_ids
+    )
+    for record, sample_id in zip(records, batch.sample_ids.tolist()):
+        record["sample_id"] = sample_id
+    return records
+
+
+def add_image_metrics(metrics: MetricsAccumulator, requests: DrawingBatch, media: torch.Tensor) -> None:
+    """See `image_statistics`; of all ranks' media (B, 3, …) in 0..1. A collective."""
+    thumbs, groups = gathered(media, requests.group_ids, collectives.all_gather_object)
+    for name, value in image_statistics(thumbs, groups).items():
+        metrics.add(name, value)
+
+
+def paired_scores_at(step: int, prompts: T, reward: tuple[T, T], gold: RewardOutput) -> PairedScores:
+    """Reward (scores and which of them are valid) and gold of each of all ranks' prompts; samples (B) of one number in
+    `prompts` are taken together. A collective."""
+    scores, valid = reward
+    usable = valid.bool().cpu() & gold.valid.bool().cpu()
+    mine = list(zip(*(each.cpu()[usable].tolist() for each in (prompts, scores, gold.score))))
+    return paired_scores_of(step, (sample for part in collectives.all_gather_object(mine) for sample in part))
 
 
 @dataclass

@@ -11,18 +11,25 @@ import torch
 
 from ...algorithms.diffusion.advantages import gathered_group_advantages
 from ...algorithms.diffusion.denoising_batch import experience_of
-from ...algorithms.diffusion.diffusion_dpo import gathered_pairs
-from ...config.diffusion import DiffusionAlgorithmConfig
-from ...errors import ConfigError
-from ...experience.prompts import PromptBatch
+from ...algorithms.diffusion.diffusion_dpo import PAIR, gathered_pairs
+from ...algorithms.diffusion.reward_fl import DifferentiableScore
+from ...config import registry
+from ...config.diffusion import DiffusionAlgorithmConfig, DiffusionRunConfig
+from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts, PreferencePairs
+from ...data.prompt_sampling import distributed_k_repeat_indices
+from ...data.prompts import PromptRow
+from ...errors import ConfigError, RewardError
+from ...experience.diffusion_sampling import SamplingResult
+from ...experience.rollouts import PromptBatch
 from ...experience.types import ExperienceDiffusion
 from ...models.weight_copies import WeightCopy
 from ...rewards.batch import RewardBatch, RewardOutput, batch_from_media
+from ...rewards.differentiable import PixelReward, check_scores, load_differentiable, with_gradient
 from ...rewards.engine import RewardComputationEngine
+from ...runtime import collectives
 from ...runtime.phase_timer import PhaseTimer
 from ..hooks import Hooks, StepData
-from .graphs import Graphed, RolloutGraphs
-from .stages import DiffusionSampling, DrawingBatch, Sampled
+from .stages import DiffusionSampling, DrawingBatch, Graphed, RolloutGraphs, Sampled, drawing_batch
 
 T = torch.Tensor
 
@@ -235,3 +242,126 @@ def scored_experience(drawn: Sampled, requests: DrawingBatch, scored: RewardOutp
     experience.valid = scored.valid
     experience.info |= {"reward": scored.score, "reward_metrics": scored.components}
     return experience
+
+
+@dataclass(frozen=True)
+class TrainingReward:
+    """A differentiable reward as a function of (media, rows) to a `DifferentiableScore`; name: as the run gives it."""
+
+    name: str
+    function: PixelReward
+
+    @classmethod
+    def from_config(cls, config: DiffusionRunConfig) -> TrainingReward | None:
+        """Reward FL's; None for the other algorithms. ConfigError where a run on its own prompts names none."""
+        algorithm = config.algorithm
+        if algorithm.entry.trains_on != "reward":
+            return None
+        name = algorithm.differentiable_reward
+        prompts = config.data.prompt_data
+        if name is None and prompts in registry.drawing_tasks:
+            name = registry.drawing_tasks[prompts].training_reward
+        if name is None:
+            raise ConfigError(
+                f"{algorithm.entry.name} trains on the gradient of --differentiable_reward, and none is given. What "
+                "--reward_fn, reward.components.NAME=WEIGHT and the like name has no gradient and scores evaluations "
+                f"only. {with_gradient()}"
+            )
+        return cls(name, load_differentiable(name, algorithm.differentiable_kwargs))
+
+    def __call__(self, media: torch.Tensor, requests: DrawingBatch) -> DifferentiableScore:
+        metadata = [_with_first_frame(sample, images) for sample, images in zip(requests.metadata, requests.images)]
+        scores, valid = self.function(media, requests.prompts, metadata)
+        check_scores(scores, valid, len(requests), self.name)
+        return DifferentiableScore(scores, valid)
+
+    def check_prompts(self, prompts: DrawPrompts, most_invalid: float) -> None:
+        """Raise ConfigError where the reward says of more than this share of the prompts, or of all, that it could
+        score no image of them."""
+        knows = getattr(self.function, "knows", None)
+        if knows is None:
+            return
+        unknown = [own for own in prompts.rows if not knows(own.prompt, _with_first_frame(own.metadata, own.images))]
+        share = len(unknown) / len(prompts)
+        if share >= 1 or share > most_invalid:
+            raise ConfigError(
+                f"differentiable_reward {self.name} cannot score {len(unknown)} of {len(prompts)} prompts "
+                f"({_first(unknown)}): it needs {self.function.needs}. {with_gradient()}"
+            )
+
+    def check_gradient(self, sample: PromptRow, shape: tuple[int, ...], device: torch.device) -> None:
+        """Score noise of this shape (1, 3, H, W) or (1, 3, T, H, W) for a prompt. RewardError where the reward fails,
+        or its score has no gradient."""
+        media = torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+        try:
+            self(media, drawing_batch([sample], [0], first=0))
+        except RewardError as error:
+            raise RewardError(f"{error}\nit was given noise before any model is loaded. {with_gradient()}") from error
+
+
+def _first(samples: list[PromptRow]) -> str:
+    return f"the first is {ascii(samples[0].prompt)[:80]}"
+
+
+def _with_first_frame(metadata: dict[str, Any], images: list[Any]) -> dict[str, Any]:
+    """Metadata of a row, in which the first frame of image-to-video, or the image to edit, is `input_image`."""
+    return {FIRST_FRAME: images[0]} | metadata if images else metadata
+
+
+@dataclass
+class PairExperience:
+    """Draws pairs and makes experience of them. sampling: for prompts, sizes and the schedule of timesteps.
+
+    pairs_per_rank: of a step. rewards, engine: of evaluations.
+    """
+
+    pairs: PreferencePairs
+    sampling: DiffusionSampling
+    pairs_per_rank: int
+    rewards: RewardComputationEngine
+    engine: DiffusersEngine
+    timer: PhaseTimer
+
+    def generate(self, seed: int, step: int) -> list[ExperienceDiffusion]:
+        """This rank's pairs of one step, in micro-batches: finished latents (B, 1, …), advantages 1 of chosen and -1 of
+        rejected images, and as group the pair."""
+        with self.timer.phase("encode"):
+            return self._encoded(seed, step)
+
+    def score(self, encoded: list[ExperienceDiffusion]) -> list[ExperienceDiffusion]:
+        """Which image is the better one is known."""
+        return encoded
+
+    def make_experience(self, encoded: list[ExperienceDiffusion]) -> StepData:
+        """What `generate` made."""
+        return StepData(encoded)
+
+    def _encoded(self, seed: int, step: int) -> list[ExperienceDiffusion]:
+        drawn = distributed_k_repeat_indices(
+            dataset_length=len(self.pairs), batch_size=self.pairs_per_rank, repeats_per_prompt=1,
+            world_size=collectives.world_size(), rank=collectives.rank(), seed=seed,
+        ).local_indices  # fmt: skip
+        pairs = [self.pairs[index] for index in drawn]
+        requests = drawing_batch(pairs, drawn, first=collectives.rank() * self.pairs_per_rank)
+        self.sampling.remember(requests)
+        size = max(1, self.sampling.settings.micro_batch_size // PAIR)
+        parts = [slice(at, at + size) for at in range(0, len(requests), size)]
+        return [self._micro(requests.select(part), pairs[part], step) for part in parts]
+
+    @torch.no_grad()
+    def _micro(self, requests: DrawingBatch, pairs: list[PromptRow], step: int) -> ExperienceDiffusion:
+        settings, sampling = self.sampling.settings, self.sampling
+        images = [image for pair in pairs for image in pair.images]
+        latents = sampling.model.policy.encode_images(images, settings.height, settings.width)
+        timesteps, sigmas = sampling.sampler.schedule(sampling.model, sampling.latent_shape)
+        conditions = {name: each.repeat_interleave(PAIR, dim=0) for name, each in sampling.conditions(requests).items()}
+        sides = torch.arange(PAIR).repeat(len(requests))
+        experience = experience_of(
+            SamplingResult(latents, timesteps, sigmas),
+            conditions,
+            group_id=requests.sample_ids.repeat_interleave(PAIR),
+            sample_id=requests.sample_ids.repeat_interleave(PAIR) * PAIR + sides,
+            policy_version=step,
+        )
+        experience.advantages = 1.0 - 2.0 * sides
+        return experience

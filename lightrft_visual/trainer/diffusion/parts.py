@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,18 +11,55 @@ import torch
 from ...algorithms.diffusion import Loss
 from ...config.diffusion import DiffusionRunConfig
 from ...config.registry import DiffusionAlgorithm
+from ...data.drawing_prompts import DrawPrompts
 from ...models.diffusion.policy import DiffusionPolicy
 from ...models.weight_copies import WeightCopy
-from ...observe.rollouts import Record
+from ...observe.recorder import Record
+from ...runtime import collectives
 from ...runtime.deepspeed import TrainEngine
+from ...runtime.seeding import derive_seed
 from ..hooks import Hooks
 from ..loop import LoopSettings
-from .evaluation import DiffusionEvaluation
-from .maker import DiffusionExperienceMaker, Drawn
-from .pairs import PairExperience
-from .prompts import DrawingSource
-from .training_reward import TrainingReward
-from .watching import DrawingWatched, records_of_drawn
+from .evaluation import DiffusionEvaluation, DrawingWatched, records_of_drawn
+from .maker import DiffusersEngine, DiffusionExperienceMaker, Drawn, PairExperience, TrainingReward
+from .stages import DrawingBatch, k_repeat_prompts
+
+
+class DrawingSource:
+    """Hands out this rank's rows of each step. What a step has depends on the run's seed and the step alone.
+
+    ahead: steps that the engine may begin on before they are asked for.
+    """
+
+    def __init__(self, config: DiffusionRunConfig, dataset: DrawPrompts, engine: DiffusersEngine | None = None) -> None:
+        self.config, self.dataset, self.engine = config, dataset, engine
+        self.ahead = config.asynchronous.ahead if engine is not None else 0
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether rollouts may be of earlier policies."""
+        return self.ahead > 0
+
+    def next(self, step: int, total_steps: int) -> DrawingBatch:
+        """The rows of step number `step`, from 0 on."""
+        requests = self._requests(step)
+        for later in range(step, min(step + self.ahead + 1, total_steps)) if self.ahead else ():
+            self.engine.announce(later, partial(self._requests, later))
+        return requests
+
+    def _requests(self, step: int) -> DrawingBatch:
+        sampling = self.config.sampling
+        seed = derive_seed(self.config.train.seed, "k_repeat", step)
+        per_rank = sampling.rollout_batch_size * sampling.n_samples_per_prompt // collectives.world_size()
+        return k_repeat_prompts(self.dataset, per_rank, sampling.n_samples_per_prompt, seed)
+
+
+class PairSource(DrawingSource):
+    """Of pairs of a file: what names a step's pairs is a seed."""
+
+    def next(self, step: int, total_steps: int) -> int:
+        """The seed of step number `step`."""
+        return derive_seed(self.config.train.seed, "k_repeat", step)
 
 
 @dataclass

@@ -21,10 +21,9 @@ from ...runtime.seeding import derive_seed
 from ...runtime.start_up import log_stage
 from ..hooks import StepData
 from ..loop import Evaluated, PolicyTrainer
-from .graphs import Graphed, worth_using
 from .maker import Drawn, joined
 from .parts import DiffusionParts
-from .stages import update_batches
+from .stages import Graphed, update_batches, worth_using
 from .updates import ReplayUpdate, RewardUpdate, Scored, without_zero_advantages
 
 

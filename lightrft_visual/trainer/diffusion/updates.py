@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from ...algorithms.aggregation import LossOutputs
 from ...algorithms.diffusion import Loss
 from ...algorithms.diffusion.context import LossContext
 from ...algorithms.diffusion.denoising_batch import (
@@ -24,6 +23,7 @@ from ...algorithms.diffusion.denoising_batch import (
 )
 from ...algorithms.diffusion.preference import couplings
 from ...algorithms.diffusion.reward_fl import DifferentiableScore
+from ...algorithms.loss_terms import LossOutputs
 from ...config.registry import DiffusionAlgorithm
 from ...experience.batch_plan import MicroBatch
 from ...experience.buffer import NaiveReplayBuffer
@@ -32,8 +32,7 @@ from ...observe.metrics import MetricsAccumulator
 from ...rollout.diffusion_sampler import sample_generators
 from ...runtime import collectives
 from ...runtime.deepspeed import StepResult, TrainEngine
-from .graphs import Graphed
-from .stages import DiffusionSampling, DrawingBatch
+from .stages import DiffusionSampling, DrawingBatch, Graphed
 
 T = torch.Tensor
 _NAMES = {"clip_fraction": "clip_frac"}

@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...algorithms.dynamic_sampling import DynamicSampling
-from ...experience.prompts import PromptBatch
-from ...experience.rollouts import Rollout, Rollouts
-from ...experience.sampling import SamplingSettings
+from ...experience.rollouts import PromptBatch, Rollout, Rollouts, SamplingSettings
 from ...observe.metrics import COUNTED, SPENT
 from ..vl.maker import ExperienceMaker
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from ...experience.model_inputs import ModelInputs
-from ...experience.rollouts import Rollout, collate
-from ...experience.sampling import ScoringRule
+from ...experience.rollouts import Rollout, ScoringRule, collate
+from ...experience.types import ModelInputs
 from ...models.vlm.actor import ActorOutput
 from ...models.vlm.masked_images import beside_hidden, halves
 from ...observe.metrics import MetricsAccumulator

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...experience.rollouts import release_media
-from ...observe.rollouts import Record, gather_records, own_choice
+from ...observe.recorder import Record, gather_records, own_choice
 from ...runtime.host_memory import give_back_freed_memory
 from ..hooks import HookContext, StepData, StepHook
 

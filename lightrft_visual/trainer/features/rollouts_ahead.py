@@ -6,8 +6,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...experience.prompts import PromptBatch
-from ..vl.prompts import PromptSource
+import torch
+
+from ...experience.rollouts import PromptBatch
+from ...observe.metrics import MetricsAccumulator
+from ..hooks import HookContext, StepData, StepHook
+from ..vl.parts import PromptSource
+
+T = torch.Tensor
 
 
 class RolloutsAhead:
@@ -46,3 +52,56 @@ class RolloutsAhead:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
         self.source.load_state_dict(state)
+
+
+class StalenessHook(StepHook):
+    """Makes responses with tokens of a policy more than `most` versions old invalid; reports the age of all tokens.
+
+    engine: whose `measured()` tells how long trainer and engines waited for each other.
+    """
+
+    def __init__(self, most: int, engine: Any) -> None:
+        self.most, self.engine, self.dropped = most, engine, 0.0
+
+    def setup(self, context: HookContext) -> None:
+        """The present policy's version is the number of finished steps."""
+        self.version = context.step
+
+    def on_scores(self, rollouts: Any) -> Any:
+        """What is too old teaches nothing, and is in no statistics."""
+        too_old = self.version() - rollouts.versions > self.most
+        rollouts.leave_out(too_old)
+        self.dropped = too_old.float().mean().item()
+        return rollouts
+
+    def on_experience(self, step: StepData) -> StepData:
+        """`staleness_mean` and its relatives, see `add_ages`."""
+        for each in step.batches:
+            if not hasattr(each, "token_versions"):  # drawn as a whole
+                ages = self.version() - each.policy_version
+                add_ages(step.metrics, ages, torch.ones_like(ages, dtype=torch.bool), self.most)
+            elif each.token_versions is not None:
+                add_ages(step.metrics, self.version() - each.token_versions, each.action_mask, self.most)
+        return step
+
+    def metrics(self) -> Mapping[str, float]:
+        """The share that was dropped, and what the engine measured."""
+        return {"dropped_stale_share": self.dropped} | dict(self.engine.measured())
+
+
+def add_ages(metrics: MetricsAccumulator, ages: T, mask: T, most: int) -> None:
+    """`staleness_mean`, `staleness_max`, and `staleness_0` to `staleness_<most>`, the share of each age under the mask;
+    the last one holds those that are older too. ages: versions between the policy that drew and the present one."""
+    ages = ages.clamp(min=0)
+    metrics.add_mean("staleness_mean", ages.float(), mask)
+    if mask.any():
+        metrics.add_max("staleness_max", float(ages[mask].max()))
+    for age in range(most + 1):
+        of_age = ages == age if age < most else ages >= age
+        metrics.add_mean(f"staleness_{age}", of_age.float(), mask)
+
+
+def build(parts: Any) -> StalenessHook | None:
+    """For `max_staleness`."""
+    most = parts.config.asynchronous.max_staleness
+    return StalenessHook(most, parts.maker.engine) if most else None

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...algorithms.dynamic_sampling import balanced
-from ...experience.buffer import NaiveReplayBuffer
-from ...experience.buffer_state import items_from_state, items_to_state
+from ...experience.buffer import NaiveReplayBuffer, items_from_state, items_to_state
 from ...experience.items import AnyItem, part_of
 from ...runtime import collectives
 from ...runtime.seeding import derive_seed

@@ -11,20 +11,19 @@ from typing import Any
 
 import torch
 
-from ...algorithms.aggregation import PartSettings
 from ...algorithms.kl import get_kl_controller
+from ...algorithms.loss_terms import PartSettings
 from ...config import registry
 from ...config.shared import RewardConfig
 from ...config.vl import RunConfig, mixing_probabilities
 from ...data.bad_rows import list_bad_rows
-from ...data.evaluation_rows import EvaluationRows
+from ...data.drawing_prompts import EvaluationRows
 from ...data.prompts import PromptDataset, PromptSampler, RowChecks
 from ...data.supply import PromptSupply
 from ...errors import ConfigError
-from ...experience.sampling import SamplingSettings
+from ...experience.rollouts import SamplingSettings
 from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint
-from ...models.vlm.actor import Actor
-from ...models.vlm.critic import Critic
+from ...models.vlm.actor import Actor, Critic
 from ...models.vlm.families import VLMFamily, family_of
 from ...observe.console import RunConsole
 from ...rewards.engine import RewardComputationEngine
@@ -35,9 +34,9 @@ from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate
 from ...rollout.weight_sync import adapter_weights, named_weights
 from ...runtime import collectives
-from ...runtime.checkpoint.fingerprint import check_model, fingerprint
+from ...runtime.checkpoint.manager import check_model, fingerprint
 from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
-from ...runtime.folder_lock import FolderLock
+from ...runtime.files import FolderLock
 from ...runtime.offload import OffloadedModule
 from ...runtime.phase_timer import PhaseTimer
 from ...runtime.sequence import own_scores
@@ -46,14 +45,18 @@ from ..features.dynamic_sampling import ResamplingMaker
 from ..features.rollouts_ahead import RolloutsAhead
 from ..hooks import Hooks
 from ..loop import LoopSettings
-from ..run_parts import open_recorder, output_folder_held, refused_data_listed, start_strategy, synchronize
-from ..run_state import check_output
-from .checks import check_abilities
+from ..run_state import (
+    check_output,
+    open_recorder,
+    output_folder_held,
+    refused_data_listed,
+    start_strategy,
+    synchronize,
+)
 from .evaluation import Evaluation
 from .maker import ExperienceMaker, MakerSettings, build_maker
-from .parts import VLParts, answered, prompt_batch
-from .prompts import PromptSource
-from .updates import parts_of_loss
+from .parts import PromptSource, VLParts, answered, prompt_batch
+from .updates import check_abilities, parts_of_loss
 
 logger = logging.getLogger(__name__)
 

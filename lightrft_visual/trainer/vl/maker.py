@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -10,22 +10,166 @@ from typing import Any
 import torch
 
 from ...algorithms.advantages import AdvantageCalculator, assign_advantages, get_advantage_calculator
-from ...config.vl import AlgorithmConfig
+from ...algorithms.kl import compute_approx_kl
+from ...config.vl import AlgorithmConfig, RolloutConfig
 from ...errors import ConfigError
-from ...experience.prompts import PromptBatch
-from ...experience.rollouts import Rollouts, add_rewards, collate, samples_of
-from ...experience.samples import Samples, SamplesVL
-from ...experience.sampling import SamplingSettings
-from ...experience.types import Experience, ExperienceVL
-from ...rewards.engine import RewardComputationEngine
-from ...rollout.engine import RolloutEngine
+from ...experience.rollouts import (
+    PromptBatch,
+    Rollouts,
+    SamplingSettings,
+    ScoringRule,
+    add_rewards,
+    collate,
+    samples_of,
+)
+from ...experience.types import Experience, ExperienceVL, ModelInputs, Samples, SamplesVL
+from ...observe.metrics import MetricsAccumulator
+from ...rewards.engine import EarlyScores, RewardComputationEngine
+from ...rollout.engine import RolloutEngine, RolloutStage
 from ...rollout.multimodal import MultimodalDataProcessor
-from ...rollout.stage import RolloutStage
+from ...rollout.parity import ParityGate, RolloutCheck
+from ...runtime.offload import OffloadedModule
 from ...runtime.phase_timer import PhaseTimer
 from ..hooks import Hooks, StepData
-from .stages import ForwardStage, RewardStage
+from .updates import comparable
 
 T = torch.Tensor
+
+
+@dataclass
+class RewardStage:
+    """Scores rollouts; each takes its reward, validity and components with it. chunk: samples of a remote request."""
+
+    rewards: RewardComputationEngine
+    chunk: int
+
+    def begin(self, prompts: PromptBatch, n: int) -> EarlyScores | None:
+        """Remote scorers at work on n samples a prompt that are still to be generated; None without any."""
+        return self.rewards.begin([label for label in prompts.labels for _ in range(n)], self.chunk)
+
+    def run(self, rollouts: Rollouts) -> None:
+        """Waits for what `begin` has started. Raises as `RewardComputationEngine.compute_rewards`."""
+        output = self.rewards.score_rollouts(rollouts, self.chunk, early=rollouts.pending)
+        scores, valid = output.score.tolist(), output.valid.tolist()
+        components = {name: values.tolist() for name, values in output.components.items()}
+        weights = {name: values.tolist() for name, values in output.weights.items()}
+        for index, rollout in enumerate(rollouts):
+            rollout.reward, rollout.valid = scores[index], valid[index]
+            rollout.components = {name: values[index] for name, values in components.items()}
+            rollout.weights = {name: values[index] for name, values in weights.items()}
+        rollouts.settle(output.counts)
+
+
+@dataclass
+class ForwardStage:
+    """Scores micro-batches with each model in turn, so that each is on the accelerator once a step.
+
+    Micro-batches lie on the host; one at a time goes to `device`, and what comes out goes back to the host.
+    actor(inputs, rule) returns log_probs and entropy (None: the training forward will give them);
+    reference(inputs, rule) the reference's log_probs (None: no KL); critic(inputs) values (None without one).
+    others: (inputs, rule) to what goes into a field of the experience, by its name. All are (B, A).
+    """
+
+    actor: Callable[..., Any] | None
+    reference: Callable[..., T] | None
+    critic: Callable[..., T] | None
+    device: torch.device
+    kl_estimator: str = "k1"
+    others: Mapping[str, Callable[..., T]] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def run(self, batches: Sequence[Experience | ExperienceVL], rule: ScoringRule) -> None:
+        """Fill action_log_probs, action_entropy, base_action_log_probs, values, kl and the fields of `others` of padded
+        micro-batches."""
+        inputs = [ModelInputs.of(each) for each in batches]
+        if self.actor is not None:
+            for experience, each in zip(batches, inputs):
+                output = self.actor(each.to(self.device), rule)
+                experience.action_log_probs = output.log_probs.cpu()
+                experience.action_entropy = output.entropy.cpu()
+        if self.reference is not None:
+            with self.reference if isinstance(self.reference, OffloadedModule) else nullcontext():
+                for experience, each in zip(batches, inputs):
+                    experience.base_action_log_probs = self.reference(each.to(self.device), rule).cpu()
+        for name, score in self.others.items():
+            for experience, each in zip(batches, inputs):
+                setattr(experience, name, score(each.to(self.device), rule).cpu())
+        if self.critic is not None:
+            for experience, each in zip(batches, inputs):
+                experience.values = self.critic(each.to(self.device)).cpu()
+        for experience in batches:
+            add_kl(experience, self.kl_estimator)
+
+
+def add_kl(experience: Experience | ExperienceVL, estimator: str) -> None:
+    """Fill `kl` (B, A) and info['kl'] (B), the mean over a response's tokens; zero without a reference model."""
+    mask = experience.action_mask
+    if experience.base_action_log_probs is None:
+        experience.kl = torch.zeros(mask.shape)
+    else:
+        kl = compute_approx_kl(experience.action_log_probs, experience.base_action_log_probs, estimator)
+        experience.kl = kl.masked_fill(~mask, 0.0)
+    experience.info["kl"] = experience.kl.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+
+
+PROBE_PROMPTS = 4  # that engine and trainer both score when the gate looks
+
+
+class Agreement:
+    """The parity gate over a run. figure: its latest, which is what `parity` reports.
+
+    gate: None measures nothing by probes. ahead: rollouts may be of earlier policies, whose tokens cannot be compared.
+    """
+
+    def __init__(self, gate: ParityGate | None, settings: RolloutConfig, ahead: bool) -> None:
+        self.gate, self.settings, self.ahead = gate, settings, ahead
+        self.probe: PromptBatch | None = None
+        self.difference = 0.0
+        self._synced = False  # whether the engine was given trained weights, after those of the start
+
+    def follow(self, batch: PromptBatch) -> None:
+        """Probes are made with prompts just used: theirs are the caches that could be stale."""
+        count = min(PROBE_PROMPTS, len(batch)) if self.gate is not None else 0
+        self.probe = batch.select(list(range(count))) if count else None
+
+    def probe_now(self) -> None:
+        """Sample and score the probe. Raises RolloutError with the likely cause. A collective."""
+        if self.gate is not None and self.probe is not None:
+            self.difference = self.gate.check(self.probe, self.settings.temperature)
+
+    def after_sync(self, step: int, evaluated: bool, full_distribution: bool) -> None:
+        """A probe where no rollout follows that would show a difference, and every `parity_every` steps."""
+        unseen = not full_distribution or (self.ahead and not self._synced)
+        self._synced = True
+        every = self.settings.parity_every
+        if evaluated or unseen or (every and step % every == 0):
+            self.probe_now()
+
+    def check_reference(self, reference: Callable | None) -> None:
+        """Before the first step the reference is the policy."""
+        if self.gate is not None and self.probe is not None and reference is not None:
+            self.gate.check_reference(reference, self.probe, self.settings.temperature)
+
+    def of_rollouts(self) -> RolloutCheck:
+        """To be fed with a step's scores, settled, and reported."""
+        return RolloutCheck(self.gate, self.probe, self.settings.temperature)
+
+    def check(self, batches: Sequence[Experience], version: int, metrics: MetricsAccumulator) -> None:
+        """Compare a step's batches, whose policy was scored already, and report it. A collective."""
+        check = self.of_rollouts()
+        for each in batches:
+            check.add(each.action_log_probs, each.rollout_log_probs, comparable(each, each.action_mask, version))
+        check.settle()
+        self.report(check, metrics)
+
+    def report(self, check: RolloutCheck, metrics: MetricsAccumulator) -> None:
+        """parity: the latest figure, of these rollouts or, where they cannot be compared, of the last probe. Ahead of
+        the trainer only tokens of the present weights can be; without any no difference is told."""
+        if check.compared and check.gate is not None:
+            self.difference = check.difference
+        if check.compared or not self.ahead:
+            metrics.add_max("rollout_logp_diff_max", check.largest)
+        metrics.add_max("parity", self.difference)
 
 
 @dataclass

@@ -2,29 +2,152 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ...algorithms.aggregation import PartSettings
+from ...algorithms.loss_terms import PartSettings
 from ...config.vl import DataConfig, RunConfig
-from ...data.prompts import PromptDataset, caption_of, is_remote_row, render_prompt
-from ...experience.prompts import PromptBatch
-from ...experience.rollouts import PromptFeatures, Rollout
+from ...data.bad_rows import BadRow
+from ...data.prompts import PromptDataset, PromptRow, caption_of, is_remote_row, render_prompt
+from ...data.supply import PromptSupply
+from ...experience.rollouts import PromptBatch, PromptFeatures, Rollout
 from ...models.loading import Checkpoint
-from ...observe.rollouts import Record, records_from_rollouts
+from ...observe.recorder import Record, records_from_rollouts
 from ...rewards.batch import RewardBatch, batch_from_rollouts
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.probe import plausible_image
 from ...rollout.parity import ParityGate
+from ...runtime import collectives
 from ...runtime.deepspeed import DeepspeedStrategy, TrainEngine
 from ..hooks import Hooks
 from ..loop import LoopSettings
-from .evaluation import Evaluation
-from .judging import VLWatched
+from .evaluation import Evaluation, VLWatched
 from .maker import ExperienceMaker
-from .prompts import PromptSource
+
+T = torch.Tensor
+
+
+Loading = list[Future[PromptRow | BadRow]]
+
+
+class _Begun(NamedTuple):
+    """A batch on its way. samples: whose loading it waits for, in order; batch: None where a row turned out bad."""
+
+    samples: Loading
+    ids: T
+    batch: Future[PromptBatch | None]
+
+    def holds(self, samples: list[PromptRow], ids: T) -> bool:
+        """Whether it is made of these very rows."""
+        same = len(samples) == len(self.samples) and torch.equal(ids, self.ids)
+        return same and all(own.done() and own.result() is sample for own, sample in zip(self.samples, samples))
+
+
+class PromptSource:
+    """Hands out this rank's batches of prompts, numbered over the run; the next one may be prepared ahead.
+
+    What comes out is the same with and without preparing, errors included, which are raised where their batch is taken.
+    The sampler moves only when a batch is taken, so a run that is resumed starts with the batch that was not.
+
+    Args:
+        supply: decoded rows in the sampler's order.
+        make: (rows, ids) to the batch of loaded rows.
+        features: what engines and trainer read of a batch.
+        keeps_ready: prepare another batch as soon as one is taken, for makers that may ask for more than one a step.
+    """
+
+    runs_ahead = False
+
+    def __init__(
+        self,
+        supply: PromptSupply,
+        make: Callable[[list[PromptRow], T], PromptBatch],
+        features: Callable[[PromptBatch], list[PromptFeatures]],
+        keeps_ready: bool = False,
+    ) -> None:
+        self.supply, self.make, self.features, self.keeps_ready = supply, make, features, keeps_ready
+        self.rounds = 0  # batches taken so far
+        self._step = 0
+        # One thread: processors are not made for several. It leaves the cores of parallel operations to the step.
+        self._thread = ThreadPoolExecutor(1, "prompts", _keep_operations_in_this_thread)
+        self._begun: _Begun | None = None
+
+    def next(self, step: int, left: int = 1) -> PromptBatch:
+        """This rank's next batch. A collective.
+
+        Args:
+            step: finished steps, for the list of bad rows.
+            left: steps of the run, this one included.
+
+        Raises:
+            DataError: as `PromptSupply.next_rows`, and for prompts that cannot be used.
+        """
+        ids, self._step = self._next_ids(), step
+        begun, self._begun = self._begun, None
+        samples = self.supply.next_rows(step + 1)
+        batch = begun.batch.result() if begun is not None and begun.holds(samples, ids) else self.make(samples, ids)
+        self.rounds += 1
+        if self.keeps_ready:
+            self.prepare_next()
+        return batch
+
+    def next_again(self) -> PromptBatch:
+        """A further batch of the step that took the last one. A collective."""
+        return self.next(self._step)
+
+    def prepare_next(self) -> None:
+        """Start on the next batch, unless it was started; no collective."""
+        if self._begun is None:
+            samples, ids = self.supply.look_ahead(), self._next_ids()
+            self._begun = _Begun(samples, ids, self._thread.submit(self._prepare, samples, ids))
+
+    def first(self, count: int, step: int) -> PromptBatch:
+        """Some usable prompts for a probe, alike on all ranks, with numbers below 0; the order stays as it is. A
+        collective."""
+        samples = self.supply.first_rows(max(1, count), step)
+        return self.make(samples, torch.arange(-len(samples), 0))
+
+    def policy_is_new(self, version: int) -> None:
+        """The engine has other weights from here on; a batch is drawn when it is asked for, so nothing hangs on it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the order stands."""
+        return {"sampler": self.supply.sampler.state_dict(), "rounds": self.rounds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`'s."""
+        self.supply.sampler.load_state_dict(state["sampler"])
+        self.rounds = int(state["rounds"])
+
+    def _next_ids(self) -> T:
+        """The numbers of this rank's prompts in the next batch."""
+        count = self.supply.sampler.batch_size
+        return (torch.arange(count) + self.rounds * count)[collectives.rank() :: collectives.world_size()]
+
+    def _prepare(self, loading: Loading, ids: T) -> PromptBatch | None:
+        samples = [each.result() for each in loading]
+        if any(isinstance(sample, BadRow) for sample in samples):
+            return None
+        batch = self.make(samples, ids)
+        batch.prepared = self.features(batch)
+        return batch
+
+
+def _keep_operations_in_this_thread() -> None:
+    """From here on parallel operations that this thread calls run in it alone; those of other threads as before.
+
+    Else OpenMP starts a second team, and with more threads than cores every operation of the first one gets slower.
+    torch.set_num_threads cannot do it: it also sets MKL's threads, for all of the process.
+    """
+    torch.get_num_threads()  # at its first use in a thread PyTorch sets the number itself
+    set_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+    if set_threads is not None:
+        set_threads(1)
 
 
 @dataclass

@@ -21,11 +21,10 @@ from ...runtime.seeding import derive_seed
 from ...runtime.start_up import log_stage
 from ..hooks import StepData
 from ..loop import Evaluated, PolicyTrainer
-from .agreement import PROBE_PROMPTS, Agreement
 from .build import build_parts, engine_weights
-from .metrics import add_rollout_metrics, kl_per_token
+from .maker import PROBE_PROMPTS, Agreement
 from .parts import VLParts
-from .updates import PolicyUpdate, TrainBatch, ValueUpdate, has_dropout, plan_batch
+from .updates import PolicyUpdate, TrainBatch, ValueUpdate, add_rollout_metrics, has_dropout, kl_per_token, plan_batch
 
 
 class VLTrainer(PolicyTrainer):

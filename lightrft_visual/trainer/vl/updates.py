@@ -9,8 +9,7 @@ from typing import Self
 import torch
 import torch.nn as nn
 
-from ...algorithms.aggregation import PartSettings
-from ...algorithms.loss_terms import forward_with, terms_of
+from ...algorithms.loss_terms import PartSettings, forward_with, terms_of
 from ...algorithms.policy_losses import (
     LossDenominators,
     LossInputs,
@@ -20,12 +19,15 @@ from ...algorithms.policy_losses import (
     policy_loss,
     value_loss,
 )
+from ...config import registry
 from ...config.vl import AlgorithmConfig, RunConfig
+from ...errors import ConfigError
 from ...experience.batch_plan import MicroBatch
 from ...experience.buffer import NaiveReplayBuffer
 from ...experience.items import unpack_actions
-from ...experience.model_inputs import ModelInputs
-from ...experience.sampling import ScoringRule
+from ...experience.rollouts import ScoringRule
+from ...experience.types import Experience, ModelInputs
+from ...models.loading import Checkpoint
 from ...models.vlm.actor import ActorOutput
 from ...observe.metrics import MetricsAccumulator
 from ...rollout.parity import RolloutCheck
@@ -336,3 +338,114 @@ def comparable(experience, mask: T, version: int | None = None) -> T:
     if distorted is not None:
         mask = mask & ~distorted.bool().to(mask.device).unsqueeze(1)
     return mask if versions is None or version is None else mask & (versions == version).to(mask.device)
+
+
+def check_abilities(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError for settings that this model cannot follow, or that would do nothing with it."""
+    if config.train.packing_samples:
+        checkpoint.family.require_packing()
+    if config.algorithm.papo_coef > 0 and checkpoint.processor is None:
+        raise ConfigError("papo_coef hides parts of images: this model reads text only")
+    if config.rollout.noisy_rollout_share > 0 and checkpoint.processor is None:
+        raise ConfigError("noisy_rollout_share adds noise to images: this model reads text only")
+    _check_kinds(config, checkpoint)
+    _check_heads(config, checkpoint)
+
+
+def _check_kinds(config: RunConfig, checkpoint: Checkpoint) -> None:
+    if checkpoint.family.draws:
+        return
+    if config.train.homogeneous_batches:
+        raise ConfigError("homogeneous_batches parts answers from drawings: this model writes text only; leave it out")
+    if config.algorithm.drawing_entropy_coef is not None:
+        raise ConfigError("drawing_entropy_coef is of the tokens of images: this model writes text only; leave it out")
+
+
+def _check_heads(config: RunConfig, checkpoint: Checkpoint) -> None:
+    heads, sequence = checkpoint.config.get_text_config().num_attention_heads, config.distributed.sp_size
+    for name, size in (("engine_tp_size", config.rollout.engine_tp_size), ("sp_size", sequence)):
+        if heads % size:
+            raise ConfigError(f"{name} {size} does not divide the model's {heads} attention heads")
+    refused = checkpoint.family.sharing_refused(config.model.attn_implementation)
+    if sequence > 1 and refused:
+        raise ConfigError(f"sp_size {sequence} divides packed rows over ranks: {refused}; leave it at 1")
+
+
+def _entropy(experience: Experience):
+    """None where it comes with the training forward."""
+    return None if experience.action_entropy is None else (experience.action_entropy, experience.action_mask)
+
+
+def _teacher_kl(experience: Experience):
+    """None without a teacher."""
+    if experience.teacher_log_probs is None:
+        return None
+    return experience.action_log_probs - experience.teacher_log_probs, experience.action_mask
+
+
+# name -> what it is, and its values of one micro-batch; a plugin's stand beside them in the registry.
+for _name, _about, _read in (
+    ("reward_invalid_share", "share of samples without a usable reward", lambda e: (~e.valid.bool()).float()),
+    ("response_length", "tokens of a response", lambda e: e.info["response_length"]),
+    ("truncated_share", "share of responses cut at generate_max_len", lambda e: e.info["truncated"]),
+    ("kl", "KL to the reference, per token", lambda e: (e.kl, e.action_mask)),
+    ("entropy", "of the token distribution, nats", _entropy),
+    ("teacher_kl", "KL(policy || teacher) per sampled token", _teacher_kl),
+    ("advantage_abs", "size of the advantages", lambda e: (e.advantages.abs(), e.action_mask)),
+    ("comparable", "share of samples in groups of two valid ones or more", lambda e: e.info.get("comparable")),
+    ("shaped_reward", "reward after penalty, norm and clip", lambda e: e.info.get("shaped_reward")),
+    ("advantage_clip_frac", "share of advantages beyond advantage_clip", lambda e: e.info.get("advantage_clip_frac")),
+    ("overlong_penalty", "for length", lambda e: e.info.get("overlong_penalty")),
+    ("reward_clipped", "share of rewards beyond reward_clip", lambda e: e.info.get("reward_clipped")),
+):
+    registry.rollout_metrics.register(_name, _about)(_read)
+
+
+def add_rollout_metrics(
+    metrics: MetricsAccumulator, experiences: Sequence[Experience], parts: Sequence[str] = ("",)
+) -> None:
+    """Rewards, tokens, and every rollout metric of the registry, of this rank's micro-batches (B, A).
+
+    parts: names of the parts of the loss; where there are several, some metrics are also of each.
+    """
+    for each in experiences:
+        metrics.add_moments("reward", each.info["reward"][each.valid.bool()])
+        if len(parts) > 1:
+            _add_parts(metrics, each, parts)
+        metrics.add_total("tokens", each.info["total_length"].sum())
+        for entry in registry.rollout_metrics:
+            values = entry.load()(each)
+            if values is not None:
+                metrics.add_mean(entry.name, *(values if isinstance(values, tuple) else (values,)))
+        for name, values in each.info["reward_metrics"].items():
+            metrics.add_mean(f"reward/{name}", values, ~values.isnan())
+    _add_groups(metrics, experiences)
+
+
+def _add_parts(metrics: MetricsAccumulator, experience: Experience, parts: Sequence[str]) -> None:
+    """The reward, and the entropy where it is known, of each part by itself."""
+    for number, name in enumerate(parts):
+        own = experience.info["loss_part"] == number
+        if own.any():
+            metrics.add_moments(f"reward_{name}", experience.info["reward"][experience.valid.bool() & own])
+            if experience.action_entropy is not None:
+                mask = experience.action_mask & own.unsqueeze(1)
+                metrics.add_mean(f"entropy_{name}", experience.action_entropy, mask)
+
+
+def _add_groups(metrics: MetricsAccumulator, experiences: Sequence[Experience]) -> None:
+    """Share of groups whose valid rewards are all equal: they teach nothing."""
+    rewards = torch.cat([each.info["reward"] for each in experiences])
+    groups = torch.cat([each.group_id for each in experiences])
+    valid = torch.cat([each.valid.bool() for each in experiences])
+    for group in groups.unique():
+        own = rewards[(groups == group) & valid]
+        metrics.add("zero_std_ratio", float(len(own) < 2 or bool(own.max() == own.min())))
+
+
+def kl_per_token(experiences: Sequence[Experience]) -> tuple[float, int]:
+    """(mean KL to the reference over all response tokens, number of samples) of all ranks. A collective."""
+    parts = [torch.stack([each.kl.double().sum(), each.action_mask.double().sum()]) for each in experiences]
+    samples = torch.tensor([float(sum(len(each.kl) for each in experiences))], dtype=torch.float64)
+    total, tokens, count = collectives.all_reduce_sum(torch.cat([torch.stack(parts).sum(dim=0), samples])).tolist()
+    return total / max(tokens, 1.0), int(count)

@@ -20,7 +20,7 @@ from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO, gaussian_kl
 from lightrft_visual.algorithms.diffusion.nft import nft_loss, old_policy_decay, optimality
 from lightrft_visual.algorithms.diffusion.temp_flow_grpo import TempFlowGRPO, noise_weights
 from lightrft_visual.algorithms.policy_losses import clipped_surrogate
-from lightrft_visual.rollout.diffusion_steps import sde_step, transition
+from lightrft_visual.rollout.diffusion_sampler import sde_step, transition
 
 
 def normal(*shape, seed=0):

@@ -7,7 +7,7 @@ from torch import nn
 from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.reward_fl import DifferentiableScore, RewardFL
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.models.diffusion.schedule import flow_match_schedule
+from lightrft_visual.models.diffusion.layers import flow_match_schedule
 
 
 class TwoExperts(nn.Module):

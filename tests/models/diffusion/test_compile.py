@@ -12,10 +12,10 @@ from torch import nn
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
-from lightrft_visual.config.roots import DIFFUSION_PRESET
+from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of, repeated_blocks
-from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 
 DEVICE = get_accelerator().device_name()
 

@@ -4,7 +4,7 @@ import pytest
 import tiny_families
 import torch
 
-from lightrft_visual.models.diffusion import decoding
+from lightrft_visual.models.diffusion import prompt_cache as decoding
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
 
 

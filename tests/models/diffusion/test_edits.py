@@ -10,11 +10,10 @@ from PIL import Image
 
 from lightrft_visual.algorithms.diffusion.denoising_batch import batch_at, experience_of
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.experience.buffer import NaiveReplayBuffer
-from lightrft_visual.experience.buffer_state import items_from_state, items_to_state
-from lightrft_visual.experience.conditions import stacked
+from lightrft_visual.experience.buffer import NaiveReplayBuffer, items_from_state, items_to_state
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, SamplingConfig, SamplingResult
 from lightrft_visual.experience.items import make_experience_batch, split_experience_batch
+from lightrft_visual.experience.vision import stacked
 from lightrft_visual.models.diffusion.families.qwen_image_edit import READ_PIXELS, SOURCE_PIXELS
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler

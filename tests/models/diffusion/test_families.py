@@ -17,15 +17,14 @@ from lightrft_visual.algorithms.diffusion.diffusion_dpo import pair_preference
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.algorithms.diffusion.rwr import RewardWeighted
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.experience.conditions import separate, stacked
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig, SamplingResult
 from lightrft_visual.experience.items import make_experience_batch, split_experience_batch
+from lightrft_visual.experience.vision import separate, stacked
 from lightrft_visual.models.diffusion.families import qwen_image
 from lightrft_visual.models.diffusion.families.base import pack
+from lightrft_visual.models.diffusion.layers import flow_match_schedule
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of, takes_first_frame
-from lightrft_visual.models.diffusion.schedule import flow_match_schedule
-from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
-from lightrft_visual.rollout.diffusion_steps import euler_step
+from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, euler_step, sample_generators
 from lightrft_visual.runtime import collectives
 
 SOURCE_PIXELS = 64 * 64

@@ -10,7 +10,7 @@ from diffusers.models.normalization import RMSNorm
 
 from lightrft_visual.models.diffusion.layers import FrozenRMSNorm, JointAttention, use_frozen_norms
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
-from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 
 
 def test_joint_attention_is_that_of_diffusers() -> None:

@@ -10,7 +10,7 @@ from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, save_text_length
-from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
 
 PROMPTS = ["a red circle", "a blue cross", "a red circle"]

@@ -13,7 +13,7 @@ from lightrft_visual.models.diffusion import policy as policy_module
 from lightrft_visual.models.diffusion import prompt_cache
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, family_of
 from lightrft_visual.models.diffusion.prompt_cache import PromptCache, PromptFiles, encoder_digest
-from lightrft_visual.models.tiny.sd3 import (
+from lightrft_visual.models.tiny.diffusion import (
     TEXT_LENGTH,
     TinyDiffusionSettings,
     build_clip_encoder,

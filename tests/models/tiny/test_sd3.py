@@ -2,7 +2,12 @@
 
 import torch
 
-from lightrft_visual.models.tiny.sd3 import TinyDiffusionSettings, apply_merge, build_clip_tokenizer, build_pipeline
+from lightrft_visual.models.tiny.diffusion import (
+    TinyDiffusionSettings,
+    apply_merge,
+    build_clip_tokenizer,
+    build_pipeline,
+)
 
 
 def test_unknown_words_are_spelt():

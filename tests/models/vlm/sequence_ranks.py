@@ -18,8 +18,7 @@ from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.rollouts import Rollout, collate
 from lightrft_visual.models.loading import Checkpoint, load_transformer, open_checkpoint
-from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.models.vlm.critic import Critic
+from lightrft_visual.models.vlm.actor import Actor, Critic
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 from lightrft_visual.runtime.sequence import SequenceGroup

@@ -17,7 +17,7 @@ from tiny_models import (
     text_prompts,
 )  # fmt: skip
 
-from lightrft_visual.experience.sampling import ScoringRule
+from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.models.loading import freeze
 from lightrft_visual.models.tiny.vlm import VISION_FAMILIES
 from lightrft_visual.models.vlm.positions import token_types

@@ -31,13 +31,11 @@ from transformers import (
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.errors import ConfigError, DataError
-from lightrft_visual.experience.prompts import PromptBatch
-from lightrft_visual.experience.sampling import SamplingSettings, ScoringRule
+from lightrft_visual.experience.rollouts import PromptBatch, SamplingSettings, ScoringRule
 from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.models.tiny.vlm import CHAT_TEMPLATE, QWEN_FAMILIES, VISION_FAMILIES, build_tokenizer
-from lightrft_visual.models.vlm.backbone import Backbone
-from lightrft_visual.models.vlm.critic import Critic
+from lightrft_visual.models.vlm.actor import Backbone, Critic
 from lightrft_visual.rollout.hf import TransformersEngine, prompt_inputs
 
 

@@ -12,8 +12,7 @@ from tiny_models import actor_of, checkpoint_of, inputs_of, mixed_prompts, promp
 from lightrft_visual.config.registry import vlm_families
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.errors import ConfigError, DataError
-from lightrft_visual.experience.prompts import PromptBatch
-from lightrft_visual.experience.sampling import ScoringRule
+from lightrft_visual.experience.rollouts import PromptBatch, ScoringRule
 from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.models.vlm.families import VLMFamily, family_of, family_of_processor
 from lightrft_visual.models.vlm.families.internvl import InternVL

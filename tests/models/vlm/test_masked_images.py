@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import actor_of, checkpoint_of, inputs_of, prompts_for, rollouts_of, text_prompts
 
-from lightrft_visual.experience.sampling import ScoringRule
+from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.models.vlm.masked_images import beside_hidden, halves, hide_patches
 

@@ -10,7 +10,7 @@ import torch.nn as nn
 from tiny_models import actor_of, checkpoint_of
 
 from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES
-from lightrft_visual.models.vlm.patches import PatchConv3d
+from lightrft_visual.models.vlm.positions import PatchConv3d
 
 KERNEL = (2, 4, 4)
 

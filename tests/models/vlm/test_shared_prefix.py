@@ -12,13 +12,10 @@ from tiny_models import actor_of, checkpoint_of, features_of, inputs_of, load, p
 from transformers import AutoModelForImageTextToText, InternVLConfig
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.experience.rollouts import Rollout
-from lightrft_visual.experience.sampling import ScoringRule
+from lightrft_visual.experience.rollouts import Rollout, ScoringRule
 from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES, VISION_FAMILIES
-from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.models.vlm.backbone import Backbone
-from lightrft_visual.models.vlm.critic import Critic
+from lightrft_visual.models.vlm.actor import Actor, Backbone, Critic
 from lightrft_visual.models.vlm.families import family_of
 from lightrft_visual.models.vlm.shared_prefix import SharedSequence
 

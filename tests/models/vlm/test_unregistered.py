@@ -12,8 +12,8 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, LlavaNextI
 from lightrft_visual.config.registry import vlm_families
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.experience.model_inputs import ModelInputs
-from lightrft_visual.experience.sampling import ScoringRule
+from lightrft_visual.experience.rollouts import ScoringRule
+from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.models.loading import load_transformer, open_checkpoint
 from lightrft_visual.models.tiny.vlm import TINY_FAMILIES, build_tokenizer, tiny_config

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from lightrft_visual.observe.guard.bands import Band, Bounds, Parting
+from lightrft_visual.observe.guard.watch import Band, Bounds, Parting
 
 
 def test_a_band_is_the_median_of_the_first_values_and_its_reach_to_both_sides():

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from lightrft_visual.observe.guard.images import SIDE, coverage, distances, diversity, thumbnails
+from lightrft_visual.observe.guard.divergence import SIDE, coverage, distances, diversity, thumbnails
 
 
 def flat(*levels: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightrft_visual.observe.guard.texts import repetition, text_statistics
+from lightrft_visual.observe.guard.watch import repetition, text_statistics
 
 
 @pytest.mark.parametrize(

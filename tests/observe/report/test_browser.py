@@ -16,7 +16,7 @@ from observe_runs import make_run, rollout_records
 from PIL import Image
 from waiting import finished
 
-from lightrft_visual.observe.report.charts import PALETTE
+from lightrft_visual.observe.report.curves import PALETTE
 from lightrft_visual.observe.report.page import write_report
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrft_visual.observe.report.charts import Series, area_chart, line_chart, number, running_mean, thin, value_axis
+from lightrft_visual.observe.report.curves import Series, area_chart, line_chart, number, running_mean, thin, value_axis
 
 VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60)
 

@@ -19,8 +19,7 @@ from lightrft_visual.observe.report.__main__ import main
 from lightrft_visual.observe.report.curves import RESPONSES, reward_section, training_section
 from lightrft_visual.observe.report.data import load_run, phase_times
 from lightrft_visual.observe.report.examples import turns
-from lightrft_visual.observe.report.page import MAX_BYTES, printable, script, write_report
-from lightrft_visual.observe.report.sections import duration
+from lightrft_visual.observe.report.page import MAX_BYTES, duration, printable, script, write_report
 
 HOSTILE = [
     "<script>alert(1)</script>",

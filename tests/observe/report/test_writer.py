@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from lightrft_visual.observe.recorder import RunRecorder
-from lightrft_visual.observe.report import writer as module
-from lightrft_visual.observe.report.writer import ReportWriter
+from lightrft_visual.observe.report import page as module
+from lightrft_visual.observe.report.page import ReportWriter
 
 
 def test_the_report_is_written_as_the_run_goes(tmp_path):

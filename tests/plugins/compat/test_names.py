@@ -8,8 +8,7 @@ import pytest
 
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import load_config
-from lightrft_visual.config.roots import ROOTS
-from lightrft_visual.config.spellings import DIFFERENT
+from lightrft_visual.config.spellings import DIFFERENT, ROOTS
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.plugins.compat.names import SPOKEN
 

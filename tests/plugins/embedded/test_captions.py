@@ -9,7 +9,7 @@ import pytest
 
 from lightrft_visual.config.diffusion import DiffusionDataConfig, DiffusionRunConfig
 from lightrft_visual.config.load import load_config
-from lightrft_visual.config.roots import DIFFUSION_PRESET
+from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.plugins.embedded.resolve import place_captions
 

@@ -11,7 +11,7 @@ from lightrft_visual.config import registry
 from lightrft_visual.config.vl import DataConfig, ModelConfig, RunConfig
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.models.tiny.sd3 import WORDS
+from lightrft_visual.models.tiny.diffusion import WORDS
 from lightrft_visual.models.tiny.vlm import TINY_FAMILIES
 from lightrft_visual.models.tiny.vlm import VISION_FAMILIES as SEEING
 from lightrft_visual.plugins.embedded.drawn_shapes import all_captions

@@ -8,8 +8,7 @@ from diffusers import StableDiffusionPipeline
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, takes_first_frame
-from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH
-from lightrft_visual.models.tiny.sd15 import build_sd15_pipeline
+from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, build_sd15_pipeline
 from lightrft_visual.plugins.embedded.resolve import embedded_folder
 from lightrft_visual.plugins.embedded.warmup_sd15 import (
     EmbeddedSD15Settings,

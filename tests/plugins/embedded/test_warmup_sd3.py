@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from waiting import output_of
 
-from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH, build_clip_tokenizer, build_pipeline, build_t5_tokenizer
+from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, build_clip_tokenizer, build_pipeline, build_t5_tokenizer
 from lightrft_visual.plugins.embedded.drawn_shapes import all_captions
 from lightrft_visual.plugins.embedded.warmup_sd3 import (
     EmbeddedSD3Settings,
@@ -63,7 +63,7 @@ def test_spoilt_captions_have_their_share():
 
 RACER = """
 import sys, time
-from lightrft_visual.models.tiny.sd3 import build_pipeline
+from lightrft_visual.models.tiny.diffusion import build_pipeline
 from lightrft_visual.plugins.embedded.warmup_sd3 import EmbeddedSD3Settings, built_once
 
 settings = EmbeddedSD3Settings(layers=1)

@@ -10,19 +10,19 @@ import pytest
 import tiny_families
 import torch
 
-from lightrft_visual.config.devices import DEVICES, GIB
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit, parse_run
-from lightrft_visual.config.roots import DIFFUSION_PRESET
+from lightrft_visual.config.placement import DEVICES, GIB
+from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
-from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.plugins.memory_plan import check
 from lightrft_visual.plugins.memory_plan.diffusion import Computed, DiffusionPlanner
 from lightrft_visual.plugins.memory_plan.pipelines import pipeline_policy
 from lightrft_visual.plugins.memory_plan.table import HOST, Item, Phase, Plan
-from lightrft_visual.trainer.diffusion.graphs import kept_bytes
+from lightrft_visual.trainer.diffusion.stages import kept_bytes
 
 ROOT = Path(__file__).resolve().parents[3]
 SPEC = importlib.util.spec_from_file_location("check_config", ROOT / "scripts" / "check_config.py")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightrft_visual.plugins.memory_plan import remembered as module
+from lightrft_visual.plugins.memory_plan import vl_shape as module
 from lightrft_visual.plugins.memory_plan.meta import Held
-from lightrft_visual.plugins.memory_plan.remembered import remembered
+from lightrft_visual.plugins.memory_plan.vl_shape import remembered
 
 
 @pytest.fixture

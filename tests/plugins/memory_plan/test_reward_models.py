@@ -7,8 +7,8 @@ from transformers import AutoModelForSequenceClassification, Qwen2Config
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import parse_run
-from lightrft_visual.config.roots import DIFFUSION_PRESET
 from lightrft_visual.config.shared import RewardConfig
+from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.plugins.memory_plan import check
 from lightrft_visual.plugins.memory_plan.reward_models import reward_models

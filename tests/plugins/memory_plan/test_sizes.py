@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft_visual.config.devices import DEVICES
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit, parse_run
-from lightrft_visual.config.roots import DIFFUSION_PRESET
+from lightrft_visual.config.placement import DEVICES
+from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.config.vl import RunConfig
-from lightrft_visual.plugins.memory_plan import sizes
+from lightrft_visual.plugins.memory_plan import check as sizes
 from lightrft_visual.plugins.memory_plan.check import plan_of
 
 THREE = (

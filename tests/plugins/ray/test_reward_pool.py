@@ -15,7 +15,7 @@ from waiting import finished
 
 from lightrft_visual.config import registry
 from lightrft_visual.config.placement import ResourcesConfig
-from lightrft_visual.config.plugins import load_plugins
+from lightrft_visual.config.recipes import load_plugins
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.plugins.ray import reward_pool as ray_pool

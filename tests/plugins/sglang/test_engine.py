@@ -15,8 +15,7 @@ from tiny_models import checkpoint_of
 
 from lightrft_visual.config.vl import RolloutConfig, RunConfig
 from lightrft_visual.errors import ConfigError, RolloutError
-from lightrft_visual.experience.rollouts import PromptFeatures
-from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.experience.rollouts import PromptFeatures, SamplingSettings
 from lightrft_visual.plugins.sglang import engine as module
 from lightrft_visual.plugins.sglang.arguments import VERSION, SGLangSettings, check_engine, server_arguments
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lightrft_visual.errors import RolloutError
-from lightrft_visual.experience.rollouts import PromptFeatures
-from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.experience.rollouts import PromptFeatures, SamplingSettings
 from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.plugins.sglang.mapping import NEVER, completion, request, sampling_parameters, sglang_name
 from lightrft_visual.plugins.sglang.weights import buckets

@@ -9,7 +9,7 @@ from deepspeed.accelerator import get_accelerator
 from engine_rig import Rig, environment_restored
 from tiny_models import actor_of, checkpoint_of, prompts_for
 
-from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.experience.rollouts import SamplingSettings
 from lightrft_visual.plugins.sglang.arguments import SGLangSettings
 from lightrft_visual.plugins.sglang.engine import SGLangEngine
 

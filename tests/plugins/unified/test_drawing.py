@@ -16,10 +16,8 @@ from lightrft_visual.config.vl import DataConfig, ModelConfig, RunConfig
 from lightrft_visual.data.prompts import PromptDataset, RowChecks
 from lightrft_visual.data.rows import PromptRow, parse_row
 from lightrft_visual.errors import ConfigError, DataError
-from lightrft_visual.experience.model_inputs import ModelInputs
-from lightrft_visual.experience.prompts import PromptBatch
-from lightrft_visual.experience.rollouts import collate
-from lightrft_visual.experience.sampling import SamplingSettings, ScoringRule
+from lightrft_visual.experience.rollouts import PromptBatch, SamplingSettings, ScoringRule, collate
+from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.models.loading import add_lora
 from lightrft_visual.plugins.unified.family import Janus
 from lightrft_visual.rollout.engine import check_engine

@@ -11,10 +11,9 @@ from lightrft_visual.data.rows import parse_row
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import Failed, RewardBatch, batch_from_media, batch_from_samples
-from lightrft_visual.rewards.local.callables import CallableSource
-from lightrft_visual.rewards.local.results import parse_result
+from lightrft_visual.rewards.local.callables import CallableSource, parse_result
 from lightrft_visual.rewards.remote.server import ServerThread, create_app
-from lightrft_visual.runtime.usercode.loading import callable_name, load_reward_fn
+from lightrft_visual.runtime.usercode.calls import callable_name, load_reward_fn
 
 BATCH = batch_from_samples(
     [

@@ -162,7 +162,7 @@ def test_by_length():
 
 def test_vision_language_reward_model(tmp_path):
     """Batches equal single samples, the picture matters, and a checkpoint without a head is refused."""
-    from lightrft_visual.models.reward_model import VLRewardModel
+    from lightrft_visual.models.loading import VLRewardModel
     from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
     build_tiny_checkpoint(tmp_path, texts=["count compare colour no picture 1 2 3 is more"])
@@ -192,7 +192,7 @@ def test_zero_3_divides_reward_models_and_all_ranks_score_together(tmp_path, cla
     """One rank has three batches of texts and one of images, the other one batch of texts and none of images."""
     from transformers import AutoModelForImageTextToText
 
-    from lightrft_visual.models.reward_model import VLRewardModel
+    from lightrft_visual.models.loading import VLRewardModel
     from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
     judge = tmp_path / "judge"

@@ -11,7 +11,7 @@ from lightrft_visual.rewards import RewardComputationEngine
 SOURCE = """
 import os
 import torch
-from lightrft_visual.runtime.usercode.failures import Failed
+from lightrft_visual.runtime.usercode.calls import Failed
 
 async def score(completions, level, images):
     print("noise on stdout")

@@ -12,8 +12,8 @@ from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards import RewardComputationEngine, recipe_from_components
 from lightrft_visual.rewards.batch import batch_from_media
+from lightrft_visual.rewards.remote.client import BadReply
 from lightrft_visual.rewards.remote.judge import EngineJudge, Judging
-from lightrft_visual.rewards.remote.wire import BadReply
 
 PICTURE = Image.new("RGB", (6, 6), "red")
 

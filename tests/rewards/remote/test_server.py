@@ -19,8 +19,8 @@ from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer
 from lightrft_visual.rewards.batch import Scores, batch_from_media
 from lightrft_visual.rewards.imaging import encode_image
+from lightrft_visual.rewards.remote.client import decode_request, encode_reply, encode_request
 from lightrft_visual.rewards.remote.server import Batcher, ServerSettings, ServerThread, bind, create_app
-from lightrft_visual.rewards.remote.wire import decode_request, encode_reply, encode_request
 
 ROOT = Path(__file__).parents[3]
 

@@ -28,8 +28,7 @@ from transformers import AutoModel
 
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError, RolloutError
-from lightrft_visual.experience.prompts import PromptBatch
-from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.experience.rollouts import PromptBatch, SamplingSettings
 from lightrft_visual.models.tiny.vlm import build_processor
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings

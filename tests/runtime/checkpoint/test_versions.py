@@ -10,10 +10,15 @@ import torch
 from safetensors.torch import save_file
 
 from lightrft_visual.errors import CheckpointError
-from lightrft_visual.runtime.checkpoint.fingerprint import check_model, digest, fingerprint
-from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, resolve_resume, verify
-from lightrft_visual.runtime.checkpoint.manifest import MANIFEST, seal
-from lightrft_visual.runtime.checkpoint.versions import FORMAT, NewerFormat
+from lightrft_visual.runtime.checkpoint.manager import (
+    CheckpointManager,
+    check_model,
+    digest,
+    fingerprint,
+    resolve_resume,
+    verify,
+)
+from lightrft_visual.runtime.checkpoint.manifest import FORMAT, MANIFEST, NewerFormat, seal
 
 HERE = {"pretrain": "a/model", "content": None, "lora_rank": 4}
 

@@ -15,8 +15,12 @@ from safetensors.torch import load_file, save_file
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
 from lightrft_visual.errors import LightRFTVisualError
-from lightrft_visual.models.tiny.sd3 import TinyDiffusionSettings, build_pipeline
-from lightrft_visual.models.tiny.sd15 import TinySD15Settings, build_sd15_pipeline
+from lightrft_visual.models.tiny.diffusion import (
+    TinyDiffusionSettings,
+    TinySD15Settings,
+    build_pipeline,
+    build_sd15_pipeline,
+)
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 
 BASE = (

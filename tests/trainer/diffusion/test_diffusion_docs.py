@@ -14,7 +14,7 @@ from lightrft_visual.config import registry
 from lightrft_visual.config.diffusion import DiffusionAlgorithmConfig, DiffusionRunConfig
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import parse_run
-from lightrft_visual.config.roots import DIFFUSION_PRESET
+from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.rewards.differentiable import check_scores, load_differentiable
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"

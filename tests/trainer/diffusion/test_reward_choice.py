@@ -8,7 +8,7 @@ import pytest
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
-from lightrft_visual.config.roots import DIFFUSION_PRESET
+from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards.settings import engine_arguments
 from lightrft_visual.trainer.diffusion.build import with_reward

@@ -13,14 +13,14 @@ from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.config import registry
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import parse_run
-from lightrft_visual.config.roots import DIFFUSION_PRESET
+from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
-from lightrft_visual.models.tiny.sd3 import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
-from lightrft_visual.trainer.diffusion.graphs import GIB, Graphed, RolloutGraphs, kept_bytes, worth_using
+from lightrft_visual.trainer.diffusion.stages import GIB, Graphed, RolloutGraphs, kept_bytes, worth_using
 from lightrft_visual.trainer.diffusion.updates import ReplayUpdate, without_zero_advantages
 
 COUNT = 6

@@ -8,8 +8,7 @@ import torch
 from tiny_models import actor_of, checkpoint_of, turn
 
 from lightrft_visual.algorithms.kl import FixedKLController
-from lightrft_visual.experience.prompts import PromptBatch
-from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.experience.rollouts import PromptBatch, SamplingSettings
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings

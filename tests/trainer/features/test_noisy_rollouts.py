@@ -13,13 +13,11 @@ from PIL import Image
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.vl import RolloutConfig, RunConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.experience.prompts import PromptBatch
-from lightrft_visual.experience.rollouts import collate
-from lightrft_visual.experience.sampling import Completion, SamplingSettings
+from lightrft_visual.experience.rollouts import Completion, PromptBatch, SamplingSettings, collate
 from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
+from lightrft_visual.rollout.engine import RolloutStage
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.parity import RolloutCheck
-from lightrft_visual.rollout.stage import RolloutStage
 from lightrft_visual.trainer.features.noisy_rollouts import Distortion, NoisyRolloutsHook, kept_signal, noisy
 from lightrft_visual.trainer.vl.updates import comparable
 

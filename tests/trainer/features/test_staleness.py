@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightrft_visual.experience.rollouts import Rollouts
-from lightrft_visual.trainer.features.staleness import StalenessHook
+from lightrft_visual.trainer.features.rollouts_ahead import StalenessHook
 from lightrft_visual.trainer.hooks import StepData
 from lightrft_visual.trainer.vl.updates import comparable
 

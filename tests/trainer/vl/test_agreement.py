@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from lightrft_visual.config.vl import RolloutConfig
-from lightrft_visual.trainer.vl.agreement import Agreement
+from lightrft_visual.trainer.vl.maker import Agreement
 
 
 def probed_steps(steps: int, ahead: bool = False, full: bool = True, evaluated: bool = False) -> list[int]:

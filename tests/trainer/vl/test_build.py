@@ -16,7 +16,7 @@ from transformers import LlavaConfig, Qwen2Config
 
 from lightrft_visual.config.vl import AlgorithmConfig, ModelConfig, RunConfig, TrainConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.experience.sampling import ScoringRule
+from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.models.vlm.families import family_of
 from lightrft_visual.trainer.vl.build import (

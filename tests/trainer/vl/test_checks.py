@@ -11,7 +11,7 @@ from lightrft_visual.config.load import load_config
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.vlm.families import family_of
-from lightrft_visual.trainer.vl.checks import check_abilities
+from lightrft_visual.trainer.vl.updates import check_abilities
 
 
 def check(config, flags: str) -> None:

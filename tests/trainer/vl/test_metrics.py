@@ -12,11 +12,10 @@ from lightrft_visual.algorithms.kl import get_kl_controller
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.hooks import StepData
-from lightrft_visual.trainer.vl.evaluation import means_of
-from lightrft_visual.trainer.vl.judging import add_image_metrics, add_text_metrics
-from lightrft_visual.trainer.vl.metrics import kl_per_token
-from lightrft_visual.trainer.vl.stages import add_kl
+from lightrft_visual.trainer.vl.evaluation import add_image_metrics, add_text_metrics, means_of
+from lightrft_visual.trainer.vl.maker import add_kl
 from lightrft_visual.trainer.vl.trainer import VLTrainer
+from lightrft_visual.trainer.vl.updates import kl_per_token
 
 
 def experience(lengths: list[int], kl: float) -> SimpleNamespace:

@@ -14,9 +14,8 @@ from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.data.sampler import PromptSampler
 from lightrft_visual.data.supply import PromptSupply
 from lightrft_visual.errors import DataError
-from lightrft_visual.experience.prompts import PromptBatch
-from lightrft_visual.experience.rollouts import PromptFeatures
-from lightrft_visual.trainer.vl.prompts import PromptSource
+from lightrft_visual.experience.rollouts import PromptBatch, PromptFeatures
+from lightrft_visual.trainer.vl.parts import PromptSource
 
 BAD, SIZE = (1, 4, 5), 4
 

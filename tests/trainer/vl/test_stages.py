@@ -13,11 +13,17 @@ import torch
 from tiny_models import actor_of, checkpoint_of, turn
 
 from lightrft_visual.algorithms.kl import FixedKLController
-from lightrft_visual.data.evaluation_rows import Fetched
-from lightrft_visual.experience.model_inputs import ModelInputs
-from lightrft_visual.experience.prompts import PromptBatch
-from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, Rollouts, collate
-from lightrft_visual.experience.sampling import SamplingSettings, ScoringRule
+from lightrft_visual.data.drawing_prompts import Fetched
+from lightrft_visual.experience.rollouts import (
+    PromptBatch,
+    PromptFeatures,
+    Rollout,
+    Rollouts,
+    SamplingSettings,
+    ScoringRule,
+    collate,
+)
+from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rewards.batch import Scores, StreamingSource
 from lightrft_visual.rewards.engine import RewardComputationEngine
@@ -27,9 +33,8 @@ from lightrft_visual.trainer.features.dynamic_sampling import ResamplingMaker
 from lightrft_visual.trainer.hooks import Hooks, StepData
 from lightrft_visual.trainer.vl import maker as maker_module
 from lightrft_visual.trainer.vl.evaluation import MAX_LABELS, Evaluation, measured_labels
-from lightrft_visual.trainer.vl.maker import ExperienceMaker, MakerSettings, build_maker
-from lightrft_visual.trainer.vl.metrics import add_rollout_metrics
-from lightrft_visual.trainer.vl.stages import ForwardStage
+from lightrft_visual.trainer.vl.maker import ExperienceMaker, ForwardStage, MakerSettings, build_maker
+from lightrft_visual.trainer.vl.updates import add_rollout_metrics
 
 
 def prompts() -> PromptBatch:

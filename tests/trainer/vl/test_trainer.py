@@ -11,7 +11,7 @@ from torch import nn
 from lightrft_visual.algorithms.kl import get_kl_controller
 from lightrft_visual.config.vl import AlgorithmConfig, RunConfig
 from lightrft_visual.models.weight_copies import WeightAverage
-from lightrft_visual.rollout.weight_post import WeightPost, received
+from lightrft_visual.rollout.weight_sync import WeightPost, received
 from lightrft_visual.runtime.deepspeed import TrainEngine
 from lightrft_visual.trainer.features.ema import EmaHook
 from lightrft_visual.trainer.hooks import Hooks

@@ -13,10 +13,8 @@ from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.errors import RolloutError
 from lightrft_visual.experience.batch_plan import MicroBatch
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
-from lightrft_visual.experience.prompts import PromptBatch
-from lightrft_visual.experience.rollouts import collate
-from lightrft_visual.experience.sampling import ScoringRule
-from lightrft_visual.models.vlm.critic import Critic
+from lightrft_visual.experience.rollouts import PromptBatch, ScoringRule, collate
+from lightrft_visual.models.vlm.actor import Critic
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rollout.parity import RolloutCheck
 from lightrft_visual.trainer.vl.updates import PolicyUpdate, ValueUpdate, has_dropout, parts_of_loss, plan_batch

@@ -17,9 +17,9 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import nn
 
 from ....errors import ConfigError
-from ....experience.conditions import NEGATIVE, Conditions, joined
+from ....experience.vision import NEGATIVE, Conditions, joined
 from ....runtime import collectives
-from ..schedule import flow_match_schedule, upcast
+from ..layers import flow_match_schedule, upcast
 
 T = torch.Tensor
 ATTENTION_TARGETS = (

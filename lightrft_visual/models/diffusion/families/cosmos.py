@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....experience.conditions import Conditions
-from ..schedule import flow_match_schedule, upcast
+from ....experience.vision import Conditions
+from ..layers import flow_match_schedule, upcast
 from .base import (
     DiffusionFamily,
     channel_statistics,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ....experience.conditions import Conditions
-from ..schedule import upcast
+from ....experience.vision import Conditions
+from ..layers import upcast
 from .base import DiffusionFamily, encoded_mean, in_whole_batches, pack, spatial_latent, unpack
 
 T = torch.Tensor

@@ -7,8 +7,8 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
-from ....experience.conditions import Conditions
-from ..schedule import flow_match_schedule, upcast
+from ....experience.vision import Conditions
+from ..layers import flow_match_schedule, upcast
 from .base import DiffusionFamily, encoded_mean, in_whole_batches, spatial_latent
 
 T = torch.Tensor

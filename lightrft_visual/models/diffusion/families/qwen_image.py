@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ....experience.conditions import Conditions, used_widths, widened
-from ..schedule import upcast
+from ....experience.vision import Conditions, used_widths, widened
+from ..layers import upcast
 from .base import DiffusionFamily, channel_statistics, encoded_mean, pack, spatial_latent, unpack
 
 T = torch.Tensor

@@ -11,8 +11,8 @@ from diffusers import DiffusionPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 
 from ....errors import ConfigError
-from ....experience.conditions import MASK, Conditions
-from ..schedule import upcast
+from ....experience.vision import MASK, Conditions
+from ..layers import upcast
 from .base import by_kind, pack, unpack
 from .qwen_image import QwenImage
 

@@ -6,8 +6,8 @@ import torch
 from diffusers import DDIMScheduler
 
 from ....errors import ConfigError
-from ....experience.conditions import Conditions
-from ..schedule import upcast
+from ....experience.vision import Conditions
+from ..layers import upcast
 from .base import DiffusionFamily, encoded_mean, in_whole_batches, spatial_latent
 from .wan import ATTENTION
 

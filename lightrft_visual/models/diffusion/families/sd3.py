@@ -6,9 +6,8 @@ import torch
 from diffusers import DiffusionPipeline
 
 from ....errors import ConfigError
-from ....experience.conditions import Conditions
-from ..layers import JointAttention
-from ..schedule import upcast
+from ....experience.vision import Conditions
+from ..layers import JointAttention, upcast
 from .base import DiffusionFamily, encoded_mean, in_whole_batches, spatial_latent
 
 T = torch.Tensor

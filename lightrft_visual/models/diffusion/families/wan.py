@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ....errors import ConfigError
-from ....experience.conditions import Conditions
+from ....experience.vision import Conditions
 from ....runtime import collectives
-from ..schedule import flow_match_schedule, upcast
+from ..layers import flow_match_schedule, upcast
 from .base import DiffusionFamily, channel_statistics, in_whole_batches, spatial_latent
 
 T = torch.Tensor

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ....experience.conditions import Conditions, used_widths
-from ..schedule import flow_match_schedule, upcast
+from ....experience.vision import Conditions, used_widths
+from ..layers import flow_match_schedule, upcast
 from .base import DiffusionFamily, encoded_mean, in_whole_batches, spatial_latent
 
 T = torch.Tensor

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from ....data.placeholders import MediaConventions
+from ....data.prompts import MediaConventions
 from ....errors import ConfigError, DataError
-from ....experience.model_inputs import ModelInputs
+from ....experience.types import ModelInputs
 from ....experience.vision import VisionTensors
-from ..drawing import Drawing
 from ..positions import packed_text_positions, text_positions, token_types
+from ..vision_cache import Drawing
 
 T = torch.Tensor
 

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from ....experience.model_inputs import ModelInputs
+from ....experience.types import ModelInputs
 from ....experience.vision import VisionTensors
-from ..patches import PatchConv3d
-from ..positions import GridCursor, MRopePositions
+from ..positions import GridCursor, MRopePositions, PatchConv3d
 from ..vision_cache import share_repeated_media
 from ..windows import attend_by_windows
 from .base import T, VLMFamily, name_of, one_dimensional_positions, spans_of

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from ....config import registry
-from ....config.choice import load_target
+from ....config.constraints import load_target
 from ....config.vl import RunConfig
 from ....errors import ConfigError
-from ....experience.rollouts import PromptFeatures
-from ....experience.sampling import Completion, SamplingSettings
+from ....experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ....experience.vision import VisionTensors
 from ....models.loading import Checkpoint, open_checkpoint
 from ....rollout.engine import Finished, RolloutEngine

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from ....experience.rollouts import PromptFeatures
-from ....experience.sampling import Completion, SamplingSettings
+from ....experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from .pool import WorkerPool
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ....errors import RolloutError
-from ....rollout.weight_post import Posted
+from ....rollout.weight_sync import Posted
 from .worker import GenerateRequest, LacksWeights
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ....config.placement import AUTO, ResourcesConfig
 from ....errors import ConfigError, LightRFTVisualError, RolloutError
-from ....rollout.weight_post import MemoryFile, WeightPost
+from ....rollout.weight_sync import MemoryFile, WeightPost
 from ....runtime import collectives
 from ....runtime.start_up import log_stage
 from ..cluster import (

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ....config.choice import load_target
-from ....config.plugins import load_plugins
+from ....config.constraints import load_target
+from ....config.recipes import load_plugins
 from ....errors import LightRFTVisualError, RolloutError
-from ....rollout.weight_post import FileAt, MappedFiles, Posted, reachable, received
+from ....rollout.weight_sync import FileAt, MappedFiles, Posted, reachable, received
 from ....runtime.host_memory import free_port
 
 

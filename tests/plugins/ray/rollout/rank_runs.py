@@ -12,9 +12,9 @@ import psutil
 import split_runs
 
 from lightrft_visual.config.load import load_config
-from lightrft_visual.config.roots import VL_PRESET
+from lightrft_visual.config.spellings import VL_PRESET
 from lightrft_visual.config.vl import RunConfig
-from lightrft_visual.rollout.weight_post import WeightPost, WeightsRefused
+from lightrft_visual.rollout.weight_sync import WeightPost, WeightsRefused
 from lightrft_visual.runtime import collectives, watchdog
 from lightrft_visual.trainer.vl.trainer import build_trainer
 

@@ -14,7 +14,7 @@ import picture_runs
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
-from lightrft_visual.config.roots import VL_PRESET
+from lightrft_visual.config.spellings import VL_PRESET
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.plugins.ray.cluster import connect
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer

@@ -8,8 +8,7 @@ import pytest
 from waiting import polls
 
 from lightrft_visual.errors import RolloutError
-from lightrft_visual.experience.rollouts import PromptFeatures
-from lightrft_visual.experience.sampling import Completion, SamplingSettings
+from lightrft_visual.experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from lightrft_visual.plugins.ray.rollout.partial import PartialRollouts
 from lightrft_visual.plugins.ray.rollout.pool import WorkerPool
 

@@ -15,8 +15,7 @@ from lightrft_visual.config.placement import ResourcesConfig
 from lightrft_visual.config.shared import DistributedConfig
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError, RolloutError
-from lightrft_visual.experience.rollouts import PromptFeatures
-from lightrft_visual.experience.sampling import SamplingSettings
+from lightrft_visual.experience.rollouts import PromptFeatures, SamplingSettings
 from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.plugins.ray import cluster as ray_cluster
 from lightrft_visual.plugins.ray.drawing import check_remote as check_diffusion
@@ -25,7 +24,7 @@ from lightrft_visual.plugins.ray.rollout.engine import RemoteEngine, Workers
 from lightrft_visual.plugins.ray.rollout.engine import check_remote as check_vl
 from lightrft_visual.plugins.ray.rollout.pool import LOOK_SECONDS, MOST_DEATHS, WorkerDied, WorkerPool
 from lightrft_visual.plugins.ray.rollout.ray_workers import Cluster, RayWorker, divided
-from lightrft_visual.rollout.weight_post import Posted
+from lightrft_visual.rollout.weight_sync import Posted
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.host_memory import free_port
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightrft_visual.plugins.ray.rollout.worker import Worker
-from lightrft_visual.rollout import weight_post as weights
-from lightrft_visual.rollout.weight_post import MappedFiles, WeightPost, WeightsRefused, received, take_over
+from lightrft_visual.rollout import weight_sync as weights
+from lightrft_visual.rollout.weight_sync import MappedFiles, WeightPost, WeightsRefused, received, take_over
 
 
 def named(scale: float = 1.0) -> dict[str, torch.Tensor]:

@@ -1,0 +1,76 @@
+"""The name of the shared memory that ranks of one tensor-parallel engine use on CPU."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from ...experience.rollouts import PromptFeatures
+from ...experience.vision import VisionTensors
+from ...runtime import collectives
+from ..weight_sync import MappedFiles, Posted, WeightPost, received
+
+_FILES = MappedFiles()  # of a rank's process
+
+
+class RanksWeights:
+    """Hands weights to the ranks of an `LLM`. On the host it keeps one version of them."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm, self.post = llm, WeightPost(turns=1)
+
+    def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Every rank takes over the tensors of its checkpoint's names, all of them or, where it refuses them, none."""
+        self.llm.collective_rpc(_load, args=(self.post.post(named_tensors),))
+
+
+def _load(worker: Any, posted: Posted) -> None:
+    """In a rank's process. worker: vLLM's."""
+    worker.reload_weights(weights_iterator=iter(received(posted, files=_FILES)))
+
+
+class PromptSharing:
+    """Puts the prompts of `size` neighbouring ranks together, in rank order, the same list on each of them.
+
+    The ranks of one engine must run the same scheduling decisions, so they must be given the same prompts. A collective
+    of all ranks of the run at construction. Raises ConfigError when the ranks do not divide into groups.
+    """
+
+    def __init__(self, size: int):
+        world = collectives.world_size()
+        if world % size:
+            raise ConfigError(f"engine_tp_size {size} does not divide {world} rank(s)")
+        self.size, self.group = size, collectives.neighbours(size)
+
+    def share(self, prompts: Sequence[PromptFeatures]) -> tuple[list[PromptFeatures], slice]:
+        """(prompts of the whole group, where this rank's are among them). What no engine reads stays behind: patches,
+        as engines make theirs, and what only rewards ask for."""
+        own = [replace(each, vision=VisionTensors(), reference=None, label=None, metadata={}) for each in prompts]
+        if self.group is None:
+            return own, slice(0, len(own))
+        gathered = collectives.all_gather_object(own, self.group)
+        index = collectives.rank() % self.size
+        start = sum(len(each) for each in gathered[:index])
+        return [prompt for each in gathered for prompt in each], slice(start, start + len(own))
+
+
+def use_private_name() -> None:
+    """Give the engine built next a name of its own; all ranks of the run call this together.
+
+    Under an external launcher vLLM has one name for every run of a host: two that start at once, or one that starts
+    after another was killed while starting, fail with "create shm in SHMManager failed. errno: 17".
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    token = collectives.broadcast_object(secrets.token_hex(8))
+
+    def group_name(communicator) -> str:
+        ranks = "-".join(map(str, communicator.ranks))
+        return f"{token}-{communicator.unique_name}-{ranks}-cpushm"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(group_name)
