@@ -43,7 +43,7 @@ from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards.settings import check_reward_config
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
-from lightrft_visual.trainer.vl.build import _place, _open
+from lightrft_visual.trainer.vl.build import _open, _resolve_names
 
 def vl(*argv):
     return parse_run(RunConfig, list(argv), preset=None).config
@@ -54,8 +54,8 @@ def diffusion(*argv):
 model, told = sys.argv[1], {}
 own = ("--pretrain", model, "--prompt_data", "rows.jsonl")
 asks = {
-    "embedded": lambda: _place(vl()),
-    "embedded model": lambda: _place(vl("--prompt_data", "rows.jsonl")),
+    "embedded": lambda: _resolve_names(vl()),
+    "embedded model": lambda: _resolve_names(vl("--prompt_data", "rows.jsonl")),
     "embedded drawings": lambda: build_diffusion_trainer(diffusion("--output_dir", "out")),
     "sglang": lambda: _open(vl(*own, "--engine_type", "sglang")),
     "ray": lambda: _open(vl(*own, "--engine_type", "hf", "--placement", "split")),

@@ -192,7 +192,7 @@ class PromptDataset:
         self.columns: set[str] = set()
         self.has_references = self.has_drawings = False
         model_input = self.checks.model_input
-        self._reserved = self.checks.media.reserved(model_input) if model_input is not None else ()
+        self._reserved: tuple[str, ...] = self.checks.media.reserved(model_input) if model_input is not None else ()
         self._sources: list[RowSource] = [open_source(path, split) for path in paths]
         self._rows: list[tuple[int, int]] = []  # source, row in it
         self._read: list[int] = []  # rows of each source that were looked at, up to the last one taken
