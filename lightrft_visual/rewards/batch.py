@@ -458,13 +458,11 @@ def run_all(
     }
     order = {id(source): turn for turn, source in enumerate(together)}
     turns = sorted(range(len(jobs)), key=lambda i: order.get(id(jobs[i][0]), len(order)))
-    local = {i: _scored(*jobs[i], call) for i in turns if i not in pending}
+    local: dict[int, Scores] = {}
+    for i in (turn for turn in turns if turn not in pending):
+        with AsRewardError(f"reward {jobs[i][0].name}"):
+            local[i] = jobs[i][0].score(jobs[i][1], call)
     return [pending[i].result() if i in pending else local[i] for i in range(len(jobs))]
-
-
-def _scored(source: Any, batch: RewardBatch, call: Call) -> Scores:
-    with AsRewardError(f"reward {source.name}"):
-        return source.score(batch, call)
 
 
 def pick_output(scores: Scores, name: str, key: str | None) -> Scores:

@@ -7,12 +7,14 @@ built-in scorers and actors of Ray are not asked: their files and settings are c
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +23,7 @@ from PIL import Image
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, RewardError, StoppedBySignal
 from ..runtime import collectives
+from ..runtime.masking import shown_url
 from ..runtime.start_up import log_stage
 from ..runtime.usercode.calls import masked
 from ..runtime.usercode.surroundings import is_users
@@ -29,15 +32,58 @@ from .engine import RewardComputationEngine, model_device
 from .imaging import to_pil
 from .recipe import RecipeEntry
 from .registry import Catalogue, find_scorer
-from .remote.client import AUTO, NOT_SCORED, OPENRLHF, Answer, RemoteReward, token_from_env
+from .remote.client import (
+    AUTO,
+    FIRST_WAIT,
+    LIGHTRFT,
+    NOT_SCORED,
+    OPENRLHF,
+    Exchange,
+    RemoteReward,
+    RequestFailed,
+    decode_reply,
+    shown_body,
+    token_from_env,
+)
 
 log = logging.getLogger(__name__)
 SAID_AFTER = 4.0  # seconds without an answer after which a line says what is waited for
 STARTING = 3.0  # seconds in which a server may still come up
+BUSY = (429, 503)
+MARKS = 2000  # bytes of a reply in which the words of a wire are looked for
+SHOWN_ASKED = 400  # characters of a request
 LOOKED_AT = 1.0  # seconds to find a sample of each label
 TRIES = 3  # samples that a function is asked with where on_reward_error is skip
 SHOWN = 200  # characters of each text of a sample
 UNKNOWN = 0.5  # stands for the score of what is not asked, where a function aggregates by hand
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server said when it was asked once. problem: why there is no score in it; None where there is one."""
+
+    url: str
+    wire: str
+    asked: bytes
+    replied: tuple[int, bytes | None] | None
+    problem: str | None
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is there, and has no time or is not ready."""
+        return self.replied is not None and self.replied[0] in BUSY
+
+    @property
+    def of_openrlhf(self) -> bool:
+        """Whether the reply has what OpenRLHF's servers write, and no other."""
+        return self.replied is not None and b'"extra_logs"' in (self.replied[1] or b"")[:MARKS]
+
+    def told(self, token: str | None) -> str:
+        """The problem, with request and reply, shortened."""
+        asked, said = shown_body(self.asked, token, SHOWN_ASKED), "nothing"
+        if self.replied is not None:
+            said = f"HTTP {self.replied[0]} {shown_body(self.replied[1], token)}"
+        return f"{self.problem}\n    asked ({self.wire}): {asked}\n    answered: {said}"
 
 
 class _NotAsked:
@@ -218,7 +264,7 @@ class _Probe:
     def _begin(self, job: Job, index: int) -> list[Future]:
         batch = self._batch(index)
         if isinstance(job.source, RemoteReward):
-            return job.source.ask(batch, STARTING)
+            return _ask(job.source, batch)
         return [job.source.submit(batch, Call(1, model_device()))]
 
     def _wait(self, futures: list[Future], started: float) -> None:
@@ -257,6 +303,36 @@ class _Probe:
         for answer in chosen:
             if answer.problem is None and source.wire == AUTO and answer.wire == OPENRLHF:
                 log.info("reward server %s speaks OpenRLHF's wire, as its reply shows", answer.url)
+
+
+def _ask(source: RemoteReward, batch: RewardBatch) -> list[Future[list[Answer]]]:
+    """What each replica answers when it is asked once, and where that is no score, by the other wire too."""
+    return [source.client.loop.submit(_asked(source, url, batch)) for url in source.replicas]
+
+
+async def _asked(source: RemoteReward, url: str, batch: RewardBatch) -> list[Answer]:
+    first = LIGHTRFT if source.wire == AUTO else source.wire
+    answers = [await _answer(source, url, batch, first)]
+    unclear = answers[0].problem is not None or (source.wire == AUTO and answers[0].of_openrlhf)
+    if unclear and answers[0].replied is not None and not answers[0].busy:
+        answers.append(await _answer(source, url, batch, OPENRLHF if first == LIGHTRFT else LIGHTRFT))
+    return answers
+
+
+async def _answer(source: RemoteReward, url: str, batch: RewardBatch, wire: str) -> Answer:
+    content, end = await asyncio.to_thread(source.body, batch, Call(), wire), time.monotonic() + STARTING
+    while True:
+        exchange = Exchange([url], content, partial(decode_reply, size=len(batch)))
+        try:
+            scores = await source.client.exchange(exchange)
+            reasons = [reason for reason in scores.reasons if reason != NOT_SCORED]
+            problem = f"{shown_url(url)}: {reasons[0]}" if reasons else None
+        except RequestFailed as failure:
+            problem = str(failure)
+        answer = Answer(url, wire, content, exchange.replied, problem)
+        if problem is None or (answer.replied is not None and not answer.busy) or time.monotonic() > end:
+            return answer
+        await asyncio.sleep(FIRST_WAIT)
 
 
 def _chosen(wire: str, answers: list[Answer]) -> Answer:

@@ -237,8 +237,6 @@ MAX_REPLY_BYTES = 64 * 1024 * 1024
 FIRST_WAIT = 0.25  # seconds before the first retry
 LONGEST_SAID = 2000
 SHOWN_ANSWER = 200  # characters of the answer of a server that is not ours
-SHOWN_ASKED = 400  # characters of a request
-BUSY = (429, 503)
 ENCODED = re.compile(r"[A-Za-z0-9+/=_-]{60,}")  # base64
 GATEWAY_ALONE = (502, 504)  # a gateway says that the server behind it does not answer
 SHUN_SECONDS = 30.0  # a replica that failed is tried last for this long
@@ -467,34 +465,6 @@ def shown_body(data: bytes | None, token: str | None, length: int = SHOWN_ANSWER
     return masked(" ".join(text.split()))[:length].strip()
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a server said when it was asked once. problem: why there is no score in it; None where there is one."""
-
-    url: str
-    wire: str
-    asked: bytes
-    replied: tuple[int, bytes | None] | None
-    problem: str | None
-
-    @property
-    def busy(self) -> bool:
-        """Whether it is there, and has no time or is not ready."""
-        return self.replied is not None and self.replied[0] in BUSY
-
-    @property
-    def of_openrlhf(self) -> bool:
-        """Whether the reply has what OpenRLHF's servers write, and no other."""
-        return self.replied is not None and b'"extra_logs"' in (self.replied[1] or b"")[:LONGEST_SAID]
-
-    def told(self, token: str | None) -> str:
-        """The problem, with request and reply, shortened."""
-        asked, said = shown_body(self.asked, token, SHOWN_ASKED), "nothing"
-        if self.replied is not None:
-            said = f"HTTP {self.replied[0]} {shown_body(self.replied[1], token)}"
-        return f"{self.problem}\n    asked ({self.wire}): {asked}\n    answered: {said}"
-
-
 class RemoteReward(StreamingSource):
     """One remote reward: `url`, or `url|url|...` for replicas that serve the same one."""
 
@@ -503,54 +473,27 @@ class RemoteReward(StreamingSource):
         for url in self.replicas or [entry]:
             check_url(url)
         self.entry, self.name = entry, shown_url(self.replicas[0])
-        self._client, self.wire = client, wire or AUTO
+        self.client, self.wire = client, wire or AUTO
 
     def submit_parts(self, parts: Sequence[Future[RewardBatch]], call: Call) -> list[Future[Scores]]:
         """Send each part as soon as it is there, one request a part; no future fails for what a server does."""
         phase = Phase()
-        return [self._client.loop.submit(self._part(part, call, i, phase)) for i, part in enumerate(parts)]
+        return [self.client.loop.submit(self._part(part, call, i, phase)) for i, part in enumerate(parts)]
 
     async def _part(self, part: Future[RewardBatch], call: Call, position: int, phase: Phase) -> Scores:
         batch = await asyncio.wrap_future(part)
-        content = await asyncio.to_thread(self._body, batch, call, LIGHTRFT if self.wire == AUTO else self.wire)
+        content = await asyncio.to_thread(self.body, batch, call, LIGHTRFT if self.wire == AUTO else self.wire)
         decode = partial(decode_reply, size=len(batch))
         try:
-            scores = await self._client.exchange(Exchange(self.replicas, content, decode, position, phase))
+            scores = await self.client.exchange(Exchange(self.replicas, content, decode, position, phase))
         except RequestFailed as failure:
             return Scores.all_failed(len(batch), str(failure))
         scores.reasons = Counter({f"{self.name}: {reason}": count for reason, count in scores.reasons.items()})
         return scores
 
-    def ask(self, batch: RewardBatch, patience: float) -> list[Future[list[Answer]]]:
-        """What each replica answers when it is asked once, and where that is no score, by the other wire too. patience:
-        seconds that a server which is not there may take to come up."""
-        return [self._client.loop.submit(self._asked(url, batch, patience)) for url in self.replicas]
-
-    async def _asked(self, url: str, batch: RewardBatch, patience: float) -> list[Answer]:
-        first = LIGHTRFT if self.wire == AUTO else self.wire
-        answers = [await self._answer(url, batch, first, patience)]
-        unclear = answers[0].problem is not None or (self.wire == AUTO and answers[0].of_openrlhf)
-        if unclear and answers[0].replied is not None and not answers[0].busy:
-            answers.append(await self._answer(url, batch, OPENRLHF if first == LIGHTRFT else LIGHTRFT, patience))
-        return answers
-
-    async def _answer(self, url: str, batch: RewardBatch, wire: str, patience: float) -> Answer:
-        content, end = await asyncio.to_thread(self._body, batch, Call(), wire), time.monotonic() + patience
-        while True:
-            exchange = Exchange([url], content, partial(decode_reply, size=len(batch)))
-            try:
-                scores = await self._client.exchange(exchange)
-                reasons = [reason for reason in scores.reasons if reason != NOT_SCORED]
-                problem = f"{shown_url(url)}: {reasons[0]}" if reasons else None
-            except RequestFailed as failure:
-                problem = str(failure)
-            answer = Answer(url, wire, content, exchange.replied, problem)
-            if problem is None or (answer.replied is not None and not answer.busy) or time.monotonic() > end:
-                return answer
-            await asyncio.sleep(FIRST_WAIT)
-
-    def _body(self, batch: RewardBatch, call: Call, wire: str) -> bytes:
-        encode = partial(call.encoded.encode, image_format=self._client.config.reward_image_format)
+    def body(self, batch: RewardBatch, call: Call, wire: str) -> bytes:
+        """A request by one of the wires."""
+        encode = partial(call.encoded.encode, image_format=self.client.config.reward_image_format)
         try:
             return json.dumps(encode_request(batch, wire, encode)).encode()
         except RewardError:

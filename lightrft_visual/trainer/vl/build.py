@@ -30,7 +30,6 @@ from ...models.vlm.families import VLMFamily, family_of
 from ...models.vlm.probe import prove_family
 from ...observe.console import RunConsole
 from ...rewards.engine import RewardComputationEngine
-from ...rewards.probe import probed
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.engine import RolloutEngine, build_engine, check_engine, engine_in_words
 from ...rollout.multimodal import MultimodalDataProcessor
@@ -58,7 +57,7 @@ from ..run_state import (
 )
 from .evaluation import Evaluation
 from .maker import ExperienceMaker, MakerSettings, build_maker
-from .parts import PromptSource, VLParts, answered, prompt_batch
+from .parts import PromptSource, VLParts, asked_once, prompt_batch
 from .updates import check_abilities, parts_of_loss
 
 logger = logging.getLogger(__name__)
@@ -89,8 +88,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, lock: FolderLoc
         dataset, eval_set = _datasets(config, checkpoint)
     _fit_to_data(config, dataset)
     sets = [each for each in (dataset, eval_set) if each is not None]
-    ask = partial(answered, dataset, checkpoint=checkpoint, data=config.data)
-    config.reward, judged = (probed(each, dataset, ask) for each in (config.reward, judged))
+    config.reward, judged = (asked_once(each, dataset, checkpoint, config.data) for each in (config.reward, judged))
     rewards = _rewards(config, strategy, checkpoint, sets)
     recorder = open_recorder(config, resumed=resume_folder is not None, lock=lock)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ...algorithms.loss_terms import PartSettings
+from ...config.shared import RewardConfig
 from ...config.vl import DataConfig, RunConfig
 from ...data.bad_rows import BadRow
 from ...data.prompts import PromptDataset, PromptRow, caption_of, is_remote_row, render_prompt
@@ -20,7 +21,7 @@ from ...models.loading import Checkpoint
 from ...observe.recorder import Record, records_from_rollouts
 from ...rewards.batch import RewardBatch, batch_from_rollouts
 from ...rewards.engine import RewardComputationEngine
-from ...rewards.probe import plausible_image
+from ...rewards.probe import plausible_image, probed
 from ...rollout.parity import ParityGate
 from ...runtime import collectives
 from ...runtime.deepspeed import DeepspeedStrategy, TrainEngine
@@ -193,14 +194,21 @@ class VLParts:
         return VLWatched(self.gold, draws=len(self.loss_parts) > 1)
 
 
-def answered(dataset: PromptDataset, index: int, checkpoint: Checkpoint, data: DataConfig) -> RewardBatch:
-    """A sample of the data as rewards see it; for remote media stand images: nothing is fetched here.
+def asked_once(
+    rewards: RewardConfig | None, dataset: PromptDataset, checkpoint: Checkpoint, data: DataConfig
+) -> RewardConfig | None:
+    """`probed`, with samples of the data that are answered by their references.
 
     Args:
-        dataset: whose sample it is; it is answered by its reference, or with an image where it asks for one.
-        index: of the sample.
-        checkpoint, data: how its prompt is written.
+        rewards: what is asked.
+        dataset: whose samples it is asked with.
+        checkpoint, data: how their prompts are written.
     """
+    return probed(rewards, dataset, lambda index: _answered(dataset, index, checkpoint, data))
+
+
+def _answered(dataset: PromptDataset, index: int, checkpoint: Checkpoint, data: DataConfig) -> RewardBatch:
+    """A sample as rewards see it, with an image where it asks for one; remote media are not fetched for it."""
     sample = dataset[index]
     if is_remote_row(sample):
         sample = replace(sample, images=[plausible_image() for _ in sample.images], videos=[])
