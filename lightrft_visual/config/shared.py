@@ -43,7 +43,9 @@ class RewardConfig(Section):
     kwargs: dict[str, Any] = field(default_factory=dict)  # {component: {setting: value}}
     reward_recipe: str | None = None  # YAML or JSON file, or inline YAML: {label: [[type, key, weight], ...]}
     reward_weights_file: str | None = None  # YAML or JSON {component: weight}, read again in each step: weights by hand
-    reward_wire: Annotated[str, one_of("lightrft", "openrlhf")] = "lightrft"  # JSON form of remote_rm_url
+    # JSON form of remote_rm_url: auto | lightrft | openrlhf for all, a list in the order of the URLs, or url=wire,...
+    reward_wire: str = "auto"
+    reward_probe: bool = True  # ask every function and URL once, with a sample of the data, before any model loads
     reward_timeout: PositiveFloat = 60.0  # deadline of one remote call, seconds, retries included
     reward_retries: NonNegativeInt = 3  # on connection errors, 429 and 5xx only
     reward_concurrency: PositiveInt = 32  # remote requests in flight at once

@@ -306,7 +306,7 @@ def _serve(spec: str, pipe: Pipe) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers signal every process; this one ends with its parent
     try:
         function = _load(spec)
-    except Exception as error:
+    except BaseException as error:
         pipe.send({"error": str(error) if isinstance(error, ConfigError) else describe_error(error)})
         return
     answer: dict[str, Any] = {"result": None}
