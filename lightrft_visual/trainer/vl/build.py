@@ -18,8 +18,8 @@ from ...config.shared import RewardConfig
 from ...config.vl import RunConfig, mixing_probabilities
 from ...data.bad_rows import list_bad_rows
 from ...data.drawing_prompts import EvaluationRows
-from ...data.prompts import PromptDataset, PromptSampler, RowChecks
-from ...data.supply import PromptSupply
+from ...data.prompts import PromptDataset, RowChecks
+from ...data.sampler import PromptSampler, PromptSupply
 from ...errors import ConfigError
 from ...experience.rollouts import SamplingSettings
 from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint

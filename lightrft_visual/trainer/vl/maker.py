@@ -196,7 +196,7 @@ class MakerSettings:
     run_seed: int = 42
     data_processor: MultimodalDataProcessor | None = None
     rewards: RewardComputationEngine | None = None
-    timer: PhaseTimer | None = None
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
     weights_follow: bool = False
     score_policy: bool = True
     other_scores: Mapping[str, Callable[..., T]] = field(default_factory=dict)
@@ -245,11 +245,11 @@ class ExperienceMaker:
             DataError: a prompt cannot be used. RolloutError: the engine read other prompts than the trainer will.
         """
         sampling, hooks = sampling or self.settings.sampling, self.settings.hooks
-        pending = self.reward_stage.begin(prompts, sampling.n)
+        pending = self.reward_stage.begin(prompts, sampling.n) if self.rewards.streams else None
         try:
-            with self._phase("sync"):
+            with self.settings.timer.phase("sync"):
                 self.engine.wake()
-            with self._phase("generate"):
+            with self.settings.timer.phase("generate"):
                 requests = hooks.on_prompts(self.rollout_stage.requests(prompts))
                 finished = None if pending is None else pending.add
                 made = self.rollout_stage.draw(requests, sampling, self.policy_version, finished)
@@ -264,12 +264,15 @@ class ExperienceMaker:
 
     def sleep(self) -> None:
         """Let the engine give its memory on the accelerator to others."""
-        with self._phase("sync"):
+        with self.settings.timer.phase("sync"):
             self.engine.sleep(keep_weights=not self.settings.weights_follow)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         """With their rewards; where remote scorers are at work, `make_experience` waits for them after its forwards."""
-        return rollouts if self.rewards.streams else self._settle(rollouts)
+        if self.rewards.streams:
+            return rollouts
+        self.judge(rollouts)
+        return self.settings.hooks.on_scores(rollouts)
 
     def make_experience(self, rollouts: Rollouts, **estimator: float) -> StepData:
         """Micro-batches with log-probs by role, KL and advantages, in the order of the rollouts. A collective.
@@ -280,10 +283,11 @@ class ExperienceMaker:
         """
         pad_id = self.tokenizer.pad_token_id
         experiences = [collate(part, pad_id, self.vision) for part in self._parts(rollouts)]
-        with self._phase("forward"):
+        with self.settings.timer.phase("forward"):
             self.forward_stage.run(experiences, rollouts.sampling.scoring)
         if not rollouts.scored:
-            rollouts = self._settle(rollouts)
+            self.judge(rollouts)
+            rollouts = self.settings.hooks.on_scores(rollouts)
         for experience, part in zip(experiences, self._parts(rollouts), strict=True):
             add_rewards(experience, part)
         rewards = [each.info["reward"] for each in experiences]
@@ -295,25 +299,21 @@ class ExperienceMaker:
         """The engine has weights of this version from here on."""
         self.policy_version = version
 
-    def _settle(self, rollouts: Rollouts) -> Rollouts:
-        self.judge(rollouts)
-        return self.settings.hooks.on_scores(rollouts)
-
     # -- outside a step ------------------------------------------------------------------------------------------
 
     def sample(
         self, prompts: PromptBatch, sampling: SamplingSettings, purpose: str, seed: int | None = None
     ) -> Rollouts:
         """Responses that no hook follows, as for evaluations. purpose, seed: see `RolloutStage.requests`."""
-        with self._phase("sync"):
+        with self.settings.timer.phase("sync"):
             self.engine.wake()
-        with self._phase("generate"):
+        with self.settings.timer.phase("generate"):
             made = self.rollout_stage.generate(prompts, sampling, self.policy_version, purpose, seed)
             return Rollouts(made, sampling)
 
     def judge(self, rollouts: Rollouts) -> None:
         """Rewards in place, all of them; waits for what remote scorers have begun."""
-        with self._phase("reward"):
+        with self.settings.timer.phase("reward"):
             self.reward_stage.run(rollouts)
 
     def experiences(self, batch: PromptBatch, **generate_kwargs: Any) -> list[Experience | ExperienceVL]:
@@ -342,9 +342,6 @@ class ExperienceMaker:
         if unknown:
             raise ConfigError(f"unknown generation argument(s): {', '.join(unknown)}")
         return replace(self.settings.sampling, **sampling), estimator
-
-    def _phase(self, name: str):
-        return self.settings.timer.phase(name) if self.settings.timer is not None else nullcontext()
 
 
 def build_maker(
