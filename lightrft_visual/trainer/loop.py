@@ -220,7 +220,8 @@ class PolicyTrainer(ABC):
         metrics |= self.timer.reduce()
         self.recorder.log_step(self.step, metrics)
         self.console.step(self.step, metrics)
-        self.report.after_step(self.step)
+        if self.step >= self.report.next_step:
+            self.report.write_due(self.step)
         if data.records:
             self.recorder.save_rollouts(self.step, data.records)
             self.console.samples(self.step, data.records)
