@@ -129,7 +129,7 @@ class Agreement:
 
     def follow(self, batch: PromptBatch) -> None:
         """Probes are made with prompts just used: theirs are the caches that could be stale."""
-        count = min(PROBE_PROMPTS, len(batch)) if self.gate is not None else 0
+        count = min(PROBE_PROMPTS, len(batch.prompts)) if self.gate is not None else 0
         self.probe = batch.select(list(range(count))) if count else None
 
     def probe_now(self) -> None:

@@ -81,7 +81,8 @@ class VLTrainer(PolicyTrainer):
             while data.batches:
                 self.buffer.append(data.batches.pop(0))
             self.buffer = self.hooks.on_buffer(self.buffer)
-            self.buffer.share()
+            if self.buffer.sequence is not None:
+                self.buffer.share()
             check = None if algorithm.reads_log_probs else self.agreement.of_rollouts()
             for epoch in range(self.config.train.max_epochs):
                 for number, batch in enumerate(self._train_batches(epoch, check)):

@@ -86,7 +86,7 @@ def plan_batch(
     """
     masks, ids, entropies = [], [], []
     for micro_batch in micro_batches:
-        items = [buffer[index] for index in micro_batch.indices]
+        items = [buffer.items[index] for index in micro_batch.indices]
         masks.append(pad_sequence([_counted(item, micro_batch, config.mask_truncated) for item in items], True))
         if len(parts) > 1:
             ids.append(torch.tensor([[int(item.info["loss_part"])] for item in items]))
