@@ -213,7 +213,7 @@ def policy_loss(
     outputs = _policy_metrics(inputs, denominators)
     token_loss = registry.policy_losses.load(config.policy_loss)(inputs, config)
     values = token_loss.values
-    if config.corrects_rollouts:
+    if registry.tis_modes[config.tis_mode].corrects:
         weight, cut = importance_weights(inputs, config)
         values = values * weight
         outputs.metrics["tis_weight"] = token_mean(weight, mask, denominators)
@@ -273,7 +273,11 @@ def importance_weights(inputs: LossInputs, config: AlgorithmConfig) -> tuple[T, 
 def _checked(inputs: LossInputs, config: AlgorithmConfig) -> LossInputs:
     """The inputs in float32 with zeros at masked positions, so that nothing there reaches a value or a gradient."""
     needs = (
-        (config.corrects_rollouts, inputs.rollout_log_probs, f"tis_mode {config.tis_mode} needs rollout_log_probs"),
+        (
+            registry.tis_modes[config.tis_mode].corrects,
+            inputs.rollout_log_probs,
+            f"tis_mode {config.tis_mode} needs rollout_log_probs",
+        ),
         (config.use_kl_loss, inputs.ref_log_probs, "use_kl_loss needs ref_log_probs"),
         (config.entropy_coef != 0, inputs.entropy, "entropy_coef needs entropy"),
     )

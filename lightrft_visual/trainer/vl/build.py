@@ -53,7 +53,7 @@ from ..run_state import (
     synchronize,
 )
 from .evaluation import Evaluation
-from .maker import ExperienceMaker, MakerSettings, build_maker
+from .maker import ExperienceMaker, MakerSettings, build_maker, log_probs_of
 from .parts import PromptSource, VLParts, prompt_batch
 from .updates import check_abilities, parts_of_loss
 
@@ -333,11 +333,7 @@ def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Check
         transformer = load_transformer(checkpoint.path, config.model, strategy.dtype)
     on_host = config.rollout.offload_reference
     frozen = strategy.prepare_inference(new_actor(transformer), on_host)
-
-    def scored(inputs, rule):
-        return frozen(inputs, rule, with_entropy=False).log_probs
-
-    score = own_scores(scored, strategy.sequence)
+    score = own_scores(log_probs_of(frozen), strategy.sequence)
     return (OffloadedModule(frozen, score, strategy.device) if on_host else score), frozen
 
 
@@ -454,7 +450,7 @@ def _gate(config, maker, engine, actor, strategy, checkpoint) -> ParityGate | No
         checkpoint,
         stage=maker.rollout_stage,
         engine=engine,
-        score=own_scores(lambda inputs, rule: actor(inputs, rule, with_entropy=False).log_probs, strategy.sequence),
+        score=own_scores(log_probs_of(actor), strategy.sequence),
         reload=lambda: engine.update_weights(engine_weights(engine, actor)),
         device=strategy.device,
     )

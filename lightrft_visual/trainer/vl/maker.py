@@ -101,6 +101,15 @@ class ForwardStage:
             add_kl(experience, self.kl_estimator)
 
 
+def log_probs_of(model: Callable[..., Any]) -> Callable[[ModelInputs, ScoringRule], T]:
+    """The log-probs alone that an actor or a copy of it gives, as a reference is asked for them."""
+
+    def scored(inputs: ModelInputs, rule: ScoringRule) -> T:
+        return model(inputs, rule, with_entropy=False).log_probs
+
+    return scored
+
+
 def add_kl(experience: Experience | ExperienceVL, estimator: str) -> None:
     """Fill `kl` (B, A) and info['kl'] (B), the mean over a response's tokens; zero without a reference model."""
     mask = experience.action_mask

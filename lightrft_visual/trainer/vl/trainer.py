@@ -38,6 +38,7 @@ class VLTrainer(PolicyTrainer):
         train, algorithm = parts.config.train, parts.config.algorithm
         self.maker, self.prompts, self.actor, self.critic = parts.maker, parts.prompts, parts.actor, parts.critic
         self.agreement = Agreement(parts.gate, parts.config.rollout, parts.prompts.runs_ahead)
+        self.reads_log_probs = algorithm.reads_log_probs
         self.separate_scores = train.separate_old_log_probs or has_dropout(parts.actor.module)
         self.buffer = NaiveReplayBuffer(
             train.micro_train_batch_size,
@@ -83,7 +84,7 @@ class VLTrainer(PolicyTrainer):
             self.buffer = self.hooks.on_buffer(self.buffer)
             if self.buffer.sequence is not None:
                 self.buffer.share()
-            check = None if algorithm.reads_log_probs else self.agreement.of_rollouts()
+            check = None if self.reads_log_probs else self.agreement.of_rollouts()
             for epoch in range(self.config.train.max_epochs):
                 for number, batch in enumerate(self._train_batches(epoch, check)):
                     batch, first = self.hooks.on_train_batch(batch), epoch == number == 0
@@ -120,7 +121,7 @@ class VLTrainer(PolicyTrainer):
     def _measure(self, data: StepData) -> None:
         """The step's metrics, and whether the engine sampled what the trainer scores, where it has scored by now."""
         metrics = data.metrics
-        if self.config.algorithm.reads_log_probs:
+        if self.reads_log_probs:
             self.agreement.check(data.batches, self.step, metrics)
         add_rollout_metrics(metrics, data.batches, [part.name for part in self.parts.loss_parts])
         metrics.add_numbers(data.rollouts.counts)
@@ -168,9 +169,10 @@ class VLTrainer(PolicyTrainer):
         lent: the actor has other weights for a while, and stays where it is.
         """
         engine = self.maker.engine
-        engine.update_weights(engine_weights(engine, self.actor))
-        if self.config.rollout.offload_trainer and not (lent or engine.shares_weights):
-            self.actor.offload_weights()
+        if not engine.shares_weights:
+            engine.update_weights(engine_weights(engine, self.actor))
+            if self.config.rollout.offload_trainer and not lent:
+                self.actor.offload_weights()
         self.maker.policy_is_new(self.step)
         if self.prompts.runs_ahead and not lent:
             self.prompts.policy_is_new(self.step)

@@ -203,7 +203,8 @@ class PolicyUpdate:
     def _forward(self, experience: Experience) -> tuple[ActorOutput, dict[str, T]]:
         """The actor's output, and what terms of the loss read beside it, by the same forward."""
         terms = terms_of(self.config)
-        entropy = any(self.config.entropy_coefs) or any(term.needs_entropy for term in terms)
+        coefficients = self.config.entropy_coef, self.config.drawing_entropy_coef  # the latter None: the former
+        entropy = any(coefficients) or any(term.needs_entropy for term in terms)
         # Without a pass before, the entropy that is reported is this one's.
         call = partial(self.actor, rule=self.rule, with_entropy=entropy or experience.action_entropy is None)
         return forward_with(terms, call, ModelInputs.of(experience), self.seed)
