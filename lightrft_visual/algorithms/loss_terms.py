@@ -104,7 +104,7 @@ def aggregate(values: T, mask: T, mode: str, denominators: LossDenominators) -> 
     `mode` is a name of the registry. Summed over the micro-batches and ranks that `denominators` counted, the results
     are the aggregate of the whole train batch.
     """
-    return registry.aggregations.load(mode)(values, mask, denominators)
+    return registry.aggregations[mode].load()(values, mask, denominators)
 
 
 Call = Callable[[ModelInputs], ActorOutput]

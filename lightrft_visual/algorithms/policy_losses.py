@@ -211,7 +211,7 @@ def policy_loss(
     inputs = _checked(inputs, config)
     mask, mode = inputs.action_mask, config.loss_agg_mode
     outputs = _policy_metrics(inputs, denominators)
-    token_loss = registry.policy_losses.load(config.policy_loss)(inputs, config)
+    token_loss = registry.policy_losses[config.policy_loss].load()(inputs, config)
     values = token_loss.values
     if registry.tis_modes[config.tis_mode].corrects:
         weight, cut = importance_weights(inputs, config)
@@ -260,7 +260,7 @@ def importance_weights(inputs: LossInputs, config: AlgorithmConfig) -> tuple[T, 
     log_weight = torch.where(
         inputs.action_mask, inputs.old_log_probs - inputs.rollout_log_probs, torch.zeros_like(inputs.old_log_probs)
     ).detach()
-    log_weight = registry.tis_modes.load(config.tis_mode)(log_weight)
+    log_weight = registry.tis_modes[config.tis_mode].load()(log_weight)
     weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     cut = weight > config.tis_cap
     if config.tis_floor > 0:
@@ -272,12 +272,9 @@ def importance_weights(inputs: LossInputs, config: AlgorithmConfig) -> tuple[T, 
 
 def _checked(inputs: LossInputs, config: AlgorithmConfig) -> LossInputs:
     """The inputs in float32 with zeros at masked positions, so that nothing there reaches a value or a gradient."""
+    corrects = registry.tis_modes[config.tis_mode].corrects
     needs = (
-        (
-            registry.tis_modes[config.tis_mode].corrects,
-            inputs.rollout_log_probs,
-            f"tis_mode {config.tis_mode} needs rollout_log_probs",
-        ),
+        (corrects, inputs.rollout_log_probs, f"tis_mode {config.tis_mode} needs rollout_log_probs"),
         (config.use_kl_loss, inputs.ref_log_probs, "use_kl_loss needs ref_log_probs"),
         (config.entropy_coef != 0, inputs.entropy, "entropy_coef needs entropy"),
     )

@@ -8,10 +8,10 @@ A segment may continue another one, as the completions of one prompt do: its tok
 those before them in their own segment. The prompt's keys and values are then computed once and read by each of them.
 
 A vision tower attends to the images, frames or windows of a batch (`window_attention`). transformers' towers of the
-Qwen-VL kind call PyTorch's attention once for each image, and in Qwen2.5-VL's windowed layers once for each window (16
-for an image of 448 x 448). They also read the lengths from the device three times a layer, which on an accelerator waits
-for all work before it. Here the parts of equal length are one batch of one call, and the lengths are read once a
-forward. Where the device has a varlen kernel, all parts are one call of it.
+Qwen-VL kind call PyTorch's attention once for each image, and in Qwen2.5-VL's windowed layers once for each window
+(16 for an image of 448 x 448). They also read the lengths from the device three times a layer, which on an
+accelerator waits for all work before it. Here the parts of equal length are one batch of one call, and the lengths
+are read once a forward. Where the device has a varlen kernel, all parts are one call of it.
 """
 
 from __future__ import annotations

@@ -352,7 +352,7 @@ class TrainEngine:
     @property
     def module(self) -> nn.Module:
         """The module under DeepSpeed, its weights on the device."""
-        self.bring_back()
+        self._weights.come_back()
         return self.engine.module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -384,7 +384,8 @@ class TrainEngine:
         any rank, that one sends NaN through backward on all ranks: the same hooks and collectives run everywhere, and
         the step is then discarded everywhere.
         """
-        self._reload()
+        self._weights.come_back()
+        self._states.come_back()
         bad = (~torch.isfinite(loss.detach())).float().reshape(())
         self._bad = bad if self._bad is None else torch.maximum(self._bad, bad)
         if last:
@@ -398,7 +399,7 @@ class TrainEngine:
         """Apply the accumulated gradients, unless they are not finite on some rank; the caller counts those. The host
         waits for the device here, once a step."""
         rate = self.engine.lr_scheduler.get_last_lr()[0]
-        poisoned, self._bad = self.poisoned, None
+        poisoned, self._bad = self._bad is not None and bool(self._bad.item()), None
         if self.zero_stage == 0:
             return self._plain_step(rate, poisoned)
         self.engine.step()

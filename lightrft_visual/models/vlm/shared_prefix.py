@@ -66,7 +66,7 @@ class SharedSequence:
         groups = _groups(inputs.group_ids.tolist(), samples, ids, vision)
         if len(groups) == len(samples):
             return None
-        columns, indices, lengths, continues = _row([[samples[index] for index in each] for each in groups], len(ids))
+        columns, indices, lengths, continues = _laid_out([[samples[index] for index in each] for each in groups], len(ids))
         device = inputs.sequences.device
         return cls(
             columns=columns.to(device),
@@ -104,7 +104,7 @@ class SharedSequence:
         return Segments(self.lengths, self.columns.device, self.continues, group)
 
 
-def _row(groups: list[list[_Sample]], size: int) -> tuple[T, T, list[int], list[int | None]]:
+def _laid_out(groups: list[list[_Sample]], size: int) -> tuple[T, T, list[int], list[int | None]]:
     """(columns, indices, lengths, continues) of a `SharedSequence`: each group's prompt, then its completions.
 
     size: rows * S of the inputs.

@@ -352,7 +352,7 @@ def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpo
     banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
     shares = teacher.family.able_to_share(config.train.share_prefix, config.model.attn_implementation)
     frozen = strategy.prepare_inference(Actor(transformer, banned, checkpoint.eos_ids, shares))
-    return own_scores(lambda inputs, rule: frozen(inputs, rule, with_entropy=False).log_probs, strategy.sequence)
+    return own_scores(log_probs_of(frozen), strategy.sequence)
 
 
 def _engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> RolloutEngine:
