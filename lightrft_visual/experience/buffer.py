@@ -265,25 +265,18 @@ class NaiveReplayBuffer:
         """
         if token_budget is not None and not self.packing_samples:
             raise ConfigError("a token budget needs packing_samples")
-        steps = self._steps(seed, step_size, by_tokens=token_budget is not None)
-        ranks, own = collectives.world_size() // self._copies, collectives.rank() // self._copies
-        plans = []
-        for step in steps:
-            plan = sampling.micro_batches(step, ranks, self.sample_batch_size, token_budget)
-            plans.append(sampling.own_micro_batches(plan[own]))
-        return plans
-
-    def _steps(self, seed: int, step_size: int | None, by_tokens: bool) -> list[list[SampleRef]]:
         samples = self._references()
         steps = sampling.shuffled_steps(samples, step_size, seed, self.homogeneous)
-        ranks = collectives.world_size() // self._copies  # or groups of ranks that have the same samples
-        if ranks == 1 or not self.cpu_offload or not sampling.have_keys(samples):
-            return steps
-        moves = [move for step in steps for move in sampling.moves_between_ranks(step, ranks, by_tokens)]
-        if not moves:
-            return steps
-        self._exchange(moves)
-        return sampling.shuffled_steps(self._references(), step_size, seed, self.homogeneous)
+        # Ranks, or groups of ranks that have the same samples.
+        ranks, own = collectives.world_size() // self._copies, collectives.rank() // self._copies
+        if ranks > 1 and self.cpu_offload and sampling.have_keys(samples):
+            by_tokens = token_budget is not None
+            moves = [move for step in steps for move in sampling.moves_between_ranks(step, ranks, by_tokens)]
+            if moves:
+                self._exchange(moves)
+                steps = sampling.shuffled_steps(self._references(), step_size, seed, self.homogeneous)
+        plans = (sampling.micro_batches(step, ranks, self.sample_batch_size, token_budget) for step in steps)
+        return [sampling.own_micro_batches(plan[own]) for plan in plans]
 
     def _exchange(self, moves: Sequence[tuple[SampleRef, int]]) -> None:
         """Give the listed samples to their new ranks. All ranks call it with the same moves.

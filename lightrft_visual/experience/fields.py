@@ -164,7 +164,12 @@ def batch_info(infos: Sequence[dict | None], layout: InfoLayout, path: KeyPath =
 
     Equal-shaped tensors are stacked to (B, ...), Python numbers of one type become a tensor (B), dicts are batched key
     by key, anything else is a list of B. A key that some samples lack is a list with None for them, never a tensor
-    with made-up numbers. `layout` takes down what `split_info` needs to give back the same dicts.
+    with made-up numbers.
+
+    Args:
+        infos: of the samples; None is an empty one.
+        layout: takes down what `split_info` needs to give back the same dicts.
+        path: of keys to these dicts, where they are parts of larger ones.
     """
     dicts = [info or {} for info in infos]
     keys = dict.fromkeys(key for each in dicts for key in each)

@@ -85,7 +85,16 @@ def linear_log_probs(
     Raises:
         ValueError: shapes that do not belong together, or a chunk_size or temperature that is not positive.
     """
-    _check(hidden, weight, targets, temperature, chunk_size)
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be (N, H) and (V, H)")
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(f"targets {tuple(targets.shape)} must have one id for each of {hidden.shape[0]} rows")
+    if isinstance(temperature, T) and temperature.dim() > 0 and temperature.shape != targets.shape:
+        raise ValueError(f"temperature {tuple(temperature.shape)} must be a number or have one for each row")
+    if not isinstance(temperature, T) and temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; log-probs need a positive one")
+    if chunk_size is not None and chunk_size <= 0:
+        raise ValueError(f"chunk_size is {chunk_size}; it must be positive")
     chunk = chunk_size or chunk_length(weight.shape[0], hidden.device)
     scale = _position_temperature(temperature, hidden).reciprocal()
     log_probs, entropy = _LinearLogProbs.apply(hidden, weight, bias, targets, scale, banned_ids, chunk, with_entropy)
@@ -155,19 +164,6 @@ def _position_temperature(temperature: float | T, hidden: T) -> T:
     if isinstance(temperature, T) and temperature.dim() == 1:
         return temperature.to(hidden.device, torch.float32)
     return torch.full((hidden.shape[0],), float(temperature), device=hidden.device)
-
-
-def _check(hidden: T, weight: T, targets: T, temperature: float | T, chunk_size: int | None) -> None:
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be (N, H) and (V, H)")
-    if targets.shape != hidden.shape[:1]:
-        raise ValueError(f"targets {tuple(targets.shape)} must have one id for each of {hidden.shape[0]} rows")
-    if isinstance(temperature, T) and temperature.dim() > 0 and temperature.shape != targets.shape:
-        raise ValueError(f"temperature {tuple(temperature.shape)} must be a number or have one for each row")
-    if not isinstance(temperature, T) and temperature <= 0:
-        raise ValueError(f"temperature is {temperature}; log-probs need a positive one")
-    if chunk_size is not None and chunk_size <= 0:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be positive")
 
 
 @cache

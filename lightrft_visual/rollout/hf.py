@@ -140,10 +140,7 @@ class TransformersEngine:
             tokens.append(chosen)
             log_probs.append(log_prob)
             done |= torch.isin(chosen, actor.eos_ids) | (lengths <= step + 1)
-            waiting = (~done).any()
-            if self.in_step:
-                waiting = collectives.all_reduce_max(waiting.float().reshape(1)) > 0
-            if step + 1 == limit or not bool(waiting):
+            if step + 1 == limit or self._all_done(done):
                 break
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             hidden = actor.backbone.decode(chosen[choice.sources], mask, positions, cache)
@@ -213,6 +210,12 @@ class TransformersEngine:
     def _most(self, count: int) -> int:
         """The largest `count` of all ranks where they must stay in step."""
         return int(collectives.all_reduce_max(torch.tensor([count])).item()) if self.in_step else count
+
+    def _all_done(self, done: T) -> bool:
+        waiting = (~done).any()
+        if self.in_step:
+            waiting = collectives.all_reduce_max(waiting.float().reshape(1)) > 0
+        return not bool(waiting)
 
 
 class OwnWeightsEngine(TransformersEngine):

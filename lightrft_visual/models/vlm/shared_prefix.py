@@ -66,7 +66,9 @@ class SharedSequence:
         groups = _groups(inputs.group_ids.tolist(), samples, ids, vision)
         if len(groups) == len(samples):
             return None
-        columns, indices, lengths, continues = _laid_out([[samples[index] for index in each] for each in groups], len(ids))
+        columns, indices, lengths, continues = _laid_out(
+            [[samples[index] for index in each] for each in groups], len(ids)
+        )
         device = inputs.sequences.device
         return cls(
             columns=columns.to(device),

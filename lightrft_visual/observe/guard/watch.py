@@ -240,8 +240,15 @@ class Guard:
                 risen = parting.risen()
             for name, bounds in STEP_BANDS.items():
                 value = _finite(metrics, name)
-                if value is not None:
-                    self._check_band(step, name, value, bounds, risen, alarms)
+                if value is None:
+                    continue
+                band = self.bands.setdefault(name, Band(bounds, self.learn_steps, BAND_WIDTH))
+                outside = band.see(value)
+                limits = band.limits()
+                if limits is not None and outside >= self.config.patience and not (bounds.soft and risen):
+                    self._raise(step, name, value, limits, alarms)
+                else:
+                    self.raised.discard(name)
         return alarms
 
     def after_evaluation(
@@ -319,16 +326,6 @@ class Guard:
         )
         limits = (parting.best_gold, math.inf)
         self._raise(step, name, parting.gold, limits, alarms, parting.best_step, text)
-
-    def _check_band(self, step: int, name: str, value: float, bounds: Bounds, risen: bool, alarms: list[Alarm]) -> None:
-        band = self.bands.setdefault(name, Band(bounds, self.learn_steps, BAND_WIDTH))
-        outside = band.see(value)
-        limits = band.limits()
-        if limits is not None:
-            if outside >= self.config.patience and not (bounds.soft and risen):
-                self._raise(step, name, value, limits, alarms)
-            else:
-                self.raised.discard(name)
 
     def _raise(
         self,

@@ -289,7 +289,7 @@ def _joined(parts: Sequence[LossPart], found: Sequence[LossOutputs], name_of_los
 def _record(metrics: MetricsAccumulator, losses: LossOutputs, last: bool, counts: bool) -> None:
     """Shares of the ranks that count add up to the train batch's value; the mean over updates of the step is
     reported."""
-    updates = 1.0 if last and collectives.is_rank_0() else 0.0
+    updates = 1.0 if last and collectives.rank() == 0 else 0.0
     for name, share in losses.metrics.items():
         metrics.add(name, share if counts else 0.0, updates)
     for name, value in losses.maxima.items():
