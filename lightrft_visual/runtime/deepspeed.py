@@ -353,7 +353,8 @@ class TrainEngine:
     @property
     def module(self) -> nn.Module:
         """The module under DeepSpeed, its weights on the device."""
-        self._weights.come_back()
+        if self._weights.away:
+            self._weights.come_back()
         return self.engine.module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -385,8 +386,8 @@ class TrainEngine:
         any rank, that one sends NaN through backward on all ranks: the same hooks and collectives run everywhere, and
         the step is then discarded everywhere.
         """
-        self._weights.come_back()
-        self._states.come_back()
+        if self._weights.away or self._states.away:
+            self._reload()
         bad = (~torch.isfinite(loss.detach())).float().reshape(())
         self._bad = bad if self._bad is None else torch.maximum(self._bad, bad)
         if last:
