@@ -440,7 +440,8 @@ class TrainEngine:
 
     def bring_back(self) -> None:
         """The weights to the device, for those who hold the parameters themselves; every use of this engine does it."""
-        self._weights.come_back()
+        if self._weights.away:
+            self._weights.come_back()
 
     def _reload(self) -> None:
         self.bring_back()

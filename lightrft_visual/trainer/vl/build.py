@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +30,7 @@ from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.engine import RolloutEngine, build_engine, check_engine, engine_in_words
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate
-from ...rollout.weight_sync import adapter_weights, named_weights
+from ...rollout.weight_sync import engine_weights
 from ...runtime import collectives
 from ...runtime.checkpoint.manager import check_model, fingerprint
 from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
@@ -454,10 +453,3 @@ def _gate(config, maker, engine, actor, strategy, checkpoint) -> ParityGate | No
         reload=lambda: engine.update_weights(engine_weights(engine, actor)),
         device=strategy.device,
     )
-
-
-def engine_weights(engine: RolloutEngine, actor: TrainEngine) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the engine takes of the actor's weights: all, or LoRA's adapters alone."""
-    if getattr(engine, "adapters_alone", False):
-        return adapter_weights(actor)
-    return named_weights(actor)

@@ -12,7 +12,7 @@ from ...config.vl import RunConfig
 from ...errors import ConfigError
 from ...experience.buffer import NaiveReplayBuffer
 from ...rollout.parity import RolloutCheck
-from ...rollout.weight_sync import gathered_state_dict
+from ...rollout.weight_sync import engine_weights, gathered_state_dict
 from ...runtime import collectives
 from ...runtime.checkpoint.export import export_hf, export_lora
 from ...runtime.deepspeed import TrainEngine
@@ -20,7 +20,7 @@ from ...runtime.seeding import derive_seed
 from ...runtime.start_up import log_stage
 from ..hooks import StepData
 from ..loop import Evaluated, PolicyTrainer
-from .build import build_parts, engine_weights
+from .build import build_parts
 from .maker import PROBE_PROMPTS, Agreement
 from .parts import VLParts
 from .updates import PolicyUpdate, TrainBatch, ValueUpdate, add_rollout_metrics, has_dropout, kl_per_token, plan_batch
