@@ -39,6 +39,9 @@ from ...runtime.deepspeed import StepResult, TrainEngine
 T = torch.Tensor
 
 
+Scores = list[tuple[MicroBatch, T]]  # log-probs (B, A) of each micro-batch, on the accelerator
+
+
 @dataclass
 class LossPart:
     """One part of a train batch's loss: its tokens (B, A) of each micro-batch, and what their loss is divided by."""
@@ -152,11 +155,14 @@ class PolicyUpdate:
         self, buffer: NaiveReplayBuffer, batches: Sequence[TrainBatch], check: RolloutCheck, version: int | None = None
     ) -> None:
         """Old log-probs of train batches into the buffer's samples, by the policy as it stands, of this version."""
+        scored: Scores = []
         for micro_batch in (each for batch in batches for each in batch.micro_batches):
             experience = buffer.load(micro_batch)
-            inputs = ModelInputs.of(experience)
-            output = self.actor(inputs, self.rule, with_entropy=False)
-            self._keep(buffer, micro_batch, experience, output.log_probs, check, version)
+            output = self.actor(ModelInputs.of(experience), self.rule, with_entropy=False)
+            if not micro_batch.filler:
+                scored.append((micro_batch, output.log_probs))
+                _compare(check, experience, output.log_probs, version)
+        buffer.fill("action_log_probs", scored)
 
     def step(
         self,
@@ -175,6 +181,8 @@ class PolicyUpdate:
             check: settled before the step, of which nothing is left when it raises.
             version: of the policy; tokens of other ones are not compared.
         """
+        scored: Scores = []
+        heard = None
         for index, micro_batch in enumerate(batch.micro_batches):
             last = index == len(batch.micro_batches) - 1
             experience = buffer.load(micro_batch)
@@ -188,17 +196,20 @@ class PolicyUpdate:
                 mask = part.token_masks[index].to(read.action_mask.device)
                 found.append(policy_loss(replace(read, action_mask=mask), own, part.denominators, kl_coef))
             losses = _joined(batch.parts, found) if batch.parts[0].settings.name else found[0]
-            self.actor.accumulate(losses.loss, last)
+            if experience.action_log_probs is None and not micro_batch.filler:
+                scored.append((micro_batch, output.log_probs.detach()))
+                _compare(check, experience, output.log_probs.detach(), version)
+            heard = self.actor.accumulate(losses.loss, last, check.told if check is not None and last else None)
             if first:
                 fresh = _deviation_of_fresh(read, experience.info.get("replayed"))
                 metrics.add_max("ratio_max_dev_first", fresh)
-            if experience.action_log_probs is None:
-                self._keep(buffer, micro_batch, experience, output.log_probs.detach(), check, version)
             _record(metrics, losses, last, buffer.counts)
             del experience, output, extra, read, found, losses  # nothing of it beside the next on the accelerator
         if check is not None:
-            check.settle()
-        return self.actor.step()
+            check.settle(heard)
+        result = self.actor.step()
+        buffer.fill("action_log_probs", scored)
+        return result
 
     def _forward(self, experience: Experience) -> tuple[ActorOutput, dict[str, T]]:
         """The actor's output, and what terms of the loss read beside it, by the same forward."""
@@ -208,23 +219,6 @@ class PolicyUpdate:
         # Without a pass before, the entropy that is reported is this one's.
         call = partial(self.actor, rule=self.rule, with_entropy=entropy or experience.action_entropy is None)
         return forward_with(terms, call, ModelInputs.of(experience), self.seed)
-
-    def _keep(
-        self,
-        buffer: NaiveReplayBuffer,
-        micro_batch: MicroBatch,
-        experience,
-        log_probs: T,
-        check: RolloutCheck | None,
-        version: int | None,
-    ) -> None:
-        """The scores (B, A) as the samples' old log-probs, for the updates to come, and beside the engine's."""
-        if micro_batch.filler:
-            return
-        buffer.fill(micro_batch, "action_log_probs", log_probs)
-        if check is not None:
-            mask = comparable(experience, ModelInputs.of(experience).action_mask, version)
-            check.add(log_probs, per_action(experience, "rollout_log_probs"), mask)
 
     def loss_inputs(self, experience, output, batch: TrainBatch, index: int, extra: Mapping[str, T]) -> LossInputs:
         """What the loss reads of micro-batch number `index` and the actor's outputs for it, all (B, A)."""
@@ -305,6 +299,13 @@ def _deviation_of_fresh(inputs: LossInputs, replayed: T | None) -> T:
     ratios = torch.exp(inputs.log_probs.float() - inputs.old_log_probs.float())
     deviations = torch.where(mask, (ratios - 1).abs(), torch.zeros((), device=mask.device))
     return deviations.max() if deviations.numel() else deviations.new_zeros(())
+
+
+def _compare(check: RolloutCheck | None, experience, log_probs: T, version: int | None) -> None:
+    """The trainer's scores (B, A) of a batch beside the engine's."""
+    if check is not None:
+        mask = comparable(experience, ModelInputs.of(experience).action_mask, version)
+        check.add(log_probs, per_action(experience, "rollout_log_probs"), mask)
 
 
 def per_action(experience, name: str) -> T | None:
