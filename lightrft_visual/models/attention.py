@@ -33,7 +33,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
-from ..errors import ConfigError
 from ..runtime.sequence import SequenceGroup
 
 T = torch.Tensor
@@ -110,11 +109,6 @@ class Segments:
     def mask(self) -> T:
         """What models are given as attention mask: four dimensions, so that they make none themselves; never read."""
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-
-    def check_used(self) -> None:
-        """Raise ConfigError when a forward did not come here: its samples would have attended to each other."""
-        if not self.used:
-            raise ConfigError("this model's attention does not take segments: train it padded, without packing_samples")
 
 
 def attend_by_segments(model: nn.Module) -> bool:

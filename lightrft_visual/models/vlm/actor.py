@@ -95,7 +95,7 @@ class Backbone:
                 shared.inputs(inputs),
                 shared.select(positions),
                 shared.select(types),
-                shared.segments(self.sequence),
+                Segments(shared.lengths, shared.columns.device, shared.continues, self.sequence),
                 use_cache=False,
             )
         tokens, hidden = shared.indices[indices], hidden.squeeze(0)
@@ -157,8 +157,8 @@ class Backbone:
             segments = segments.followed_by(blank) if blank else segments
             arguments |= {"attention_mask": segments.mask, "segments": segments}
         hidden = self.base(**arguments).last_hidden_state
-        if segments is not None:
-            segments.check_used()
+        if segments is not None and not segments.used:  # its samples have attended to each other
+            raise ConfigError("this model's attention does not take segments: train it padded, without packing_samples")
         if blank and "past_key_values" in cache:
             cache["past_key_values"].crop(-blank)
         return hidden if self.slices is not None and self.slices.active else hidden[:, :length]

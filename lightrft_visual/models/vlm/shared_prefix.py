@@ -20,7 +20,6 @@ from ...experience.fields import values_equal
 from ...experience.types import ModelInputs
 from ...experience.vision import Named, VisionTensors
 from ...runtime.sequence import SequenceGroup
-from ..attention import Segments
 
 T = torch.Tensor
 
@@ -100,10 +99,6 @@ class SharedSequence:
     def select(self, values: T) -> T:
         """Values (..., rows, S) of each token of the inputs to (..., 1, tokens of the row)."""
         return values.flatten(-2)[..., self.columns].unsqueeze(-2)
-
-    def segments(self, group: SequenceGroup | None = None) -> Segments:
-        """Who attends to whom in the row. group: the ranks that hold it together."""
-        return Segments(self.lengths, self.columns.device, self.continues, group)
 
 
 def _laid_out(groups: list[list[_Sample]], size: int) -> tuple[T, T, list[int], list[int | None]]:

@@ -41,12 +41,6 @@ class _Begun(NamedTuple):
     batch: Future[PromptBatch | None]
 
 
-def _made_of(loading: Loading, samples: list[PromptRow]) -> bool:
-    """Whether these very rows came out of the loading."""
-    same = len(samples) == len(loading)
-    return same and all(own.done() and own.result() is sample for own, sample in zip(loading, samples))
-
-
 class PromptSource:
     """Hands out this rank's batches of prompts, numbered over the run; the next one may be prepared ahead.
 
@@ -89,7 +83,12 @@ class PromptSource:
         ids, self._step = self._next_ids(), step
         begun, self._begun = self._begun, None
         samples = self.supply.next_rows(step + 1)
-        if begun is not None and torch.equal(ids, begun.ids) and _made_of(begun.samples, samples):
+        if (
+            begun is not None
+            and torch.equal(ids, begun.ids)
+            and len(samples) == len(begun.samples)
+            and all(own.done() and own.result() is sample for own, sample in zip(begun.samples, samples))
+        ):  # it is made of these very samples
             batch = begun.batch.result()
         else:
             batch = self.make(samples, ids)

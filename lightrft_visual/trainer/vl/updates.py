@@ -208,7 +208,8 @@ class PolicyUpdate:
         if check is not None:
             check.settle(heard)
         result = self.actor.step()
-        buffer.fill("action_log_probs", scored)
+        if scored:
+            buffer.fill("action_log_probs", scored)
         return result
 
     def _forward(self, experience: Experience) -> tuple[ActorOutput, dict[str, T]]:
