@@ -353,7 +353,8 @@ class TrainEngine:
     @property
     def module(self) -> nn.Module:
         """The module under DeepSpeed, its weights on the device."""
-        self.bring_back()
+        if self._weights.away:
+            self._weights.come_back()
         return self.engine.module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -390,7 +391,8 @@ class TrainEngine:
 
         Returns: what all ranks told (ranks, n), float64, on the device; None where nothing is told.
         """
-        self._reload()
+        if self._weights.away or self._states.away:
+            self._reload()
         bad = (~torch.isfinite(loss.detach())).float().reshape(())
         self._bad = bad if self._bad is None else torch.maximum(self._bad, bad)
         if last:
@@ -454,7 +456,8 @@ class TrainEngine:
 
     def bring_back(self) -> None:
         """The weights to the device, for those who hold the parameters themselves; every use of this engine does it."""
-        self._weights.come_back()
+        if self._weights.away:
+            self._weights.come_back()
 
     def _reload(self) -> None:
         self.bring_back()

@@ -158,8 +158,10 @@ class PolicyTrainer(ABC):
                         self.state.mark()
                         done = self.step
                         try:
-                            self._one_step()
-                            export = self._stop() if self._asked_to_stop() else None
+                            self._finish_step(self.train_step())
+                            going_on = self.hooks.stopping is None and self.step < self.settings.total_steps
+                            if going_on and self.state.stop_requested():  # by a signal; the last step ends it anyway
+                                export = self._stop()
                         except StoppedBySignal as error:  # by scoring, on all ranks alike
                             export = self._stop(str(error), rewound=self.step == done)
                         except StopRun as stop:  # before the step has trained
@@ -184,11 +186,6 @@ class PolicyTrainer(ABC):
         log_stage(f"training from step {self.step + 1}")
         self.timer.collect()
 
-    def _asked_to_stop(self) -> bool:
-        """Whether a signal ends the run here, with a checkpoint; the last step ends it anyway."""
-        going_on = self.hooks.stopping is None and self.step < self.settings.total_steps
-        return going_on and self.state.stop_requested()
-
     def _give_up(self, stop: StopRun) -> bool:
         """End as of the last finished step. Whether the model is written."""
         with self.timer.phase("save"):
@@ -209,16 +206,26 @@ class PolicyTrainer(ABC):
         self.console.message(said)
         return stop.export
 
-    def _one_step(self) -> None:
-        data = self.train_step()
+    def _finish_step(self, data: StepData) -> None:
+        """What follows on `train_step`: the engine's weights, what is written and shown, evaluation and checkpoint."""
         data.metrics.add_numbers(self.hooks.metrics())
         metrics = data.metrics.reduce()
-        self._check_valid(metrics)
+        share = metrics.get("reward_invalid_share", 0.0)
+        if share >= 1 or share > self.most_invalid:
+            raise self._too_many_invalid(share, metrics.get("dropped_stale_share", 0.0))
         self.step += 1
         with self.timer.phase("sync"):
             self.hooks.on_sync()
             self.sync()
-        self._report(data, metrics | self.timer.reduce())
+        metrics |= self.timer.reduce()
+        self.recorder.log_step(self.step, metrics)
+        self.console.step(self.step, metrics)
+        if self.step >= self.report.next_step:
+            self.report.write_due(self.step)
+        if data.records:
+            self.recorder.save_rollouts(self.step, data.records)
+            self.console.samples(self.step, data.records)
+        self.hooks.on_metrics(metrics)
         output, last = self.settings.output, self.step == self.settings.total_steps
         if self.evaluation_due():
             self._evaluate()
@@ -226,24 +233,11 @@ class PolicyTrainer(ABC):
             with self.timer.phase("save"):
                 self.state.save()  # the last step as well: a finished run can be given more steps
 
-    def _check_valid(self, metrics: Mapping[str, float]) -> None:
-        """Raise RewardError for a step of invalid samples alone, which trained nothing, or of more than are allowed."""
-        share = metrics.get("reward_invalid_share", 0.0)
-        if share < 1 and share <= self.most_invalid:
-            return
+    def _too_many_invalid(self, share: float, too_old: float) -> RewardError:
+        """For a step of invalid samples alone, which trained nothing, or of more than are allowed."""
         allowed = f" (reward_max_invalid is {self.most_invalid:.0%})" if share < 1 else ", so there is nothing to learn"
-        too_old = metrics.get("dropped_stale_share", 0.0)
         why = f"{too_old:.0%} are older than max_staleness" if too_old else "the reward has no score for them"
-        raise RewardError(f"step {self.step + 1}: {share:.0%} of the samples are invalid{allowed}: {why}")
-
-    def _report(self, data: StepData, metrics: Mapping[str, float]) -> None:
-        self.recorder.log_step(self.step, metrics)
-        self.console.step(self.step, metrics)
-        self.report.after_step(self.step)
-        if data.records:
-            self.recorder.save_rollouts(self.step, data.records)
-            self.console.samples(self.step, data.records)
-        self.hooks.on_metrics(metrics)
+        return RewardError(f"step {self.step + 1}: {share:.0%} of the samples are invalid{allowed}: {why}")
 
     def _evaluate(self) -> None:
         with self.timer.phase("eval"):

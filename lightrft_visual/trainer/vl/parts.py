@@ -15,10 +15,10 @@ from ...config.shared import RewardConfig
 from ...config.vl import DataConfig, RunConfig
 from ...data.bad_rows import BadRow
 from ...data.prompts import PromptDataset, PromptRow, caption_of, is_remote_row, render_prompt
-from ...data.supply import PromptSupply
+from ...data.sampler import PromptSupply
 from ...experience.rollouts import PromptBatch, PromptFeatures, Rollout
 from ...models.loading import Checkpoint
-from ...observe.recorder import Record, records_from_rollouts
+from ...observe.recorder import records_from_rollouts
 from ...rewards.batch import RewardBatch, batch_from_rollouts
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.probe import plausible_image, probed
@@ -42,11 +42,6 @@ class _Begun(NamedTuple):
     samples: Loading
     ids: T
     batch: Future[PromptBatch | None]
-
-    def holds(self, samples: list[PromptRow], ids: T) -> bool:
-        """Whether it is made of these very rows."""
-        same = len(samples) == len(self.samples) and torch.equal(ids, self.ids)
-        return same and all(own.done() and own.result() is sample for own, sample in zip(self.samples, samples))
 
 
 class PromptSource:
@@ -91,7 +86,15 @@ class PromptSource:
         ids, self._step = self._next_ids(), step
         begun, self._begun = self._begun, None
         samples = self.supply.next_rows(step + 1)
-        batch = begun.batch.result() if begun is not None and begun.holds(samples, ids) else self.make(samples, ids)
+        if (
+            begun is not None
+            and torch.equal(ids, begun.ids)
+            and len(samples) == len(begun.samples)
+            and all(own.done() and own.result() is sample for own, sample in zip(begun.samples, samples))
+        ):  # it is made of these very samples
+            batch = begun.batch.result()
+        else:
+            batch = self.make(samples, ids)
         self.rounds += 1
         if self.keeps_ready:
             self.prepare_next()
@@ -112,9 +115,6 @@ class PromptSource:
         collective."""
         samples = self.supply.first_rows(max(1, count), step)
         return self.make(samples, torch.arange(-len(samples), 0))
-
-    def policy_is_new(self, version: int) -> None:
-        """The engine has other weights from here on; a batch is drawn when it is asked for, so nothing hangs on it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands."""
@@ -156,6 +156,7 @@ class VLParts:
     """Everything a vision-language run is made of; `build.build_parts` puts it together from a configuration."""
 
     kind: ClassVar[str] = "vl"
+    records_of = staticmethod(records_from_rollouts)  # of a step's rollouts
 
     config: RunConfig
     strategy: DeepspeedStrategy
@@ -184,10 +185,6 @@ class VLParts:
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Of the policy."""
         return [parameter for parameter in self.actor.module.parameters() if parameter.requires_grad]
-
-    def records_of(self, rollouts: Any) -> list[Record]:
-        """Of a step's rollouts."""
-        return records_from_rollouts(rollouts)
 
     def watched(self) -> VLWatched:
         """What the guard looks at."""
