@@ -20,7 +20,7 @@ from .errors import FolderInUse, LightRFTVisualError, StoppedBySignal
 from .runtime.offload import bound_spinning
 from .runtime.presence import handled
 from .runtime.start_up import importing, log_stage, seldom_collecting
-from .runtime.usercode.calls import TERMINATED, describe_error, masked, source_line_of
+from .runtime.usercode.calls import INTERRUPTED, TERMINATED, describe_error, masked, source_line_of
 
 if TYPE_CHECKING:
     from .config.diffusion import DiffusionRunConfig
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 LEFT_SECONDS = 10.0  # that threads get which a run has left, once the program is over
 LOOK_SECONDS = 0.2
-INTERRUPTED = 130  # exit code of a process that Ctrl-C ended, as shells give it
 
 
 def quiet_libraries() -> None:
@@ -92,7 +91,7 @@ def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
             from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
-        with handled(signal.SIGTERM, _end_at_once):
+        with handled(signal.SIGTERM, _end_at_once), handled(signal.SIGINT, _end_at_once):
             with seldom_collecting():
                 trainer = build()
             with trainer.state.listening():
@@ -105,9 +104,10 @@ def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
         sys.exit(trainer.state.exit_code)
 
 
-def _end_at_once(*_: object) -> None:
-    print("error: ended by SIGTERM before the first step; there is nothing new to save", file=sys.stderr, flush=True)
-    os._exit(TERMINATED)
+def _end_at_once(number: int, _: object) -> None:
+    by, code = ("Ctrl-C", INTERRUPTED) if number == signal.SIGINT else ("SIGTERM", TERMINATED)
+    print(f"error: ended by {by} before the first step; there is nothing new to save", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 def _fail(config: AnyConfig, error: BaseException) -> None:

@@ -88,6 +88,7 @@ class PolicyTrainer(ABC):
         self.settings, self.recorder = parts.loop, parts.recorder
         self.console, self.timer, self.hooks = parts.console, parts.timer, parts.hooks
         self.report = ReportWriter(self.recorder.folder, active=self.recorder.active and self.settings.output.report)
+        self.save_every, self.eval_every = self.settings.output.intervals(self.settings.total_steps)
         self.step = 0  # finished rollout steps
         self.nonfinite_streak = 0
         self.latest_eval: dict[str, float] = {}
@@ -219,12 +220,13 @@ class PolicyTrainer(ABC):
             self.hooks.on_sync()
             self.sync()
         self._report(data, metrics | self.timer.reduce())
-        output, last = self.settings.output, self.step == self.settings.total_steps
+        last, every = self.step == self.settings.total_steps, self.save_every
         if self.evaluation_due():
             self._evaluate()
-        if output.save_steps > 0 and (last or self.step % output.save_steps == 0):
-            with self.timer.phase("save"):
-                self.state.save()  # the last step as well: a finished run can be given more steps
+        if every > 0 and (last or self.step % every == 0):
+            with self.timer.phase("save"):  # the last step as well: a finished run can be given more steps
+                asked_for = self.settings.output.save_steps is not None
+                self.state.save() if asked_for else self.state.save_by_default()
 
     def _check_valid(self, metrics: Mapping[str, float]) -> None:
         """Raise RewardError for a step of invalid samples alone, which trained nothing, or of more than are allowed."""
@@ -266,7 +268,7 @@ class PolicyTrainer(ABC):
 
     def evaluation_due(self) -> bool:
         """Whether the weights of the present step are evaluated."""
-        every = self.settings.output.eval_steps
+        every = self.eval_every
         return self.step == self.settings.total_steps or (every > 0 and self.step % every == 0)
 
     def count_step(self, result: StepResult, metrics: MetricsAccumulator, prefix: str = "") -> None:
