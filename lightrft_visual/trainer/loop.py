@@ -130,13 +130,18 @@ class PolicyTrainer(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
 
+    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What `load_state_dict` takes on this rank, of the states of another number of ranks. Where all ranks save the
+        same, it is that."""
+        return states[0]
+
     @abstractmethod
     def save_engines(self, folder: Path) -> None:
         """Weights and optimizer states of this rank into `folder`; every rank calls it."""
 
     @abstractmethod
-    def load_engines(self, folder: Path) -> None:
-        """The inverse of `save_engines`."""
+    def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
+        """The inverse of `save_engines`. saved_ranks: how many ranks saved, where they were not as many."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:

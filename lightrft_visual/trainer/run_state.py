@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -93,10 +93,13 @@ class Resumable(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
 
+    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What `load_state_dict` takes, of the states of another number of ranks."""
+
     def save_engines(self, folder: Path) -> None:
         """Weights and optimizer states of this rank."""
 
-    def load_engines(self, folder: Path) -> None:
+    def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
         """The inverse of `save_engines`."""
 
     def export(self, folder: Path) -> None:
@@ -237,19 +240,31 @@ class RunState:
         save_state(folder / f"run_state_rank{collectives.rank()}.safetensors", state)
 
     def _read(self, folder: Path) -> None:
-        path = folder / f"run_state_rank{collectives.rank()}.safetensors"
-        if not path.is_file():
-            raise CheckpointError(f"{path} does not exist: the checkpoint was saved by fewer ranks than this run has")
-        state = load_state(path)
-        if state["world_size"] != collectives.world_size():
-            raise CheckpointError(
-                f"{folder} was saved by {state['world_size']} rank(s), this run has {collectives.world_size()}"
-            )
-        self.trainer.load_engines(folder)
+        paths = sorted(folder.glob("run_state_rank*.safetensors"))
+        own, ranks = folder / f"run_state_rank{collectives.rank()}.safetensors", collectives.world_size()
+        if len(paths) == ranks:
+            path, state = own, load_state(own)
+            self.trainer.load_engines(folder)
+        else:
+            path, state = folder, self._state_of_ranks([load_state(each) for each in by_rank(paths)])
+            self.trainer.load_engines(folder, len(paths))
+            told = f"{len(paths)} rank(s) saved it and {ranks} go on: weights, optimizers and data are divided anew"
+            self.trainer.console.message(told)
         try:
             self._take_over(state)
         except KeyError as error:
             raise CheckpointError(f"{path} has no {error}: another version of lightrft_visual saved it") from error
+
+    def _state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """This rank's state, of those of another number of ranks. Samples stay the same: their seeds are their own."""
+        return {
+            **states[0],
+            "trainer": self.trainer.state_of_ranks([state["trainer"] for state in states]),
+            "hooks": self.trainer.hooks.state_of_ranks(
+                [state.get("hooks") or _hooks_of_version_2(state) for state in states]
+            ),
+            "random": states[collectives.rank() % len(states)]["random"],
+        }
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
         self.trainer.step = int(state["step"])
@@ -259,6 +274,14 @@ class RunState:
         self.trainer.load_state_dict(state["trainer"])
         self.trainer.hooks.load_state_dict(state.get("hooks") or _hooks_of_version_2(state))
         set_rng_state(state["random"])
+
+
+def by_rank(paths: Sequence[Path]) -> list[Path]:
+    """`run_state_rank0`, 1, … in the order of the ranks. CheckpointError where one is missing."""
+    found = [paths[0].with_name(f"run_state_rank{number}.safetensors") for number in range(len(paths))] if paths else []
+    if not found or set(found) != set(paths):
+        raise CheckpointError(f"a checkpoint has no state of every rank: {', '.join(path.name for path in paths)}")
+    return found
 
 
 def _hooks_of_version_2(state: Mapping[str, Any]) -> dict[str, Any]:
