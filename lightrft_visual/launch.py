@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from .config import registry
 from .config.vl import RunConfig
 from .errors import FolderInUse, LightRFTVisualError, StoppedBySignal
-from .runtime.offload import bound_spinning
+from .runtime.host_memory import bound_spinning
 from .runtime.presence import handled
 from .runtime.start_up import importing, log_stage, seldom_collecting
 from .runtime.usercode.calls import INTERRUPTED, TERMINATED, describe_error, masked, source_line_of
