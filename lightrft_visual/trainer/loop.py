@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
+
 from ..config.vl import OutputConfig, TrainConfig
 from ..errors import NonFiniteError, RewardError, StoppedBySignal
 from ..observe.metrics import MetricsAccumulator
@@ -22,7 +24,7 @@ from ..observe.recorder import Record
 from ..observe.report.page import ReportWriter
 from ..runtime import watchdog
 from ..runtime.deepspeed import StepResult
-from ..runtime.start_up import log_stage
+from ..runtime.start_up import log_stage, start_is_over
 from .hooks import HookContext, StepData, StopRun
 from .run_state import RunState, final_folder
 
@@ -93,6 +95,7 @@ class PolicyTrainer(ABC):
         self.nonfinite_streak = 0
         self.latest_eval: dict[str, float] = {}
         self.evaluated_step = -1
+        self.first_eval: dict[str, float] = {}  # of this process
         self.most_invalid = 1.0  # share of a step's samples above which the run ends; all of them always end it
         self.state = RunState(self, self.settings.output, self.settings.resume_folder)
         self.hooks.build(parts, callbacks)
@@ -155,6 +158,7 @@ class PolicyTrainer(ABC):
         Raises NonFiniteError after too many skipped steps in a row, and whatever a stage raises; what was written
         until then stays. Meanwhile SIGTERM, in the main thread, asks for a checkpoint and an orderly end.
         """
+        ended: bool | None = None
         try:
             with self.state.listening():
                 self._begin()
@@ -175,11 +179,16 @@ class PolicyTrainer(ABC):
                 if export:
                     with self.timer.phase("save"):
                         self.state.save_final(final_folder(self.settings.output))
+            ended = export
             return self.latest_eval
         finally:
             self.console.close()
-            self.report.write()
+            report = self.report.write()
             self.recorder.close()
+            if ended:
+                files = {"report": report} if report else {}
+                files["model"] = final_folder(self.settings.output)
+                self.console.done(self.step, self.latest_eval, self.first_eval, files)
 
     def _begin(self) -> None:
         self.state.resume()
@@ -187,7 +196,9 @@ class PolicyTrainer(ABC):
             self.start()
         if self.step == 0:
             self._evaluate()
-        log_stage(f"training from step {self.step + 1}")
+        device = get_accelerator().device_name()
+        log_stage(f"training from step {self.step + 1} of {self.settings.total_steps} on {device}")
+        start_is_over()
         self.timer.collect()
 
     def _asked_to_stop(self) -> bool:
@@ -256,6 +267,7 @@ class PolicyTrainer(ABC):
         with self.timer.phase("eval"):
             evaluated = self.evaluate()
         self.latest_eval, self.evaluated_step = dict(evaluated), self.step
+        self.first_eval = self.first_eval or self.latest_eval
         self.state.check_metrics(evaluated)
         if not evaluated:
             return

@@ -25,6 +25,7 @@ from typing import Any
 
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
 from ..masking import mask_text
+from ..start_up import say_last
 from .surroundings import is_users, put_back
 
 
@@ -355,7 +356,7 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
                 signal.pthread_kill(main.ident, signal.SIGTERM)
         if not done.wait(TERM_SECONDS):
             where = source_line_of(sys._current_frames().get(main.ident))
-            print(f"error: {what} did not react to SIGTERM{where}; the process ends", file=sys.stderr, flush=True)
+            say_last(f"error: {what} did not react to SIGTERM{where}; the process ends")
             os._exit(TERMINATED)
 
     def ask() -> None:
