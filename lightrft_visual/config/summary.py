@@ -54,7 +54,8 @@ def changed(config: Any) -> Iterator[str]:
 
 def _wrapped(settings: list[str]) -> list[str]:
     """Lines of settings; those that have no room stand in config.resolved.yaml."""
-    lines, current = [], "set:"
+    lines: list[str] = []
+    current = "set:"
     for number, each in enumerate(settings):
         if len(current) + len(each) + 2 > WIDTH:
             if len(lines) == MOST_LINES - 1:

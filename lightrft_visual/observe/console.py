@@ -99,7 +99,8 @@ class RunConsole:
         self.active = rank() == 0 if active is None else active
         self._console = Console(file=stream or screen(), highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
-        self._began, self._first = time.monotonic(), None
+        self._began = time.monotonic()
+        self._first: tuple[int, float] | None = None  # step finished first, and when
         if self.active and self._console.is_terminal:
             self._start_bar(first_step)
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ...errors import CheckpointError, ConfigError
 from ..collectives import all_gather_object, broadcast_object, is_rank_0, rank, world_size
@@ -103,13 +103,14 @@ class CheckpointManager:
     def __init__(self, root: str | Path, max_num: int = 3, keep_best: KeepBest = None):
         if max_num < 1:
             raise ConfigError(f"max_ckpt_num is {max_num}; at least one checkpoint must stay")
-        pairs = (keep_best,) if keep_best and isinstance(keep_best[0], str) else tuple(keep_best or ())
+        one = bool(keep_best) and isinstance(keep_best[0], str)
+        pairs = cast("tuple[tuple[str, str], ...]", (keep_best,) if one else tuple(keep_best or ()))
         for _, mode in pairs:
             if mode not in ("max", "min"):
                 raise ConfigError(f"the best checkpoint is chosen by max or min, not by {mode!r}")
         self.root = Path(root)
         self.max_num = max_num
-        self.keep_best: tuple[tuple[str, str], ...] = pairs
+        self.keep_best = pairs
 
     def save(
         self,
