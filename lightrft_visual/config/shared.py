@@ -12,6 +12,7 @@ from .constraints import Constraint, NonNegativeInt, PositiveFloat, PositiveInt,
 from .placement import NAMES, ResourcesConfig
 
 EMBEDDED = "embedded"  # the built-in models, and the task that belongs to each
+RUN_PARTS, LONGEST_INTERVAL = 10, 50  # checkpoints and evaluations where nothing is said: so many, so far apart
 EMBEDDED_REASONING = "embedded_reasoning"  # prompt_data: the built-in task of longer responses
 
 
@@ -179,8 +180,8 @@ class OutputConfig(Section):
     output_dir: str = "outputs/run"
     save_path: str | None = None  # the final model; default: <output_dir>/checkpoint-final
     ckpt_path: str | None = None  # default: <output_dir>
-    save_steps: int = -1
-    eval_steps: int = -1  # evaluation always runs before the first step and at the end
+    save_steps: int | None = None  # -1: none; default: ten times a run, and every 50 steps at least
+    eval_steps: int | None = None  # as save_steps; evaluation always runs before the first step and at the end
     logging_steps: PositiveInt = 1
     max_ckpt_num: PositiveInt = 3
     load_checkpoint: bool = False  # same as resume_from=auto
@@ -197,6 +198,22 @@ class OutputConfig(Section):
     num_trajectories_to_save: NonNegativeInt = 8
     report: bool = True
     run_name: str | None = None
+
+    def intervals(self, total_steps: int) -> tuple[int, int]:
+        """(steps between checkpoints, steps between evaluations) of a run; 0 or less: none.
+
+        Where one is given and the other is not, they meet: a checkpoint is judged by an evaluation of its own weights.
+        """
+        usual = min(LONGEST_INTERVAL, -(-total_steps // RUN_PARTS))
+        save, evaluate = self.save_steps, self.eval_steps
+        if evaluate is None:
+            evaluate = save if self.best_metric is not None and save is not None else usual
+        if save is None:
+            save = usual if evaluate <= 0 else evaluate * max(1, usual // evaluate)
+            if save > usual and self.best_metric is None:
+                parts = -(-evaluate // usual)
+                save = usual if evaluate % parts else evaluate // parts
+        return save, evaluate
 
     def follow_ema(self, enable_ema: bool) -> None:
         """What `eval_ema` means where it was not set; ConfigError where there is no average to evaluate."""

@@ -25,6 +25,7 @@ from typing import Any
 
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
 from ..masking import mask_text
+from ..start_up import say_last
 from .surroundings import is_users, put_back
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ SLOW_SECONDS = 30.0  # after this long, then after twice as long each time, a li
 TERM_SECONDS = 10.0  # a function gets this long to return after SIGTERM, so that its step can still be done
 REMINDERS = 3  # so many times as long, and the process ends: the function is in native code that never returns
 TERMINATED = 143  # exit code of a process that SIGTERM ended before it could save anything (128 + 15)
+INTERRUPTED = 130  # exit code of a process that Ctrl-C ended, as shells give it
+ONE_SIGNAL = 2.0  # seconds within which a second Ctrl-C counts as the same: launchers send it again
 LONGEST_MESSAGE = 1000
 SAMPLES = "*samples"  # instead of arguments: a list of them, one for each sample
 LOG_EXTRA, LOG_METRIC = "*log_extra", "*log_metric"
@@ -119,6 +122,32 @@ class StopRequest:
 
     def __call__(self, *_: object) -> None:
         self.made = True
+
+
+class Interrupt:
+    """A handler of SIGINT: the first Ctrl-C does what SIGTERM does here, a second one ends the process at once.
+
+    first: when it came.
+    """
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+
+    def __call__(self, *_: object) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first = now
+            if os.environ.get("RANK", "0") == "0":
+                _say("Ctrl-C: this step is finished and a checkpoint saved; once more ends the run without it")
+            signal.raise_signal(signal.SIGTERM)
+        elif now - self.first > ONE_SIGNAL:
+            _say("error: ended at once by a second Ctrl-C; what was saved stays")
+            os._exit(INTERRUPTED)
+
+
+def _say(line: str) -> None:
+    """On the error output, also where the signal came in the middle of a print."""
+    os.write(2, f"{line}\n".encode())
 
 
 class RemoteCallable:
@@ -350,7 +379,7 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
                 signal.pthread_kill(main.ident, signal.SIGTERM)
         if not done.wait(TERM_SECONDS):
             where = source_line_of(sys._current_frames().get(main.ident))
-            print(f"error: {what} did not react to SIGTERM{where}; the process ends", file=sys.stderr, flush=True)
+            say_last(f"error: {what} did not react to SIGTERM{where}; the process ends")
             os._exit(TERMINATED)
 
     def ask() -> None:
