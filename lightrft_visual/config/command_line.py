@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import get_type_hints
 
-from ..errors import ConfigError
+from ..errors import ConfigError, writable
 from .leaves import COMMAND_LINE, Leaf, Names, Setting
 from .spellings import BARE_VALUES, COMMA_LISTS, SWITCHES
 
@@ -34,6 +34,7 @@ def parse_command_line(argv: list[str], names: Names) -> CommandLine:
 
     Raises ConfigError for an unknown name, a missing value, or an argument of no such form.
     """
+    _check_text(argv)
     line, tokens, last = CommandLine(), deque(argv), ""
     while tokens:
         token = tokens.popleft()
@@ -53,6 +54,12 @@ def parse_command_line(argv: list[str], names: Names) -> CommandLine:
         else:
             line.settings.append(Setting(name, value, COMMAND_LINE) if equals else _flag(name, tokens, names))
     return line
+
+
+def _check_text(argv: list[str]) -> None:
+    for token in argv:
+        if writable(token) != token or "\0" in token:
+            raise ConfigError(f"the argument {writable(token)!r} is not text in UTF-8, as settings and paths are")
 
 
 def _flag(name: str, tokens: deque[str], names: Names) -> Setting:

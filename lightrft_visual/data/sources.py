@@ -27,7 +27,7 @@ def located(path: str | Path) -> Path:
     """The file or folder that a path means: in the working directory, else below a folder of ROOT_VARIABLES, else,
     where it begins with datasets/, a set that is shipped; the path itself where there is none."""
     given = Path(path).expanduser()
-    if given.is_absolute() or given.exists():
+    if given.is_absolute() or os.path.exists(given):
         return given
     roots = [Path(os.environ[name]).expanduser() for name in ROOT_VARIABLES if os.environ.get(name)]
     roots += SHIPPED if given.parts[0] == "datasets" else ()
@@ -198,7 +198,7 @@ def open_source(path: str | Path, split: str) -> RowSource:
     of another kind, or holds no such split.
     """
     path = located(path)
-    if not path.exists():
+    if not os.path.exists(path):
         where = "" if path.is_absolute() else f" (nor below ${ROOT_VARIABLES[0]})"
         raise DataError(f"data set not found: {path}{where}{_hub_advice(str(path))}")
     if path.is_dir():

@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..errors import writable
 from ..runtime.collectives import rank
-from ..runtime.files import writable
 from .recorder import Record, best_and_worst
 
 SHOWN = (

@@ -73,6 +73,7 @@ class RunRecorder:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"output_dir {self.folder} cannot be written: {error}") from error
+        self._identity = _identity(self.folder)
         self._sinks = [CsvSink(self.folder / "metrics.csv"), JsonlSink(self.folder / "metrics.jsonl")]
         self._eval_sinks = [CsvSink(self.folder / "eval_metrics.csv", EVAL_COLUMNS)]
         shared: list[Sink] = []
@@ -104,9 +105,26 @@ class RunRecorder:
             content["started"] = earlier.get("started", now)
         write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
+    def _ready(self) -> bool:
+        """Whether this process writes. A folder that was removed meanwhile is made again, and its loss is said.
+
+        Raises FolderInUse where another run has taken its place.
+        """
+        if not self.active:
+            return False
+        if _identity(self.folder) != self._identity:
+            told = "output_dir %s was removed or replaced during the run: what it held is lost, and a new one is begun"
+            logger.warning(told, self.folder)
+            if self._lock is not None:
+                self._lock.forget()
+                self._lock = FolderLock.take(self.folder)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._identity = _identity(self.folder)
+        return True
+
     def log_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One row of metrics.csv and metrics.jsonl. Values are numbers or 0-d tensors."""
-        if not self.active:
+        if not self._ready():
             return
         values = numbers(metrics)
         for sink in self._sinks:
@@ -114,7 +132,7 @@ class RunRecorder:
 
     def log_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One row of eval_metrics.csv."""
-        if not self.active:
+        if not self._ready():
             return
         values = numbers(metrics)
         for sink in self._eval_sinks:
@@ -122,12 +140,12 @@ class RunRecorder:
 
     def log_alarm(self, step: int, alarm: Mapping[str, Any]) -> None:
         """One line of alarms.jsonl; its images or texts are those of the step's rollouts."""
-        if self.active:
+        if self._ready():
             append_line(self.folder / ALARMS, to_json({**alarm, "step": step}) + "\n")
 
     def log_paired_scores(self, step: int, scores: Mapping[str, Any]) -> None:
         """One line of gold.jsonl: reward and gold of each prompt, as the guard reads them."""
-        if self.active:
+        if self._ready():
             append_line(self.folder / GOLD, to_json({**scores, "step": step}) + "\n")
 
     def save_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
@@ -177,12 +195,21 @@ class RunRecorder:
             self._lock.release()
 
     def _save_records(self, name: str, step: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
-        if not self.active:
+        if not self._ready():
             return None
         folder = self.rollout_folder
         lines = [to_json({"step": step, **store_images(folder, record)}) for record in records]
         write_atomic(folder / name, "".join(line + "\n" for line in lines))
         return folder / name
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Which folder this is, whatever its name; None for none."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

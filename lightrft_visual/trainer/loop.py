@@ -133,6 +133,10 @@ class PolicyTrainer(ABC):
     def save_engines(self, folder: Path) -> None:
         """Weights and optimizer states of this rank into `folder`; every rank calls it."""
 
+    def saved_bytes(self) -> int:
+        """About what `save_engines` writes on all ranks together; 0 where nobody knows."""
+        return 0
+
     @abstractmethod
     def load_engines(self, folder: Path) -> None:
         """The inverse of `save_engines`."""
@@ -176,6 +180,7 @@ class PolicyTrainer(ABC):
             self.recorder.close()
 
     def _begin(self) -> None:
+        self.state.check_space(self.saved_bytes())
         self.state.resume()
         with self.timer.phase("sync"):
             self.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +27,8 @@ from ..runtime import collectives
 from ..runtime.checkpoint.manager import CheckpointManager, on_rank_0, resolve_resume
 from ..runtime.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from ..runtime.deepspeed import DeepspeedStrategy
-from ..runtime.files import FolderLock
-from ..runtime.presence import LauncherWatch, handled
+from ..runtime.files import FolderLock, check_space
+from ..runtime.presence import LauncherWatch, handled, hangup_ends
 from ..runtime.usercode.calls import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,20 @@ class RunState:
         self._between_steps: dict[str, Any] = {}
 
     def listening(self) -> AbstractContextManager[None]:
-        """Inside, SIGTERM asks for a checkpoint and an orderly end; the handler of before comes back afterwards."""
-        return handled(signal.SIGTERM, self._stop)
+        """Inside, SIGTERM, or the loss of the terminal, asks for a checkpoint and an orderly end.
+
+        The handlers of before come back afterwards.
+        """
+        both = ExitStack()
+        both.enter_context(handled(signal.SIGTERM, self._stop))
+        both.enter_context(hangup_ends())
+        return both
+
+    def check_space(self, needed: int) -> None:
+        """Refuse, or warn of, a disk without room for the checkpoints that will be saved. needed: bytes of one."""
+        if self.output.save_steps > 0:
+            manager = self.manager
+            on_rank_0("looking for room", lambda: check_space(manager.root, needed, manager.max_num))
 
     def signalled(self) -> bool:
         """Whether this process was asked to stop."""

@@ -195,6 +195,9 @@ def test_the_preset_belongs_to_the_embedded_model_only() -> None:
         "https://h/score?v=1&auth=secret1&x=2",
         "https://h/score?X-Amz-Signature=secret1",
         "https://h/score?hf_token=secret1",
+        "https://h/score?code=secret1",
+        "https://h/score?X-Amz-Security-Token=secret1",
+        "https://h/score?api%5Fkey=secret1",
         "https://h/hf_secret1AAAABBBBCCCCDDDDEEEEFFFFGGGG/score",
     ],
 )

@@ -152,6 +152,10 @@ class DiffusionTrainer(PolicyTrainer):
         """What trains, with its optimizer; every rank writes its part."""
         self.engine.save(str(folder), "policy")
 
+    def saved_bytes(self) -> int:
+        """About what `save_engines` writes on all ranks together."""
+        return self.engine.saved_bytes
+
     def load_engines(self, folder: Path) -> None:
         """The inverse of `save_engines`."""
         self.engine.load(str(folder), "policy")

@@ -1,4 +1,5 @@
 import base64
+import gzip
 import io
 import json
 import logging
@@ -262,7 +263,9 @@ def test_bad_urls(url):
         check_url(url)
 
 
-@pytest.mark.parametrize("url", ["http://user:hunter2@h/r", "https://h/r?api_key=hunter2"])
+@pytest.mark.parametrize("url", ["http://user:hunter2@h/r", "https://h/r?api_key=hunter2", "https://h/r?code=hunter2", "https://h/r?jwt=hunter2",
+    "https://h/r?X-Amz-Security-Token=hunter2", "https://h/r?%61pi_key=hunter2", "https://h/r?x=hunter2",
+])  # fmt: skip
 def test_secrets_in_urls_are_refused(url):
     with pytest.raises(ConfigError, match="reward_token_env") as caught:
         check_url(url)
@@ -345,9 +348,14 @@ def sends(status, content, headers=()):
     return answer
 
 
+def packed(content):
+    return gzip.compress(content, 9)
+
+
 DIGITS = "9" * 400
 BAD_REPLIES = {
-    "not of its encoding": (200, b'{"rewards": [1]}', [("Content-Encoding", "gzip")], "the reply cannot be read"),
+    "not of its encoding": (200, b'{"rewards": [1]}', [("Content-Encoding", "gzip")], "the reply is encoded"),
+    "packed twice": (200, packed(packed(b" " * 10**6)), [("Content-Encoding", "gzip, gzip")], "the reply is encoded"),
     "a long integer": (200, f'{{"rewards": [{DIGITS}]}}'.encode(), [], "beyond"),
     "a longer integer": (200, f'{{"rewards": [{DIGITS * 20}]}}'.encode(), [], "not JSON"),
     "a wait of no number": (429, {}, [("Retry-After", "\u00b2")], "HTTP 429"),
