@@ -54,7 +54,7 @@ from lightrft_visual.runtime.checkpoint.state import load_state, save_state
 sys.path.insert(0, str(Path(__file__).parent))
 from fuzz_outside import OUTSIDE  # noqa: E402
 
-CPU_SECONDS, WALL_SECONDS, PEAK_BYTES = 2.0, 60, 2 * 2**30
+CPU_SECONDS, WALL_SECONDS, PEAK_BYTES = 2.0, 10, 2 * 2**30
 MARK = "case: "
 NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 ROWS = [

@@ -26,6 +26,7 @@ from lightrft_visual.config.load import CONFIG_DIRS, check_launch, parse_run, re
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.config.spellings import ROOTS
 from lightrft_visual.config.vl import DataConfig, ModelConfig
+from lightrft_visual.errors import DataError
 from lightrft_visual.models.loading import load_transformer, open_checkpoint
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.observe.recorder import RunRecorder
@@ -282,16 +283,20 @@ def body(fuzzer: Helper, kind: str, rng: random.Random) -> None:
     content = fuzzer.changed(content, rng) if rng.random() < 0.5 else content
     odd = rng.choice(({}, {}, {}, {"content-length": "²"}, {"content-encoding": "gzip"}, {"content-type": "x"}))
 
+    headers = {"content-type": b"application/json"} | {name: text.encode() for name, text in odd.items()}
+
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app=app(), raise_app_exceptions=True)
         async with (
             app().router.lifespan_context(app()),
             httpx.AsyncClient(transport=transport, base_url="http://t") as http,
         ):
-            return await http.post("/reward", content=content, headers={"content-type": "application/json"} | odd)
+            return await http.post("/reward", content=content, headers=[*headers.items()])
 
     answer = asyncio.run(ask())
     assert answer.status_code in (200, 400, 413, 415, 422) and isinstance(answer.json(), dict), answer.text[:500]
+    if answer.status_code != 200:
+        raise DataError(answer.json()["error"])
 
 
 @cache
@@ -323,8 +328,7 @@ def reply(fuzzer: Helper, kind: str, rng: random.Random) -> None:
     try:
         scores = client().loop.submit(client().exchange(exchange)).result(30)
     except RequestFailed as failure:
-        str(failure).encode("utf-8")
-        return
+        raise DataError(str(failure)) from None
     used = scores.values[~scores.failed & scores.values.isfinite()]
     assert len(scores.values) == len(scores.failed) == 2 and bool((used.abs() <= MAX_SCORE).all())
 

@@ -24,7 +24,7 @@ from ..runtime.masking import mask_config
 from ..runtime.seeding import derive_seed
 from . import environment
 from .images import save_image, save_video
-from .metrics import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink, column_name
+from .metrics import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink, column_name, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class RunRecorder:
             sink.cut_back(step)
         for path in (self.folder / ALARMS, self.folder / GOLD):
             if path.exists():
-                kept = [to_json(line) + "\n" for line in read_jsonl(path) if line["step"] <= step]
+                kept = [to_json(line) + "\n" for line in read_jsonl(path) if step_of(line) <= step]
                 write_atomic(path, "".join(kept))
         for path in sorted(self.rollout_folder.glob("*.jsonl")):
             match = STEP_FILE.match(path.name)
@@ -242,7 +242,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """A JSON object from disk; an empty one where the file is damaged, as it only describes the run."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s cannot be read (%s)", path, error)
         return {}
     return content if isinstance(content, dict) else {}

@@ -135,14 +135,14 @@ def to_json(record: Mapping[str, Any]) -> str:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; an empty list where there is no file.
+    """The records of a file; an empty list where there is no regular file.
 
     A torn last line, which a killed process leaves, is left out. So is any other line that is no record, with a warning
     that counts them: the rest of the file is worth showing, but nothing that this package writes leaves such a line.
     """
     records, broken = [], []
     # Not splitlines(): text may hold U+2028 and the like, which end a line for Python but not in JSON lines.
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         record = parse_record(line)
         if record is not None:
