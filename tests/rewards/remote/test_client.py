@@ -257,7 +257,9 @@ def test_urls_as_string_comma_string_and_list():
         assert run(urls[0], [make_samples(["a"])]).score.tolist() == [0.25]
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/x", "http://", "/reward", "http://h:99999/"])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host/x", "http://", "/reward", "http://h:99999/", "http://a b/c"]
+)
 def test_bad_urls(url):
     with pytest.raises(ConfigError, match="write it as http"):
         check_url(url)
