@@ -18,7 +18,7 @@ from .config import registry
 from .config.vl import RunConfig
 from .errors import FolderInUse, LightRFTVisualError, StoppedBySignal
 from .runtime.files import disk_problem
-from .runtime.offload import bound_spinning
+from .runtime.host_memory import bound_spinning
 from .runtime.presence import handled, hangup_ends
 from .runtime.start_up import importing, log_stage, seldom_collecting
 from .runtime.usercode.calls import TERMINATED, describe_error, masked, source_line_of
