@@ -390,10 +390,9 @@ class PromptDataset:
     def _check_text(self, row: PromptRow) -> None:
         """It may not be longer than any prompt of prompt_max_len tokens, nor hold a token that the model reads as an
         image or video."""
-        whole = isinstance(row.prompt, str)
-        messages = [] if whole else row.prompt
+        messages = [] if isinstance(row.prompt, str) else row.prompt
         texts = [part["text"] for message in messages for part in message["content"] if part["type"] == "text"]
-        length = len(row.prompt) if whole else sum(map(len, texts))
+        length = len(row.prompt) if isinstance(row.prompt, str) else sum(map(len, texts))
         if length > self._most:
             raise DataError(self._too_long(length, "characters"), LONG_PROMPT)
         # Whole prompts bring the placeholders themselves.
