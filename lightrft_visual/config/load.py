@@ -25,6 +25,7 @@ from ..errors import ConfigError, refused_as, writable
 from ..runtime.masking import mask_urls
 from . import registry
 from .command_line import NULL_WORDS, help_text, parse_command_line
+from .given_files import missing_files
 from .leaves import Leaf, Names, Setting, names_of
 from .recipes import LayerReader, load_plugins, plugins_in
 from .shared import EMBEDDED
@@ -137,6 +138,8 @@ def config_or_exit(schema: type = RunConfig, argv: Sequence[str] | None = None, 
         if run.dry_run:
             _print_once(resolved_yaml(run.config).removesuffix("\n"))
             raise SystemExit(_show_plan(run.config))
+        if missing := missing_files(run.config):
+            raise together([ConfigError(line) for line in missing])
         return run.config
     except ConfigError as error:
         _print_once(f"error: {error}", sys.stderr)
@@ -294,12 +297,13 @@ def _at_home(value: Any, several: bool) -> Any:
 
 
 def _json_list(value: Any) -> Any:
-    """Text that is a JSON list, as that list; anything else, such as a pattern in brackets, as it is."""
+    """Text that is a JSON list, or a mapping of names (LightRFT's reward models), as a list; anything else, such as a
+    pattern in brackets, as it is."""
     try:
-        found = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+        found = json.loads(value) if isinstance(value, str) and value.startswith(("[", '{"')) else value
     except ValueError:
         return value
-    return found
+    return [f"{name}={item}" for name, item in found.items()] if isinstance(found, dict) else found
 
 
 def _as_text(value: Any) -> Any:

@@ -14,24 +14,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from ..config.given_files import ROOT_VARIABLES, located
 from ..errors import DataError
 from .arrow import FolderSource, ParquetSource
 from .bad_rows import MAX_ROW_BYTES, check_whole_file
-
-ROOT_VARIABLES = ("LIGHTRFT_DATA", "VRL_DATA_ROOT")  # folders for data outside the repository; ours, and VRL's
-PACKAGE = Path(__file__).resolve().parents[1]
-SHIPPED = (PACKAGE, PACKAGE.parent / "examples")  # which hold datasets/: as installed, and in the repository
-
-
-def located(path: str | Path) -> Path:
-    """The file or folder that a path means: in the working directory, else below a folder of ROOT_VARIABLES, else,
-    where it begins with datasets/, a set that is shipped; the path itself where there is none."""
-    given = Path(path).expanduser()
-    if given.is_absolute() or os.path.exists(given):
-        return given
-    roots = [Path(os.environ[name]).expanduser() for name in ROOT_VARIABLES if os.environ.get(name)]
-    roots += SHIPPED if given.parts[0] == "datasets" else ()
-    return next((root / given for root in roots if (root / given).exists()), given)
 
 
 class RowSource(Protocol):

@@ -209,14 +209,19 @@ class RolloutCheck:
         found = torch.stack([difference.max(), difference.sum(), mask.sum().double(), broken])
         self._sums = found if self._sums is None else _joined_sums(self._sums, found)
 
-    def settle(self) -> None:
+    @property
+    def told(self) -> T:
+        """(4) float64: what this rank tells the others to settle; see `settle`."""
+        return torch.zeros(4, dtype=torch.float64) if self._sums is None else self._sums
+
+    def settle(self, heard: T | None = None) -> None:
         """The differences over all ranks; raises RolloutError where the gate refuses its figure of them, and
         NonFiniteError where the trainer's own scores are not finite.
 
-        A collective, to be called once all micro-batches are added and before anything is trained on them.
+        To be called once all micro-batches are added and before anything is trained on them. heard (ranks, 4): what
+        every rank `told`; without it the ranks tell each other now, which is a collective.
         """
-        own = [0.0, 0.0, 0.0, 0.0] if self._sums is None else self._sums.tolist()
-        ranks = torch.tensor(collectives.all_gather_object(own), dtype=torch.float64)
+        ranks = (collectives.all_gather_numbers(self.told) if heard is None else heard).cpu()
         self._sums = torch.cat([ranks[:, :1].amax(dim=0), ranks[:, 1:].sum(dim=0)])
         if self.gate is not None:
             if self._sums[3]:

@@ -1,11 +1,13 @@
 """All that is wrong with a command is said in one answer."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lightrft_visual.config.given_files import missing_files
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.errors import ConfigError
 
@@ -60,3 +62,24 @@ def test_wrong_settings_of_a_script_are_answered_without_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.stdout.split() == ["2", "False"]
     assert "did you mean 'seed'" in done.stderr and "top_p is 3.0" in done.stderr
+
+
+def test_files_that_are_not_there_are_all_named_at_once_without_torch(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    argv = ["--pretrain", "/no/model", "--prompt_data", "rows.jsonl,other.jsonl", "--reward_fn", "mine.py:score"]
+    code = f"from lightrft_visual.config.load import config_or_exit\nconfig_or_exit(argv={argv})\n"
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    told = [line for line in done.stderr.splitlines() if not line.startswith("import time")]
+    assert done.returncode == 2 and told[0] == "error: 3 settings are wrong:"
+    assert [line.split(" does not exist")[0].strip() for line in told[1:]] == [
+        "--pretrain: /no/model", "--prompt_data: other.jsonl", "--reward_fn: mine.py",
+    ]  # fmt: skip
+    assert not any(line.rsplit("|", 1)[-1].strip() == "torch" for line in done.stderr.splitlines())
+
+
+@pytest.mark.parametrize("name", ["embedded", "Qwen/Qwen2.5-VL-3B-Instruct"])
+def test_a_model_that_may_be_a_name_is_not_looked_for(name):
+    assert missing_files(parse_run(argv=["--pretrain", name, "--prompt_data", "embedded"]).config) == []
