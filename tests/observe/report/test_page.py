@@ -296,12 +296,18 @@ def columns_twice(path):
     path.write_text("step,step,loss,loss\n1,1,2,3\n2,2,1e400,-1e400\n\n3,3,nan,x\n")
 
 
+def times_without_end(path):
+    path.write_text("step,time_step,time_train,time_sync\n1,1,1e308,1e308\n2,1,1e308,1e308\n")
+
+
 def a_field_too_long(path):
     path.write_text("step,loss\n1," + "9" * 200_000 + "\n")
 
 
 @pytest.mark.parametrize("name", ["metrics.csv", "config.resolved.yaml", "env.json", "rollouts/eval_step_000010.jsonl"])
-@pytest.mark.parametrize("damage", [a_pipe, a_folder, an_alias_bomb, columns_twice, a_field_too_long])
+@pytest.mark.parametrize(
+    "damage", [a_pipe, a_folder, an_alias_bomb, columns_twice, times_without_end, a_field_too_long]
+)
 def test_a_report_is_written_whatever_stands_in_place_of_a_file(damaged_run, name, damage):
     damage(damaged_run / name)
     assert main([str(damaged_run), "-o", str(damaged_run / "report.html")]) == 0
