@@ -304,8 +304,11 @@ def a_field_too_long(path):
     path.write_text("step,loss\n1," + "9" * 200_000 + "\n")
 
 
+DAMAGES = [a_pipe, a_folder, an_alias_bomb, columns_twice, times_without_end, a_field_too_long]
+
+
 @pytest.mark.parametrize("name", ["metrics.csv", "config.resolved.yaml", "env.json", "rollouts/eval_step_000010.jsonl"])
-@pytest.mark.parametrize(
+@pytest.mark.parametrize("damage", DAMAGES)
     "damage", [a_pipe, a_folder, an_alias_bomb, columns_twice, times_without_end, a_field_too_long]
 )
 def test_a_report_is_written_whatever_stands_in_place_of_a_file(damaged_run, name, damage):
