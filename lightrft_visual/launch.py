@@ -19,8 +19,9 @@ from .config import registry
 from .config.summary import in_lines
 from .config.vl import RunConfig
 from .errors import FolderInUse, LightRFTVisualError, StoppedBySignal
+from .runtime.files import disk_problem
 from .runtime.host_memory import bound_spinning
-from .runtime.presence import handled
+from .runtime.presence import handled, hangup_ends
 from .runtime.start_up import (
     foreign_lines_aside,
     importing,
@@ -104,7 +105,7 @@ def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
             from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
-        with handled(signal.SIGTERM, _end_at_once), handled(signal.SIGINT, _end_at_once):
+        with handled(signal.SIGTERM, _end_at_once), handled(signal.SIGINT, _end_at_once), hangup_ends():
             with seldom_collecting():
                 trainer = build()
             with trainer.state.listening():
@@ -141,7 +142,7 @@ def _fail(config: AnyConfig, error: BaseException) -> None:
     ending = Ending(rank, world_size, stage, resolved_yaml(config))
     in_use = isinstance(error, FolderInUse)  # its crash.log is the other run's
     log = None if in_use else write_crash_log(config.output.output_dir, error, ending)
-    if log is None and not in_use:
+    if log is None and not in_use and disk_problem(error) is None:
         traceback.print_exception(error)
     first, *rest = text.split("\n")
     rest += [f"the full traceback, versions and configuration: {log}"] if log is not None else []
@@ -155,6 +156,8 @@ def _in_words(error: BaseException) -> str:
     """Our own errors as they are; of others what was raised, and the lines of a user's own files."""
     if isinstance(error, LightRFTVisualError):
         return f"{type(error).__name__}: {error}"
+    if problem := disk_problem(error):
+        return f"{problem}; make room, or name an output_dir elsewhere"
     first, *lines = masked(describe_error(error)).split("\n")
     if first.startswith("called "):
         first = f"{first.removeprefix('called ')} was called before the run was done"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from array import array
 from collections import Counter
@@ -183,7 +184,7 @@ def open_source(path: str | Path, split: str) -> RowSource:
     of another kind, or holds no such split.
     """
     path = located(path)
-    if not path.exists():
+    if not os.path.exists(path):
         where = "" if path.is_absolute() else f" (nor below ${ROOT_VARIABLES[0]})"
         raise DataError(f"data set not found: {path}{where}{_hub_advice(str(path))}")
     if path.is_dir():

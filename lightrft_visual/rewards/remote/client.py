@@ -310,7 +310,8 @@ class RemoteClient:
 
     async def _open(self) -> None:
         limit = self.config.reward_concurrency
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        # Nothing is unpacked: a few bytes may stand for gigabytes.
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
         self._slots = asyncio.Semaphore(limit)
         self._http = httpx.AsyncClient(
             headers=headers,
@@ -395,7 +396,9 @@ class RemoteClient:
         except httpx.TransportError as error:
             reason = f"{name}: connection failed ({type(error).__name__})"
             raise RequestFailed(reason, retry=True, answered=False) from None
-        except httpx.RequestError as error:  # such as a body that is not of its Content-Encoding
+        except BadReply as problem:
+            raise RequestFailed(f"{name}: {problem}", retry=False) from None
+        except (httpx.RequestError, httpx.InvalidURL) as error:
             raise RequestFailed(f"{name}: the reply cannot be read ({type(error).__name__})", retry=False) from None
         told = f"{name}: HTTP {status}" + ("" if status == 200 else _said(data, self._token))
         if status == 429 or status >= 500:
@@ -422,8 +425,13 @@ class RemoteClient:
     async def _post(self, url: str, content: bytes) -> tuple[int, httpx.Headers, bytes | None]:
         headers = {"Content-Type": "application/json"}
         async with self._http.stream("POST", url, content=content, headers=headers) as response:
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding.strip().lower() not in ("", "identity"):
+                if response.status_code != 200:
+                    return response.status_code, response.headers, b""
+                raise BadReply(f"the reply is encoded ({encoding[:40]!r}), which was not asked for and is not unpacked")
             data = bytearray()
-            async for part in response.aiter_bytes():
+            async for part in response.aiter_raw():
                 data += part
                 if len(data) > MAX_REPLY_BYTES:
                     return response.status_code, response.headers, None
