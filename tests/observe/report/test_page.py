@@ -309,8 +309,6 @@ DAMAGES = [a_pipe, a_folder, an_alias_bomb, columns_twice, times_without_end, a_
 
 @pytest.mark.parametrize("name", ["metrics.csv", "config.resolved.yaml", "env.json", "rollouts/eval_step_000010.jsonl"])
 @pytest.mark.parametrize("damage", DAMAGES)
-    "damage", [a_pipe, a_folder, an_alias_bomb, columns_twice, times_without_end, a_field_too_long]
-)
 def test_a_report_is_written_whatever_stands_in_place_of_a_file(damaged_run, name, damage):
     damage(damaged_run / name)
     assert main([str(damaged_run), "-o", str(damaged_run / "report.html")]) == 0
