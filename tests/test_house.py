@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets, and shrinking: today's lines, which only go down.
 SHRINKING = {
     "experience": 2914, "config": 4158, "runtime": 5078, "data": 3013, "models": 4821,
-    "rewards": 4273, "algorithms": 1482, "trainer": 6119, "observe": 3144,
+    "rewards": 4271, "algorithms": 1482, "trainer": 6119, "observe": 3144,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

@@ -44,8 +44,8 @@ class BadReply(Exception):
 def encode_request(batch: RewardBatch, wire: str, encode: Encode) -> dict[str, Any]:
     """The body of one request. Optional fields are left out when no sample has them."""
     if wire == OPENRLHF:
-        asked = {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(batch.labels_or_references)}
-        return asked | _media(batch, encode)
+        own = {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(batch.labels_or_references)}
+        return own | _media(batch, encode)
     body: dict[str, Any] = {"queries": batch.queries, "prompts": batch.prompts, "ids": batch.ids}
     for name, values in (("labels", batch.labels), ("references", batch.references)):
         if any(value is not None for value in values):
@@ -57,7 +57,6 @@ def encode_request(batch: RewardBatch, wire: str, encode: Encode) -> dict[str, A
 
 def wires_of(setting: str, remotes: Mapping[str, str]) -> dict[str, str]:
     """The wire of each entry of remote_rm_url, {name: entry}, by `reward_wire`; of any other entry under "".
-
     Raises ConfigError for a wire or name that does not exist, and for a list of another length.
     """
     parts = [part.strip() for part in setting.split(",") if part.strip()] or [AUTO]
@@ -277,8 +276,7 @@ class Phase:
 @dataclass
 class Exchange:
     """One request on its way. decode: reads the parsed reply, or raises BadReply. position: its number in the call,
-    which spreads requests over replicas. deadline: set when the request gets its first slot. replied: status and body
-    of the last reply."""
+    which spreads requests over replicas. deadline: set with its first slot. replied: the last reply."""
 
     replicas: list[str]
     content: bytes
