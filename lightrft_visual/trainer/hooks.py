@@ -141,6 +141,10 @@ class StepHook:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
 
+    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What `load_state_dict` takes on this rank, of the states of another number of ranks."""
+        return states[0]
+
     def missing_state(self) -> None:
         """In place of `load_state_dict` where the run that is resumed had no such hook."""
 
@@ -236,6 +240,14 @@ class Hooks:
                 hook.load_state_dict(state[name])
             elif hasattr(hook, "missing_state"):
                 hook.missing_state()
+
+    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What `load_state_dict` takes on this rank, of the states of another number of ranks."""
+        joined = dict(states[0])
+        for name, hook in self._named():
+            if joined.get(name) is not None and hasattr(hook, "state_of_ranks"):
+                joined[name] = hook.state_of_ranks([state[name] for state in states])
+        return joined
 
     def close(self) -> None:
         """See `StepHook.close`."""

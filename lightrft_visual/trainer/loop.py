@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
+
 from ..config.vl import OutputConfig, TrainConfig
 from ..errors import NonFiniteError, RewardError, StoppedBySignal
 from ..observe.metrics import MetricsAccumulator
@@ -22,7 +24,7 @@ from ..observe.recorder import Record
 from ..observe.report.page import ReportWriter
 from ..runtime import watchdog
 from ..runtime.deepspeed import StepResult
-from ..runtime.start_up import log_stage
+from ..runtime.start_up import log_stage, start_is_over
 from .hooks import HookContext, StepData, StopRun
 from .run_state import RunState, final_folder
 
@@ -88,10 +90,12 @@ class PolicyTrainer(ABC):
         self.settings, self.recorder = parts.loop, parts.recorder
         self.console, self.timer, self.hooks = parts.console, parts.timer, parts.hooks
         self.report = ReportWriter(self.recorder.folder, active=self.recorder.active and self.settings.output.report)
+        self.save_every, self.eval_every = self.settings.output.intervals(self.settings.total_steps)
         self.step = 0  # finished rollout steps
         self.nonfinite_streak = 0
         self.latest_eval: dict[str, float] = {}
         self.evaluated_step = -1
+        self.first_eval: dict[str, float] = {}  # of this process
         self.most_invalid = 1.0  # share of a step's samples above which the run ends; all of them always end it
         self.state = RunState(self, self.settings.output, self.settings.resume_folder)
         self.hooks.build(parts, callbacks)
@@ -129,13 +133,18 @@ class PolicyTrainer(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
 
+    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What `load_state_dict` takes on this rank, of the states of another number of ranks. Where all ranks save the
+        same, it is that."""
+        return states[0]
+
     @abstractmethod
     def save_engines(self, folder: Path) -> None:
         """Weights and optimizer states of this rank into `folder`; every rank calls it."""
 
     @abstractmethod
-    def load_engines(self, folder: Path) -> None:
-        """The inverse of `save_engines`."""
+    def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
+        """The inverse of `save_engines`. saved_ranks: how many ranks saved, where they were not as many."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:
@@ -149,6 +158,7 @@ class PolicyTrainer(ABC):
         Raises NonFiniteError after too many skipped steps in a row, and whatever a stage raises; what was written
         until then stays. Meanwhile SIGTERM, in the main thread, asks for a checkpoint and an orderly end.
         """
+        ended: bool | None = None
         try:
             with self.state.listening():
                 self._begin()
@@ -171,11 +181,16 @@ class PolicyTrainer(ABC):
                 if export:
                     with self.timer.phase("save"):
                         self.state.save_final(final_folder(self.settings.output))
+            ended = export
             return self.latest_eval
         finally:
             self.console.close()
-            self.report.write()
+            report = self.report.write()
             self.recorder.close()
+            if ended:
+                files = {"report": report} if report else {}
+                files["model"] = final_folder(self.settings.output)
+                self.console.done(self.step, self.latest_eval, self.first_eval, files)
 
     def _begin(self) -> None:
         self.state.resume()
@@ -183,7 +198,9 @@ class PolicyTrainer(ABC):
             self.start()
         if self.step == 0:
             self._evaluate()
-        log_stage(f"training from step {self.step + 1}")
+        device = get_accelerator().device_name()
+        log_stage(f"training from step {self.step + 1} of {self.settings.total_steps} on {device}")
+        start_is_over()
         self.timer.collect()
 
     def _give_up(self, stop: StopRun) -> bool:
@@ -226,12 +243,13 @@ class PolicyTrainer(ABC):
             self.recorder.save_rollouts(self.step, data.records)
             self.console.samples(self.step, data.records)
         self.hooks.on_metrics(metrics)
-        output, last = self.settings.output, self.step == self.settings.total_steps
+        last, every = self.step == self.settings.total_steps, self.save_every
         if self.evaluation_due():
             self._evaluate()
-        if output.save_steps > 0 and (last or self.step % output.save_steps == 0):
-            with self.timer.phase("save"):
-                self.state.save()  # the last step as well: a finished run can be given more steps
+        if every > 0 and (last or self.step % every == 0):
+            with self.timer.phase("save"):  # the last step as well: a finished run can be given more steps
+                asked_for = self.settings.output.save_steps is not None
+                self.state.save() if asked_for else self.state.save_by_default()
 
     def _too_many_invalid(self, share: float, too_old: float) -> RewardError:
         """For a step of invalid samples alone, which trained nothing, or of more than are allowed."""
@@ -243,6 +261,7 @@ class PolicyTrainer(ABC):
         with self.timer.phase("eval"):
             evaluated = self.evaluate()
         self.latest_eval, self.evaluated_step = dict(evaluated), self.step
+        self.first_eval = self.first_eval or self.latest_eval
         self.state.check_metrics(evaluated)
         if not evaluated:
             return
@@ -260,7 +279,7 @@ class PolicyTrainer(ABC):
 
     def evaluation_due(self) -> bool:
         """Whether the weights of the present step are evaluated."""
-        every = self.settings.output.eval_steps
+        every = self.eval_every
         return self.step == self.settings.total_steps or (every > 0 and self.step % every == 0)
 
     def count_step(self, result: StepResult, metrics: MetricsAccumulator, prefix: str = "") -> None:

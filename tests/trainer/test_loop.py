@@ -42,7 +42,9 @@ class Walk(PolicyTrainer):
     def __init__(
         self, folder, fails=None, steps=3, golds=(), guard=None, resume=None, callbacks=(), invalid=(), **output
     ):
-        settings = LoopSettings(steps, OutputConfig(output_dir=str(folder), **output), TrainConfig(), resume)
+        settings = LoopSettings(
+            steps, OutputConfig(str(folder), **{"save_steps": -1, "eval_steps": -1} | output), TrainConfig(), resume
+        )
         hook = GuardHook(guard or GuardConfig(), Watched(), gold=False, penalties=())
         parts = SimpleNamespace(
             kind="walk", config=None, loop=settings, recorder=RunRecorder(folder), hooks=Hooks([hook]),

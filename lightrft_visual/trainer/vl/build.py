@@ -55,7 +55,7 @@ from ..run_state import (
 )
 from .evaluation import Evaluation
 from .maker import ExperienceMaker, MakerSettings, build_maker, log_probs_of
-from .parts import PromptSource, VLParts, prompt_batch
+from .parts import PromptSource, VLParts, asked_once, prompt_batch
 from .updates import check_abilities, parts_of_loss
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, lock: FolderLoc
         dataset, eval_set = _datasets(config, checkpoint)
     _fit_to_data(config, dataset)
     sets = [each for each in (dataset, eval_set) if each is not None]
+    config.reward, judged = (asked_once(each, dataset, checkpoint, config.data) for each in (config.reward, judged))
     rewards = _rewards(config, strategy, checkpoint, sets)
     recorder = open_recorder(config, resumed=resume_folder is not None, lock=lock)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))

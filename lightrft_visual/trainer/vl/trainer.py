@@ -236,10 +236,10 @@ class VLTrainer(PolicyTrainer):
         for name, engine in self._engines():
             engine.save(str(folder), name)
 
-    def load_engines(self, folder: Path) -> None:
-        """The inverse of `save_engines`."""
+    def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
+        """The inverse of `save_engines`. saved_ranks: how many ranks saved, where they were not as many."""
         for name, engine in self._engines():
-            engine.load(str(folder), name)
+            engine.load(str(folder), name, saved_ranks)
 
     def _engines(self) -> list[tuple[str, TrainEngine]]:
         engines = [("actor", self.actor)]
