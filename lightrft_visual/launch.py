@@ -1,4 +1,5 @@
-"""What the example scripts share: from a configuration to a finished run, errors said in a few lines."""
+"""From a configuration to a finished run: `run` raises, for programs; `run_vl` and `run_diffusion` are for scripts, and
+say errors in a few lines and end the process."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from .config import registry
 from .config.vl import RunConfig
@@ -48,32 +51,80 @@ def quiet_libraries() -> None:
 
 
 def run_vl(config: RunConfig) -> None:
-    """Build and run a vision-language trainer; any error ends the process with a few lines and a code other than 0."""
-
-    def build():
-        with importing():
-            from .trainer.vl.trainer import build_trainer
-
-        _check_fits(config)
-        return build_trainer(config)
-
-    _run(config, build)
+    """Run a vision-language trainer in a script; an error ends the process with a few lines and a code other than 0."""
+    _run(config, partial(built, config))
 
 
 def run_diffusion(config: DiffusionRunConfig) -> None:
     """The same for a diffusion trainer."""
+    _run(config, partial(built, config))
 
-    def build():
-        with importing():
+
+def built(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
+    """The trainer of a configuration. callbacks: hooks of a user. Raises ConfigError where it cannot fit."""
+    with importing():
+        if isinstance(config, RunConfig):
+            from .trainer.vl.trainer import build_trainer as build
+        else:
             from diffusers.utils import logging as diffusers_logging
 
-            from .trainer.diffusion.build import build_diffusion_trainer
+            from .trainer.diffusion.build import build_diffusion_trainer as build
 
-        _check_fits(config)
-        diffusers_logging.disable_progress_bar()
-        return build_diffusion_trainer(config)
+            diffusers_logging.disable_progress_bar()
+    _check_fits(config)
+    return build(config, callbacks)
 
-    _run(config, build)
+
+def run(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
+    """Train in a program that goes on: whatever goes wrong is raised. Returns the trainer, closed.
+
+    With several ranks the others are told of an error, and their processes end: they may wait in a collective.
+    """
+    with _released_on_error(config) as holds:
+        holds.trainer = trainer = _build(partial(built, config, callbacks))
+        _train(trainer)
+    return trainer
+
+
+@contextmanager
+def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
+    """Inside, a trainer whose engine has the weights of the model, or of the checkpoint that it resumes from."""
+    with _released_on_error(config) as holds:
+        holds.trainer = trainer = _build(partial(built, config))
+        trainer.state.resume()
+        trainer.start()
+        yield trainer
+        _close(trainer)
+
+
+class _Holds:
+    trainer: PolicyTrainer | None = None
+
+
+@contextmanager
+def _released_on_error(config: AnyConfig) -> Iterator[_Holds]:
+    """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told."""
+    from .runtime import collectives, watchdog
+
+    holds = _Holds()
+    try:
+        yield holds
+    except BaseException as error:
+        if collectives.world_size() > 1:
+            watchdog.report_failure(f"{_in_words(error)} (stage {watchdog.stage()})")
+        try:
+            if holds.trainer is not None:
+                _close(holds.trainer)
+        except Exception as second:
+            logging.getLogger(__name__).warning("what the run holds could not be released: %s", second)
+        raise
+    finally:
+        watchdog.stop()
+
+
+def _close(trainer: PolicyTrainer) -> None:
+    trainer.close()
+    trainer.recorder.close()
 
 
 def _check_fits(config: AnyConfig) -> None:
@@ -84,25 +135,33 @@ def _check_fits(config: AnyConfig) -> None:
 
 
 def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
-    bound_spinning()  # before anything loads torch
-    quiet_libraries()
     try:
-        log_stage("importing libraries")
-        with importing():
-            from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()
         with handled(signal.SIGTERM, _end_at_once):
-            with seldom_collecting():
-                trainer = build()
-            with trainer.state.listening():
-                trainer.fit()
-                trainer.close()
+            trainer = _build(build)
+            _train(trainer)
     except BaseException as error:  # also sys.exit and the like: the steps of the run were not done
         _fail(config, error)
     _leave(trainer.state.exit_code)
     if trainer.state.exit_code:
         sys.exit(trainer.state.exit_code)
+
+
+def _build(build: Callable[[], PolicyTrainer]) -> PolicyTrainer:
+    bound_spinning()  # before anything loads torch
+    quiet_libraries()
+    log_stage("importing libraries")
+    with importing():
+        from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    with seldom_collecting():
+        return build()
+
+
+def _train(trainer: PolicyTrainer) -> None:
+    with trainer.state.listening():
+        trainer.fit()
+        trainer.close()
 
 
 def _end_at_once(*_: object) -> None:
