@@ -27,8 +27,9 @@ setup(
     version=version,
     packages=[*find_packages(include=["lightrft_visual", "lightrft_visual.*"]), *SHIPPED],
     package_dir=SHIPPED,
+    entry_points={"console_scripts": ["lightrft-visual = lightrft_visual.cli:main"]},
     package_data={
-        "lightrft_visual": ["py.typed"],
+        "lightrft_visual": ["py.typed", "*.pyi"],
         "lightrft_visual.observe.report": ["templates/*"],
         "lightrft_visual.plugins.memory_plan": ["shapes/*.json"],
         "lightrft_visual.configs": ["**/*.yaml"],

@@ -427,7 +427,7 @@ def _digest(model: Any) -> str:
     digest = xxhash.xxh3_128()
     for part, module in sorted((getattr(model, "components", None) or {"": model}).items()):
         for name, tensor in module.state_dict().items() if isinstance(module, torch.nn.Module) else ():
-            digest.update(f"{part}.{name}")
+            digest.update(f"{part}.{name}".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 

@@ -218,7 +218,7 @@ class Names:
         elsewhere = other_run(self.schema, plain)
         if elsewhere and ("." in plain or not told):  # a flat name may well be meant for this run
             told = "; ".join(filter(None, (elsewhere, told if origin in (COMMAND_LINE, KEYWORD) else WRONG_PAIR)))
-        return ConfigError(f"unknown setting {name!r} ({origin}); {told or '--help lists all settings'}")
+        return ConfigError(f"unknown setting {name!r} ({origin}); {told or '--help-all lists all settings'}")
 
     def hint(self, plain: str) -> str | None:
         """What to write instead of another system's name; None where this schema has none of what could be written."""
