@@ -141,7 +141,7 @@ class _Trainer:
         from .launch import run
 
         history = _History()
-        with self._model_on_disk():
+        with self.model_on_disk():
             trainer = run(self.config, [*self.callbacks, history])
         return _result(trainer, history)
 
@@ -152,7 +152,7 @@ class _Trainer:
         return {"prompt_data": data_of(data, "train_dataset", split)}
 
     @contextmanager
-    def _model_on_disk(self) -> Iterator[None]:
+    def model_on_disk(self) -> Iterator[None]:
         """Inside, a loaded model lies in a folder, from which every part of the run reads it."""
         if self._loaded is None:
             yield

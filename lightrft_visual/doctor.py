@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from . import __version__
 
@@ -38,7 +39,7 @@ def told() -> Iterator[str]:
         found = _version(name)
         yield f"ok       {name} {found}" if found else f"missing  {name}: bash scripts/setup.sh, or pip install {name}"
     for name, purpose, how in OPTIONAL:
-        found = _version(name)
+        found = _version(name) or ("of another distribution" if find_spec(name) else None)
         yield f"ok       {name} {found}" if found else f"without  {name}, for {purpose}: {how}"
     for name, purpose, how in PROGRAMS:
         found = shutil.which(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,9 +37,10 @@ class Checkpoint:
     path: str
     run: Mapping[str, Any]
     resumable: bool
+    base: Any = None
 
     @classmethod
-    def of(cls, checkpoint: str | os.PathLike[str]) -> Checkpoint:
+    def of(cls, checkpoint: str | os.PathLike[str], base: Any = None) -> Checkpoint:
         """Raises ConfigError for a checkpoint of a run without its configuration."""
         path = Path(checkpoint)
         beside = path.parent / "config.resolved.yaml"
@@ -46,7 +48,7 @@ class Checkpoint:
         resumable = (path / STATE).is_file()
         if resumable and not run:
             raise ConfigError(f"{path} is a checkpoint of a run, and the run's config.resolved.yaml is not beside it")
-        return cls(os.fspath(checkpoint), run, resumable)
+        return cls(os.fspath(checkpoint), run, resumable, base)
 
     @property
     def draws(self) -> bool:
@@ -72,10 +74,17 @@ class Checkpoint:
 
         if not (Path(self.path) / ADAPTER).is_file():
             return DiffusionPipeline.from_pretrained(self.path)
-        base = self.run.get("model", {})
-        if "pretrain" not in base:
-            raise ConfigError(f"{self.path} holds adapters, and config.resolved.yaml with their base is not beside it")
-        pipeline = DiffusionPipeline.from_pretrained(registry.pipeline_folder(base["pretrain"], base["family"]))
+        run = self.run.get("model", {})
+        base = self.base or run.get("pretrain")
+        if base is None:
+            raise ConfigError(f"{self.path} holds adapters: name what they were trained on by base")
+        if isinstance(base, str | os.PathLike):
+            path = registry.pipeline_folder(os.fspath(base), run.get("family", "auto"))
+            if os.path.isabs(path) and not os.path.isdir(path):
+                raise ConfigError(f"{path}, on which the adapters of {self.path} were trained, is gone: give base")
+            pipeline = DiffusionPipeline.from_pretrained(path)
+        else:
+            pipeline = copy.deepcopy(base)
         pipeline.load_lora_weights(self.path)
         pipeline.fuse_lora()
         pipeline.unload_lora_weights()
@@ -103,7 +112,10 @@ def _configured(checkpoint: Checkpoint, eval_dataset: Any, rewards: Any, setting
         if eval_dataset is not None:
             own |= dict.fromkeys(("prompt_data", "eval_data"), data_of(eval_dataset, "eval_dataset", "test"))
         kind = FlowGRPOTrainer if checkpoint.draws else GRPOTrainer
-        yield kind(None, rewards, config=[recipe], **own | settings).config
+        base = checkpoint.base if checkpoint.resumable else None
+        trainer = kind(base, rewards, config=[recipe], **own | settings)
+        with trainer.model_on_disk():
+            yield trainer.config
 
 
 ANSWERING = {"advantage_estimator": "reinforce", "rollout_batch_size": 8, "groups_per_update": 8, "init_kl_coef": 0.0}
@@ -112,8 +124,9 @@ DRAWING = {"diffusion_algorithm": "rwr", "lora_rank": 1, "rollout_batch_size": 1
 
 
 def evaluate(
-    checkpoint: str | os.PathLike[str], eval_dataset: Any = None, reward_funcs: Any = None, **settings: Any
-) -> dict[str, float]:
+    checkpoint: str | os.PathLike[str], eval_dataset: Any = None, reward_funcs: Any = None, *, base: Any = None,
+    **settings: Any,
+) -> dict[str, float]:  # fmt: skip
     """Metrics of a checkpoint on held-out prompts, as a run's own evaluation measures them.
 
     A folder of a run brings the run's settings (config.resolved.yaml beside it); those given here win.
@@ -123,17 +136,18 @@ def evaluate(
             model or pipeline, or a hub name.
         eval_dataset: as of a trainer; default: that of the run.
         reward_funcs: likewise. Functions that a run was given from Python are given again.
+        base: the model that a run trained, for adapters and for checkpoints of a run, where it was given from Python.
         **settings: of the run, such as eval_samples_per_prompt.
     """
     from .launch import started
 
-    with _configured(Checkpoint.of(checkpoint), eval_dataset, reward_funcs, settings) as config:
+    with _configured(Checkpoint.of(checkpoint, base), eval_dataset, reward_funcs, settings) as config:
         with started(config) as trainer:
             return dict(trainer.evaluate())
 
 
 def sample(
-    checkpoint: str | os.PathLike[str], prompts: Any, n: int = 1, seed: int = 0, **settings: Any
+    checkpoint: str | os.PathLike[str], prompts: Any, n: int = 1, seed: int = 0, *, base: Any = None, **settings: Any
 ) -> list[list[Any]]:
     """What a checkpoint answers or draws: for each prompt n texts, or n images.
 
@@ -142,10 +156,11 @@ def sample(
         prompts: texts, or rows as of a data set (with their images).
         n: samples of each prompt.
         seed: of what is drawn.
+        base: as of `evaluate`.
         **settings: of the run, such as temperature (0: greedy) and generate_max_len; of a diffusion model the
             arguments of its pipeline, such as num_inference_steps.
     """
-    found = Checkpoint.of(checkpoint)
+    found = Checkpoint.of(checkpoint, base)
     listed = [prompts] if isinstance(prompts, str) else list(prompts)
     if found.draws:
         return _drawn(found, listed, n, seed, settings)

@@ -31,7 +31,7 @@ def text() -> str:
 
 def _of(name: str, schema: type) -> str:
     leaves = {leaf.name: leaf for leaf in names_of(schema).leaves.values()}
-    return f"\n\nclass {name}(TypedDict, total=False):\n" + "".join(map(_entry, leaves.values()))
+    return f"\nclass {name}(TypedDict, total=False):\n" + "".join(map(_entry, leaves.values()))
 
 
 def _entry(leaf: Leaf) -> str:
