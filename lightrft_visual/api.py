@@ -300,7 +300,7 @@ def data_of(data: Any, name: str, split: str) -> str:
         return give(name, data[split] if isinstance(data, dict) and split in data else data)
     text = os.fspath(data)
     if HUB_NAME.fullmatch(text) and not Path(text).exists() and not text.endswith(DATA_FILES):
-        from .data.sources import located
+        from .config.given_files import located
 
         return text if located(text).exists() else give(name, _from_hub(text, name, split))
     return text
@@ -356,8 +356,8 @@ def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dic
         return {"components": dict(zip(scorers, weights or [1.0] * len(scorers)))}
     if scorers or weights is not None:
         weighed = zip(entries, weights or [1.0] * len(entries))
-        numbers = {text: str(position) for position, text in enumerate(found.get("model", []))}
-        recipe = [[kind, numbers.get(text, key), float(weight)] for (kind, text, key), weight in weighed]
+        positions = {text: str(position) for position, text in enumerate(found.get("model", []))}
+        recipe = [[kind, positions.get(text, key), float(weight)] for (kind, text, key), weight in weighed]
         settings["reward_recipe"] = json.dumps({"*": recipe})
     return settings
 

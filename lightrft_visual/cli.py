@@ -299,7 +299,7 @@ def launch(ranks: int | None, arguments: tuple[str, ...]) -> None:
 @cli.command()
 def doctor() -> None:
     """Versions and devices, what is missing and how to get it."""
-    from .doctor import told
+    from .observe.doctor import told
 
     for line in told():
         click.echo(line)

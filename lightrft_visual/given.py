@@ -46,10 +46,10 @@ class GivenRows:
     folder: where relative paths of media start.
     """
 
-    def __init__(self, rows: Any, name: str) -> None:
+    def __init__(self, data: Any, name: str) -> None:
         self.folder, self._name = Path.cwd(), name
-        table = hasattr(rows, "with_format") and hasattr(rows, "features")
-        self._rows = rows.with_format("arrow") if table else rows
+        table = hasattr(data, "with_format") and hasattr(data, "features")
+        self._rows = data.with_format("arrow") if table else data
         self._table = table
 
     def __len__(self) -> int:
@@ -65,24 +65,24 @@ class GivenRows:
         return self._rows[index]
 
 
-def rows_of(rows: Any, name: str, split: str) -> GivenRows:
+def source_of(data: Any, name: str, split: str) -> GivenRows:
     """Rows of a data set that a program holds.
 
     Args:
-        rows: a `datasets.Dataset`, or a `DatasetDict`, or a sequence of mappings, or what has rows by number.
+        data: a `datasets.Dataset`, or a `DatasetDict`, or a sequence of mappings, or what has rows by number.
         name: for messages, such as train_dataset.
         split: of a `DatasetDict`.
 
     Raises:
         DataError: for a split that is not there, and for what has no rows by number.
     """
-    if isinstance(rows, Mapping):
-        if split not in rows:
-            raise DataError(f"{name}: no split {split!r}; it has: {', '.join(map(str, rows))}")
-        rows = rows[split]
-    if not isinstance(rows, Sequence) and not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+    if isinstance(data, Mapping):
+        if split not in data:
+            raise DataError(f"{name}: no split {split!r}; it has: {', '.join(map(str, data))}")
+        data = data[split]
+    if not isinstance(data, Sequence) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise DataError(
-            f"{name} is a {type(rows).__name__}, without rows by number: give a datasets.Dataset or a list, "
+            f"{name} is a {type(data).__name__}, without rows by number: give a datasets.Dataset or a list, "
             "such as list(stream.take(1000))"
         )
-    return GivenRows(rows, name)
+    return GivenRows(data, name)

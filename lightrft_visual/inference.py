@@ -99,7 +99,7 @@ def _configured(checkpoint: Checkpoint, eval_dataset: Any, rewards: Any, setting
         if checkpoint.resumable:
             tree = dict(checkpoint.run)
             own |= {"resume_from": os.path.abspath(checkpoint.path), "ckpt_path": None, "save_path": None}
-            own["max_steps"] = tree["train"]["max_steps"]
+            own |= {"max_steps": tree["train"]["max_steps"], "enable_ema": False, "eval_ema": False}
         else:
             tree = {name: dict(checkpoint.run[name] or {}) for name in KEPT[:-1] if name in checkpoint.run}
             for section, names in LEFT_OUT.items():
@@ -176,10 +176,11 @@ def _answered(
     temperature = settings.pop("temperature", None)
     own = {"max_eval_samples": len(rows)} | settings
     with _configured(checkpoint, rows, [_no_reward], own) as config, started(config) as trainer:
-        evaluation = trainer.parts.evaluation
+        parts = trainer.parts
+        evaluation = parts.evaluation
         sampling = replace(evaluation.greedy if temperature == 0 else evaluation.sampling, n=n)
         sampling = sampling if not temperature else replace(sampling, temperature=temperature)
-        made = trainer.maker.sample(evaluation.prompts, sampling, "eval", seed)
+        made = parts.maker.sample(evaluation.prompts, sampling, "eval", seed)
         texts = [each.text for each in made]
     return [texts[start : start + n] for start in range(0, len(texts), n)]
 

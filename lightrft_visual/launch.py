@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from .config import registry
 from .config.vl import RunConfig
 from .errors import FolderInUse, LightRFTVisualError, StoppedBySignal
-from .runtime.offload import bound_spinning
+from .runtime.host_memory import bound_spinning
 from .runtime.presence import handled
 from .runtime.start_up import importing, log_stage, seldom_collecting
 from .runtime.usercode.calls import TERMINATED, describe_error, masked, source_line_of
@@ -62,14 +62,18 @@ def run_diffusion(config: DiffusionRunConfig) -> None:
 
 def built(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
     """The trainer of a configuration. callbacks: hooks of a user. Raises ConfigError where it cannot fit."""
+    build: Callable[..., PolicyTrainer]
     with importing():
         if isinstance(config, RunConfig):
-            from .trainer.vl.trainer import build_trainer as build
+            from .trainer.vl.trainer import build_trainer
+
+            build = build_trainer
         else:
             from diffusers.utils import logging as diffusers_logging
 
-            from .trainer.diffusion.build import build_diffusion_trainer as build
+            from .trainer.diffusion.build import build_diffusion_trainer
 
+            build = build_diffusion_trainer
             diffusers_logging.disable_progress_bar()
     _check_fits(config)
     return build(config, callbacks)
@@ -91,7 +95,8 @@ def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
     """Inside, a trainer whose engine has the weights of the model, or of the checkpoint that it resumes from."""
     with _released_on_error(config) as holds:
         holds.trainer = trainer = _build(partial(built, config))
-        trainer.state.resume()
+        if trainer.state.resume_folder is not None:  # its weights alone: data and rewards may be others
+            trainer.load_engines(trainer.state.resume_folder)
         trainer.start()
         yield trainer
         _close(trainer)

@@ -21,7 +21,8 @@ import urllib.request
 from http.client import HTTPException
 from pathlib import Path
 
-from lightrft_visual.data.sources import ROOT_VARIABLES, open_source
+from lightrft_visual.config.given_files import ROOT_VARIABLES
+from lightrft_visual.data.sources import open_source
 from lightrft_visual.errors import DataError
 
 BASE_URL = "https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset"

@@ -55,7 +55,7 @@ $uv pip install -q --python .venv/bin/python --reinstall-package lightrft_visual
 .venv/bin/python scripts/remove_old_hook.py
 if [ "$device" = cpu ]; then # compiled once here instead of inside the first run
   PATH="$PWD/.venv/bin:$PATH" .venv/bin/python -c \
-    'from lightrft_visual.runtime.start_up import SHARED_MEMORY, build_first; build_first(SHARED_MEMORY)' \
+    'from lightrft_visual.runtime.extension_builds import SHARED_MEMORY, build_first; build_first(SHARED_MEMORY)' \
     >/dev/null 2>&1 || echo "setup: DeepSpeed's shared-memory operator does not compile; plain gloo is used" >&2
 fi
 echo "$stamp" >.venv/.lightrft_setup

@@ -44,7 +44,9 @@ class Counting(StepHook):
     def on_metrics(self, metrics):
         steps.append(metrics["reward_mean"])
 
-result = fit("list", lambda completions: [float(len(each)) for each in completions], rows, callbacks=[Counting()])
+result = fit(
+    "list", lambda completions: [float(len(each)) for each in completions], rows, callbacks=[Counting()], save_steps=1
+)
 assert [each["step"] for each in result.history] == [1, 2] and len(steps) == 2, result.history
 assert result.evaluations[-1]["step"] == 2 and result.metrics["eval_reward"] == result.evaluations[-1]["eval_reward"]
 assert result.report.is_file() and (result.checkpoint / "config.json").is_file()
@@ -71,6 +73,8 @@ assert result.metrics["step"] == 1 and result.checkpoint.name == "checkpoint-000
 final = out / "list" / "checkpoint-final"
 measured = evaluate(final, rows[:2], "exact", eval_samples_per_prompt=1)
 assert set(measured) >= {"eval_reward", "eval_reward_greedy"}, measured
+again = evaluate(out / "list" / "checkpoint-000002", rows[:2], "exact", base=(model, processor))
+assert again["eval_reward_greedy"] == measured["eval_reward_greedy"], (measured, again)
 answers = sample(final, rows[:2], n=3, temperature=0.5)
 assert [len(each) for each in answers] == [3, 3] and isinstance(answers[0][0], str)
 assert sample(final, rows[:1], temperature=0) == sample(final, rows[:1], temperature=0)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from lightrft_visual import cli, doctor
+from lightrft_visual import cli
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.observe import doctor
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -21,38 +21,52 @@ BOOL_WORDS = (*FALSE_WORDS, "true", "yes", "on", "1")
 
 @dataclass
 class CommandLine:
-    """What was asked for: settings in order, config files in order, layers to swap, and the dry run."""
+    """What was asked for: settings in order, config files in order, layers to swap, and the dry run.
+
+    wrong: what could not be read, one error for each; what stands beside it was read.
+    """
 
     settings: list[Setting] = field(default_factory=list)
     configs: list[str] = field(default_factory=list)
     swaps: dict[str, str] = field(default_factory=dict)  # "/base/distributed" -> layer name
     dry_run: bool = False
+    wrong: list[ConfigError] = field(default_factory=list)
 
 
 def parse_command_line(argv: list[str], names: Names) -> CommandLine:
     """Read ``--name value``, ``--name=value``, ``name=value``, ``--name``, ``--no_name``, ``/group=layer``.
 
-    Raises ConfigError for an unknown name, a missing value, or an argument of no such form.
+    An unknown name, a missing value and an argument of no such form are in `wrong`; what follows is read all the same.
     """
     line, tokens, last = CommandLine(), deque(argv), ""
     while tokens:
         token = tokens.popleft()
-        name, equals, value = token.removeprefix("--").partition("=")
-        if not equals and not token.startswith("--"):
-            before = f"; a value of several words, such as that of --{last}, stands in quotes" if last else ""
-            raise ConfigError(f"unexpected argument {token!r}: settings are written --name value or name=value{before}")
-        last = name
-        if "/" in name:
-            line.swaps["/" + name.strip("/")] = value
-        elif name in ("dry_run", "dry-run"):
-            if not equals and tokens and tokens[0].lower() in BOOL_WORDS:
-                value = tokens.popleft()
-            line.dry_run = value.lower() not in FALSE_WORDS
-        elif name == "config":
-            line.configs.append(value if equals else _value(tokens, token, "a file name"))
-        else:
-            line.settings.append(Setting(name, value, COMMAND_LINE) if equals else _flag(name, tokens, names))
+        try:
+            last = _read_argument(line, token, last, tokens, names)
+        except ConfigError as error:
+            line.wrong.append(error)
+            while tokens and not _is_setting(tokens[0]):
+                tokens.popleft()
     return line
+
+
+def _read_argument(line: CommandLine, token: str, last: str, tokens: deque[str], names: Names) -> str:
+    """One argument, and the values that follow it, into `line`; returns the setting's name. last: the one before."""
+    name, equals, value = token.removeprefix("--").partition("=")
+    if not equals and not token.startswith("--"):
+        before = f"; a value of several words, such as that of --{last}, stands in quotes" if last else ""
+        raise ConfigError(f"unexpected argument {token!r}: settings are written --name value or name=value{before}")
+    if "/" in name:
+        line.swaps["/" + name.strip("/")] = value
+    elif name in ("dry_run", "dry-run"):
+        if not equals and tokens and tokens[0].lower() in BOOL_WORDS:
+            value = tokens.popleft()
+        line.dry_run = value.lower() not in FALSE_WORDS
+    elif name == "config":
+        line.configs.append(value if equals else _value(tokens, token, "a file name"))
+    else:
+        line.settings.append(Setting(name, value, COMMAND_LINE) if equals else _flag(name, tokens, names))
+    return name
 
 
 def _flag(name: str, tokens: deque[str], names: Names) -> Setting:

@@ -200,6 +200,11 @@ class Names:
         except ConfigError as error:
             raise ConfigError(f"{error} ({setting.origin})") from None
 
+    def needless(self, setting: Setting) -> str:
+        """Why a setting of another system need not be given, where it stands for nothing here; empty for others."""
+        translation = self.translations.get(setting.name.replace("-", "_"))
+        return translation.about if translation is not None and not translation.read(setting.value) else ""
+
     def passed_over(self, setting: Setting) -> bool:
         """Whether a setting of an earlier version, which a file names, asks for nothing that is gone."""
         gone = removed(setting.name)

@@ -25,6 +25,7 @@ from ..errors import ConfigError
 from ..runtime.masking import mask_urls
 from . import registry
 from .command_line import NULL_WORDS, help_text, parse_command_line
+from .given_files import missing_files
 from .leaves import KEYWORD, Leaf, Names, Setting, names_of
 from .recipes import LayerReader, load_plugins, plugins_in
 from .shared import EMBEDDED
@@ -45,6 +46,7 @@ class ParsedRun:
     config: Any
     dry_run: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)  # leaf path -> 'command line' | 'file.yaml:line' | SCRIPT
+    notes: tuple[str, ...] = ()  # settings of other systems that ask for what is so anyway
 
 
 def parse_run(
@@ -63,7 +65,7 @@ def parse_run(
     it. Plugins are imported before anything is checked. ``defaults`` are settings of the script itself, such as the
     algorithm it is named after, below all but the schema; ``settings`` are those of a program, above all. ``--help``
     prints and exits with 0.
-    Raises ConfigError naming the setting and where it was written.
+    Raises one ConfigError that names every setting that is wrong, and where it was written.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     names = names_of(schema)
@@ -73,10 +75,14 @@ def parse_run(
         raise SystemExit(0)
     line = parse_command_line(arguments, names)
     reader = LayerReader(names, tuple(Path(folder).resolve() for folder in config_dirs), line.swaps)
-    chosen = [setting for name in line.configs for setting in reader.read(name)] + line.settings
+    chosen, wrong = list(line.settings), list(line.wrong)
     chosen += [Setting(name, value, KEYWORD) for name, value in (settings or {}).items()]
+    try:
+        chosen[:0] = [setting for name in line.configs for setting in reader.read(name)]
+    except ConfigError as error:
+        wrong.append(error)
     own = [Setting(name, value, SCRIPT) for name, value in (defaults or {}).items()]
-    tree, sources = merge(names, own + chosen)
+    tree, sources = merge(names, own + chosen, wrong)
     load_plugins(OmegaConf.select(tree, "plugins"))
     if preset is not None and OmegaConf.select(tree, "model.pretrain") == EMBEDDED:
         layers = _preset(reader, preset, tree, sources)
@@ -84,7 +90,8 @@ def parse_run(
         layers = _preset(reader, preset, tree, sources)  # sizes that a recipe gives may ask for another one
         tree, sources = merge(names, own + layers + chosen)
     reader.check_swaps(line.swaps)
-    return ParsedRun(build(tree, sources), line.dry_run, sources)
+    notes = [f"{each.name} ({each.origin}): {names.needless(each)}" for each in chosen if names.needless(each)]
+    return ParsedRun(build(tree, sources), line.dry_run, sources, tuple(notes))
 
 
 def _preset(reader: LayerReader, preset: Preset, tree: DictConfig, sources: Mapping[str, str]) -> list[Setting]:
@@ -126,9 +133,13 @@ def config_or_exit(schema: type = RunConfig, argv: Sequence[str] | None = None, 
     """
     try:
         run = parse_run(schema, argv, **options)
+        for note in run.notes:
+            _print_once(f"note: {note}", sys.stderr)
         if run.dry_run:
             _print_once(resolved_yaml(run.config).removesuffix("\n"))
             raise SystemExit(_show_plan(run.config))
+        if missing := missing_files(run.config):
+            raise together([ConfigError(line) for line in missing])
         return run.config
     except ConfigError as error:
         _print_once(f"error: {error}", sys.stderr)
@@ -141,23 +152,63 @@ def _print_once(text: str, file: TextIO | None = None) -> None:
         print(text, file=file)
 
 
-def merge(names: Names, settings: Iterable[Setting]) -> tuple[DictConfig, dict[str, str]]:
-    """Lay settings over the schema's defaults, the last one winning. Returns the tree and the origin of each leaf."""
-    tree, sources = OmegaConf.structured(names.schema), {}
-    for setting in (each for written in settings for each in names.translated(written)):
-        found = names.find(setting.name)
-        if not found and names.passed_over(setting):
-            continue
-        if not found:
-            raise names.unknown(setting.name, setting.origin)
-        for (leaf, inside), value in zip(found, _shared(setting, len(found)), strict=True):
-            path = f"{leaf.path}.{inside}" if inside else leaf.path
-            read = _read(leaf, inside, value, setting.origin)
-            _assign(tree, path, leaf, read, setting.origin)
-            sources[path] = setting.origin
-            if read is not None:
-                _unset_others(names, tree, path, sources)
+def merge(
+    names: Names, settings: Iterable[Setting], wrong: Sequence[ConfigError] = ()
+) -> tuple[DictConfig, dict[str, str]]:
+    """Lay settings over the schema's defaults, the last one winning. Returns the tree and the origin of each leaf.
+
+    Args:
+        wrong: what was found before.
+
+    Raises:
+        ConfigError: of all that is wrong together; sections that a wrong setting may belong to are not checked then.
+    """
+    tree, wrong = OmegaConf.structured(names.schema), list(wrong)
+    sources: dict[str, str] = {}
+    for written in settings:
+        try:
+            for setting in names.translated(written):
+                _lay(names, tree, sources, setting)
+        except ConfigError as error:
+            wrong.append(error)
+    if wrong:
+        raise together(wrong + _wrong_sections(tree, sources))
     return tree, sources
+
+
+def _lay(names: Names, tree: DictConfig, sources: dict[str, str], setting: Setting) -> None:
+    """One setting into the tree. Raises ConfigError for an unknown name, or a value of another type."""
+    found = names.find(setting.name)
+    if not found and names.passed_over(setting):
+        return
+    if not found:
+        raise names.unknown(setting.name, setting.origin)
+    for (leaf, inside), value in zip(found, _shared(setting, len(found)), strict=True):
+        path = f"{leaf.path}.{inside}" if inside else leaf.path
+        read = _read(leaf, inside, value, setting.origin)
+        _assign(tree, path, leaf, read, setting.origin)
+        sources[path] = setting.origin
+        if read is not None:
+            _unset_others(names, tree, path, sources)
+
+
+def together(errors: Sequence[ConfigError]) -> ConfigError:
+    """One error that says all of them, each once."""
+    texts = list(dict.fromkeys(str(error) for error in errors))
+    if len(texts) == 1:
+        return errors[0]
+    return ConfigError("\n  ".join([f"{len(texts)} settings are wrong:", *texts]))
+
+
+def _wrong_sections(tree: DictConfig, sources: dict[str, str]) -> list[ConfigError]:
+    """What sections say by themselves of the values that were set."""
+    found = []
+    for section in {path.partition(".")[0] for path in sources if "." in path}:
+        try:
+            build(tree[section], {path: origin for path, origin in sources.items() if path.startswith(f"{section}.")})
+        except ConfigError as error:
+            found.append(error)
+    return found
 
 
 def _unset_others(names: Names, tree: DictConfig, path: str, sources: dict[str, str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import re
 from array import array
 from collections import Counter
@@ -14,25 +13,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from ..config.given_files import ROOT_VARIABLES, located
 from ..errors import DataError
-from ..given import given, is_given, rows_of
+from ..given import given, is_given, source_of
 from .arrow import FolderSource, ParquetSource
 from .bad_rows import MAX_ROW_BYTES, check_whole_file
-
-ROOT_VARIABLES = ("LIGHTRFT_DATA", "VRL_DATA_ROOT")  # folders for data outside the repository; ours, and VRL's
-PACKAGE = Path(__file__).resolve().parents[1]
-SHIPPED = (PACKAGE, PACKAGE.parent / "examples")  # which hold datasets/: as installed, and in the repository
-
-
-def located(path: str | Path) -> Path:
-    """The file or folder that a path means: in the working directory, else below a folder of ROOT_VARIABLES, else,
-    where it begins with datasets/, a set that is shipped; the path itself where there is none."""
-    given = Path(path).expanduser()
-    if given.is_absolute() or given.exists():
-        return given
-    roots = [Path(os.environ[name]).expanduser() for name in ROOT_VARIABLES if os.environ.get(name)]
-    roots += SHIPPED if given.parts[0] == "datasets" else ()
-    return next((root / given for root in roots if (root / given).exists()), given)
 
 
 class RowSource(Protocol):
@@ -200,7 +185,7 @@ def open_source(path: str | Path, split: str) -> RowSource:
     of another kind, or holds no such split.
     """
     if is_given(path):
-        return rows_of(given(path), path, split)
+        return source_of(given(path), path, split)
     path = located(path)
     if not path.exists():
         where = "" if path.is_absolute() else f" (nor below ${ROOT_VARIABLES[0]})"

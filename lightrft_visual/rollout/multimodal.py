@@ -20,7 +20,7 @@ from ..errors import ConfigError, DataError
 from ..experience.rollouts import PromptBatch, PromptFeatures
 from ..experience.vision import VisionTensors
 from ..models.vlm.families import family_of_processor
-from ..runtime.offload import give_back_freed_memory
+from ..runtime.host_memory import give_back_freed_memory
 
 T = torch.Tensor
 _COLUMNS = {

@@ -26,13 +26,14 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 from ..errors import CheckpointError, ConfigError, NonFiniteError
 from . import collectives, vendor_patches, watchdog
-from .offload import OptimizerOffload, keep_freed_memory, unlink_buffers
+from .extension_builds import CPU_ADAM, SHARED_MEMORY, build_first
+from .host_memory import keep_freed_memory, unlink_buffers
+from .offload import OptimizerOffload
 from .precision import FP32Kept
 from .safe_loading import use_safe_loading
 from .seeding import rate_schedule, seed_everything
 from .sequence import SequenceGroup
-from .start_up import CPU_ADAM, SHARED_MEMORY, build_first
-from .tensor_exchange import Divide, divide, loading_divided
+from .zero3_loading import Divide, divide, loading_divided
 
 logger = logging.getLogger(__name__)
 

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
-import hashlib
-import logging
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import IO
-
-import deepspeed
-import torch
-from deepspeed.accelerator import get_accelerator
-
-logger = logging.getLogger(__name__)
-
 
 _BEGAN = time.perf_counter()
 
@@ -59,91 +46,3 @@ def seldom_collecting() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-OTHER_HOSTS = 600.0  # seconds that a lock may be the work of a process on another host that shares the folder
-PATIENCE = 5.0  # seconds after which a line says what is waited for
-SHARED_MEMORY = "ShareMemCommBuilder"  # DeepSpeed's collectives between ranks of one host without accelerators
-CPU_ADAM = "CPUAdamBuilder"  # its Adam on the host
-
-
-def build_first(*builders: str) -> None:
-    """Compile and load these parts of DeepSpeed before it asks for them; the first process of a host that comes does.
-
-    What this host cannot build is left out: DeepSpeed does without it, or says why it cannot.
-    """
-    with building():
-        for name in builders:
-            builder = get_accelerator().create_op_builder(name)
-            if builder is not None and builder.is_compatible(verbose=False):
-                builder.load(verbose=False)
-
-
-@contextmanager
-def building() -> Iterator[Path]:
-    """Inside, this process alone builds in this environment's folder, where no lock of a dead process is left."""
-    folder = own_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".building", "w") as file:
-        _lock(file, folder)
-        remove_stale_locks(folder)
-        yield folder
-
-
-def own_folder() -> Path:
-    """Where this process builds from now on: this environment's folder, or what TORCH_EXTENSIONS_DIR says."""
-    from torch.utils.cpp_extension import get_default_build_root  # looks for CUDA's compiler as it is imported
-
-    return Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(get_default_build_root()) / environment_name())))
-
-
-def environment_name() -> str:
-    """A folder name for what is compiled in this environment: of its Python, its torch, and where it lies."""
-    where = hashlib.sha256(f"{sys.prefix} {torch.__file__} {deepspeed.__file__}".encode()).hexdigest()[:8]
-    return f"py{sys.version_info.major}{sys.version_info.minor}_torch{torch.__version__}_{where}"
-
-
-def _lock(file: IO[str], folder: Path) -> None:
-    """Until the file is closed, or the process ends."""
-    told_at = time.monotonic() + PATIENCE
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > told_at:
-                logger.warning("waiting for another process of this environment, which builds in %s", folder)
-                told_at = float("inf")
-            time.sleep(0.05)
-
-
-def remove_stale_locks(folder: Path) -> None:
-    """Remove lock files of torch's builder that no process has open."""
-    for lock in folder.glob("*/lock"):
-        if owner(lock) is None:
-            logger.warning("removing %s: the process that built there is gone", lock)
-            lock.unlink(missing_ok=True)
-
-
-def owner(lock: str | Path) -> str | None:
-    """Who holds the lock file open, for a message; None for a file that nobody of this host has open.
-
-    A lock of another user, or a young one where the run has ranks on other hosts, counts as owned.
-    """
-    try:
-        wanted = os.stat(lock)
-    except FileNotFoundError:
-        return None
-    if wanted.st_uid != os.getuid():
-        return f"a process of user {wanted.st_uid}"
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            held = os.stat(descriptor)
-        except OSError:  # closed since, or another user's
-            continue
-        if (held.st_dev, held.st_ino) == (wanted.st_dev, wanted.st_ino):
-            return f"process {descriptor.parts[2]}"
-    ranks, here = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if ranks > here and time.time() - wanted.st_mtime < OTHER_HOSTS:
-        return "a process of another host"
-    return None

@@ -32,7 +32,7 @@ from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.rollouts import PromptBatch, PromptFeatures, Rollout, collate, release_media
 from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
-from lightrft_visual.runtime.offload import give_back_freed_memory, keep_freed_memory
+from lightrft_visual.runtime.host_memory import give_back_freed_memory, keep_freed_memory
 
 PATCH_WIDTH = 3 * 2 * 14 * 14  # channels, frames and pixels of a patch of Qwen2-VL and Qwen2.5-VL
 WIDTH = 20  # patches; rows and columns are even

@@ -57,7 +57,7 @@ def main() -> None:
     from lightrft_visual.config.load import load_config
     from lightrft_visual.config.vl import RunConfig
     from lightrft_visual.launch import quiet_libraries
-    from lightrft_visual.runtime.offload import bound_spinning
+    from lightrft_visual.runtime.host_memory import bound_spinning
 
     quiet_libraries()
     bound_spinning()

@@ -16,9 +16,7 @@ from lightrft_visual.errors import ConfigError
 
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGE = PROJECT / "lightrft_visual"
-SCHEMA = [
-    PACKAGE / "config" / f"{name}.py" for name in ("vl", "diffusion", "diffusion_algorithm", "shared", "placement")
-]
+SCHEMA = [PACKAGE / "config" / f"{name}.py" for name in ("vl", "diffusion", "algorithm", "shared", "placement")]
 FOLDED = {  # other ways to say what another leaf says, into which they are worked at once
     "train.groups_per_update": ("train.train_batch_size", "2"),
     "train.gradient_accumulation_steps": ("train.train_batch_size", "2"),

@@ -457,8 +457,8 @@ def test_local_models_run_on_the_accelerator_unless_told_otherwise(monkeypatch):
 def test_os_exit_of_a_users_function_ends_the_process_with_its_code(tmp_path):
     (tmp_path / "mine.py").write_text("import os\ndef score(completions):\n    os._exit(7)\n")
     code = (
-        "import os\nfrom lightrft_visual.runtime.usercode import calls, loading\nbefore = os._exit\n"
-        f"function = loading.load_reward_fn('{tmp_path}/mine.py:score')\nassert os._exit is before\n"
+        "import os\nfrom lightrft_visual.runtime.usercode import calls\nbefore = os._exit\n"
+        f"function = calls.load_reward_fn('{tmp_path}/mine.py:score')\nassert os._exit is before\n"
         "calls.call(function, 'score', {'completions': ['a']})\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

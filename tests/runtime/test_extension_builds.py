@@ -12,15 +12,15 @@ import time
 import pytest
 from torch.utils import cpp_extension, file_baton
 
-from lightrft_visual.runtime import start_up as extension_builds
-from lightrft_visual.runtime.start_up import building, environment_name, own_folder, owner, remove_stale_locks
+from lightrft_visual.runtime import extension_builds
+from lightrft_visual.runtime.extension_builds import building, environment_name, own_folder, owner, remove_stale_locks
 
 HOLDER = "import os, sys, time; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print(flush=True); time.sleep(60)"
 # Compiles as torch's builder does: its lock file is there for as long as the compiler runs.
 BUILDER = """
 import time
 from torch.utils.file_baton import FileBaton
-from lightrft_visual.runtime.start_up import building
+from lightrft_visual.runtime.extension_builds import building
 with building() as folder:
     (folder / "nothing").mkdir()
     assert FileBaton(folder / "nothing" / "lock").try_acquire()

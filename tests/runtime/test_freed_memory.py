@@ -13,7 +13,7 @@ PROGRAM = """
 import resource, sys
 import numpy
 if sys.argv[1] == "kept":
-    from lightrft_visual.runtime.offload import keep_freed_memory
+    from lightrft_visual.runtime.host_memory import keep_freed_memory
     keep_freed_memory()
 
 def several():  # 48 MiB in blocks of 8, as the tensors of a forward and of its backward
@@ -46,7 +46,7 @@ def test_what_the_user_set_stays():
 
 GIVEN_BACK = """
 import numpy
-from lightrft_visual.runtime.offload import give_back_freed_memory, keep_freed_memory
+from lightrft_visual.runtime.host_memory import give_back_freed_memory, keep_freed_memory
 
 def filled():  # MiB
     with open("/proc/self/status") as file:

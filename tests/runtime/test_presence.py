@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft_visual.runtime.offload import free_port
+from lightrft_visual.runtime.host_memory import free_port
 from lightrft_visual.runtime.presence import POLL, Presence
 
 SCRIPT = Path(__file__).with_name("presence_ranks.py")

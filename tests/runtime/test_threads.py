@@ -14,7 +14,7 @@ import torch
 
 from lightrft_visual.config.vl import DistributedConfig
 from lightrft_visual.runtime import deepspeed as deepspeed_strategy
-from lightrft_visual.runtime.offload import bound_spinning
+from lightrft_visual.runtime.host_memory import bound_spinning
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

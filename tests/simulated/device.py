@@ -33,7 +33,7 @@ def load() -> types.ModuleType:
     """Compile (once a machine) and register the device; the C++ module."""
     from torch.utils.cpp_extension import load as compile_extension
 
-    from lightrft_visual.runtime.start_up import building
+    from lightrft_visual.runtime.extension_builds import building
 
     sources = [str(Path(__file__).with_name("device.cpp"))]
     with building():  # a test that was killed while it compiled leaves a lock behind

@@ -23,7 +23,7 @@ from transformers.modeling_utils import local_torch_dtype
 from ...errors import ConfigError
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ...runtime import collectives
-from ...runtime.tensor_exchange import Divide
+from ...runtime.zero3_loading import Divide
 
 T = torch.Tensor
 

@@ -30,7 +30,7 @@ from ...errors import ConfigError
 from ...experience.vision import NEGATIVE, Conditions, joined, separate
 from ...runtime import collectives
 from ...runtime.offload import on_device
-from ...runtime.tensor_exchange import Divide
+from ...runtime.zero3_loading import Divide
 from ..weight_copies import WeightCopy, gathered, lora_config
 from .families.base import DiffusionFamily
 from .layers import load_divided, use_frozen_norms

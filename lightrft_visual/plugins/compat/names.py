@@ -216,8 +216,44 @@ def _one_of(name: str, known: dict[str, dict[str, Any]]) -> Callable[[Any], dict
     return read
 
 
+def _so_anyway(like: str, values: str, about: str, instead: str = "") -> Translation:
+    """A setting that asks for what is so anyway, with one of these values; any other value is refused by `instead`."""
+
+    def read(value: Any) -> dict[str, Any]:
+        if str(value).lower() in values.split() or not instead:
+            return {}
+        raise ConfigError(instead)
+
+    return Translation(like, read, about)
+
+
+# Of TRL, OpenRLHF and LightRFT: taken, and said in a line.
+NEEDLESS = {
+    "use_vllm": _so_anyway("bf16", "true", "not needed, vLLM is the default engine", "write --engine_type hf"),
+    "vllm_mode": _so_anyway(
+        "pretrain", "colocate", "not needed, the engine shares the trainer's devices", "write --placement split"
+    ),
+    "report_to": _so_anyway(
+        "pretrain", "none", "not needed, nothing is reported elsewhere unless asked for",
+        "write --use_wandb or --use_tensorboard",
+    ),
+    "logging_first_step": _so_anyway("bf16", "", "not needed, every step is logged"),
+    "logging_strategy": _so_anyway("pretrain", "", "not needed, every step is logged"),
+    "log_completions": _so_anyway("bf16", "", "not needed, rollouts/ has the completions of every step"),
+    "remove_unused_columns": _so_anyway("bf16", "", "not needed, a reward gets the columns that it names"),
+    "colocate_all_models": _so_anyway(
+        "bf16", "true", "not needed, every rank trains and generates", "write --placement split"
+    ),
+    "flash_attn": _so_anyway(
+        "bf16", "true", "not needed, the fastest attention that is installed is taken",
+        "write --attn_implementation sdpa",
+    ),
+}  # fmt: skip
+
+
 TRANSLATIONS: dict[str, dict[str, Translation]] = {
     "RunConfig": {
+        **NEEDLESS,
         **{
             name: Translation("reward_pretrain", _reward_model, "--reward_pretrain, a local reward model (TRL)")
             for name in ("reward_model_path", "reward_model_name_or_path")

@@ -17,7 +17,7 @@ import tempfile
 from typing import Any
 
 from ...errors import ConfigError
-from ...runtime.offload import free_port
+from ...runtime.host_memory import free_port
 from .cluster import connect, process_environment
 
 

@@ -33,6 +33,80 @@ from ...runtime.usercode.calls import (
 )
 from ..batch import Call, Failed, RewardBatch, Scores, ScoringFailed, metric_name
 
+AUTO = "auto"
+Inputs = Mapping[str, Callable[[RewardBatch], Any]]
+
+
+def _as_is(result: Any, name: str) -> Any:
+    return result
+
+
+@dataclass(frozen=True)
+class Form:
+    """told: what the line at the start of a run says. inputs: by parameter, each a list with one entry a sample (or
+    one value for all, when not each). each: called for each sample, with its entry of every input. closed: **kwargs
+    get settings only. read: turns a result into one of ours. media: only for media that the policy made. fits: whether
+    a function with parameters of these names, which takes any other one or not, is of this form."""
+
+    told: str = ""
+    inputs: Inputs = field(default_factory=dict)
+    each: bool = False
+    closed: bool = False
+    media: bool = False
+    read: Callable[[Any, str], Any] = _as_is
+    fits: Callable[[Sequence[str], bool, Callable[..., Any]], bool] = lambda names, takes_all, function: False
+
+    def for_batch(self, batch: RewardBatch) -> Form:
+        """This form, or ours where it is not meant for such a batch."""
+        return NATIVE if self.media and not batch.generated else self
+
+    def calls(self, arguments: dict[str, Any], fixed: Mapping[str, Any], size: int) -> dict[str, Any]:
+        """The arguments of the one call, or ROWS of them; `fixed` ones are the same for every sample."""
+        if not self.each:
+            return arguments
+        return {SAMPLES: [{k: v if k in fixed else v[i] for k, v in arguments.items()} for i in range(size)]}
+
+
+# Beside the batch: the step, and functions that log columns and numbers.
+LOGGING: Inputs = {
+    "trainer_state": lambda batch: SimpleNamespace(global_step=batch.step),
+    "log_extra": lambda batch: LOG_EXTRA,
+    "log_metric": lambda batch: LOG_METRIC,
+}
+NATIVE = Form(inputs=LOGGING)  # of functions that no other form fits
+LIGHTRFT = Form("LightRFT's form", fits=lambda names, takes_all, function: "model_reward_list" in names)
+OPENRLHF = Form(
+    "OpenRLHF's form, labels are the references",
+    {"labels": lambda batch: batch.labels_or_references},
+    fits=lambda names, takes_all, function: (
+        list(names[:3]) == ["queries", "prompts", "labels"] and not {"refs", "references", "completions"} & set(names)
+    ),
+)
+
+
+def choose(form: str, function: Callable[..., Any], signature: Any) -> Form:
+    """The form of that name, or the first one that the signature fits. Raises ConfigError as `check` does."""
+    check(form)
+    return registry.reward_forms.load(
+        recognise(signature.names, signature.takes_all, function) if form == AUTO else form
+    )
+
+
+def check(form: str) -> None:
+    """Raise ConfigError for a form that does not exist, with the nearest name, or whose plug-in is not there."""
+    known = [AUTO, *registry.reward_forms.names()]
+    if form not in known:
+        raise ConfigError(f"there is no reward_form {form!r}{did_you_mean(form, known)}")
+    if form != AUTO:
+        registry.reward_forms.load(form)
+
+
+def recognise(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> str:
+    """The name of the form of a function with parameters of these names."""
+    forms = registry.reward_forms.present()
+    return next((entry.name for entry, form in forms if form.fits(names, takes_all, function)), "native")
+
+
 SCORE_KEYS = ("rewards", "scores", "score", "reward", "overall")
 MAX_SCORE = 1e6  # no sane reward is larger; beyond it a server or function is broken
 
@@ -135,80 +209,6 @@ def read_metric(value: Any, what: str, size: int) -> torch.Tensor:
         return torch.tensor([math.nan if entry is None else float(entry) for entry in entries], dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise RewardError(f"reward function {what} holds something that is not a number") from error
-
-
-AUTO = "auto"
-Inputs = Mapping[str, Callable[[RewardBatch], Any]]
-
-
-def _as_is(result: Any, name: str) -> Any:
-    return result
-
-
-@dataclass(frozen=True)
-class Form:
-    """told: what the line at the start of a run says. inputs: by parameter, each a list with one entry a sample (or
-    one value for all, when not each). each: called for each sample, with its entry of every input. closed: **kwargs
-    get settings only. read: turns a result into one of ours. media: only for media that the policy made. fits: whether
-    a function with parameters of these names, which takes any other one or not, is of this form."""
-
-    told: str = ""
-    inputs: Inputs = field(default_factory=dict)
-    each: bool = False
-    closed: bool = False
-    media: bool = False
-    read: Callable[[Any, str], Any] = _as_is
-    fits: Callable[[Sequence[str], bool, Callable[..., Any]], bool] = lambda names, takes_all, function: False
-
-    def for_batch(self, batch: RewardBatch) -> Form:
-        """This form, or ours where it is not meant for such a batch."""
-        return NATIVE if self.media and not batch.generated else self
-
-    def calls(self, arguments: dict[str, Any], fixed: Mapping[str, Any], size: int) -> dict[str, Any]:
-        """The arguments of the one call, or ROWS of them; `fixed` ones are the same for every sample."""
-        if not self.each:
-            return arguments
-        return {SAMPLES: [{k: v if k in fixed else v[i] for k, v in arguments.items()} for i in range(size)]}
-
-
-# Beside the batch: the step, and functions that log columns and numbers.
-LOGGING: Inputs = {
-    "trainer_state": lambda batch: SimpleNamespace(global_step=batch.step),
-    "log_extra": lambda batch: LOG_EXTRA,
-    "log_metric": lambda batch: LOG_METRIC,
-}
-NATIVE = Form(inputs=LOGGING)  # of functions that no other form fits
-LIGHTRFT = Form("LightRFT's form", fits=lambda names, takes_all, function: "model_reward_list" in names)
-OPENRLHF = Form(
-    "OpenRLHF's form, labels are the references",
-    {"labels": lambda batch: batch.labels_or_references},
-    fits=lambda names, takes_all, function: (
-        list(names[:3]) == ["queries", "prompts", "labels"] and not {"refs", "references", "completions"} & set(names)
-    ),
-)
-
-
-def choose(form: str, function: Callable[..., Any], signature: Any) -> Form:
-    """The form of that name, or the first one that the signature fits. Raises ConfigError as `check` does."""
-    check(form)
-    return registry.reward_forms.load(
-        recognise(signature.names, signature.takes_all, function) if form == AUTO else form
-    )
-
-
-def check(form: str) -> None:
-    """Raise ConfigError for a form that does not exist, with the nearest name, or whose plug-in is not there."""
-    known = [AUTO, *registry.reward_forms.names()]
-    if form not in known:
-        raise ConfigError(f"there is no reward_form {form!r}{did_you_mean(form, known)}")
-    if form != AUTO:
-        registry.reward_forms.load(form)
-
-
-def recognise(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> str:
-    """The name of the form of a function with parameters of these names."""
-    forms = registry.reward_forms.present()
-    return next((entry.name for entry, form in forms if form.fits(names, takes_all, function)), "native")
 
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from ...config.vl import RolloutConfig, RunConfig
 from ...errors import ConfigError, did_you_mean
 from ...models.loading import Checkpoint
 from ...runtime import collectives
-from ...runtime.offload import free_port
+from ...runtime.host_memory import free_port
 from ...runtime.start_up import importing
 
 # Arguments of vLLM that a setting of the run decides.

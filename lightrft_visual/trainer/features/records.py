@@ -7,7 +7,7 @@ from typing import Any
 
 from ...experience.rollouts import release_media
 from ...observe.recorder import Record, gather_records, own_choice
-from ...runtime.offload import give_back_freed_memory
+from ...runtime.host_memory import give_back_freed_memory
 from ..hooks import HookContext, StepData, StepHook
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.plugins.ray.cluster import adopt_authentication, authentication, connect
-from lightrft_visual.runtime.offload import free_port
+from lightrft_visual.runtime.host_memory import free_port
 
 
 def test_a_rank_speaks_to_the_cluster_as_the_rank_that_started_it(monkeypatch):

@@ -14,7 +14,7 @@ from tiny_models import checkpoint_of
 from lightrft_visual.experience.rollouts import PromptFeatures
 from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.rollout.vllm.workers import PromptSharing
-from lightrft_visual.runtime.offload import SHARED_MEMORY
+from lightrft_visual.runtime.host_memory import SHARED_MEMORY
 
 
 @contextmanager

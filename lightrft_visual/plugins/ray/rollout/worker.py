@@ -11,7 +11,7 @@ from ....config.constraints import load_target
 from ....config.recipes import load_plugins
 from ....errors import LightRFTVisualError, RolloutError
 from ....rollout.weight_sync import FileAt, MappedFiles, Posted, reachable, received
-from ....runtime.offload import free_port
+from ....runtime.host_memory import free_port
 
 
 class LacksWeights(RolloutError):

@@ -26,7 +26,7 @@ from lightrft_visual.plugins.ray.rollout.pool import LOOK_SECONDS, MOST_DEATHS, 
 from lightrft_visual.plugins.ray.rollout.ray_workers import Cluster, RayWorker, divided
 from lightrft_visual.rollout.weight_sync import Posted
 from lightrft_visual.runtime import collectives
-from lightrft_visual.runtime.offload import free_port
+from lightrft_visual.runtime.host_memory import free_port
 
 
 class Handle:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from waiting import finished
 
-from lightrft_visual.runtime.offload import free_port
+from lightrft_visual.runtime.host_memory import free_port
 
 pytest.importorskip("ray")
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # of workers as of trainers: others round otherwise

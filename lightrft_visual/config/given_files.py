@@ -1,0 +1,50 @@
+"""Files and folders that settings name: where a relative path may lie, and which of them are not there."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT_VARIABLES = ("LIGHTRFT_DATA", "VRL_DATA_ROOT")  # folders for data outside the repository; ours, and VRL's
+PACKAGE = Path(__file__).resolve().parents[1]
+SHIPPED = (PACKAGE, PACKAGE.parent / "examples")  # which hold datasets/: as installed, and in the repository
+DATA = re.compile(r"\.(jsonl|json|csv|txt|parquet)$")
+CODE = re.compile(r"[^,=:]+\.py(?=:)")
+FOLDER = re.compile(r"^(/|\./|\.\./|~)")  # a model by path; other words may be names, of a hub or of the registry
+MODELS = ("pretrain", "critic_pretrain", "teacher_pretrain", "reward_pretrain")
+ROWS = ("prompt_data", "eval_data", "pair_data")
+FUNCTIONS = ("reward_fn", "gold_fn")
+
+
+def located(path: str | Path) -> Path:
+    """The file or folder that a path means: in the working directory, else below a folder of ROOT_VARIABLES, else,
+    where it begins with datasets/, a set that is shipped; the path itself where there is none."""
+    given = Path(path).expanduser()
+    if given.is_absolute() or given.exists():
+        return given
+    roots = [Path(os.environ[name]).expanduser() for name in ROOT_VARIABLES if os.environ.get(name)]
+    roots += SHIPPED if given.parts[0] == "datasets" else ()
+    return next((root / given for root in roots if (root / given).exists()), given)
+
+
+def missing_files(config: Any) -> list[str]:
+    """A line for each model folder, file of rows and file of functions that a run's settings name and that is not
+    there. Names that may be anything else, such as a hub's, are not looked for."""
+    found = []
+    for section in (config.model, config.data, config.reward, config.guard):
+        for name in (*MODELS, *ROWS, *FUNCTIONS):
+            value = getattr(section, name, None)
+            if not isinstance(value, str):
+                continue
+            parts = CODE.findall(value) if name in FUNCTIONS else [part.strip() for part in value.split(",")]
+            wanted = FOLDER if name in MODELS else DATA if name in ROWS else CODE
+            for part in parts:
+                if (wanted is CODE or wanted.search(part) or FOLDER.search(part)) and not located(part).exists():
+                    found.append(f"--{name}: {part} does not exist{_seen_from(part)}")
+    return list(dict.fromkeys(found))
+
+
+def _seen_from(path: str) -> str:
+    return "" if path.startswith(("/", "~")) else f" in {Path.cwd()}"

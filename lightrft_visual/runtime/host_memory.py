@@ -1,0 +1,69 @@
+"""What a run needs of its host: thread settings, a free port, shared memory left tidy. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of settings in glibc's malloc.h
+_MIB = 2**20
+
+
+def bound_spinning() -> None:
+    """Bound how long idle OpenMP threads spin; before torch is imported, and unless the user has set it.
+
+    GNU OpenMP lets a thread that waits for another one spin for some 15 ms. When something else has the other's core,
+    each of the thousands of small parallel operations of a step waits that long: a step of a tiny model took 14 times
+    as long beside a busy process. This bound outlasts the usual gap between two operations, so nothing is lost on a
+    quiet machine (docs/benchmarks.md).
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "50000")
+
+
+def keep_freed_memory() -> None:
+    """Let malloc keep up to 256 MiB of freed memory for the next tensors, unless the user has set it. glibc only.
+
+    By default it gives large blocks back to the system at once, and the next tensor of that size is made of pages that
+    the system clears one by one: thousands a forward on the host (docs/benchmarks.md has what that costs).
+    """
+    if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, 256 * _MIB)
+        mallopt(_MMAP_THRESHOLD, 32 * _MIB)  # the most that glibc takes
+
+
+def give_back_freed_memory(freed: int) -> bool:
+    """Give all freed memory back to the system, if it may be worth its time: between tensors that stay, holes add up.
+
+    freed: about how many bytes there are of it; for less than 32 MiB nothing is done. Returns whether anything was.
+    glibc only.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None or freed < 32 * _MIB:
+        return False
+    trim(0)
+    return True
+
+
+def free_port() -> int:
+    """A TCP port that is free on the loopback address now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def unlink_buffers(rank: int) -> None:
+    """Take away the name of this rank's all-reduce buffer; to be called once every rank has opened it.
+
+    DeepSpeed's CPU communication keeps 66 MiB a rank in a named file and removes the name only at an orderly exit. Of
+    a killed run it stays in memory until the host restarts, and a later run on the same port would open what it left.
+    """
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}"
+    (SHARED_MEMORY / name).unlink(missing_ok=True)

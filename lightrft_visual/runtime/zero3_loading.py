@@ -1,0 +1,46 @@
+"""ZeRO-3 from the first byte: models are divided over the ranks while they load, so that no rank holds a whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+import torch.nn as nn
+from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, is_zero_param
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+Divide = Callable[[Iterable[nn.Parameter]], None]  # leaves each rank its part of parameters that still are whole
+
+
+@contextmanager
+def loading_divided(settings: dict[str, Any]) -> Iterator[None]:
+    """Models that transformers loads inside are divided module by module; settings: DeepSpeed's, of stage 3.
+
+    A rank then holds its part of the weights and one whole module at a time. `zero.Init` by itself would also round
+    each floating-point buffer, such as the frequencies of rotary positions, to the training precision: here it chooses
+    the device only, and the precision is that of the loading.
+    """
+    known_to_transformers = HfDeepSpeedConfig(settings)  # by a weak reference
+    plain = deepspeed.zero.Init
+    deepspeed.zero.Init = partial(plain, tensor_overrides=[DeepSpeedTensorOverride.device])
+    try:
+        with torch.random.fork_rng([]):  # what weights that are overwritten are drawn from is used again
+            yield
+    finally:
+        deepspeed.zero.Init = plain
+        unset_hf_deepspeed_config()
+        del known_to_transformers
+
+
+def divide(parameters: Iterable[nn.Parameter], settings: dict[str, Any]) -> None:
+    """Leave each rank its part of the parameters that still are whole, one after the other, with the values of rank 0.
+
+    All ranks call it. They go to the device singly: DeepSpeed's engine would first move the whole module there.
+    """
+    whole = [parameter for parameter in parameters if not is_zero_param(parameter)]
+    if whole:
+        deepspeed.zero.Init(module=nn.ParameterList(whole), config_dict_or_path=settings)

@@ -1,0 +1,85 @@
+"""All that is wrong with a command is said in one answer."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightrft_visual.config.given_files import missing_files
+from lightrft_visual.config.load import parse_run
+from lightrft_visual.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def error_of(*argv: str) -> str:
+    with pytest.raises(ConfigError) as found:
+        parse_run(argv=list(argv))
+    return str(found.value)
+
+
+def test_names_values_and_sections_are_wrong_all_are_said_in_one_error():
+    found = error_of(
+        "--leraning_rate", "1e-6", "--n_samples_per_prompt", "many", "--top_p", "3", "--save_strategy", "steps",
+        "--seed", "7", "stray",
+    )  # fmt: skip
+    assert found.startswith("5 settings are wrong:\n")
+    for text in ("did you mean 'learning_rate'", "it takes: int", "top_p is 3.0", "write --save_steps N", "'stray'"):
+        assert text in found
+
+
+def test_one_setting_is_wrong_the_error_is_that_setting_alone():
+    assert error_of("--leraning_rate", "1e-6").startswith("unknown setting 'leraning_rate'")
+
+
+def test_a_recipe_and_the_command_line_are_wrong_both_are_said(tmp_path):
+    (tmp_path / "mine.yaml").write_text("train:\n  sede: 1\n  bf16: maybe\n")
+    found = error_of("--config", str(tmp_path / "mine.yaml"), "--top_q", "0.5")
+    assert all(text in found for text in ("3 settings are wrong", "mine.yaml:2", "mine.yaml:3", "'top_q'"))
+
+
+def test_a_recipe_is_missing_and_a_flag_is_mistyped_both_are_said():
+    found = error_of("--config", "no_such_recipe", "--top_q", "0.5")
+    assert "no_such_recipe" in found and "'top_q'" in found
+
+
+@pytest.mark.plugin("compat")
+def test_settings_of_trl_that_ask_for_what_is_so_anyway_are_taken_with_a_line():
+    run = parse_run(argv=["--use_vllm", "--report_to", "none", "--num_generations", "8"])
+    assert run.config.rollout.n_samples_per_prompt == 8
+    assert [note.split(" ")[0] for note in run.notes] == ["use_vllm", "report_to"]
+    assert "write --engine_type hf" in error_of("--use_vllm", "false")
+
+
+def test_wrong_settings_of_a_script_are_answered_without_torch():
+    code = (
+        "import sys\nfrom lightrft_visual.config.load import config_or_exit\n"
+        "try:\n    config_or_exit(argv=['--sede', '1', '--top_p', '3'])\n"
+        "except SystemExit as ended:\n    print(ended.code, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.split() == ["2", "False"]
+    assert "did you mean 'seed'" in done.stderr and "top_p is 3.0" in done.stderr
+
+
+def test_files_that_are_not_there_are_all_named_at_once_without_torch(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    argv = ["--pretrain", "/no/model", "--prompt_data", "rows.jsonl,other.jsonl", "--reward_fn", "mine.py:score"]
+    code = f"from lightrft_visual.config.load import config_or_exit\nconfig_or_exit(argv={argv})\n"
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    told = [line for line in done.stderr.splitlines() if not line.startswith("import time")]
+    assert done.returncode == 2 and told[0] == "error: 3 settings are wrong:"
+    assert [line.split(" does not exist")[0].strip() for line in told[1:]] == [
+        "--pretrain: /no/model", "--prompt_data: other.jsonl", "--reward_fn: mine.py",
+    ]  # fmt: skip
+    assert not any(line.rsplit("|", 1)[-1].strip() == "torch" for line in done.stderr.splitlines())
+
+
+@pytest.mark.parametrize("name", ["embedded", "Qwen/Qwen2.5-VL-3B-Instruct"])
+def test_a_model_that_may_be_a_name_is_not_looked_for(name):
+    assert missing_files(parse_run(argv=["--pretrain", name, "--prompt_data", "embedded"]).config) == []
