@@ -276,7 +276,7 @@ class VLSettings(TypedDict, total=False):
     advantage_clip: float
     """0 turns it off. Default: 0.0."""
     train_batch_size: int
-    """train. Default: 128."""
+    """samples of an update; 0: all of a rollout. Default: 0."""
     groups_per_update: int | None
     """or: prompts whose samples make an update (verl)."""
     gradient_accumulation_steps: int | None
@@ -670,7 +670,8 @@ class DiffusionSettings(TypedDict, total=False):
     differentiable_kwargs: dict[str, Any]
     """settings of a named one, {setting: value}. Default: {}."""
     train_batch_size: int | None
-    """of an update, over all ranks; default: 96, reward_fl 8."""
+    """samples of an update, over all ranks; 0: all of a rollout; default: 96 (reward_fl 8), or all where that
+    is no part."""
     groups_per_update: int | None
     """or: prompts whose samples make an update (VRL)."""
     gradient_accumulation_steps: int | None

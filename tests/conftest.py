@@ -25,17 +25,41 @@ if BLOCKED:
 # Whole runs, engines and compiled programs: minutes each, or seconds for every family.
 SLOW = (
     "distributed/", "faults/", "simulated/", "extension/", "plugins/ray/", "rollout/vllm/",
-    "rollout/test_sharded_generation.py", "models/diffusion/test_compile.py", "models/diffusion/test_families.py",
-    "models/vlm/test_sequence.py", "observe/report/test_browser.py", "scripts/", "examples/",
+    "rollout/test_sharded_generation.py", "runtime/test_precision.py", "runtime/test_presence.py",
+    "models/diffusion/test_compile.py", "models/diffusion/test_families.py", "models/vlm/test_sequence.py",
+    "observe/report/test_browser.py", "scripts/", "examples/",
 )  # fmt: skip
+# Begun first, the longest before the others: what begins last should be short, as one worker waits for it alone.
+LONGEST = (
+    "distributed/test_bad_rows.py", "distributed/test_diffusion_runs.py", "simulated/test_runs.py",
+    "faults/test_lost_ranks.py", "plugins/ray/rollout/test_split_runs.py", "distributed/test_two_experts.py",
+    "faults/test_kill_points.py", "models/vlm/test_sequence.py",
+)  # fmt: skip
+# The other files of `distributed` read the runs of its conftest, which are started once.
+OWN_RUNS = ("test_batch_statistics.py", "test_diffusion_runs.py", "test_two_experts.py")
 
 
+def path_of(item: pytest.Item) -> str:
+    return item.path.relative_to(Path(__file__).parent).as_posix()
+
+
+def is_slow(path: str) -> bool:
+    return path.startswith(SLOW) or path.endswith("_runs.py")
+
+
+def turn(item: pytest.Item) -> int:
+    """The place of a test's file in the order in which files are begun."""
+    path = path_of(item)
+    return LONGEST.index(path) if path in LONGEST else len(LONGEST) + (not is_slow(path))
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Marks what lies in a folder of slow tests, and the files of whole runs."""
+    """Marks what lies in a folder of slow tests, and the files of whole runs; puts these in front."""
     for item in items:
-        path = item.path.relative_to(Path(__file__).parent).as_posix()
-        if path.startswith(SLOW) or path.endswith("_runs.py"):
+        if is_slow(path_of(item)):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=turn)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -73,7 +97,7 @@ def cache_root(tmp_path_factory) -> Path:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests that share runs or a loaded engine stay in one worker: those of a file, and all of `distributed`."""
+    """Tests that share runs or a loaded engine stay in one worker: those of a file, and of files with the same runs."""
     from xdist.scheduler import LoadScopeScheduling
 
     class OneWorkerAFile(LoadScopeScheduling):
@@ -87,6 +111,6 @@ def pytest_xdist_make_scheduler(config, log):
 
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return "distributed" if file.startswith("tests/distributed/") else file
+            return "distributed" if file.startswith("tests/distributed/") and not file.endswith(OWN_RUNS) else file
 
     return OneWorkerAFile(config, log)

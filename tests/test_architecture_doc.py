@@ -126,7 +126,7 @@ class Engine:
     def __call__(self, *args, **kwargs):
         return self.actor(*args, **kwargs)
 
-    def accumulate(self, loss, last) -> None:
+    def accumulate(self, loss, last, told=None) -> None:
         loss.backward()
 
     def step(self) -> None:

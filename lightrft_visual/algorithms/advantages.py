@@ -11,6 +11,8 @@ false have no usable reward: they stay out of every statistic and get advantage 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -398,6 +400,27 @@ def finish_advantages(experiences: list, config: AlgorithmConfig) -> list:
             experience.info["advantage_clip_frac"] = beyond.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
             experience.advantages = experience.advantages.clamp(-config.advantage_clip, config.advantage_clip)
     return experiences
+
+
+def finished_gae(
+    values: T, rewards: T, action_mask: T, gamma: float, lambd: float, config: AlgorithmConfig
+) -> tuple[T, T, float]:
+    """`get_advantages_and_returns`, with the advantages whitened (advantages_norm) and clipped (advantage_clip).
+
+    Args:
+        values, rewards, action_mask: (B, A).
+        gamma, lambd: the discount, and the weight of further steps.
+        config: whether and how far; a collective with advantages_norm.
+
+    Returns:
+        Advantages and returns (B, A), and the share of tokens whose advantage was clipped.
+    """
+    advantages, returns = get_advantages_and_returns(values, rewards, action_mask, gamma, lambd)
+    whole = SimpleNamespace(advantages=advantages, action_mask=action_mask, valid=None, info={})
+    finish_advantages([whole], replace(config, teacher_coef=0.0))  # a teacher has no part in values
+    lengths = action_mask.sum(dim=1)
+    clipped = (whole.info["advantage_clip_frac"] * lengths).sum() if config.advantage_clip > 0 else 0.0
+    return whole.advantages, returns, float(clipped / lengths.sum().clamp(min=1))
 
 
 def distillation_gain(experience: Any) -> T:

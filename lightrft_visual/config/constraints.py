@@ -6,8 +6,10 @@ several settings must agree on.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib import import_module
@@ -15,6 +17,8 @@ from types import UnionType
 from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError, did_you_mean
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -219,6 +223,59 @@ def require(condition: bool, message: str) -> None:
     """Raise ConfigError(message) unless the condition holds."""
     if not condition:
         raise ConfigError(message)
+
+
+def said(section: Any, name: str, usual: Any = None) -> str:
+    """A setting with its value, and that nobody chose it where it is at its default, or at `usual`."""
+    value, default = getattr(section, name), next(item.default for item in fields(section) if item.name == name)
+    return f"{name} {value}" + (" (the default)" if value in (default, usual) else "")
+
+
+def nearest(value: int, allowed: Iterable[int]) -> str:
+    """The numbers of `allowed` that are nearest to a value, from below and from above, as words."""
+    below = max((number for number in allowed if number <= value), default=None)
+    above = min((number for number in allowed if number >= value), default=None)
+    return " or ".join(str(number) for number in (below, above) if number is not None)
+
+
+def divisors(total: int, multiple: int = 1) -> list[int]:
+    """The multiples of `multiple` that divide `total`."""
+    return [number for number in range(multiple, total + 1, multiple) if total % number == 0]
+
+
+def settle_update(train: Any, total: int, told: str, usual: int | None = None) -> None:
+    """Set train_batch_size to the samples of an optimizer step: all of a rollout where it is 0 or more than those.
+
+    Args:
+        train: the section with the sizes of an update.
+        total: samples of a rollout.
+        told: how that number comes about, for messages.
+        usual: what stands in the place of None where it divides the rollout; else the whole rollout does.
+
+    Raises:
+        ConfigError: where the rollout does not divide into updates, with numbers that work.
+    """
+    size = train.train_batch_size
+    if size is None:
+        size = usual if usual and total % usual == 0 else 0
+    if size > total and os.environ.get("RANK", "0") == "0":
+        text = "%s is more than the %d samples of a rollout: an update takes all of them"
+        logger.warning(text, said(train, "train_batch_size"), total)
+    train.train_batch_size = size if 0 < size < total else total
+    require(
+        total % train.train_batch_size == 0,
+        f"{told} = {total} samples do not divide into updates of {said(train, 'train_batch_size')}; use "
+        f"{nearest(size, divisors(total))}, or 0 for the whole rollout",
+    )
+
+
+def refit_update(train: Any, before: int, now: int, multiple: int) -> None:
+    """Set train_batch_size for a rollout of `now` samples in the place of `before`: as it is where that divides it,
+    else for as many updates, else for one. multiple: of samples, that an update must have."""
+    size, updates = train.train_batch_size, before // train.train_batch_size
+    allowed = divisors(now, multiple)
+    train.train_batch_size = int(next((each for each in (size, now / updates) if each in allowed), now))
+    train.groups_per_update = train.gradient_accumulation_steps = None  # they said the former size
 
 
 @cache

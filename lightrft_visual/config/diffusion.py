@@ -17,6 +17,8 @@ from ..experience.diffusion_sampling import (
     NoiseConfig,
     SamplingConfig,
     check_noise,
+    first_of_drawn,
+    share_of_steps,
 )
 from . import idle, registry
 from .algorithm import DiffusionAlgorithmConfig
@@ -25,10 +27,14 @@ from .constraints import (
     NonNegativeInt,
     PositiveInt,
     Section,
+    divisors,
+    nearest,
     one_of,
     positive_or,
     registered,
     require,
+    said,
+    settle_update,
     within,
 )
 from .placement import AsyncConfig
@@ -172,7 +178,8 @@ class DiffusionDataConfig(Section):
 class DiffusionTrainConfig(Section):
     """Optimization; batch sizes as in vl.py, counted in samples (each with all its trained steps)."""
 
-    train_batch_size: PositiveInt | None = None  # of an update, over all ranks; default: 96, reward_fl 8
+    # samples of an update, over all ranks; 0: all of a rollout; default: 96 (reward_fl 8), or all where that is no part
+    train_batch_size: NonNegativeInt | None = None
     groups_per_update: PositiveInt | None = None  # or: prompts whose samples make an update (VRL)
     gradient_accumulation_steps: PositiveInt | None = None  # or: micro-batches of a rank that make an update (ROLL)
     micro_train_batch_size: PositiveInt = 8
@@ -341,22 +348,20 @@ class DiffusionRunConfig(Section):
         if train.groups_per_update is not None:
             groups, prompts = train.groups_per_update, sampling.rollout_batch_size
             require(
-                prompts % groups == 0, f"rollout_batch_size {prompts} does not divide into groups_per_update {groups}"
+                prompts % groups == 0 or groups > prompts,
+                f"{said(sampling, 'rollout_batch_size')} does not divide into groups_per_update {groups}; use "
+                f"{nearest(groups, divisors(prompts))}",
             )
             train.train_batch_size = groups * sampling.n_samples_per_prompt
         elif train.gradient_accumulation_steps is not None:
             train.train_batch_size = accumulated(train.gradient_accumulation_steps, train.micro_train_batch_size)
-        elif train.train_batch_size is None:
-            train.train_batch_size = usual.train_batch_size
+        samples = said(sampling, "n_samples_per_prompt", usual.n_samples_per_prompt)
+        told = f"{said(sampling, 'rollout_batch_size')} * {samples}"
+        total = sampling.rollout_batch_size * sampling.n_samples_per_prompt
+        settle_update(train, total, told, usual.train_batch_size)
 
     def _check_groups(self) -> None:
         sampling, name = self.sampling, self.algorithm.diffusion_algorithm
-        total = sampling.rollout_batch_size * sampling.n_samples_per_prompt
-        require(
-            total % self.train.train_batch_size == 0,
-            f"rollout_batch_size * n_samples_per_prompt = {total} does not divide into train batches of "
-            f"{self.train.train_batch_size}",
-        )
         require(
             not self.algorithm.entry.grouped or sampling.n_samples_per_prompt > 1,
             f"{name} compares samples of one prompt: n_samples_per_prompt must be at least 2",
@@ -365,10 +370,12 @@ class DiffusionRunConfig(Section):
     def _check_coupled(self) -> None:
         """Samples that are compared in one term belong to one update, and are compared on finished samples."""
         together, algorithm, n = self.coupled_samples, self.algorithm, self.sampling.n_samples_per_prompt
+        size = self.train.train_batch_size
         require(
-            self.train.train_batch_size % together == 0,
+            size % together == 0,
             f"{algorithm.diffusion_algorithm} compares {together} samples in one update: train_batch_size "
-            f"{self.train.train_batch_size} must be a multiple of it",
+            f"{size} must be a multiple of it, such as "
+            f"{nearest(size, divisors(self.sampling.rollout_batch_size * n, together))}",
         )
         if algorithm.entry.coupled != "pairs":
             return
@@ -459,6 +466,15 @@ def rollout_sampling(config: DiffusionRunConfig) -> SamplingConfig:
         timesteps=sampling.timesteps,
         sigmas=sampling.sigmas,
     )
+
+
+def trained_steps(config: DiffusionRunConfig) -> int:
+    """Steps of each sample that an update trains on; of losses on data at most, as `min_sigma` may leave some out."""
+    algorithm, steps = config.algorithm, rollout_sampling(config).moving_steps
+    drawn = config.sampling.sde_window_size or steps - 1
+    if algorithm.entry.trains_on == "steps" and algorithm.timestep_choice == "first":
+        return first_of_drawn(drawn, algorithm.timestep_fraction)
+    return share_of_steps(drawn if algorithm.entry.trains_on == "steps" else steps, algorithm.timestep_fraction)
 
 
 def evaluation_sampling(config: DiffusionRunConfig) -> SamplingConfig:

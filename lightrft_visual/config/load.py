@@ -269,12 +269,13 @@ def _at_home(value: Any, several: bool) -> Any:
 
 
 def _json_list(value: Any) -> Any:
-    """Text that is a JSON list, as that list; anything else, such as a pattern in brackets, as it is."""
+    """Text that is a JSON list, or a mapping of names (LightRFT's reward models), as a list; anything else, such as a
+    pattern in brackets, as it is."""
     try:
-        found = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+        found = json.loads(value) if isinstance(value, str) and value.startswith(("[", '{"')) else value
     except ValueError:
         return value
-    return found
+    return [f"{name}={item}" for name, item in found.items()] if isinstance(found, dict) else found
 
 
 def _as_text(value: Any) -> Any:

@@ -158,6 +158,10 @@ for _entry in (  # in the order in which they follow a step
         "image_dependence", f"{_features}.image_dependence:build",
         "`image_dependence_every`: tokens that depend on the image", kinds=("vl",),
     ),
+    Hook(
+        "trained_prompts", f"{_features}.trained_prompts:build", "`trained_prompt_num`: different prompts so far",
+        kinds=("diffusion",),
+    ),
     Hook("records", f"{_features}.records:build", "rollouts that people are shown"),
     Hook(
         "selective_replay", f"{_features}.selective_replay:build", "`selective_replay`: samples of earlier steps",
@@ -412,6 +416,7 @@ for _name, _target, _about in (  # the first that fits is taken
     ("flow_grpo", f"{_compat}.rewards:FLOW_GRPO", "flow_grpo, images as one tensor"),
     ("openrlhf", f"{_local}:OPENRLHF", "OpenRLHF, labels are the references"),
     ("lightrft", f"{_local}:LIGHTRFT", "LightRFT, with the rewards of models"),
+    ("by_position", f"{_compat}.rewards:BY_POSITION", "LightRFT's files, three parameters of any name"),
     ("trl_chat", f"{_compat}.rewards:TRL_CHAT", "TRL, completions as chat messages"),
     ("trl", f"{_compat}.rewards:TRL", "TRL, completions as texts"),
     ("native", f"{_local}:NATIVE", "parameters are named after the inputs of docs/rewards.md"),
@@ -451,6 +456,7 @@ for _name, _target, _about in (
     ("ray_rewards", "ray.reward_pool", "rewards in Ray actors"),
     ("unified", "unified.service", "the embedded model that also draws, and its task"),
     ("converter", "compat.convert", "files of TRL, verl, OpenRLHF and EasyR1 as a command"),
+    ("lightrft", "compat.lightrft", "experience makers with the strategy and the arguments of LightRFT"),
     ("other_names", "compat.names", "settings under the names of TRL, verl, EasyR1, OpenRLHF and Flow-GRPO"),
 ):
     services.add(Service(_name, f"{PLUGINS}.{_target}", _about))

@@ -163,7 +163,7 @@ def _of_task(tree: DictConfig) -> str:
 def _several_updates(tree: DictConfig) -> bool:
     """Whether a rollout is trained on in more than one optimizer step."""
     train, samples = tree.train, tree.rollout.rollout_batch_size * tree.rollout.n_samples_per_prompt
-    size = train.train_batch_size
+    size = train.train_batch_size or samples
     if train.groups_per_update is not None:
         size = train.groups_per_update * tree.rollout.n_samples_per_prompt
     elif train.gradient_accumulation_steps is not None:
@@ -288,7 +288,10 @@ ALIASES_OF: dict[str, dict[str, str]] = {
 ONE_OF_THESE = (("train.train_batch_size", "train.groups_per_update", "train.gradient_accumulation_steps"),)
 
 # Words for "unset" besides null, by setting.
-UNSET_WORDS: dict[str, tuple[str, ...]] = {"flow_shift": ("inherit",)}  # FastVideo
+UNSET_WORDS: dict[str, tuple[str, ...]] = {
+    "flow_shift": ("inherit",),
+    "reward_pretrain": ("{}",),
+}  # FastVideo, LightRFT
 
 # Settings that may stand alone on the command line without being a bool, and the value they then take.
 BARE_VALUES: dict[str, str] = {"freeze_prefix": "true"}

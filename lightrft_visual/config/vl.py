@@ -26,6 +26,8 @@ from .constraints import (
     positive_or,
     registered,
     require,
+    said,
+    settle_update,
     within,
 )
 from .placement import AsyncConfig
@@ -205,7 +207,7 @@ class RolloutConfig(Section):
 class TrainConfig(Section):
     """Optimization. Batch sizes count samples over all ranks, micro-batch sizes count samples per rank."""
 
-    train_batch_size: PositiveInt = 128
+    train_batch_size: NonNegativeInt = 0  # samples of an update; 0: all of a rollout
     groups_per_update: PositiveInt | None = None  # or: prompts whose samples make an update (verl)
     gradient_accumulation_steps: PositiveInt | None = None  # or: micro-batches of a rank that make an update (TRL)
     micro_train_batch_size: PositiveInt = 8
@@ -267,20 +269,19 @@ class RunConfig(Section):
     def updates(self, total_steps: int) -> int:
         """Optimizer steps of a run of `total_steps` rollout steps."""
         samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
-        return total_steps * self.train.max_epochs * max(1, samples // self.train.train_batch_size)
+        return total_steps * self.train.max_epochs * max(1, samples // (self.train.train_batch_size or samples))
 
     def check(self) -> None:
         """What several sections must agree on."""
         if self.train.groups_per_update is not None:
             self.train.train_batch_size = self.train.groups_per_update * self.rollout.n_samples_per_prompt
+        rollout = self.rollout
+        told = f"{said(rollout, 'rollout_batch_size')} * {said(rollout, 'n_samples_per_prompt')}"
+        settle_update(self.train, rollout.rollout_batch_size * rollout.n_samples_per_prompt, told)
         self._check_algorithm()
         self._check_lengths()
         self._check_offload()
-        require(
-            not self.train.homogeneous_batches or self.updates(1) > self.train.max_epochs,
-            "homogeneous_batches trains on answers in one optimizer step and on drawings in another: lower "
-            "train_batch_size to at most half of a rollout's samples",
-        )
+        self.check_kinds()
         require(
             self.train.gradient_accumulation_steps is None or self.distributed.sp_size == 1,
             "gradient_accumulation_steps counts micro-batches of single ranks, and with sp_size several train on one: "
@@ -290,6 +291,15 @@ class RunConfig(Section):
         self.output.follow_ema(self.train.enable_ema)
         self._check_async()
         idle.check_run(self.algorithm, self.rollout)
+
+    def check_kinds(self) -> None:
+        """Raise ConfigError where one update would have to train on answers alone and on drawings alone."""
+        samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+        require(
+            not self.train.homogeneous_batches or self.updates(1) > self.train.max_epochs,
+            "homogeneous_batches trains on answers in one optimizer step and on drawings in another: set "
+            f"train_batch_size to at most half of a rollout's samples, such as {samples // 2}",
+        )
 
     def _check_async(self) -> None:
         rollout, ahead = self.rollout, self.asynchronous
@@ -366,11 +376,6 @@ class RunConfig(Section):
             samples > 1 or not rollout.dynamic_sampling, "dynamic_sampling needs n_samples_per_prompt of at least 2"
         )
         require(
-            (rollout.rollout_batch_size * samples) % train.train_batch_size == 0,
-            f"rollout_batch_size * n_samples_per_prompt = {rollout.rollout_batch_size * samples} "
-            f"does not divide into train batches of {train.train_batch_size}",
-        )
-        require(
             train.freezing_actor_steps <= 0 or estimator.critic,
             "freezing_actor_steps trains the critic alone: it needs advantage_estimator gae",
         )
@@ -392,8 +397,8 @@ class RunConfig(Section):
         longest = rollout.prompt_max_len + rollout.generate_max_len
         require(
             budget == 0 or budget >= longest,
-            f"max_tokens_per_batch {budget} is less than one sample may have: prompt_max_len + "
-            f"generate_max_len = {longest}",
+            f"max_tokens_per_batch {budget} is less than one sample may have: {said(rollout, 'prompt_max_len')} + "
+            f"{said(rollout, 'generate_max_len')}; set it to {longest} or more",
         )
         require(
             not algorithm.overlong_buffer or algorithm.overlong_buffer_len < rollout.generate_max_len,

@@ -80,6 +80,7 @@ def load_image(
     already is returned itself, others are left as they are. Raises DataError for what is missing, empty, truncated,
     corrupt, too large, animated, or not an image.
     """
+    source = _pil_in(source)
     name = describe_source(source)
     with _as_data_error(f"image {name} is damaged"):
         image = _open_image(source, name, root, allow_remote, max_pixels)
@@ -95,6 +96,7 @@ def image_size(
     max_pixels: int = MAX_IMAGE_PIXELS,
 ) -> tuple[int, int]:
     """(width, height) of the upright image, from its header alone. Refuses what load_image does, but for pixel data."""
+    source = _pil_in(source)
     name = describe_source(source)
     with _as_data_error(f"image {name} is damaged"):
         image = _open_image(source, name, root, allow_remote, max_pixels)
@@ -104,6 +106,12 @@ def image_size(
         if image is not source:
             image.close()
         return size
+
+
+def _pil_in(source: Any) -> Any:
+    """The PIL image of a mapping {"image": PIL}; other sources as they are."""
+    held = _inner_source(source) if isinstance(source, Mapping) and source.get("image") is not None else source
+    return held if isinstance(held, Image.Image) else source
 
 
 @contextmanager

@@ -154,7 +154,8 @@ def _text_content(content: Any) -> Any:
 
 
 def as_source_list(cell: Any, kind: str) -> list[Any]:
-    """The sources in a media cell, which holds nothing, one, or several. Raises DataError for empty ones."""
+    """The sources in a media cell, which holds nothing, one, or several; PIL images are the frames of one video. Raises
+    DataError for empty ones."""
     if cell is None or (isinstance(cell, (str, bytes)) and not cell):
         return []
     if isinstance(cell, (list, tuple)) and not isinstance(cell, Video):
@@ -163,6 +164,8 @@ def as_source_list(cell: Any, kind: str) -> list[Any]:
         items = cell.tolist()
     else:
         items = [cell]
+    if kind == "video" and items and all(isinstance(item, Image.Image) for item in items):
+        return [items]
     for place, item in enumerate(items):
         if item is None or (isinstance(item, (str, bytes)) and not item):
             raise DataError(f"{kind} {place} of {len(items)} is empty", "media missing")

@@ -172,6 +172,14 @@ class PromptSampler:
         return torch.randperm(size, generator=generator).tolist()
 
 
+def fitting_batch(wanted: int, prompts: int, step: int) -> int:
+    """Prompts of a batch, no more than one pass over the data holds; a multiple of step, at least one.
+
+    wanted: a multiple of step. prompts: of one pass.
+    """
+    return min(wanted, max(step, prompts - prompts % step))
+
+
 def epoch_quotas(sizes: Sequence[int], probabilities: Sequence[float] | None) -> list[int]:
     """Rows that each data set gives to one epoch: all without probabilities, else the largest epoch without repeats.
 

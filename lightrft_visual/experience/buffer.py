@@ -237,21 +237,29 @@ class NaiveReplayBuffer:
         order = torch.randperm(len(self.items), generator=self._generator)
         return self.load(MicroBatch(order[: self.sample_batch_size].tolist()))
 
-    def load(self, micro_batch: MicroBatch) -> AnyExperience:
-        """The batch of a planned micro-batch, on the accelerator if samples are held on the CPU."""
+    def gather(self, micro_batch: MicroBatch) -> AnyExperience:
+        """The batch of a planned micro-batch, where the samples are held."""
         items = [self.items[index] for index in micro_batch.indices]
         if micro_batch.filler:
             items = [replace(item, valid=torch.tensor(False)) for item in items]
-        experience = self.collate_fn(items)
+        return self.collate_fn(items)
+
+    def load(self, micro_batch: MicroBatch) -> AnyExperience:
+        """The batch of a planned micro-batch, on the accelerator if samples are held on the CPU."""
+        experience = self.gather(micro_batch)
         return experience.to_device(_accelerator_device()) if self.cpu_offload else experience
 
     @torch.no_grad()
-    def fill(self, micro_batch: MicroBatch, name: str, values: T) -> None:
-        """Give the samples of a planned micro-batch their values (B, A) of a per-action field."""
-        items = [self.items[index] for index in micro_batch.indices]
-        values = values.cpu() if self.cpu_offload else values
-        for item, count, padded in zip(items, packed_lengths(items)[1], values, strict=True):
-            setattr(item, name, padded[:count].clone())
+    def fill(self, name: str, found: Sequence[tuple[MicroBatch, T]]) -> None:
+        """Give the samples of planned micro-batches their values (B, A) of a per-action field; one copy to the host."""
+        if not found:
+            return
+        joined = torch.cat([values.reshape(-1) for _, values in found])
+        joined = joined.cpu() if self.cpu_offload else joined
+        for (micro_batch, values), own in zip(found, joined.split([values.numel() for _, values in found])):
+            items = [self.items[index] for index in micro_batch.indices]
+            for item, count, padded in zip(items, packed_lengths(items)[1], own.view(values.shape), strict=True):
+                setattr(item, name, padded[:count].clone())
 
     def plan(
         self, seed: int, *, step_size: int | None = None, token_budget: int | None = None

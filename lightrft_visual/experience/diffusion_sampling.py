@@ -26,6 +26,35 @@ WINDOW_MOVES = ("random", "anywhere", "slide", "cycle")
 TRAIN_TIMESTEPS = 1000  # timestep = sigma * TRAIN_TIMESTEPS for flow matching
 
 
+def share_of_steps(count: int, fraction: float) -> int:
+    """Steps that `timestep_fraction` keeps of `count`: cut, as Flow-GRPO, DanceGRPO, DiffusionNFT and FastVideo do, and
+    at least one."""
+    return max(1, int(fraction * count))
+
+
+def first_of_drawn(count: int, fraction: float) -> int:
+    """The same of `count` steps that were drawn: the deterministic one behind them is a step of the schedule too."""
+    return min(count, share_of_steps(count + 1, fraction))
+
+
+def _field_value(name: str, value: Any) -> Any:
+    """A field of `SamplingConfig` in its own type."""
+    if name in ("scheduler", "trajectory"):
+        return str(value).strip().lower()
+    several = name in ("timesteps", "sigmas")
+    try:
+        if several != isinstance(value, (list, tuple)) or isinstance(value, bool):
+            raise ValueError
+        if several:
+            return [float(each) for each in value]
+        if name == "num_steps" and int(value) != float(value):
+            raise ValueError
+        return int(value) if name == "num_steps" else float(value)
+    except (TypeError, ValueError, OverflowError):
+        what = "a list of numbers" if several else "a whole number" if name == "num_steps" else "a number, or 'inherit'"
+        raise ConfigError(f"{name} is {value!r}; it must be {what}") from None
+
+
 @dataclass(frozen=True)
 class SamplingConfig:
     """Steps and kind of trajectory. Raises ConfigError on values that cannot work.
@@ -89,13 +118,20 @@ class SamplingConfig:
             raise ConfigError(f"{name} begins at 0, where there is nothing to denoise")
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingConfig:
-        """From a parsed YAML section; an unknown key raises ConfigError with the nearest name."""
+    def from_mapping(cls, mapping: Mapping[str, Any] | None) -> SamplingConfig:
+        """From a parsed YAML section, as FastVideo reads it: None is the default of a field, or of all; numbers may be
+        texts, and a flow_shift of 'inherit' is the model's own. Raises ConfigError for any other value, and for an
+        unknown key with the nearest name."""
+        if not isinstance(mapping, Mapping | None):
+            raise ConfigError(f"sampling is a {type(mapping).__name__}; it must be a mapping of field to value")
         known = [item.name for item in fields(cls)]
-        for key in mapping:
+        for key in mapping or {}:
             if key not in known:
-                raise ConfigError(f"sampling has no field {key!r}{did_you_mean(key, known)}")
-        return cls(**mapping)
+                raise ConfigError(f"sampling has no field {key!r}{did_you_mean(str(key), known)}")
+        given = {key: value for key, value in (mapping or {}).items() if value not in (None, "")}
+        if given.get("flow_shift") == "inherit":
+            del given["flow_shift"]
+        return cls(**{key: _field_value(key, value) for key, value in given.items()})
 
     @property
     def stochastic(self) -> bool:

@@ -19,6 +19,7 @@ from ..data.media import Video
 from ..errors import RewardError
 from ..experience.rollouts import Rollout
 from ..experience.types import Samples, SamplesVL
+from ..experience.vision import VisionTensors
 from ..runtime.usercode.calls import Failed, ScoringFailed
 from .imaging import EncodedImages, to_pil, video_frames
 
@@ -45,6 +46,7 @@ class RewardBatch:
     (T, H, W, 3); of the policy, a list of frames, a (C, T, H, W) float tensor in 0..1 or a (T, C, H, W) uint8 one.
     `generated` is true when the media were made by the policy (one image or video a sample) and false when they were
     part of the prompt.
+    vision: what the policy reads of each sample's prompt images and videos; empty of media.
     source_images: what a generated one was made from, in order: images to edit, a first frame; empty without any.
     sequence_tokens and completion_tokens: (S_i) and (A_i) long without padding, empty for media.
     """
@@ -61,6 +63,7 @@ class RewardBatch:
     sequence_tokens: list[T] = field(default_factory=list)
     completion_tokens: list[T] = field(default_factory=list)
     source_images: list[list[Any]] = field(default_factory=list)
+    vision: list[VisionTensors] = field(default_factory=list)
     generated: bool = False
     step: int = 0  # updates of the policy that made them
 
@@ -128,6 +131,7 @@ def batch_from_samples(outputs: Sequence[Samples], vlm_mode: bool = True) -> Rew
         batch.group_ids += samples.group_ids.tolist()
         batch.images += [own if image is None else [image] for own, image in zip(shown, drawn)]
         batch.videos += map(_frames_of, _media_of(samples, "raw_videos", size, vlm_mode))
+        batch.vision += _vision_of(samples, size, vlm_mode)
         sequences, actions = samples.sequences.cpu(), samples.action_mask.cpu().bool()
         attention, count = samples.attention_mask.cpu().bool(), samples.num_actions
         batch.sequence_tokens += [sequences[i][attention[i]] for i in range(size)]
@@ -150,6 +154,7 @@ def batch_from_rollouts(rollouts: Sequence[Rollout]) -> RewardBatch:
         group_ids=[prompt.group_id for prompt in prompts],
         sequence_tokens=[torch.tensor(rollout.prompt.token_ids + rollout.token_ids) for rollout in rollouts],
         completion_tokens=[torch.tensor(rollout.token_ids, dtype=torch.long) for rollout in rollouts],
+        vision=[prompt.vision for prompt in prompts],
         step=max((rollout.policy_version for rollout in rollouts), default=0),
     )
 
@@ -157,6 +162,14 @@ def batch_from_rollouts(rollouts: Sequence[Rollout]) -> RewardBatch:
 def _frames_of(videos: Sequence[Any]) -> list[Any]:
     """The videos of a prompt without what is known of their files: a `Video` is a pair, of which scorers see frames."""
     return [video.frames if isinstance(video, Video) else video for video in videos]
+
+
+def _vision_of(samples: Samples, size: int, vlm_mode: bool) -> list[VisionTensors]:
+    if not vlm_mode or not isinstance(samples, SamplesVL) or not samples.vision.names:
+        return [VisionTensors() for _ in range(size)]
+    counts = {"image": samples.image_counts, "video": samples.video_counts}
+    known = {kind: None if count is None else count.tolist() for kind, count in counts.items()}
+    return [VisionTensors([each]) for each in samples.vision.shared_out(size, known)]
 
 
 def _drawn_of(samples: Samples, size: int, vlm_mode: bool) -> list[Any]:

@@ -40,7 +40,7 @@ from .batch import (
     scatter,
     weighted_sum,
 )
-from .local.callables import Signature, aggregates
+from .local.callables import Signature, aggregates, scores_parameter
 from .recipe import Recipe, parse_recipe
 from .registry import Catalogue
 from .settings import DEFAULT_RECIPE, WatchedWeights, engine_arguments
@@ -119,15 +119,16 @@ class RewardComputationEngine:
     ) -> None:
         self.config = config or RewardConfig()
         self.strategy = strategy
-        self.recipe = None if reward_recipe is None else parse_recipe(reward_recipe)
         self._catalogue = Catalogue(self.config, tokenizer, packing_samples, model_device(), strategy, resources)
         custom = custom_reward_func if isinstance(custom_reward_func, (list, tuple)) else [custom_reward_func]
         functions = [function for function in custom if function is not None]
         given = {"label_map": reward_fn_label_map}
         self._sources = self._catalogue.given_sources(reward_model, remote_rm_url, functions, given)
-        self._aggregate = self._aggregator(reward_fn, given)
-        if self._aggregate is not None and self.recipe is not None:
-            raise ConfigError("reward_fn with model_reward_list aggregates by hand; it excludes reward_recipe")
+        self._aggregate = self._aggregator(reward_fn, given, alone=reward_recipe is not None)
+        if self._aggregate is not None and reward_recipe is not None:  # as LightRFT's trainers are given both
+            log.info("reward_fn %s makes the reward; reward_recipe is its own to read", self._aggregate.name)
+            reward_recipe = None
+        self.recipe = None if reward_recipe is None else parse_recipe(reward_recipe)
         if self.recipe is None and self._aggregate is None and not self._sources:
             self.recipe = parse_recipe(DEFAULT_RECIPE)
         if self.recipe is not None:
@@ -158,13 +159,14 @@ class RewardComputationEngine:
         arguments |= {"tokenizer": tokenizer, "strategy": strategy, "packing_samples": packing_samples}
         return cls(**arguments, config=config, resources=resources)
 
-    def _aggregator(self, reward_fn: Any, given: Mapping[str, Any]) -> Any:
-        """The source of `reward_fn` where it aggregates by hand; else it becomes one source more."""
+    def _aggregator(self, reward_fn: Any, given: Mapping[str, Any], alone: bool) -> Any:
+        """The source of `reward_fn` where it aggregates by hand; else it becomes one source more. alone: a recipe says
+        what is made of the others."""
         if reward_fn is None:
             return None
         if not callable(reward_fn):
             raise ConfigError(f"reward_fn is a {type(reward_fn).__name__}, not a callable")
-        others = list(self._sources) if self.recipe is None else []
+        others = [] if alone else list(self._sources)
         if aggregates(reward_fn, beside=bool(others)):
             return self._catalogue.aggregator(reward_fn, given)
         if others and Signature(reward_fn, callable_name(reward_fn)).takes_all:
@@ -242,6 +244,11 @@ class RewardComputationEngine:
     def streams(self) -> bool:
         """Whether a scorer works elsewhere while samples are generated and scored here; alike on all ranks."""
         return any(isinstance(source, StreamingSource) for source in self._all_sources)
+
+    @property
+    def shows_images(self) -> bool:
+        """Whether a local reward model asks for the prompts' images as `raw_images`."""
+        return any(getattr(source, "reads_images", False) for source in self._all_sources)
 
     @property
     def _all_sources(self) -> list[Any]:
@@ -388,7 +395,7 @@ class RewardComputationEngine:
         if not kept:
             return torch.full((len(batch),), NAN, dtype=torch.float64), ~failed, named
         rewards = [column.values[kept].float() for column in columns]
-        self._aggregate.given["model_reward_list"] = rewards
+        self._aggregate.given[scores_parameter(self._aggregate.signature)] = rewards
         scores = self._aggregate.score(batch.select(kept), call)
         reasons[self._aggregate.name] = scores.reasons
         named |= {name: scatter(values, kept, len(batch)) for name, values in scores.extras.items()}

@@ -142,7 +142,7 @@ class Catalogue:
     ) -> dict[str, Source]:
         """{name: source} in the order models, remotes, callables, which is the order of `model_reward_list`."""
         sources: dict[str, Source] = {}
-        for name, model in self._named_models(reward_model).items():
+        for name, model in self._named_models(reward_model, given.get("label_map")).items():
             self._models.append(self._add(sources, name, self._model(name, model)))
         for name, entry in named_entries(remote_rm_url).items():
             known = self._add(sources, "remote" + name if name.isdigit() else name, self._remote(name, entry))
@@ -226,7 +226,8 @@ class Catalogue:
         raise ConfigError(f"the reward recipe names the {what} {key!r}{did_you_mean(key, names)}")
 
     @staticmethod
-    def _named_models(reward_model: Any) -> dict[str, Any]:
+    def _named_models(reward_model: Any, label_map: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """{name: model}; label_map: {name: index} of models in a list, as LightRFT names them for its recipes."""
         if reward_model is None:
             return {}
         if isinstance(reward_model, Mapping):
@@ -237,7 +238,9 @@ class Catalogue:
         named: dict[str, Any] = {}
         for index, model in enumerate(models):
             match = _NAMED.match(model) if isinstance(model, str) else None
-            name = match.group(1) if match else "model" if len(models) == 1 else f"model{index}"
+            usual = "model" if len(models) == 1 else f"model{index}"
+            mapped = next((name for name, position in (label_map or {}).items() if position == index), usual)
+            name = match.group(1) if match else mapped
             if name in named:
                 raise ConfigError(f"two reward models are named {name!r}")
             named[name] = match.group(2) if match else model

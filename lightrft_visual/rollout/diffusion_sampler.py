@@ -72,12 +72,15 @@ def sde_step(
     level in 0..1; reflow has none. Give either `noise` (B, …), unit normal, to sample, or `prev_sample` (B, …) to
     score. The log-prob is averaged or summed over latent dimensions; for cps it is the published surrogate
     -(x' - mean)^2, no density.
-    Raises ConfigError for an unknown rule or reduction, and where the step has no spread: its log-prob is undefined.
+    Raises ConfigError for an unknown rule or reduction, and for a sample of a step without noise: its log-prob is
+    undefined. Where such a step is scored it is NaN: to look for it would make the host wait for the device.
     """
     if (prev_sample is None) == (noise is None):
         raise ValueError("give either noise, to sample a step, or prev_sample, to score one")
     x, v = upcast(x), upcast(v)
     mean, std = transition(x, v, sigma, sigma_next, noise_level, rule=rule)
+    if noise is not None and rule != "cps" and bool((std <= 0).any()):
+        raise ConfigError("the step has no noise (noise_level or the step size is 0), so it has no log-prob")
     prev = mean + std * upcast(noise) if prev_sample is None else upcast(prev_sample)
     return Step(prev, transition_log_prob(prev.detach(), mean, std, rule=rule, reduction=reduction), mean, std)
 
@@ -90,13 +93,12 @@ def transition(x: T, v: T, sigma: float | T, sigma_next: float | T, noise_level:
 
 
 def transition_log_prob(prev: T, mean: T, std: T, *, rule: str, reduction: str = "mean") -> T:
-    """(B) log-prob of prev under N(mean, std²), averaged or summed over latent dimensions (cps: see `sde_step`)."""
+    """(B) log-prob of prev under N(mean, std²), averaged or summed over latent dimensions (cps: see `sde_step`); NaN
+    without noise."""
     if reduction not in REDUCTIONS:
         raise ConfigError(f"log-prob reduction {reduction!r} is unknown; it must be one of: {', '.join(REDUCTIONS)}")
     if rule == "cps":
         density = -(prev - mean).square()
-    elif bool((std <= 0).any()):
-        raise ConfigError("the step has no noise (noise_level or the step size is 0), so it has no log-prob")
     else:
         density = -(prev - mean).square() / (2 * std.square()) - std.log() - 0.5 * math.log(2 * math.pi)
     dims = tuple(range(1, density.dim()))

@@ -201,13 +201,18 @@ class RolloutCheck:
         found = torch.stack([difference.max(), difference.sum(), mask.sum().double()])
         self._sums = found if self._sums is None else _joined_sums(self._sums, found)
 
-    def settle(self) -> None:
+    @property
+    def told(self) -> T:
+        """(3) float64: what this rank tells the others to settle; see `settle`."""
+        return torch.zeros(3, dtype=torch.float64) if self._sums is None else self._sums
+
+    def settle(self, heard: T | None = None) -> None:
         """The differences over all ranks; raises RolloutError where the gate refuses its figure of them.
 
-        A collective, to be called once all micro-batches are added and before anything is trained on them.
+        To be called once all micro-batches are added and before anything is trained on them. heard (ranks, 3): what
+        every rank `told`; without it the ranks tell each other now, which is a collective.
         """
-        own = [0.0, 0.0, 0.0] if self._sums is None else self._sums.tolist()
-        ranks = torch.tensor(collectives.all_gather_object(own), dtype=torch.float64)
+        ranks = (collectives.all_gather_numbers(self.told) if heard is None else heard).cpu()
         self._sums = torch.stack([ranks[:, 0].max(), ranks[:, 1].sum(), ranks[:, 2].sum()])
         if self.gate is not None:
             self.gate.check_rollouts(self.difference, self.probe, self.temperature)

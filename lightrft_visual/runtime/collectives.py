@@ -88,6 +88,13 @@ def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
     return _all_reduce(tensor, dist.ReduceOp.MAX)
 
 
+def all_gather_numbers(own: torch.Tensor) -> torch.Tensor:
+    """Each rank's numbers (n), as (ranks, n) in rank order, on the argument's device; NaN and inf stay so."""
+    gathered = own.new_zeros(world_size(), len(own))
+    gathered[rank()] = own
+    return all_reduce_sum(gathered)
+
+
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of all ranks (of a group), in rank order. Pickles between ranks only: never for data from outside."""
     if group is None and _alone():

@@ -378,41 +378,57 @@ class TrainEngine:
         the device."""
         return self._bad is not None and bool(self._bad.item())
 
-    def accumulate(self, loss: torch.Tensor, last: bool) -> None:
+    def accumulate(self, loss: torch.Tensor, last: bool, told: torch.Tensor | None = None) -> torch.Tensor | None:
         """Backward of one micro-batch's share; `last` marks the last one before `step`, which is a collective.
 
         Losses are looked at on the device, and ranks tell each other at the last one. Where a loss was not finite on
         any rank, that one sends NaN through backward on all ranks: the same hooks and collectives run everywhere, and
         the step is then discarded everywhere.
+
+        Args:
+            told: numbers (n) that this rank tells the others with the last one.
+
+        Returns: what all ranks told (ranks, n), float64, on the device; None where nothing is told.
         """
         self._reload()
         bad = (~torch.isfinite(loss.detach())).float().reshape(())
         self._bad = bad if self._bad is None else torch.maximum(self._bad, bad)
         if last:
-            self._bad = collectives.all_reduce_max(self._bad)
-            loss = loss * torch.where(self._bad > 0, math.nan, 1.0)
+            own = self._bad.double().reshape(1)
+            gathered = collectives.all_gather_numbers(own if told is None else torch.cat([own, told.to(own)]))
+            self._bad = gathered[:, 0].amax()
+            loss = loss * torch.where(self._bad > 0, math.nan, 1.0).to(loss.dtype)
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * collectives.world_size(), scale_wrt_gas=False)
         self._training(False)
+        return gathered[:, 1:] if last and told is not None else None
 
     def step(self) -> StepResult:
         """Apply the accumulated gradients, unless they are not finite on some rank; the caller counts those. The host
         waits for the device here, once a step."""
         rate = self.engine.lr_scheduler.get_last_lr()[0]
-        poisoned, self._bad = self.poisoned, None
         if self.zero_stage == 0:
-            return self._plain_step(rate, poisoned)
+            return self._plain_step(rate)
         self.engine.step()
-        if poisoned and not self.engine.optimizer.overflow:
+        applied, norm = not self.engine.optimizer.overflow, self.engine.get_global_grad_norm()
+        poisoned, norm = self._read_with_bad(math.inf if norm is None else norm)
+        if poisoned and applied:
             raise NonFiniteError("a non-finite loss was stepped on: DeepSpeed did not discard its gradients")
-        applied = not self.engine.optimizer.overflow
-        norm = self.engine.get_global_grad_norm()
-        return StepResult(applied, float(norm) if applied and norm is not None else math.inf, rate)
+        return StepResult(applied, norm if applied else math.inf, rate)
 
-    def _plain_step(self, rate: float, poisoned: bool) -> StepResult:
+    def _read_with_bad(self, norm: torch.Tensor | float) -> tuple[bool, float]:
+        """(whether a loss since the last step was not finite, a norm), in one read of the device."""
+        bad, self._bad = self._bad, None
+        if bad is None:
+            return False, float(norm)
+        both = torch.stack([bad.double(), torch.as_tensor(norm).to(bad.device).double().reshape(())]).tolist()
+        return both[0] > 0, both[1]
+
+    def _plain_step(self, rate: float) -> StepResult:
         """ZeRO-0 has no check of its own: the norm of the reduced gradients decides, before the optimizer sees them."""
         gradients = [p.grad for p in self._stage_0_parameters() if p.grad is not None]
-        norm = torch.stack([gradient.float().norm() for gradient in gradients]).norm().item() if gradients else 0.0
+        norm = torch.stack([gradient.float().norm() for gradient in gradients]).norm() if gradients else 0.0
+        poisoned, norm = self._read_with_bad(norm)
         if poisoned or not math.isfinite(norm):
             self.engine.optimizer.zero_grad()
             self.engine.zero_grad()

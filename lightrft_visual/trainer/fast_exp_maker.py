@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..algorithms.advantages import get_advantage_calculator, get_advantages_and_returns
+from ..algorithms.advantages import finished_gae, get_advantage_calculator
+from ..config import registry
+from ..data.rows import as_source_list
+from ..errors import ConfigError, DataError
 from ..experience.rollouts import PromptBatch
 from ..experience.types import Experience, ExperienceDiffusion, ExperienceVL, Samples, SamplesVL
-from ..rewards.engine import RewardComputationEngine
+from ..rewards.engine import RewardComputationEngine, model_device
 from ..rollout.multimodal import MultimodalDataProcessor
 from ..runtime import collectives
 from .vl.maker import MakerSettings, build_maker
@@ -37,11 +40,15 @@ class FastExperienceMaker:
         reward_model, remote_rm_url, reward_fn, reward_fn_label_map, reward_recipe: as in `RewardComputationEngine`.
         tokenizer, prompt_max_len: of the prompts.
         kl_controller: its `value` weighs the KL in the reward.
-        strategy: has the `device` of forward passes.
+        strategy: has the `device` of forward passes. Without `settings`, LightRFT's `args` and `config` of a strategy
+            say what they hold: n_samples_per_prompt, advantage_estimator, micro_rollout_batch_size and so on.
         packing_samples: torch reward models see no padding.
         processor: the model's multimodal processor, None for text-only models.
         settings: what the contract has no argument for. An engine with an `experience_maker`, such as
             `DiffusersEngine`, holds the policy itself: it makes the experience.
+
+    Raises:
+        ConfigError: an estimator that compares the samples of a prompt, and one sample a prompt.
     """
 
     def __init__(
@@ -62,22 +69,31 @@ class FastExperienceMaker:
         processor=None,
         settings: MakerSettings | None = None,
     ):
-        settings = settings or MakerSettings()
+        lightrft = registry.service("lightrft")
+        settings = settings or (MakerSettings() if lightrft is None else lightrft.maker_settings(strategy))
+        tokenizer = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
         settings.rewards = settings.rewards or RewardComputationEngine(
             reward_model, remote_rm_url, None, reward_fn, reward_fn_label_map, reward_recipe, tokenizer, strategy,
             packing_samples,
         )  # fmt: skip
-        self.rewards = settings.rewards
+        self.rewards, self._settings, self._tokenizer = settings.rewards, settings, tokenizer
         self._numbered = 0  # prompts of all ranks that came as plain lists; seeds and groups go by their numbers
         if hasattr(settings.engine, "experience_maker"):
             self.maker = settings.engine.experience_maker(self.rewards)
         else:
+            if settings.sampling.n < 2 and settings.algorithm.estimator.grouped:
+                raise ConfigError(
+                    f"advantage_estimator {settings.algorithm.advantage_estimator} compares samples of one prompt: "
+                    f"n_samples_per_prompt is {settings.sampling.n}, it must be at least 2"
+                )
+            settings.keep_images = settings.keep_images or settings.rewards.shows_images
             settings.data_processor = settings.data_processor or MultimodalDataProcessor(
                 tokenizer, processor, prompt_max_len
             )
             settings.engine = settings.engine or _transformers_engine(actor, tokenizer, settings.micro_batch_size)
             self.maker = build_maker(
-                actor, critic, initial_model, tokenizer, kl_controller, strategy.device, settings,
+                actor, critic, initial_model, tokenizer, kl_controller,
+                getattr(strategy, "device", None) or torch.device(model_device()), settings,
                 vision=processor is not None,
             )  # fmt: skip
 
@@ -106,32 +122,54 @@ class FastExperienceMaker:
             all_prompts, all_images, all_videos, all_references, all_labels: one entry a prompt. Prompts of every call
                 have numbers of their own, so equal ones are sampled anew.
             generate_kwargs: temperature, top_p, top_k, max_new_tokens, min_new_tokens, skip_special_tokens,
-                first_token_temperature, gamma, lambd; defaults from the settings.
+                first_token_temperature, gamma, lambd; defaults from the settings. Also LightRFT's do_sample,
+                max_length, pad_token_id and eos_token_id.
 
         Raises:
             ConfigError: unknown names, or any of them for an engine whose sampler has settings of its own.
         """
         batch = self._numbered_batch(all_prompts, all_images, all_videos, all_references, all_labels)
-        return self.maker.experiences(batch, **generate_kwargs)
+        return self.maker.experiences(batch, **self._arguments(generate_kwargs))
 
     def generate_samples(
         self,
         all_prompts: list[str],
         all_images: list | None = None,
         all_videos: list | None = None,
+        images_num: list[int] | None = None,
+        videos_num: list[int] | None = None,
         all_references: list | None = None,
         all_labels: list | None = None,
         **generate_kwargs: Any,
     ) -> list[Samples | SamplesVL | Sampled]:
-        """Unscored rollouts of P prompts in micro-batches; arguments as in `make_experience_list`."""
+        """Unscored rollouts of P prompts in micro-batches.
+
+        Args:
+            all_prompts, all_images, all_videos, all_references, all_labels, generate_kwargs: as in
+                `make_experience_list`.
+            images_num, videos_num: how many each prompt should have; checked where given.
+
+        Raises:
+            ConfigError: as `make_experience_list`. DataError: a prompt has another number of images or videos.
+        """
         batch = self._numbered_batch(all_prompts, all_images, all_videos, all_references, all_labels)
-        return self.maker.samples(batch, **generate_kwargs)
+        for kind, cells, wanted in (("image", batch.images, images_num), ("video", batch.videos, videos_num)):
+            found = [len(as_source_list(cell, kind)) for cell in cells]
+            if wanted is not None and list(wanted) != found:
+                raise DataError(f"{kind}s_num is {list(wanted)}, the prompts have {found}")
+        return self.maker.samples(batch, **self._arguments(generate_kwargs))
 
     def get_advantages_and_returns(
         self, values: T, rewards: T, action_mask: T, gamma: float, lambd: float
-    ) -> tuple[T, T]:
-        """GAE of (B, A) values and token rewards: (advantages, returns), each (B, A)."""
-        return get_advantages_and_returns(values, rewards, action_mask, gamma, lambd)
+    ) -> tuple[T, T, float]:
+        """GAE of (B, A) values and token rewards: advantages and returns (B, A), and the share of clipped tokens; see
+        `finished_gae`. A collective with advantages_norm."""
+        return finished_gae(values, rewards, action_mask, gamma, lambd, self._settings.algorithm)
+
+    def _arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The maker's generation arguments."""
+        lightrft = registry.service("lightrft")
+        return given if lightrft is None else lightrft.sampling_arguments(given, self._tokenizer)
 
     def _numbered_batch(self, prompts: list[str], *columns: list | None) -> PromptBatch:
         """With numbers that no other prompt has, on any rank or in an earlier call. A collective."""

@@ -110,7 +110,7 @@ class StepHook:
         return buffer
 
     def on_train_batch(self, batch: Any) -> Any:
-        """The micro-batches of one optimizer step."""
+        """The micro-batches of one optimizer step, whose samples are counted already; those of images on the host."""
         return batch
 
     def on_update(self, result: Any) -> None:

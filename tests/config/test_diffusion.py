@@ -269,6 +269,19 @@ def test_rolls_settings() -> None:
     assert config.model.trained_denoisers == ("transformer_2",)
 
 
+def test_the_usual_update_gives_way_to_the_whole_rollout_where_it_is_no_part_of_it() -> None:
+    def update(flags: str) -> int:
+        return load(*OWN, *flags.split()).train.train_batch_size
+
+    assert update("") == update("--rollout_batch_size 4") == 96
+    assert update("--rollout_batch_size 3") == 72 and update("--rollout_batch_size 2 --n_samples_per_prompt 4") == 8
+    assert update("--train_batch_size 0") == 192 and update("--rollout_batch_size 2 --train_batch_size 96") == 48
+    with pytest.raises(ConfigError, match=r"n_samples_per_prompt 24 \(the default\) = 192 samples .* use 96 or 192"):
+        update("--train_batch_size 100")
+    with pytest.raises(ConfigError, match=r"rollout_batch_size 8 \(the default\) .*groups_per_update 3; use 2 or 4"):
+        update("--groups_per_update 3")
+
+
 def test_pairs_of_a_file_need_no_reward_and_make_one_update_a_step() -> None:
     pairs = load("--pretrain", "model", *DPO, "--pair_data", "pairs.jsonl", "--rollout_batch_size", "6")
     assert pairs.offline and with_reward(pairs) is pairs and pairs.data.prompt_data == "pairs.jsonl"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytestmark = pytest.mark.plugin("memory_plan")  # --dry_run shows a plan
+from lightrft_visual.config import load
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DIFFUSION = {"train_flow_grpo": "flow_grpo", "train_diffusion_nft": "diffusion_nft", "train_ddpo": "ddpo",
              "train_reward_fl": "reward_fl"}  # fmt: skip
@@ -23,6 +24,7 @@ def resolved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
     def run(script: str, *arguments: str) -> dict:
         monkeypatch.setattr(sys, "argv", [script, *arguments, "--dry_run"])
+        monkeypatch.setattr(load, "_show_plan", lambda config: 0)
         with pytest.raises(SystemExit) as stop:
             runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
         shown = capsys.readouterr()

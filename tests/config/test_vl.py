@@ -19,7 +19,10 @@ def load(text: str) -> RunConfig:
         ("--overlong_buffer", "overlong_buffer_len 1024 must be less than generate_max_len 1024"),
         ("--max_tokens_per_batch 4096", "add --packing_samples"),
         ("--packing_samples --max_tokens_per_batch -5", "positive budget"),
-        ("--packing_samples --max_tokens_per_batch 1000", r"prompt_max_len \+ generate_max_len = 2048"),
+        (
+            "--packing_samples --max_tokens_per_batch 1000",
+            r"prompt_max_len 1024 \(the default\) \+ generate_max_len 1024 \(the default\); set it to 2048",
+        ),
         ("--answer_loss_weight 0 --drawing_loss_weight 0", "are both 0: nothing would be trained"),
         ("--critic_pretrain somewhere", "critic_pretrain.*gae"),
         ("--tis_mask", "tis_mask belongs to --tis_mode"),
@@ -59,6 +62,37 @@ def test_an_average_that_is_kept_is_evaluated_and_exported():
     assert load("--enable_ema --no_eval_ema").output.eval_ema is False
 
 
+def sizes(flags: str) -> tuple[int, int]:
+    """Samples of an update and updates of a step, without the embedded model's recipe."""
+    config = load_config(RunConfig, f"--pretrain model --prompt_data a.jsonl --reward_fn a.py:f {flags}".split())
+    return config.train.train_batch_size, config.updates(1)
+
+
+def test_an_update_takes_the_whole_rollout_unless_something_smaller_is_asked_for(caplog):
+    assert sizes("") == (1024, 1)
+    assert sizes("--rollout_batch_size 3 --n_samples_per_prompt 5") == (15, 1)
+    assert sizes("--rollout_batch_size 3 --n_samples_per_prompt 5 --train_batch_size 0") == (15, 1)
+    assert sizes("--rollout_batch_size 4 --n_samples_per_prompt 4 --train_batch_size 8") == (8, 2)
+    assert not caplog.records
+
+
+def test_an_update_of_more_than_a_rollout_takes_all_of_it_and_one_line_says_so(caplog):
+    assert sizes("--rollout_batch_size 4 --n_samples_per_prompt 4 --train_batch_size 128") == (16, 1)
+    assert sizes("--rollout_batch_size 4 --n_samples_per_prompt 4 --groups_per_update 5") == (16, 1)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == "train_batch_size 128 is more than the 16 samples of a rollout: an update takes all of them"
+    assert second.startswith("train_batch_size 20 is more")
+
+
+def test_updates_that_do_not_divide_a_rollout_are_refused_with_numbers_that_work():
+    told = (
+        r"rollout_batch_size 128 \(the default\) \* n_samples_per_prompt 5 = 640 samples do not divide into updates of "
+        r"train_batch_size 300; use 160 or 320, or 0 for the whole rollout \(.*n_samples_per_prompt: command line"
+    )
+    with pytest.raises(ConfigError, match=told):
+        sizes("--n_samples_per_prompt 5 --train_batch_size 300")
+
+
 def test_what_belongs_together_is_accepted():
     load("--overlong_buffer --overlong_buffer_len 128")
     load("--policy_loss sapo --sapo_tau_neg 2 --papo_coef 0.01 --papo_mask_ratio 0.5 --tis_mode token --tis_cap 3")
@@ -80,7 +114,8 @@ def test_what_belongs_together_is_accepted():
         ("--max_epochs 2", 2.5e-4, 0.05),
         ("--max_epochs 2 --actor_learning_rate 1e-3", 1e-3, 0.05),
         ("--train_batch_size 0.5", None, None),
-        ("--train_batch_size 0", None, None),
+        ("--train_batch_size -1", None, None),
+        ("--train_batch_size 0", 5e-4, 0.0),
     ],
 )
 def test_several_updates_of_the_embedded_task_take_smaller_steps(flags, rate, warmup):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrft_visual.data.sampler import PromptSampler, epoch_quotas
+from lightrft_visual.data.sampler import PromptSampler, epoch_quotas, fitting_batch
 from lightrft_visual.errors import ConfigError, DataError
 
 sizes_and_batch = st.tuples(st.lists(st.integers(1, 30), min_size=1, max_size=3), st.integers(1, 40))
@@ -166,3 +166,8 @@ def test_impossible_arguments():
 def test_shares_that_are_no_numbers_are_refused(probabilities):
     with pytest.raises(ConfigError, match="prompt_data_probs"):
         epoch_quotas([3, 4], probabilities)
+
+
+def test_a_batch_holds_no_more_than_a_pass_over_the_data():
+    assert fitting_batch(128, 50, 1) == 50 and fitting_batch(128, 50, 8) == 48
+    assert fitting_batch(128, 5, 8) == 8 and fitting_batch(16, 50, 8) == 16

@@ -10,13 +10,14 @@ from whole_runs import SMALL
 from lightrft_visual.data.sampler import PromptSampler
 
 STAGES = (0, 1, 2, 3)
-MIXED_STEPS, MIXED_BATCH, SEED = 20, 2, 42
+MIXED_STEPS, MIXED_BATCH, SEED = 8, 2, 42
 GIVEN_TOKENS = Path(__file__).with_name("given_tokens.py")
 SPREAD = f"--plugins {GIVEN_TOKENS} --reward.components.response_spread=1.0"
 
 
 def small(flags: str) -> list[str]:
-    return [*SMALL, *flags.split()]
+    """Of 64 questions: to look at all of the embedded ones takes as long as three steps."""
+    return [*SMALL, "--max_samples", "64", *flags.split()]
 
 
 def given(flags: str) -> list[str]:
@@ -39,8 +40,7 @@ RESUME_RUNS: dict[str, list[str]] = {}
 for _name, _flags in RESUMED.items():
     _run = small(f"{_flags} --save_steps 2 --max_eval_samples 4 --eval_steps 2 --max_steps")
     RESUME_RUNS[_name] = [*_run, "4"]
-    RESUME_RUNS[f"{_name}_half"] = [*_run, "2"]
-    RESUME_RUNS[f"{_name}_resumed"] = [f"copy:{_name}_half", *_run, "4", "--resume_from", "auto"]
+    RESUME_RUNS[f"{_name}_resumed"] = [f"copy:{_name}@2", *_run, "4", "--resume_from", "auto"]
 # The command that resumes changes what the checkpoint holds too.
 RESUME_RUNS["grpo_3_changed"] = [*RESUME_RUNS["grpo_3_resumed"], "--actor_learning_rate", "1e-5"]
 RESUME_RUNS["ppo_2_changed"] = [
@@ -74,7 +74,7 @@ FLAG_RUNS = {
         "no_ema": "",
         "freeze": "--freeze_prefix true --gradient_checkpointing true --papo_coef 0.1",
         "fire": "--use_fire true --first_token_temperature 3 --dual_clip 3 --eps_clip_high 0.28 "
-        "--teacher_pretrain embedded --teacher_coef 0.5",
+        "--teacher_pretrain embedded --teacher_coef 0.5 --max_samples 100000",
         "dynamic": "--dynamic_sampling true --dynamic_sampling_max_tries 3",
         "top_p": "--top_p 0.9 --temperature 0.8 --loss_agg_mode seq-mean-token-sum",
         "linear": "--lr_scheduler linear --lr_warmup_ratio 0.5 --l2 0.1 --max_norm 0.1 --noisy_rollout_share 0.5",
@@ -85,16 +85,16 @@ FLAG_RUNS = {
 # 56 good rows and the bad ones: the steps see all of them.
 HOSTILE_ROWS, HOSTILE_STEPS = 56, 8
 _RUN = small(
-    "--prompt_data {hostile} --on_bad_row skip --on_long_prompt skip --max_bad_share 0.5 --save_steps 4 --max_steps"
+    "--prompt_data {hostile} --max_samples 1000 --on_bad_row skip --on_long_prompt skip --max_bad_share 0.5 "
+    "--save_steps 4 --max_steps"
 )
 HOSTILE = {"hostile": [*_RUN, str(HOSTILE_STEPS), "--report", "true"]}
 HOSTILE_RESUMED = {
-    "hostile_half": [*_RUN, str(HOSTILE_STEPS // 2)],
-    "hostile_resumed": ["copy:hostile_half", *_RUN, str(HOSTILE_STEPS), "--resume_from", "auto"],
+    "hostile_resumed": ["copy:hostile@4", *_RUN, str(HOSTILE_STEPS), "--resume_from", "auto"],
 }
 
 # A model that sees and draws, of {janus}: rank 0 of 2 meets only questions, rank 1 only captions to draw.
-UNIFIED_STEPS = 20
+UNIFIED_STEPS = 4
 _UNIFIED = (
     f"--pretrain {{janus}} --prompt_data {{captions}} --guidance_scale 2 --max_steps {UNIFIED_STEPS} "
     f"--rollout_batch_size {MIXED_BATCH} --train_batch_size {MIXED_BATCH * 4} --generate_max_len 6 "
@@ -117,9 +117,9 @@ LATE_RUNS = {
 }
 STALE_ENGINE = Path(__file__).with_name("stale_engine.py")
 ONE_RANK = {
-    "base": small("--max_steps 5 --zero_stage 0 --max_eval_samples 8"),
-    "base_separate": small("--max_steps 5 --zero_stage 0 --max_eval_samples 8 --separate_old_log_probs true"),
-    "given": given("--max_steps 5 --zero_stage 0 --max_eval_samples 8"),
+    "base": small("--max_steps 3 --zero_stage 0 --max_eval_samples 8"),
+    "base_separate": small("--max_steps 3 --zero_stage 0 --max_eval_samples 8 --separate_old_log_probs true"),
+    "given": given("--max_steps 3 --zero_stage 0 --max_eval_samples 8"),
     "updates": given("--max_steps 3 --train_batch_size 16 --max_epochs 2"),
     "updates_separate": given("--max_steps 3 --train_batch_size 16 --max_epochs 2 --separate_old_log_probs true"),
     "updates_alone": given("--max_steps 3 --train_batch_size 16 --max_epochs 2 --share_prefix false"),
@@ -128,11 +128,11 @@ ONE_RANK = {
         "--train_batch_size 16"
     ),
     "stale": small(f"--max_steps 3 --engine_type loses_a_sync --plugins {STALE_ENGINE}"),
-    "twice": small("--max_steps 5 --zero_stage 0 --max_eval_samples 8"),
-    **{f"micro_{size}": small(f"--max_steps 1 --micro_train_batch_size {size}") for size in (1, 2, 4, 8, 32)},
-    "padded": given("--max_steps 5 --share_prefix false"),
-    "packed": given("--max_steps 5 --share_prefix false --packing_samples true"),
-    "budget": given("--max_steps 5 --packing_samples true --max_tokens_per_batch 300"),
+    "twice": small("--max_steps 3 --zero_stage 0 --max_eval_samples 8"),
+    **{f"micro_{size}": small(f"--max_steps 1 --micro_train_batch_size {size}") for size in (1, 4, 32)},
+    "padded": given("--max_steps 3 --share_prefix false"),
+    "packed": given("--max_steps 3 --share_prefix false --packing_samples true"),
+    "budget": given("--max_steps 3 --packing_samples true --max_tokens_per_batch 300"),
     **LATE_RUNS,
     "unified": small(_UNIFIED_GIVEN),
     "both": small(_BOTH),
@@ -145,8 +145,8 @@ ONE_RANK = {
     **HOSTILE,
 }
 TWO_RANKS = {
-    **{f"stage_{stage}": given(f"--max_steps 5 --zero_stage {stage} --max_eval_samples 8") for stage in STAGES},
-    "sequence": given("--max_steps 5 --zero_stage 2 --sp_size 2 --max_eval_samples 8"),
+    **{f"stage_{stage}": given(f"--max_steps 3 --zero_stage {stage} --max_eval_samples 8") for stage in STAGES},
+    "sequence": given("--max_steps 3 --zero_stage 2 --sp_size 2 --max_eval_samples 8"),
     "mixed": small(
         f"--zero_stage 3 --prompt_data {{rows}} --max_steps {MIXED_STEPS} "
         f"--rollout_batch_size {MIXED_BATCH} --train_batch_size {MIXED_BATCH * 4}"

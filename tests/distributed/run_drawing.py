@@ -11,12 +11,12 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import sys
 import traceback
 from pathlib import Path
 
 import torch
+from copies import begin_as_copy
 
 
 def run(entry: dict) -> None:
@@ -26,8 +26,8 @@ def run(entry: dict) -> None:
     from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 
     folder = Path(entry["folder"])
-    if entry["copy_of"] and collectives.is_rank_0():
-        shutil.copytree(entry["copy_of"], folder)
+    if collectives.is_rank_0():
+        begin_as_copy(entry)
     collectives.barrier()
     argv = [*entry["argv"], "--output_dir", str(folder)]
     trainer = build_diffusion_trainer(load_config(DiffusionRunConfig, argv, preset=None))
@@ -44,7 +44,8 @@ def run(entry: dict) -> None:
     facts = {"advantages": advantages, "optimizer_elements": optimizer_elements(trainer), "swaps": swaps(trainer)}
     facts["copied_elements"] = copied_elements(trainer)
     facts["updates"] = trainer.updates
-    facts["fp32"] = frozen_in_fp32(trainer)
+    if trainer.config.model.bf16:
+        facts["fp32"] = frozen_in_fp32(trainer)
     trainer.close()
     (folder / f"facts_rank{collectives.rank()}.json").write_text(json.dumps(facts))
 

@@ -2,9 +2,9 @@
 
     deepspeed tests/distributed/run_many.py plan.json
 
-plan.json: a list of {"argv": as the example scripts take it, "folder": where it writes, "copy_of": a finished run's
-folder to start from, or null}. Runs with equal engine settings share one engine: each loads its own weights into it at
-its start. A run that fails leaves its traceback in failed.txt; those of several ranks end the launch.
+plan.json: a list of {"argv": as the example scripts take it, "folder": where it writes}, and what `copies` reads. Runs
+with equal engine settings share one engine: each loads its own weights into it at its start. A run that fails leaves
+its traceback in failed.txt; those of several ranks end the launch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import sys
 import traceback
 from pathlib import Path
+
+from copies import begin_as_copy
 
 
 def share_engines() -> None:
@@ -38,8 +39,8 @@ def run(entry: dict) -> None:
     from lightrft_visual.runtime import collectives
     from lightrft_visual.trainer.vl.trainer import build_trainer
 
-    if entry["copy_of"] and collectives.is_rank_0():
-        shutil.copytree(entry["copy_of"], entry["folder"])
+    if collectives.is_rank_0():
+        begin_as_copy(entry)
     collectives.barrier()
     build_trainer(load_config(RunConfig, [*entry["argv"], "--output_dir", entry["folder"]])).fit()
 

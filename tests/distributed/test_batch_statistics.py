@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from types import SimpleNamespace
 
+import forked
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lightrft_visual.algorithms.advantages import assign_advantages, get_advantage_calculator
 from lightrft_visual.algorithms.policy_losses import LossInputs, global_denominators, high_entropy_masks, policy_loss
@@ -73,7 +73,7 @@ def work(rank, folder):
 
 
 def test_two_ranks_agree_with_one(tmp_path):
-    mp.spawn(work, args=(str(tmp_path),), nprocs=2)
+    forked.spawn(work, 2, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     whole = statistics([slice(0, 8)])
     torch.testing.assert_close(torch.cat([rank["advantages"] for rank in ranks]), whole["advantages"])

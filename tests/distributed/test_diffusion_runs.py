@@ -28,7 +28,7 @@ REWARD_FL = (
     "--max_epochs 2 --learning_rate 1e-3"  # Adam takes whole steps of gradients near zero, which rounding decides
 )
 RUNS = {
-    "flow": "--enable_ema true --ema_interval 1 --eval_ema true --beta 0.1 --save_steps 2 --eval_steps 1",
+    "flow": "--enable_ema true --ema_interval 1 --eval_ema true --beta 0.1 --save_steps 2 --eval_steps 2",
     "full": "--max_steps 3 --lora_rank 0 --learning_rate 1e-3 --beta 0.1",
     "nft": "--diffusion_algorithm diffusion_nft --guidance_scale 1 --save_steps 2 --eval_steps 2 --decay_type 1",
     "awm": "--diffusion_algorithm awm --guidance_scale 1 --beta 0.1 --max_steps 3",
@@ -43,11 +43,10 @@ RUNS = {
 
 
 def with_resume(name: str, flags: str) -> dict[str, str]:
-    """A run of four steps; one of two steps; and a copy of that which is resumed and goes on to four."""
+    """A run of four steps; and a copy of it as it was after two, which is resumed and goes on to four."""
     return {
         name: f"{flags} --max_steps 4",
-        f"{name}_half": f"{flags} --max_steps 2",
-        f"{name}_resumed": f"copy:{name}_half {flags} --max_steps 4 --resume_from auto",
+        f"{name}_resumed": f"copy:{name}@2 {flags} --max_steps 4 --resume_from auto",
     }
 
 

@@ -46,7 +46,7 @@ def test_columns_of_the_metrics_files(one_rank):
         header = next(csv.reader(file))
     assert header[:3] == ["step", "eval_reward", "eval_reward_greedy"]
     assert {"eval_reward_count", "eval_reward_colour"} <= set(header)  # one column for each kind of question
-    assert [row["step"] for row in rows(one_rank / "base", "eval_metrics.csv")] == [0, 5]
+    assert [row["step"] for row in rows(one_rank / "base", "eval_metrics.csv")] == [0, 3]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,9 +107,6 @@ def test_a_broken_reward_function_is_named(one_rank, name, word):
 
 
 def test_the_launcher_hands_errors_on(cache_root, tmp_path):
-    typo = launch(EXAMPLE, ["--n_sample_per_prompt", "4"], cache_root)
-    assert typo.returncode != 0
-    assert "n_samples_per_prompt" in error_line(typo.stderr)
     missing = launch(
         EXAMPLE, ["--prompt_data", str(tmp_path / "none.jsonl"), "--output_dir", str(tmp_path)], cache_root
     )

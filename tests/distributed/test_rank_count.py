@@ -22,7 +22,7 @@ def largest_difference(left: list[dict], right: list[dict], names=NAMES) -> floa
 def test_two_ranks_train_like_one(one_rank, two_ranks, name):
     """In `sequence` both ranks train on each sample, half of its tokens each."""
     ours, theirs = rows(one_rank / "given"), rows(two_ranks / name)
-    assert len(ours) == 5
+    assert len(ours) == 3
     assert largest_difference(ours, theirs) < 1e-4
     assert all(row["loss"] != 0 and row["grad_norm"] > 0.1 for row in ours[1:2])
 
@@ -64,7 +64,7 @@ def test_nothing_is_trained_on_a_rollout_of_stale_weights(one_rank, name):
         assert len(file.readlines()) == 2  # the columns, and the first step
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [1, 4])
 def test_micro_batch_size_does_not_matter(one_rank, size):
     ours, theirs = rows(one_rank / "micro_32"), rows(one_rank / f"micro_{size}")
     assert largest_difference(ours, theirs, ("loss", "policy_loss", "grad_norm")) < 1e-5

@@ -1,4 +1,4 @@
-"""Four steps are two steps, a resume and two more: bit for bit."""
+"""Four steps are those of a run that goes on from the checkpoint of the second: bit for bit."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 
 import psutil
+from copies import planned_copy
+from forked import run_on_ranks
 from waiting import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,24 +106,36 @@ def kill_tree(process: subprocess.Popen) -> None:
 
 
 def run_plan(
-    runs: dict[str, list[str]], folder: Path, cache: Path, ranks: int = 1, timeout: float = LIMIT, driver: Path = DRIVER
+    runs: dict[str, list[str]],
+    folder: Path,
+    cache: Path,
+    ranks: int = 1,
+    timeout: float = LIMIT,
+    driver: Path = DRIVER,
+    fresh: bool = False,
 ) -> Path:
     """All runs in one launch, each into its own folder of `folder`, which is returned.
 
-    The first word of a run's list may be "copy:NAME": it then starts in a copy of that run's folder.
+    fresh: by the launcher, with an interpreter of its own for each rank.
+
+    The first word of a run's list may be "copy:NAME" or "copy:NAME@STEP": it then starts in a copy of that run's
+    folder, or of what that was when it had saved the step.
     """
     plan = [
         {
             "argv": [word for word in argv if not word.startswith("copy:")],
             "folder": str(folder / name),
-            "copy_of": str(folder / argv[0].removeprefix("copy:")) if argv[0].startswith("copy:") else None,
+            **planned_copy(folder, argv[0] if argv[0].startswith("copy:") else None),
         }
         for name, argv in runs.items()
     ]
     path = folder / f"plan_{ranks}.json"
     path.write_text(json.dumps(plan))
-    result = launch(driver, [str(path)], cache, ranks, timeout)
-    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+    if fresh:
+        result = launch(driver, [str(path)], cache, ranks, timeout)
+        assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+    else:
+        run_on_ranks(driver, [str(path)], environment(cache), ranks, timeout)
     return folder
 
 

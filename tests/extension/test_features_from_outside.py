@@ -6,12 +6,10 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run_alone
 
 DRIVER = Path(__file__).with_name("feature_runs.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,11 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, cache_root) -> Path:
     folder = tmp_path_factory.mktemp("features")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(DRIVER), str(folder)], env=environment, capture_output=True, text=True, timeout=800
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    run_alone(DRIVER, folder, limit=800, PYTHONPATH=str(ROOT))
     return folder
 
 

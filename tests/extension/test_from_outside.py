@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from forked import run_alone
 
 from lightrft_visual.algorithms.advantages import get_advantage_calculator
 from lightrft_visual.config import registry
@@ -30,11 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, cache_root) -> Path:
     folder = tmp_path_factory.mktemp("extension")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(DRIVER), str(folder)], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_alone(DRIVER, folder, limit=600, PYTHONPATH=str(ROOT))
     return folder
 
 

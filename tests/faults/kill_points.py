@@ -9,13 +9,13 @@ import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
 
+import forked
 import killed_run
 from killed_run import Place
 from waiting import polls
 from whole_runs import SMALL, environment, free_port, rows
 
 LIMIT = 300.0
-MUON = "deepspeed.runtime.zero.muon.muon_optimizer"  # imported with every optimizer; brings torch's compiler along
 READING_FLAGS = [*SMALL, *"--train_batch_size 16 --micro_rollout_batch_size 16 --engine_type hf".split()]
 DRAWING_FLAGS = (
     "--height 32 --width 32 --num_steps 3 --guidance_scale 1 "
@@ -33,12 +33,9 @@ FLOW_GRPO_TWO_FLAGS = [*DRAWING_FLAGS, *"--diffusion_algorithm flow_grpo --micro
 FLOW_GRPO_TWO_FLAGS += "--max_eval_samples 2 --eval_steps 1 --report true".split()
 
 
-def forkserver():
+def forkserver() -> multiprocessing.context.ForkServerContext:
     """The context that the ranks are started from."""
-    context = multiprocessing.get_context("forkserver")
-    built = ["lightrft_visual.trainer.vl.trainer", "lightrft_visual.trainer.diffusion.build"]
-    context.set_forkserver_preload(["killed_run", *built, MUON])
-    return context
+    return forked.server()
 
 
 @dataclass

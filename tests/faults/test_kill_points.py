@@ -1,6 +1,6 @@
 """kill -9 at every place between a rollout and its checkpoint: the run goes on as if nothing had happened.
 
-Two ranks are killed at two places here, and at all of them by scripts/kill_points.py.
+Runs are killed at a few places here, and two ranks at all of them by scripts/kill_points.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,14 @@ from safetensors.torch import load_file
 from small_pipeline import given_flags
 from whole_runs import rollouts, weights
 
+SEEN = (
+    "rollouts sampled",
+    "buffer partly filled",
+    "first of two updates done",
+    "weights synchronised",
+    "about to save",
+)
+DRAWN = ("pictures drawn", "advantages computed", "first of two updates done", "old policy moved", "metrics written")
 TWO = {"rewards computed": (1,), "folder renamed": (0,)}  # and the ranks that die there
 
 
@@ -44,15 +52,17 @@ def go_through(runs: KilledRuns, places: dict[str, Place], dying: dict, folder: 
 
 
 def test_no_question_is_lost_or_repeated_wherever_the_kill_comes(processes, tmp_path, cache_root):
-    steps = len(READING) + 2
+    places = {name: READING[name] for name in SEEN}
+    steps = len(places) + 2
     flags = [*READING_FLAGS, "--max_samples", str(steps * 8)]
-    whole, cut = go_through(KilledRuns(processes, False, flags, steps, cache_root), READING, {}, tmp_path)
+    whole, cut = go_through(KilledRuns(processes, False, flags, steps, cache_root), places, {}, tmp_path)
     assert weights(cut) == weights(whole)
 
 
 def test_no_caption_is_lost_or_repeated_wherever_the_kill_comes(processes, drawing, tmp_path, cache_root):
-    runs = KilledRuns(processes, True, drawing, len(DRAWING) + 2, cache_root)
-    whole, cut = go_through(runs, DRAWING, {}, tmp_path)
+    places = {name: DRAWING[name] for name in DRAWN}
+    runs = KilledRuns(processes, True, drawing, len(places) + 2, cache_root)
+    whole, cut = go_through(runs, places, {}, tmp_path)
     # Tensors, not files: safetensors writes the two entries of the header's metadata in any order.
     ours, theirs = (load_file(run / "checkpoint-final" / "pytorch_lora_weights.safetensors") for run in (whole, cut))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -65,18 +65,31 @@ def wait_until_gone(process: psutil.Process) -> None:
     raise AssertionError(f"still there after {PATIENCE} s")
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_stopped_rank_ends_the_other(tmp_path, cache_root, stopped):
-    process = start(EXAMPLE, flags(tmp_path / "run", "--max_steps 500"), cache_root, ranks=2, merged=True)
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, cache_root) -> dict[int, str]:
+    """By the rank that is stopped: output of a run whose other rank ended by that. Both runs wait at once."""
+    runs = {}
     try:
-        wait_for_steps(process, tmp_path / "run", 2)
-        ranks = ranks_of(process)
-        ranks[stopped].send_signal(signal.SIGSTOP)
-        wait_until_gone(ranks[1 - stopped])
+        for rank in (0, 1):
+            folder = tmp_path_factory.mktemp("stopped") / "run"
+            own = flags(folder, "--max_steps 500 --engine_type hf")
+            runs[rank] = start(EXAMPLE, own, cache_root, ranks=2, merged=True), folder
+        for rank, (process, folder) in runs.items():
+            wait_for_steps(process, folder, 2)
+            ranks = ranks_of(process)
+            ranks[rank].send_signal(signal.SIGSTOP)
+            runs[rank] = process, ranks[1 - rank]
+        for _, other in runs.values():
+            wait_until_gone(other)
     finally:
-        kill_tree(process)
-    output, _ = process.communicate()
-    assert "stage" in output.split("error:")[-1], output[-3000:]
+        for process, _ in runs.values():
+            kill_tree(process)
+    return {rank: process.communicate()[0] for rank, (process, _) in runs.items()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_ends_the_other(stopped, rank):
+    assert "stage" in stopped[rank].split("error:")[-1], stopped[rank][-3000:]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("nan_run.py")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache_root) -> Path:
     folder = tmp_path_factory.mktemp("nan")
-    result = launch(SCRIPT, [str(folder), *SMALL], cache_root, ranks=2)
+    result = launch(SCRIPT, [str(folder), *SMALL, "--max_samples", "64"], cache_root, ranks=2)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     return folder
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import importlib
 import logging
-import multiprocessing
 import sys
 import threading
 from pathlib import Path
 
+import forked
 import pytest
 
 from lightrft_visual.config.shared import RewardConfig
@@ -75,9 +75,7 @@ def test_the_users_line_is_named_and_the_run_keeps_what_is_its_own(name, tmp_pat
 
 @pytest.fixture(scope="module")
 def processes():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["reward_faults", *faults.BUILT])
-    return context
+    return forked.server()
 
 
 @pytest.mark.parametrize("name", ["sys_exit_0", "closes_stdout", "on_rank_1"])

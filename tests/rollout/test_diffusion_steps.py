@@ -130,6 +130,7 @@ def test_refusals():
         sde_step(x, v, 0.8, 0.6, 0.5, rule="flowgrpo", noise=noise)
     with pytest.raises(ConfigError, match="no noise"):
         sde_step(x, v, 0.8, 0.6, 0.0, noise=noise)
+    assert sde_step(x, v, 0.8, 0.6, 0.0, prev_sample=x).log_prob.isnan().all()  # the step is then skipped
     with pytest.raises(ConfigError, match="reduction"):
         sde_step(x, v, 0.8, 0.6, 0.5, noise=noise, reduction="max")
     with pytest.raises(ValueError, match="either"):

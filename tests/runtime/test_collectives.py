@@ -58,7 +58,8 @@ def accumulated_loss() -> None:
         backward=lambda loss, scale_wrt_gas: None,
     )
     engine = TrainEngine(backend, zero_stage=2, max_norm=1.0)
-    engine.accumulate(torch.tensor(math.nan), last=True)
+    told = torch.tensor([1.0, math.inf])
+    assert engine.accumulate(torch.tensor(math.nan), last=True, told=told).tolist() == [[2.0, math.inf], [0.0, 0.0]]
     assert engine.poisoned
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -34,22 +33,52 @@ def trainer_of(argv: list[str], folder: str):
     return build_trainer(load_config(RunConfig, [*argv, "--output_dir", folder]))
 
 
+def read_every_loss() -> None:
+    """As if the loop over micro-batches read each loss."""
+    from lightrft_visual.trainer.vl import updates
+
+    record = updates._record
+
+    def reading(metrics, losses, *rest) -> None:
+        losses.loss.item()
+        record(metrics, losses, *rest)
+
+    updates._record = reading
+
+
+def fit(trainer, folder: Path) -> None:
+    """The whole run. One whose name begins with `counted` writes what the ranks wait for, `waits_<rank>.json`."""
+    from lightrft_visual.runtime import collectives
+
+    if not folder.name.startswith("counted"):
+        return trainer.fit()
+    from simulated.sync_counter import SyncCounter
+
+    if folder.name == "counted_waiting":
+        read_every_loss()
+    counter = SyncCounter()
+    counter.run(trainer)
+    counter.write(folder / f"waits_{collectives.rank()}.json")
+
+
 def main(device: str, plan: str) -> None:
     if device == "sim":
         from simulated.accelerator import install
 
         install()
+    from distributed.copies import begin_as_copy
+
     from lightrft_visual.launch import quiet_libraries
     from lightrft_visual.runtime import collectives
 
     quiet_libraries()
     for entry in json.loads(Path(plan).read_text()):
         print(f"run {Path(entry['folder']).name}: {' '.join(entry['argv'])}", flush=True)
-        if entry["copy_of"] and collectives.is_rank_0():
-            shutil.copytree(entry["copy_of"], entry["folder"])
+        if collectives.is_rank_0():
+            begin_as_copy(entry)
         collectives.barrier()
         trainer = trainer_of(entry["argv"], entry["folder"])
-        trainer.fit()
+        fit(trainer, Path(entry["folder"]))
         trainer.close()
         del trainer
         gc.collect()

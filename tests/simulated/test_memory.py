@@ -16,7 +16,9 @@ SLACK = 64 * 1024  # bytes of buffers, numbers of steps and what a collective ne
 def ranks(tmp_path_factory) -> list[dict]:
     root = tmp_path_factory.mktemp("memory")
     path = checkpoint_of(root, "qwen2_5_vl").path
-    run_ranks("memory_ranks.py", path, str(root), timeout=840, folder=Path(__file__).parent)  # may compile the device
+    run_ranks(
+        "memory_ranks.py", path, str(root), timeout=840, folder=Path(__file__).parent, fresh=True
+    )  # may compile the device
     return [json.loads((root / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

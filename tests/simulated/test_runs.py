@@ -5,6 +5,7 @@ Vision-language runs generate by the trainer's own model, diffusion runs by diff
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ DRIVER = ROOT / "tests" / "simulated" / "run_plan.py"
 SMALL = (
     "--engine_type hf --rollout_batch_size 4 --n_samples_per_prompt 4 --micro_rollout_batch_size 8 "
     "--generate_max_len 8 --train_batch_size 16 --micro_train_batch_size 4 --max_eval_samples 4 --report false "
-    "--max_steps 2"
+    "--max_samples 64 --max_steps 2"
 )
 DRAW = (
     "--height 32 --width 32 --num_steps 3 --eval_num_steps 3 --guidance_scale 2 --max_sequence_length 5 "
@@ -65,12 +66,25 @@ DRAWING = {
     "--final_timestep 2 --warmup_steps 0 "
     "--gradient_checkpointing true --use_gradient_checkpointing_offload true",
 }
+# Counted by `sync_counter`: two optimizer steps of 8 micro-batches on each of two ranks, of one rollout.
+ONE_ROLLOUT = "--micro_train_batch_size 1 --max_eval_samples 0 --max_steps 1"
+OF_8 = f"{ONE_ROLLOUT} --rollout_batch_size 8 --share_prefix false"
+COUNTED_SEEING = {
+    "counted_grpo": f"{OF_8} --zero_stage 0",
+    "counted_kl": f"{OF_8} --zero_stage 2 --init_kl_coef 0.05 --use_kl_loss true --kl_estimator k3",
+    "counted_waiting": f"{OF_8} --zero_stage 0",
+}
+COUNTED_DRAWING = {
+    "counted_flow_grpo": f"{ONE_ROLLOUT} --train_batch_size 4 --num_steps 5 --zero_stage 2 --beta 0.1",
+}
+COUNTED = (*COUNTED_SEEING, *COUNTED_DRAWING)
 TWO_RANKS = (
     "grpo_0", "grpo_1", "grpo_2", "grpo_3", "ppo", "ppo_resumed", "ppo_3", "rloo_lora", "models",
     "flow_grpo", "flow_grpo_3", "nft", "reward_fl",
 )  # fmt: skip
-RUNS = {1: (*SEEING, *DRAWING), 2: TWO_RANKS}
 COMPARED = ("grpo_0", "grpo_3", "ppo", "rloo_lora", "flow_grpo", "nft", "reward_fl")
+ONE_RANK = (*COMPARED, "grpo_2", *(name for name in (*SEEING, *DRAWING) if name not in (*COMPARED, *TWO_RANKS)))
+RUNS = {1: ONE_RANK, 2: TWO_RANKS}
 PLACED = """
 def score(responses, device):
     assert str(device).startswith("sim"), f"reward models would run on {device}"
@@ -118,13 +132,13 @@ def save_clip(folder: Path) -> None:
 
 
 def launched(folder: Path, cache: Path, device: str, names: tuple[str, ...], ranks: int, given: dict[str, str]) -> Path:
-    runs = {}
+    runs, seeing, drawing = {}, SEEING | COUNTED_SEEING, DRAWING | COUNTED_DRAWING
     for name in names:
-        flags = SEEING.get(name) or DRAWING[name]
+        flags = seeing.get(name) or drawing[name]
         words = flags.format(**given).split()
         copies = [word for word in words if word.startswith("copy:")]
         rest = [word for word in words if word not in copies]
-        if name in SEEING:
+        if name in seeing:
             runs[name] = [*copies, *SMALL.split(), *rest]
         else:
             runs[name] = [*copies, "diffusion", *DRAW.split(), *given["drawing"].split(), *rest]
@@ -133,14 +147,14 @@ def launched(folder: Path, cache: Path, device: str, names: tuple[str, ...], ran
         f"import runpy, sys\nsys.argv = [sys.argv[0], {device!r}, *sys.argv[1:]]\n"
         f"sys.path.insert(0, {str(DRIVER.parent)!r})\nrunpy.run_path({str(DRIVER)!r}, run_name='__main__')\n"
     )
-    return run_plan(runs, folder, cache, ranks, driver=driver)
+    return run_plan(runs, folder, cache, ranks, driver=driver, fresh=True)  # the device comes before all imports
 
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory, cache_root, given) -> dict[int, Path]:
     return {
-        ranks: launched(tmp_path_factory.mktemp(f"sim_{ranks}"), cache_root, "sim", RUNS[ranks], ranks, given)
-        for ranks in (1, 2)
+        ranks: launched(tmp_path_factory.mktemp(f"sim_{ranks}"), cache_root, "sim", names, ranks, given)
+        for ranks, names in ((1, RUNS[1]), (2, (*RUNS[2], *COUNTED)))
     }
 
 
@@ -163,8 +177,28 @@ def compare(left: Path, right: Path, tolerance: float) -> None:
 def test_the_run_makes_its_steps(simulated, ranks, name):
     folder = simulated[ranks] / name
     steps = rows(folder)
-    assert len(steps) == (1 if f"{name}_resumed" in RUNS[1] else 2)
+    assert len(steps) == (1 if f"{name}_resumed" in (*SEEING, *DRAWING) else 2)
     assert rows(folder, "eval_metrics.csv") and (folder / "checkpoint-final").is_dir()
+
+
+def waits(folder: Path, name: str) -> list[list[dict]]:
+    """By rank, of each optimizer step; see `sync_counter`."""
+    return [json.loads((folder / name / f"waits_{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", [name for name in COUNTED if name != "counted_waiting"])
+def test_between_two_optimizer_steps_are_one_collective_and_two_reads_of_the_device(simulated, name):
+    for spans in waits(simulated[2], name):
+        assert len(spans) == 2 and all(span["micro_batches"] >= 8 for span in spans)
+        for span in spans:
+            assert sum(span["collectives"].values()) == 1, span
+            assert sum(span["reads"].values()) <= 2, span
+        assert any(span["reads"] for span in spans)
+
+
+def test_a_read_in_the_loop_over_micro_batches_is_counted_by_its_line(simulated):
+    for spans in waits(simulated[2], "counted_waiting"):
+        assert all(max(span["reads"].values()) == 8 for span in spans)
 
 
 @pytest.mark.parametrize("name", COMPARED)

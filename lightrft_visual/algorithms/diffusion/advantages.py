@@ -78,20 +78,19 @@ def _joined(parts: list[dict[str, T]], everyone: list[tuple], fill: float) -> di
 
 
 def group_metrics(rewards: T, group_id: T, valid: T) -> dict[str, float]:
-    """group_size, trained_prompt_num (groups whose rewards differ), zero_std_ratio, reward_std_mean, and
-    mean_reward_{100,75,50,25,10}: the mean of the best that many percent of each group, averaged over groups."""
+    """group_size, zero_std_ratio, reward_std_mean, and mean_reward_{100,75,50,25,10}: the mean of the rewards of each
+    group that reach its (100 - p)th percentile, averaged over groups."""
     groups = [rewards[(group_id == each) & valid].double() for each in torch.unique(group_id)]
     groups = [group for group in groups if len(group)]
     if not groups:
-        return {"group_size": 0.0, "trained_prompt_num": 0.0, "zero_std_ratio": 0.0, "reward_std_mean": 0.0}
+        return {"group_size": 0.0, "zero_std_ratio": 0.0, "reward_std_mean": 0.0}
     stds = torch.stack([group.std(unbiased=False) for group in groups])
     metrics = {
         "group_size": sum(len(group) for group in groups) / len(groups),
-        "trained_prompt_num": float((stds > 0).sum()),
         "zero_std_ratio": float((stds == 0).double().mean()),
         "reward_std_mean": float(stds.mean()),
     }
     for percent in (100, 75, 50, 25, 10):
-        best = [group.topk(max(1, len(group) * percent // 100)).values.mean() for group in groups]
+        best = [group[group >= group.quantile(1 - percent / 100)].mean() for group in groups]
         metrics[f"mean_reward_{percent}"] = float(torch.stack(best).mean())
     return metrics

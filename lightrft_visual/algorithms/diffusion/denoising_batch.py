@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ...experience.diffusion_sampling import KeptSteps, SamplingResult
+from ...experience.diffusion_sampling import KeptSteps, SamplingResult, first_of_drawn, share_of_steps
 from ...experience.types import BatchLayout, ExperienceDiffusion
 from ...experience.vision import Conditions, stacked, text_lengths
 from ...runtime.seeding import derive_seed
@@ -20,6 +20,7 @@ ROLLOUT_MEANS = "rollout_means"
 class DenoisingBatch:
     """M rows: the step that row m trains on. x, x_next (M, …); sigma, sigma_next, timesteps, log_probs, advantages (M);
     data (M, …) the finished latents; valid (M) bool; sample_id, steps (M) long, which name the row; group_id (M) long;
+    these three may be on the host, where noise is seeded by them, whatever device the others are on;
     conditions {name: (M, …)}; schedule (M, K+1) the sigmas of all steps; rollout_means (M, …) or None; coupling (M) or
     None, see `preference.py`; kept: the rows' steps as the rollout has made them, with their graph, or None."""
 
@@ -94,7 +95,7 @@ def trainable_steps(experience: ExperienceDiffusion, fraction: float = 1.0) -> T
 def first_share(stochastic: T, fraction: float) -> T:
     """(n) indices of the first `fraction` of the steps that are marked in (K) bool, and at least one."""
     steps = stochastic.nonzero()[:, 0]
-    return steps[: max(1, round(fraction * len(steps)))]
+    return steps[: first_of_drawn(len(steps), fraction)]
 
 
 def noisy_steps(experience: ExperienceDiffusion, fraction: float = 1.0, lowest: float = 0.0) -> T:
@@ -105,7 +106,7 @@ def noisy_steps(experience: ExperienceDiffusion, fraction: float = 1.0, lowest: 
     """
     sigmas = experience.sigmas[0, :-1]
     count = int(((sigmas > 0) & (sigmas >= lowest)).sum())
-    kept = torch.arange(max(1, round(fraction * count)), device=experience.sigmas.device)
+    kept = torch.arange(share_of_steps(count, fraction), device=experience.sigmas.device)
     return kept.expand(experience.sigmas.shape[0], -1)
 
 
@@ -121,7 +122,7 @@ def shuffled_steps(steps: T, ids: T, seed: int) -> T:
 
 def random_share(shuffled: T, fraction: float) -> T:
     """The first `fraction` of (B, n) steps that are in random order: a random subset of each sample's own."""
-    return shuffled[:, : max(1, round(fraction * shuffled.shape[1]))]
+    return shuffled[:, : share_of_steps(shuffled.shape[1], fraction)]
 
 
 def grouped_steps(steps: T, experts: T) -> T:
@@ -134,8 +135,9 @@ def grouped_steps(steps: T, experts: T) -> T:
 
 
 def samples_at(experience: ExperienceDiffusion, steps: T) -> DenoisingBatch:
-    """The row of each sample at its own step. steps (B) long; x and x_next of ODE rollouts are the finished latents."""
-    batch = torch.arange(experience.latents.shape[0], device=experience.latents.device)
+    """The row of each sample at its own step. steps (B) long, on any device, where the rows' `steps` stay; x and x_next
+    of ODE rollouts are the finished latents."""
+    batch, named = torch.arange(experience.latents.shape[0], device=experience.latents.device), steps
     steps = steps.to(batch.device)
     last = experience.latents.shape[1] - 1
     advantages = experience.advantages if experience.advantages.dim() == 1 else experience.advantages[batch, steps]
@@ -155,7 +157,7 @@ def samples_at(experience: ExperienceDiffusion, steps: T) -> DenoisingBatch:
         valid=experience.valid,
         sample_id=experience.sample_id,
         group_id=experience.group_id,
-        steps=steps,
+        steps=named,
         conditions=conditions,
         schedule=experience.sigmas,
         rollout_means=None if means is None else means[batch, steps],

@@ -1,4 +1,4 @@
-"""Settings of TRL, verl, EasyR1, OpenRLHF and Flow-GRPO: under their names, or as advice what to write instead."""
+"""Settings of LightRFT, TRL, verl, EasyR1, OpenRLHF and Flow-GRPO: under their names, or as advice what to write."""
 
 from __future__ import annotations
 
@@ -108,6 +108,60 @@ ALIASES_OF: dict[str, dict[str, str]] = {
 }
 
 # As in config/spellings.py.
+_ALWAYS = "leave it out: "
+# Flags of LightRFT's scripts that have other names here, or no need of one.
+LIGHTRFT: dict[str, str | tuple[str, ...]] = {
+    "use_gspo": "write --policy_loss gspo",
+    "use_cpg_loss": "write --policy_loss cpgd",
+    "normalize_advantages": "leave it out: --policy_loss gspo takes the advantages of --advantage_estimator; "
+    "--advantages_norm whitens them",
+    "use_sequence_rewards": _ALWAYS + "rewards are of sequences, and --policy_loss gspo has their ratio",
+    "normalize_reward_for_critic": "write --reward_running_norm",
+    "mark_high_entropy_tokens": "leave it out: --high_entropy_token_ratio 0.2 trains on that share of the tokens",
+    "disable_engine_sleep": "write --enable_engine_sleep false",
+    "fsdp": "write --zero_stage 3; models are divided by DeepSpeed",
+    "fsdp_cpu_offload": "write --adam_offload; models are divided by DeepSpeed",
+    "use_mp_opt": "leave it out: under --bf16 DeepSpeed's optimizer holds its weights in float32",
+    "initial_model_shard_size": "leave it out: the reference is divided as --zero_stage says",
+    "mixed_mm_data": _ALWAYS + "batches of texts, images and videos may mix on any rank",
+    "text_only": _ALWAYS + "a model without a vision tower, and rows without media, are seen as such",
+    "no_shard_vit": _ALWAYS + "the vision tower is divided with the model",
+    "fused_linear_logprob": _ALWAYS + "log-probs are always computed without holding all logits",
+    "chunk_size": _ALWAYS + "log-probs are always computed without holding all logits",
+    "disable_logprobs_flashattn": _ALWAYS + "log-probs need no kernel of flash-attn",
+    "gradient_checkpointing_use_reentrant": "write --gradient_checkpointing; it never is reentrant",
+    **dict.fromkeys(("meta_init", "actor_init_on_gpu"), _ALWAYS + "models are loaded where they will be"),
+    "disable_fast_tokenizer": _ALWAYS + "the tokenizer is the one that the model's folder names",
+    "load_in_4bit": "weights of 4 bits are not trained here; write --lora_rank R to train a part",
+    "aux_loss_coef": "there is no loss for the balance of experts: leave it out",
+    **dict.fromkeys(
+        ("pretrain_data", "pretrain_data_probs", "pretrain_split", "ptx_coef"),
+        "there is no loss on pretraining data beside the policy's: leave it out",
+    ),
+    "rm_use_engine": _ALWAYS + "a judge that an engine serves is asked by URL, --remote_rm_url",
+    "rm_engine_cudagraph": _ALWAYS + "a judge that an engine serves is asked by URL, --remote_rm_url",
+    "value_head_prefix": _ALWAYS + "the head of --critic_pretrain is found by its shape",
+    "save_value_network": _ALWAYS + "checkpoints hold the critic",
+    "save_hf_ckpt": _ALWAYS + "checkpoint-final holds the model in the form of transformers",
+    "disable_ds_ckpt": "write --save_steps -1, which saves at the end alone",
+    "ckpt_path_local": "write --ckpt_path",
+    "max_ckpt_mem": "write --max_ckpt_num, the number of checkpoints that are kept",
+    "print_replay_buffer_stats": _ALWAYS + "metrics.csv and report.html have the statistics of each step",
+    **dict.fromkeys(
+        ("trajectory_analysis", "plot_every"), "leave it out: report.html shows lengths, and --save_trajectories texts"
+    ),
+    "wandb_group": "write --use_wandb and set the environment variable WANDB_RUN_GROUP",
+    "wandb_org": "write --use_wandb and set the environment variable WANDB_ENTITY",
+    "input_template": "write --apply_chat_template, and --system_prompt for what stands before the question",
+    "system_prompt_path": 'write --system_prompt "$(cat FILE)"',
+    "fps": 'it is said in the row, as {"video": PATH, "fps": 2}',
+    "audio_dir": "there is no audio here",
+    "use_ms": "models of ModelScope are downloaded first, and named by --pretrain FOLDER",
+    **dict.fromkeys(
+        ("nnodes", "node_rank"), "it belongs to the launcher and goes before the script: deepspeed --hostfile FILE"
+    ),
+}
+
 DIFFERENT: dict[str, str | tuple[str, ...]] = {
     "beta": "TRL's beta weighs a KL term in the loss: write --init_kl_coef X --use_kl_loss --kl_estimator k3; "
     "for a beta of 0 --init_kl_coef 0 alone",
@@ -140,12 +194,9 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("model_path", "model_name"), "write --pretrain"),
     **dict.fromkeys(("use_peft", "use_lora"), "write --lora_rank R; 0 turns LoRA off"),
     **dict.fromkeys(("mixed_precision", "fp16", "torch_dtype"), "write --bf16; without it everything is float32"),
-    **dict.fromkeys(("flash_attn", "use_flash_attn"), "write --attn_implementation flash_attention_2"),
+    "use_flash_attn": "write --attn_implementation flash_attention_2",
     "resolution": "write --height and --width (pixels)",
-    "use_vllm": (
-        "leave it out: --engine_type vllm is the default, sglang and hf are the other choices",
-        "leave it out: pictures are drawn by diffusers",
-    ),
+    "use_vllm": "leave it out: images are drawn by diffusers",
     **dict.fromkeys(
         ("colocate_all_models", "colocate_actor_ref"),
         "leave it out: every rank trains, holds the reference and generates",
@@ -183,6 +234,7 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
         ("logging_dir", "log_dir", "tensorboard_dir"),
         "write --use_tensorboard; its files lie in the folder tensorboard of --output_dir",
     ),
+    **LIGHTRFT,
     "resume_from_checkpoint": "write --resume_from FOLDER, or --resume_from auto for the newest checkpoint",
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "write --eval_steps N"),
     "save_strategy": "write --save_steps N",

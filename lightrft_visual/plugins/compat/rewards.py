@@ -1,4 +1,4 @@
-"""Reward functions as TRL, verl, EasyR1, ROLL and flow_grpo call them; each form is an entry of `reward_forms`."""
+"""Reward functions as other systems call them; each form is an entry of `reward_forms`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from ...errors import RewardError
 from ...rewards.batch import RewardBatch
-from ...rewards.local.callables import LOGGING, SCORE_KEYS, Form
+from ...rewards.local.callables import LOGGING, SCORE_KEYS, Form, known_input
 
 
 def records(results: Any, name: str) -> Any:
@@ -133,6 +133,21 @@ def _is_trl(names: Sequence[str], takes_all: bool, function: Callable[..., Any])
     return bool(set(LOGGING) & set(names)) or ("completions" in names and takes_all)
 
 
+OWN_POSITIONS = (("queries",), ("prompts", "prompt"), ("labels", "label", "references", "reference", "refs", "answers"))
+
+
+def _is_by_position(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> bool:
+    """Three parameters, some with names of their own, and those with known names where LightRFT has them."""
+    if takes_all or len(names) != len(OWN_POSITIONS) or all(map(known_input, names)):
+        return False
+    return all(name in own or not known_input(name) for name, own in zip(names, OWN_POSITIONS))
+
+
+BY_POSITION = Form(
+    "LightRFT's form of files, called as (queries, prompts, references or labels)",
+    positions=(lambda batch: batch.queries, lambda batch: batch.prompts, lambda batch: batch.labels_or_references),
+    closed=True, fits=_is_by_position,
+)  # fmt: skip
 TRL = Form("TRL's form", LOGGING, fits=_is_trl)
 TRL_CHAT = Form(
     "TRL's form, completions as chat messages",

@@ -10,7 +10,7 @@ from math import ceil
 
 import torch
 
-from ...config.diffusion import DiffusionRunConfig
+from ...config.diffusion import DiffusionRunConfig, trained_steps
 from ...config.placement import DEVICES, PRESENT, Device
 from ...config.shared import PlanConfig
 from ...config.vl import RunConfig
@@ -162,11 +162,10 @@ def _limits(config: AnyConfig, ranks: int) -> dict[Size, int]:
             return {("train", "micro_train_batch_size"): own}
         sampling = config.sampling
         drawn = ceil(sampling.rollout_batch_size * sampling.n_samples_per_prompt / ranks)
-        steps = ceil((sampling.sde_window_size or sampling.num_steps) * config.algorithm.timestep_fraction)
         return {
             ("sampling", "micro_rollout_batch_size"): drawn,
             ("train", "micro_train_batch_size"): own,
-            ("train", "steps_per_forward"): max(1, steps),
+            ("train", "steps_per_forward"): trained_steps(config),
         }
     samples = ceil(config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt / ranks)
     return {("rollout", "micro_rollout_batch_size"): samples, ("train", "micro_train_batch_size"): own}

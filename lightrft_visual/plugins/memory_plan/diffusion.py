@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...algorithms.diffusion import training_guidance
-from ...config.diffusion import DiffusionRunConfig, gradient_steps, rollout_noise, rollout_sampling
+from ...config.diffusion import DiffusionRunConfig, gradient_steps, rollout_noise, trained_steps
 from ...config.placement import GIB, Device
 from ...experience.vision import MASK, NEGATIVE
 from ...models.diffusion.policy import DiffusionPolicy
@@ -235,13 +235,9 @@ class DiffusionPlanner:
         config, size = self.config, 0.0
         if config.rollout_graphs_serve and len(self.policy.trainable) == 1:
             one = self.computed.denoised(1, config.sampling.guidance_scale, backward=True).kept
-            size = one * self.samples * self._graph_steps()
+            size = one * self.samples * trained_steps(config)
         fits = size <= config.train.rollout_graph_gib * GIB
         return Item("graphs of the rollout", size if fits else 0, "rollout_graph_gib")
-
-    def _graph_steps(self) -> int:
-        stochastic = self.config.sampling.sde_window_size or rollout_sampling(self.config).moving_steps - 1
-        return max(1, round(self.config.algorithm.timestep_fraction * stochastic))
 
     # -- phases --------------------------------------------------------------------------------------------------
 
@@ -325,9 +321,8 @@ class DiffusionPlanner:
             trained = len(gradient_steps(steps, a.mid_timestep, a.final_timestep))
             products = self._products(steps - trained + passes * trained)
         else:
-            steps = self.config.sampling.sde_window_size or self.config.sampling.num_steps
             passes += self._reference - (self._graphs().bytes > 0)  # the forward was the rollout's
-            products = self._products(steps * self.config.algorithm.timestep_fraction * passes)
+            products = self._products(trained_steps(self.config) * passes)
         return products * self.config.train.max_epochs / (TRAINING_USE * self.device.flops)
 
     def _update_items(self) -> list[Item]:

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,6 +114,7 @@ class ActorPool(PendingSource):
         return self._threads.submit(self._score, batch)
 
     def _score(self, batch: RewardBatch) -> Scores:
+        batch = replace(batch, vision=[])  # large, and of modules that are given directly
         share = -(-len(batch) // len(self._actors))
         parts = batch.chunks(share)
         tasks = [actor.score.remote(part, self.device) for actor, part in zip(self._actors, parts)]

@@ -11,7 +11,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,13 +43,15 @@ def _as_is(result: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Form:
-    """told: what the line at the start of a run says. inputs: by parameter, each a list with one entry a sample (or
+    """told: what the line at the start of a run says. positions: what the parameters are given in their order, whatever
+    their names, unless one is a column of the data. inputs: by parameter, each a list with one entry a sample (or
     one value for all, when not each). each: called for each sample, with its entry of every input. closed: **kwargs
     get settings only. read: turns a result into one of ours. media: only for media that the policy made. fits: whether
     a function with parameters of these names, which takes any other one or not, is of this form."""
 
     told: str = ""
     inputs: Inputs = field(default_factory=dict)
+    positions: Sequence[Callable[[RewardBatch], Any]] = ()
     each: bool = False
     closed: bool = False
     media: bool = False
@@ -58,7 +60,8 @@ class Form:
 
     def for_batch(self, batch: RewardBatch) -> Form:
         """This form, or ours where it is not meant for such a batch."""
-        return NATIVE if self.media and not batch.generated else self
+        named = self.positions and batch.columns.intersection(self.inputs)
+        return NATIVE if named or (self.media and not batch.generated) else self
 
     def calls(self, arguments: dict[str, Any], fixed: Mapping[str, Any], size: int) -> dict[str, Any]:
         """The arguments of the one call, or ROWS of them; `fixed` ones are the same for every sample."""
@@ -87,9 +90,10 @@ OPENRLHF = Form(
 def choose(form: str, function: Callable[..., Any], signature: Any) -> Form:
     """The form of that name, or the first one that the signature fits. Raises ConfigError as `check` does."""
     check(form)
-    return registry.reward_forms.load(
-        recognise(signature.names, signature.takes_all, function) if form == AUTO else form
-    )
+    if form == AUTO:
+        form = recognise(signature.names, signature.takes_all, function)
+    chosen = registry.reward_forms.load(form)
+    return replace(chosen, inputs=dict(zip(signature.names, chosen.positions))) if chosen.positions else chosen
 
 
 def check(form: str) -> None:
@@ -238,14 +242,28 @@ def aggregates(function: Callable[..., Any], beside: bool) -> bool:
     """Whether a `reward_fn` makes the reward out of the other scores, as LightRFT's do.
 
     It does when its signature names `model_reward_list`. Where it stands beside models, servers or functions, so does
-    one that takes **kwargs, unless it names something that LightRFT gives to none: a function of TRL's form, with
-    `prompts` or `completions`, is a reward of its own.
+    one whose only parameter is no input of rewards, which LightRFT gives the scores of several servers, and one that
+    takes **kwargs, unless it names something that LightRFT gives to none: a function of TRL's form, with `prompts` or
+    `completions`, is a reward of its own.
     """
     signature = Signature(function, callable_name(function))
     if "model_reward_list" in signature.names:
         return True
+    if beside and len(signature.required) == 1 and not signature.takes_all and not known_input(signature.required[0]):
+        return True
     foreign = [n for n in signature.names if n not in LIGHTRFT_INPUTS and (n in INPUTS or n in signature.required)]
     return beside and signature.takes_all and not foreign
+
+
+def scores_parameter(signature: Signature) -> str:
+    """Where a function that aggregates gets the list of the other scores."""
+    by_name = "model_reward_list" in signature.names or signature.takes_all
+    return "model_reward_list" if by_name else signature.required[0]
+
+
+def known_input(name: str) -> bool:
+    """Whether a parameter of this name is a reward input, whatever the data's columns are."""
+    return name in INPUTS or name in FALLBACKS or name in RESERVED
 
 
 def _images(batch: RewardBatch) -> list[Any]:

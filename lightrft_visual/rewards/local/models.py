@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from ...config.shared import RewardConfig
 from ...errors import ConfigError, RewardError
@@ -102,6 +102,12 @@ def held(module: nn.Module, offload: bool, strategy: Any) -> WholeModel | Divide
 
 
 BATCH_SIZE = 8
+MODEL_INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
+    "prompt_and_output": lambda batch: batch.queries,
+    "raw_images": lambda batch: batch.images,
+    "img_num": lambda batch: [len(sample) for sample in batch.images],
+}
+VISION_INPUTS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
 def local_model_source(
@@ -112,11 +118,18 @@ def local_model_source(
         return load_reward_model(name, str(model), config.reward_cpu_offload, strategy)
     if not callable(model):
         raise ConfigError(f"reward model {name} is a {type(model).__name__}; give a folder, a module or a callable")
-    target = model.forward if isinstance(model, nn.Module) else model
-    if "prompt_and_outputs" in inspect.signature(target).parameters or not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module) or is_engine(model):
         return EngineModel(name, model)
     pad_id = 0 if tokenizer is None or tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return TorchModel(name, model, pad_id, config.reward_cpu_offload, packing)
+
+
+def is_engine(model: nn.Module) -> bool:
+    """Whether a module is a front of something else, as LightRFT's are: its `base_model` is no module, or its forward
+    names `prompt_and_outputs`."""
+    return "prompt_and_outputs" in inspect.signature(model.forward).parameters or not isinstance(
+        getattr(model, "base_model", model), nn.Module
+    )
 
 
 def load_reward_model(name: str, path: str, offload: bool, strategy: Any = None) -> Source:
@@ -242,14 +255,21 @@ class VLModel:
 
 
 class TorchModel:
-    """A torch module given directly: called as `rm(sequences, attention_mask)` with the policy's own token ids.
+    """A torch module given directly: called as `rm(sequences, attention_mask)` with the policy's own token ids, and
+    with those of LightRFT's further arguments that its forward names (all, for **kwargs): prompt_and_output,
+    raw_images, img_num, and pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw as the policy reads them.
 
-    It returns scores (n) or (n, 1), an output with `logits`, or {"score": T}. It sees no images. `packing`: rows of
-    equal length only share a call, so that it never sees padding.
+    It returns scores (n) or (n, 1), an output with `logits`, or {"score": T}. `packing`: samples of equal length only
+    share a call, so that it never sees padding.
     """
 
     def __init__(self, name: str, model: nn.Module, pad_id: int, offload: bool, packing: bool) -> None:
         self.name, self.model, self.pad_id, self.offload, self.packing = name, model, pad_id, offload, packing
+        parameters = inspect.signature(model.forward).parameters
+        takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+        takes_all = takes_all and not isinstance(model, PreTrainedModel)  # those hand them on to their layers
+        self.inputs = [each for each in (*MODEL_INPUTS, *VISION_INPUTS) if takes_all or each in parameters]
+        self.reads_images = "raw_images" in self.inputs
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
         """Scores of the token ids. Raises RewardError for generated media, which have none."""
@@ -259,15 +279,25 @@ class TorchModel:
         with on_device(self.model, call.device, self.offload) as model:
             for group in by_length([len(sample) for sample in batch.sequence_tokens], exact=self.packing):
                 samples = [batch.sequence_tokens[i] for i in group]
-                values = self._run(model, samples, call.device)
+                values = self._run(model, samples, self._more(batch.select(group), call.device), call.device)
                 for index, value in zip(group, values):
                     raw[index] = value
         return to_scores(raw)
 
-    def _run(self, model: nn.Module, samples: Sequence[T], device: Any) -> list[float]:
+    def _more(self, part: RewardBatch, device: Any) -> dict[str, Any]:
+        """What the forward asks for beside ids and mask."""
+        vision = VisionTensors.gather(part.vision)
+        found = {name: MODEL_INPUTS[name](part) for name in self.inputs if name in MODEL_INPUTS}
+        for name in self.inputs:
+            if name in VISION_INPUTS:
+                tensor = vision.get(name)
+                found[name] = None if tensor is None else tensor.to(device)
+        return found
+
+    def _run(self, model: nn.Module, samples: Sequence[T], more: dict[str, Any], device: Any) -> list[float]:
         ids = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=self.pad_id)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(sample) for sample in samples], batch_first=True)
-        values = read_output(model(ids.to(device), mask.to(device)), self.name)
+        values = read_output(model(ids.to(device), mask.to(device), **more), self.name)
         if values.numel() != len(samples):
             raise RewardError(f"reward model {self.name} returned {values.numel()} scores for {len(samples)} samples")
         return values.flatten().tolist()
@@ -289,7 +319,7 @@ class EngineModel:
     raw_images=, img_num=, references=, labels=)`; returns scores or {"score": T}. Unusable scores are failed."""
 
     def __init__(self, name: str, model: Callable[..., Any]) -> None:
-        self.name, self.model = name, model
+        self.name, self.model, self.reads_images = name, model, True
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
         """One call for all samples. Raises RewardError as a reward function does."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,12 +12,13 @@ from typing import Any
 import torch
 
 from ...config import registry
-from ...config.constraints import load_target
+from ...config.constraints import divisors, load_target, nearest, refit_update, said
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout_noise, rollout_sampling
 from ...config.kinds import Task
 from ...config.shared import RewardConfig
 from ...data.bad_rows import list_bad_rows
 from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts, PreferencePairs
+from ...data.sampler import fitting_batch
 from ...errors import ConfigError, did_you_mean
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ...models.diffusion.families.base import DiffusionFamily
@@ -47,6 +50,8 @@ from .maker import DiffusersEngine, DiffusionExperienceMaker, PairExperience, Tr
 from .parts import DiffusionParts, DrawingSource, PairSource
 from .stages import DiffusionSampling, ImageSettings, RolloutGraphs, TrainedVelocity
 from .trainer import DiffusionTrainer, RewardFLTrainer
+
+logger = logging.getLogger(__name__)
 
 PROMPTS_GIB = 2  # of encoded prompts on disk
 
@@ -83,6 +88,7 @@ def _built(
     log_stage("reading the prompts")
     with refused_data_listed(config.output.output_dir):
         prompts, eval_prompts = _prompts(config)
+    _fit_to_data(config, len(prompts))
     sets = [each for each in (prompts, eval_prompts) if each is not None]
     if trained_on is not None:
         _check_training_reward(trained_on, config, prompts, strategy)
@@ -198,14 +204,43 @@ def draws_videos(adapter: type[DiffusionFamily]) -> bool:
 
 def _check_ranks(config: DiffusionRunConfig) -> None:
     world = collectives.world_size()
-    total = config.sampling.rollout_batch_size * config.sampling.n_samples_per_prompt
-    if total % world:
-        raise ConfigError(f"rollout_batch_size * n_samples_per_prompt = {total} does not divide over {world} ranks")
-    if config.offline and config.sampling.rollout_batch_size % world:
-        pairs = config.sampling.rollout_batch_size
-        raise ConfigError(f"rollout_batch_size {pairs} pairs do not divide over {world} ranks")
+    size, n = config.sampling.rollout_batch_size, config.sampling.n_samples_per_prompt
+    step = _prompts_step(config)
+    if size % step:
+        works = nearest(size, range(step, size + step, step))
+        told = said(config.sampling, "rollout_batch_size") + ("" if config.offline else f" * n_samples_per_prompt {n}")
+        raise ConfigError(f"{told} does not divide over {world} ranks; use {works} for rollout_batch_size")
     if config.train.train_batch_size % world:
-        raise ConfigError(f"train_batch_size {config.train.train_batch_size} does not divide over {world} ranks")
+        works = nearest(config.train.train_batch_size, divisors(size * n, math.lcm(world, config.coupled_samples)))
+        raise ConfigError(
+            f"train_batch_size {config.train.train_batch_size} does not divide over {world} ranks; use {works}"
+        )
+
+
+def _prompts_step(config: DiffusionRunConfig) -> int:
+    """Of what rollout_batch_size is a multiple, so that the ranks share a rollout evenly."""
+    world = collectives.world_size()
+    return world if config.offline else world // math.gcd(world, config.sampling.n_samples_per_prompt)
+
+
+def _fit_to_data(config: DiffusionRunConfig, prompts: int) -> None:
+    """Cut rollout_batch_size to the prompts, or pairs, that there are, and the updates with it, and say so.
+
+    Raises ConfigError for fewer than the ranks share evenly.
+    """
+    sampling, train, step = config.sampling, config.train, _prompts_step(config)
+    if prompts < step:
+        raise ConfigError(f"{config.data.prompt_data} has {prompts} prompt(s), and the ranks need a multiple of {step}")
+    size, n = fitting_batch(sampling.rollout_batch_size, prompts, step), sampling.n_samples_per_prompt
+    if size == sampling.rollout_batch_size:
+        return
+    told, before = said(sampling, "rollout_batch_size"), sampling.rollout_batch_size * n
+    refit_update(train, before, size * n, math.lcm(collectives.world_size(), config.coupled_samples))
+    sampling.rollout_batch_size = size
+    if collectives.is_rank_0():
+        text = "%s is more than the %d %s of the data: a step takes %d, an update %d samples"
+        kind = "pairs" if config.offline else "prompts"
+        logger.warning(text, told, prompts, kind, size, train.train_batch_size)
 
 
 def with_reward(config: DiffusionRunConfig) -> DiffusionRunConfig:
@@ -236,8 +271,8 @@ def _placed(config: DiffusionRunConfig) -> DiffusionRunConfig:
 
 
 def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | None]:
-    """Prompts of training and of evaluation, if there are any. Raises DataError, and ConfigError for too few."""
-    data, wanted = config.data, config.sampling.rollout_batch_size
+    """Prompts of training and of evaluation, if there are any. Raises DataError."""
+    data = config.data
     images = _most_images(config)
     labels = scored_labels(config.reward) if data.on_bad_row == "skip" else None
     if config.offline:
@@ -248,9 +283,6 @@ def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | Non
             raise ConfigError(f"pair_data holds images, and {adapter.__name__} draws videos: train a model of images")
     else:
         prompts = DrawPrompts(data.prompt_data, data.prompt_split, data.max_samples, data, images, labels)
-    if len(prompts) < wanted:
-        kind = "pairs" if config.offline else "prompts"
-        raise ConfigError(f"rollout_batch_size is {wanted}, but {data.prompt_data} has {len(prompts)} {kind}")
     if data.eval_data is None or data.max_eval_samples == 0:
         return prompts, None
     return prompts, DrawPrompts(data.eval_data, data.eval_split, data.max_eval_samples, data, images, labels)

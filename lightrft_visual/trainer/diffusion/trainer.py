@@ -24,7 +24,7 @@ from ..loop import Evaluated, PolicyTrainer
 from .maker import Drawn, joined
 from .parts import DiffusionParts
 from .stages import Graphed, update_batches, worth_using
-from .updates import ReplayUpdate, RewardUpdate, Scored, without_zero_advantages
+from .updates import ReplayUpdate, RewardUpdate, Scored, plan_updates
 
 
 class DiffusionTrainer(PolicyTrainer):
@@ -69,13 +69,11 @@ class DiffusionTrainer(PolicyTrainer):
         for epoch in range(self.config.train.max_epochs):
             seed = derive_seed(self.config.train.seed, "replay", self.step, epoch)
             steps = self.buffer.plan(seed, step_size=self.config.train.train_batch_size)
-            for index, micro_batches in enumerate(steps):
-                left_out = 0
-                if self.config.only_advantages_count:
-                    micro_batches, left_out = without_zero_advantages(self.buffer, micro_batches)
-                batches = self.hooks.on_train_batch([self.buffer.load(each) for each in micro_batches])
+            planned = plan_updates(self.buffer, steps, self.config.only_advantages_count)
+            for index, (micro_batches, samples) in enumerate(planned):
+                batches = self.hooks.on_train_batch([self.buffer.gather(each) for each in micro_batches])
                 first = epoch == index == 0
-                result = self.replay_update.step(batches, self._context(first), seed, data.metrics, first, left_out)
+                result = self.replay_update.step(batches, self._context(first), seed, data.metrics, first, samples)
                 self._finish_update(result, data.metrics)
         self.buffer.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -62,27 +63,29 @@ class ReplayUpdate:
         seed: int,
         metrics: MetricsAccumulator,
         first: bool,
-        left_out: int = 0,
+        samples: int,
     ) -> StepResult:
         """Losses of all micro-batches, then one guarded step. A collective.
 
+        Nothing is read off the device before the step, where the batches come from the host, on which they are planned.
+
         Args:
             first: the first update of this rollout.
-            left_out: valid samples of this rank that belong to the update and need no forward; the mean counts them.
+            samples: valid ones of the update over all ranks, which the mean counts; see `plan_updates`.
         """
         plans = [self._plan(experience, context, seed) for experience in batches]
-        samples = left_out + sum(int(each.valid.sum()) for each in batches)
-        count = samples * plans[0][0].shape[1]  # every sample has as many steps
-        total = collectives.all_reduce_sum(torch.tensor(float(count))).item()
+        total = float(samples * plans[0][0].shape[1])  # every sample has as many steps
         forwards = [
-            (experience, steps[:, columns]) for experience, (steps, slices) in zip(batches, plans) for columns in slices
+            (experience, steps[:, columns])
+            for experience, (steps, slices) in zip([_moved(each, context.policy.device) for each in batches], plans)
+            for columns in slices
         ]
         coupled = couplings(self.loss, context, forwards) if self.algorithm.coupled else [None] * len(forwards)
         for index, (experience, steps) in enumerate(forwards):
             part, last = batch_at(experience, steps), index == len(forwards) - 1
             part.coupling = coupled[index]
             with context.policy.all_experts() if last or index == 0 else nullcontext():
-                outputs = self.loss.loss(context, part, max(total, 1.0))
+                outputs = self.loss.loss(context, part, total)
             self.engine.accumulate(outputs.loss, last)
             add_loss(metrics, outputs, part.valid.sum(), last, first)
         return self.engine.step()
@@ -120,6 +123,40 @@ class ReplayUpdate:
             steps = noisy_steps(experience, share, self.min_sigma)
         shuffled = shuffled_steps(steps, ids, seed)
         return shuffled if self.choice == "first" else random_share(shuffled, self.fraction)
+
+
+def _moved(experience: ExperienceDiffusion, device: torch.device) -> ExperienceDiffusion:
+    """The same on the device, except the ids, by which the host seeds noise."""
+    moved = copy(experience).to_device(device)
+    moved.sample_id, moved.group_id = experience.sample_id, experience.group_id
+    return moved
+
+
+class PlannedUpdate(NamedTuple):
+    """micro_batches: of this rank; samples: valid ones of the update over all ranks, at least one is counted."""
+
+    micro_batches: list[MicroBatch]
+    samples: int
+
+
+def plan_updates(
+    buffer: NaiveReplayBuffer, steps: Sequence[Sequence[MicroBatch]], only_advantages_count: bool
+) -> list[PlannedUpdate]:
+    """The updates of one pass over the buffer, whose samples are counted together. A collective.
+
+    Args:
+        only_advantages_count: see `without_zero_advantages`; what it leaves out the mean counts all the same.
+    """
+    kept, counts = [], []
+    for micro_batches in steps:
+        own, left_out = list(micro_batches), 0
+        if only_advantages_count:
+            own, left_out = without_zero_advantages(buffer, micro_batches)
+        planned = [index for each in own if not each.filler for index in each.indices]
+        kept.append(own)
+        counts.append(left_out + sum(bool(buffer[index].valid) for index in planned))
+    totals = collectives.all_reduce_sum(torch.tensor(counts)).tolist()
+    return [PlannedUpdate(own, max(total, 1)) for own, total in zip(kept, totals)]
 
 
 def without_zero_advantages(

@@ -14,17 +14,20 @@ import torch
 from ...algorithms.kl import get_kl_controller
 from ...algorithms.loss_terms import PartSettings
 from ...config import registry
+from ...config.constraints import divisors, nearest, refit_update, said
 from ...config.shared import RewardConfig
 from ...config.vl import RunConfig, mixing_probabilities
 from ...data.bad_rows import list_bad_rows
 from ...data.drawing_prompts import EvaluationRows
 from ...data.prompts import PromptDataset, PromptSampler, RowChecks
+from ...data.sampler import epoch_quotas, fitting_batch
 from ...data.supply import PromptSupply
 from ...errors import ConfigError
 from ...experience.rollouts import SamplingSettings
 from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint
 from ...models.vlm.actor import Actor, Critic
 from ...models.vlm.families import VLMFamily, family_of
+from ...models.vlm.probe import prove_family
 from ...observe.console import RunConsole
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config, scored_labels
@@ -83,6 +86,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, lock: FolderLoc
     log_stage("reading the data")
     with refused_data_listed(config.output.output_dir):
         dataset, eval_set = _datasets(config, checkpoint)
+    _fit_to_data(config, dataset)
     sets = [each for each in (dataset, eval_set) if each is not None]
     rewards = _rewards(config, strategy, checkpoint, sets)
     recorder = open_recorder(config, resumed=resume_folder is not None, lock=lock)
@@ -91,6 +95,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, lock: FolderLoc
     gold = _gold(judged, strategy, checkpoint, sets)
     log_stage("loading the models")
     (actor, critic, reference), frozen = _models(config, strategy, checkpoint, total_steps)
+    _prove(config, actor.module, checkpoint, model)
     models = actor, critic, reference, _teacher(config, strategy, checkpoint)
     loss_parts = _loss_parts(config, actor)
     log_stage(f"starting the engine ({engine_in_words(config, checkpoint)})")
@@ -170,14 +175,32 @@ def with_reward(config: RunConfig) -> RunConfig:
 
 def _check_ranks(config: RunConfig) -> None:
     world, rollout, train = collectives.world_size(), config.rollout, config.train
-    for name, value, parts in (
-        ("rollout_batch_size", rollout.rollout_batch_size, world),
-        ("train_batch_size", train.train_batch_size, world // config.distributed.sp_size),
-    ):
-        if value % parts:
-            raise ConfigError(f"{name} {value} does not divide over {parts} ranks")
+    size = rollout.rollout_batch_size
+    if size % world:
+        works = nearest(size, range(world, size + world, world))
+        raise ConfigError(f"{said(rollout, 'rollout_batch_size')} does not divide over {world} ranks; use {works}")
+    size, parts = train.train_batch_size, world // config.distributed.sp_size
+    if size % parts:
+        works = nearest(size, divisors(rollout.rollout_batch_size * rollout.n_samples_per_prompt, parts))
+        raise ConfigError(f"train_batch_size {size} does not divide over {parts} ranks; use {works}")
     if not config.distributed.split and world % rollout.engine_tp_size:
         raise ConfigError(f"engine_tp_size {rollout.engine_tp_size} does not divide {world} ranks")
+
+
+def _fit_to_data(config: RunConfig, dataset: PromptDataset) -> None:
+    """Cut rollout_batch_size to the prompts that there are, and the updates with it, and say so."""
+    rollout, train, world = config.rollout, config.train, collectives.world_size()
+    prompts = sum(epoch_quotas(dataset.sizes, mixing_probabilities(config.data.prompt_data_probs)))
+    size, n = fitting_batch(rollout.rollout_batch_size, prompts, world), rollout.n_samples_per_prompt
+    if size == rollout.rollout_batch_size:
+        return
+    told, before = said(rollout, "rollout_batch_size"), rollout.rollout_batch_size * n
+    refit_update(train, before, size * n, world // config.distributed.sp_size)
+    rollout.rollout_batch_size = size
+    config.check_kinds()
+    if collectives.is_rank_0():
+        text = "%s is more than the %d prompts of a pass over the data: a step takes %d, an update %d samples"
+        logger.warning(text, told, prompts, size, train.train_batch_size)
 
 
 def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
@@ -355,8 +378,17 @@ def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpo
         transformer = load_transformer(path, config.model, strategy.dtype)
     banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
     shares = teacher.family.able_to_share(config.train.share_prefix, config.model.attn_implementation)
-    frozen = strategy.prepare_inference(Actor(transformer, banned, checkpoint.eos_ids, shares))
+    scorer = Actor(transformer, banned, checkpoint.eos_ids, shares)
+    frozen = strategy.prepare_inference(scorer)
+    _prove(config, scorer, teacher, fingerprint(path, teacher.path, {}))
     return own_scores(lambda inputs, rule: frozen(inputs, rule, with_entropy=False).log_probs, strategy.sequence)
+
+
+def _prove(config: RunConfig, actor: Actor, checkpoint: Checkpoint, model: dict[str, Any]) -> None:
+    """Say that an adapter which no test has proven runs this model right. Raises ConfigError where it does not."""
+    proven = prove_family(actor, checkpoint, config.rollout.prompt_max_len + config.rollout.generate_max_len, model)
+    if proven:
+        log_stage(proven)
 
 
 def _engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> RolloutEngine:

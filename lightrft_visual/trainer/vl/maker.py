@@ -66,8 +66,8 @@ class ForwardStage:
 
     Micro-batches lie on the host; one at a time goes to `device`, and what comes out goes back to the host.
     actor(inputs, rule) returns log_probs and entropy (None: the training forward will give them);
-    reference(inputs, rule) the reference's log_probs (None: no KL); critic(inputs) values (None without one).
-    others: (inputs, rule) to what goes into a field of the experience, by its name. All are (B, A).
+    reference(inputs, rule) the reference's log_probs, alone or as an actor's (None: no KL); critic(inputs) values (None
+    without one). others: (inputs, rule) to what goes into a field of the experience, by its name. All are (B, A).
     """
 
     actor: Callable[..., Any] | None
@@ -90,7 +90,8 @@ class ForwardStage:
         if self.reference is not None:
             with self.reference if isinstance(self.reference, OffloadedModule) else nullcontext():
                 for experience, each in zip(batches, inputs):
-                    experience.base_action_log_probs = self.reference(each.to(self.device), rule).cpu()
+                    scored = self.reference(each.to(self.device), rule)
+                    experience.base_action_log_probs = getattr(scored, "log_probs", scored).cpu()
         for name, score in self.others.items():
             for experience, each in zip(batches, inputs):
                 setattr(experience, name, score(each.to(self.device), rule).cpu())
@@ -186,6 +187,7 @@ class MakerSettings:
             them before.
         other_scores: fields of the experience and the functions of (inputs, rule) that score them, as a reference is
             asked: what a loss term or an estimator needs of other models.
+        keep_images: experiences carry the prompts' images (`raw_images`), also into the replay buffer.
         hooks: what follows a step.
     """
 
@@ -200,6 +202,7 @@ class MakerSettings:
     weights_follow: bool = False
     score_policy: bool = True
     other_scores: Mapping[str, Callable[..., T]] = field(default_factory=dict)
+    keep_images: bool = False
     hooks: Hooks = field(default_factory=Hooks)
 
 
@@ -286,6 +289,8 @@ class ExperienceMaker:
             rollouts = self._settle(rollouts)
         for experience, part in zip(experiences, self._parts(rollouts), strict=True):
             add_rewards(experience, part)
+            if self.settings.keep_images and isinstance(experience, ExperienceVL):
+                experience.raw_images = [list(rollout.prompt.images) for rollout in part]
         rewards = [each.info["reward"] for each in experiences]
         arguments = estimator | {"max_new_tokens": rollouts.sampling.max_new_tokens}
         made = assign_advantages(self.calculator, experiences, rewards, self.kl_controller.value, arguments)

@@ -37,6 +37,9 @@ from ...runtime.deepspeed import StepResult, TrainEngine
 T = torch.Tensor
 
 
+Scores = list[tuple[MicroBatch, T]]  # log-probs (B, A) of each micro-batch, on the accelerator
+
+
 @dataclass
 class LossPart:
     """One part of a train batch's loss: its tokens (B, A) of each micro-batch, and what their loss is divided by."""
@@ -154,11 +157,14 @@ class PolicyUpdate:
         self, buffer: NaiveReplayBuffer, batches: Sequence[TrainBatch], check: RolloutCheck, version: int | None = None
     ) -> None:
         """Old log-probs of train batches into the buffer's samples, by the policy as it stands, of this version."""
+        scored: Scores = []
         for micro_batch in (each for batch in batches for each in batch.micro_batches):
             experience = buffer.load(micro_batch)
-            inputs = ModelInputs.of(experience)
-            output = self.actor(inputs, self.rule, with_entropy=False)
-            self._keep(buffer, micro_batch, experience, output.log_probs, check, version)
+            output = self.actor(ModelInputs.of(experience), self.rule, with_entropy=False)
+            if not micro_batch.filler:
+                scored.append((micro_batch, output.log_probs))
+                _compare(check, experience, output.log_probs, version)
+        buffer.fill("action_log_probs", scored)
 
     def step(
         self,
@@ -177,34 +183,30 @@ class PolicyUpdate:
             check: settled before the step, of which nothing is left when it raises.
             version: of the policy; tokens of other ones are not compared.
         """
-        last = len(batch.micro_batches) - 1
-        for index in range(len(batch.micro_batches)):
-            losses = self._accumulate(buffer, batch, index, kl_coef, check, version)
-            _record(metrics, losses, index == last, buffer.counts, first)
+        scored: Scores = []
+        last, heard = len(batch.micro_batches) - 1, None
+        for index, micro_batch in enumerate(batch.micro_batches):
+            experience = buffer.load(micro_batch)
+            losses, log_probs = self._forward_losses(experience, batch, index, kl_coef)
+            if experience.action_log_probs is None and not micro_batch.filler:
+                scored.append((micro_batch, log_probs))
+                _compare(check, experience, log_probs, version)
+            told = check.told if check is not None and index == last else None
+            heard = self.actor.accumulate(losses.loss, index == last, told)
+            _record(metrics, replace(losses, loss=losses.loss.detach()), index == last, buffer.counts, first)
         if check is not None:
-            check.settle()
-        return self.actor.step()
+            check.settle(heard)
+        result = self.actor.step()
+        buffer.fill("action_log_probs", scored)
+        return result
 
-    def _accumulate(
-        self,
-        buffer: NaiveReplayBuffer,
-        batch: TrainBatch,
-        index: int,
-        kl_coef: float,
-        check: RolloutCheck | None,
-        version: int | None,
-    ) -> LossOutputs:
-        """Micro-batch number `index` forward and backward; nothing else of it is kept on the accelerator."""
-        micro_batch = batch.micro_batches[index]
-        experience = buffer.load(micro_batch)
+    def _forward_losses(self, experience, batch: TrainBatch, index: int, kl_coef: float) -> tuple[LossOutputs, T]:
+        """Losses of micro-batch number `index`, and its log-probs (B, A) without their graph."""
         output, extra = self._forward(ModelInputs.of(experience), experience.action_entropy is None)
         read = self.loss_inputs(experience, output, batch, index, extra)
         losses = self._losses(read, batch, index, kl_coef)
         losses.maxima["ratio_max_dev_first"] = _deviation_of_fresh(read, experience.info.get("replayed"))
-        self.actor.accumulate(losses.loss, index == len(batch.micro_batches) - 1)
-        if experience.action_log_probs is None:
-            self._keep(buffer, micro_batch, experience, output.log_probs.detach(), check, version)
-        return replace(losses, loss=losses.loss.detach())
+        return losses, output.log_probs.detach()
 
     def _losses(self, inputs: LossInputs, batch: TrainBatch, index: int, kl_coef: float) -> LossOutputs:
         """Of micro-batch number `index`: the sum of the parts' losses, each a share of its own part's in the batch."""
@@ -221,23 +223,6 @@ class PolicyUpdate:
         # Without a pass before, the entropy that is reported is this one's.
         entropy = report_entropy or any(self.config.entropy_coefs) or any(term.needs_entropy for term in terms)
         return forward_with(terms, lambda each: self.actor(each, self.rule, with_entropy=entropy), inputs, self.seed)
-
-    def _keep(
-        self,
-        buffer: NaiveReplayBuffer,
-        micro_batch: MicroBatch,
-        experience,
-        log_probs: T,
-        check: RolloutCheck | None,
-        version: int | None,
-    ) -> None:
-        """The scores (B, A) as the samples' old log-probs, for the updates to come, and beside the engine's."""
-        if micro_batch.filler:
-            return
-        buffer.fill(micro_batch, "action_log_probs", log_probs)
-        if check is not None:
-            mask = comparable(experience, ModelInputs.of(experience).action_mask, version)
-            check.add(log_probs, per_action(experience, "rollout_log_probs"), mask)
 
     def loss_inputs(self, experience, output, batch: TrainBatch, index: int, extra: Mapping[str, T]) -> LossInputs:
         """What the loss reads of micro-batch number `index` and the actor's outputs for it, all (B, A)."""
@@ -321,6 +306,13 @@ def _deviation_of_fresh(inputs: LossInputs, replayed: T | None) -> T:
     ratios = torch.exp(inputs.log_probs.float() - inputs.old_log_probs.float())
     deviations = torch.where(mask, (ratios - 1).abs(), torch.zeros((), device=mask.device))
     return deviations.max() if deviations.numel() else deviations.new_zeros(())
+
+
+def _compare(check: RolloutCheck | None, experience, log_probs: T, version: int | None) -> None:
+    """The trainer's scores (B, A) of a batch beside the engine's."""
+    if check is not None:
+        mask = comparable(experience, ModelInputs.of(experience).action_mask, version)
+        check.add(log_probs, per_action(experience, "rollout_log_probs"), mask)
 
 
 def per_action(experience, name: str) -> T | None:

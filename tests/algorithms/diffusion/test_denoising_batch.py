@@ -87,7 +87,7 @@ def test_losses_on_data_train_at_every_step_that_has_noise(last, expected):
     experience = rollout(ode=True)
     experience.sigmas[:, -2] = last
     assert noisy_steps(experience).tolist() == [expected] * 4
-    assert noisy_steps(experience, 0.5).tolist() == [expected[: round(len(expected) / 2)]] * 4
+    assert noisy_steps(experience, 0.5).tolist() == [expected[: len(expected) // 2]] * 4
 
 
 @pytest.mark.parametrize("ode", [False, True])

@@ -66,7 +66,7 @@ def test_metrics_of_groups():
     rewards, groups = torch.tensor([0.0, 1.0, 2.0, 3.0, 5.0, 5.0, 5.0, 5.0]), torch.arange(8) // 4
     advantages, metrics = gathered_group_advantages(rewards, groups, torch.ones(8, dtype=torch.bool))
     assert len(advantages) == 8
-    assert metrics["group_size"] == 4 and metrics["trained_prompt_num"] == 1 and metrics["zero_std_ratio"] == 0.5
+    assert metrics["group_size"] == 4 and metrics["zero_std_ratio"] == 0.5
     assert metrics["mean_reward_50"] == pytest.approx((2.5 + 5) / 2)
     assert metrics == group_metrics(rewards, groups, torch.ones(8, dtype=torch.bool))
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run_alone
 
 from lightrft_visual.config.shared import DistributedConfig
 from lightrft_visual.plugins.memory_plan.table import DEVICE, HOST
@@ -25,7 +24,7 @@ def zero(stage: int, ranks: int = 8, on_cpu: bool = False, **settings) -> Zero:
 
 def test_the_optimizers_states_are_those_planned(tmp_path: Path) -> None:
     out = tmp_path / "states.json"
-    subprocess.run([sys.executable, STATES, out], check=True, capture_output=True, timeout=300)
+    run_alone(STATES, out, limit=300)
     for name, (before, after) in json.loads(out.read_text()).items():
         stage, width = int(name[0]), 2 if name.endswith("bf16") else 4
         model = Model(TRAINED, 256 * 256 + 256, 256 * 256, 256 * 256, width)

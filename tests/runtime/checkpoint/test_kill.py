@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
 import time
 from pathlib import Path
+
+import forked
 
 from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, resolve_resume, verify
 
@@ -25,8 +26,7 @@ def save_for_ever(root: str, first: int) -> None:
 
 
 def test_twenty_kills_twenty_resumes(tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightrft_visual.runtime.checkpoint.manager"])
+    context = forked.server()
     rng = random.Random(0)
     CheckpointManager(tmp_path, max_num=2).save(0, lambda folder: write(folder, 0))
     resumed, newest = 0, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import forked
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -44,7 +45,7 @@ def run_rank(rank: int, root: str, results) -> None:
 def test_two_ranks(tmp_path):
     with mp.Manager() as shared:
         results = shared.dict()
-        mp.spawn(run_rank, (str(tmp_path), results), nprocs=2)
+        forked.spawn(run_rank, 2, str(tmp_path), results)
         outcomes = dict(results)
     assert outcomes[0] == outcomes[1]
     first, second, resumed, nothing = outcomes[0]

@@ -105,7 +105,7 @@ RUNS = {
     "unknown": "--reward_fn {folder}/scores.py:green",
     "missing": "reward.components.aesthetic=1.0",
     "indivisible": "--reward_fn {folder}/scores.py:red --train_batch_size 3",
-    "few_prompts": "--reward_fn {folder}/scores.py:red --rollout_batch_size 4 --train_batch_size 16",
+    "few_prompts": "--reward_fn {folder}/scores.py:red --rollout_batch_size 4 --train_batch_size 16 --max_steps 1",
     "odd_size": "--reward_fn {folder}/scores.py:red --height 30",
     **{
         f"all_invalid_{name}": f"{NOTHING} --diffusion_algorithm {name}"

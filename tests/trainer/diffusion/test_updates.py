@@ -21,7 +21,7 @@ from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSett
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
 from lightrft_visual.trainer.diffusion.stages import GIB, Graphed, RolloutGraphs, kept_bytes, worth_using
-from lightrft_visual.trainer.diffusion.updates import ReplayUpdate, without_zero_advantages
+from lightrft_visual.trainer.diffusion.updates import ReplayUpdate, plan_updates
 
 COUNT = 6
 
@@ -64,11 +64,9 @@ def trained(policy, buffer, skip, steps_per_forward=1):
     engine, metrics = Gradients(policy), MetricsAccumulator()
     algorithm, loss = registry.diffusion_algorithms["flow_grpo"], FlowGRPO(clip_range=0.1)
     update = ReplayUpdate(engine, algorithm, loss, 1.0, "first", steps_per_forward)
-    (planned,), left_out = buffer.plan(0), 0
-    if skip:
-        planned, left_out = without_zero_advantages(buffer, planned)
-    batches = [buffer.load(each) for each in planned]
-    return update.step(batches, LossContext(engine, policy), 0, metrics, True, left_out), engine
+    ((planned, samples),) = plan_updates(buffer, buffer.plan(0), skip)
+    batches = [buffer.gather(each) for each in planned]
+    return update.step(batches, LossContext(engine, policy), 0, metrics, True, samples), engine
 
 
 def policy():
@@ -143,7 +141,7 @@ def test_the_graphs_of_the_rollout_give_the_gradient_of_its_replay(name):
     assert not kept.log_probs.requires_grad and not kept.latents.requires_grad
     replayed, own = MetricsAccumulator(), MetricsAccumulator()
     context = LossContext(engine, drawing, on_policy=True)
-    expected = update.step([plain], context, 0, replayed, True)
+    expected = update.step([plain], context, 0, replayed, True, 3)
     assert engine.samples == 4 * len(steps) * (1 + (loss.beta > 0))
     engine.samples, batches = 0, [Graphed(kept, graph)]
     found = update.step_on_graphs(batches, context, own)

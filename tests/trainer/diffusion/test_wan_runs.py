@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run_alone
 from PIL import Image
-from waiting import finished
-from whole_runs import environment
 
 DRIVER = Path(__file__).with_name("wan_runs.py")
 
@@ -18,8 +16,7 @@ DRIVER = Path(__file__).with_name("wan_runs.py")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache_root):
     place = tmp_path_factory.mktemp("wan")
-    done = finished([sys.executable, str(DRIVER), str(place)], 280, env=environment(cache_root))
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    run_alone(DRIVER, place, limit=280)
     return place
 
 

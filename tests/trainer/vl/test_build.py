@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +15,16 @@ import torch
 from tiny_models import actor_of, checkpoint_of, inputs_of, rollouts_of, text_prompts
 from transformers import LlavaConfig, Qwen2Config
 
-from lightrft_visual.config.vl import AlgorithmConfig, ModelConfig, RunConfig, TrainConfig
+from lightrft_visual.config.vl import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.models.vlm.families import family_of
+from lightrft_visual.runtime import collectives
 from lightrft_visual.trainer.vl.build import (
     _actor_optimizer,
+    _check_ranks,
+    _fit_to_data,
     _loss_parts,
     _resolve_sharing,
     _teacher,
@@ -65,6 +69,50 @@ def test_one_sample_shares_with_nobody():
     config.algorithm.advantage_estimator = "reinforce"
     with pytest.raises(ConfigError, match="n_samples_per_prompt is 1"):
         config.check()
+
+
+@pytest.mark.parametrize(
+    "flags,ranks,expected",
+    [
+        ({}, 1, (50, 400)),
+        ({}, 4, (48, 384)),  # a number that the ranks share
+        ({"train_batch_size": 512}, 1, (50, 200)),  # two updates, as before
+        ({"train_batch_size": 8}, 1, (50, 8)),  # still divides a rollout
+        ({"train_batch_size": 32}, 1, (50, 400)),  # neither do 32 samples, nor 32 updates
+        ({"groups_per_update": 64}, 1, (50, 200)),
+        ({}, 64, (64, 512)),  # a prompt a rank at least
+    ],
+)
+def test_a_step_takes_no_more_prompts_than_a_pass_over_the_data_has(flags, ranks, expected, monkeypatch, caplog):
+    monkeypatch.setattr(collectives, "world_size", lambda: ranks)
+    config = RunConfig(train=TrainConfig(**flags))
+    _fit_to_data(config, SimpleNamespace(sizes=[30, 20]))
+    assert (config.rollout.rollout_batch_size, config.train.train_batch_size) == expected
+    assert replace(config).train.train_batch_size == expected[1], "resolves to itself"
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("rollout_batch_size 128 (the default) is more than the 50 prompts of a pass over the data: ")
+    assert line.endswith(f"a step takes {expected[0]}, an update {expected[1]} samples")
+
+
+def test_sizes_within_the_data_stay_as_they_are(caplog):
+    config = RunConfig()
+    _fit_to_data(config, SimpleNamespace(sizes=[128]))
+    assert (config.rollout.rollout_batch_size, config.train.train_batch_size) == (128, 1024) and not caplog.records
+
+
+@pytest.mark.parametrize(
+    "settings,told",
+    [
+        ((6, 8, 0), r"rollout_batch_size 6 does not divide over 4 ranks; use 4 or 8"),
+        ((128, 6, 6), r"train_batch_size 6 does not divide over 4 ranks; use 4 or 8"),
+    ],
+)
+def test_sizes_that_ranks_cannot_share_are_refused_with_numbers_that_work(settings, told, monkeypatch):
+    monkeypatch.setattr(collectives, "world_size", lambda: 4)
+    prompts, samples, update = settings
+    sizes = RolloutConfig(rollout_batch_size=prompts, n_samples_per_prompt=samples)
+    with pytest.raises(ConfigError, match=told):
+        _check_ranks(RunConfig(rollout=sizes, train=TrainConfig(train_batch_size=update)))
 
 
 def rates(kind: str, root, **settings) -> dict[str, float]:

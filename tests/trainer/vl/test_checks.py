@@ -22,7 +22,11 @@ def check(config, flags: str) -> None:
 @pytest.mark.parametrize(
     ("config", "flags", "message"),
     [
-        (Qwen2Config(), "--homogeneous_batches", "homogeneous_batches parts answers from drawings.*leave it out"),
+        (
+            Qwen2Config(),
+            "--homogeneous_batches --train_batch_size 128",
+            "homogeneous_batches parts answers from drawings.*leave it out",
+        ),
         (Qwen2Config(), "--drawing_entropy_coef 0.0", "drawing_entropy_coef.*writes text only; leave it out"),
         (Qwen2Config(), "--papo_coef 0.01", "papo_coef hides parts of images: this model reads text only"),
         (Qwen2Config(), "--noisy_rollout_share 0.5", "noisy_rollout_share.*this model reads text only"),
@@ -35,4 +39,4 @@ def test_what_a_model_cannot_do_is_refused(config, flags, message):
 
 def test_what_it_can_do_is_not():
     check(Qwen2Config(), "")
-    check(JanusConfig(), "--homogeneous_batches --drawing_entropy_coef 0.0 --entropy_coef 0.05")
+    check(JanusConfig(), "--homogeneous_batches --train_batch_size 128 --drawing_entropy_coef 0.0 --entropy_coef 0.05")

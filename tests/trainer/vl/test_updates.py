@@ -33,7 +33,7 @@ class PlainEngine:
     def __call__(self, *arguments, **named):
         return self.module(*arguments, **named)
 
-    def accumulate(self, loss, last):
+    def accumulate(self, loss, last, told=None):
         loss.backward()
 
     def step(self):
@@ -69,7 +69,7 @@ def gradients(checkpoint, micro_batch: int, packed: bool, prompts: PromptBatch) 
 
 
 class Refusal(RolloutCheck):
-    def settle(self):
+    def settle(self, heard=None):
         raise RolloutError("refused")
 
 

@@ -3,6 +3,7 @@
 The plain adapter counts ordinary positions and passes `pixel_values` alone. A model that needs more would be trained on
 wrong log-probs, and engine hf, which runs the same forward, would agree with the trainer in the error. So what the
 configuration, the model's class or the processor shows beyond that is a ConfigError, before any weights are loaded.
+What does not show there, such as layers of other kinds, `models/vlm/probe.py` finds once they are.
 """
 
 from __future__ import annotations
@@ -74,11 +75,6 @@ def _of_vision(config: PretrainedConfig) -> Iterator[str]:
     taken = {name for each in classes for name in inspect.signature(each.forward).parameters}
     if _has_mrope(values) or any(hasattr(each, "get_rope_index") for each in classes):
         yield "M-RoPE positions"
-    layers = text.get("layer_types") or text.get("layers_block_type") or ()
-    if other := sorted(set(layers) - {"full_attention"}):
-        yield f"layers of type {', '.join(other)}"
-    elif not layers and text.get("sliding_window"):
-        yield f"attention by windows (sliding_window {text['sliding_window']})"
     if text.get("use_bidirectional_attention") or "token_type_ids" in taken:
         yield "bidirectional attention over images (token_type_ids)"
     if text.get("cross_attention_layers") or values.get("cross_layer_interval"):

@@ -23,7 +23,7 @@ from lightrft_visual.trainer.vl.trainer import build_trainer
 VL = (
     "--engine_type hf --report false --eval_steps 0 --max_eval_samples 0 --max_steps 4 --rollout_batch_size 4 "
     "--n_samples_per_prompt 4 --train_batch_size 16 --micro_train_batch_size 16 --generate_max_len 8 "
-    "--image_dependence_every 0 --num_trajectories_to_save 16"
+    "--max_samples 64 --image_dependence_every 0 --num_trajectories_to_save 16"
 )
 SPLIT = "--placement split --rollout_num_cpus 0.5"
 ASYNC = f"{SPLIT} async.max_staleness=1 async.partial_rollouts=true async.partial_tokens=1 --save_steps 2"

@@ -1,0 +1,42 @@
+"""How many different prompts a run has trained on so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any
+
+from ...runtime.collectives import all_gather_object
+from ..hooks import StepData, StepHook
+
+
+class TrainedPromptsHook(StepHook):
+    """The metric `trained_prompt_num` of diffusion runs, as in DiffusionNFT, Flow-GRPO and FastVideo: prompts are equal
+    where their texts are."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def on_experience(self, step: StepData) -> StepData:
+        """Those of all ranks. A collective."""
+        mine = {sha256(prompt.encode()).hexdigest()[:16] for prompt in step.rollouts.requests.prompts}
+        self.seen.update(*all_gather_object(mine))
+        return step
+
+    def metrics(self) -> Mapping[str, float]:
+        """The same on every rank."""
+        return {"trained_prompt_num": float(len(self.seen))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The prompts, by their hashes."""
+        return {"seen": sorted(self.seen)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self.seen = set(state["seen"])
+
+
+def build(parts: Any) -> TrainedPromptsHook | None:
+    """Where rollouts are scored: neither for pairs of a file nor for losses on the reward itself."""
+    config = parts.config
+    return None if config.offline or config.algorithm.entry.trains_on == "reward" else TrainedPromptsHook()

@@ -1,0 +1,117 @@
+"""Settings and metrics of FastVideo, DiffusionNFT and Flow-GRPO mean here what they mean there, worked out by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightrft_visual.algorithms.diffusion.advantages import group_metrics
+from lightrft_visual.algorithms.diffusion.denoising_batch import first_share, noisy_steps, random_share
+from lightrft_visual.config.diffusion import DiffusionRunConfig, trained_steps
+from lightrft_visual.config.load import parse_run
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rollout.diffusion_sampler import SamplingConfig
+from lightrft_visual.trainer.features.trained_prompts import TrainedPromptsHook
+from lightrft_visual.trainer.hooks import StepData
+
+
+@pytest.mark.parametrize(
+    "raw,expected",
+    [
+        (None, SamplingConfig()),
+        ({}, SamplingConfig()),
+        ({"num_steps": "12"}, SamplingConfig(num_steps=12)),
+        ({"num_steps": None, "trajectory": None, "sigmas": None}, SamplingConfig()),
+        ({"flow_shift": "inherit"}, SamplingConfig()),
+        ({"flow_shift": "3"}, SamplingConfig(flow_shift=3.0)),
+        ({"scheduler": " Flow_Match_Euler "}, SamplingConfig(scheduler="flow_match_euler")),
+        ({"timesteps": ["900", "300", 10]}, SamplingConfig(timesteps=[900.0, 300.0, 10.0])),
+        ({"sigmas": ["0.9", 0.3]}, SamplingConfig(sigmas=[0.9, 0.3])),
+    ],
+)
+def test_a_section_of_sampling_is_read(raw, expected):
+    assert SamplingConfig.from_mapping(raw) == expected
+
+
+@pytest.mark.parametrize(
+    "raw,words",
+    [
+        ([], "sampling is a list"),
+        ("num_steps", "sampling is a str"),
+        ({"num_step": 3}, "num_steps"),
+        ({3: 3}, "no field 3"),
+        ({"num_steps": "many"}, "num_steps is 'many'; it must be a whole number"),
+        ({"num_steps": 1.5}, "num_steps is 1.5"),
+        ({"num_steps": [3]}, "num_steps is"),
+        ({"num_steps": True}, "num_steps is True"),
+        ({"num_steps": 0}, "num_steps is 0; it must be positive"),
+        ({"flow_shift": "wide"}, "flow_shift is 'wide'; it must be a number, or 'inherit'"),
+        ({"timesteps": "900"}, "timesteps is '900'; it must be a list of numbers"),
+        ({"timesteps": ["high"]}, "timesteps is"),
+        ({"sigmas": [None]}, "sigmas is"),
+        ({"sigmas": {"first": 1}}, "sigmas is"),
+        ({"trajectory": ["ode"]}, "trajectory is"),
+    ],
+)
+def test_a_wrong_section_of_sampling_is_refused_in_words(raw, words):
+    with pytest.raises(ConfigError) as error:
+        SamplingConfig.from_mapping(raw)
+    assert words in str(error.value)
+
+
+def test_the_best_rewards_of_a_group_are_those_from_a_percentile_on():
+    rewards, groups = torch.tensor([1.0, 2, 2, 3, 4, 4, 4, 4]), torch.arange(8) // 4
+    found = group_metrics(rewards, groups, torch.ones(8, dtype=torch.bool))
+    assert found["mean_reward_100"] == 3.0
+    assert found["mean_reward_50"] == pytest.approx((7 / 3 + 4) / 2)  # the median is 2, and two rewards are
+    assert found["mean_reward_25"] == 3.5 and found["mean_reward_10"] == 3.5  # from 2.25 and from 2.7 on
+    assert found["mean_reward_75"] == pytest.approx((7 / 3 + 4) / 2)  # from 1.75 on
+    assert (found["group_size"], found["zero_std_ratio"]) == (4, 0.5)
+    assert found["reward_std_mean"] == pytest.approx(0.5**0.5 / 2)
+
+
+def step_of(*prompts: str) -> StepData:
+    return StepData([], SimpleNamespace(requests=SimpleNamespace(prompts=list(prompts))))
+
+
+def test_trained_prompts_are_counted_over_the_run_also_where_it_is_resumed():
+    hook = TrainedPromptsHook()
+    hook.on_experience(step_of("a cat", "a cat", "a dog"))
+    assert hook.metrics() == {"trained_prompt_num": 2.0}
+    again = TrainedPromptsHook()
+    again.load_state_dict(hook.state_dict())
+    again.on_experience(step_of("a dog", "a house"))
+    assert again.metrics() == {"trained_prompt_num": 3.0}
+
+
+@pytest.mark.parametrize("fraction,kept", [(0.99, 9), (1.0, 10), (0.5, 5), (0.29, 2), (0.01, 1)])
+def test_a_share_of_ten_steps_of_the_schedule_is_cut(fraction, kept):
+    experience = SimpleNamespace(sigmas=torch.linspace(1, 0, 11).expand(2, -1))
+    assert noisy_steps(experience, fraction).tolist() == [list(range(kept))] * 2  # DiffusionNFT and FastVideo
+
+
+@pytest.mark.parametrize("fraction,kept", [(0.99, 9), (1.0, 9), (0.5, 5), (0.01, 1)])
+def test_flow_grpo_trains_on_the_first_steps_of_the_schedule(fraction, kept):
+    stochastic = torch.arange(10) < 9  # the last one is deterministic here
+    assert first_share(stochastic, fraction).tolist() == list(range(kept))
+
+
+def test_dance_grpo_trains_on_a_cut_share_of_shuffled_steps():
+    assert random_share(torch.arange(15).expand(2, -1), 0.65).shape == (2, 9)
+
+
+@pytest.mark.parametrize(
+    "flags,kept",
+    [
+        ("--num_steps 10 --timestep_fraction 0.99", 9),
+        ("--num_steps 10 --timestep_fraction 0.5", 5),
+        ("--num_steps 10 --sde_window_size 3 --timestep_fraction 0.99", 3),
+        ("--diffusion_algorithm diffusion_nft --num_steps 10 --timestep_fraction 0.99", 9),
+        ("--diffusion_algorithm dance_grpo --num_steps 16 --timestep_fraction 0.65", 9),
+    ],
+)
+def test_a_plan_counts_the_steps_that_are_trained_on(flags, kept):
+    argv = ["--pretrain", "m", "--prompt_data", "rows.csv", *flags.split()]
+    assert trained_steps(parse_run(DiffusionRunConfig, argv, preset=None).config) == kept

@@ -1,0 +1,248 @@
+"""An adapter that no test has proven is compared with the model's own class: right ones pass, wrong ones are named."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from launched import run_ranks
+from stock_families import STOCK, Stock, stock
+from tiny_models import perturb
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from lightrft_visual.config.registry import vlm_families
+from lightrft_visual.config.vl import DataConfig, ModelConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.vision import VisionTensors
+from lightrft_visual.models.loading import Checkpoint, open_checkpoint
+from lightrft_visual.models.tiny.vlm import build_tokenizer
+from lightrft_visual.models.vlm import probe
+from lightrft_visual.models.vlm.actor import Actor
+from lightrft_visual.models.vlm.families import VLMFamily, family_of, unregistered
+from lightrft_visual.models.vlm.families.base import as_tensor
+from lightrft_visual.models.vlm.families.qwen import QwenVL
+from lightrft_visual.models.vlm.families.unregistered import Unregistered
+
+SIX = [name for name in STOCK if name != "vipllava"]
+
+
+class Gemma(VLMFamily):
+    """Images attend to all of themselves."""
+
+    def arguments(self, inputs, types):
+        return inputs.vision.joined() | {"token_type_ids": (types == 1).long()}
+
+
+class Several(VLMFamily):
+    """Images of one size for all samples, with tensors beside the pixels."""
+
+    tensors = ("pixel_values", "image_sizes", "batch_num_images", "pixel_attention_mask")
+
+    @classmethod
+    def read(cls, output, images, videos):
+        if not images[0]:
+            return [VisionTensors()]
+        tensors = {name: as_tensor(output[name]) for name in cls.tensors if name in output}
+        if "pixel_attention_mask" in tensors:  # of all images of a sample together
+            tensors = {name: value[0] for name, value in tensors.items()}
+        pixels = tensors["pixel_values"]
+        short = [largest - now for now, largest in zip(pixels.shape[1:], cls.largest)]
+        pads = [pad for each in reversed(short) for pad in (0, each)]
+        return [VisionTensors([tensors | {"pixel_values": F.pad(pixels, pads)}])]
+
+
+class Onevision(Several):
+    largest = (5, 3, 28, 28)
+
+
+class Mistral(Several):
+    largest = (3, 112, 112)
+
+
+class Smol(Several):
+    largest = (3, 56, 56)
+
+    def arguments(self, inputs, types):
+        return {name: value[None] for name, value in inputs.vision.joined().items()}
+
+
+class FlatPositions(QwenVL):
+    """Text positions where M-RoPE is needed."""
+
+    def positions(self, inputs, types):
+        return super().positions(inputs, types)[:1].expand(4, -1, -1)
+
+
+RIGHT = {
+    "qwen3_vl_moe": QwenVL, "qwen3_5": QwenVL, "gemma3": Gemma, "llava_onevision": Onevision, "smolvlm": Smol,
+    "mistral3": Mistral, "vipllava": VLMFamily,
+}  # fmt: skip
+
+
+@contextmanager
+def registered(model_type: str, family: type[VLMFamily], processor: object):
+    """The family from outside, as a plug-in brings it."""
+    facts = {"model_types": (model_type,), "processors": (type(processor).__name__,)}
+    vlm_families.register("from outside", **facts)(family)
+    try:
+        yield
+    finally:
+        vlm_families.remove("from outside")
+
+
+def actor_of(built: Stock) -> Actor:
+    return Actor(built.model, family_of(built.model.config).banned_ids(built.tokenizer), [1])
+
+
+def proven(built: Stock, family: type[VLMFamily] | None = None, **settings) -> str | None:
+    checkpoint = Checkpoint("here", built.model.config, built.tokenizer, built.processor)
+    model = {"pretrain": str(settings.pop("named", id(built)))}
+    if family is None:
+        return probe.prove_family(actor_of(built), checkpoint, 64, model)
+    with registered(built.model.config.model_type, family, built.processor):
+        return probe.prove_family(actor_of(built), checkpoint, 64, model)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTRFT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", STOCK)
+def test_a_right_adapter_agrees_with_the_models_own_class(model_type, dtype):
+    built = stock(model_type)
+    built.model.to(dtype)
+    line = proven(built, RIGHT[model_type])
+    assert line.startswith(f"model type '{model_type}', run by {RIGHT[model_type].__name__}: its log-probs are")
+    assert "text alone, one image, two images; padded" in line
+    assert dtype == torch.bfloat16 or "1.0e-04 allowed" in line
+
+
+def test_all_that_the_plain_adapter_lacks_is_refused_by_name_before_weights_are_read(tmp_path):
+    for model_type in SIX:
+        built = stock(model_type)
+        built.model.config.save_pretrained(tmp_path / model_type)
+        built.processor.save_pretrained(tmp_path / model_type)
+        with pytest.raises(ConfigError, match=f"^model type '{model_type}' has no adapter of its own"):
+            open_checkpoint(str(tmp_path / model_type), ModelConfig(), DataConfig())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("model_type", SIX)
+def test_an_adapter_that_leaves_an_input_out_is_refused_with_its_name(model_type, attention):
+    with pytest.raises(ConfigError, match=f"^model type '{model_type}', run by the adapter VLMFamily: ") as refused:
+        proven(stock(model_type, attention), VLMFamily)
+    missing = {"qwen": "image_grid_thw", "gemma": "token_type_ids", "smolv": "pixel_attention_mask"}
+    wanted = next((name for start, name in missing.items() if model_type.startswith(start)), "image_sizes")
+    assert "takes of the processor: " in str(refused.value) and wanted in str(refused.value)
+    assert "subclass of VLMFamily" in str(refused.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "qwen3_5"])
+def test_text_positions_in_the_place_of_mrope_are_refused(model_type, dtype):
+    built = stock(model_type)
+    built.model.to(dtype)
+    with pytest.raises(ConfigError, match=r"differ from those of Qwen3.*Generation's own forward by 0\.\d"):
+        proven(built, FlatPositions)
+
+
+def test_packed_samples_are_compared_where_the_adapter_says_that_it_packs():
+    moe = type("Moe", (QwenVL,), {"packed": ("qwen3_vl_moe",)})
+    assert "; padded; packed)" in proven(stock("qwen3_vl_moe"), moe)
+    states = type("States", (QwenVL,), {"packed": ("qwen3_5",)})  # its linear attention carries them on
+    with pytest.raises(ConfigError, match="packed; 1.0e-04 allowed.*leave the model type out of its `packed`"):
+        proven(stock("qwen3_5"), states)
+
+
+class WholeRows(VLMFamily):
+    """Loses the windows of attention: each token sees all before it."""
+
+    def arguments(self, inputs, types):
+        real, length = inputs.attention_mask.bool()[:, None, None], inputs.sequences.shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool).tril() & real | torch.eye(length, dtype=torch.bool)
+        return inputs.vision.joined() | {"attention_mask": seen}
+
+
+def test_windows_that_samples_outgrow_are_proven_beyond_their_length():
+    built = stock("vipllava", sliding_window=40)
+    checkpoint = Checkpoint("here", built.model.config, built.tokenizer, built.processor)
+    assert type(family_of(built.model.config)) is Unregistered
+    text = probe.made_up_samples(checkpoint, probe._length(built.model.config, 64))[0]
+    assert len(text.ids) - text.actions > 40
+    assert "run by Unregistered" in proven(built)
+    with pytest.raises(ConfigError, match="run by the adapter WholeRows: its log-probs differ .*text alone, padded"):
+        proven(built, WholeRows)
+    assert probe._length(built.model.config, 40) == 0, "of no effect"
+
+
+def test_what_agreed_is_kept_until_something_changes(monkeypatch):
+    built = stock("vipllava")
+    first = proven(built, named="one")
+    monkeypatch.setattr(probe, "compare", lambda *_: pytest.fail("compared again"))
+    assert proven(built, named="one") == f"{first} (found at an earlier start)"
+    with pytest.raises(pytest.fail.Exception, match="compared again"):
+        proven(built, named="another")
+    monkeypatch.setattr(probe, "__version__", "0.2")
+    with pytest.raises(pytest.fail.Exception, match="compared again"):
+        proven(built, named="one")
+
+
+def test_a_cache_that_cannot_be_read_or_written_costs_another_comparison(tmp_path, monkeypatch, caplog):
+    built = stock("vipllava")
+    proven(built, named="one")
+    (kept,) = (tmp_path / "cache" / "families").iterdir()
+    kept.write_text("{}")
+    assert "earlier" not in proven(built, named="one")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LIGHTRFT_CACHE", str(tmp_path / "file"))
+    assert "run by VLMFamily" in proven(built, VLMFamily)
+    assert "cannot be written" in caplog.text
+
+
+def test_what_differed_is_not_kept():
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="token_type_ids"):
+            proven(stock("gemma3"), VLMFamily, named="one")
+
+
+def test_types_that_the_tests_have_proven_are_not_tried(monkeypatch):
+    built = stock("vipllava")
+    monkeypatch.setattr(built.model.config, "model_type", "llava")
+    monkeypatch.setattr(probe, "_tried", lambda *_: pytest.fail("tried"))
+    assert proven(built) is None
+
+
+def text_model(model_type: str, **settings) -> Stock:
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = CONFIG_MAPPING[model_type](vocab_size=len(tokenizer), pad_token_id=0, **sizes, **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    perturb(model, 0, 0.1)
+    return Stock(model, None, tokenizer)
+
+
+def test_a_text_model_without_an_adapter_is_compared_too(monkeypatch):
+    assert "(1.0e-04 allowed; text alone, longer text; padded)" in proven(text_model("llama"))
+    monkeypatch.setattr(unregistered, "_FACTORS", ())  # as if nobody had heard of it
+    with pytest.raises(ConfigError, match="'granite', run by the adapter TextOnly: its log-probs differ"):
+        proven(text_model("granite", logits_scaling=2.0))
+
+
+@pytest.mark.slow
+def test_ranks_that_divide_the_weights_agree_and_train_on(tmp_path):
+    built = stock("vipllava")
+    for each in (built.model, built.tokenizer, built.processor):
+        each.save_pretrained(tmp_path / "model")
+    run_ranks("probe_ranks.py", str(tmp_path), timeout=180, folder=Path(__file__).parent)
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert told[0] == told[1]
+    right, kept, wrong = told[0]
+    assert "run by Unregistered" in right and kept == f"{right} (found at an earlier start)"
+    assert "its log-probs differ" in wrong

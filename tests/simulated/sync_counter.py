@@ -1,0 +1,146 @@
+"""Counts reads of the simulated device, and collectives, between two optimizer steps, by the line of ours that asks.
+
+Not counted: what DeepSpeed asks for, which reduces gradients and looks for overflow, and what the forward passes of
+models read, which take the borders of sequences and media off their inputs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .device import NAME
+
+OURS = "lightrft_visual."
+THEIRS = ("deepspeed", "transformers", "diffusers", "peft")
+COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all_single", "barrier",
+    "broadcast", "broadcast_object_list", "reduce_scatter_tensor",
+)  # fmt: skip
+FORWARDS = f"{OURS}models.vlm."  # reads the borders of sequences and media off its inputs
+OF_VALUES = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::unique_dim")
+
+
+def asker() -> str | None:
+    """'package.module:line' of the innermost frame of ours; None where another library's is nearer."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.split(".")[0] in THEIRS or name.startswith(FORWARDS):
+            return None
+        if name.startswith(OURS) and name != f"{OURS}runtime.collectives":
+            return f"{name.removeprefix(OURS)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def waits(operation, args, result) -> bool:
+    """Whether the host waits for the device: a value leaves it, or a shape follows from values."""
+    given = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+    on_device = [each for each in given if each.device.type == NAME]
+    if not on_device:
+        return False
+    name = operation._schema.name
+    if name in OF_VALUES:
+        return True
+    if name == "aten::index":
+        return any(each.dtype == torch.bool for each in on_device[1:])
+    if name in ("aten::copy_", "aten::_copy_from"):
+        return given[0].device.type == "cpu"
+    return name == "aten::_to_copy" and result.device.type == "cpu"
+
+
+@dataclass
+class Counts:
+    """Of the span between two optimizer steps."""
+
+    reads: Counter = field(default_factory=Counter)
+    collectives: Counter = field(default_factory=Counter)
+    micro_batches: int = 0
+
+    def plain(self) -> dict:
+        """For json; what others ask for is left out."""
+        named = {key: dict(getattr(self, key)) for key in ("reads", "collectives")}
+        named = {key: {line: n for line, n in found.items() if line} for key, found in named.items()}
+        return named | {"micro_batches": self.micro_batches}
+
+
+class SyncCounter(TorchDispatchMode):
+    """While a trainer learns, `spans` gets a `Counts` for each optimizer step, begun by the step before or the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[Counts] = []
+        self.current: Counts | None = None
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        if self.current is not None and waits(operation, args, result):
+            self.current.reads[asker()] += 1
+        return result
+
+    def _begin(self) -> None:
+        if self.current is None:
+            self.current = Counts()
+            self.__enter__()
+
+    def _micro_batch(self) -> None:
+        self.current.micro_batches += 1
+
+    def _cut(self) -> None:
+        self.spans.append(self.current)
+        self.current = Counts()
+
+    def _end(self) -> None:
+        if self.current is not None:
+            self.current = None
+            self.__exit__(None, None, None)
+
+    def _counted(self, collective: Callable) -> Callable:
+        def call(*args, **kwargs):
+            if self.current is not None:
+                self.current.collectives[asker()] += 1
+            return collective(*args, **kwargs)
+
+        return call
+
+    def run(self, trainer) -> None:
+        """The trainer's whole run, counted."""
+        update = getattr(trainer, "policy_update", None) or trainer.replay_update
+        engine = getattr(trainer, "actor", None) or trainer.engine
+        around(update, "step", before=self._begin)
+        around(engine, "accumulate", before=self._micro_batch)
+        around(engine.engine, "step", after=self._cut)
+        around(trainer.buffer, "clear", before=self._end)
+        plain = {name: getattr(dist, name) for name in COLLECTIVES}
+        try:
+            for name, collective in plain.items():
+                setattr(dist, name, self._counted(collective))
+            trainer.fit()
+        finally:
+            for name, collective in plain.items():
+                setattr(dist, name, collective)
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps([each.plain() for each in self.spans]))
+
+
+def around(owner, name: str, before=lambda: None, after=lambda: None) -> None:
+    plain = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        before()
+        result = plain(*args, **kwargs)
+        after()
+        return result
+
+    setattr(owner, name, call)
