@@ -1,4 +1,4 @@
-"""Packaging of lightrft_visual. Heavy, host-dependent packages (torch, vLLM) are chosen by scripts/setup.sh."""
+"""Packaging of lightrft_visual. scripts/setup.sh chooses the builds of torch and vLLM for a host."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,12 @@ requirements = [
     for line in (here / "requirements.txt").read_text().splitlines()
     if line.split("#")[0].strip()
 ]
-development = {"pytest", "ray", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "setuptools", "wheel"}
+development = {
+    "pytest", "ray", "pytest-timeout", "pytest-xdist", "hypothesis", "nbclient", "ipykernel", "ruff", "mypy",
+    "setuptools", "wheel",
+}  # fmt: skip
+# In requirements.txt as the tests need them; asked for by those who use them.
+rewards = {"pytesseract"}
 # Recipes and small prompt sets, which a wheel has no examples/ for.
 SHIPPED = {f"lightrft_visual.{name}": f"examples/{name}" for name in ("configs", "datasets")}
 
@@ -27,17 +32,26 @@ setup(
     version=version,
     packages=[*find_packages(include=["lightrft_visual", "lightrft_visual.*"]), *SHIPPED],
     package_dir=SHIPPED,
+    entry_points={"console_scripts": ["lightrft-visual = lightrft_visual.cli:main"]},
     package_data={
-        "lightrft_visual": ["py.typed"],
+        "lightrft_visual": ["py.typed", "*.pyi"],
         "lightrft_visual.observe.report": ["templates/*"],
         "lightrft_visual.plugins.memory_plan": ["shapes/*.json"],
         "lightrft_visual.configs": ["**/*.yaml"],
         "lightrft_visual.datasets": ["**/*.txt", "**/*.jsonl"],
     },
-    install_requires=[r for r in requirements if package_name(r) not in development],
+    install_requires=[
+        "torch>=2.11",
+        "torchvision>=0.26",
+        *(r for r in requirements if package_name(r) not in development | rewards),
+    ],  # fmt: skip
     extras_require={
         "dev": [r for r in requirements if package_name(r) in development],
+        "diffusion-rewards": [r for r in requirements if package_name(r) in rewards],
+        "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"],
         "ray": ["ray>=2.40"],
+        "sglang": ["sglang>=0.5"],
+        "vllm": ["vllm>=0.26,<0.33"],
         "wandb": ["wandb>=0.18"],
     },
 )

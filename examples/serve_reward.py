@@ -1,108 +1,13 @@
-"""Serve a scorer or a callable over HTTP.
+"""Serve a scorer or a callable over HTTP; the same as `lightrft-visual serve-reward`.
 
     python examples/serve_reward.py --scorer exact --port 0
-    python examples/serve_reward.py --reward_fn examples/rewards/rule.py:score --port 8000
-    python examples/serve_reward.py --components ocr=1.0 --components jpeg_compressibility=0.2 --kwargs ocr.language=eng
 
-It prints `serving on http://HOST:PORT/reward`; give that address to a run as --remote_rm_url. Bound to loopback unless
---host says otherwise, which then needs a token: --token_env names the environment variable that holds it.
+docs/rewards.md says how; --help lists the settings.
 """
 
-from __future__ import annotations
-
-import argparse
-import contextlib
 import sys
-from collections.abc import Sequence
-from typing import Any
 
-import yaml
-
-from lightrft_visual.errors import ConfigError
-from lightrft_visual.rewards.local.callables import CallableSource
-from lightrft_visual.rewards.registry import build_scorer
-from lightrft_visual.rewards.remote.client import token_from_env
-from lightrft_visual.rewards.remote.server import ServerSettings, create_app, serve
-from lightrft_visual.runtime.usercode.calls import load_reward_fn
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--scorer", default="exact", help="a registered scorer (default: exact)")
-    what.add_argument("--reward_fn", help="a function, as path.py:name")
-    parser.add_argument("--reward_form", default="auto", help="how the function is called; see docs/coming_from.md")
-    what.add_argument("--components", action="append", metavar="NAME=WEIGHT", help="weighted scorers; repeat")
-    parser.add_argument(
-        "--kwargs", action="append", default=[], metavar="[NAME.]KEY=VALUE", help="scorer settings; repeat"
-    )
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free port")
-    parser.add_argument("--token_env", help="environment variable with the bearer token that clients must send")
-    parser.add_argument("--device", default="cpu", help="where model-based scorers run")
-    parser.add_argument("--max_batch", type=int, default=64, help="samples that requests are merged into")
-    parser.add_argument("--max_wait", type=float, default=0.005, help="seconds a request waits for others to join")
-    parser.add_argument("--max_body_mb", type=int, default=256)
-    return parser
-
-
-def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
-    """{"a": {"b": 1}} of ["a.b=1"]; values are YAML."""
-    settings: dict[str, Any] = {}
-    for pair in pairs:
-        path, mark, value = pair.partition("=")
-        if not mark or not path:
-            raise ConfigError(f"{pair!r}: write it as NAME=VALUE")
-        *parents, key = path.split(".")
-        place = settings
-        for parent in parents:
-            place = place.setdefault(parent, {})
-            if not isinstance(place, dict):
-                raise ConfigError(f"{pair!r}: {parent} has a value already")
-        try:
-            place[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ConfigError(f"{pair!r} is not YAML") from None
-    return settings
-
-
-def parse_weights(pairs: Sequence[str]) -> dict[str, Any]:
-    """{name: weight} of ["name=weight"]. What is no number stays as it is; the recipe refuses it by name."""
-    weights = parse_settings(pairs)
-    for name, weight in weights.items():
-        with contextlib.suppress(ValueError):
-            weights[name] = float(weight) if isinstance(weight, str) else weight  # YAML reads 1e-3 as text
-    return weights
-
-
-def build(arguments: argparse.Namespace) -> Any:
-    settings = parse_settings(arguments.kwargs)
-    if arguments.reward_fn:
-        if settings:
-            raise ConfigError("--kwargs belongs to --scorer and --components; a function has no settings")
-        function = load_reward_fn(arguments.reward_fn)
-        return CallableSource(function, form=arguments.reward_form, device=arguments.device)
-    if arguments.components:
-        return build_scorer("multi", {"components": parse_weights(arguments.components), "kwargs": settings})
-    return build_scorer(arguments.scorer, settings)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
-    try:
-        settings = ServerSettings(
-            max_batch=arguments.max_batch,
-            max_wait=arguments.max_wait,
-            max_body_bytes=arguments.max_body_mb * 1024 * 1024,
-            token=token_from_env(arguments.token_env),
-            device=arguments.device,
-        )
-        serve(create_app(build(arguments), settings), arguments.host, arguments.port, settings)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
+from lightrft_visual.serve_reward import main
 
 if __name__ == "__main__":
     sys.exit(main())

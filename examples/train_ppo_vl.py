@@ -3,11 +3,7 @@
 deepspeed examples/train_ppo_vl.py
 """
 
-from lightrft_visual.config.load import config_or_exit
-from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.cli import train_command
 
 if __name__ == "__main__":
-    config = config_or_exit(RunConfig, defaults={"advantage_estimator": "gae"})  # recipes and flags win over it
-    from lightrft_visual.launch import run_vl
-
-    run_vl(config)
+    train_command("ppo")

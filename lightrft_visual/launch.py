@@ -1,4 +1,5 @@
-"""What the example scripts share: from a configuration to a finished run, errors said in a few lines."""
+"""From a configuration to a finished run: `run` raises, for programs; `run_vl` and `run_diffusion` are for scripts, and
+say errors in a few lines and end the process."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .config import registry
 from .config.summary import in_lines
@@ -58,32 +61,85 @@ def quiet_libraries() -> None:
 
 
 def run_vl(config: RunConfig) -> None:
-    """Build and run a vision-language trainer; any error ends the process with a few lines and a code other than 0."""
-
-    def build():
-        with importing():
-            from .trainer.vl.trainer import build_trainer
-
-        _check_fits(config)
-        return build_trainer(config)
-
-    _run(config, build)
+    """Run a vision-language trainer in a script; an error ends the process with a few lines and a code other than 0."""
+    _run(config, partial(built, config))
 
 
 def run_diffusion(config: DiffusionRunConfig) -> None:
     """The same for a diffusion trainer."""
+    _run(config, partial(built, config))
 
-    def build():
-        with importing():
+
+def built(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
+    """The trainer of a configuration. callbacks: hooks of a user. Raises ConfigError where it cannot fit."""
+    build: Callable[..., PolicyTrainer]
+    with importing():
+        if isinstance(config, RunConfig):
+            from .trainer.vl.trainer import build_trainer
+
+            build = build_trainer
+        else:
             from diffusers.utils import logging as diffusers_logging
 
             from .trainer.diffusion.build import build_diffusion_trainer
 
-        _check_fits(config)
-        diffusers_logging.disable_progress_bar()
-        return build_diffusion_trainer(config)
+            build = build_diffusion_trainer
+            diffusers_logging.disable_progress_bar()
+    _check_fits(config)
+    return build(config, callbacks)
 
-    _run(config, build)
+
+def run(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
+    """Train in a program that goes on: whatever goes wrong is raised. Returns the trainer, closed.
+
+    With several ranks the others are told of an error, and their processes end: they may wait in a collective.
+    """
+    with _released_on_error(config) as holds:
+        holds.trainer = trainer = _build(partial(built, config, callbacks))
+        _train(trainer)
+    return trainer
+
+
+@contextmanager
+def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
+    """Inside, a trainer whose engine has the weights of the model, or of the checkpoint that it resumes from."""
+    with _released_on_error(config) as holds:
+        holds.trainer = trainer = _build(partial(built, config))
+        if trainer.state.resume_folder is not None:  # its weights alone: data and rewards may be others
+            trainer.load_engines(trainer.state.resume_folder)
+        trainer.start()
+        yield trainer
+        _close(trainer)
+
+
+class _Holds:
+    trainer: PolicyTrainer | None = None
+
+
+@contextmanager
+def _released_on_error(config: AnyConfig) -> Iterator[_Holds]:
+    """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told."""
+    from .runtime import collectives, watchdog
+
+    holds = _Holds()
+    try:
+        yield holds
+    except BaseException as error:
+        if collectives.world_size() > 1:
+            watchdog.report_failure(f"{_in_words(error)} (stage {watchdog.stage()})")
+        try:
+            if holds.trainer is not None:
+                _close(holds.trainer)
+        except Exception as second:
+            logging.getLogger(__name__).warning("what the run holds could not be released: %s", second)
+        raise
+    finally:
+        watchdog.stop()
+
+
+def _close(trainer: PolicyTrainer) -> None:
+    trainer.close()
+    trainer.recorder.close()
 
 
 def _check_fits(config: AnyConfig) -> None:
@@ -94,23 +150,13 @@ def _check_fits(config: AnyConfig) -> None:
 
 
 def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
-    bound_spinning()  # before anything loads torch
-    quiet_libraries()
-    foreign_lines_aside(Path(config.output.output_dir))
     try:
-        for line in in_lines(config) if os.environ.get("RANK", "0") == "0" else ():
-            print(line, file=screen(), flush=True)
-        log_stage("importing libraries")
-        with importing():
-            from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()
         with handled(signal.SIGTERM, _end_at_once), handled(signal.SIGINT, _end_at_once), hangup_ends():
-            with seldom_collecting():
-                trainer = build()
-            with trainer.state.listening():
-                trainer.fit()
-                trainer.close()
+            foreign_lines_aside(Path(config.output.output_dir))
+            for line in in_lines(config) if os.environ.get("RANK", "0") == "0" else ():
+                print(line, file=screen(), flush=True)
+            trainer = _build(build)
+            _train(trainer)
     except BaseException as error:  # also sys.exit and the like: the steps of the run were not done
         _fail(config, error)
     start_is_over()
@@ -123,6 +169,24 @@ def _end_at_once(number: int, _: object) -> None:
     by, code = ("Ctrl-C", INTERRUPTED) if number == signal.SIGINT else ("SIGTERM", TERMINATED)
     say_last(f"error: ended by {by} before the first step; there is nothing new to save")
     os._exit(code)
+
+
+def _build(build: Callable[[], PolicyTrainer]) -> PolicyTrainer:
+    bound_spinning()  # before anything loads torch
+    quiet_libraries()
+    log_stage("importing libraries")
+    with importing():
+        from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    with seldom_collecting():
+        return build()
+
+
+def _train(trainer: PolicyTrainer) -> None:
+    with trainer.state.listening():
+        trainer.fit()
+        trainer.close()
 
 
 def _fail(config: AnyConfig, error: BaseException) -> None:

@@ -27,7 +27,7 @@ from .spellings import OWN, ROOTS, removed
 FLAG = re.compile(r"(?<!deepspeed )--(\w+)")  # in an advice; what stands behind deepspeed is the launcher's
 RUN_KINDS = {"vl": "vision-language", "diffusion": "diffusion"}
 WRONG_PAIR = "is the recipe or the script the wrong one?"
-COMMAND_LINE = "command line"  # the origin of what is written there
+COMMAND_LINE, KEYWORD = "command line", "keyword argument"  # the origins of what is written there
 KINDS = {bool: "bool", int: "number", float: "number", str: "text", list: "list", tuple: "list", dict: "mapping"}
 
 
@@ -222,8 +222,8 @@ class Names:
         told = self.hint(plain) or (f"did you mean {near!r}?" if near else "")
         elsewhere = other_run(self.schema, plain)
         if elsewhere and ("." in plain or not told):  # a flat name may well be meant for this run
-            told = "; ".join(filter(None, (elsewhere, told if origin == COMMAND_LINE else WRONG_PAIR)))
-        return ConfigError(f"unknown setting {name!r} ({origin}); {told or '--help lists all settings'}")
+            told = "; ".join(filter(None, (elsewhere, told if origin in (COMMAND_LINE, KEYWORD) else WRONG_PAIR)))
+        return ConfigError(f"unknown setting {name!r} ({origin}); {told or '--help-all lists all settings'}")
 
     def hint(self, plain: str) -> str | None:
         """What to write instead of another system's name; None where this schema has none of what could be written."""

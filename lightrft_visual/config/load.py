@@ -26,7 +26,7 @@ from ..runtime.masking import mask_urls
 from . import registry
 from .command_line import NULL_WORDS, help_text, parse_command_line
 from .given_files import missing_files
-from .leaves import Leaf, Names, Setting, names_of
+from .leaves import KEYWORD, Leaf, Names, Setting, names_of
 from .recipes import LayerReader, load_plugins, plugins_in
 from .shared import EMBEDDED
 from .spellings import COMMA_LISTS, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS, VL_PRESET, Preset
@@ -58,13 +58,15 @@ def parse_run(
     config_dirs: Sequence[Path] = CONFIG_DIRS,
     preset: Preset | None = VL_PRESET,
     defaults: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> ParsedRun:
     """Read a run's configuration from ``argv`` (default: the process's own).
 
     ``config_dirs`` are searched for recipes and layers, after the working directory. ``preset`` names the recipe that
     lies below everything else when the embedded model is trained, or is a function of the chosen settings that names
     it. Plugins are imported before anything is checked. ``defaults`` are settings of the script itself, such as the
-    algorithm it is named after, below all but the schema. ``--help`` prints and exits with 0.
+    algorithm it is named after, below all but the schema; ``settings`` are those of a program, above all. ``--help``
+    prints and exits with 0.
     Raises one ConfigError that names every setting that is wrong, and where it was written.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -76,6 +78,7 @@ def parse_run(
     line = parse_command_line(arguments, names)
     reader = LayerReader(names, tuple(Path(folder).resolve() for folder in config_dirs), line.swaps)
     chosen, wrong = list(line.settings), list(line.wrong)
+    chosen += [Setting(name, value, KEYWORD) for name, value in (settings or {}).items()]
     try:
         chosen[:0] = [setting for name in line.configs for setting in reader.read(name)]
     except ConfigError as error:

@@ -455,6 +455,7 @@ for _name, _target, _about in (
     ("placement", "ray.placement", "rollouts in workers of their own (placement split)"),
     ("ray_rewards", "ray.reward_pool", "rewards in Ray actors"),
     ("unified", "unified.service", "the embedded model that also draws, and its task"),
+    ("converter", "compat.convert", "files of TRL, verl, OpenRLHF and EasyR1 as a command"),
     ("lightrft", "compat.lightrft", "experience makers with the strategy and the arguments of LightRFT"),
     ("other_names", "compat.names", "settings under the names of TRL, verl, EasyR1, OpenRLHF and Flow-GRPO"),
 ):

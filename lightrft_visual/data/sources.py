@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Protocol
 
 from ..config.given_files import ROOT_VARIABLES, located
 from ..errors import DataError
+from ..given import given, is_given, source_of
 from .arrow import FolderSource, ParquetSource
 from .bad_rows import MAX_ROW_BYTES, check_whole_file
 
@@ -178,11 +179,14 @@ READERS: dict[str, Callable[[Path], RowSource]] = {
 
 
 def open_source(path: str | Path, split: str) -> RowSource:
-    """The rows of a .jsonl, .json, .csv, .txt or .parquet file, or of a Hugging Face data set folder's `split`.
+    """The rows of a .jsonl, .json, .csv, .txt or .parquet file, of a Hugging Face data set folder's `split`, or those
+    that a program holds (`python:NAME`).
 
     A relative path may lie below a data root. Raises DataError for a path that does not exist, is
     of another kind, or holds no such split.
     """
+    if is_given(path):
+        return source_of(given(path), path, split)
     path = located(path)
     if not os.path.exists(path):
         where = "" if path.is_absolute() else f" (nor below ${ROOT_VARIABLES[0]})"

@@ -14,6 +14,7 @@ from ..config import registry
 from ..config.placement import ResourcesConfig
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean
+from ..given import given, is_given
 from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_fn
 from .batch import Source
 from .local.callables import CallableSource
@@ -250,6 +251,7 @@ class Catalogue:
         return named
 
     def _model(self, name: str, model: Any) -> Source:
+        model = given(model) if is_given(model) else model
         if isinstance(model, Source):
             return model
         from .local.models import local_model_source

@@ -11,6 +11,7 @@ import torch
 
 from ...config import registry
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
+from ...given import is_given
 from ...runtime.usercode.calls import LoadedFunction, call, callable_name, load_reward_fn
 
 T = torch.Tensor
@@ -35,7 +36,7 @@ def load_differentiable(name: str, settings: Mapping[str, Any] | None = None) ->
     Raises ConfigError, with the nearest name, for an unknown name or setting, and for a missing one.
     """
     settings = dict(settings or {})
-    if ".py:" in name:
+    if ".py:" in name or is_given(name):
         if settings:
             raise ConfigError(f"differentiable_kwargs are settings of the built-in rewards; {name} takes none")
         return users_reward(load_reward_fn(name))

@@ -8,12 +8,16 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytesseract
 from PIL import Image
 from rapidfuzz.distance import Levenshtein
 
 from ...errors import ConfigError
 from ...runtime.usercode.calls import Failed
+
+try:
+    import pytesseract
+except ModuleNotFoundError as error:
+    raise ConfigError("the scorer ocr needs pytesseract: pip install 'lightrft_visual[diffusion-rewards]'") from error
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|«([^»]+)»')
 

@@ -24,6 +24,7 @@ from types import FrameType, FunctionType
 from typing import Any
 
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
+from ...given import given, is_given
 from ..masking import mask_text
 from ..start_up import say_last
 from .surroundings import is_users, put_back
@@ -426,8 +427,13 @@ class LoadedFunction:
         return self.function(*args, **kwargs)
 
 
-def load_reward_fn(spec: str) -> LoadedFunction:
-    """The callable of `path.py:name`. Raises ConfigError for a missing file, a failing import, or a missing name."""
+def load_reward_fn(spec: str) -> LoadedFunction | Callable[..., Any]:
+    """The callable of `path.py:name`, or that of `python:name` as it was given.
+
+    Raises ConfigError for a missing file, a failing import, or a missing name.
+    """
+    if is_given(spec):
+        return given(spec)
     path_text, _, name = spec.rpartition(":")
     if not path_text or not name.isidentifier():
         raise ConfigError(f"reward function {spec!r}: write it as path.py:function")

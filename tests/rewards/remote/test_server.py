@@ -77,7 +77,7 @@ def test_numbers_that_json_lacks_are_null():
 )
 def test_mistakes_on_the_command_line_are_one_line(arguments, words, capsys, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
-    import serve_reward
+    from lightrft_visual import serve_reward
 
     assert serve_reward.main(arguments) == 2
     assert words in capsys.readouterr().err
@@ -284,7 +284,7 @@ def test_example_prints_its_address_and_serves():
 )
 def test_example_refuses_bad_arguments(arguments, words, capsys, monkeypatch):
     sys.path.insert(0, str(ROOT / "examples"))
-    import serve_reward
+    from lightrft_visual import serve_reward
 
     monkeypatch.setattr(serve_reward, "serve", lambda app, host, port, settings: bind(host, 0, settings).close())
     assert serve_reward.main(arguments) == 2
@@ -299,7 +299,7 @@ def test_reply_is_strict_json():
 @pytest.mark.plugin("compat")
 def test_a_function_of_another_system_behind_the_example(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
-    import serve_reward
+    from lightrft_visual import serve_reward
 
     arguments = serve_reward.build_parser().parse_args(
         ["--reward_fn", f"{ROOT}/tests/plugins/compat/forms/verl.py:plain"]

@@ -1,0 +1,305 @@
+"""The command `lightrft-visual`; docs/command.md is the guide. Nothing here loads torch before settings are checked."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .config import registry
+from .config.command_line import help_text
+from .config.leaves import Leaf, names_of
+from .config.load import CONFIG_DIRS, config_or_exit
+from .config.recipes import available
+from .config.spellings import ROOTS, Root
+from .errors import ConfigError, LightRFTVisualError, did_you_mean
+
+VL, DIFFUSION = ROOTS
+# What `train` takes: the kind of run, and the settings that the name stands for; recipes and flags win over them.
+ALGORITHMS: dict[str, tuple[Root, dict[str, Any]]] = {
+    "grpo": (VL, {"advantage_estimator": "group_norm"}),
+    "ppo": (VL, {"advantage_estimator": "gae"}),
+    "rloo": (VL, {"advantage_estimator": "rloo"}),
+    "unified": (VL, {"embedded_family": "janus", "engine_type": "hf"}),
+    "flow-grpo": (DIFFUSION, {"diffusion_algorithm": "flow_grpo"}),
+    "nft": (DIFFUSION, {"diffusion_algorithm": "diffusion_nft"}),
+    "ddpo": (DIFFUSION, {"diffusion_algorithm": "ddpo"}),
+    "reward-fl": (DIFFUSION, {"diffusion_algorithm": "reward_fl"}),
+    "dpo": (DIFFUSION, {"diffusion_algorithm": "diffusion_dpo"}),
+}
+# What people set first, by the kind of run.
+FIRST = {
+    "vl": (
+        "pretrain", "prompt_data", "eval_data", "reward_fn", "n_samples_per_prompt", "rollout_batch_size",
+        "train_batch_size", "generate_max_len", "max_steps", "actor_learning_rate", "init_kl_coef", "lora_rank",
+        "bf16", "engine_type", "eval_steps", "save_steps", "output_dir", "resume_from",
+    ),
+    "diffusion": (
+        "pretrain", "prompt_data", "eval_data", "reward_fn", "n_samples_per_prompt", "rollout_batch_size",
+        "train_batch_size", "num_steps", "height", "width", "max_steps", "learning_rate", "lora_rank", "bf16",
+        "eval_steps", "save_steps", "output_dir", "resume_from",
+    ),
+}  # fmt: skip
+ANYTHING = {"ignore_unknown_options": True, "help_option_names": []}
+WIDTH = 118
+
+
+def main() -> None:
+    """The command; errors of the package are a line, and exit code 2 (settings) or 1."""
+    try:
+        cli(prog_name="lightrft-visual")
+    except LightRFTVisualError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="lightrft_visual", message="%(version)s")
+def cli() -> None:
+    """RL post-training for models that see and models that draw."""
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+@cli.command(context_settings=ANYTHING)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def train(arguments: tuple[str, ...]) -> None:
+    """Train: `train grpo --pretrain DIR --prompt_data rows.jsonl`; `train grpo --help` says more."""
+    name, rest = _algorithm("train", arguments)
+    train_command(name, rest)
+
+
+@cli.command(context_settings=ANYTHING)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def plan(arguments: tuple[str, ...]) -> None:
+    """What a run will hold and take, before anything loads: `plan grpo --pretrain DIR --plan_device h100-80gb`."""
+    name, rest = _algorithm("plan", arguments)
+    train_command(name, [*rest, "--dry_run"])
+
+
+def _algorithm(command: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        click.echo(f"Usage: lightrft-visual {command} ALGORITHM [SETTINGS]\n\nALGORITHM: {', '.join(ALGORITHMS)}")
+        click.echo(f"`lightrft-visual {command} grpo --help` lists the settings that are set first.")
+        raise SystemExit(0 if arguments else 2)
+    name = arguments[0].replace("_", "-")
+    if name not in ALGORITHMS:
+        raise ConfigError(f"there is no algorithm {arguments[0]!r}{did_you_mean(name, ALGORITHMS)}")
+    return name, list(arguments[1:])
+
+
+def train_command(name: str, arguments: Sequence[str] | None = None) -> None:
+    """A run by a name of ALGORITHMS; for this command and for scripts, whose process it ends after an error.
+
+    arguments: settings; default: the command line of the process.
+    """
+    root, defaults = ALGORITHMS[name]
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help", "--help-all", "--help_all"} & set(words):
+        _help(root, words)
+        return
+    config = config_or_exit(root.schema, words, preset=root.preset, defaults=defaults)
+    from .launch import run_diffusion, run_vl
+
+    (run_vl if root is VL else run_diffusion)(config)
+
+
+def _help(root: Root, words: Sequence[str]) -> None:
+    """What people set first; with `--help SECTION` one section, with `--help-all` everything."""
+    names = names_of(root.schema)
+    sections = sorted({leaf.section for leaf in names.leaves.values()} - {""})
+    asked = [section for section in sections if section in words]
+    if {"--help-all", "--help_all"} & set(words):
+        click.echo(help_text(names))
+        return
+    leaves = [leaf for leaf in names.leaves.values() if leaf.section in asked]
+    if not asked:
+        known = {leaf.name: leaf for leaf in names.leaves.values()}
+        leaves = [known[name] for name in FIRST[root.kind]]
+        click.echo("Settings that are set first (--name value; default in brackets):")
+    for leaf in leaves:
+        line = _line(leaf)
+        click.echo(line if asked or len(line) <= WIDTH else f"{line[: WIDTH - 3]}...")
+    if not asked:
+        click.echo(f"--config RECIPE reads a recipe, --dry_run shows the outcome and its plan of memory and time.\n"
+                   f"All settings: --help-all; of a section: --help {' | '.join(sections)}")  # fmt: skip
+
+
+def _line(leaf: Leaf) -> str:
+    default = "" if leaf.default in (None, "") else f" [{leaf.default}]"
+    return f"  --{leaf.name} {leaf.type_name.replace(' | None', '')}{default}" + (f"  {leaf.help}" if leaf.help else "")
+
+
+# -- checkpoints and results -----------------------------------------------------------------------------------------
+
+
+@cli.command("eval", context_settings={"ignore_unknown_options": True})
+@click.argument("checkpoint")
+@click.option("--data", help="Held-out prompts; default: those of the run.")
+@click.option("--reward", "rewards", multiple=True, help="path.py:name, a URL, a scorer or a folder; repeat.")
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED)
+def evaluate(checkpoint: str, data: str | None, rewards: tuple[str, ...], settings: tuple[str, ...]) -> None:
+    """Metrics of CHECKPOINT on held-out prompts; SETTINGS of a run as --name value."""
+    from .inference import evaluate as measured
+
+    for name, value in measured(checkpoint, data, list(rewards) or None, **_pairs(settings)).items():
+        click.echo(f"{name} {value:.4f}")
+
+
+@cli.command(context_settings={"ignore_unknown_options": True})
+@click.argument("checkpoint")
+@click.option("--prompt", "prompts", multiple=True, required=True, help="A prompt; repeat.")
+@click.option("--image", "images", multiple=True, help="An image of the prompt; repeat.")
+@click.option("-n", "count", default=1, help="Samples of each prompt.")
+@click.option("--seed", default=0)
+@click.option("--out", default="samples", help="Folder of images that are drawn.")
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED)
+def sample(checkpoint: str, prompts: tuple[str, ...], images: tuple[str, ...], count: int, seed: int, out: str,
+           settings: tuple[str, ...]) -> None:  # fmt: skip
+    """What CHECKPOINT answers, or draws into a folder; SETTINGS as --name value."""
+    from .inference import sample as made
+
+    rows = [{"prompt": text, "images": [str(Path(image).resolve()) for image in images]} for text in prompts]
+    for number, (text, samples) in enumerate(zip(prompts, made(checkpoint, rows, count, seed, **_pairs(settings)))):
+        for index, each in enumerate(samples):
+            if isinstance(each, str):
+                click.echo(f"{text} -> {each}")
+                continue
+            Path(out).mkdir(parents=True, exist_ok=True)
+            file = Path(out) / f"{number:03d}_{index:02d}.png"
+            each.save(file)
+            click.echo(f"{text} -> {file}")
+
+
+def _pairs(words: Sequence[str]) -> dict[str, Any]:
+    """{name: value} of --name value and name=value. Values are YAML."""
+    import yaml
+
+    found, rest = {}, list(words)
+    while rest:
+        name, equals, value = rest.pop(0).removeprefix("--").partition("=")
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        found[name.replace("-", "_")] = yaml.safe_load(value)
+    return found
+
+
+@cli.command()
+@click.argument("runs", nargs=-1, required=True)
+@click.option("-o", "--output", default="report.html", show_default=True)
+@click.option("--title")
+def report(runs: tuple[str, ...], output: str, title: str | None) -> None:
+    """A page with curves and samples of a run, or of several side by side."""
+    from .observe.report.page import write_report
+
+    path = write_report(runs, output, title)
+    click.echo(f"{path} ({path.stat().st_size / 2**20:.1f} MiB)")
+
+
+@cli.command("serve-reward", context_settings=ANYTHING)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def serve(arguments: tuple[str, ...]) -> None:
+    """Serve a scorer or a function over HTTP, for --remote_rm_url."""
+    from .serve_reward import main as served
+
+    raise SystemExit(served(arguments))
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+@cli.group()
+def recipes() -> None:
+    """Recipes by name: list, show, copy."""
+
+
+@recipes.command("list")
+@click.argument("word", default="")
+def list_recipes(word: str) -> None:
+    """Names of the recipes, those that contain WORD."""
+    click.echo("\n".join(name for name in _recipe_names() if word in name))
+
+
+def _recipe_names() -> list[str]:
+    """Without the layers that they are made of."""
+    return [name for name in available(CONFIG_DIRS) if name.startswith(("experiment/", "embedded"))]
+
+
+@recipes.command("show")
+@click.argument("name")
+def show_recipe(name: str) -> None:
+    """The file of a recipe."""
+    click.echo(_recipe(name).read_text(), nl=False)
+
+
+@recipes.command("copy")
+@click.argument("name")
+@click.argument("target", default=".")
+def copy_recipe(name: str, target: str) -> None:
+    """Copy a recipe into a folder or a file, to change it; its layers stay where they are."""
+    source, goal = _recipe(name), Path(target)
+    goal = goal / source.name if goal.is_dir() else goal
+    if goal.exists():
+        raise ConfigError(f"{goal} is there already")
+    shutil.copy(source, goal)
+    click.echo(f"{goal}: lightrft-visual train ... --config {goal}")
+
+
+def _recipe(name: str) -> Path:
+    found = [folder / f"{name.removesuffix('.yaml')}.yaml" for folder in CONFIG_DIRS]
+    file = next((each for each in found if each.is_file()), None)
+    if file is None:
+        raise ConfigError(f"there is no recipe {name!r}{did_you_mean(name, _recipe_names())}")
+    return file
+
+
+@cli.command()
+@click.argument("setting", default="")
+def choices(setting: str) -> None:
+    """The names that settings take: all, or those of SETTING, such as advantage_estimator."""
+    if not setting:
+        click.echo(registry.page())
+        return
+    known = {name.removeprefix("--"): found for name, found in registry.ALL.items() if name.startswith("--")}
+    if setting.removeprefix("--") not in known:
+        raise ConfigError(f"{setting!r} is no setting with names{did_you_mean(setting, known)}")
+    for entry in known[setting.removeprefix("--")]:
+        click.echo(f"{', '.join((entry.name, *entry.aliases)):28} {entry.about}")
+
+
+@cli.command()
+@click.argument("system", type=click.Choice(["trl", "verl", "openrlhf", "easyr1"]))
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+def convert(system: str, file: str) -> None:
+    """The command that FILE of another system means here, and what has no counterpart."""
+    found = registry.services.load("converter").convert(system, Path(file))
+    click.echo(found.command)
+    for name, why in found.left_out.items():
+        click.echo(f"# {name}: {why}")
+
+
+# -- machines --------------------------------------------------------------------------------------------------------
+
+
+@cli.command(context_settings={"ignore_unknown_options": True})
+@click.option("--ranks", type=int, help="Processes on this host; default: one a GPU, else one.")
+@click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED)
+def launch(ranks: int | None, arguments: tuple[str, ...]) -> None:
+    """Start ranks on this host: `launch --ranks 2 train grpo ...`, or of a script of your own."""
+    from .local_ranks import start_ranks
+
+    raise SystemExit(start_ranks(arguments, ranks))
+
+
+@cli.command()
+def doctor() -> None:
+    """Versions and devices, what is missing and how to get it."""
+    from .observe.doctor import told
+
+    for line in told():
+        click.echo(line)

@@ -1,0 +1,88 @@
+"""Objects of a program that a configuration names by text: `python:NAME` is what `give` was given under NAME.
+
+So a configuration stays text, whatever a run is given from Python: functions, modules, rows of data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError, DataError
+
+PREFIX = "python:"
+_objects: dict[str, Any] = {}
+
+
+def give(name: str, value: Any) -> str:
+    """The text that names an object from now on, in this process. One that was given before keeps its name."""
+    plain = re.sub(r"\W+", "_", name).strip("_") or "object"
+    unique, count = plain, 1
+    while unique in _objects and _objects[unique] is not value:
+        count += 1
+        unique = f"{plain}_{count}"
+    _objects[unique] = value
+    return PREFIX + unique
+
+
+def is_given(text: Any) -> bool:
+    """Whether a text names an object of a program."""
+    return isinstance(text, str) and text.startswith(PREFIX)
+
+
+def given(text: str) -> Any:
+    """The object. Raises ConfigError where this process was not given it: such as for a configuration of another."""
+    name = text.removeprefix(PREFIX)
+    if name not in _objects:
+        raise ConfigError(f"{text} is an object of another program, not of this one: give it again")
+    return _objects[name]
+
+
+class GivenRows:
+    """Rows that a program holds: a list of mappings, or a `datasets.Dataset`, read as rows are asked for.
+
+    folder: where relative paths of media start.
+    """
+
+    def __init__(self, data: Any, name: str) -> None:
+        self.folder, self._name = Path.cwd(), name
+        table = hasattr(data, "with_format") and hasattr(data, "features")
+        self._rows = data.with_format("arrow") if table else data
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def name(self, index: int) -> str:
+        """A row for messages, counted from 0."""
+        return f"{self._name}:row {index}"
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        if self._table:  # images stay in their stored form
+            return self._rows[index : index + 1].to_pylist()[0]
+        return self._rows[index]
+
+
+def source_of(data: Any, name: str, split: str) -> GivenRows:
+    """Rows of a data set that a program holds.
+
+    Args:
+        data: a `datasets.Dataset`, or a `DatasetDict`, or a sequence of mappings, or what has rows by number.
+        name: for messages, such as train_dataset.
+        split: of a `DatasetDict`.
+
+    Raises:
+        DataError: for a split that is not there, and for what has no rows by number.
+    """
+    if isinstance(data, Mapping):
+        if split not in data:
+            raise DataError(f"{name}: no split {split!r}; it has: {', '.join(map(str, data))}")
+        data = data[split]
+    if not isinstance(data, Sequence) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise DataError(
+            f"{name} is a {type(data).__name__}, without rows by number: give a datasets.Dataset or a list, "
+            "such as list(stream.take(1000))"
+        )
+    return GivenRows(data, name)

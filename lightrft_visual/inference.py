@@ -1,0 +1,209 @@
+"""What a checkpoint does: `evaluate` on held-out prompts, `sample` answers or images."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from .api import FlowGRPOTrainer, GRPOTrainer, data_of
+from .errors import ConfigError
+
+PIPELINE, ADAPTER = "model_index.json", "pytorch_lora_weights.safetensors"
+STATE = "run_state_rank0.safetensors"  # of a checkpoint of a run
+KEPT = ("model", "data", "reward", "rollout", "sampling", "plugins")  # of a run's configuration, for its model alone
+# What a run may ask for beside its model, and an evaluation has no use for.
+LEFT_OUT = {
+    "rollout": (
+        "rollout_batch_size", "dynamic_sampling", "noisy_rollout_share", "offload_trainer", "offload_reference",
+    ),
+    "model": ("pretrain", "critic_pretrain", "teacher_pretrain", "lora_rank", "freeze_prefix", "trainable_models"),
+    "sampling": ("rollout_batch_size", "n_samples_per_prompt", "trajectory", "sde_window_size", "noise_level"),
+}  # fmt: skip
+NO_TRAINING = {"max_steps": 1, "report": False, "watch": False, "save_trajectories": False}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with what its run says of it. run: the configuration of the run, {} where there is none beside it."""
+
+    path: str
+    run: Mapping[str, Any]
+    resumable: bool
+    base: Any = None
+
+    @classmethod
+    def of(cls, checkpoint: str | os.PathLike[str], base: Any = None) -> Checkpoint:
+        """Raises ConfigError for a checkpoint of a run without its configuration."""
+        path = Path(checkpoint)
+        beside = path.parent / "config.resolved.yaml"
+        run = OmegaConf.to_container(OmegaConf.load(beside)) if path.is_dir() and beside.is_file() else {}
+        resumable = (path / STATE).is_file()
+        if resumable and not run:
+            raise ConfigError(f"{path} is a checkpoint of a run, and the run's config.resolved.yaml is not beside it")
+        return cls(os.fspath(checkpoint), run, resumable, base)
+
+    @property
+    def draws(self) -> bool:
+        """Whether it is a diffusion model's."""
+        path = Path(self.path)
+        return "sampling" in self.run or (path / PIPELINE).is_file() or (path / ADAPTER).is_file()
+
+    @contextmanager
+    def model(self, scratch: str) -> Iterator[str]:
+        """The folder of the model; adapters of a pipeline are joined with their base in `scratch`."""
+        if not (Path(self.path) / ADAPTER).is_file():
+            yield self.path
+            return
+        folder = os.path.join(scratch, "pipeline")
+        self.pipeline().save_pretrained(folder)
+        yield folder
+
+    def pipeline(self) -> Any:
+        """The diffusers pipeline, adapters joined with their base. Raises ConfigError where that is not known."""
+        from diffusers import DiffusionPipeline
+
+        from .config import registry
+
+        if not (Path(self.path) / ADAPTER).is_file():
+            return DiffusionPipeline.from_pretrained(self.path)
+        run = self.run.get("model", {})
+        base = self.base or run.get("pretrain")
+        if base is None:
+            raise ConfigError(f"{self.path} holds adapters: name what they were trained on by base")
+        if isinstance(base, str | os.PathLike):
+            path = registry.pipeline_folder(os.fspath(base), run.get("family", "auto"))
+            if os.path.isabs(path) and not os.path.isdir(path):
+                raise ConfigError(f"{path}, on which the adapters of {self.path} were trained, is gone: give base")
+            pipeline = DiffusionPipeline.from_pretrained(path)
+        else:
+            pipeline = copy.deepcopy(base)
+        pipeline.load_lora_weights(self.path)
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
+        return pipeline
+
+
+@contextmanager
+def _configured(checkpoint: Checkpoint, eval_dataset: Any, rewards: Any, settings: dict[str, Any]) -> Iterator[Any]:
+    """The configuration by which a checkpoint is evaluated."""
+    with tempfile.TemporaryDirectory(prefix="lightrft_visual_") as scratch, checkpoint.model(scratch) as model:
+        own: dict[str, Any] = NO_TRAINING | {"output_dir": os.path.join(scratch, "run")}
+        if checkpoint.resumable:
+            tree = dict(checkpoint.run)
+            own |= {"resume_from": os.path.abspath(checkpoint.path), "ckpt_path": None, "save_path": None}
+            own |= {"max_steps": tree["train"]["max_steps"], "enable_ema": False, "eval_ema": False}
+        else:
+            tree = {name: dict(checkpoint.run[name] or {}) for name in KEPT[:-1] if name in checkpoint.run}
+            for section, names in LEFT_OUT.items():
+                tree[section] = {k: v for k, v in tree.get(section, {}).items() if k not in names}
+            own |= {"pretrain": model} | (DRAWING if checkpoint.draws else ANSWERING)
+        if rewards is not None:
+            tree.pop("reward", None)
+        recipe = os.path.join(scratch, "run.yaml")
+        OmegaConf.save(OmegaConf.create({k: v for k, v in tree.items() if v}), recipe)
+        if eval_dataset is not None:
+            own |= dict.fromkeys(("prompt_data", "eval_data"), data_of(eval_dataset, "eval_dataset", "test"))
+        kind = FlowGRPOTrainer if checkpoint.draws else GRPOTrainer
+        base = checkpoint.base if checkpoint.resumable else None
+        trainer = kind(base, rewards, config=[recipe], **own | settings)
+        with trainer.model_on_disk():
+            yield trainer.config
+
+
+ANSWERING = {"advantage_estimator": "reinforce", "rollout_batch_size": 8, "groups_per_update": 8, "init_kl_coef": 0.0}
+DRAWING = {"diffusion_algorithm": "rwr", "lora_rank": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 8,
+           "groups_per_update": 1}  # fmt: skip
+
+
+def evaluate(
+    checkpoint: str | os.PathLike[str], eval_dataset: Any = None, reward_funcs: Any = None, *, base: Any = None,
+    **settings: Any,
+) -> dict[str, float]:  # fmt: skip
+    """Metrics of a checkpoint on held-out prompts, as a run's own evaluation measures them.
+
+    A folder of a run brings the run's settings (config.resolved.yaml beside it); those given here win.
+
+    Args:
+        checkpoint: an exported model (checkpoint-final), a checkpoint of a run (checkpoint-000100), the folder of a
+            model or pipeline, or a hub name.
+        eval_dataset: as of a trainer; default: that of the run.
+        reward_funcs: likewise. Functions that a run was given from Python are given again.
+        base: the model that a run trained, for adapters and for checkpoints of a run, where it was given from Python.
+        **settings: of the run, such as eval_samples_per_prompt.
+    """
+    from .launch import started
+
+    with _configured(Checkpoint.of(checkpoint, base), eval_dataset, reward_funcs, settings) as config:
+        with started(config) as trainer:
+            return dict(trainer.evaluate())
+
+
+def sample(
+    checkpoint: str | os.PathLike[str], prompts: Any, n: int = 1, seed: int = 0, *, base: Any = None, **settings: Any
+) -> list[list[Any]]:
+    """What a checkpoint answers or draws: for each prompt n texts, or n images.
+
+    Args:
+        checkpoint: as of `evaluate`; of a diffusion model an exported one, or a pipeline.
+        prompts: texts, or rows as of a data set (with their images).
+        n: samples of each prompt.
+        seed: of what is drawn.
+        base: as of `evaluate`.
+        **settings: of the run, such as temperature (0: greedy) and generate_max_len; of a diffusion model the
+            arguments of its pipeline, such as num_inference_steps.
+    """
+    found = Checkpoint.of(checkpoint, base)
+    listed = [prompts] if isinstance(prompts, str) else list(prompts)
+    if found.draws:
+        return _drawn(found, listed, n, seed, settings)
+    return _answered(found, listed, n, seed, settings)
+
+
+def _answered(
+    checkpoint: Checkpoint, prompts: Sequence[Any], n: int, seed: int, settings: dict[str, Any]
+) -> list[list[str]]:
+    from .launch import started
+
+    rows = [{"prompt": each} if isinstance(each, str) else each for each in prompts]
+    temperature = settings.pop("temperature", None)
+    own = {"max_eval_samples": len(rows)} | settings
+    with _configured(checkpoint, rows, [_no_reward], own) as config, started(config) as trainer:
+        parts = trainer.parts
+        evaluation = parts.evaluation
+        sampling = replace(evaluation.greedy if temperature == 0 else evaluation.sampling, n=n)
+        sampling = sampling if not temperature else replace(sampling, temperature=temperature)
+        made = parts.maker.sample(evaluation.prompts, sampling, "eval", seed)
+        texts = [each.text for each in made]
+    return [texts[start : start + n] for start in range(0, len(texts), n)]
+
+
+def _no_reward(completions: Sequence[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def _drawn(
+    checkpoint: Checkpoint, prompts: Sequence[Any], n: int, seed: int, settings: dict[str, Any]
+) -> list[list[Any]]:
+    import torch
+
+    if checkpoint.resumable:
+        raise ConfigError(f"{checkpoint.path} is a checkpoint of a run: draw with its checkpoint-final")
+    pipeline, run = checkpoint.pipeline(), checkpoint.run.get("sampling", {})
+    pipeline.set_progress_bar_config(disable=True)
+    usual = {name: run[name] for name in ("height", "width", "guidance_scale") if name in run}
+    usual |= {"num_inference_steps": run["eval_num_steps"]} if "eval_num_steps" in run else {}
+    drawn = []
+    for number, prompt in enumerate(prompts):
+        text = prompt if isinstance(prompt, str) else prompt["prompt"]
+        generators = [torch.Generator().manual_seed(seed + number * n + sample) for sample in range(n)]
+        out = pipeline(text, num_images_per_prompt=n, generator=generators, **usual | settings)
+        drawn.append(list(out.images if hasattr(out, "images") else out.frames))
+    return drawn

@@ -1,0 +1,66 @@
+"""Ranks of one run on this host, started and waited for by one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .runtime.presence import STARTED_BY
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def start_ranks(arguments: Sequence[str], ranks: int | None = None) -> int:
+    """Run a command or script of this package in several processes, and wait for all of them, however long they save.
+
+    Args:
+        arguments: of `lightrft-visual`, or a Python script and its arguments.
+        ranks: how many; default: one a GPU, else one.
+
+    Returns:
+        The first exit code that is not 0, else 0. Signals go to every rank.
+    """
+    count = ranks or accelerators() or 1
+    command = [sys.executable, *([] if arguments[0].endswith(".py") else ["-m", "lightrft_visual"]), *arguments]
+    shared = {
+        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), STARTED_BY: str(os.getpid()),
+    }  # fmt: skip
+    processes: list[subprocess.Popen] = []
+    before = {number: signal.signal(number, lambda got, _: _send(processes, got)) for number in FORWARDED}
+    try:
+        for rank in range(count):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # A session of their own: Ctrl-C of the terminal reaches them once, from here.
+            processes.append(subprocess.Popen(command, env=os.environ | shared | own, start_new_session=True))
+        codes = [process.wait() for process in processes]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return next((code if code > 0 else 128 - code for code in codes if code), 0)
+
+
+def _send(processes: Sequence[subprocess.Popen], number: int) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(number)
+
+
+def accelerators() -> int:
+    """NVIDIA devices that this process may use."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([each for each in chosen.split(",") if each.strip() not in ("", "-1")])
+    return len([each for each in Path("/dev").glob("nvidia*") if each.name.removeprefix("nvidia").isdigit()])
+
+
+def free_port() -> int:
+    """A port of this host that nobody has."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

@@ -1,0 +1,68 @@
+"""What this machine has, and what is missing for what."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from .. import __version__
+
+NEEDED = ("torch", "torchvision", "transformers", "deepspeed", "diffusers", "peft", "accelerate", "datasets")
+# Package, what it is for, how to get it.
+OPTIONAL = (
+    ("vllm", "rollouts of vision-language models (else --engine_type hf)", "pip install 'lightrft_visual[vllm]'"),
+    ("sglang", "rollouts by --engine_type sglang, on CUDA", "pip install 'lightrft_visual[sglang]'"),
+    ("ray", "rollouts and rewards in workers (--placement split)", "pip install 'lightrft_visual[ray]'"),
+    ("wandb", "--use_wandb", "pip install 'lightrft_visual[wandb]'"),
+    ("bokeh", "report.html", "pip install bokeh"),
+    ("fastapi", "serve-reward", "pip install fastapi uvicorn"),
+    ("imageio", "videos that are drawn", "pip install 'imageio[ffmpeg]'"),
+    ("pytesseract", "the scorer ocr", "pip install pytesseract"),
+)
+PROGRAMS = (
+    ("tesseract", "the scorer ocr", "apt-get install tesseract-ocr"),
+    ("c++", "DeepSpeed's compiled parts and --compile", "apt-get install g++"),
+    ("ninja", "DeepSpeed's compiled parts", "pip install ninja"),
+)
+
+
+def told() -> Iterator[str]:
+    """Lines for people; `missing` begins those that ask for something."""
+    yield f"lightrft_visual {__version__}, Python {platform.python_version()} ({sys.executable})"
+    if not (3, 11) <= sys.version_info[:2] < (3, 14):
+        yield "missing  a supported Python: 3.11 to 3.13"
+    for name in NEEDED:
+        found = _version(name)
+        yield f"ok       {name} {found}" if found else f"missing  {name}: bash scripts/setup.sh, or pip install {name}"
+    for name, purpose, how in OPTIONAL:
+        found = _version(name) or ("of another distribution" if find_spec(name) else None)
+        yield f"ok       {name} {found}" if found else f"without  {name}, for {purpose}: {how}"
+    for name, purpose, how in PROGRAMS:
+        found = shutil.which(name)
+        yield f"ok       {found}" if found else f"without  {name}, for {purpose}: {how}"
+    yield from _devices()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> Iterator[str]:
+    try:
+        import torch
+    except ImportError:
+        return
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"
+        yield f"device   CPU, {torch.get_num_threads()} threads; no CUDA device (torch is {built})"
+        return
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        yield f"device   {found.name}, {found.total_memory / 2**30:.0f} GiB"

@@ -1,0 +1,832 @@
+"""Settings of runs as keyword arguments; written by scripts/write_settings.py from the configuration."""
+
+from typing import Any, TypedDict
+
+class VLSettings(TypedDict, total=False):
+    pretrain: str
+    """model. Default: 'embedded'."""
+    critic_pretrain: str | None
+    """default: the actor's checkpoint with a fresh value head."""
+    teacher_pretrain: str | None
+    """on-policy distillation: a model of the same tokens, often a larger one."""
+    bf16: bool
+    """model. Default: False."""
+    attn_implementation: str
+    """auto | sdpa | eager | flash_attention_2. Default: 'auto'."""
+    gradient_checkpointing: bool
+    """model. Default: False."""
+    freeze_prefix: str
+    """comma-separated parameter prefixes; 'true' means the vision tower. Default: ''."""
+    lora_rank: int
+    """model. Default: 0."""
+    lora_alpha: int
+    """model. Default: 16."""
+    lora_dropout: float
+    """model. Default: 0.0."""
+    target_modules: str
+    """or a comma-separated list of module names. Default: 'all-linear'."""
+    trust_remote_code: bool
+    """model. Default: False."""
+    embedded_family: str
+    """qwen2_vl | qwen2_5_vl | qwen3_vl | internvl | qwen2 | janus; qwen2 reads text only; janus also draws,
+    by engine hf. Default: 'qwen2_5_vl'."""
+    prompt_data: str
+    """data. Default: 'embedded'."""
+    prompt_data_probs: str | None
+    """comma-separated mixing probabilities, one per data set."""
+    prompt_mixing: str
+    """shuffled | even | turns; each batch of rows in any order, with an even share of every data set, or of
+    one data set in turns. Default: 'shuffled'."""
+    prompt_split: str
+    """data. Default: 'train'."""
+    eval_data: str | None
+    """default: the embedded held-out split when prompt_data is embedded."""
+    eval_split: str
+    """data. Default: 'test'."""
+    max_samples: int
+    """data. Default: 100000000."""
+    max_eval_samples: int
+    """data. Default: 500."""
+    input_key: str
+    """data. Default: 'prompt'."""
+    images_key: str
+    """empty: no images are read. Default: 'images'."""
+    videos_key: str
+    """empty: no videos are read. Default: 'videos'."""
+    reference_key: str
+    """data. Default: 'reference'."""
+    label_key: str
+    """data. Default: 'label'."""
+    draw_key: str
+    """a column that is true in rows to be answered by an image. Default: 'draw'."""
+    apply_chat_template: bool
+    """data. Default: True."""
+    system_prompt: str | None
+    """data."""
+    image_root: str | None
+    """folder that relative image paths start from; default: the data file's folder."""
+    data_format: str
+    """auto | plain | verl | conversations | messages | question | input_label; of the rows, see
+    docs/coming_from.md. Default: 'auto'."""
+    on_bad_row: str
+    """error | skip; skipped rows are counted by cause and listed in bad_rows.jsonl. Default: 'error'."""
+    on_long_prompt: str
+    """error | skip. Default: 'error'."""
+    max_bad_share: float
+    """a larger share of skipped rows ends the run. Default: 0.05."""
+    allow_remote_media: bool
+    """fetch http(s) images named in rows; private addresses stay refused. Default: False."""
+    max_image_pixels: int
+    """refused before decoding. Default: 50000000."""
+    min_pixels: int | None
+    """passed to the image processor: images are resized into [min, max] pixels."""
+    max_pixels: int | None
+    """data."""
+    engine_type: str
+    """vllm | hf | sglang. Default: 'vllm'."""
+    engine_tp_size: int
+    """rollout. Default: 1."""
+    engine_mem_util: float
+    """rollout. Default: 0.5."""
+    enable_engine_sleep: bool
+    """free the engine's memory while training; CUDA only. Default: True."""
+    engine_enforce_eager: bool
+    """vLLM without CUDA graphs: slower, less memory; always so on CPU. Default: False."""
+    engine_max_num_seqs: int | None
+    """sequences in flight; default: all samples of a step, at most 256."""
+    engine_max_num_batched_tokens: int | None
+    """of one forward; default: 8192 or one whole sequence."""
+    engine_kv_cache_dtype: str
+    """vLLM's names, such as fp8. Default: 'auto'."""
+    engine_quantization: str | None
+    """vLLM's names, such as fp8: weights are quantised as they are loaded."""
+    engine_kwargs: dict[str, Any]
+    """other engine arguments by vLLM's names. Default: {}."""
+    offload_trainer: bool
+    """optimizer states, gradients and weights wait on the host while they are not used. Default: False."""
+    offload_reference: bool
+    """the reference model's weights are on the device for its forwards only. Default: False."""
+    limit_mm_image_per_prompt: int
+    """rollout. Default: 10."""
+    limit_mm_video_per_prompt: int
+    """rollout. Default: 1."""
+    rollout_batch_size: int
+    """prompts a step, over all ranks. Default: 128."""
+    micro_rollout_batch_size: int
+    """samples a forward, per rank. Default: 8."""
+    n_samples_per_prompt: int
+    """rollout. Default: 8."""
+    temperature: float
+    """rollout. Default: 1.0."""
+    top_p: float
+    """rollout. Default: 1.0."""
+    top_k: int
+    """rollout. Default: -1."""
+    prompt_max_len: int
+    """rollout. Default: 1024."""
+    generate_max_len: int
+    """rollout. Default: 1024."""
+    min_new_tokens: int
+    """rollout. Default: 1."""
+    use_fire: bool
+    """first token at first_token_temperature (arXiv 2410.21236). Default: False."""
+    first_token_temperature: float
+    """rollout. Default: 10.0."""
+    guidance_scale: float
+    """classifier-free guidance of drawn images; 1 is none. Default: 1.0."""
+    guidance_log_probs: str
+    """guided | conditional; of drawn tokens: of what they are drawn from, or of the prompt alone (one forward
+    pass less to train on). Default: 'guided'."""
+    noisy_rollout_share: float
+    """of a prompt's responses, from a noisy image. Default: 0.0."""
+    noisy_rollout_strength: int
+    """of the noise at first: a step of 1,000. Default: 500."""
+    dynamic_sampling: bool
+    """DAPO: resample until the batch holds only groups with different rewards. Default: False."""
+    dynamic_sampling_max_tries: int
+    """rollout. Default: 4."""
+    parity_every: int
+    """steps between the gate's probes; every rollout is compared anyway. 0: no gate. Default: 50."""
+    image_dependence_every: int
+    """steps between measurements of what depends on the image; 0: none. Default: 10."""
+    parity_tolerance: float | None
+    """default: 1e-4 in fp32 (largest), 0.05 in bf16 (mean over tokens)."""
+    reward_fn: str | None
+    """path.py:function, or several, comma-separated."""
+    reward_form: str
+    """auto | native | a system of docs/coming_from.md: how functions by path are called. Default: 'auto'."""
+    reward_pretrain: str | None
+    """local reward model folders, comma-separated, each optionally name=folder."""
+    remote_rm_url: str | None
+    """URLs, comma-separated, or path.py with reward_func."""
+    components: dict[str, float]
+    """{name: weight}, laid over reward_recipe. Default: {}."""
+    kwargs: dict[str, Any]
+    """{component: {setting: value}}. Default: {}."""
+    reward_recipe: str | None
+    """YAML or JSON file, or inline YAML: {label: [[type, key, weight], ...]}."""
+    reward_weights_file: str | None
+    """YAML or JSON {component: weight}, read again in each step: weights by hand."""
+    reward_wire: str
+    """lightrft | openrlhf; JSON form of remote_rm_url. Default: 'lightrft'."""
+    reward_timeout: float
+    """deadline of one remote call, seconds, retries included. Default: 60.0."""
+    reward_retries: int
+    """on connection errors, 429 and 5xx only. Default: 3."""
+    reward_concurrency: int
+    """remote requests in flight at once. Default: 32."""
+    on_reward_error: str
+    """error | skip; skip: samples that a function raises on, or scores badly, become invalid. Default:
+    'error'."""
+    reward_max_invalid: float
+    """share of invalid scores in one step above which the run stops. Default: 0.5."""
+    reward_token_env: str | None
+    """environment variable that holds the bearer token of remote rewards."""
+    reward_image_format: str
+    """png | jpeg; png is lossless. Default: 'png'."""
+    reward_fn_timeout: float | None
+    """run user callables in a subprocess with this limit, seconds."""
+    reward_transport: str
+    """inprocess | ray; where local scorers run. Default: 'inprocess'."""
+    reward_cpu_offload: bool
+    """keep local reward models off the accelerator between uses. Default: True."""
+    advantage_estimator: str
+    """gae | rloo | reinforce | reinforce_baseline | group_norm | grpo | dr_grpo | cpgd | gdpo | distillation.
+    Default: 'group_norm'."""
+    policy_loss: str
+    """ppo | gspo | gmpo | cispo | cpgd | sapo. Default: 'ppo'."""
+    loss_agg_mode: str
+    """token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm. Default: 'token-mean'."""
+    eps_clip: float
+    """algorithm. Default: 0.2."""
+    eps_clip_high: float | None
+    """clip-higher (DAPO); default: eps_clip."""
+    dual_clip: float | None
+    """bounds the loss of negative advantages."""
+    value_clip: float
+    """algorithm. Default: 0.2."""
+    gamma: float
+    """algorithm. Default: 1.0."""
+    lambd: float
+    """algorithm. Default: 0.95."""
+    init_kl_coef: float
+    """algorithm. Default: 0.01."""
+    ref_update_steps: int
+    """steps after which the reference is moved to the policy; 0: it never moves. Default: 0."""
+    ref_update_mixup: float
+    """share of the policy in the moved reference. Default: 1.0."""
+    kl_target: float | None
+    """mean KL per token; set: adaptive controller."""
+    kl_horizon: int
+    """algorithm. Default: 10000."""
+    kl_estimator: str
+    """k1 | k2 | k3. Default: 'k1'."""
+    use_kl_loss: bool
+    """KL as a loss term instead of in the reward. Default: False."""
+    entropy_coef: float
+    """algorithm. Default: 0.0."""
+    drawing_entropy_coef: float | None
+    """of the tokens of images; default: entropy_coef."""
+    high_entropy_token_ratio: float
+    """top share of tokens by entropy (2506.01939). Default: 1.0."""
+    cpgd_alpha: float
+    """weight of the policy-drift term of the cpgd loss. Default: 0.0."""
+    tis_mode: str
+    """off | token | sequence; weights for rollout/trainer mismatch. Default: 'off'."""
+    sapo_tau_pos: float
+    """sharpness of the sapo loss's gate, for positive advantages. Default: 1.0."""
+    sapo_tau_neg: float
+    """and for the others. Default: 1.05."""
+    tis_cap: float
+    """algorithm. Default: 2.0."""
+    tis_mask: bool
+    """drop tokens (sequences) above the cap instead of truncating their weight. Default: False."""
+    tis_floor: float
+    """tis_mask drops those below it too (IcePop); 0 for none. Default: 0.0."""
+    answer_loss_weight: float
+    """of a model that also draws: of the loss of answers in text. Default: 1.0."""
+    drawing_loss_weight: float
+    """and of that of images; each is a mean over its own kind. Default: 1.0."""
+    mask_truncated: bool
+    """answers cut at generate_max_len stay in their group's statistics, not in the loss. Default: False."""
+    papo_coef: float
+    """weight of PAPO's perception loss: KL between seeing and half-hidden images. Default: 0.0."""
+    papo_mask_ratio: float
+    """share of image patches that are hidden for it. Default: 0.6."""
+    papo_entropy_coef: float
+    """weight against the entropy of both policies (double entropy loss). Default: 0.0."""
+    teacher_coef: float
+    """weight of log teacher - log policy in each token's advantage. Default: 0.0."""
+    selective_replay: int
+    """samples of a kind kept to replace those without advantage; 0: off. Default: 0."""
+    overlong_buffer: bool
+    """algorithm. Default: False."""
+    overlong_buffer_len: int
+    """algorithm. Default: 1024."""
+    overlong_buffer_penalty_factor: float
+    """algorithm. Default: 1.0."""
+    reward_running_norm: bool
+    """algorithm. Default: False."""
+    reward_running_norm_minus_mean: bool
+    """algorithm. Default: False."""
+    reward_clip: float
+    """0 turns it off; else rewards are clamped into [-reward_clip, reward_clip]. Default: 0.0."""
+    advantages_norm: bool
+    """algorithm. Default: False."""
+    advantage_clip: float
+    """0 turns it off. Default: 0.0."""
+    train_batch_size: int
+    """samples of an update; 0: all of a rollout. Default: 0."""
+    groups_per_update: int | None
+    """or: prompts whose samples make an update (verl)."""
+    gradient_accumulation_steps: int | None
+    """or: micro-batches of a rank that make an update (TRL)."""
+    micro_train_batch_size: int
+    """train. Default: 8."""
+    max_tokens_per_batch: int
+    """with packing: fill each micro-batch up to this many tokens instead of by count. Default: 0."""
+    packing_samples: bool
+    """train. Default: False."""
+    homogeneous_batches: bool
+    """an optimizer step trains on answers alone or on drawings alone. Default: False."""
+    share_prefix: bool | None
+    """compute a prompt once for its samples; default: where the model is shown to train equally."""
+    num_episodes: int
+    """passes over the prompt data. Default: 1."""
+    max_epochs: int
+    """passes over the replay buffer for each rollout. Default: 1."""
+    max_steps: int
+    """rollout steps; -1: as many as num_episodes gives. Default: -1."""
+    actor_learning_rate: float
+    """train. Default: 1e-06."""
+    vision_learning_rate: float | None
+    """of the vision tower; default: actor_learning_rate."""
+    projector_learning_rate: float | None
+    """of what joins tower and language model; default as above."""
+    critic_learning_rate: float
+    """train. Default: 9e-06."""
+    lr_warmup_ratio: float
+    """train. Default: 0.03."""
+    lr_scheduler: str
+    """cosine_with_min_lr | constant_with_warmup | linear. Default: 'cosine_with_min_lr'."""
+    adam_betas: list[float]
+    """train. Default: [0.9, 0.95]."""
+    l2: float
+    """train. Default: 0.0."""
+    max_norm: float
+    """train. Default: 1.0."""
+    freezing_actor_steps: int
+    """PPO: train the critic alone for this many steps first. Default: -1."""
+    enable_ema: bool
+    """train. Default: False."""
+    ema_beta: float
+    """train. Default: 0.992."""
+    separate_old_log_probs: bool
+    """a forward pass of their own even where the training forward gives them. Default: False."""
+    seed: int
+    """train. Default: 42."""
+    zero_stage: int
+    """0 | 1 | 2 | 3. Default: 2."""
+    adam_offload: bool
+    """distributed. Default: False."""
+    zpg: int
+    """ZeRO++ hierarchical partition size. Default: 1."""
+    overlap_comm: bool
+    """distributed. Default: False."""
+    grad_accum_dtype: str | None
+    """fp32 | bf16."""
+    sp_size: int
+    """ranks that hold a micro-batch together, each a slice of its tokens (Ulysses). Default: 1."""
+    local_rank: int
+    """distributed. Default: -1."""
+    collective_timeout: float
+    """seconds after which a dead or stalled rank ends all ranks. Default: 600.0."""
+    placement: str | None
+    """colocated | split; colocated: every rank generates and trains in turn; split: rollouts are made by
+    workers on Ray, which is the default where resources names devices of the rollouts."""
+    visible_devices: list[int] | None
+    """those that the run may use; default: all that a launcher left visible."""
+    trainer_devices: list[int] | None
+    """default: the first of them, one a rank."""
+    rollout_devices: list[int] | None
+    """default: the others."""
+    trainer_num_gpus: int | None
+    """ranks; as many as the launcher has to start."""
+    rollout_num_gpus: str
+    """auto: all others. Default: 'auto'."""
+    rollout_num_workers: int | None
+    """engines; default: one a GPU of the rollouts, one without GPUs."""
+    rollout_num_cpus: float
+    """that Ray reserves for each worker. Default: 1.0."""
+    reward_devices: list[int] | None
+    """of this host."""
+    reward_num_gpus: float | None
+    """that an existing cluster gives to all actors of a reward together."""
+    reward_num_workers: int | None
+    """actors of each reward; default: one a device, or one."""
+    require_cluster: bool
+    """refuse to start without RAY_ADDRESS. Default: False."""
+    max_staleness: int
+    """policy versions that a trained token may be old; 0: rollouts and training one after the other. Default:
+    0."""
+    batches_ahead: int | None
+    """batches that are generated ahead; default: max_staleness."""
+    partial_rollouts: bool
+    """responses in segments: weights change, and prompts join, while long ones go on. Default: False."""
+    partial_tokens: int
+    """of a segment. Default: 256."""
+    stale_correction: str | None
+    """behaviour | none; old log-probs of the loss: behaviour: the engine's, so that these bound the ratio;
+    none: the trainer's as of this step, for tis_mode or without any correction. Default: none with a
+    tis_mode, else behaviour."""
+    watch: bool
+    """look at every step's and evaluation's metrics, and warn. Default: True."""
+    policy: str
+    """warn | stop | rollback; what an alarm does beside warning. Default: 'warn'."""
+    gold_recipe: str | None
+    """a reward recipe that training never sees; default: of the embedded tasks their own."""
+    gold_fn: str | None
+    """or path.py:function."""
+    gold_every: int
+    """score the rollouts of every so many steps by gold too; 0: evaluations only. Default: 1."""
+    patience: int
+    """steps in a row outside before an alarm. Default: 2."""
+    keep_best: bool | None
+    """keep a checkpoint of the best gold; default: with policy rollback."""
+    output_dir: str
+    """output. Default: 'outputs/run'."""
+    save_path: str | None
+    """the final model; default: <output_dir>/checkpoint-final."""
+    ckpt_path: str | None
+    """default: <output_dir>."""
+    save_steps: int
+    """output. Default: -1."""
+    eval_steps: int
+    """evaluation always runs before the first step and at the end. Default: -1."""
+    logging_steps: int
+    """output. Default: 1."""
+    max_ckpt_num: int
+    """output. Default: 3."""
+    load_checkpoint: bool
+    """same as resume_from=auto. Default: False."""
+    resume_from: str | None
+    """a checkpoint folder, or auto."""
+    resume_other_model: bool
+    """resume although the checkpoint was trained from another model. Default: False."""
+    sigterm_exit_code: int
+    """of a run that SIGTERM ended after a checkpoint. Default: 0."""
+    best_metric: str | None
+    """column of eval_metrics.csv by which the best checkpoint is kept."""
+    eval_samples_per_prompt: int
+    """output. Default: 4."""
+    eval_seed: int | None
+    """of what the evaluation draws; default: seed."""
+    eval_ema: bool | None
+    """evaluate and export the EMA weights; default: with enable_ema."""
+    use_wandb: bool
+    """output. Default: False."""
+    use_tensorboard: bool
+    """output. Default: False."""
+    save_trajectories: bool
+    """output. Default: True."""
+    num_trajectories_to_save: int
+    """output. Default: 8."""
+    report: bool
+    """output. Default: True."""
+    run_name: str | None
+    """output."""
+    plan_device: str | None
+    """what --dry_run plans for, such as h100-80gb; default: the device of this machine."""
+    plan_world_size: int | None
+    """ranks of that plan; default: those started, else a host of the device."""
+    plan: str
+    """warn | refuse | force; A run that does not fit by its plan: warn, and refuse it where weights,
+    gradients and states alone do not fit; refuse it; or force its start.. Default: 'warn'."""
+    auto_micro_batches: bool
+    """micro-batches as large as the plan has room for; those given are the least. Default: False."""
+    plugins: str | None
+    """files or modules that add choices of your own, imported first; comma-separated."""
+
+class DiffusionSettings(TypedDict, total=False):
+    pretrain: str
+    """model. Default: 'embedded'."""
+    tokenizer_path: str | None
+    """of the text encoder; only for a .json file of parts."""
+    family: str
+    """auto | sd3 | flux | flux2_klein | flux2 | wan | wan_i2v | z_image | qwen_image | qwen_image_edit |
+    qwen_image_edit_plus | cosmos_predict2 | sd15; checked against the pipeline's class; auto takes what the
+    pipeline is. Default: 'auto'."""
+    bf16: bool
+    """model. Default: False."""
+    lora_rank: int
+    """0 trains all weights. Default: 32."""
+    lora_alpha: int
+    """model. Default: 64."""
+    target_modules: str | None
+    """comma-separated module suffixes; default: the attention projections."""
+    trainable_models: str | None
+    """comma-separated denoisers (transformer, transformer_2); default: all."""
+    max_sequence_length: int | None
+    """tokens of the T5 or LLM encoder; default: the family's own."""
+    gradient_checkpointing: bool
+    """model. Default: False."""
+    compile: bool
+    """torch.compile of the denoisers' blocks: slower to start, faster steps. Default: False."""
+    vae_tiling: bool
+    """decode large images in overlapping tiles: less memory, blended at the seams. Default: False."""
+    use_gradient_checkpointing_offload: bool
+    """keep checkpointed activations in host memory; checkpoints too. Default: False."""
+    num_steps: int | None
+    """default: 10, reward_fl 8, ddpo and dpok 50."""
+    eval_num_steps: int
+    """sampling. Default: 40."""
+    scheduler: str
+    """model_default | flow_match_euler | flow_match_euler_stock. Default: 'model_default'."""
+    trajectory: str | None
+    """ode | sde | sde_reflow | dance | cps; default: the algorithm's."""
+    flow_shift: float | None
+    """of the scheduler's own schedule; timesteps and sigmas are taken as they are."""
+    timesteps: list[float] | None
+    """1000..0, instead of the scheduler's; num_steps becomes their number."""
+    sigmas: list[float] | None
+    """1..0, likewise."""
+    noise_level: float | None
+    """default: 0.7, dance_grpo 0.3, ddpo and dpok 1; sde_reflow has none."""
+    sde_window_size: int | None
+    """this many stochastic steps, the rest by ODE; default: 0, no window; mix_grpo 4, temp_flow_grpo 1."""
+    sde_window_move: str | None
+    """random | anywhere | slide | cycle; default: random, mix_grpo slide, temp_flow_grpo anywhere."""
+    sde_window_interval: int
+    """slide, cycle: policy steps between moves. Default: 25."""
+    sde_window_stride: int
+    """slide, cycle: denoising steps of a move. Default: 1."""
+    sde_window_range: list[int] | None
+    """first step and end of the steps it lies in; default: 0 and num_steps/2."""
+    log_prob: str
+    """mean | sum; over latent dimensions. Default: 'mean'."""
+    same_latent: bool | None
+    """all samples of a prompt start from the same noise; default: temp_flow_grpo only."""
+    guidance_scale: float
+    """sampling. Default: 4.5."""
+    negative_prompt: str
+    """sampling. Default: ''."""
+    height: int
+    """sampling. Default: 512."""
+    width: int
+    """sampling. Default: 512."""
+    num_frames: int
+    """sampling. Default: 1."""
+    source_pixels: int | None
+    """area that images to edit are scaled to; default: the pipeline's 1024^2."""
+    rollout_batch_size: int
+    """prompts a step, over all ranks. Default: 8."""
+    n_samples_per_prompt: int | None
+    """default: 24, reward_fl 1."""
+    micro_rollout_batch_size: int
+    """samples a forward, per rank. Default: 8."""
+    prompt_data: str
+    """data. Default: 'embedded'."""
+    prompt_split: str
+    """data. Default: 'train'."""
+    pair_data: str | None
+    """pairs of images for offline diffusion_dpo, in the place of prompts and rollouts."""
+    chosen_key: str
+    """columns of the pair's images; Pick-a-Pic's are known. Default: 'chosen'."""
+    rejected_key: str
+    """data. Default: 'rejected'."""
+    eval_data: str | None
+    """default: the embedded held-out prompts when prompt_data is embedded."""
+    eval_split: str
+    """data. Default: 'test'."""
+    max_samples: int
+    """data. Default: 100000000."""
+    max_eval_samples: int
+    """data. Default: 96."""
+    input_key: str
+    """data. Default: 'prompt'."""
+    image_key: str
+    """first frame of image-to-video models, images to edit; else `images`, `image`. Default: 'input_image'."""
+    label_key: str
+    """data. Default: 'label'."""
+    reference_key: str
+    """data. Default: 'reference'."""
+    image_root: str | None
+    """data."""
+    on_bad_row: str
+    """error | skip; skipped rows are counted by cause and listed in bad_rows.jsonl. Default: 'error'."""
+    max_bad_share: float
+    """a larger share of skipped rows ends the run. Default: 0.05."""
+    reward_fn: str | None
+    """path.py:function, or several, comma-separated."""
+    reward_form: str
+    """auto | native | a system of docs/coming_from.md: how functions by path are called. Default: 'auto'."""
+    reward_pretrain: str | None
+    """local reward model folders, comma-separated, each optionally name=folder."""
+    remote_rm_url: str | None
+    """URLs, comma-separated, or path.py with reward_func."""
+    components: dict[str, float]
+    """{name: weight}, laid over reward_recipe. Default: {}."""
+    kwargs: dict[str, Any]
+    """{component: {setting: value}}. Default: {}."""
+    reward_recipe: str | None
+    """YAML or JSON file, or inline YAML: {label: [[type, key, weight], ...]}."""
+    reward_weights_file: str | None
+    """YAML or JSON {component: weight}, read again in each step: weights by hand."""
+    reward_wire: str
+    """lightrft | openrlhf; JSON form of remote_rm_url. Default: 'lightrft'."""
+    reward_timeout: float
+    """deadline of one remote call, seconds, retries included. Default: 60.0."""
+    reward_retries: int
+    """on connection errors, 429 and 5xx only. Default: 3."""
+    reward_concurrency: int
+    """remote requests in flight at once. Default: 32."""
+    on_reward_error: str
+    """error | skip; skip: samples that a function raises on, or scores badly, become invalid. Default:
+    'error'."""
+    reward_max_invalid: float
+    """share of invalid scores in one step above which the run stops. Default: 0.5."""
+    reward_token_env: str | None
+    """environment variable that holds the bearer token of remote rewards."""
+    reward_image_format: str
+    """png | jpeg; png is lossless. Default: 'png'."""
+    reward_fn_timeout: float | None
+    """run user callables in a subprocess with this limit, seconds."""
+    reward_transport: str
+    """inprocess | ray; where local scorers run. Default: 'inprocess'."""
+    reward_cpu_offload: bool
+    """keep local reward models off the accelerator between uses. Default: True."""
+    diffusion_algorithm: str
+    """flow_grpo | dance_grpo | mix_grpo | flow_dppo | temp_flow_grpo | diffusion_nft | ddpo | dpok | awm |
+    dgpo | diffusion_dpo | rwr | reward_fl. Default: 'flow_grpo'."""
+    clip_range: float | None
+    """default: 1e-4, awm 1."""
+    adv_clip_max: float
+    """advantages are clamped to ±this; 0 turns the clamp off. Default: 5.0."""
+    global_std: bool
+    """divide by the std of all rewards instead of the group's. Default: False."""
+    gdpo: bool
+    """normalise each reward in its group, then sum by weight, then over the batch (2601.05242). Default:
+    False."""
+    beta: float
+    """weight of the KL to the reference; not of diffusion_nft. Default: 0.0."""
+    kl_form: str
+    """full | published; full: s² holds |dt|; published: without. Default: 'full'."""
+    timestep_fraction: float
+    """share of the stochastic steps to train on. Default: 1.0."""
+    timestep_choice: str | None
+    """first | random; which ones: the first, or each sample's own; default: random for dance_grpo and
+    diffusion_nft."""
+    cfg_in_training: bool
+    """guide the training forward as the rollout was. Default: True."""
+    detach_guidance: bool
+    """no gradient through the unguided branch, as in Flow-GRPO's code. Default: False."""
+    grpo_guard: bool
+    """arXiv 2510.22319. Default: False."""
+    nft_beta: float
+    """algorithm. Default: 1.0."""
+    nft_kl_beta: float
+    """algorithm. Default: 0.0001."""
+    decay_type: int | None
+    """0 | 1 | 2 | 3; of the old policy; default: 1, awm 3."""
+    decay_counts: str
+    """updates | rollouts; n of the decay: its code's, or steps. Default: 'updates'."""
+    adv_mode: str
+    """all | positive_only | negative_only | one_only | binary. Default: 'all'."""
+    awm_weighting: str
+    """uniform | time | time_squared | huber; of the error of each timestep. Default: 'huber'."""
+    awm_power: float
+    """of huber. Default: 0.25."""
+    old_beta: float
+    """AWM: weight of the distance to the rollout policy's velocity. Default: 1.0."""
+    rwr_temperature: float
+    """a sample's weight is exp(A / this). Default: 1.0."""
+    dppo_threshold: float
+    """flow_dppo: KL to the rollout policy from which on a step may be masked. Default: 1e-05."""
+    dpo_beta: float | None
+    """sharpness of the preference; default: dgpo 100, diffusion_dpo 5000."""
+    dpo_reference: str
+    """base | old; what errors are compared with; old: of the rollouts. Default: 'base'."""
+    min_sigma: float | None
+    """losses on finished samples: least noise that is added."""
+    mid_timestep: int
+    """Reward FL: first step with gradient. Default: 4."""
+    final_timestep: int
+    """Reward FL: last step, from which the data is predicted. Default: 7."""
+    min_timestep_boundary: float
+    """Reward FL: shares of the schedule's 1,000 timesteps, from noise on; the. Default: 0.0."""
+    max_timestep_boundary: float
+    """expert that serves those in between is the one that trains. Default: 1.0."""
+    reward_fl_weight: float
+    """algorithm. Default: 1.0."""
+    score_mean: float
+    """algorithm. Default: 0.0."""
+    score_std: float
+    """algorithm. Default: 1.0."""
+    score_target: float | None
+    """Reward FL: images that reach this score have no gradient, as in ReFL's hinge."""
+    differentiable_reward: str | None
+    """Of Reward FL: shape_match (the default with the embedded prompts), face_similarity, or
+    path.py:function.."""
+    differentiable_kwargs: dict[str, Any]
+    """settings of a named one, {setting: value}. Default: {}."""
+    train_batch_size: int | None
+    """samples of an update, over all ranks; 0: all of a rollout; default: 96 (reward_fl 8), or all where that
+    is no part."""
+    groups_per_update: int | None
+    """or: prompts whose samples make an update (VRL)."""
+    gradient_accumulation_steps: int | None
+    """or: micro-batches of a rank that make an update (ROLL)."""
+    micro_train_batch_size: int
+    """train. Default: 8."""
+    steps_per_forward: int
+    """denoising steps of a micro-batch in one forward; memory grows with it. Default: 1."""
+    rollout_graph_gib: float
+    """graphs of the rollout's forwards that are kept for its only update, per rank, in place of a replay;
+    larger ones are not kept, 0 keeps none. Default: 1.0."""
+    max_epochs: int
+    """rounds of updates over the samples of a step. Default: 1."""
+    num_episodes: int
+    """train. Default: 1."""
+    max_steps: int
+    """train. Default: -1."""
+    learning_rate: float | None
+    """default: 3e-4, reward_fl 2.5e-6."""
+    warmup_steps: int | None
+    """default: 0, reward_fl 10."""
+    lr_scheduler_type: str
+    """constant | cosine | linear. Default: 'constant'."""
+    adam_betas: list[float]
+    """train. Default: [0.9, 0.999]."""
+    l2: float
+    """train. Default: 0.0001."""
+    max_norm: float
+    """train. Default: 1.0."""
+    enable_ema: bool
+    """train. Default: False."""
+    ema_beta: float
+    """train. Default: 0.9."""
+    ema_interval: int
+    """optimizer steps between EMA updates. Default: 8."""
+    seed: int
+    """train. Default: 42."""
+    zero_stage: int
+    """0 | 1 | 2 | 3. Default: 2."""
+    adam_offload: bool
+    """distributed. Default: False."""
+    zpg: int
+    """ZeRO++ hierarchical partition size. Default: 1."""
+    overlap_comm: bool
+    """distributed. Default: False."""
+    grad_accum_dtype: str | None
+    """fp32 | bf16."""
+    sp_size: int
+    """ranks that hold a micro-batch together, each a slice of its tokens (Ulysses). Default: 1."""
+    local_rank: int
+    """distributed. Default: -1."""
+    collective_timeout: float
+    """seconds after which a dead or stalled rank ends all ranks. Default: 600.0."""
+    placement: str | None
+    """colocated | split; colocated: every rank generates and trains in turn; split: rollouts are made by
+    workers on Ray, which is the default where resources names devices of the rollouts."""
+    visible_devices: list[int] | None
+    """those that the run may use; default: all that a launcher left visible."""
+    trainer_devices: list[int] | None
+    """default: the first of them, one a rank."""
+    rollout_devices: list[int] | None
+    """default: the others."""
+    trainer_num_gpus: int | None
+    """ranks; as many as the launcher has to start."""
+    rollout_num_gpus: str
+    """auto: all others. Default: 'auto'."""
+    rollout_num_workers: int | None
+    """engines; default: one a GPU of the rollouts, one without GPUs."""
+    rollout_num_cpus: float
+    """that Ray reserves for each worker. Default: 1.0."""
+    reward_devices: list[int] | None
+    """of this host."""
+    reward_num_gpus: float | None
+    """that an existing cluster gives to all actors of a reward together."""
+    reward_num_workers: int | None
+    """actors of each reward; default: one a device, or one."""
+    require_cluster: bool
+    """refuse to start without RAY_ADDRESS. Default: False."""
+    max_staleness: int
+    """policy versions that a trained token may be old; 0: rollouts and training one after the other. Default:
+    0."""
+    batches_ahead: int | None
+    """batches that are generated ahead; default: max_staleness."""
+    partial_rollouts: bool
+    """responses in segments: weights change, and prompts join, while long ones go on. Default: False."""
+    partial_tokens: int
+    """of a segment. Default: 256."""
+    stale_correction: str | None
+    """behaviour | none; old log-probs of the loss: behaviour: the engine's, so that these bound the ratio;
+    none: the trainer's as of this step, for tis_mode or without any correction. Default: none with a
+    tis_mode, else behaviour."""
+    watch: bool
+    """look at every step's and evaluation's metrics, and warn. Default: True."""
+    policy: str
+    """warn | stop | rollback; what an alarm does beside warning. Default: 'warn'."""
+    gold_recipe: str | None
+    """a reward recipe that training never sees; default: of the embedded tasks their own."""
+    gold_fn: str | None
+    """or path.py:function."""
+    gold_every: int
+    """score the rollouts of every so many steps by gold too; 0: evaluations only. Default: 1."""
+    patience: int
+    """steps in a row outside before an alarm. Default: 2."""
+    keep_best: bool | None
+    """keep a checkpoint of the best gold; default: with policy rollback."""
+    output_dir: str
+    """output. Default: 'outputs/run'."""
+    save_path: str | None
+    """the final model; default: <output_dir>/checkpoint-final."""
+    ckpt_path: str | None
+    """default: <output_dir>."""
+    save_steps: int
+    """output. Default: -1."""
+    eval_steps: int
+    """evaluation always runs before the first step and at the end. Default: -1."""
+    logging_steps: int
+    """output. Default: 1."""
+    max_ckpt_num: int
+    """output. Default: 3."""
+    load_checkpoint: bool
+    """same as resume_from=auto. Default: False."""
+    resume_from: str | None
+    """a checkpoint folder, or auto."""
+    resume_other_model: bool
+    """resume although the checkpoint was trained from another model. Default: False."""
+    sigterm_exit_code: int
+    """of a run that SIGTERM ended after a checkpoint. Default: 0."""
+    best_metric: str | None
+    """column of eval_metrics.csv by which the best checkpoint is kept."""
+    eval_samples_per_prompt: int
+    """output. Default: 4."""
+    eval_seed: int | None
+    """of what the evaluation draws; default: seed."""
+    eval_ema: bool | None
+    """evaluate and export the EMA weights; default: with enable_ema."""
+    use_wandb: bool
+    """output. Default: False."""
+    use_tensorboard: bool
+    """output. Default: False."""
+    save_trajectories: bool
+    """output. Default: True."""
+    num_trajectories_to_save: int
+    """output. Default: 8."""
+    report: bool
+    """output. Default: True."""
+    run_name: str | None
+    """output."""
+    plan_device: str | None
+    """what --dry_run plans for, such as h100-80gb; default: the device of this machine."""
+    plan_world_size: int | None
+    """ranks of that plan; default: those started, else a host of the device."""
+    plan: str
+    """warn | refuse | force; A run that does not fit by its plan: warn, and refuse it where weights,
+    gradients and states alone do not fit; refuse it; or force its start.. Default: 'warn'."""
+    auto_micro_batches: bool
+    """micro-batches as large as the plan has room for; those given are the least. Default: False."""
+    plugins: str | None
+    """files or modules that add choices of your own, imported first; comma-separated."""

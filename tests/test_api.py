@@ -1,0 +1,212 @@
+"""Trainers from Python: what they take and refuse, before torch is loaded."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightrft_visual
+from lightrft_visual import FlowGRPOTrainer, GRPOTrainer, PPOTrainer, RLOOTrainer, api, given
+from lightrft_visual.config.leaves import names_of
+from lightrft_visual.data.sources import open_source
+from lightrft_visual.errors import ConfigError, DataError
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = [{"prompt": "how many?", "reference": "3"}, {"prompt": "which colour?", "reference": "red"}]
+
+
+def score(completions, references):
+    return [float(answer == reference) for answer, reference in zip(completions, references)]
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_package_import_loads_neither_torch_nor_omegaconf_and_a_trainer_no_torch():
+    code = (
+        "import sys, lightrft_visual\n"
+        "assert not {'torch', 'omegaconf'} & set(sys.modules)\n"
+        "lightrft_visual.GRPOTrainer(reward_funcs=lambda completions: [0.0], train_dataset=[{'prompt': 'a'}])\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_are_there():
+    for name in lightrft_visual.__all__:
+        assert getattr(lightrft_visual, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'GRPO'"):
+        lightrft_visual.GRPO  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", api.TRAINERS, ids=lambda kind: kind.__name__)
+def test_trainer_signature_holds_every_setting(kind):
+    parameters = inspect.signature(kind).parameters
+    leaves = {leaf.name: leaf for leaf in names_of(kind.root.schema).leaves.values()}
+    assert set(leaves) <= set(parameters)
+    assert "n_samples_per_prompt" in kind.__doc__ and list(parameters)[:4] == [
+        "model", "reward_funcs", "train_dataset", "eval_dataset",
+    ]  # fmt: skip
+
+
+def test_settings_stub_is_that_of_the_configuration(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import write_settings
+
+    assert write_settings.FILE.read_text() == write_settings.text(), "run python scripts/write_settings.py"
+
+
+def test_algorithm_is_a_default_that_a_setting_wins_over():
+    assert PPOTrainer().config.algorithm.advantage_estimator == "gae"
+    assert RLOOTrainer().config.algorithm.advantage_estimator == "rloo"
+    assert GRPOTrainer(advantage_estimator="dr_grpo").config.algorithm.advantage_estimator == "dr_grpo"
+    assert FlowGRPOTrainer(diffusion_algorithm="awm").config.algorithm.diffusion_algorithm == "awm"
+
+
+def test_settings_of_python_types_reach_the_configuration(tmp_path):
+    config = GRPOTrainer(lr=1e-5, adam_betas=(0.8, 0.9), output_dir=tmp_path, bf16=True, max_ckpt_num=2).config
+    assert (config.train.actor_learning_rate, config.train.adam_betas) == (1e-5, [0.8, 0.9])
+    assert (config.output.output_dir, config.model.bf16, config.output.max_ckpt_num) == (str(tmp_path), True, 2)
+
+
+def test_recipes_lie_below_settings():
+    config = GRPOTrainer(config="experiment/vl/geometry3k_grpo", seed=7).config
+    assert config.train.seed == 7 and config.data.prompt_data != "embedded"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            {"n_sample_per_prompt": 4},
+            "unknown setting 'n_sample_per_prompt' .keyword argument.; did you mean 'n_samples",
+        ),
+        ({"num_steps": 4}, "it belongs to diffusion runs, and this is a vision-language run$"),
+        ({"temperature": -1}, "log-probs need a positive temperature"),
+        ({"model": "a", "pretrain": "b"}, "pretrain says the same as model"),
+        ({"reward_funcs": [3]}, "a reward is a function.*not a int"),
+        ({"reward_funcs": ["exact", "format"], "reward_weights": [1.0]}, "reward_weights has 1 numbers for 2 rewards"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_the_trainer_is_made(arguments, told):
+    with pytest.raises(ConfigError, match=told):
+        GRPOTrainer(**arguments)
+
+
+def reward_of(*arguments):
+    return GRPOTrainer(None, *arguments).config.reward
+
+
+def test_functions_are_named_by_text_and_found_again():
+    reward = reward_of([score, lambda completions: [0.0] * len(completions)])
+    first, second = reward.reward_fn.split(",")
+    assert given.given(first) is score
+    assert given.given(second).__name__ == "reward" and given.given(second)(["a"]) == [0.0]
+
+
+def test_rewards_of_each_form_reach_their_setting():
+    assert reward_of("http://host/reward").remote_rm_url == "http://host/reward"
+    assert reward_of("mine.py:score").reward_fn == "mine.py:score"
+    assert reward_of("org/judge").reward_pretrain == "org/judge"
+    assert reward_of(["exact", "format"]).components == {"exact": 1.0, "format": 1.0}
+    assert reward_of({"exact": 0.8}).components == {"exact": 0.8}
+    assert json.loads(reward_of({"count": [["rule", "exact", 1.0]]}).reward_recipe) == {
+        "count": [["rule", "exact", 1.0]]
+    }
+    assert reward_of("rewards.yaml").reward_recipe == "rewards.yaml"
+
+
+def test_functions_and_scorers_together_are_one_recipe():
+    trainer = GRPOTrainer(reward_funcs=[score, "format"], reward_weights=[1.0, 0.2])
+    assert json.loads(trainer.config.reward.reward_recipe) == {"*": [["func", "score", 1.0], ["rule", "format", 0.2]]}
+
+
+def test_object_of_another_process_is_a_config_error():
+    with pytest.raises(ConfigError, match="python:nobody is an object of another program"):
+        given.given("python:nobody")
+
+
+def test_two_objects_of_one_name_are_kept_apart():
+    def other(completions):
+        return completions
+
+    other.__name__ = "score"
+    one, two = given.give("score", score), given.give("score", other)
+    assert one != two and given.given(one) is score and given.given(two) is other
+
+
+def rows_of(data, split="train"):
+    config = GRPOTrainer(train_dataset=data).config
+    source = open_source(config.data.prompt_data, split)
+    return [source[index] for index in range(len(source))]
+
+
+def test_rows_of_a_list_and_of_a_dataset_are_the_same():
+    datasets = pytest.importorskip("datasets")
+    assert rows_of(ROWS) == ROWS
+    assert rows_of(datasets.Dataset.from_list(ROWS)) == ROWS
+    assert rows_of(datasets.Dataset.from_list(ROWS).select([1])) == ROWS[1:]
+    assert rows_of(datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS))) == ROWS
+
+
+def test_images_of_a_dataset_keep_their_stored_form():
+    datasets, image = pytest.importorskip("datasets"), pytest.importorskip("PIL.Image")
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    rows = [{"prompt": "a", "image": image.new("RGB", (4, 4), "red")}]
+    (found,) = rows_of(datasets.Dataset.from_list(rows, features=features))
+    assert found["image"]["bytes"].startswith(b"\x89PNG")
+
+
+def test_rows_without_numbers_are_refused_with_what_to_write():
+    with pytest.raises(DataError, match="without rows by number: .* list.stream.take"):
+        rows_of(iter(ROWS))
+
+
+def test_paths_stay_paths(tmp_path):
+    assert GRPOTrainer(train_dataset=tmp_path / "rows.jsonl").config.data.prompt_data == str(tmp_path / "rows.jsonl")
+    assert GRPOTrainer(train_dataset=["a.jsonl", "b.jsonl"]).config.data.prompt_data == "a.jsonl,b.jsonl"
+
+
+def test_hub_name_is_loaded_and_one_that_is_not_there_is_a_data_error(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def load(name, split):
+        if name != "org/questions":
+            raise FileNotFoundError("offline")
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert rows_of("org/questions") == ROWS
+    with pytest.raises(DataError, match="'org/other' is no file here, and of the hub .split train.: offline"):
+        GRPOTrainer(train_dataset="org/other")
+
+
+def test_pairs_are_recognised_by_their_columns():
+    pairs = [{"prompt": "a", "chosen": "x.png", "rejected": "y.png"}]
+    assert lightrft_visual.DiffusionDPOTrainer(train_dataset=pairs).config.data.pair_data.startswith("python:")
+    assert lightrft_visual.DiffusionDPOTrainer(train_dataset=ROWS).config.data.pair_data is None
+
+
+def test_reward_fl_takes_one_differentiable_reward():
+    config = lightrft_visual.RewardFLTrainer(reward_funcs=[score]).config
+    assert given.given(config.algorithm.differentiable_reward) is score
+    with pytest.raises(ConfigError, match="one differentiable reward"):
+        lightrft_visual.RewardFLTrainer(reward_funcs=[score, score])
+
+
+def test_loaded_model_without_its_processor_is_refused():
+    class Model:
+        def save_pretrained(self, folder):
+            raise AssertionError("nothing is saved")
+
+    with pytest.raises(ConfigError, match="comes with its processor"):
+        GRPOTrainer(Model(), score, ROWS).fit()

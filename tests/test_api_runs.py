@@ -1,0 +1,145 @@
+"""Whole runs from Python: in a script, twice in one process, in a notebook, on two ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# One program, as users write it: loaded models, images in rows, a Dataset, a hook, errors that are raised.
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+
+import datasets
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from lightrft_visual import GRPOTrainer, StepHook, StopRun, evaluate, sample
+from lightrft_visual.errors import RewardError
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
+
+out = Path(sys.argv[-1])
+folder = build_tiny_checkpoint(out / "tiny", "qwen2_5_vl")
+model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+rows = [
+    {"prompt": "how many?", "images": [Image.new("RGB", (56, 56), (40 * index, 0, 0))], "reference": str(index)}
+    for index in range(4)
+]
+small = dict(
+    engine_type="hf", rollout_batch_size=4, n_samples_per_prompt=2, train_batch_size=8, prompt_max_len=128,
+    generate_max_len=4, max_steps=2, init_kl_coef=0.0, image_dependence_every=0,
+)
+
+def fit(name, rewards, data, **more):
+    return GRPOTrainer((model, processor), rewards, data, rows[:2], output_dir=out / name, **small | more).fit()
+
+steps = []
+class Counting(StepHook):
+    def on_metrics(self, metrics):
+        steps.append(metrics["reward_mean"])
+
+result = fit(
+    "list", lambda completions: [float(len(each)) for each in completions], rows, callbacks=[Counting()], save_steps=1
+)
+assert [each["step"] for each in result.history] == [1, 2] and len(steps) == 2, result.history
+assert result.evaluations[-1]["step"] == 2 and result.metrics["eval_reward"] == result.evaluations[-1]["eval_reward"]
+assert result.report.is_file() and (result.checkpoint / "config.json").is_file()
+assert not list((Path(os.environ["LIGHTRFT_CACHE"]) / "given").glob("*")), "the loaded model's folder stays"
+
+def broken(completions):
+    raise KeyError("mine")
+
+try:
+    fit("broken", broken, rows)
+except RewardError as error:
+    assert "KeyError: 'mine'" in str(error)
+else:
+    raise AssertionError("nothing was raised")
+
+class Enough(StepHook):
+    def on_metrics(self, metrics):
+        raise StopRun("enough")
+
+table = datasets.Dataset.from_list([{"prompt": "what?", "reference": "1"}] * 4)
+result = fit("dataset", ["exact"], table, callbacks=[Enough()])
+assert result.metrics["step"] == 1 and result.checkpoint.name == "checkpoint-000001", result.checkpoint
+
+final = out / "list" / "checkpoint-final"
+measured = evaluate(final, rows[:2], "exact", eval_samples_per_prompt=1)
+assert set(measured) >= {"eval_reward", "eval_reward_greedy"}, measured
+again = evaluate(out / "list" / "checkpoint-000002", rows[:2], "exact", base=(model, processor))
+assert again["eval_reward_greedy"] == measured["eval_reward_greedy"], (measured, again)
+answers = sample(final, rows[:2], n=3, temperature=0.5)
+assert [len(each) for each in answers] == [3, 3] and isinstance(answers[0][0], str)
+assert sample(final, rows[:1], temperature=0) == sample(final, rows[:1], temperature=0)
+print("all well")
+"""
+
+
+def run(command: list[str], cache: Path) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LIGHTRFT_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    environment = {name: value for name, value in environment.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_program_trains_is_told_of_errors_and_goes_on(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    said = run([sys.executable, str(tmp_path / "program.py"), str(tmp_path)], tmp_path / "cache")
+    assert said.splitlines()[-1] == "all well"
+
+
+TWO_RANKS = """
+import os, sys
+from lightrft_visual import GRPOTrainer
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
+
+def score(completions):
+    return [float(len(each)) for each in completions]
+
+result = GRPOTrainer(
+    sys.argv[-1], score, [{"prompt": "what?"}] * 4, engine_type="hf", rollout_batch_size=4, n_samples_per_prompt=2,
+    train_batch_size=8, prompt_max_len=128, generate_max_len=4, max_steps=1, init_kl_coef=0.0,
+    output_dir=os.path.dirname(sys.argv[-1]) + "/run",
+).fit()
+print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {result.metrics['reward_mean']:.6f}")
+"""
+
+
+def test_two_ranks_by_launch_give_one_result(tmp_path):
+    from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
+
+    model = build_tiny_checkpoint(tmp_path / "tiny", "qwen2_5_vl")
+    (tmp_path / "program.py").write_text(TWO_RANKS)
+    command = [sys.executable, "-m", "lightrft_visual", "launch", "--ranks", "2", str(tmp_path / "program.py")]
+    said = run([*command, str(model)], tmp_path / "cache").splitlines()
+    ranks = dict(line.split(": ") for line in said if line.startswith("rank "))
+    assert set(ranks) == {"rank 0 of 2", "rank 1 of 2"} and len(set(ranks.values())) == 1
+
+
+def test_notebook_shows_its_result(tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
+
+    model = build_tiny_checkpoint(tmp_path / "tiny", "qwen2_5_vl")
+    cells = [
+        "from lightrft_visual import GRPOTrainer\n"
+        "def score(completions):\n    return [float(len(each)) for each in completions]\n"
+        f"trainer = GRPOTrainer({str(model)!r}, score, [{{'prompt': 'what?'}}] * 4, engine_type='hf',\n"
+        "    rollout_batch_size=4, n_samples_per_prompt=2, train_batch_size=8, prompt_max_len=128,\n"
+        f"    generate_max_len=4, max_steps=1, init_kl_coef=0.0, output_dir={str(tmp_path / 'run')!r})",
+        "result = trainer.fit()\nlen(result.history)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    kernel = {"env": os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
+    client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(**kernel)
+    (value,) = [each for cell in notebook.cells for each in cell.outputs if each.output_type == "execute_result"]
+    assert value["data"]["text/plain"] == "1"

@@ -1,0 +1,144 @@
+"""The command lightrft-visual, without a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from lightrft_visual import cli
+from lightrft_visual.config.leaves import names_of
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.observe import doctor
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def command(*arguments: str) -> str:
+    done = CliRunner().invoke(cli.cli, arguments)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.output
+
+
+def process(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-m", "lightrft_visual", *arguments]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, **options)
+
+
+@pytest.mark.parametrize("name", cli.ALGORITHMS)
+def test_help_is_25_lines_of_settings_that_exist(name):
+    lines = command("train", name, "--help").splitlines()
+    assert len(lines) <= 25 and max(map(len, lines[:-1])) <= 120
+    flags = {line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")}
+    root, defaults = cli.ALGORITHMS[name]
+    known = {leaf.name for leaf in names_of(root.schema).leaves.values()}
+    assert flags == set(cli.FIRST[root.kind]) and flags <= known and set(defaults) <= known
+
+
+def test_help_of_a_section_has_its_settings_and_help_all_everything():
+    said = command("train", "grpo", "--help", "guard")
+    assert "--gold_fn" in said and "--pretrain" not in said
+    everything = command("train", "grpo", "--help-all")
+    assert "--gold_fn" in everything and "--n_samples_per_prompt int (8)" in everything
+
+
+def test_settings_that_cannot_work_end_the_command_before_torch():
+    code = (
+        "import sys\nfrom lightrft_visual.cli import cli\n"
+        "try:\n    cli(['train', 'grpo', '--n_sample_per_prompt', '4'])\n"
+        "except SystemExit as left:\n    print(left.code, 'torch' in sys.modules)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["2", "False"]
+    assert (
+        done.stderr.startswith("error: unknown setting 'n_sample_per_prompt'")
+        and "'n_samples_per_prompt'" in done.stderr
+    )
+
+
+def test_unknown_algorithm_is_answered_with_the_nearest():
+    with pytest.raises(ConfigError, match="no algorithm 'grop'; did you mean 'grpo'"):
+        command("train", "grop")
+
+
+def test_errors_are_a_line_and_a_code(tmp_path):
+    done = process("recipes", "show", "embeded_vl")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: there is no recipe 'embeded_vl'; did you mean 'embedd"
+    )
+
+
+def test_recipes_are_listed_shown_and_copied(tmp_path):
+    assert "experiment/vl/geometry3k_grpo" in command("recipes", "list").splitlines()
+    assert command("recipes", "list", "geometry3k_dapo").splitlines() == ["experiment/vl/geometry3k_dapo"]
+    shown = command("recipes", "show", "embedded_vl")
+    command("recipes", "copy", "embedded_vl", str(tmp_path / "mine.yaml"))
+    assert (tmp_path / "mine.yaml").read_text() == shown
+    with pytest.raises(ConfigError, match="is there already"):
+        command("recipes", "copy", "embedded_vl", str(tmp_path / "mine.yaml"))
+
+
+def test_choices_of_a_setting_and_of_all():
+    assert [line.split()[0] for line in command("choices", "kl_estimator").splitlines()] == ["k1", "k2", "k3"]
+    assert "| `group_norm`, `grpo` |" in command("choices")
+    with pytest.raises(ConfigError, match="did you mean 'policy_loss'"):
+        command("choices", "policy_los")
+
+
+def test_plan_is_the_dry_run(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "train_command", lambda name, words: seen.append((name, words)))
+    command("plan", "nft", "--pretrain", "model")
+    assert seen == [("nft", ["--pretrain", "model", "--dry_run"])]
+
+
+def test_pairs_of_words_are_settings():
+    words = ["--temperature", "0.5", "--engine-type=hf", "--bf16", "--top_k", "3", "seed=4"]
+    assert cli._pairs(words) == {"temperature": 0.5, "engine_type": "hf", "bf16": True, "top_k": 3, "seed": 4}
+
+
+def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("torch", "wandb") else "1.0")
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    lines = list(doctor.told())
+    assert any(line.startswith("missing  torch: bash scripts/setup.sh") for line in lines)
+    assert "without  wandb, for --use_wandb: pip install 'lightrft_visual[wandb]'" in lines
+    assert any(line.startswith("device   ") for line in lines)
+
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+
+rank, folder = os.environ["RANK"], Path(sys.argv[1])
+got = []
+signal.signal(signal.SIGTERM, lambda *_: got.append(1))
+(folder / f"{rank}_{os.environ['MASTER_PORT']}_{os.environ['WORLD_SIZE']}").touch()
+while not got:
+    time.sleep(0.01)
+time.sleep(0.3 * int(rank))
+(folder / f"saved_{rank}").touch()
+sys.exit(3 * int(rank))
+"""
+
+
+def test_launch_forwards_a_signal_and_waits_for_every_rank(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    line = [sys.executable, "-m", "lightrft_visual", "launch", "--ranks", "2", str(tmp_path / "rank.py"), str(tmp_path)]
+    launcher = subprocess.Popen(line, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    ends = time.monotonic() + 60
+    while len(list(tmp_path.glob("*_2"))) < 2 and time.monotonic() < ends:
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=60) == 3
+    assert {path.name for path in tmp_path.glob("saved_*")} == {"saved_0", "saved_1"}
+    assert len({path.name.split("_")[1] for path in tmp_path.glob("*_2")}) == 1
