@@ -128,7 +128,7 @@ def prove_family(actor: Actor, checkpoint: Checkpoint, longest: int, model: Mapp
 
 def _key(actor: Actor, longest: int, model: Mapping[str, Any]) -> str:
     """What the finding depends on, in one hash."""
-    config, weight = actor.config, next(actor.transformer.parameters())
+    config, weight = actor.backbone.config, next(actor.transformer.parameters())
     own = (sys.modules[type(each).__module__] for each in (actor.backbone.family, actor.transformer))
     files = {*Path(__file__).parent.rglob("*.py"), *(Path(each.__file__) for each in own if hasattr(each, "__file__"))}
     parts = {
@@ -166,7 +166,7 @@ def _tried(actor: Actor, checkpoint: Checkpoint, longest: int) -> Finding:
     base, samples, passed = actor.backbone.base, [], {"input_ids", "attention_mask"}
     actor.eval()
     try:
-        samples += made_up_samples(checkpoint, _length(actor.config, longest))
+        samples += made_up_samples(checkpoint, _length(actor.backbone.config, longest))
         own = _Own.of(actor, samples)
         failed = "its forward fails"
         with base.register_forward_pre_hook(lambda *call: passed.update(call[-1]), with_kwargs=True):
