@@ -15,15 +15,25 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import registry
+from .config.summary import in_lines
 from .config.vl import RunConfig
 from .errors import FolderInUse, LightRFTVisualError, StoppedBySignal
 from .runtime.host_memory import bound_spinning
 from .runtime.presence import handled
-from .runtime.start_up import importing, log_stage, seldom_collecting
-from .runtime.usercode.calls import TERMINATED, describe_error, masked, source_line_of
+from .runtime.start_up import (
+    foreign_lines_aside,
+    importing,
+    log_stage,
+    say_last,
+    screen,
+    seldom_collecting,
+    start_is_over,
+)
+from .runtime.usercode.calls import INTERRUPTED, TERMINATED, describe_error, masked, source_line_of
 
 if TYPE_CHECKING:
     from .config.diffusion import DiffusionRunConfig
@@ -33,7 +43,6 @@ if TYPE_CHECKING:
 
 LEFT_SECONDS = 10.0  # that threads get which a run has left, once the program is over
 LOOK_SECONDS = 0.2
-INTERRUPTED = 130  # exit code of a process that Ctrl-C ended, as shells give it
 
 
 def quiet_libraries() -> None:
@@ -85,7 +94,7 @@ def run(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
     With several ranks the others are told of an error, and their processes end: they may wait in a collective.
     """
     with _released_on_error(config) as holds:
-        holds.trainer = trainer = _build(partial(built, config, callbacks))
+        holds.trainer = trainer = _build(config, partial(built, config, callbacks))
         _train(trainer)
     return trainer
 
@@ -94,7 +103,7 @@ def run(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
 def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
     """Inside, a trainer whose engine has the weights of the model, or of the checkpoint that it resumes from."""
     with _released_on_error(config) as holds:
-        holds.trainer = trainer = _build(partial(built, config))
+        holds.trainer = trainer = _build(config, partial(built, config))
         if trainer.state.resume_folder is not None:  # its weights alone: data and rewards may be others
             trainer.load_engines(trainer.state.resume_folder)
         trainer.start()
@@ -109,6 +118,8 @@ class _Holds:
 @contextmanager
 def _released_on_error(config: AnyConfig) -> Iterator[_Holds]:
     """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told."""
+    bound_spinning()
+    quiet_libraries()
     from .runtime import collectives, watchdog
 
     holds = _Holds()
@@ -140,20 +151,24 @@ def _check_fits(config: AnyConfig) -> None:
 
 
 def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
+    bound_spinning()  # before anything loads torch
+    quiet_libraries()
+    foreign_lines_aside(Path(config.output.output_dir))
     try:
-        with handled(signal.SIGTERM, _end_at_once):
-            trainer = _build(build)
+        with handled(signal.SIGTERM, _end_at_once), handled(signal.SIGINT, _end_at_once):
+            trainer = _build(config, build)
             _train(trainer)
     except BaseException as error:  # also sys.exit and the like: the steps of the run were not done
         _fail(config, error)
+    start_is_over()
     _leave(trainer.state.exit_code)
     if trainer.state.exit_code:
         sys.exit(trainer.state.exit_code)
 
 
-def _build(build: Callable[[], PolicyTrainer]) -> PolicyTrainer:
-    bound_spinning()  # before anything loads torch
-    quiet_libraries()
+def _build(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> PolicyTrainer:
+    for line in in_lines(config) if os.environ.get("RANK", "0") == "0" else ():
+        print(line, file=screen(), flush=True)
     log_stage("importing libraries")
     with importing():
         from transformers.utils import logging as transformers_logging
@@ -169,9 +184,10 @@ def _train(trainer: PolicyTrainer) -> None:
         trainer.close()
 
 
-def _end_at_once(*_: object) -> None:
-    print("error: ended by SIGTERM before the first step; there is nothing new to save", file=sys.stderr, flush=True)
-    os._exit(TERMINATED)
+def _end_at_once(number: int, _: object) -> None:
+    by, code = ("Ctrl-C", INTERRUPTED) if number == signal.SIGINT else ("SIGTERM", TERMINATED)
+    say_last(f"error: ended by {by} before the first step; there is nothing new to save")
+    os._exit(code)
 
 
 def _fail(config: AnyConfig, error: BaseException) -> None:
@@ -195,7 +211,7 @@ def _fail(config: AnyConfig, error: BaseException) -> None:
         traceback.print_exception(error)
     first, *rest = text.split("\n")
     rest += [f"the full traceback, versions and configuration: {log}"] if log is not None else []
-    print("\n".join([f"error: {first}{where}", *rest]), file=sys.stderr, flush=True)
+    say_last("\n".join([f"error: {first}{where}", *rest]))
     watchdog.report_failure(f"{text} (stage {stage})")
     codes = {StoppedBySignal: TERMINATED, KeyboardInterrupt: INTERRUPTED}
     os._exit(next((code for kind, code in codes.items() if isinstance(error, kind)), 1))

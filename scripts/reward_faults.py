@@ -3,17 +3,23 @@
 
     python scripts/reward_faults.py                        all kinds, each a run of its own, and a table
     python scripts/reward_faults.py --only sys_exit_0,hangs --keep /tmp/faults
+    python scripts/reward_faults.py --calls                each kind in the process and behind reward_fn_timeout, no run
 
 Every kind is a file of a user's, named by --reward_fn, in a run of two steps on the embedded task (engine hf). The
 function scores well in the first step, where the fault is not in loading it. A kind is right when the exit code is the
 one that is due, the user's own line is named with what happened, and all that was finished is on disk: metrics and
 rollouts of each finished step, and a checkpoint that is complete. The exit code is 1 when a kind is not right.
+
+With --calls the reward engine calls each function CALLS times, with other samples each time; the fault is in the
+second call of its process. A kind is right when no call hangs, no sample gets another one's score, and the last call
+scores all of its samples.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -25,6 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIMIT = 600.0  # seconds of one run; the first one may have to build the embedded model
+CALLS = 5  # of each function with --calls
+CALL_LIMIT = 4.0  # seconds of one call behind reward_fn_timeout
+CALLS_LIMIT = 240.0  # seconds of all calls of a kind, the starts of its processes included
 MARK = "# <-"  # at the end of the line that must be named
 BUILT = ["lightrft_visual.trainer.vl.trainer", "deepspeed.runtime.zero.muon.muon_optimizer"]
 FLAGS = (
@@ -33,14 +42,14 @@ FLAGS = (
     "--report false --max_steps 2 --save_steps 1 --parity_every 0 --zero_stage 0"
 ).split()
 HEAD = """
-import asyncio, contextlib, io, os, shutil, sys, threading, time, warnings
+import asyncio, contextlib, io, os, random, shutil, signal, stat, subprocess, sys, threading, time, warnings
 import numpy as np
 import torch
 
 calls = 0
 
 def well(completions):
-    return [float(len(text) % 3) for text in completions]
+    return [float(sum(map(ord, text)) % 997) for text in completions]
 
 class Mine(Exception):
     pass
@@ -48,6 +57,17 @@ class Mine(Exception):
 class Mute(Exception):
     def __str__(self):
         raise RuntimeError("no text")
+
+class Panic(BaseException):
+    pass
+
+class Scores(list):
+    def __len__(self):
+        raise Panic("no length")
+
+def sockets():
+    numbers = map(int, os.listdir("/proc/self/fd"))
+    return [n for n in numbers if os.path.exists(f"/proc/self/fd/{n}") and stat.S_ISSOCK(os.fstat(n).st_mode)]
 
 """
 SECOND = """
@@ -64,7 +84,7 @@ class Fault:
     """A kind of fault. body: of `score`, from its second call on, or with `whole` the file's own text.
 
     code: of the process. tells: what the output must hold. steps: that must be finished. flags: beside FLAGS.
-    gone: steps whose outputs the function itself has deleted.
+    gone: steps whose outputs the function itself has deleted. constant: a score that it gives to any sample.
     """
 
     body: str
@@ -75,6 +95,17 @@ class Fault:
     whole: bool = False
     gone: int = 0
     ranks: int = 1
+    constant: float | None = None
+
+    @property
+    def limited(self) -> bool:
+        """Whether it is called in a process of its own only, which it ends, blocks or spoils."""
+        return "--reward_fn_timeout" in self.flags
+
+    @property
+    def once(self) -> str:
+        """The text of the file with the fault in the second call alone."""
+        return self.source.replace("    if calls < 2:\n", "    if calls != 2:\n")
 
     @property
     def source(self) -> str:
@@ -90,10 +121,15 @@ class Fault:
         return next((number for number, line in enumerate(lines, 1) if line.endswith(MARK)), None)
 
 
-def returns(value: str, tells: str) -> Fault:
+def limited(body: str, tells: str) -> Fault:
+    """Something that only a process of its own survives: there it costs its call."""
+    return Fault(body, tells, flags="--reward_fn_timeout 20")
+
+
+def returns(value: str, tells: str, constant: float | None = None) -> Fault:
     """A function that returns what it may not. The line named is that of its head, where a reader looks first."""
     marked = SECOND.replace("ids=None):", f"ids=None):  {MARK}")
-    return Fault(f"{HEAD}{marked}    return {value}\n", tells, whole=True)
+    return Fault(f"{HEAD}{marked}    return {value}\n", tells, whole=True, constant=constant)
 
 
 def harmless(body: str, tells: str = "", flags: str = "") -> Fault:
@@ -146,6 +182,18 @@ FAULTS = {
         "rank 1",
         ranks=2,
     ),
+    "cancelled": Fault(f"raise asyncio.CancelledError('no')  {MARK}", "raised CancelledError: no"),
+    "generator_exit": Fault(f"raise GeneratorExit  {MARK}", "raised GeneratorExit"),
+    "stop_iteration": Fault(f"return [next(iter(()))]  {MARK}", "raised StopIteration"),
+    "panic": Fault(f"raise Panic('of an extension')  {MARK}", "raised Panic: of an extension"),
+    "group_of_panics": Fault(
+        f"raise BaseExceptionGroup('several', [Panic('one'), GeneratorExit()])  {MARK}", "raised BaseExceptionGroup"
+    ),
+    "async_cancelled": Fault(
+        f"async def later():\n    await asyncio.sleep(0)\n    raise asyncio.CancelledError('late')  {MARK}\n"
+        "return asyncio.run(later())",
+        "raised CancelledError: late",
+    ),
     "one_sample_skipped": Fault(
         "if ids[0] % 8 == 0:\n    raise KeyError('one')\nreturn well(completions)", "KeyError: 'one'", 0, 2, SKIP
     ),
@@ -159,10 +207,38 @@ FAULTS = {
         "thread = threading.Thread(target=lambda: 1 / 0)\nthread.start()\nthread.join()", "ZeroDivisionError"
     ),
     "hangs": Fault(f"while True: time.sleep(0.01)  {MARK}", "no result within 2 s", flags="--reward_fn_timeout 2"),
+    "exits_in_a_task": Fault(
+        "async def leaves():\n    sys.exit(3)\nasync def later():\n    task = asyncio.create_task(leaves())\n"
+        f"    await asyncio.sleep(0.01)\n    return well(completions)\nreturn asyncio.run(later())  {MARK}",
+        "called sys.exit(3)",
+    ),
+    "dies": limited("os.kill(os.getpid(), signal.SIGKILL)", "its process died"),
+    "aborts": limited("os.abort()", "its process died"),
     "forks": harmless("child = os.fork()\nif child == 0:\n    os._exit(0)\nos.waitpid(child, 0)"),
     "fork_comes_back": harmless(
         "child = os.fork()\nif child == 0:\n    return []\nos.waitpid(child, 0)", "forked a process that came back"
     ),
+    "fork_comes_back_late": harmless("if os.fork() == 0:\n    time.sleep(0.2)\n    return []"),
+    "fork_raises": harmless("if os.fork() == 0:\n    raise Panic('of the child')\ntime.sleep(0.2)"),
+    "fork_exits": harmless("if os.fork() == 0:\n    sys.exit(0)\ntime.sleep(0.2)"),
+    "forks_often": harmless("for _ in range(8):\n    if os.fork() == 0:\n        return [9.0] * len(completions)"),
+    "starts_programs": harmless("subprocess.run(['echo', '{\"result\": [9.0]}'], check=True)"),
+    "leaves_a_program": harmless("subprocess.Popen(['sleep', '5'])"),
+    "leaves_a_thread": harmless("threading.Thread(target=time.sleep, args=(1.0,), daemon=True).start()"),
+    "stray_bytes": limited("for n in sockets(): os.write(n, b'hello\\n')\nreturn well(completions)", "no answer"),
+    "stray_answer": limited(
+        'for n in sockets(): os.write(n, b\'{"request": 1, "result": [9.0]}\\n\')\nreturn well(completions)',
+        "no answer",
+    ),
+    "stray_pickle": limited(
+        "import pickle\nfor n in sockets(): os.write(n, pickle.dumps([9.0]))\nreturn well(completions)", "no answer"
+    ),
+    "stray_bytes_late": limited(
+        "n = os.dup(sockets()[0])\nthreading.Timer(0.3, os.write, (n, b'hello\\n')).start()\nreturn well(completions)",
+        "no",
+    ),
+    "closes_its_sockets": limited("for n in sockets(): os.close(n)\nreturn well(completions)", "its process died"),
+    "closes_low_files": limited("os.closerange(3, 64)\nreturn well(completions)", ""),
     # -- it returns what it may not
     "none": returns("None", "returned NoneType"),
     "nan": returns("[float('nan')] * len(completions)", "is not finite (nan)"),
@@ -179,8 +255,13 @@ FAULTS = {
     "matrix": returns("torch.ones(len(completions), 2)", "returned shape (8, 2)"),
     "other_dict": returns("{'value': well(completions)}", "returned a dict without scores"),
     "bad_metric": returns("(well(completions), {'note': ['a'] * len(completions)})", "not a number"),
-    "with_gradient": Fault("return torch.ones(len(completions), requires_grad=True) * 2", "", 0, 2),
-    "negative_zero": Fault("return [-0.0] * len(completions)", "", 0, 2),
+    "sparse": returns("torch.ones(len(completions)).to_sparse()", "returned a Tensor that cannot be read"),
+    "meta": returns("torch.ones(len(completions), device='meta')", "returned a Tensor that cannot be read"),
+    "meta_scores": returns("[torch.ones((), device='meta')] * len(completions)", "returned a list that cannot be read"),
+    "ragged": returns("torch.nested.nested_tensor([torch.ones(1)] * 8)", "returned"),
+    "no_length": returns("Scores([1.0] * len(completions))", "raised Panic: no length", constant=1.0),
+    "with_gradient": Fault("return torch.ones(len(completions), requires_grad=True) * 2", "", 0, 2, constant=2.0),
+    "negative_zero": Fault("return [-0.0] * len(completions)", "", 0, 2, constant=0.0),
     # -- it changes what is not its own
     "changes_inputs": harmless("completions_before = list(completions)\nids.clear()\nmetadata.clear()"),
     "changes_folder": harmless("os.chdir('/')", "changes the working directory"),
@@ -188,6 +269,15 @@ FAULTS = {
     "closes_files": harmless("os.close(1)\nos.close(2)", "closes or replaces stdout and stderr"),
     "no_gradients": harmless("torch.set_grad_enabled(False)", "gradient mode"),
     "warnings_stay_errors": harmless("warnings.simplefilter('error')", "turns warnings into errors"),
+    "default_device": harmless("torch.set_default_device('meta')", "default device"),
+    "default_dtype": harmless("torch.set_default_dtype(torch.float64)", "default dtype"),
+    "threads": harmless("torch.set_num_threads(torch.get_num_threads() + 1)", "number of threads"),
+    "umask": harmless("os.umask(0o777)", "umask"),
+    "recursion_limit": harmless("sys.setrecursionlimit(sys.getrecursionlimit() + 99)", "recursion limit"),
+    "clears_environment": harmless("os.environ.clear()", "changes the environment"),
+    "clears_module_path": harmless("sys.path.clear()", "changes sys.path"),
+    "seeds": harmless("random.seed(0), np.random.seed(0), torch.manual_seed(0)"),
+    "takes_sigterm": harmless("signal.signal(signal.SIGTERM, signal.SIG_DFL)"),
     "prints_megabytes": harmless("print('x' * 8_000_000)"),
     "deletes_outputs": Fault(
         "shutil.rmtree(os.environ['RUN_FOLDER'], ignore_errors=True)\nreturn well(completions)",
@@ -196,7 +286,11 @@ FAULTS = {
         steps=2,
         gone=1,
     ),
-    # -- it cannot be loaded
+    # -- it is wrong from its first call on, or cannot be loaded
+    "always_raises": at_start(
+        f"def score(completions, references):\n    raise KeyError('answer')  {MARK}\n",
+        "asked once with a sample of the data, before any model is loaded",
+    ),
     "syntax_error": at_start(f"x = 1\ndef score(completions:  {MARK}\n    return []\n", "SyntaxError"),
     "import_error": at_start(f"import not_there  {MARK}\n", "ModuleNotFoundError: No module named 'not_there'"),
     "exits_on_import": at_start(f"import sys\nsys.exit(0)  {MARK}\n", "sys.exit(0)"),
@@ -298,16 +392,85 @@ def finished_steps(out: Path) -> list[int]:
     return [len(read_jsonl(out / "metrics.jsonl")), len(list((out / "rollouts").glob("step_*.jsonl"))), step]
 
 
+def call_often(name: str, folder: Path, limit: float | None) -> str:
+    """What is wrong with CALLS calls of a kind in this process, or with a limit in one of its own; empty where all is
+    right."""
+    from lightrft_visual.config.shared import RewardConfig
+    from lightrft_visual.errors import ConfigError, LightRFTVisualError
+    from lightrft_visual.experience.rollouts import PromptFeatures, Rollout
+    from lightrft_visual.rewards.engine import RewardComputationEngine
+
+    fault, file = FAULTS[name], folder / "mine.py"
+    file.write_text(fault.once, encoding="utf-8")
+    given = {"on_reward_error": "skip", "reward_max_invalid": 1.0, "reward_fn_timeout": limit}
+    try:
+        engine = RewardComputationEngine.from_config(RewardConfig(reward_fn=f"{file}:score", **given), columns=())
+    except ConfigError:
+        return "" if fault.steps == 0 else "it cannot be loaded"
+    for call in range(CALLS):
+        texts = [f"call {call}, sample {sample}" for sample in range(8)]
+        rollouts = [
+            Rollout(PromptFeatures("q", [1, 2], group_id=i // 4), [3], None, text, False, i)
+            for i, text in enumerate(texts)
+        ]
+        try:
+            scores = engine.score_rollouts(rollouts, 8).score.tolist()
+        except (LightRFTVisualError, KeyboardInterrupt):  # it left; everything else follows on_reward_error
+            scores = [math.nan] * 8
+        due = [float(sum(map(ord, text)) % 997) for text in texts]
+        wrong = [s for s, own in zip(scores, due) if not (math.isnan(s) or s in (own, fault.constant))]
+        if wrong:
+            return f"call {call}: scores {wrong[:3]} are of other samples"
+    engine.close()
+    return "" if scores == due else f"the last call scored {sum(map(math.isfinite, scores))} of 8 samples"
+
+
+def call_often_apart(name: str, folder: Path, limit: float | None) -> None:
+    """`call_often` as a process: its output and verdict into `folder`."""
+    file = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    (folder / "verdict").write_text(call_often(name, folder, limit))
+    os._exit(0)
+
+
+def call_all(names: list[str], folder: Path, context) -> int:
+    """Each kind in the process and behind a limit; prints a table and returns how many are not right."""
+    bad, counts = 0, {"here": 0, "limit": 0}
+    for name in names:
+        places = ["limit"] if FAULTS[name].limited else ["here", "limit"]
+        for place in places if FAULTS[name].ranks == 1 else ():
+            own, started = folder / name / place, time.monotonic()
+            own.mkdir(parents=True)
+            limit = CALL_LIMIT if place == "limit" else None
+            process = context.Process(target=call_often_apart, args=(name, own, limit))
+            process.start()
+            process.join(CALLS_LIMIT)
+            hangs = process.exitcode is None
+            process.kill()
+            process.join()
+            verdict = own / "verdict"
+            told = "it hangs" if hangs else verdict.read_text() if verdict.exists() else f"exit code {process.exitcode}"
+            print(f"{name:22} {place:>6} {time.monotonic() - started:6.1f}  {told}", flush=True)
+            counts[place] += 1
+            bad += bool(told)
+    print(f"{counts['here']} kinds in the process, {counts['limit']} behind a limit: {bad} are not right")
+    return bad
+
+
 def main() -> int:
     """Run the kinds that were asked for and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="kinds, comma-separated")
+    parser.add_argument("--calls", action="store_true", help="call the functions, without runs")
     parser.add_argument("--keep", type=Path, help="a new folder for what the runs write; default: a temporary one")
     arguments = parser.parse_args()
     names = arguments.only.split(",") if arguments.only else list(FAULTS)
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="reward_faults_"))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(BUILT)
+    if arguments.calls:
+        return 1 if call_all(names, folder, context) else 0
     bad = 0
     print(f"{'kind':22} {'code':>4} {'line':>5} {'metrics/rollouts/checkpoint':>28} {'s':>5}")
     for name in names:

@@ -151,6 +151,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from lightrft_visual import launch
 from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.runtime.start_up import start_is_over
 
 launch.LEFT_SECONDS = 1.0
 atexit.register(print, "atexit")
@@ -159,6 +160,7 @@ def stays():
     time.sleep(600)
 
 def fit():
+    start_is_over()
     if "thread" in sys.argv:
         threading.Thread(target=stays, name="telemetry").start()
     if "pool" in sys.argv:

@@ -11,7 +11,7 @@ false have no usable reward: they stay out of every statistic and get advantage 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,37 +78,30 @@ class GroupStatistics:
     def __init__(self, rewards: T, group_ids: T, valid: T) -> None:
         _, index = torch.unique(group_ids, return_inverse=True)
         groups = int(index.max()) + 1 if index.numel() else 0
-        self._index, self._groups = index, groups
-        self.rewards = torch.where(valid, rewards, 0.0)
-        self.valid = valid
-        counts = self._sum(valid.to(rewards.dtype))
+        self._index, self._zeros = index, rewards.new_zeros(groups)
+        self.rewards, self.valid = torch.where(valid, rewards, 0.0), valid
+        counts = self._zeros.index_add(0, index, valid.to(rewards.dtype))
         self.count = counts[index]
-        self.mean = (self._sum(self.rewards) / counts.clamp(min=1))[index]
+        self.mean = (self._zeros.index_add(0, index, self.rewards) / counts.clamp(min=1))[index]
         # Group members that stand alone, or beside invalid ones only, have nothing to be compared with.
         self.comparable = valid & (self.count >= 2)
 
-    def _sum(self, values: T) -> T:
-        return values.new_zeros(self._groups).index_add_(0, self._index, values)
-
-    def _extreme(self, values: T, kind: str) -> T:
-        return values.new_zeros(self._groups).scatter_reduce_(0, self._index, values, kind, include_self=False)
-
-    @property
-    def reward_range(self) -> T:
-        """Largest minus smallest valid reward of the sample's group: exactly 0 when all are equal."""
-        high = self._extreme(torch.where(self.valid, self.rewards, -torch.inf), "amax")
-        low = self._extreme(torch.where(self.valid, self.rewards, torch.inf), "amin")
-        return torch.where(self.count > 0, (high - low)[self._index], 0.0)
-
     def centered(self) -> T:
-        """Reward minus the group's mean; exactly 0 without spread and for samples that cannot be compared."""
-        usable = self.comparable & (self.reward_range > 0)
+        """Reward minus the group's mean; exactly 0 where all are equal, and for samples that cannot be compared."""
+        high, low = (
+            self._zeros.scatter_reduce(
+                0, self._index, torch.where(self.valid, self.rewards, bound), kind, include_self=False
+            )
+            for bound, kind in ((-torch.inf, "amax"), (torch.inf, "amin"))
+        )
+        usable = self.comparable & ((high - low)[self._index] > 0)
         return torch.where(usable, self.rewards - self.mean, 0.0)
 
     def std(self, correction: int) -> T:
         """Standard deviation of the group, dividing by count - correction."""
         squares = torch.where(self.valid, self.rewards - self.mean, 0.0).square()
-        return (self._sum(squares)[self._index] / (self.count - correction).clamp(min=1)).sqrt()
+        sums = self._zeros.index_add(0, self._index, squares)[self._index]
+        return (sums / (self.count - correction).clamp(min=1)).sqrt()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -125,12 +118,9 @@ class AdvantageCalculator:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
+        # Whether rewards are compared within a prompt's group.
+        self.grouped = type(self).group_rewards is not AdvantageCalculator.group_rewards
         self.running, self.running_drawn = RunningMoments(), RunningMoments()  # of answers, of drawn images
-
-    @property
-    def grouped(self) -> bool:
-        """Whether rewards are compared within a prompt's group."""
-        return type(self).group_rewards is not AdvantageCalculator.group_rewards
 
     def preprocess_rewards(
         self, rewards: T | Sequence[T], experiences: list, max_new_tokens: int
@@ -151,7 +141,9 @@ class AdvantageCalculator:
         Raises ValueError when sizes do not agree or a grouped estimator gets no group_id, RewardError for a valid
         reward that is not finite. With reward_running_norm it is a collective: every rank must call it.
         """
-        sizes = [_batch_size(experience) for experience in experiences]
+        if any(experience.packed_seq_lens is not None for experience in experiences):
+            raise ValueError("advantages are computed on padded experiences, before samples are packed")
+        sizes = [len(experience.action_mask) for experience in experiences]
         if not experiences:
             none = _flat_rewards(rewards, sizes)
             self._shape(none, none.bool(), [], max_new_tokens, {})  # other ranks may wait in the running norm
@@ -211,14 +203,15 @@ class AdvantageCalculator:
         final_reward: (B, A) from `compute_reward`, or (B) rewards, which then stand at the last action without a KL
         term. generate_kwargs is read, never changed. info: `return` (B), the sum of the token rewards.
         """
-        rewards = _token_rewards(final_reward, experience.action_mask)
-        returns = get_cumulative_returns(rewards, experience.action_mask, gamma)
+        rewards, mask = final_reward, experience.action_mask
+        rewards = compute_reward(rewards, 0.0, None, mask) if rewards.dim() == 1 else rewards
+        returns = get_cumulative_returns(rewards, mask, gamma)
         counted = _counted(experience).unsqueeze(1)
         return torch.where(counted, returns, 0.0), returns, {"return": rewards.sum(dim=1)}
 
     def state_dict(self) -> dict[str, Any]:
         """The running moments of the rewards, of answers and of drawn images."""
-        return {"running": self.running.state_dict(), "running_drawn": self.running_drawn.state_dict()}
+        return {"running": asdict(self.running.seen), "running_drawn": asdict(self.running_drawn.seen)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, in which drawn images may be missing."""
@@ -235,11 +228,10 @@ class GAECalculator(AdvantageCalculator):
         """As in the base; reads experience.values (B, A) and generate_kwargs['lambd'] (default: the config's)."""
         if experience.values is None:
             raise ValueError("advantage_estimator gae needs the critic's values")
-        rewards = _token_rewards(final_reward, experience.action_mask)
+        rewards, mask = final_reward, experience.action_mask
+        rewards = compute_reward(rewards, 0.0, None, mask) if rewards.dim() == 1 else rewards
         lambd = generate_kwargs.get("lambd", self.config.lambd)
-        advantages, returns = get_advantages_and_returns(
-            experience.values, rewards, experience.action_mask, gamma, lambd
-        )
+        advantages, returns = get_advantages_and_returns(experience.values, rewards, mask, gamma, lambd)
         counted = _counted(experience).unsqueeze(1)
         return torch.where(counted, advantages, 0.0), returns, {"return": rewards.sum(dim=1)}
 
@@ -451,12 +443,6 @@ def _whiten(experiences: list, images: bool) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _batch_size(experience: Any) -> int:
-    if experience.packed_seq_lens is not None:
-        raise ValueError("advantages are computed on padded experiences, before samples are packed")
-    return experience.action_mask.shape[0]
-
-
 def _drawn(experience: Any) -> T:
     """(B) bool: the samples whose response is an image."""
     drawn = (experience.info or {}).get("loss_part")
@@ -513,9 +499,3 @@ def _weighted_components(experiences: list) -> tuple[dict[str, T], dict[str, T]]
         {name: joined("reward_metrics", name, float("nan")) for name in names},
         {name: joined("reward_weights", name, 0.0) for name in names},
     )
-
-
-def _token_rewards(final_reward: T, action_mask: T) -> T:
-    if final_reward.dim() == 1:
-        return compute_reward(final_reward, 0.0, None, action_mask)
-    return final_reward

@@ -41,7 +41,7 @@ def compute_approx_kl(log_probs: T, ref_log_probs: T, kind: str = "k1") -> T:
 
     `kind` is a name of the registry (http://joschu.net/blog/kl-approx.html). log_probs may carry gradients.
     """
-    return registry.kl_estimators.load(kind)(log_probs.float(), ref_log_probs.float())
+    return registry.kl_estimators[kind].load()(log_probs.float(), ref_log_probs.float())
 
 
 class FixedKLController:

@@ -76,19 +76,15 @@ def global_denominators(masks: Sequence[T], max_tokens: int) -> LossDenominators
     return LossDenominators(max(counts[0].item(), 1), max(counts[1].item(), 1), max_tokens)
 
 
-def masked_sum(values: T, mask: T) -> T:
-    """Sum of values where mask is true; what is masked may be NaN or infinite."""
-    return torch.where(mask, values, torch.zeros_like(values)).sum()
-
-
 def token_mean(values: T, mask: T, denominators: LossDenominators) -> T:
     """This micro-batch's share of the mean over all tokens of the train batch."""
-    return masked_sum(values, mask) / denominators.tokens
+    # What is masked may be NaN or infinite.
+    return torch.where(mask, values, 0.0).sum() / denominators.tokens
 
 
 def seq_mean_token_sum(values: T, mask: T, denominators: LossDenominators) -> T:
     """Share of: sum over the tokens of a sequence, mean over sequences."""
-    return masked_sum(values, mask) / denominators.sequences
+    return torch.where(mask, values, 0.0).sum() / denominators.sequences
 
 
 def seq_mean_token_mean(values: T, mask: T, denominators: LossDenominators) -> T:
@@ -99,7 +95,7 @@ def seq_mean_token_mean(values: T, mask: T, denominators: LossDenominators) -> T
 
 def seq_mean_token_sum_norm(values: T, mask: T, denominators: LossDenominators) -> T:
     """Share of: sum over the tokens of a sequence over a constant length, mean over sequences (Dr. GRPO)."""
-    return masked_sum(values, mask) / (denominators.sequences * denominators.max_tokens)
+    return torch.where(mask, values, 0.0).sum() / (denominators.sequences * denominators.max_tokens)
 
 
 def aggregate(values: T, mask: T, mode: str, denominators: LossDenominators) -> T:
@@ -108,7 +104,7 @@ def aggregate(values: T, mask: T, mode: str, denominators: LossDenominators) -> 
     `mode` is a name of the registry. Summed over the micro-batches and ranks that `denominators` counted, the results
     are the aggregate of the whole train batch.
     """
-    return registry.aggregations.load(mode)(values, mask, denominators)
+    return registry.aggregations[mode].load()(values, mask, denominators)
 
 
 Call = Callable[[ModelInputs], ActorOutput]

@@ -39,6 +39,7 @@ T = torch.Tensor
 
 # exp of a log-ratio beyond this is of no use as a weight, and e^20 is far from overflow in float32.
 MAX_LOG_RATIO = 20.0
+CLEANED = ("log_probs", "old_log_probs", "advantages", "rollout_log_probs", "entropy", "ref_log_probs")
 
 
 @dataclass
@@ -83,8 +84,8 @@ class TokenLoss:
 
 def ppo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """PPO clip (arXiv 1707.06347), with clip-higher (DAPO, 2503.14476) and dual clip (1912.09729)."""
-    ratio = _log_ratio(inputs).exp()
-    return _clipped(ratio, inputs.advantages, config)
+    high = _clip_high(config)
+    return clipped_surrogate(_log_ratio(inputs).exp(), inputs.advantages, config.eps_clip, high, config.dual_clip)
 
 
 def gspo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
@@ -94,7 +95,8 @@ def gspo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """
     sequence_log_ratio = _sample_mean(_log_ratio(inputs), inputs.action_mask)
     log_ratio = inputs.log_probs - inputs.log_probs.detach() + sequence_log_ratio.detach().unsqueeze(1)
-    return _clipped(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), inputs.advantages, config)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return clipped_surrogate(ratio, inputs.advantages, config.eps_clip, _clip_high(config), config.dual_clip)
 
 
 def gmpo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
@@ -184,10 +186,6 @@ def clipped_surrogate(ratio: T, advantages: T, low: float, high: float, dual_cli
     return TokenLoss(-objective, clipped)
 
 
-def _clipped(ratio: T, advantages: T, config: AlgorithmConfig) -> TokenLoss:
-    return clipped_surrogate(ratio, advantages, config.eps_clip, _clip_high(config), config.dual_clip)
-
-
 def _policy_drift(inputs: LossInputs, cap: float) -> T:
     """k3 estimate of KL(old || new) from old's samples; value exact, gradient min(ratio - 1, cap) * d log_prob."""
     log_ratio = _log_ratio(inputs).detach()
@@ -210,13 +208,12 @@ def policy_loss(
     entropy_coef).
     An all-masked micro-batch gives loss 0 with gradients of 0, so every rank still runs backward.
     """
-    _require_tensors(inputs, config)
-    inputs = _without_masked(inputs)
+    inputs = _checked(inputs, config)
     mask, mode = inputs.action_mask, config.loss_agg_mode
     outputs = _policy_metrics(inputs, denominators)
-    token_loss = registry.policy_losses.load(config.policy_loss)(inputs, config)
+    token_loss = registry.policy_losses[config.policy_loss].load()(inputs, config)
     values = token_loss.values
-    if config.corrects_rollouts:
+    if registry.tis_modes[config.tis_mode].corrects:
         weight, cut = importance_weights(inputs, config)
         values = values * weight
         outputs.metrics["tis_weight"] = token_mean(weight, mask, denominators)
@@ -263,7 +260,7 @@ def importance_weights(inputs: LossInputs, config: AlgorithmConfig) -> tuple[T, 
     log_weight = torch.where(
         inputs.action_mask, inputs.old_log_probs - inputs.rollout_log_probs, torch.zeros_like(inputs.old_log_probs)
     ).detach()
-    log_weight = registry.tis_modes.load(config.tis_mode)(log_weight)
+    log_weight = registry.tis_modes[config.tis_mode].load()(log_weight)
     weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     cut = weight > config.tis_cap
     if config.tis_floor > 0:
@@ -273,37 +270,24 @@ def importance_weights(inputs: LossInputs, config: AlgorithmConfig) -> tuple[T, 
     return weight.clamp(max=config.tis_cap), cut
 
 
-def _require_tensors(inputs: LossInputs, config: AlgorithmConfig) -> None:
+def _checked(inputs: LossInputs, config: AlgorithmConfig) -> LossInputs:
+    """The inputs in float32 with zeros at masked positions, so that nothing there reaches a value or a gradient."""
+    corrects = registry.tis_modes[config.tis_mode].corrects
     needs = (
-        (config.corrects_rollouts, inputs.rollout_log_probs, f"tis_mode {config.tis_mode} needs rollout_log_probs"),
+        (corrects, inputs.rollout_log_probs, f"tis_mode {config.tis_mode} needs rollout_log_probs"),
         (config.use_kl_loss, inputs.ref_log_probs, "use_kl_loss needs ref_log_probs"),
         (config.entropy_coef != 0, inputs.entropy, "entropy_coef needs entropy"),
     )
     for needed, tensor, message in needs:
         if needed and tensor is None:
             raise ValueError(f"{message}, which this batch does not have")
-
-
-def _without_masked(inputs: LossInputs) -> LossInputs:
-    """The inputs in float32 with zeros at masked positions, so that nothing there reaches a value or a gradient."""
     mask = inputs.action_mask.bool()
-
-    def clean(tensor: T | None) -> T | None:
-        if tensor is None:
-            return None
-        return torch.where(mask, tensor.float(), torch.zeros((), device=tensor.device))
-
-    return replace(
-        inputs,
-        action_mask=mask,
-        log_probs=clean(inputs.log_probs),
-        old_log_probs=clean(inputs.old_log_probs).detach(),
-        advantages=clean(inputs.advantages).detach(),
-        rollout_log_probs=clean(inputs.rollout_log_probs),
-        entropy=clean(inputs.entropy),
-        ref_log_probs=clean(inputs.ref_log_probs),
-        extra={name: clean(tensor) for name, tensor in inputs.extra.items()},
-    )
+    zero = torch.zeros((), device=mask.device)
+    read = {name: getattr(inputs, name) for name in CLEANED}
+    clean = {name: torch.where(mask, tensor.float(), zero) for name, tensor in read.items() if tensor is not None}
+    clean |= {name: clean[name].detach() for name in ("old_log_probs", "advantages")}
+    extra = {name: torch.where(mask, tensor.float(), zero) for name, tensor in inputs.extra.items()}
+    return replace(inputs, action_mask=mask, extra=extra, **clean)
 
 
 @torch.no_grad()
@@ -315,7 +299,8 @@ def _policy_metrics(inputs: LossInputs, denominators: LossDenominators) -> LossO
     # k3 of KL(old || new) with old's samples: the expectation of ratio - 1 is zero.
     outputs.metrics["approx_kl"] = token_mean(torch.expm1(log_ratio) - log_ratio, mask, denominators)
     outputs.metrics["ratio_mean"] = token_mean(log_ratio.exp(), mask, denominators)
-    outputs.maxima["ratio_max_dev"] = _largest(torch.expm1(log_ratio).abs())
+    zero = log_ratio.new_zeros(1)  # maxima of batches without any token are 0
+    outputs.maxima["ratio_max_dev"] = torch.cat([torch.expm1(log_ratio).abs().flatten(), zero]).max()
     if inputs.entropy is not None:
         outputs.metrics["entropy"] = token_mean(inputs.entropy, mask, denominators)
     if inputs.ref_log_probs is not None:
@@ -324,13 +309,8 @@ def _policy_metrics(inputs: LossInputs, denominators: LossDenominators) -> LossO
     if inputs.rollout_log_probs is not None:
         difference = (inputs.old_log_probs - inputs.rollout_log_probs).abs()
         outputs.metrics["rollout_logp_diff"] = token_mean(difference, mask, denominators)
-        outputs.maxima["rollout_logp_diff_max"] = _largest(difference)
+        outputs.maxima["rollout_logp_diff_max"] = torch.cat([difference.flatten(), zero]).max()
     return outputs
-
-
-def _largest(values: T) -> T:
-    """Maximum of non-negative values, 0 of none."""
-    return values.max() if values.numel() else values.new_zeros(())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -72,11 +72,11 @@ class Registry(Generic[E]):
         return iter(self._entries.values())
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names()
+        return any(name == entry.name or name in entry.aliases for entry in self._entries.values())
 
     def __getitem__(self, name: str) -> E:
         """The entry of a name or alias. Raises ConfigError with the nearest name for one that is not there."""
-        for entry in self:
+        for entry in self._entries.values():
             if name == entry.name or name in entry.aliases:
                 return entry
         raise ConfigError(f"there is no {self.kind} named {name!r}{did_you_mean(name, self.names())}")

@@ -12,6 +12,7 @@ from .constraints import Constraint, NonNegativeInt, PositiveFloat, PositiveInt,
 from .placement import NAMES, ResourcesConfig
 
 EMBEDDED = "embedded"  # the built-in models, and the task that belongs to each
+RUN_PARTS, LONGEST_INTERVAL = 10, 50  # checkpoints and evaluations where nothing is said: so many, so far apart
 EMBEDDED_REASONING = "embedded_reasoning"  # prompt_data: the built-in task of longer responses
 
 
@@ -43,7 +44,9 @@ class RewardConfig(Section):
     kwargs: dict[str, Any] = field(default_factory=dict)  # {component: {setting: value}}
     reward_recipe: str | None = None  # YAML or JSON file, or inline YAML: {label: [[type, key, weight], ...]}
     reward_weights_file: str | None = None  # YAML or JSON {component: weight}, read again in each step: weights by hand
-    reward_wire: Annotated[str, one_of("lightrft", "openrlhf")] = "lightrft"  # JSON form of remote_rm_url
+    # JSON form of remote_rm_url: auto | lightrft | openrlhf for all, a list in the order of the URLs, or url=wire,...
+    reward_wire: str = "auto"
+    reward_probe: bool = True  # ask every function and URL once, with a sample of the data, before any model loads
     reward_timeout: PositiveFloat = 60.0  # deadline of one remote call, seconds, retries included
     reward_retries: NonNegativeInt = 3  # on connection errors, 429 and 5xx only
     reward_concurrency: PositiveInt = 32  # remote requests in flight at once
@@ -177,8 +180,8 @@ class OutputConfig(Section):
     output_dir: str = "outputs/run"
     save_path: str | None = None  # the final model; default: <output_dir>/checkpoint-final
     ckpt_path: str | None = None  # default: <output_dir>
-    save_steps: int = -1
-    eval_steps: int = -1  # evaluation always runs before the first step and at the end
+    save_steps: int | None = None  # -1: none; default: ten times a run, and every 50 steps at least
+    eval_steps: int | None = None  # as save_steps; evaluation always runs before the first step and at the end
     logging_steps: PositiveInt = 1
     max_ckpt_num: PositiveInt = 3
     load_checkpoint: bool = False  # same as resume_from=auto
@@ -195,6 +198,22 @@ class OutputConfig(Section):
     num_trajectories_to_save: NonNegativeInt = 8
     report: bool = True
     run_name: str | None = None
+
+    def intervals(self, total_steps: int) -> tuple[int, int]:
+        """(steps between checkpoints, steps between evaluations) of a run; 0 or less: none.
+
+        Where one is given and the other is not, they meet: a checkpoint is judged by an evaluation of its own weights.
+        """
+        usual = min(LONGEST_INTERVAL, -(-total_steps // RUN_PARTS))
+        save, evaluate = self.save_steps, self.eval_steps
+        if evaluate is None:
+            evaluate = save if self.best_metric is not None and save is not None else usual
+        if save is None:
+            save = usual if evaluate <= 0 else evaluate * max(1, usual // evaluate)
+            if save > usual and self.best_metric is None:
+                parts = -(-evaluate // usual)
+                save = usual if evaluate % parts else evaluate // parts
+        return save, evaluate
 
     def follow_ema(self, enable_ema: bool) -> None:
         """What `eval_ema` means where it was not set; ConfigError where there is no average to evaluate."""

@@ -209,6 +209,7 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "vllm_mem_util": "engine_mem_util",
     "vllm_enable_sleep": "enable_engine_sleep",
     "save_dir": "output_dir",
+    "resume": "load_checkpoint",
     "images_key": "image_key",  # of vision-language runs
     # ROLL and diffusers
     "num_inference_steps": "num_steps",

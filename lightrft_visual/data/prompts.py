@@ -21,7 +21,6 @@ from ..runtime import collectives
 from .bad_rows import LONG_PROMPT, BadRow, BadRows, TooManyBadRows
 from .media import Video, image_size, is_remote, load_image
 from .rows import PromptRow, parse_row
-from .sampler import PromptSampler
 from .sources import RowSource, located, open_source
 from .video import check_video, is_remote_video, load_video
 
@@ -119,7 +118,7 @@ class MediaConventions:
         return arguments
 
 
-__all__ = ["PromptDataset", "PromptRow", "PromptSampler", "RowChecks", "render_prompt"]
+__all__ = ["PromptDataset", "PromptRow", "RowChecks", "render_prompt"]
 
 Size = tuple[int, int]  # width, height
 _CHUNK = 2048  # rows that a rank checks at a time

@@ -1,17 +1,26 @@
-"""The order in which prompts are trained on: seeded, shuffled, resumable, the same for any number of ranks."""
+"""The order in which prompts are trained on: seeded, shuffled, resumable, the same for any number of ranks.
+
+`PromptSampler` gives the order as indices, `PromptSupply` the decoded rows; one that turns out bad only now gives its
+place to the next one of the order.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..config.vl import mixing_shares
 from ..errors import ConfigError, DataError
+from ..runtime import collectives
 from ..runtime.seeding import derive_seed
+from .bad_rows import BadRow
+from .prompts import PromptDataset, PromptRow
 
 
 class PromptSampler:
@@ -45,15 +54,12 @@ class PromptSampler:
             raise DataError(f"every data set needs at least one row; sizes are {list(sizes)}")
         self.sizes, self.batch_size, self.seed, self.shuffle = list(sizes), batch_size, seed, shuffle
         self.quotas, self.mixing = epoch_quotas(self.sizes, probabilities), mixing
+        self.epoch_length = sum(self.quotas)  # rows in one epoch
         self.pattern = [] if mixing == "shuffled" else interleaved(self.quotas)
         self.consumed = 0  # rows of the stream handed out so far
+        self._order_length = self.epoch_length if mixing == "shuffled" else batch_size
         self._orders: dict[int, list[int]] = {}  # of epochs, or of batches where they are mixed otherwise
         self._cycles: dict[int, tuple[int, list[int]]] = {}  # of each data set the permutation that was used last
-
-    @property
-    def epoch_length(self) -> int:
-        """Rows in one epoch."""
-        return sum(self.quotas)
 
     @property
     def epoch(self) -> float:
@@ -81,7 +87,8 @@ class PromptSampler:
         """The next `count` indices of the stream."""
         batch = [self._at(place) for place in range(self.consumed, self.consumed + count)]
         self.consumed += count
-        self._forget_before(self.consumed // self._order_length)
+        begun = self.consumed // self._order_length
+        self._orders = {number: order for number, order in self._orders.items() if number >= begun}
         return batch
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -112,19 +119,12 @@ class PromptSampler:
         self.consumed = state["consumed"]
         self._orders = {}
 
-    @property
-    def _order_length(self) -> int:
-        return self.epoch_length if self.mixing == "shuffled" else self.batch_size
-
     def _at(self, place: int) -> int:
         number, offset = divmod(place, self._order_length)
         if number not in self._orders:
             make = {"shuffled": self._epoch_order, "even": self._even_batch, "turns": self._batch_of_one}[self.mixing]
             self._orders[number] = make(number)
         return self._orders[number][offset]
-
-    def _forget_before(self, number: int) -> None:
-        self._orders = {known: order for known, order in self._orders.items() if known >= number}
 
     def _even_batch(self, number: int) -> list[int]:
         """Rows of all data sets by the pattern, shuffled, so that ranks have like shares."""
@@ -200,3 +200,98 @@ def interleaved(quotas: Sequence[int]) -> list[int]:
     counts = [quota // math.gcd(*quotas) for quota in quotas]
     turns = [((turn + 0.5) / count, part) for part, count in enumerate(counts) for turn in range(count)]
     return [part for _, part in sorted(turns)]
+
+
+_THREADS = 8
+
+
+class PromptSupply:
+    """Global batches of decoded rows, full on every rank.
+
+    What no header tells (a truncated file, a remote image that is gone or makes the prompt too long) is found here. By
+    the policy of the row it ends the run, or the row is counted in `dataset.bad` and replaced by the next index of the
+    sampler. All ranks replace the same rows in the same order, so their batches keep their size, and a resumed run
+    continues with the same rows.
+    """
+
+    def __init__(self, dataset: PromptDataset, sampler: PromptSampler) -> None:
+        self.dataset, self.sampler = dataset, sampler
+        self._known: dict[int, BadRow] = {}  # by index
+        self._pool = ThreadPoolExecutor(_THREADS, "rows")
+        self._ahead: dict[int, Future[PromptRow | BadRow]] = {}  # by index
+
+    def look_ahead(self) -> list[Future[PromptRow | BadRow]]:
+        """Begin to load this rank's rows of the next global batch, beside whatever follows; no collective.
+
+        What comes out of `next_rows` is the same with and without it: the results of these futures in this order, as
+        long as no row of any rank turns out bad.
+        """
+        upcoming = self.sampler.upcoming()
+        order = list(itertools.islice(upcoming, self.sampler.batch_size))
+        self._replace_known(order, upcoming)
+        mine = order[collectives.rank() :: collectives.world_size()]
+        self._ahead = {index: self._ahead.get(index) or self._pool.submit(self._load, index) for index in mine}
+        return [self._ahead[index] for index in mine]
+
+    def next_rows(self, step: int) -> list[PromptRow]:
+        """This rank's rows r, r + W, ... of the next global batch. A collective. step: for the list of bad rows.
+
+        Raises DataError for a bad row that may not be skipped, for a larger share of them than max_bad_share, and when
+        no row is left.
+        """
+        order, rank, world = self.sampler.take(self.sampler.batch_size), collectives.rank(), collectives.world_size()
+        PromptSampler.shard(order, rank, world)  # refuses a batch that does not divide
+        mine = range(rank, len(order), world)
+        loaded: dict[int, PromptRow | BadRow] = {}  # by place in the batch
+        while True:
+            if self._known:
+                self._replace_known(order, self.sampler.rows())
+            missing = [place for place in mine if not isinstance(loaded.get(place), PromptRow)]
+            wanted = {order[place] for place in missing}
+            rows = {index: self._ahead.pop(index, None) or self._pool.submit(self._load, index) for index in wanted}
+            loaded |= {place: rows[order[place]].result() for place in missing}
+            if not self._bad_anywhere([(order[place], loaded[place]) for place in missing], step):
+                return [loaded[place] for place in mine]
+
+    def first_rows(self, count: int, step: int) -> list[PromptRow]:
+        """The first `count` usable rows of the data set, or all of them, alike on all ranks; the order stays as it is.
+
+        A collective; raises what `next_rows` does.
+        """
+        rows: list[PromptRow] = []
+        for index in range(len(self.dataset)):
+            if len(rows) == count:
+                break
+            row = self._load(index)
+            if not self._bad_anywhere([(index, row)], step):
+                rows.append(row)
+        return rows
+
+    def _load(self, index: int) -> PromptRow | BadRow:
+        try:
+            return self.dataset.load(index)
+        except DataError as error:
+            return BadRow.of(error, self.dataset.name(index))
+
+    def _bad_anywhere(self, results: list[tuple[int, PromptRow | BadRow]], step: int) -> bool:
+        """Whether any rank met a bad row, which every rank then knows and counts. Raises DataError by the policy."""
+        mine = [(index, row) for index, row in results if isinstance(row, BadRow)]
+        bad = dict(pair for pairs in collectives.all_gather_object(mine) for pair in pairs)
+        if not bad:
+            return False
+        for row in bad.values():
+            if self.dataset.policy(row) == "error":
+                raise row.as_error()
+            self.dataset.bad.add(replace(row, found=f"step {step}"))
+        self._known |= bad
+        self.dataset.bad.check()
+        if len(self._known) == len(self.dataset):
+            raise DataError(f"no usable row is left: {self.dataset.bad.summary()}")
+        return True
+
+    def _replace_known(self, order: list[int], following: Iterator[int]) -> None:
+        """Put the indices that follow in the place of bad rows."""
+        for place, index in enumerate(order):
+            while index in self._known:
+                index = next(following)
+            order[place] = index

@@ -10,6 +10,8 @@ import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 
 import torch
 
@@ -64,7 +66,7 @@ def shuffled_steps(
     if step_size is not None and step_size < 1:
         raise ConfigError(f"the samples of a step must be at least 1, not {step_size}")
     if have_keys(samples):
-        samples = sorted(samples, key=lambda sample: sample.key)
+        samples = sorted(samples, key=attrgetter("key"))
     belongs = [sample.group if sample.together is None else sample.together for sample in samples]
     generator, groups = torch.Generator().manual_seed(seed), _grouped(samples, belongs)
     order = [each for index in torch.randperm(len(groups), generator=generator).tolist() for each in groups[index]]
@@ -108,7 +110,7 @@ def moves_between_ranks(step: Sequence[SampleRef], ranks: int, by_tokens: bool) 
     """
     grouped = any(sample.group is not None for sample in step)
     cost = computed_tokens if by_tokens or grouped else len
-    own = [sorted(_groups(each), key=cost) for each in _by_rank(step, ranks)]
+    own = [sorted(_grouped(each), key=cost) for each in _by_rank(step, ranks)]
     sizes = [[cost(group) for group in each] for each in own]
     loads = [sum(each) for each in sizes]
     moves = []
@@ -159,11 +161,7 @@ def micro_batches(
 
 def most_tokens(samples: Sequence[SampleRef], micro_batch_size: int, token_budget: int | None = None) -> int:
     """Tokens that `micro_batches` puts into one micro-batch at most, of these samples of a rank or of shorter ones."""
-    return min(computed_tokens(samples), token_budget or _limit(samples, micro_batch_size))
-
-
-def _limit(samples: Sequence[SampleRef], micro_batch_size: int) -> int:
-    return micro_batch_size * max(sample.tokens for sample in samples)
+    return min(computed_tokens(samples), token_budget or micro_batch_size * max(sample.tokens for sample in samples))
 
 
 def plan_by_count(step: Sequence[SampleRef], ranks: int, micro_batch_size: int) -> list[list[list[SampleRef]]]:
@@ -173,7 +171,7 @@ def plan_by_count(step: Sequence[SampleRef], ranks: int, micro_batch_size: int) 
     share prompts, a micro-batch takes more of them, up to the tokens of `micro_batch_size` samples that share nothing.
     """
     if any(sample.group is not None for sample in step):
-        return plan_by_tokens(step, ranks, _limit(step, micro_batch_size))
+        return plan_by_tokens(step, ranks, micro_batch_size * max(sample.tokens for sample in step))
     own = _by_rank(step, ranks)
     count = max(-(-len(each) // micro_batch_size) for each in own)
     return [_even_slices(each, count) for each in own]
@@ -193,14 +191,14 @@ def plan_by_tokens(step: Sequence[SampleRef], ranks: int, budget: int) -> list[l
                 f"sample {sample.index} of rank {sample.rank} has {sample.tokens} tokens, "
                 f"more than the budget of {budget} tokens for a micro-batch"
             )
-    own = [[part for group in _groups(each) for part in _cut(group, budget)] for each in _by_rank(step, ranks)]
+    own = [[part for group in _grouped(each) for part in _cut(group, budget)] for each in _by_rank(step, ranks)]
     needed = [_best_fit(each, budget) for each in own]
     count = max(len(bins) for bins in needed)
     plans = []
     for each, bins in zip(own, needed):
         dealt = _deal(each, count)
-        fits = all(computed_tokens(_flat(bin_)) <= budget for bin_ in dealt)
-        filled = [_flat(bin_) for bin_ in (dealt if fits else _widen(bins, count))]
+        fits = all(computed_tokens(list(chain(*bin_))) <= budget for bin_ in dealt)
+        filled = [list(chain(*bin_)) for bin_ in (dealt if fits else _widen(bins, count))]
         plans.append(sorted(filled, key=computed_tokens, reverse=True))
     return plans
 
@@ -230,12 +228,9 @@ def computed_tokens(batch: Sequence[SampleRef]) -> int:
     return sum(each.tokens - (each.prompt if each.group is not None else 0) for each in batch) + sum(shared.values())
 
 
-def _groups(samples: Sequence[SampleRef]) -> list[list[SampleRef]]:
-    """Samples that share a prompt together, others alone, in the order of their first ones."""
-    return _grouped(samples, [sample.group for sample in samples])
-
-
-def _grouped(samples: Sequence[SampleRef], groups: Sequence[int | None]) -> list[list[SampleRef]]:
+def _grouped(samples: Sequence[SampleRef], groups: Sequence[int | None] | None = None) -> list[list[SampleRef]]:
+    """Samples of a group together, others alone, in the order of their first ones; default: that share a prompt."""
+    groups = [sample.group for sample in samples] if groups is None else groups
     found: dict[int, list[SampleRef]] = {}
     for position, (sample, group) in enumerate(zip(samples, groups)):
         found.setdefault(-1 - position if group is None else group, []).append(sample)
@@ -246,14 +241,10 @@ def _cut(group: list[SampleRef], budget: int) -> list[list[SampleRef]]:
     """As few parts of nearly equal length as fit into the budget."""
     count = 1
     while True:
-        parts = [_flat(part) for part in _deal([[sample] for sample in group], count)]
+        parts = [list(chain(*part)) for part in _deal([[sample] for sample in group], count)]
         if all(computed_tokens(part) <= budget for part in parts):
             return parts
         count += 1
-
-
-def _flat(groups: Sequence[Sequence[SampleRef]]) -> list[SampleRef]:
-    return [sample for group in groups for sample in group]
 
 
 def _by_rank(step: Sequence[SampleRef], ranks: int) -> list[list[SampleRef]]:
@@ -300,6 +291,6 @@ def _widen(bins: list[list[list[SampleRef]]], count: int) -> list[list[list[Samp
         splittable = [each for each in bins if len(each) > 1]
         if not splittable:
             return bins + [[] for _ in range(count - len(bins))]
-        largest = max(splittable, key=lambda each: computed_tokens(_flat(each)))
+        largest = max(splittable, key=lambda each: computed_tokens(list(chain(*each))))
         bins.append([largest.pop() for _ in range(len(largest) // 2)])
     return bins

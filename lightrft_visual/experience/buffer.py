@@ -175,6 +175,8 @@ class NaiveReplayBuffer:
         self.sequence = sequence
         self.homogeneous = homogeneous
         self.items: list[AnyItem] = []
+        self._copies = 1 if sequence is None else sequence.size  # ranks that have the same samples
+        self.counts = sequence is None or sequence.leads  # of those ranks the first one counts them
         self._generator = torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
@@ -200,18 +202,9 @@ class NaiveReplayBuffer:
         self.items = [item for rank in members for item in (self.items if rank == own else received[rank])]
 
     @property
-    def counts(self) -> bool:
-        """Whether this rank counts its samples: of the ranks that have the same ones, the first does."""
-        return self.sequence is None or self.sequence.leads
-
-    @property
     def _first(self) -> int:
         """The first rank of those that have the same samples."""
         return collectives.rank() - (0 if self.sequence is None else self.sequence.index)
-
-    @property
-    def _copies(self) -> int:
-        return 1 if self.sequence is None else self.sequence.size
 
     def clear(self) -> None:
         """Drop all samples."""
@@ -242,7 +235,7 @@ class NaiveReplayBuffer:
         items = [self.items[index] for index in micro_batch.indices]
         if micro_batch.filler:
             items = [replace(item, valid=torch.tensor(False)) for item in items]
-        return self.collate_fn(items)
+        return make_experience_batch(items, self.packing_samples)
 
     def load(self, micro_batch: MicroBatch) -> AnyExperience:
         """The batch of a planned micro-batch, on the accelerator if samples are held on the CPU."""
@@ -280,29 +273,18 @@ class NaiveReplayBuffer:
         """
         if token_budget is not None and not self.packing_samples:
             raise ConfigError("a token budget needs packing_samples")
-        steps = self._steps(seed, step_size, by_tokens=token_budget is not None)
-        ranks, own = self._parts(), collectives.rank() // self._copies
-        plans = []
-        for step in steps:
-            plan = sampling.micro_batches(step, ranks, self.sample_batch_size, token_budget)
-            plans.append(sampling.own_micro_batches(plan[own]))
-        return plans
-
-    def _steps(self, seed: int, step_size: int | None, by_tokens: bool) -> list[list[SampleRef]]:
         samples = self._references()
         steps = sampling.shuffled_steps(samples, step_size, seed, self.homogeneous)
-        if not self.cpu_offload or not sampling.have_keys(samples):
-            return steps
-        ranks = self._parts()
-        moves = [move for step in steps for move in sampling.moves_between_ranks(step, ranks, by_tokens)]
-        if not moves:
-            return steps
-        self._exchange(moves)
-        return sampling.shuffled_steps(self._references(), step_size, seed, self.homogeneous)
-
-    def _parts(self) -> int:
-        """Of the samples: as many as ranks, or as groups of ranks that have the same ones."""
-        return collectives.world_size() // self._copies
+        # Ranks, or groups of ranks that have the same samples.
+        ranks, own = collectives.world_size() // self._copies, collectives.rank() // self._copies
+        if ranks > 1 and self.cpu_offload and sampling.have_keys(samples):
+            by_tokens = token_budget is not None
+            moves = [move for step in steps for move in sampling.moves_between_ranks(step, ranks, by_tokens)]
+            if moves:
+                self._exchange(moves)
+                steps = sampling.shuffled_steps(self._references(), step_size, seed, self.homogeneous)
+        plans = (sampling.micro_batches(step, ranks, self.sample_batch_size, token_budget) for step in steps)
+        return [sampling.own_micro_batches(plan[own]) for plan in plans]
 
     def _exchange(self, moves: Sequence[tuple[SampleRef, int]]) -> None:
         """Give the listed samples to their new ranks. All ranks call it with the same moves.
@@ -329,17 +311,21 @@ class NaiveReplayBuffer:
         """All samples of all ranks, by rank or group of ranks."""
         rank = collectives.rank() // self._copies
         own = [
-            SampleRef(rank, index, _token_count(item), _number(item.sample_id), *shared, self._kind(item), _group(item))
+            SampleRef(
+                rank,
+                index,
+                1 if isinstance(item, BufferItemDiffusion) else len(item.sequences),
+                _number(item.sample_id),
+                *shared,
+                kind=part_of(item) if self.homogeneous else 0,  # the part of the loss, where a step trains on one
+                together=_group(item),
+            )
             for index, (item, shared) in enumerate(zip(self.items, self._shared_prompts(), strict=True))
         ]
         gathered = collectives.all_gather_object(own)[:: self._copies]
         if not all(gathered):
             raise DataError(f"replay buffer without samples; samples by rank: {[len(each) for each in gathered]}")
         return [sample for each in gathered for sample in each]
-
-    def _kind(self, item: AnyItem) -> int:
-        """The part of the loss, where a step trains on one."""
-        return part_of(item) if self.homogeneous else 0
 
     def _shared_prompts(self) -> list[tuple[int | None, int]]:
         """(group, or None, and its prompt's tokens) of each sample."""
@@ -403,10 +389,6 @@ def _accelerator_device() -> str:
 
 def _number(value: T | None) -> int | None:
     return None if value is None else int(value)
-
-
-def _token_count(item: AnyItem) -> int:
-    return 1 if isinstance(item, BufferItemDiffusion) else len(item.sequences)
 
 
 def _group(item: AnyItem) -> int | None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,18 +39,7 @@ class BatchingContext:
     layout: BatchLayout
     lengths: list[int] = field(default_factory=list)
     actions: list[int] = field(default_factory=list)
-
-    @property
-    def action_width(self) -> int:
-        """A of the padded batch: the longest response."""
-        return max(self.actions)
-
-    def align_columns(self) -> None:
-        """Prompts end where the actions begin, in every row."""
-        prompts = [length - count for length, count in zip(self.lengths, self.actions)]
-        width = self.layout.prompt_width = max(prompts)
-        if not self.packed:
-            self.layout.spans = [(width - prompt, width + count) for prompt, count in zip(prompts, self.actions)]
+    action_width: int = 0  # A of the padded batch: the longest response
 
     def ones(self, spec: FieldSpec, sizes: list[int]) -> T:
         """A flat mask of ones, for samples of which none has one."""
@@ -64,22 +53,7 @@ class Splitting:
     batch: Any
     layout: BatchLayout
     size: int
-    seq_lens: list[int] | None = None  # packed form only
-    num_actions: list[int] | None = None  # packed form only
-
-    @classmethod
-    def of(cls, batch: Any, layout: BatchLayout) -> Splitting:
-        """Raises DataError on a packed batch that does not say how many actions its samples have."""
-        if not getattr(batch, "is_packed", False):
-            return cls(batch, layout, batch.batch_size)
-        if batch.num_actions is None or len(batch.num_actions) != len(batch.packed_seq_lens):
-            raise DataError("a packed batch needs num_actions for each of its samples")
-        return cls(batch, layout, batch.batch_size, list(batch.packed_seq_lens), list(batch.num_actions))
-
-    @property
-    def packed(self) -> bool:
-        """Whether the batch is one row without padding."""
-        return self.seq_lens is not None
+    packed: bool  # one row without padding
 
     def token_spans(self, width: int) -> list[Span]:
         """First and last + 1 column of each sample's tokens in a padded batch of that width."""
@@ -144,10 +118,10 @@ class Tokens(Codec):
 
     def split(self, value: T, name: str, spec: FieldSpec, context: Splitting) -> list[T]:
         if not context.packed:
-            return _cut_padded(value, context.token_spans(_width(value, name)), name)
+            return _cut_padded(value, context.token_spans, name)
         if spec.segments:
             value = (value != 0).to(context.layout.mask_dtype)
-        return _cut(value.reshape(-1), context.seq_lens, name)
+        return _cut(value.reshape(-1), context.batch.packed_seq_lens, name)
 
     def strip(self, value: T, keep: KeepRange) -> T:
         return value[keep.tokens].clone()
@@ -167,8 +141,8 @@ class Actions(Codec):
 
     def split(self, value: T, name: str, spec: FieldSpec, context: Splitting) -> list[T]:
         if context.packed:
-            return _cut(value.reshape(-1), context.num_actions, name)
-        return _cut_padded(value, context.action_spans(_width(value, name)), name)
+            return _cut(value.reshape(-1), context.batch.num_actions, name)
+        return _cut_padded(value, context.action_spans, name)
 
     def strip(self, value: T, keep: KeepRange) -> T:
         return value[keep.actions].clone()
@@ -197,7 +171,12 @@ class Numbers(Actions):
 
     def split(self, value: T, name: str, spec: FieldSpec, context: Splitting) -> list[T]:
         single = context.layout.single.get(name, [])
-        if self._one_per_sample(value, bool(single), context):
+        if context.packed:
+            one_each = value.numel() == context.size != sum(context.batch.num_actions)
+        else:
+            alike = bool(single) or max((stop for _, stop in context.action_spans(1)), default=1) != 1
+            one_each = value.shape == (context.size, 1) and alike
+        if one_each:
             return _cut(value.reshape(-1), [1] * context.size, name)
         parts = super().split(value, name, spec, context)
         for index in single:
@@ -206,14 +185,6 @@ class Numbers(Actions):
             if tensors_equal(part[:1].expand_as(part), part):
                 parts[index] = part[:1].clone()
         return parts
-
-    @staticmethod
-    def _one_per_sample(value: T, single: bool, context: Splitting) -> bool:
-        if context.packed:
-            return value.numel() == context.size != sum(context.num_actions)
-        if value.shape != (context.size, 1):
-            return False
-        return single or max((stop for _, stop in context.action_spans(1)), default=1) != 1
 
     def strip(self, value: T, keep: KeepRange) -> T:
         return value if len(value) == 1 else super().strip(value, keep)
@@ -275,20 +246,14 @@ class Counts(Sample):
         if all(value is None for value in column) and not any(item.vision.count(spec.media) for item in context.items):
             return None
         like = next((value for value in column if value is not None), torch.zeros((), dtype=torch.long))
-        told = [self._told(value, item, f"sample {i}: {name}", spec)
-                for i, (value, item) in enumerate(zip(column, context.items))]  # fmt: skip
+        told, grids = [], f"{spec.media}_grid_thw"
+        for index, (value, item) in enumerate(zip(column, context.items)):
+            counted, names = item.vision.count(spec.media), item.vision.names
+            # Without grids only the sample can say: a medium may take several rows of pixels.
+            if value is not None and (grids in names or not names) and int(value) != counted:
+                raise DataError(f"sample {index}: {name} is {int(value)}, but its {grids}s hold {counted}")
+            told.append(counted if value is None else int(value))
         return torch.stack([torch.full_like(like, count) for count in told])
-
-    @staticmethod
-    def _told(value: T | None, item: Any, where: str, spec: FieldSpec) -> int:
-        """Media of one sample. Without grids only the sample can say: a medium may take several rows of pixels."""
-        counted, names = item.vision.count(spec.media), item.vision.names
-        if value is None:
-            return counted
-        grids = f"{spec.media}_grid_thw"
-        if (grids in names or not names) and int(value) != counted:
-            raise DataError(f"{where} is {int(value)}, but its {grids}s hold {counted}")
-        return int(value)
 
 
 class Vision(Codec):
@@ -344,7 +309,11 @@ def make_fields(items: Sequence[Any], packed: bool, layout: BatchLayout) -> dict
     context = BatchingContext(items, packed, layout)
     if "sequences" in specs:
         context.lengths, context.actions = packed_lengths(items)
-        context.align_columns()
+        context.action_width = max(context.actions)
+        prompts = [length - count for length, count in zip(context.lengths, context.actions)]
+        width = layout.prompt_width = max(prompts)
+        if not packed:  # prompts end where the actions begin, in every sample
+            layout.spans = [(width - prompt, width + count) for prompt, count in zip(prompts, context.actions)]
     batch = {}
     for name, spec in specs.items():
         column = [getattr(item, name) for item in items]
@@ -356,8 +325,13 @@ def make_fields(items: Sequence[Any], packed: bool, layout: BatchLayout) -> dict
 
 
 def split_fields(batch: Any, specs: dict[str, FieldSpec], layout: BatchLayout) -> dict[str, list]:
-    """{field: its value for each sample}; None where the batch or, by `layout`, the sample lacks the field."""
-    context = Splitting.of(batch, layout)
+    """{field: its value for each sample}; None where the batch or, by `layout`, the sample lacks the field.
+
+    Raises DataError on a packed batch that does not say how many actions its samples have.
+    """
+    context = Splitting(batch, layout, batch.batch_size, getattr(batch, "is_packed", False))
+    if context.packed and len(batch.num_actions or ()) != len(batch.packed_seq_lens):
+        raise DataError("a packed batch needs num_actions for each of its samples")
     columns: dict[str, list] = {}
     for name, spec in specs.items():
         value = getattr(batch, name)
@@ -389,22 +363,18 @@ def packed_lengths(items: Sequence[Any]) -> tuple[list[int], list[int]]:
         if item.sequences is None or item.sequences.dim() != 1:
             raise DataError(f"sample {index}: sequences must be a tensor (S)")
         lengths.append(len(item.sequences))
-        actions.append(_count_actions(item, index, action_names, number_names))
+        named = {name: getattr(item, name) for name in action_names}
+        sizes = {name: len(value) for name, value in named.items() if value is not None}
+        if len(set(sizes.values())) > 1:
+            raise DataError(f"sample {index}: per-action fields of different lengths: {sizes}")
+        if not sizes:
+            numbers = [getattr(item, name) for name in number_names]
+            sizes = {"values": max((len(value) for value in numbers if value is not None), default=0)}
+        (count,) = set(sizes.values())
+        if count > len(item.sequences):
+            raise DataError(f"sample {index}: {count} actions, but only {len(item.sequences)} tokens")
+        actions.append(count)
     return lengths, actions
-
-
-def _count_actions(item: Any, index: int, action_names: list[str], number_names: list[str]) -> int:
-    named = {name: getattr(item, name) for name in action_names}
-    sizes = {name: len(value) for name, value in named.items() if value is not None}
-    if len(set(sizes.values())) > 1:
-        raise DataError(f"sample {index}: per-action fields of different lengths: {sizes}")
-    if not sizes:
-        numbers = [getattr(item, name) for name in number_names]
-        sizes = {"values": max((len(value) for value in numbers if value is not None), default=0)}
-    (count,) = set(sizes.values())
-    if count > len(item.sequences):
-        raise DataError(f"sample {index}: {count} actions, but only {len(item.sequences)} tokens")
-    return count
 
 
 def _flat(column: Column, name: str, spec: FieldSpec, sizes: list[int]) -> T | None:
@@ -429,15 +399,13 @@ def _cut(flat: T, sizes: list[int], name: str) -> list[T]:
     return [part.clone() for part in flat.split(sizes)]
 
 
-def _cut_padded(value: T, spans: list[Span], name: str) -> list[T]:
+def _cut_padded(value: T, spans_of: Callable[[int], list[Span]], name: str) -> list[T]:
+    """The samples of a padded batch, by the columns that each owns in one of that width."""
+    if value.dim() < 2:
+        raise DataError(f"{name} has shape {tuple(value.shape)}; a padded batch holds one row a sample")
+    spans = spans_of(value.shape[1])
     if len(value) != len(spans) or max((stop for _, stop in spans), default=0) > value.shape[1]:
         raise DataError(
             f"{name} of shape {tuple(value.shape)} does not hold {len(spans)} samples in columns {spans[:4]}"
         )
     return _cut(gather_samples(value, spans), [stop - start for start, stop in spans], name)
-
-
-def _width(value: T, name: str) -> int:
-    if value.dim() < 2:
-        raise DataError(f"{name} has shape {tuple(value.shape)}; a padded batch holds one row a sample")
-    return value.shape[1]

@@ -159,17 +159,19 @@ _MISSING = object()
 _INT64_LIMIT = 2**63
 
 
-def batch_info(infos: list[dict | None], layout: InfoLayout) -> dict:
+def batch_info(infos: Sequence[dict | None], layout: InfoLayout, path: KeyPath = ()) -> dict:
     """Columns of the samples' `info` dicts.
 
     Equal-shaped tensors are stacked to (B, ...), Python numbers of one type become a tensor (B), dicts are batched key
     by key, anything else is a list of B. A key that some samples lack is a list with None for them, never a tensor
-    with made-up numbers. `layout` takes down what `split_info` needs to give back the same dicts.
+    with made-up numbers.
+
+    Args:
+        infos: of the samples; None is an empty one.
+        layout: takes down what `split_info` needs to give back the same dicts.
+        path: of keys to these dicts, where they are parts of larger ones.
     """
-    return _batch_dicts([info or {} for info in infos], (), layout)
-
-
-def _batch_dicts(dicts: list[dict], path: KeyPath, layout: InfoLayout) -> dict:
+    dicts = [info or {} for info in infos]
     keys = dict.fromkeys(key for each in dicts for key in each)
     return {key: _batch_column([each.get(key, _MISSING) for each in dicts], (*path, key), layout) for key in keys}
 
@@ -179,23 +181,17 @@ def _batch_column(values: list, path: KeyPath, layout: InfoLayout) -> Any:
     if missing:
         layout.missing[path] = missing
     if all(value is _MISSING or isinstance(value, dict) for value in values):
-        return _batch_dicts([{} if value is _MISSING else value for value in values], path, layout)
+        return batch_info([None if value is _MISSING else value for value in values], layout, path)
     if missing:
         return [None if value is _MISSING else value for value in values]
-    if _stackable(values):
-        return torch.stack(values)
+    if all(isinstance(value, torch.Tensor) for value in values):
+        first = values[0]
+        alike = all(value.shape == first.shape and value.dtype == first.dtype for value in values)
+        return torch.stack(values) if alike else values
     if _numbers(values):
         layout.scalars[path] = values
         return torch.tensor(values)
     return values
-
-
-def _stackable(values: list) -> bool:
-    first = values[0]
-    return isinstance(first, torch.Tensor) and all(
-        isinstance(value, torch.Tensor) and value.shape == first.shape and value.dtype == first.dtype
-        for value in values
-    )
 
 
 def _numbers(values: list) -> bool:
@@ -224,20 +220,15 @@ def split_info(info: dict, size: int, layout: InfoLayout, path: KeyPath = ()) ->
 def _split_column(value: Any, size: int, layout: InfoLayout, path: KeyPath) -> list:
     if isinstance(value, dict):
         return split_info(value, size, layout, path)
-    if isinstance(value, torch.Tensor):
-        return _split_tensor(value, size, layout.scalars.get(path), path)
-    if isinstance(value, list) and len(value) == size:
-        return value
-    return [value] * size
-
-
-def _split_tensor(value: torch.Tensor, size: int, numbers: list | None, path: KeyPath) -> list:
+    if not isinstance(value, torch.Tensor):
+        return value if isinstance(value, list) and len(value) == size else [value] * size
     if value.dim() == 0:
         return [value.clone() for _ in range(size)]
     if len(value) != size:
         name = "/".join(map(str, path))
         raise DataError(f"info[{name}] has shape {tuple(value.shape)}, but the batch has {size} samples")
     # The numbers come back at full precision, unless someone has put other values in their place.
+    numbers = layout.scalars.get(path)
     if numbers is not None and tensors_equal(torch.tensor(numbers), value.cpu()):
         return numbers
     return [sample.clone() for sample in value.unbind()]

@@ -123,8 +123,12 @@ def make_experience_batch(items: Sequence[AnyItem], packing_samples: bool = Fals
     """
     if not items:
         raise DataError("cannot make an experience batch of an empty list of items")
-    layout = BatchLayout()
-    items = _of_one_class(items, layout)
+    layout, classes = BatchLayout(), {type(item) for item in items}
+    if classes == {BufferItem, BufferItemVL}:
+        layout.text_only = [index for index, item in enumerate(items) if type(item) is BufferItem]
+        items = [_recast(item, BufferItemVL) if type(item) is BufferItem else item for item in items]
+    elif len(classes) > 1 or not classes <= _BATCH_OF.keys():
+        raise DataError(f"these items cannot be in one batch: {', '.join(sorted(each.__name__ for each in classes))}")
     item_class = type(items[0])
     if packing_samples and item_class is BufferItemDiffusion:
         raise DataError("diffusion samples cannot be packed: set packing_samples to false")
@@ -132,17 +136,6 @@ def make_experience_batch(items: Sequence[AnyItem], packing_samples: bool = Fals
     if packing_samples:
         values["packed_seq_lens"], values["num_actions"] = packed_lengths(items)
     return _BATCH_OF[item_class](**values, layout=layout)
-
-
-def _of_one_class(items: Sequence[AnyItem], layout: BatchLayout) -> Sequence[AnyItem]:
-    classes = {type(item) for item in items}
-    if len(classes) == 1 and classes <= _BATCH_OF.keys():
-        return items
-    if classes != {BufferItem, BufferItemVL}:
-        names = ", ".join(sorted(each.__name__ for each in classes))
-        raise DataError(f"these items cannot be in one batch: {names}")
-    layout.text_only = [index for index, item in enumerate(items) if type(item) is BufferItem]
-    return [_recast(item, BufferItemVL) if type(item) is BufferItem else item for item in items]
 
 
 def _recast(item: AnyItem, target: type) -> AnyItem:
@@ -184,7 +177,11 @@ def strip_padding(experience: AnyExperience) -> list[AnyItem]:
     )
     if not padded_by_hand:
         return split_experience_batch(experience)
-    width = experience.sequences.shape[1] - _action_width(experience)
+    names = [name for name, spec in replay_fields(type(experience)).items() if spec.kind is Kind.ACTIONS]
+    widths = {value.shape[1] for value in (getattr(experience, name) for name in names) if value is not None}
+    if len(widths) != 1:
+        raise DataError(f"the per-action fields of a batch must have one width, found {sorted(widths)}")
+    width = experience.sequences.shape[1] - widths.pop()
     spans = _real_spans(experience.sequences, experience.attention_mask, experience.action_mask, width)
     return _split(experience, BatchLayout(spans=spans, prompt_width=width))
 
@@ -216,15 +213,6 @@ def _strip_item(item: BufferItem | BufferItemVL) -> None:
         return
     prompt = total - actions
     strip_fields(item, KeepRange(slice(start, stop), slice(max(start - prompt, 0), max(stop - prompt, 0))))
-
-
-def _action_width(experience: Experience | ExperienceVL) -> int:
-    """Columns of the per-action fields of a padded batch."""
-    names = [name for name, spec in replay_fields(type(experience)).items() if spec.kind is Kind.ACTIONS]
-    widths = {value.shape[1] for value in (getattr(experience, name) for name in names) if value is not None}
-    if len(widths) != 1:
-        raise DataError(f"the per-action fields of a batch must have one width, found {sorted(widths)}")
-    return widths.pop()
 
 
 def _real_spans(sequences: T, attention_mask: T | None, action_mask: T | None, width: int) -> list[tuple[int, int]]:

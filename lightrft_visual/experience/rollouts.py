@@ -313,8 +313,8 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
         "attention_mask": attention_mask,
         "action_mask": action_mask,
         "info": info | _rewards(rollouts),
-        "rollout_log_probs": _pad_log_probs(rollouts, action_mask),
-        "token_versions": _pad_versions(rollouts, action_mask),
+        "rollout_log_probs": _padded([rollout.log_probs for rollout in rollouts], action_mask, 0.0),
+        "token_versions": _padded([rollout.versions for rollout in rollouts], action_mask, -1),
         "group_id": torch.tensor([rollout.prompt.group_id for rollout in rollouts]),
         "sample_id": torch.tensor([rollout.sample_id for rollout in rollouts]),
         "policy_version": torch.tensor([rollout.policy_version for rollout in rollouts]),
@@ -352,21 +352,13 @@ def _by_name(samples: list[dict[str, float]], missing: float) -> dict[str, T]:
     return {name: torch.tensor([sample.get(name, missing) for sample in samples]) for name in names}
 
 
-def _pad_log_probs(rollouts: list[Rollout], action_mask: T) -> T | None:
-    if any(rollout.log_probs is None for rollout in rollouts):
+def _padded(lists: list[list | None], action_mask: T, fill: float) -> T | None:
+    """(B, A) of a number a token, in the type of `fill`; None where a sample has none."""
+    if any(each is None for each in lists):
         return None
-    padded = torch.zeros(action_mask.shape, dtype=torch.float32)
-    for index, rollout in enumerate(rollouts):
-        padded[index, : len(rollout.log_probs)] = torch.tensor(rollout.log_probs)
-    return padded
-
-
-def _pad_versions(rollouts: list[Rollout], action_mask: T) -> T | None:
-    if any(rollout.versions is None for rollout in rollouts):
-        return None
-    padded = torch.full(action_mask.shape, -1)
-    for index, rollout in enumerate(rollouts):
-        padded[index, : len(rollout.versions)] = torch.tensor(rollout.versions)
+    padded = torch.full(action_mask.shape, fill)
+    for index, each in enumerate(lists):
+        padded[index, : len(each)] = torch.tensor(each)
     return padded
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -141,8 +142,7 @@ class VisionExtras:
     video_seconds_per_grid: T | None = VisionName("second_per_grid_ts")  # type: ignore[assignment]
     vision: VisionTensors = replay_field(Kind.VISION, default=None)
 
-    def __post_init__(self) -> None:
-        adopt_given(self)
+    __post_init__ = adopt_given
 
 
 def map_tensors(value: Any, function: Callable[[T], T]) -> Any:
@@ -171,7 +171,7 @@ class _Movable:
     @torch.no_grad()
     def to_device(self: _Batch, device: torch.device | str) -> _Batch:
         """Move every tensor, `info` included, to `device` in place; returns self."""
-        return self._apply(lambda tensor: tensor.to(device))
+        return self._apply(methodcaller("to", device))
 
     def pin_memory(self: _Batch) -> _Batch:
         """Pin every tensor for faster copies to the accelerator; does nothing where there is none. Returns self."""

@@ -7,6 +7,7 @@ into these tensors in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class VisionTensors:
 
     def to(self, device: torch.device | str) -> VisionTensors:
         """Every tensor on `device`; each distinct one is moved once."""
-        return self.map(lambda tensor: tensor.to(device))
+        return self.map(methodcaller("to", device))
 
     def nbytes(self) -> int:
         """Bytes of the distinct storages that are held."""
@@ -176,7 +177,7 @@ def check_alike(samples: Sequence[Named]) -> None:
     first: Named = {}
     for index, sample in enumerate(samples):
         for name, value in sample.items():
-            _check_lengths(sample, name, f"sample {index}: {shown(name)}")
+            _check_lengths(sample, name, index)
             like = first.setdefault(name, value)
             if value.shape[1:] != like.shape[1:] or value.dtype != like.dtype:
                 raise DataError(
@@ -189,17 +190,19 @@ def check_alike(samples: Sequence[Named]) -> None:
             raise DataError(f"{name}: some samples have {shown(grids)} and others have {name} without them")
 
 
-def _check_lengths(sample: Named, name: str, where: str) -> None:
+def _check_lengths(sample: Named, name: str, index: int) -> None:
     value, grids = sample[name], sample.get(PATCHES.get(name, ""))
     if name in GRIDS and (value.dim() != 2 or value.shape[1] != 3):
-        raise DataError(f"{where} must be (n, 3), not {tuple(value.shape)}")
+        raise DataError(f"sample {index}: {shown(name)} must be (n, 3), not {tuple(value.shape)}")
     if grids is not None and grids.dim() == 2 and len(value) != int(grids.prod(-1).sum()):
-        raise DataError(f"{where} has {len(value)} patches, its {shown(PATCHES[name])} are {grids.tolist()}")
+        told = f"has {len(value)} patches, its {shown(PATCHES[name])} are {grids.tolist()}"
+        raise DataError(f"sample {index}: {shown(name)} {told}")
     if name in PER_GRID:
         owner = PER_GRID[name][0]
         media = len(sample[owner]) if owner in sample else 0
         if value.shape != (media,):
-            raise DataError(f"{where} is {tuple(value.shape)}, its {shown(owner)} hold {media}")
+            told = f"is {tuple(value.shape)}, its {shown(owner)} hold {media}"
+            raise DataError(f"sample {index}: {shown(name)} {told}")
 
 
 class VisionName:

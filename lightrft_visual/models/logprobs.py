@@ -85,7 +85,16 @@ def linear_log_probs(
     Raises:
         ValueError: shapes that do not belong together, or a chunk_size or temperature that is not positive.
     """
-    _check(hidden, weight, targets, temperature, chunk_size)
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be (N, H) and (V, H)")
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(f"targets {tuple(targets.shape)} must have one id for each of {hidden.shape[0]} rows")
+    if isinstance(temperature, T) and temperature.dim() > 0 and temperature.shape != targets.shape:
+        raise ValueError(f"temperature {tuple(temperature.shape)} must be a number or have one for each row")
+    if not isinstance(temperature, T) and temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; log-probs need a positive one")
+    if chunk_size is not None and chunk_size <= 0:
+        raise ValueError(f"chunk_size is {chunk_size}; it must be positive")
     chunk = chunk_size or chunk_length(weight.shape[0], hidden.device)
     scale = _position_temperature(temperature, hidden).reciprocal()
     log_probs, entropy = _LinearLogProbs.apply(hidden, weight, bias, targets, scale, banned_ids, chunk, with_entropy)
@@ -157,19 +166,6 @@ def _position_temperature(temperature: float | T, hidden: T) -> T:
     return torch.full((hidden.shape[0],), float(temperature), device=hidden.device)
 
 
-def _check(hidden: T, weight: T, targets: T, temperature: float | T, chunk_size: int | None) -> None:
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be (N, H) and (V, H)")
-    if targets.shape != hidden.shape[:1]:
-        raise ValueError(f"targets {tuple(targets.shape)} must have one id for each of {hidden.shape[0]} rows")
-    if isinstance(temperature, T) and temperature.dim() > 0 and temperature.shape != targets.shape:
-        raise ValueError(f"temperature {tuple(temperature.shape)} must be a number or have one for each row")
-    if not isinstance(temperature, T) and temperature <= 0:
-        raise ValueError(f"temperature is {temperature}; log-probs need a positive one")
-    if chunk_size is not None and chunk_size <= 0:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be positive")
-
-
 @cache
 def _has_mixed_product(device_type: str, dtype: torch.dtype) -> bool:
     """Whether this kind of device multiplies matrices of `dtype` into a float32 result; tried once on a small one."""
@@ -220,7 +216,10 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, scale, banned_ids, log_norm, entropy = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_norm)
-        totals = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wants_bias else None
         matrix = _matrix(weight)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], ctx.chunk):
@@ -234,41 +233,18 @@ class _LinearLogProbs(torch.autograd.Function):
                     entropy[part],
                     banned_ids,
                 )
-                totals.add(part, grad.mul_(scale[part].unsqueeze(1)), hidden[part], matrix)
-        return *totals.result(), None, None, None, None, None
-
-
-class _Gradients:
-    """Sums the gradients of hidden (N, H), weight (V, H) and bias (V) over chunks; those not wanted stay None."""
-
-    def __init__(self, hidden: T, weight: T, bias: T | None, wanted: tuple[bool, ...]) -> None:
-        def zeros(like: T) -> T:
-            return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-
-        self.hidden = torch.empty_like(hidden) if wanted[0] else None
-        self.weight = zeros(weight) if wanted[1] else None
-        self.bias = zeros(bias) if bias is not None and wanted[2] else None
-        self.weight_dtype = weight.dtype
-        self.bias_dtype = None if bias is None else bias.dtype
-
-    def add(self, part: slice, grad: T, hidden: T, matrix: T) -> None:
-        """One chunk: grad (n, V) of its logits, its hidden (n, H)."""
-        if self.hidden is not None:
-            self.hidden[part] = _product(grad, matrix).to(self.hidden.dtype)
-        if self.weight is not None:
-            if _keeps_float32(hidden):
-                self.weight += torch.mm(grad.t().to(hidden.dtype), hidden, out_dtype=torch.float32)
-            else:
-                self.weight.addmm_(grad.t(), hidden.float())
-        if self.bias is not None:
-            self.bias += grad.sum(dim=0)
-
-    def result(self) -> tuple[T | None, T | None, T | None]:
-        return (
-            self.hidden,
-            None if self.weight is None else self.weight.to(self.weight_dtype),
-            None if self.bias is None else self.bias.to(self.bias_dtype),
-        )
+                grad = grad.mul_(scale[part].unsqueeze(1))  # (n, V), of the chunk's logits
+                if grad_hidden is not None:
+                    grad_hidden[part] = _product(grad, matrix).to(hidden.dtype)
+                if grad_weight is not None and _keeps_float32(hidden):
+                    grad_weight += torch.mm(grad.t().to(hidden.dtype), hidden[part], out_dtype=torch.float32)
+                elif grad_weight is not None:
+                    grad_weight.addmm_(grad.t(), hidden[part].float())
+                if grad_bias is not None:
+                    grad_bias += grad.sum(dim=0)
+        made = ((grad_hidden, hidden), (grad_weight, weight), (grad_bias, bias))
+        grads = (None if each is None else each.to(like.dtype) for each, like in made)
+        return *grads, None, None, None, None, None
 
 
 def _forward_chunks(
@@ -289,7 +265,8 @@ def _forward_chunks(
         log_probs[part] = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - log_total
         if with_entropy:
             # log(sum) minus a weighted mean: unlike -sum p log p, no rounding error is multiplied by the entropy.
-            _zero_banned(logits, banned_ids)
+            if banned_ids is not None:
+                logits.index_fill_(1, banned_ids, 0.0)
             entropy[part] = log_total - weights.mul_(logits).sum(dim=1) / total
     return log_probs, entropy, log_norm
 
@@ -310,11 +287,6 @@ def _chunk_logits(hidden: T, matrix: T, bias: T | None, scale: T, banned_ids: T 
     return logits
 
 
-def _zero_banned(values: T, banned_ids: T | None) -> None:
-    if banned_ids is not None:
-        values.index_fill_(1, banned_ids, 0.0)
-
-
 def _logit_gradient(
     log_softmax: T, targets: T, grad_log_probs: T, grad_entropy: T | None, entropy: T, banned_ids: T | None
 ) -> T:
@@ -326,10 +298,10 @@ def _logit_gradient(
     if grad_entropy is None:
         grad = probs.mul_(grad_log_probs.neg().unsqueeze(1))
     else:
-        _zero_banned(log_softmax, banned_ids)
+        if banned_ids is not None:
+            log_softmax.index_fill_(1, banned_ids, 0.0)
         log_softmax.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1)).add_(grad_log_probs.unsqueeze(1))
         grad = probs.mul_(log_softmax).neg_()
     grad.scatter_add_(1, targets.unsqueeze(1), grad_log_probs.unsqueeze(1))
     # A banned target's own column must stay without gradient.
-    _zero_banned(grad, banned_ids)
-    return grad
+    return grad if banned_ids is None else grad.index_fill_(1, banned_ids, 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,6 +12,9 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero
 from peft import LoraConfig
 from peft.tuners.lora import Linear
 from torch import nn
+
+from ..runtime.checkpoint.ranks import part_of_parameter
+from ..runtime.collectives import rank, world_size
 
 T = torch.Tensor
 
@@ -26,6 +29,16 @@ def gathered(parameters: list[nn.Parameter]) -> Any:
 def _held(parameter: nn.Parameter) -> T:
     """The part of a parameter that this rank holds: its padded share (n) under ZeRO-3, else the whole."""
     return parameter.ds_tensor.data if is_zero_param(parameter) else parameter.data
+
+
+def _joined(parameters: list[nn.Parameter], states: Sequence[Mapping[str, T]]) -> dict[str, T]:
+    """One rank's state of a copy, of those of another number of ranks: shares under ZeRO-3 are divided anew."""
+    joined = dict(states[0])
+    for index, parameter in enumerate(parameters):
+        if is_zero_param(parameter):
+            pieces = [state[str(index)] for state in states]
+            joined[str(index)] = part_of_parameter(pieces, parameter.ds_numel, world_size(), rank())
+    return joined
 
 
 def _show_new_values(parameter: nn.Parameter) -> None:
@@ -104,6 +117,10 @@ class WeightCopy:
                 raise ValueError(f"tensor {index} of the saved copy is {tuple(saved.shape)}, not {tuple(copy.shape)}")
             copy.copy_(saved)
 
+    def state_of_ranks(self, states: Sequence[Mapping[str, T]]) -> dict[str, T]:
+        """What this rank holds of the copy, of the states of another number of ranks."""
+        return _joined(self.parameters, states)
+
     def resume(self, state: dict[str, T] | None) -> None:
         """The saved copy, or one of the resumed weights where the run that is resumed kept none."""
         if state is None:
@@ -142,6 +159,10 @@ class FollowingWeights:
     def state_dict(self) -> dict[str, T]:
         """What this rank holds of the frozen weights, by index."""
         return {str(index): _held(parameter) for index, parameter in enumerate(self.frozen)}
+
+    def state_of_ranks(self, states: Sequence[Mapping[str, T]]) -> dict[str, T]:
+        """What this rank holds of the frozen weights, of the states of another number of ranks."""
+        return _joined(self.frozen, states)
 
     def load_state_dict(self, state: dict[str, T]) -> None:
         """Go on with the saved weights."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
+import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from ..runtime.collectives import rank
 from ..runtime.files import writable
+from ..runtime.start_up import screen
 from .recorder import Record, best_and_worst
 
 SHOWN = (
@@ -21,6 +23,9 @@ SHOWN = (
     ("response_length", "len"), ("rollout_logp_diff_max", "Δlogp"),
 )  # fmt: skip
 MAX_TEXT = 300
+MOST_COMPONENTS = 4
+COMPONENT = re.compile(r"(?!(?:invalid_share|time)$)[^/]+")  # what stands beside them counts and times them
+CONTROL_TOKENS = re.compile(r"<\|[^|<>\s]{1,40}\|>")  # such as <|im_start|> and <|image_pad|>
 
 
 def short(value: float) -> str:
@@ -39,18 +44,32 @@ def step_line(step: int, total: int | None, metrics: Mapping[str, float]) -> str
         if name in metrics:
             deviation = f"±{short(metrics['reward_std'])}" if name == "reward_mean" and "reward_std" in metrics else ""
             parts.append(f"{label} {short(metrics[name])}{deviation}")
+        if name == "reward_mean":
+            named = [each for each in metrics if each.startswith("reward/") and COMPONENT.fullmatch(each[7:])]
+            parts += [f"{each[7:]} {short(metrics[each])}" for each in named[:MOST_COMPONENTS] if len(named) > 1]
     phases = {n[5:]: float(s) for n, s in metrics.items() if n.startswith("time_") and n != "time_step"}
     seconds = float(metrics.get("time_step", sum(phases.values())))
     if seconds > 0:
         largest = sorted(phases.items(), key=lambda item: -item[1])[:3]
         shares = " ".join(f"{name} {share / seconds:.0%}" for name, share in largest if share > 0)
+        if metrics.get("tokens", 0) > 0:
+            parts.append(f"{short(float(metrics['tokens']) / seconds)} tok/s")
         parts.append(f"{seconds:.2f}s" + (f" ({shares})" if shares else ""))
     return "  ".join(parts)
 
 
+def clock(seconds: float) -> str:
+    """`1:52`, `2:03:20`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
 def clip_text(text: Any) -> str:
-    """Printable, on one line, at most MAX_TEXT characters: a response may hold control characters."""
+    """Printable, on one line, at most MAX_TEXT characters, without the control tokens of chat templates: a response may
+    hold control characters."""
     line = " ".join("".join(c if c.isprintable() or c.isspace() else "�" for c in str(text)).split())
+    line = " ".join(CONTROL_TOKENS.sub(" ", line).split())
     return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
 
 
@@ -78,8 +97,10 @@ class RunConsole:
         self.table_every = table_every
         self.title = title
         self.active = rank() == 0 if active is None else active
-        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._console = Console(file=stream or screen(), highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
+        self._began = time.monotonic()
+        self._first: tuple[int, float] | None = None  # step finished first, and when
         if self.active and self._console.is_terminal:
             self._start_bar(first_step)
 
@@ -101,8 +122,29 @@ class RunConsole:
             return
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
+        left = self._time_left(step)
         if step % self.line_every == 0 or step == self.total:
-            self.message(f"{self.title} {step_line(step, self.total, metrics)}".lstrip())
+            self.message(f"{self.title} {step_line(step, self.total, metrics)}{left}".lstrip())
+
+    def _time_left(self, step: int) -> str:
+        """By the pace since the first step that this process finished, evaluations and checkpoints included."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = step, now
+        done, since = step - self._first[0], now - self._first[1]
+        if not self.total or done < 1 or step >= self.total:
+            return ""
+        return f"  {clock(since / done * (self.total - step))} left"
+
+    def done(
+        self, step: int, metrics: Mapping[str, float], first: Mapping[str, float], files: Mapping[str, Any]
+    ) -> None:
+        """The last line of a run that ends well. metrics, first: of its last and first evaluation; files: by name."""
+        parts = [f"done: {step} steps in {clock(time.monotonic() - self._began)}"]
+        if "eval_reward" in metrics:
+            before = f"{short(first['eval_reward'])} -> " if "eval_reward" in first else ""
+            parts.append(f"eval reward {before}{short(metrics['eval_reward'])}")
+        self.message("; ".join([*parts, *(f"{name} {path}" for name, path in files.items())]))
 
     def resumed(self, step: int) -> None:
         """Put the bar where a resumed run continues."""

@@ -58,7 +58,9 @@ def save_image(folder: Path, image: Any) -> str:
 
     image: PIL, an array or a tensor, see `data.media.to_pil`. Raises DataError for anything else.
     """
-    image = fit(to_rgb(image), IMAGE_SIDE)
+    image = to_rgb(image)
+    if max(image.size) > IMAGE_SIDE:
+        image = fit(image, IMAGE_SIDE)
     return store(folder, image, lossless=image.width * image.height <= PNG_PIXELS)
 
 

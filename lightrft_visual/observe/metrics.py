@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import functools
 import importlib.util
 import io
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,9 +79,9 @@ class Moments:
         return math.sqrt(self.squares / self.count) if self.count else math.nan
 
 
-def larger(left: float, right: float) -> float:
+def largest(values: Sequence[float]) -> float:
     """max() that keeps NaN wherever it stands."""
-    return math.nan if math.isnan(left) or math.isnan(right) else max(left, right)
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 class MetricsAccumulator:
@@ -134,17 +135,14 @@ class MetricsAccumulator:
         self.__init__()
         ranks = all_gather_object(mine)
         result: dict[str, float] = {}
-        for name in ordered_names(ranks, "sums"):
-            parts = [values["sums"][name] for values in ranks if name in values["sums"]]
+        for name, parts in by_name(ranks, "sums").items():
             denominator = math.fsum(part[1] for part in parts)
             if denominator != 0:
                 result[name] = sum(part[0] for part in parts) / denominator
-        for name in ordered_names(ranks, "totals"):
-            result[name] = sum(values["totals"].get(name, 0.0) for values in ranks)
-        for name in ordered_names(ranks, "maxima"):
-            result[name] = reduce_with(larger, [values["maxima"][name] for values in ranks if name in values["maxima"]])
-        for name in ordered_names(ranks, "moments"):
-            moments = reduce_with(Moments.merge, [v["moments"][name] for v in ranks if name in v["moments"]])
+        result |= {name: sum(values) for name, values in by_name(ranks, "totals").items()}
+        result |= {name: largest(values) for name, values in by_name(ranks, "maxima").items()}
+        for name, found in by_name(ranks, "moments").items():
+            moments = functools.reduce(Moments.merge, found)
             if moments.count:
                 result[f"{name}_mean"], result[f"{name}_std"] = moments.mean, moments.std
         return result
@@ -153,22 +151,18 @@ class MetricsAccumulator:
         return {
             "sums": {name: (top.item(), bottom.item()) for name, (top, bottom) in self._sums.items()},
             "totals": {name: value.item() for name, value in self._totals.items()},
-            "maxima": {name: reduce_with(larger, [v.item() for v in vs]) for name, vs in self._maxima.items()},
-            "moments": dict(self._moments),
+            "maxima": {name: largest([value.item() for value in values]) for name, values in self._maxima.items()},
+            "moments": self._moments,
         }
 
 
-def ordered_names(ranks: list[dict[str, dict]], kind: str) -> list[str]:
-    """Names that any rank has, in order of first appearance: the same list on every rank."""
-    return list(dict.fromkeys(name for values in ranks for name in values[kind]))
-
-
-def reduce_with(combine: Callable, values: list):
-    """The values combined from the left; at least one is needed."""
-    result = values[0]
-    for value in values[1:]:
-        result = combine(result, value)
-    return result
+def by_name(ranks: list[dict[str, dict]], kind: str) -> dict[str, list]:
+    """What ranks have under each name, names in order of first appearance: the same on every rank."""
+    found: dict[str, list] = {}
+    for values in ranks:
+        for name, value in values[kind].items():
+            found.setdefault(name, []).append(value)
+    return found
 
 
 METRIC_COLUMNS = (
@@ -228,11 +222,14 @@ class CsvSink:
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._last_step is not None and step <= self._last_step:
             self.cut_back(step - 1)
-        record = {"step": step, **{column_name(name): value for name, value in metrics.items()}}
+        record = {
+            "step": step,
+            **{column_name(name) if not name.isprintable() else name: value for name, value in metrics.items()},
+        }
         new = [name for name in record if name not in self.columns]
         if new or not self.path.exists():
             self.columns += new
-            self._rewrite(self.records())
+            self._rewrite(self.records() if self.path.exists() else [])
         append_line(self.path, self._format([record]))
         self._last_step = step
 

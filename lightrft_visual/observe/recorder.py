@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class RunRecorder:
     ):
         """`config` is shown by W&B, masked; `active` overrides 'rank 0 only'; `lock` is released by `close`."""
         self.folder = Path(output_dir)
+        self.rollout_folder = self.folder / "rollouts"  # of records and their images
         self.options = options or RecorderOptions()
         self.active = rank() == 0 if active is None else active
         self._lock = lock
@@ -84,11 +86,6 @@ class RunRecorder:
             shared.append(WandbSink(self.folder, name, masked))
         self._sinks += shared
         self._eval_sinks += shared
-
-    @property
-    def rollout_folder(self) -> Path:
-        """Where records of rollouts and their images go."""
-        return self.folder / "rollouts"
 
     def write_env(self) -> None:
         """env.json: versions, hardware, the command line with secrets masked. A resumed run keeps the first start."""
@@ -130,13 +127,18 @@ class RunRecorder:
         if self.active:
             append_line(self.folder / GOLD, to_json({**scores, "step": step}) + "\n")
 
-    def save_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
-        """rollouts/step_000012.jsonl; see `rollouts.py` for the records. Images become files beside it."""
-        return self._save_records(f"step_{step:06d}.jsonl", step, records)
+    def save_rollouts(self, step: int, records: Sequence[Mapping[str, Any]], kind: str = "step") -> Path | None:
+        """rollouts/step_000012.jsonl; images become files beside it."""
+        if not self.active:
+            return None
+        path = self.rollout_folder / f"{kind}_{step:06d}.jsonl"
+        lines = [to_json({"step": step, **store_images(self.rollout_folder, record)}) for record in records]
+        write_atomic(path, "".join(line + "\n" for line in lines))
+        return path
 
     def save_eval_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
         """rollouts/eval_step_000012.jsonl, from which the report takes its examples."""
-        return self._save_records(f"eval_step_{step:06d}.jsonl", step, records)
+        return self.save_rollouts(step, records, "eval_step")
 
     def save_contact_sheet(self, epoch: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
         """eval_epoch_000012/contact_sheet.png of the records' images, and an mp4 of each video."""
@@ -176,18 +178,11 @@ class RunRecorder:
         if self._lock is not None:
             self._lock.release()
 
-    def _save_records(self, name: str, step: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
-        if not self.active:
-            return None
-        folder = self.rollout_folder
-        lines = [to_json({"step": step, **store_images(folder, record)}) for record in records]
-        write_atomic(folder / name, "".join(line + "\n" for line in lines))
-        return folder / name
-
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics as Python numbers under names that every sink takes; `step` has its own place."""
-    return {column_name(name): float(value) for name, value in metrics.items() if name != "step"}
+    named = {name: float(value) for name, value in metrics.items() if name != "step"}
+    return {name if name.isprintable() else column_name(name): value for name, value in named.items()}
 
 
 def store_images(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,30 +221,29 @@ Record = dict[str, Any]
 
 def records_from_rollouts(rollouts: Sequence[Rollout]) -> list[Record]:
     """One record for each rollout, scored or not; its images by reference."""
-    return [
-        {
-            "prompt": rollout.prompt.caption if rollout.prompt.draws else rollout.prompt.text,
+    records = []
+    for rollout in rollouts:
+        prompt, drawn = rollout.prompt, rollout.prompt.draws
+        record: Record = {
+            "prompt": prompt.caption if drawn else prompt.text,
             "response": rollout.text,
             "reward": rollout.reward,
             "components": dict(rollout.components),
-            "reference": rollout.prompt.reference,
-            "label": rollout.prompt.label,
-            "group_id": rollout.prompt.group_id,
+            "reference": prompt.reference,
+            "label": prompt.label,
+            "group_id": prompt.group_id,
             "sample_id": rollout.sample_id,
             "response_length": len(rollout.token_ids),
             "truncated": rollout.truncated,
             "valid": rollout.valid,
         }
-        | {name: list(media) for name, media in _media(rollout).items() if media}
-        | ({"kind": "drawing"} if rollout.prompt.draws else {})
-        | ({"distorted": True} if rollout.distorted else {})
-        for rollout in rollouts
-    ]
-
-
-def _media(rollout: Rollout) -> dict[str, list]:
-    images = [*rollout.prompt.images, *([] if rollout.image is None else [rollout.image])]
-    return {"images": images, "videos": rollout.prompt.videos}
+        images = [*prompt.images, *([] if rollout.image is None else [rollout.image])]
+        record |= {"images": images} if images else {}
+        record |= {"videos": list(prompt.videos)} if prompt.videos else {}
+        record |= {"kind": "drawing"} if drawn else {}
+        record |= {"distorted": True} if rollout.distorted else {}
+        records.append(record)
+    return records
 
 
 def records_from_media(
@@ -334,7 +328,7 @@ def own_choice(records: Sequence[Record], count: int, run_seed: int, step: int) 
 def gather_all(records: Sequence[Record]) -> list[Record]:
     """The records of all ranks, by sample_id, on every rank (a collective); see `packed` for their images."""
     everyone = [record for part in all_gather_object([packed(record) for record in records]) for record in part]
-    return sorted(everyone, key=lambda record: record.get("sample_id", 0))
+    return sorted(everyone, key=methodcaller("get", "sample_id", 0))
 
 
 def packed(record: Record) -> Record:
@@ -343,11 +337,12 @@ def packed(record: Record) -> Record:
     An image of a batch is a view, and pickling a view takes the storage of the whole batch along. The floats of a
     video [C, T, H, W] become [T, C, H, W], the order that uint8 videos have.
     """
-    kinds = {kind: record[kind] for kind in ("images", "videos") if record.get(kind)}
-    return record | {kind: [_packed_media(each) for each in media] for kind, media in kinds.items()}
+    sent = dict(record)
+    for kind in ("images", "videos"):
+        if record.get(kind):
+            sent[kind] = [_as_array(each) if isinstance(each, torch.Tensor) else each for each in record[kind]]
+    return sent
 
 
-def _packed_media(media: Any) -> Any:
-    if not isinstance(media, torch.Tensor):
-        return media
+def _as_array(media: torch.Tensor) -> Any:
     return to_uint8(frames_first(media) if is_video(media) else media).numpy()

@@ -20,7 +20,7 @@ from ..errors import RewardError
 from ..experience.rollouts import Rollout
 from ..experience.types import Samples, SamplesVL
 from ..experience.vision import VisionTensors
-from ..runtime.usercode.calls import Failed, ScoringFailed
+from ..runtime.usercode.calls import AsRewardError, Failed, ScoringFailed
 from .imaging import EncodedImages, to_pil, video_frames
 
 T = torch.Tensor
@@ -458,7 +458,10 @@ def run_all(
     }
     order = {id(source): turn for turn, source in enumerate(together)}
     turns = sorted(range(len(jobs)), key=lambda i: order.get(id(jobs[i][0]), len(order)))
-    local = {i: jobs[i][0].score(jobs[i][1], call) for i in turns if i not in pending}
+    local: dict[int, Scores] = {}
+    for i in (turn for turn in turns if turn not in pending):
+        with AsRewardError(f"reward {jobs[i][0].name}"):
+            local[i] = jobs[i][0].score(jobs[i][1], call)
     return [pending[i].result() if i in pending else local[i] for i in range(len(jobs))]
 
 

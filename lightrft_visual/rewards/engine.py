@@ -98,10 +98,13 @@ class RewardComputationEngine:
     remote_rm_url: a URL, comma-separated URLs or a list; `a|b` are replicas of one reward; an entry ending in .py is a
     local file with `reward_func`. custom_reward_func: a callable or several. packing_samples: torch models given
     directly score rows of equal length together, so that none sees padding. config: time limits, retries and the like.
-    resources: whether folders in reward_model are loaded in Ray actors, and on which devices.
+    resources: whether folders in reward_model are loaded in Ray actors, and on which devices. catalogue: what builds
+    the sources.
 
     Raises ConfigError on construction for anything unknown. `labels` of the data are checked by `check_labels`.
     """
+
+    catalogue: type[Catalogue] = Catalogue
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class RewardComputationEngine:
     ) -> None:
         self.config = config or RewardConfig()
         self.strategy = strategy
-        self._catalogue = Catalogue(self.config, tokenizer, packing_samples, model_device(), strategy, resources)
+        self._catalogue = self.catalogue(self.config, tokenizer, packing_samples, model_device(), strategy, resources)
         custom = custom_reward_func if isinstance(custom_reward_func, (list, tuple)) else [custom_reward_func]
         functions = [function for function in custom if function is not None]
         given = {"label_map": reward_fn_label_map}

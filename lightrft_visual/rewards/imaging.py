@@ -7,6 +7,7 @@ import binascii
 import io
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,12 +61,12 @@ def encode_image(image: Any, image_format: str = "png") -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
+@dataclass
 class EncodedImages:
     """Encodes each image object once, however many samples, requests and servers share it. Safe between threads."""
 
-    def __init__(self) -> None:
-        self._done: dict[tuple[int, str], tuple[Any, Future[str]]] = {}
-        self._lock = threading.Lock()
+    _done: dict[tuple[int, str], tuple[Any, Future[str]]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def encode(self, image: Any, image_format: str = "png") -> str | None:
         """Base64 of the image, None for None."""

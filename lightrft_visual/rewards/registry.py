@@ -19,6 +19,7 @@ from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_
 from .batch import Source
 from .local.callables import CallableSource
 from .recipe import RecipeEntry
+from .remote.client import wires_of
 
 OTHER_NAMES = {"model_name": "model", "model_path": "model"}  # of a scorer's settings in VRL
 
@@ -135,6 +136,7 @@ class Catalogue:
         self._models: list[str] = []
         self._on_ray = False
         self._remotes: dict[str, str] = {}  # {name: entry}
+        self._wires: dict[str, str] = {}  # {entry: wire}
         self._built: dict[tuple, Source] = {}  # what recipe entries asked for
 
     def given_sources(
@@ -144,7 +146,9 @@ class Catalogue:
         sources: dict[str, Source] = {}
         for name, model in self._named_models(reward_model, given.get("label_map")).items():
             self._models.append(self._add(sources, name, self._model(name, model)))
-        for name, entry in named_entries(remote_rm_url).items():
+        remotes = named_entries(remote_rm_url)
+        self._wires = wires_of(self.config.reward_wire, remotes)
+        for name, entry in remotes.items():
             known = self._add(sources, "remote" + name if name.isdigit() else name, self._remote(name, entry))
             self._remotes[known] = entry
         for function in custom:
@@ -265,7 +269,7 @@ class Catalogue:
         if self._client is None:
             self._client = RemoteClient(self.config)
             self._closing.append(self._client.close)
-        return RemoteReward(entry, self._client)
+        return RemoteReward(entry, self._client, self._wires.get(entry, self._wires.get("")))
 
     def _callable(self, function: Any, given: Mapping[str, Any]) -> Source:
         if isinstance(function, LoadedFunction):

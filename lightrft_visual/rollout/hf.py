@@ -82,7 +82,7 @@ class TransformersEngine:
         finished(number, completions) is called for each prompt as soon as all its completions are there.
         """
         # Answers apart from images: those are shorter, and decoding goes on to the longest of a micro-batch.
-        order = sorted(range(len(prompts)), key=lambda number: prompts[number].draws)
+        order = [number for draws in (False, True) for number, each in enumerate(prompts) if each.draws is draws]
         samples = [
             _Sample(prompts[number], prompts[number].copy + copy) for number in order for copy in range(settings.n)
         ]
@@ -127,7 +127,8 @@ class TransformersEngine:
         """Sample the responses of one micro-batch. No rows: keep the other ranks company."""
         actor = self.actor
         device = actor.banned_ids.device
-        lengths = torch.tensor([self._length(sample, settings) for sample in samples] or [0], device=device)
+        longest = [actor.drawing.tokens if each.prompt.draws else settings.max_new_tokens for each in samples]
+        lengths = torch.tensor(longest or [0], device=device)
         limit = self._most(int(lengths.max()))
         choice = Choice.of(actor, [sample.prompt.draws for sample in samples] or [False], settings)
         hidden, positions, mask, cache = self._prefill(samples, choice)
@@ -145,15 +146,11 @@ class TransformersEngine:
             hidden = actor.backbone.decode(chosen[choice.sources], mask, positions, cache)
             positions = positions + 1
         chosen, scores = torch.stack(tokens, dim=1), torch.stack(log_probs, dim=1).cpu()
-        images = self._images(chosen, choice)
+        images = {} if actor.drawing is None else self._images(chosen, choice)
         chosen = chosen.cpu()
         return [
             self._completion(sample, chosen[i], scores[i], settings, images.get(i)) for i, sample in enumerate(samples)
         ]
-
-    def _length(self, sample: _Sample, settings: SamplingSettings) -> int:
-        """The most tokens of one response; an image has a fixed number."""
-        return self.actor.drawing.tokens if sample.prompt.draws else settings.max_new_tokens
 
     def _prefill(self, samples: list[_Sample], choice: Choice) -> tuple[T, T, T, DynamicCache]:
         """(last hidden states, next positions, attention mask, cache) of every row that is decoded: the responses, then
@@ -168,7 +165,7 @@ class TransformersEngine:
             shown.append(prompts.setdefault(("unguided", id(prompt)), replace(prompt, token_ids=ids)))
         indices = {id(prompt): number for number, prompt in enumerate(prompts.values())}
         inputs = prompt_inputs(list(prompts.values()), self.tokenizer.pad_token_id).to(device)
-        cache = DynamicCache(config=actor.config)
+        cache = DynamicCache(config=actor.backbone.config)
         hidden, positions = actor.backbone.prefill(inputs, cache)
         chosen = torch.tensor([indices[id(prompt)] for prompt in shown] or [0], device=device)
         cache.reorder_cache(chosen)  # of layers of all kinds, those of linear attention too
@@ -177,7 +174,7 @@ class TransformersEngine:
     def _images(self, chosen: T, choice: Choice) -> dict[int, Any]:
         """What was drawn, by row. Under ZeRO-3 every rank decodes where any has something to."""
         indices, drawing = choice.drawn.nonzero().flatten().tolist(), self.actor.drawing
-        if drawing is None or not self._most(len(indices)):
+        if not self._most(len(indices)):
             return {}
         tokens = chosen[choice.drawn][:, : drawing.tokens]
         tokens = tokens if indices else chosen.new_full((1, drawing.tokens), drawing.first)
@@ -339,7 +336,8 @@ def draw(logits: T, noise: T, settings: SamplingSettings) -> tuple[T, T]:
     if settings.greedy:
         tokens = logits.argmax(dim=-1)
     else:
-        mass = truncated(logits, settings.top_k, settings.top_p).softmax(dim=-1).double().cumsum(dim=-1)
+        kept = logits if settings.full_distribution else truncated(logits, settings.top_k, settings.top_p)
+        mass = kept.softmax(dim=-1).double().cumsum(dim=-1)
         total = mass[:, -1]
         # Below the total even when rounded, so that the token found has mass of its own and is never a banned one.
         level = torch.minimum(noise * total, torch.nextafter(total, torch.zeros_like(total)))

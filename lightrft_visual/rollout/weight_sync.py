@@ -66,6 +66,13 @@ def named_weights(
                 yield weight.name, _cast(weight.value(), dtype)
 
 
+def engine_weights(engine: Any, actor: TrainEngine) -> Iterator[tuple[str, T]]:
+    """What the rollout engine takes of the actor's weights: all, or LoRA's adapters alone."""
+    if getattr(engine, "adapters_alone", False):
+        return adapter_weights(actor)
+    return named_weights(actor)
+
+
 def adapter_weights(engine: TrainEngine) -> Iterator[tuple[str, T]]:
     """(name in the trainer's model, tensor) of LoRA's adapters alone, whole. Each rank must read all of them."""
     named = [(name, parameter) for name, parameter in engine.module.model.named_parameters() if ".lora_" in name]

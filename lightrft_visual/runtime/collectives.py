@@ -64,7 +64,7 @@ def _reachable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp) -> torch.Tensor:
-    if _alone():
+    if world_size() == 1:  # see `_alone`
         return tensor.clone()
     moved = _reachable(tensor)
     result = moved.clone() if moved is tensor else moved
@@ -97,7 +97,7 @@ def all_gather_numbers(own: torch.Tensor) -> torch.Tensor:
 
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of all ranks (of a group), in rank order. Pickles between ranks only: never for data from outside."""
-    if group is None and _alone():
+    if group is None and world_size() == 1:  # see `_alone`
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import deepspeed
@@ -26,6 +27,7 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 from ..errors import CheckpointError, ConfigError, NonFiniteError
 from . import collectives, vendor_patches, watchdog
+from .checkpoint.ranks import files_of_ranks, stage_3, stages_1_and_2
 from .extension_builds import CPU_ADAM, SHARED_MEMORY, build_first
 from .host_memory import keep_freed_memory, unlink_buffers
 from .offload import OptimizerOffload
@@ -353,7 +355,8 @@ class TrainEngine:
     @property
     def module(self) -> nn.Module:
         """The module under DeepSpeed, its weights on the device."""
-        self.bring_back()
+        if self._weights.away:
+            self._weights.come_back()
         return self.engine.module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -390,7 +393,8 @@ class TrainEngine:
 
         Returns: what all ranks told (ranks, n), float64, on the device; None where nothing is told.
         """
-        self._reload()
+        if self._weights.away or self._states.away:
+            self._reload()
         bad = (~torch.isfinite(loss.detach())).float().reshape(())
         self._bad = bad if self._bad is None else torch.maximum(self._bad, bad)
         if last:
@@ -454,7 +458,8 @@ class TrainEngine:
 
     def bring_back(self) -> None:
         """The weights to the device, for those who hold the parameters themselves; every use of this engine does it."""
-        self._weights.come_back()
+        if self._weights.away:
+            self._weights.come_back()
 
     def _reload(self) -> None:
         self.bring_back()
@@ -501,8 +506,9 @@ class TrainEngine:
         self._reload()
         self.engine.save_checkpoint(folder, tag=tag, save_latest=False, exclude_frozen_parameters=True)
 
-    def load(self, folder: str, tag: str) -> None:
-        """Weights, optimizer and schedule of this rank; every rank calls it.
+    def load(self, folder: str, tag: str, saved_ranks: int | None = None) -> None:
+        """Weights, optimizer and schedule of this rank; every rank calls it. saved_ranks: how many saved them; None
+        where they were as many as now.
 
         Learning rate, betas and weight decay stay those of this run's settings: DeepSpeed would put the saved ones in
         their place, and a rate that was changed for the resumed run would be ignored.
@@ -511,15 +517,43 @@ class TrainEngine:
         scheduler = self.engine.lr_scheduler
         rates = list(scheduler.base_lrs)
         set_here = [{name: group[name] for name in ("betas", "weight_decay")} for group in self._optimizer_groups()]
-        loaded, _ = self.engine.load_checkpoint(folder, tag=tag, custom_load_fn=_load_weights)
-        if loaded is None:
-            raise CheckpointError(f"DeepSpeed found no state in {folder}/{tag}")
+        if self.zero_stage == 0 or saved_ranks in (None, collectives.world_size()):
+            loaded, _ = self.engine.load_checkpoint(folder, tag=tag, custom_load_fn=_load_weights)
+            if loaded is None:
+                raise CheckpointError(f"DeepSpeed found no state in {folder}/{tag}")
+        else:
+            self._load_of_ranks(Path(folder) / tag, saved_ranks)
         for group, values in zip(self._optimizer_groups(), set_here, strict=True):
             group.update(values)
         if rates != scheduler.base_lrs:
             saved = scheduler.base_lrs[0]
             logger.warning("%s: the learning rate was %g; from here on it is %g", tag, saved, rates[0])
             self._use_rates(rates)
+
+    def _load_of_ranks(self, folder: Path, saved_ranks: int) -> None:
+        """What another number of ranks saved."""
+        engine, zero, divided = self.engine, self.engine.optimizer, self.zero_stage == 3
+        named = "*zero_pp_rank_0_mp_rank_00_model_states.pt" if divided else "mp_rank_00_model_states.pt"
+        paths = sorted(folder.glob(named))
+        if not paths:
+            raise CheckpointError(f"{folder} has no {named}: was it saved with ZeRO-{self.zero_stage}?")
+        model, read = engine.checkpoint_engine.load(str(paths[0]), map_location="cpu"), engine.checkpoint_engine.map
+        saved = [read(path)["optimizer_state_dict"] for path in files_of_ranks(folder, saved_ranks, "optim_states")]
+        if divided:
+            zero.checkpoint_event_prologue()
+            content = stage_3(saved, zero, collectives.rank(), collectives.world_size())
+            for name, buffer in engine.module.named_buffers():
+                if name in model["buffer_names"]:
+                    buffer.copy_(model["module"][name])
+        else:
+            _load_weights(model["module"], engine.module)
+            content = stages_1_and_2(saved, zero, collectives.rank())
+        zero.load_state_dict({collectives.rank(): content}, load_from_fp32_weights=True)
+        if divided:
+            zero.checkpoint_event_epilogue()
+        engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
+        for name in ("global_steps", "global_samples", "skipped_steps"):
+            setattr(engine, name, model[name])
 
     def _optimizer_groups(self) -> list[dict[str, Any]]:
         return self.engine.lr_scheduler.optimizer.param_groups

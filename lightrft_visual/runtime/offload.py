@@ -39,38 +39,33 @@ class OptimizerOffload:
     """
 
     def __init__(self) -> None:
-        self._away: list[tuple[torch.UntypedStorage, int, T | None]] = []
+        self.away: list[tuple[torch.UntypedStorage, int, T | None]] = []  # storages on the host
         self.kept: dict[int, list[T]] = {}  # host memory for the next time, by size
-
-    @property
-    def away(self) -> bool:
-        """Whether tensors are on the host."""
-        return bool(self._away)
 
     def leave(self, tensors: Iterable[T], scratch: Iterable[T] = ()) -> None:
         """Move the whole storages of these tensors; those that lie in a file's memory map stay there.
 
         scratch: tensors of which nobody needs the numbers again; they come back with others.
         """
-        away = [(each, True) for each in _storages(tensors)] + [(each, False) for each in _storages(scratch)]
-        for storage, kept in away:
+        leaving = [(each, True) for each in _storages(tensors)] + [(each, False) for each in _storages(scratch)]
+        for storage, kept in leaving:
             size, waiting = storage.nbytes(), None
             if kept:
                 same_size = self.kept.get(size)
                 waiting = same_size.pop() if same_size else pinned(torch.empty(size, dtype=torch.uint8))
                 waiting.untyped_storage().copy_(storage)
             storage.resize_(0)
-            self._away.append((storage, size, waiting))
+            self.away.append((storage, size, waiting))
         get_accelerator().empty_cache()
 
     def come_back(self) -> None:
         """Move what is away to the device again; nothing where nothing is."""
-        for storage, size, waiting in self._away:
+        for storage, size, waiting in self.away:
             storage.resize_(size)
             if waiting is not None:
                 storage.copy_(waiting.untyped_storage())
                 self.kept.setdefault(size, []).append(waiting)
-        self._away.clear()
+        self.away.clear()
 
 
 def _storages(tensors: Iterable[T]) -> list[torch.UntypedStorage]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -39,11 +40,15 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
         """Write a state dict, its classes pickled by names that `load` knows."""
         torch.save(state_dict, path, pickle_module=_PICKLE, _use_new_zipfile_serialization=self.zipfile_serialization)
 
-    def load(self, path: str, map_location: Any = None) -> Any:
+    def map(self, path: Any) -> Any:
+        """As `load`; tensors are read from the file where they are used."""
+        return self.load(str(path), map_location="cpu", mmap=zipfile.is_zipfile(path))
+
+    def load(self, path: str, map_location: Any = None, mmap: bool = False) -> Any:
         """The file's content. CheckpointError, before any of it is run, when it holds a class that is not listed."""
         try:
             with torch.serialization.safe_globals(DEEPSPEED_CLASSES):
-                return torch.load(path, map_location=map_location, weights_only=True)
+                return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap or None)
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"{path} is refused: it holds more than DeepSpeed's state") from error
         except (RuntimeError, OSError, EOFError) as error:
@@ -51,7 +56,6 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
 
 
 def use_safe_loading(engine: DeepSpeedEngine) -> None:
-    """Make the engine save and load through `SafeCheckpointEngine`; the form of saved files stays as it is."""
-    reader = SafeCheckpointEngine()
-    reader.zipfile_serialization = engine.checkpoint_engine.zipfile_serialization
-    engine.checkpoint_engine = reader
+    """Make the engine save and load through `SafeCheckpointEngine`, in the form that can be mapped into memory."""
+    engine.checkpoint_engine = SafeCheckpointEngine()
+    engine.checkpoint_engine.zipfile_serialization = True

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import logging
 import os
+import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
 
 _BEGAN = time.perf_counter()
 
@@ -14,7 +20,101 @@ _BEGAN = time.perf_counter()
 def log_stage(stage: str) -> None:
     """One line on rank 0, with the seconds since this module was imported: what begins now."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"[{time.perf_counter() - _BEGAN:5.1f} s] {stage}", flush=True)
+        print(f"[{time.perf_counter() - _BEGAN:5.1f} s] {stage}", file=screen(), flush=True)
+
+
+class ForeignLines:
+    """While a run starts, what libraries and their programs print goes to a file, and our own lines to the screen.
+
+    All that this process writes to its two outputs counts, whoever writes it; `screen` is what they were before. At the
+    end the file's lines are put behind those of `log.txt`, without control characters.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path, self.target = folder / f".log_{os.environ.get('RANK', '0')}", folder / LOG_NAME
+        self._flush()
+        self.outputs = os.dup(1), os.dup(2)
+        self.screen = os.fdopen(os.dup(1), "w", buffering=1, errors="backslashreplace")
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+        for number in (1, 2):
+            os.dup2(file, number)
+        os.close(file)
+        self.handlers = [each for each in logging.root.handlers if getattr(each, "stream", None) is sys.stderr]
+        for handler in self.handlers:
+            handler.stream = self.screen
+            handler.addFilter(_ours)
+        self.others = logging.StreamHandler(sys.stderr)
+        self.others.addFilter(lambda record: not _ours(record))
+        logging.root.addHandler(self.others)
+
+    def end(self) -> None:
+        """Both outputs are what they were."""
+        self._flush()
+        logging.root.removeHandler(self.others)
+        for handler in self.handlers:
+            handler.stream = sys.stderr
+            handler.removeFilter(_ours)
+        for number, before in zip((1, 2), self.outputs):
+            os.dup2(before, number)
+            os.close(before)
+        with contextlib.suppress(OSError):  # a full disk, say: these lines are no reason to end
+            text = cleaned(self.path.read_bytes().decode(errors="replace"))
+            with open(self.target, "a", encoding="utf-8") as file:
+                file.write(text)
+            self.path.unlink()
+
+    @staticmethod
+    def _flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+
+
+def _ours(record: logging.LogRecord) -> bool:
+    return record.name.partition(".")[0] == __name__.partition(".")[0]
+
+
+LOG_NAME = "log.txt"
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+_foreign: ForeignLines | None = None
+_screen: TextIO | None = None
+
+
+def cleaned(text: str) -> str:
+    """Lines without control characters; of a progress bar that was drawn over itself, the last state."""
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    return "".join(f"{CONTROL.sub('', line)}\n" for line in lines if line.strip())
+
+
+def foreign_lines_aside(folder: Path) -> None:
+    """From here to `start_is_over` they are in the folder's log.txt; where it cannot be written, they are shown."""
+    global _foreign, _screen
+    if _foreign is None:
+        try:
+            _foreign = ForeignLines(folder)
+        except OSError:  # the folder's own check says it better
+            return
+        _screen = _foreign.screen
+
+
+def start_is_over() -> None:
+    """Everybody prints where they like. Again it does nothing."""
+    global _foreign
+    if _foreign is not None:
+        ended, _foreign = _foreign, None
+        ended.end()
+
+
+def screen() -> TextIO:
+    """Where people look: the standard output that this process was started with."""
+    return _screen or sys.stdout
+
+
+def say_last(text: str) -> None:
+    """On the error output, as the last thing that this process says."""
+    start_is_over()
+    sys.stdout.flush()
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

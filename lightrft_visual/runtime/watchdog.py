@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from . import collectives
 from .phase_timer import PhaseTimer
 from .presence import GREETING_LIMIT, Presence, Store
+from .start_up import say_last
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ def attempt() -> str:
 
 def end_process(message: str) -> None:
     """Say why on stderr and end at once: the main thread may be inside a collective that never returns."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    say_last(f"error: {message}")
     os._exit(1)
 
 

@@ -141,6 +141,10 @@ class StepHook:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
 
+    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What `load_state_dict` takes on this rank, of the states of another number of ranks."""
+        return states[0]
+
     def missing_state(self) -> None:
         """In place of `load_state_dict` where the run that is resumed had no such hook."""
 
@@ -148,8 +152,42 @@ class StepHook:
         """The run has ended."""
 
 
+def _through(name: str, waits: bool = False) -> Any:
+    """The method `name` of `Hooks`, whose argument each hook returns or replaces. waits: for the end of the step."""
+
+    def call_all(hooks: Hooks, value: V) -> V:
+        for call in hooks.calls(name):
+            try:
+                value = call(value)
+            except StopRun as stop:
+                if not waits:
+                    raise
+                hooks.stopping = hooks.stopping or stop
+            if value is None:
+                raise TypeError(f"{call.__qualname__} returned None; it returns its argument or what replaces it")
+        return value
+
+    return call_all
+
+
+def _told(name: str) -> Any:
+    """The method `name` of `Hooks`, which tells each hook; a StopRun waits for the end of the step."""
+
+    def tell_all(hooks: Hooks, *arguments: Any) -> None:
+        for call in hooks.calls(name):
+            try:
+                call(*arguments)
+            except StopRun as stop:
+                hooks.stopping = hooks.stopping or stop
+
+    return tell_all
+
+
 class Hooks:
-    """The hooks of a run as one; `stopping` is a StopRun that waits for the end of the step."""
+    """The hooks of a run as one; each method is the hooks' own of that name, for which see `StepHook`.
+
+    A hook whose method is not overridden is not called. `stopping` is a StopRun that waits for the end of the step.
+    """
 
     def __init__(self, hooks: Sequence[Any] = ()) -> None:
         self._hooks = list(hooks)
@@ -165,61 +203,35 @@ class Hooks:
 
     def setup(self, context: HookContext) -> None:
         """See `StepHook.setup`."""
-        for call in self._calls("setup"):
+        for call in self.calls("setup"):
             call(context)
 
-    def on_prompts(self, requests: V) -> V:
-        """See `StepHook.on_prompts`."""
-        return self._through("on_prompts", requests)
-
-    def on_rollouts(self, rollouts: V) -> V:
-        """See `StepHook.on_rollouts`."""
-        return self._through("on_rollouts", rollouts)
-
-    def on_scores(self, rollouts: V) -> V:
-        """See `StepHook.on_scores`."""
-        return self._through("on_scores", rollouts)
-
-    def on_experience(self, step: V) -> V:
-        """See `StepHook.on_experience`."""
-        return self._through("on_experience", step)
-
-    def on_buffer(self, buffer: V) -> V:
-        """See `StepHook.on_buffer`."""
-        return self._through("on_buffer", buffer)
-
-    def on_train_batch(self, batch: V) -> V:
-        """See `StepHook.on_train_batch`; a StopRun waits for the end of the step."""
-        return self._through("on_train_batch", batch, waits=True)
-
-    def on_update(self, result: Any) -> None:
-        """See `StepHook.on_update`; a StopRun waits for the end of the step."""
-        self._told("on_update", result)
-
-    def on_sync(self) -> None:
-        """See `StepHook.on_sync`; a StopRun waits for the end of the step."""
-        self._told("on_sync")
-
-    def on_metrics(self, metrics: Mapping[str, float]) -> None:
-        """See `StepHook.on_metrics`; a StopRun waits for the end of the step."""
-        self._told("on_metrics", metrics)
-
-    def on_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """See `StepHook.on_evaluation`; a StopRun waits for the end of the step."""
-        self._told("on_evaluation", metrics)
+    on_prompts = _through("on_prompts")
+    on_rollouts = _through("on_rollouts")
+    on_scores = _through("on_scores")
+    on_experience = _through("on_experience")
+    on_buffer = _through("on_buffer")
+    on_train_batch = _through("on_train_batch", waits=True)
+    on_update = _told("on_update")
+    on_sync = _told("on_sync")
+    on_metrics = _told("on_metrics")
+    on_evaluation = _told("on_evaluation")
 
     def metrics(self) -> dict[str, float]:
         """Those of all hooks."""
-        return {name: value for call in self._calls("metrics") for name, value in (call() or {}).items()}
+        return {name: value for call in self.calls("metrics") for name, value in (call() or {}).items()}
 
     def weights_for(self, purpose: str) -> AbstractContextManager[Any] | None:
         """The contexts of all hooks as one; None where no hook has any."""
-        found = [context for call in self._calls("weights_for") if (context := call(purpose)) is not None]
+        found = [context for call in self.calls("weights_for") if (context := call(purpose)) is not None]
         return _together(found) if found else None
 
     def state_dict(self) -> dict[str, Any]:
         """By the name of each hook."""
-        return {name: hook.state_dict() for name, hook in self._named() if hasattr(hook, "state_dict")}
+        default = StepHook.state_dict
+        found = {name: getattr(hook, "state_dict", None) for name, hook in self._named()}
+        given = {name: each for name, each in found.items() if each is not None}
+        return {name: {} if getattr(each, "__func__", each) is default else each() for name, each in given.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
@@ -229,9 +241,17 @@ class Hooks:
             elif hasattr(hook, "missing_state"):
                 hook.missing_state()
 
+    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What `load_state_dict` takes on this rank, of the states of another number of ranks."""
+        joined = dict(states[0])
+        for name, hook in self._named():
+            if joined.get(name) is not None and hasattr(hook, "state_of_ranks"):
+                joined[name] = hook.state_of_ranks([state[name] for state in states])
+        return joined
+
     def close(self) -> None:
         """See `StepHook.close`."""
-        for call in self._calls("close"):
+        for call in self.calls("close"):
             call()
 
     def _named(self) -> Iterator[tuple[str, Any]]:
@@ -241,27 +261,11 @@ class Hooks:
             seen[name] = seen.get(name, 0) + 1
             yield (name if seen[name] == 1 else f"{name}_{seen[name]}"), hook
 
-    def _calls(self, name: str) -> Iterator[Callable[..., Any]]:
-        return (getattr(hook, name) for hook in self._hooks if hasattr(hook, name))
-
-    def _through(self, name: str, value: V, waits: bool = False) -> V:
-        for call in self._calls(name):
-            try:
-                value = call(value)
-            except StopRun as stop:
-                if not waits:
-                    raise
-                self.stopping = self.stopping or stop
-            if value is None:
-                raise TypeError(f"{call.__qualname__} returned None; it returns its argument or what replaces it")
-        return value
-
-    def _told(self, name: str, *arguments: Any) -> None:
-        for call in self._calls(name):
-            try:
-                call(*arguments)
-            except StopRun as stop:
-                self.stopping = self.stopping or stop
+    def calls(self, name: str) -> list[Callable[..., Any]]:
+        """The methods of this name that hooks have of their own, in their order."""
+        default = getattr(StepHook, name)
+        found = [getattr(hook, name, default) for hook in self._hooks]
+        return [each for each in found if getattr(each, "__func__", each) is not default]
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
+
 from ..config.vl import OutputConfig, TrainConfig
 from ..errors import NonFiniteError, RewardError, StoppedBySignal
 from ..observe.metrics import MetricsAccumulator
@@ -22,7 +24,7 @@ from ..observe.recorder import Record
 from ..observe.report.page import ReportWriter
 from ..runtime import watchdog
 from ..runtime.deepspeed import StepResult
-from ..runtime.start_up import log_stage
+from ..runtime.start_up import log_stage, start_is_over
 from .hooks import HookContext, StepData, StopRun
 from .run_state import RunState, final_folder
 
@@ -88,10 +90,12 @@ class PolicyTrainer(ABC):
         self.settings, self.recorder = parts.loop, parts.recorder
         self.console, self.timer, self.hooks = parts.console, parts.timer, parts.hooks
         self.report = ReportWriter(self.recorder.folder, active=self.recorder.active and self.settings.output.report)
+        self.save_every, self.eval_every = self.settings.output.intervals(self.settings.total_steps)
         self.step = 0  # finished rollout steps
         self.nonfinite_streak = 0
         self.latest_eval: dict[str, float] = {}
         self.evaluated_step = -1
+        self.first_eval: dict[str, float] = {}  # of this process
         self.most_invalid = 1.0  # share of a step's samples above which the run ends; all of them always end it
         self.state = RunState(self, self.settings.output, self.settings.resume_folder)
         self.hooks.build(parts, callbacks)
@@ -129,13 +133,18 @@ class PolicyTrainer(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
 
+    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What `load_state_dict` takes on this rank, of the states of another number of ranks. Where all ranks save the
+        same, it is that."""
+        return states[0]
+
     @abstractmethod
     def save_engines(self, folder: Path) -> None:
         """Weights and optimizer states of this rank into `folder`; every rank calls it."""
 
     @abstractmethod
-    def load_engines(self, folder: Path) -> None:
-        """The inverse of `save_engines`."""
+    def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
+        """The inverse of `save_engines`. saved_ranks: how many ranks saved, where they were not as many."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:
@@ -149,6 +158,7 @@ class PolicyTrainer(ABC):
         Raises NonFiniteError after too many skipped steps in a row, and whatever a stage raises; what was written
         until then stays. Meanwhile SIGTERM, in the main thread, asks for a checkpoint and an orderly end.
         """
+        ended: bool | None = None
         try:
             with self.state.listening():
                 self._begin()
@@ -158,8 +168,10 @@ class PolicyTrainer(ABC):
                         self.state.mark()
                         done = self.step
                         try:
-                            self._one_step()
-                            export = self._stop() if self._asked_to_stop() else None
+                            self._finish_step(self.train_step())
+                            going_on = self.hooks.stopping is None and self.step < self.settings.total_steps
+                            if going_on and self.state.stop_requested():  # by a signal; the last step ends it anyway
+                                export = self._stop()
                         except StoppedBySignal as error:  # by scoring, on all ranks alike
                             export = self._stop(str(error), rewound=self.step == done)
                         except StopRun as stop:  # before the step has trained
@@ -169,11 +181,16 @@ class PolicyTrainer(ABC):
                 if export:
                     with self.timer.phase("save"):
                         self.state.save_final(final_folder(self.settings.output))
+            ended = export
             return self.latest_eval
         finally:
             self.console.close()
-            self.report.write()
+            report = self.report.write()
             self.recorder.close()
+            if ended:
+                files = {"report": report} if report else {}
+                files["model"] = final_folder(self.settings.output)
+                self.console.done(self.step, self.latest_eval, self.first_eval, files)
 
     def _begin(self) -> None:
         self.state.resume()
@@ -181,13 +198,10 @@ class PolicyTrainer(ABC):
             self.start()
         if self.step == 0:
             self._evaluate()
-        log_stage(f"training from step {self.step + 1}")
+        device = get_accelerator().device_name()
+        log_stage(f"training from step {self.step + 1} of {self.settings.total_steps} on {device}")
+        start_is_over()
         self.timer.collect()
-
-    def _asked_to_stop(self) -> bool:
-        """Whether a signal ends the run here, with a checkpoint; the last step ends it anyway."""
-        going_on = self.hooks.stopping is None and self.step < self.settings.total_steps
-        return going_on and self.state.stop_requested()
 
     def _give_up(self, stop: StopRun) -> bool:
         """End as of the last finished step. Whether the model is written."""
@@ -209,46 +223,45 @@ class PolicyTrainer(ABC):
         self.console.message(said)
         return stop.export
 
-    def _one_step(self) -> None:
-        data = self.train_step()
+    def _finish_step(self, data: StepData) -> None:
+        """What follows on `train_step`: the engine's weights, what is written and shown, evaluation and checkpoint."""
         data.metrics.add_numbers(self.hooks.metrics())
         metrics = data.metrics.reduce()
-        self._check_valid(metrics)
+        share = metrics.get("reward_invalid_share", 0.0)
+        if share >= 1 or share > self.most_invalid:
+            raise self._too_many_invalid(share, metrics.get("dropped_stale_share", 0.0))
         self.step += 1
         with self.timer.phase("sync"):
             self.hooks.on_sync()
             self.sync()
-        self._report(data, metrics | self.timer.reduce())
-        output, last = self.settings.output, self.step == self.settings.total_steps
-        if self.evaluation_due():
-            self._evaluate()
-        if output.save_steps > 0 and (last or self.step % output.save_steps == 0):
-            with self.timer.phase("save"):
-                self.state.save()  # the last step as well: a finished run can be given more steps
-
-    def _check_valid(self, metrics: Mapping[str, float]) -> None:
-        """Raise RewardError for a step of invalid samples alone, which trained nothing, or of more than are allowed."""
-        share = metrics.get("reward_invalid_share", 0.0)
-        if share < 1 and share <= self.most_invalid:
-            return
-        allowed = f" (reward_max_invalid is {self.most_invalid:.0%})" if share < 1 else ", so there is nothing to learn"
-        too_old = metrics.get("dropped_stale_share", 0.0)
-        why = f"{too_old:.0%} are older than max_staleness" if too_old else "the reward has no score for them"
-        raise RewardError(f"step {self.step + 1}: {share:.0%} of the samples are invalid{allowed}: {why}")
-
-    def _report(self, data: StepData, metrics: Mapping[str, float]) -> None:
+        metrics |= self.timer.reduce()
         self.recorder.log_step(self.step, metrics)
         self.console.step(self.step, metrics)
-        self.report.after_step(self.step)
+        if self.step >= self.report.next_step:
+            self.report.write_due(self.step)
         if data.records:
             self.recorder.save_rollouts(self.step, data.records)
             self.console.samples(self.step, data.records)
         self.hooks.on_metrics(metrics)
+        last, every = self.step == self.settings.total_steps, self.save_every
+        if self.evaluation_due():
+            self._evaluate()
+        if every > 0 and (last or self.step % every == 0):
+            with self.timer.phase("save"):  # the last step as well: a finished run can be given more steps
+                asked_for = self.settings.output.save_steps is not None
+                self.state.save() if asked_for else self.state.save_by_default()
+
+    def _too_many_invalid(self, share: float, too_old: float) -> RewardError:
+        """For a step of invalid samples alone, which trained nothing, or of more than are allowed."""
+        allowed = f" (reward_max_invalid is {self.most_invalid:.0%})" if share < 1 else ", so there is nothing to learn"
+        why = f"{too_old:.0%} are older than max_staleness" if too_old else "the reward has no score for them"
+        return RewardError(f"step {self.step + 1}: {share:.0%} of the samples are invalid{allowed}: {why}")
 
     def _evaluate(self) -> None:
         with self.timer.phase("eval"):
             evaluated = self.evaluate()
         self.latest_eval, self.evaluated_step = dict(evaluated), self.step
+        self.first_eval = self.first_eval or self.latest_eval
         self.state.check_metrics(evaluated)
         if not evaluated:
             return
@@ -266,7 +279,7 @@ class PolicyTrainer(ABC):
 
     def evaluation_due(self) -> bool:
         """Whether the weights of the present step are evaluated."""
-        every = self.settings.output.eval_steps
+        every = self.eval_every
         return self.step == self.settings.total_steps or (every > 0 and self.step % every == 0)
 
     def count_step(self, result: StepResult, metrics: MetricsAccumulator, prefix: str = "") -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from ..runtime.checkpoint.state import load_state, rng_state, save_state, set_rn
 from ..runtime.deepspeed import DeepspeedStrategy
 from ..runtime.files import FolderLock
 from ..runtime.presence import LauncherWatch, handled
-from ..runtime.usercode.calls import StopRequest
+from ..runtime.usercode.calls import INTERRUPTED, Interrupt, StopRequest
 
 logger = logging.getLogger(__name__)
 AnyConfig = RunConfig | DiffusionRunConfig
@@ -47,10 +47,11 @@ def best_metric(output: OutputConfig) -> tuple[str, str] | None:
     mode, separator, name = output.best_metric.rpartition(":")
     if mode not in (("max", "min") if separator else ("",)) or not name:
         raise ConfigError(f"best_metric is {output.best_metric!r}; write it as NAME, max:NAME or min:NAME")
-    if output.eval_steps <= 0 or output.save_steps <= 0 or output.save_steps % output.eval_steps:
+    save, evaluate = output.intervals(1)
+    if evaluate <= 0 or save <= 0 or save % evaluate:
         raise ConfigError(
-            f"best_metric compares checkpoints by their own evaluation: save_steps ({output.save_steps}) must be a "
-            f"multiple of eval_steps ({output.eval_steps}), both positive"
+            f"best_metric compares checkpoints by their own evaluation: save_steps ({save}) must be a "
+            f"multiple of eval_steps ({evaluate}), both positive"
         )
     return name, mode or "max"
 
@@ -92,10 +93,13 @@ class Resumable(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
 
+    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What `load_state_dict` takes, of the states of another number of ranks."""
+
     def save_engines(self, folder: Path) -> None:
         """Weights and optimizer states of this rank."""
 
-    def load_engines(self, folder: Path) -> None:
+    def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
         """The inverse of `save_engines`."""
 
     def export(self, folder: Path) -> None:
@@ -103,10 +107,11 @@ class Resumable(Protocol):
 
 
 BEST = "checkpoint-best"  # of the best gold
+BEST_BY = (("eval_gold", "max"), ("eval_reward", "max"))  # without best_metric: the first of them that was measured
 
 
 class RunState:
-    """Checkpoints of one trainer. SIGTERM, or the end of the launcher, asks for a checkpoint and an orderly end.
+    """Checkpoints of one trainer. SIGTERM, Ctrl-C or the end of the launcher asks for a checkpoint and an orderly end.
 
     resume_folder: what `check_output` found. exit_code: of the process, once the run has ended.
     """
@@ -114,15 +119,19 @@ class RunState:
     def __init__(self, trainer: Resumable, output: OutputConfig, resume_folder: Path | None = None):
         self.trainer, self.output, self.resume_folder = trainer, output, resume_folder
         self.best = best_metric(output)
-        by = self.best or ("eval_gold", "max")  # checkpoints without it are kept by their age alone
+        usual = BEST_BY if output.max_ckpt_num > 1 else BEST_BY[:1]  # one checkpoint is the newest, as asked for
+        by = (self.best,) if self.best else usual
         self.manager = CheckpointManager(output.ckpt_path or output.output_dir, output.max_ckpt_num, by)
         self.exit_code = 0
         self._stop, self._launchers = StopRequest(), LauncherWatch()
+        self._interrupt, self._interrupted = Interrupt(), False
         self._between_steps: dict[str, Any] = {}
 
-    def listening(self) -> AbstractContextManager[None]:
-        """Inside, SIGTERM asks for a checkpoint and an orderly end; the handler of before comes back afterwards."""
-        return handled(signal.SIGTERM, self._stop)
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, SIGTERM and Ctrl-C ask for a checkpoint and an orderly end; the handlers of before come back."""
+        with handled(signal.SIGTERM, self._stop), handled(signal.SIGINT, self._interrupt):
+            yield
 
     def signalled(self) -> bool:
         """Whether this process was asked to stop."""
@@ -130,8 +139,10 @@ class RunState:
 
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop; all ranks get the same answer."""
-        stop = self._stop.made or self._launchers.gone()
-        return collectives.all_reduce_max(torch.tensor([float(stop)])).item() > 0
+        stop = 2 if self._interrupt.first else int(self._stop.made or self._launchers.gone())
+        agreed = collectives.all_reduce_max(torch.tensor([float(stop)])).item()
+        self._interrupted = agreed > 1
+        return agreed > 0
 
     def mark(self) -> None:
         """Remember where the run stands between two steps, for `stop(rewound=True)` when the next one is given up."""
@@ -139,7 +150,8 @@ class RunState:
 
     def stop(self, rewound: bool = False) -> Path:
         """Save and end early. rewound: as of the last `mark`; nothing may have been trained since."""
-        self.exit_code = self.output.sigterm_exit_code
+        interrupted = self._interrupted or self._interrupt.first is not None
+        self.exit_code = INTERRUPTED if interrupted else self.output.sigterm_exit_code
         if not rewound:
             self.mark()
         return self.save_marked()
@@ -183,6 +195,14 @@ class RunState:
             "random": rng_state(),
         }
 
+    def save_by_default(self) -> None:
+        """`save`, where nobody asked for checkpoints: one that cannot be written is said, and the run goes on."""
+        try:
+            self.save()
+        except CheckpointError as error:
+            told = f"there is no checkpoint of step {self.trainer.step}: {error}; the run goes on"
+            self.trainer.console.message(f"{told} (save_steps says how often one is saved, ckpt_path where)")
+
     def check_metrics(self, metrics: Mapping[str, float]) -> None:
         """Raise ConfigError when `best_metric` is not among an evaluation's metrics."""
         if self.best is not None and self.best[0] not in metrics:
@@ -220,19 +240,31 @@ class RunState:
         save_state(folder / f"run_state_rank{collectives.rank()}.safetensors", state)
 
     def _read(self, folder: Path) -> None:
-        path = folder / f"run_state_rank{collectives.rank()}.safetensors"
-        if not path.is_file():
-            raise CheckpointError(f"{path} does not exist: the checkpoint was saved by fewer ranks than this run has")
-        state = load_state(path)
-        if state["world_size"] != collectives.world_size():
-            raise CheckpointError(
-                f"{folder} was saved by {state['world_size']} rank(s), this run has {collectives.world_size()}"
-            )
-        self.trainer.load_engines(folder)
+        paths = sorted(folder.glob("run_state_rank*.safetensors"))
+        own, ranks = folder / f"run_state_rank{collectives.rank()}.safetensors", collectives.world_size()
+        if len(paths) == ranks:
+            path, state = own, load_state(own)
+            self.trainer.load_engines(folder)
+        else:
+            path, state = folder, self._state_of_ranks([load_state(each) for each in by_rank(paths)])
+            self.trainer.load_engines(folder, len(paths))
+            told = f"{len(paths)} rank(s) saved it and {ranks} go on: weights, optimizers and data are divided anew"
+            self.trainer.console.message(told)
         try:
             self._take_over(state)
         except KeyError as error:
             raise CheckpointError(f"{path} has no {error}: another version of lightrft_visual saved it") from error
+
+    def _state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """This rank's state, of those of another number of ranks. Samples stay the same: their seeds are their own."""
+        return {
+            **states[0],
+            "trainer": self.trainer.state_of_ranks([state["trainer"] for state in states]),
+            "hooks": self.trainer.hooks.state_of_ranks(
+                [state.get("hooks") or _hooks_of_version_2(state) for state in states]
+            ),
+            "random": states[collectives.rank() % len(states)]["random"],
+        }
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
         self.trainer.step = int(state["step"])
@@ -242,6 +274,14 @@ class RunState:
         self.trainer.load_state_dict(state["trainer"])
         self.trainer.hooks.load_state_dict(state.get("hooks") or _hooks_of_version_2(state))
         set_rng_state(state["random"])
+
+
+def by_rank(paths: Sequence[Path]) -> list[Path]:
+    """`run_state_rank0`, 1, … in the order of the ranks. CheckpointError where one is missing."""
+    found = [paths[0].with_name(f"run_state_rank{number}.safetensors") for number in range(len(paths))] if paths else []
+    if not found or set(found) != set(paths):
+        raise CheckpointError(f"a checkpoint has no state of every rank: {', '.join(path.name for path in paths)}")
+    return found
 
 
 def _hooks_of_version_2(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -599,12 +599,13 @@ ANSWERED = {
     "trajectory_analysis": "--save_trajectories", "plot_every": "report.html", "wandb_group": "WANDB_RUN_GROUP",
     "wandb_org": "WANDB_ENTITY", "wandb_project": "WANDB_PROJECT", "input_template": "--apply_chat_template",
     "system_prompt_path": "--system_prompt", "fps": "in the row", "audio_dir": "no audio", "use_ms": "FOLDER",
-    "max_len": "--prompt_max_len", "log_dir": "--use_tensorboard", "flash_attn": "--attn_implementation",
+    "max_len": "--prompt_max_len", "log_dir": "--use_tensorboard",
     "nnodes": "launcher", "node_rank": "launcher",
 }  # fmt: skip
 # Flags with a value that a run takes by itself.
 TAKEN = """
 --actor_learning_rate 1e-6 --adam_betas 0.9 0.95 --adam_offload --advantage_clip 5 --advantage_estimator group_norm
+--flash_attn
 --advantages_norm --apply_chat_template --bf16 --ckpt_path c --critic_learning_rate 9e-6 --dynamic_sampling --enable_ema
 --enable_engine_sleep --engine_mem_util 0.6 --engine_tp_size 1 --engine_type vllm --eps_clip 0.2 --eval_data e.jsonl
 --eval_split test --eval_steps 20 --first_token_temperature 10 --use_fire --freeze_prefix --gamma 1.0

@@ -7,11 +7,10 @@ import json
 import pytest
 from PIL import Image
 
-import lightrft_visual.data.supply as supply_module
+import lightrft_visual.data.sampler as supply_module
 from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.prompts import PromptDataset
-from lightrft_visual.data.sampler import PromptSampler
-from lightrft_visual.data.supply import PromptSupply
+from lightrft_visual.data.sampler import PromptSampler, PromptSupply
 from lightrft_visual.errors import DataError
 
 BAD = (1, 4, 5)

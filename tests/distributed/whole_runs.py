@@ -29,7 +29,7 @@ EXAMPLE = ROOT / "examples" / "train_grpo_vl.py"
 SMALL = (
     "--rollout_batch_size 8 --n_samples_per_prompt 4 --micro_rollout_batch_size 8 --train_batch_size 32 "
     "--micro_train_batch_size 8 --max_eval_samples 0 --num_trajectories_to_save 32 --report false "
-    "--lr_scheduler constant_with_warmup"
+    "--save_steps -1 --eval_steps -1 --lr_scheduler constant_with_warmup"
 ).split()
 
 

@@ -25,7 +25,9 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # child processes i
 faults = importlib.import_module("reward_faults")
 FAULTS = faults.FAULTS
 # Of whole runs alone: two ranks, and functions in a process of their own, which tests of the sandbox have.
-IN_PROCESS = [name for name, fault in FAULTS.items() if fault.ranks == 1 and "--reward_fn_timeout" not in fault.flags]
+IN_PROCESS = [
+    name for name, fault in FAULTS.items() if fault.ranks == 1 and not fault.limited and name != "always_raises"
+]
 
 
 def rollouts() -> Rollouts:
@@ -49,6 +51,7 @@ def test_the_users_line_is_named_and_the_run_keeps_what_is_its_own(name, tmp_pat
     monkeypatch.setenv("RUN_FOLDER", str(tmp_path / "run"))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(surroundings, "_said", set())
+    monkeypatch.setattr(surroundings, "_users", {})
     monkeypatch.setattr(threading, "excepthook", lambda args: logging.error("", exc_info=args[:3]))
     fault, path, told = FAULTS[name], tmp_path / "mine.py", ""
     path.write_text(fault.source)
@@ -78,7 +81,13 @@ def processes():
     return forked.server()
 
 
-@pytest.mark.parametrize("name", ["sys_exit_0", "closes_stdout", "on_rank_1"])
+@pytest.mark.parametrize("name", ["sys_exit_0", "closes_stdout", "on_rank_1", "always_raises"])
 def test_a_whole_run(name, tmp_path, processes, cache_root):
     outcome = faults.run(name, FAULTS[name], tmp_path / name, processes)
     assert not outcome.problems, outcome.output[-3000:]
+    assert ("loading the models" in outcome.output) == (name != "always_raises")
+
+
+@pytest.mark.parametrize("name", ["panic", "forks_often"])
+def test_calls_behind_a_limit_score_their_own_samples_or_none(name, tmp_path):
+    assert not faults.call_often(name, tmp_path, 20.0)

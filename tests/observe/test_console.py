@@ -30,7 +30,31 @@ def test_plain_lines_without_a_terminal():
         console.step(step, {"loss": 1.0})
     console.evaluation(3, {"eval_reward": 0.5, "step": 3})
     console.close()
-    assert stream.getvalue() == "step 2/10  loss 1\nevaluation at step 3: eval_reward 0.5\n"
+    assert stream.getvalue() == "step 2/10  loss 1  0:00 left\nevaluation at step 3: eval_reward 0.5\n"
+
+
+def test_a_step_says_its_components_speed_and_the_time_left(monkeypatch):
+    clock = iter((0.0, 10.0, 12.0, 14.0, 130.0))
+    monkeypatch.setattr("lightrft_visual.observe.console.time.monotonic", lambda: next(clock))
+    console, stream = lines()
+    metrics = {
+        "reward_mean": 0.5, "reward/format": 1.0, "reward/exact": 0.25, "reward/time": 3.0,
+        "reward/exact/failures": 0.0,
+        "tokens": 500.0, "time_step": 2.0,
+    }  # fmt: skip
+    for step in (1, 2, 10):
+        console.step(step, metrics)
+    console.done(10, {"eval_reward": 0.954}, {"eval_reward": 0.395}, {"model": "run/checkpoint-final"})
+    shown = stream.getvalue().splitlines()
+    assert shown[0] == "step 1/10  reward 0.5  format 1  exact 0.25  250 tok/s  2.00s"
+    assert shown[1].endswith("2.00s  0:16 left") and shown[2].endswith("2.00s")
+    assert shown[3] == "done: 10 steps in 2:10; eval reward 0.395 -> 0.954; model run/checkpoint-final"
+
+
+def test_samples_are_shown_without_control_tokens():
+    text = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>how many?<|im_end|>\n<|im_start|>assistant"
+    assert clip_text(text) == "user how many? assistant"
+    assert clip_text("a <| b |> c") == "a <| b |> c"
 
 
 def test_the_last_step_is_always_shown():

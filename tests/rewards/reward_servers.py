@@ -64,6 +64,12 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(500 if call % 10 == 0 else 200, {"rewards": scores})
         elif kind == "openrlhf":
             self.reply(200, {"rewards": scores, "scores": [1.0] * size, "extra_logs": {"length": [3.0] * size}})
+        elif kind in ("theirs", "ours"):  # a server that knows one wire alone
+            known = ("query" if kind == "theirs" else "queries") in body
+            extras = {"scores": scores, "extra_logs": {}} if kind == "theirs" else {}
+            self.reply(200 if known else 500, {"rewards": scores, **extras} if known else {"error": "KeyError"})
+        elif kind == "failed":
+            self.reply(200, {"rewards": [None] * size, "failed": list(range(size))})
         elif kind == "list":
             self.reply(200, scores)
         elif kind == "empty":

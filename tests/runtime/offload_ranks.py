@@ -29,7 +29,7 @@ def trained(strategy: DeepspeedStrategy, offload: bool, folder: str) -> tuple[li
             seen.append(sum(size * len(kept) for size, kept in engine._states.kept.items()) < 100_000)
             with torch.no_grad():
                 engine(inputs)
-            seen.append(engine._states.away and not engine._weights.away)
+            seen.append(bool(engine._states.away) and not engine._weights.away)
             engine.offload_weights()
         if step == 1:
             engine.save(folder, "middle")

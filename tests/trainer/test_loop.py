@@ -42,7 +42,9 @@ class Walk(PolicyTrainer):
     def __init__(
         self, folder, fails=None, steps=3, golds=(), guard=None, resume=None, callbacks=(), invalid=(), **output
     ):
-        settings = LoopSettings(steps, OutputConfig(output_dir=str(folder), **output), TrainConfig(), resume)
+        settings = LoopSettings(
+            steps, OutputConfig(str(folder), **{"save_steps": -1, "eval_steps": -1} | output), TrainConfig(), resume
+        )
         hook = GuardHook(guard or GuardConfig(), Watched(), gold=False, penalties=())
         parts = SimpleNamespace(
             kind="walk", config=None, loop=settings, recorder=RunRecorder(folder), hooks=Hooks([hook]),
@@ -52,7 +54,7 @@ class Walk(PolicyTrainer):
         parts.console.message = self.said.append
         super().__init__(parts, callbacks)
         self.fails, self.golds, self.invalid, self.weights = fails, golds, invalid, 0
-        self.report.every = self.report._next = 1
+        self.report.every = self.report.next_step = 1
 
     def start(self):
         pass
@@ -112,17 +114,17 @@ def test_a_run_handles_sigterm_only_while_it_lasts(walk):
 
 def test_the_report_follows_the_run_and_shows_its_end(walk, tmp_path):
     trainer, seen, written = walk(), [], []
-    after_step, write, page = trainer.report.after_step, trainer.report.write, tmp_path / "report.html"
+    write_due, write, page = trainer.report.write_due, trainer.report.write, tmp_path / "report.html"
 
     def noted(step):
-        after_step(step)
+        write_due(step)
         seen.append("last step" in page.read_text())
 
     def counted():
         written.append(trainer.step)
         return write()
 
-    trainer.report.after_step, trainer.report.write = noted, counted
+    trainer.report.write_due, trainer.report.write = noted, counted
     assert trainer.fit() == {"eval_reward": 0.25}
     assert seen == [True] * 3
     assert written == [0, 1, 2, 3, 3]  # after the last step and at the end, not at the evaluation between them

@@ -48,6 +48,25 @@ def test_checkpoints_are_compared_by_evaluations_of_their_own(tmp_path, evaluate
         check_output(output(tmp_path, best_metric="eval_reward", eval_steps=evaluate, save_steps=save))
 
 
+@pytest.mark.parametrize(
+    ("total", "settings", "expected"),
+    [
+        (240, {}, (24, 24)),
+        (3000, {}, (50, 50)),
+        (3, {}, (1, 1)),
+        (240, {"save_steps": -1}, (-1, 24)),
+        (240, {"save_steps": 7, "eval_steps": 0}, (7, 0)),
+        (240, {"eval_steps": 60}, (20, 60)),
+        (240, {"eval_steps": 5}, (20, 5)),
+        (240, {"eval_steps": 61}, (24, 61)),
+        (240, {"eval_steps": 60, "best_metric": "eval_reward"}, (60, 60)),
+        (240, {"save_steps": 10, "best_metric": "eval_reward"}, (10, 10)),
+    ],
+)
+def test_intervals_left_at_their_default_are_tenths_of_the_run_that_meet(tmp_path, total, settings, expected):
+    assert output(tmp_path, **settings).intervals(total) == expected
+
+
 def test_what_is_no_checkpoint_is_not_overwritten(tmp_path):
     target = tmp_path / "precious"
     target.mkdir()
@@ -107,6 +126,19 @@ def test_only_an_evaluation_of_the_same_weights_counts_for_the_best(tmp_path):
     assert last.is_dir() and first.is_dir()
 
 
+@pytest.mark.parametrize(
+    ("most", "kept"), [(2, ["000001", "000004"]), (3, ["000001", "000003", "000004"]), (1, ["000004"])]
+)
+def test_without_best_metric_the_best_reward_stays_where_more_than_one_checkpoint_does(tmp_path, most, kept):
+    trainer = Trainer()
+    state = RunState(trainer, output(tmp_path, max_ckpt_num=most))
+    for step, reward in enumerate((0.9, 0.5, 0.6, 0.7), 1):
+        trainer.step = trainer.evaluated_step = step
+        trainer.latest_eval = {"eval_reward": reward}
+        state.save()
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [f"checkpoint-{n}" for n in kept]
+
+
 def test_a_step_that_is_given_up_is_saved_as_if_it_had_not_begun(tmp_path):
     trainer = Trainer()
     state = RunState(trainer, output(tmp_path, sigterm_exit_code=75))
@@ -130,6 +162,44 @@ def test_sigterm_asks_a_run_to_stop_while_it_listens(tmp_path):
         assert state.stop_requested()
         raise ValueError("a stage fails")
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ctrl_c_asks_a_run_to_stop_and_its_code_is_that_of_shells(tmp_path, capfd):
+    state, before = RunState(Trainer(), output(tmp_path)), signal.getsignal(signal.SIGINT)
+    with state.listening():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # a launcher sends it again at once
+        assert state.signalled() and state.stop_requested()
+        state.stop()
+    assert state.exit_code == 130 and (tmp_path / "run" / "checkpoint-000000").is_dir()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert capfd.readouterr().err.count("Ctrl-C: this step is finished and a checkpoint saved") == 1
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path, monkeypatch):
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    state = RunState(Trainer(), output(tmp_path))
+    with state.listening():
+        signal.raise_signal(signal.SIGINT)
+        state._interrupt.first -= 2.1
+        signal.raise_signal(signal.SIGINT)
+    assert ended == [130]
+
+
+def test_a_checkpoint_that_nobody_asked_for_and_cannot_be_written_does_not_end_the_run(tmp_path):
+    trainer, told = Trainer(), []
+    trainer.console = SimpleNamespace(message=told.append)
+    state = RunState(trainer, output(tmp_path))
+
+    def full(folder):
+        raise OSError("no space left")
+
+    trainer.save_engines = full
+    state.save_by_default()
+    assert "there is no checkpoint of step 0" in told[0] and "no space left" in told[0] and "goes on" in told[0]
+    with pytest.raises(CheckpointError, match="no space left"):
+        state.save()
 
 
 def test_a_run_in_another_thread_leaves_signals_alone(tmp_path):

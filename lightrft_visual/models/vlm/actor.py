@@ -95,7 +95,7 @@ class Backbone:
                 shared.inputs(inputs),
                 shared.select(positions),
                 shared.select(types),
-                shared.segments(self.sequence),
+                Segments(shared.lengths, shared.columns.device, shared.continues, self.sequence),
                 use_cache=False,
             )
         tokens, hidden = shared.indices[indices], hidden.squeeze(0)
@@ -154,11 +154,11 @@ class Backbone:
         if segments is None and inputs.is_packed and self.by_segments:
             segments = Segments(inputs.packed_seq_lens, inputs.sequences.device)
         if segments is not None:
-            segments = segments.followed_by(blank)
+            segments = segments.followed_by(blank) if blank else segments
             arguments |= {"attention_mask": segments.mask, "segments": segments}
         hidden = self.base(**arguments).last_hidden_state
-        if segments is not None:
-            segments.check_used()
+        if segments is not None and not segments.used:  # its samples have attended to each other
+            raise ConfigError("this model's attention does not take segments: train it padded, without packing_samples")
         if blank and "past_key_values" in cache:
             cache["past_key_values"].crop(-blank)
         return hidden if self.slices is not None and self.slices.active else hidden[:, :length]
@@ -254,11 +254,6 @@ class Actor(nn.Module):
         """The transformers model, without a peft wrapper around it."""
         return self.model.get_base_model() if is_adapted(self.model) else self.model
 
-    @property
-    def config(self):
-        """The transformers configuration of the model."""
-        return self.transformer.config
-
     def forward(self, inputs: ModelInputs, rule: ScoringRule, with_entropy: bool = True) -> ActorOutput:
         """Log-probs and entropy of every action. Raises DataError when images and placeholders do not match."""
         mask = inputs.action_mask
@@ -268,7 +263,9 @@ class Actor(nn.Module):
         if self.drawing is None:
             hidden = self.backbone.hidden_at(inputs, indices)
             scores = self._score(hidden.values, targets[hidden.own], columns[hidden.own], rule, with_entropy)
-            log_probs, entropy = (None if each is None else hidden.joined(each) for each in scores)
+            if self.backbone.sequence is not None:
+                scores = (None if each is None else hidden.joined(each) for each in scores)
+            log_probs, entropy = scores
         else:
             log_probs, entropy = self._score_either(inputs, indices, targets, columns, rule, with_entropy)
         return ActorOutput(_scatter(log_probs, mask), _scatter(entropy, mask) if with_entropy else None)

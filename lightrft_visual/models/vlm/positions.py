@@ -43,7 +43,9 @@ class MRopePositions:
             return torch.arange(len(types)).expand(3, -1)
         end = int(vision[-1]) + 1
         seconds = seconds if self.timed else None
-        key = (types[:end].numpy().tobytes(), _key(image_grids), _key(video_grids), _key(seconds))
+        given = (image_grids, video_grids, seconds)
+        told = (None if each is None or not len(each) else each.numpy().tobytes() for each in given)
+        key = (types[:end].numpy().tobytes(), *told)
         if key not in self.known:
             self.known[key] = self._compute(types[:end], image_grids, video_grids, seconds)
             if len(self.known) > self.capacity:
@@ -103,10 +105,6 @@ def consecutive(positions: T, types: T) -> T:
         moved.append(block - block.min() + following)
         start, following = end, int(moved[-1].max()) + 1
     return torch.cat(moved, dim=1)
-
-
-def _key(grids: T | None) -> bytes | None:
-    return None if grids is None or not len(grids) else grids.numpy().tobytes()
 
 
 def token_types(ids: T, image_token_id: int | None, video_token_id: int | None) -> T:

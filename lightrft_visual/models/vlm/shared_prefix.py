@@ -9,7 +9,7 @@ it. The idea is that of Prefix Grouper (arXiv 2506.05433).
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from ...experience.fields import values_equal
 from ...experience.types import ModelInputs
 from ...experience.vision import Named, VisionTensors
 from ...runtime.sequence import SequenceGroup
-from ..attention import Segments
 
 T = torch.Tensor
 
@@ -58,22 +57,23 @@ class SharedSequence:
         """
         if inputs.group_ids is None:
             return None
-        samples, ids = _samples(inputs), inputs.sequences.flatten().cpu()
-        vision = _vision_of(inputs.vision, len(inputs.group_ids))
+        samples, ids, vision = _samples(inputs), inputs.sequences.flatten().cpu(), inputs.vision.samples
+        if len(vision) != len(inputs.group_ids):  # they came joined, and nobody says whose they are
+            vision = None if inputs.vision.names else [{}] * len(inputs.group_ids)
         if samples is None or vision is None:
             return None
         groups = _groups(inputs.group_ids.tolist(), samples, ids, vision)
         if len(groups) == len(samples):
             return None
-        plan = _Plan(len(ids))
-        for members in groups:
-            plan.add([samples[index] for index in members])
-        columns, device = torch.cat(plan.columns), inputs.sequences.device
+        columns, indices, lengths, continues = _laid_out(
+            [[samples[index] for index in each] for each in groups], len(ids)
+        )
+        device = inputs.sequences.device
         return cls(
             columns=columns.to(device),
-            indices=plan.indices.to(device),
-            lengths=plan.lengths,
-            continues=plan.continues,
+            indices=indices.to(device),
+            lengths=lengths,
+            continues=continues,
             vision=VisionTensors([vision[members[0]] for members in groups]),
             saved=sum(each.stop - each.start for each in samples) - len(columns),
         )
@@ -100,41 +100,28 @@ class SharedSequence:
         """Values (..., rows, S) of each token of the inputs to (..., 1, tokens of the row)."""
         return values.flatten(-2)[..., self.columns].unsqueeze(-2)
 
-    def segments(self, group: SequenceGroup | None = None) -> Segments:
-        """Who attends to whom in the row. group: the ranks that hold it together."""
-        return Segments(self.lengths, self.columns.device, self.continues, group)
 
+def _laid_out(groups: list[list[_Sample]], size: int) -> tuple[T, T, list[int], list[int | None]]:
+    """(columns, indices, lengths, continues) of a `SharedSequence`: each group's prompt, then its completions.
 
-@dataclass
-class _Plan:
-    """A row in the making; size: rows * S of the inputs."""
-
-    size: int
-    columns: list[T] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    continues: list[int | None] = field(default_factory=list)
-    filled: int = 0
-
-    def __post_init__(self) -> None:
-        self.indices = torch.zeros(self.size, dtype=torch.long)
-
-    def add(self, samples: list[_Sample]) -> None:
-        """One group: its prompt, then its completions."""
-        first, prompt = samples[0], len(self.lengths)
-        begins = self.filled
-        self._part(first.start, first.middle, None)
-        for each in samples:
-            self.indices[each.start : each.middle] = torch.arange(begins, begins + each.middle - each.start)
-            if each.stop > each.middle:
-                self._part(each.middle, each.stop, prompt)
-
-    def _part(self, start: int, stop: int, continues: int | None) -> None:
-        count = stop - start
-        self.indices[start:stop] = torch.arange(self.filled, self.filled + count)
-        self.columns.append(torch.arange(start, stop))
-        self.lengths.append(count)
-        self.continues.append(continues)
-        self.filled += count
+    size: rows * S of the inputs.
+    """
+    columns: list[T] = []
+    lengths: list[int] = []
+    continues: list[int | None] = []
+    indices, filled = torch.zeros(size, dtype=torch.long), 0
+    for members in groups:
+        first, prompt, begins = members[0], len(lengths), filled
+        completions = ((each.middle, each.stop, prompt) for each in members if each.stop > each.middle)
+        for start, stop, of in ((first.start, first.middle, None), *completions):
+            indices[start:stop] = torch.arange(filled, filled + stop - start)
+            columns.append(torch.arange(start, stop))
+            lengths.append(stop - start)
+            continues.append(of)
+            filled += stop - start
+        for each in members:
+            indices[each.start : each.middle] = torch.arange(begins, begins + each.middle - each.start)
+    return torch.cat(columns), indices, lengths, continues
 
 
 def _samples(inputs: ModelInputs) -> list[_Sample] | None:
@@ -151,13 +138,6 @@ def _samples(inputs: ModelInputs) -> list[_Sample] | None:
         samples.append(_Sample(offset + int(real[0]), offset + middle, offset + max(middle, int(real[-1]) + 1)))
         offset += width
     return samples
-
-
-def _vision_of(vision: VisionTensors, size: int) -> list[Named] | None:
-    """The tensors of each sample; None where they came joined and nobody says whose they are."""
-    if len(vision.samples) == size:
-        return vision.samples
-    return None if vision.names else [{}] * size
 
 
 def _groups(ids: list[int], samples: list[_Sample], tokens: T, vision: list[Named]) -> list[list[int]]:

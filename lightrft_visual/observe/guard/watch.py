@@ -222,18 +222,33 @@ class Guard:
         that is missing or not finite is not looked at."""
         if not self.config.watch:
             return []
-        self._follow_weights(metrics)
+        weights = {name: value for name, value in metrics.items() if name.startswith(WEIGHT)}
+        if self.weights is not None and weights != self.weights:
+            self._begin_anew()
+        self.weights = weights
         reward, alarms = _finite(metrics, "reward_mean"), []
         if reward is not None:
             alarms += self._component_partings(step, reward, metrics)
-            alarms += self._compared(step, "gold", scores)
-            risen = self._reward_risen(step, reward)
-            if any(each.compares for each in self.tests.values()):
-                risen = any(each.risen() for each in self.tests.values())
+            if scores is not None:
+                alarms += self._compared(step, "gold", scores)
+            parting = self.partings.setdefault("reward_mean", Parting(self.learn_steps, PARTING_WIDTH))
+            parting.see(step, reward, reward)
+            looked = [each for each in self.tests.values() if each.last]
+            if any(each.compares for each in looked):
+                risen = any(each.risen() for each in looked)
+            else:  # the reward itself, for certain
+                risen = parting.risen()
             for name, bounds in STEP_BANDS.items():
                 value = _finite(metrics, name)
-                if value is not None:
-                    self._check_band(step, name, value, bounds, risen, alarms)
+                if value is None:
+                    continue
+                band = self.bands.setdefault(name, Band(bounds, self.learn_steps, BAND_WIDTH))
+                outside = band.see(value)
+                limits = band.limits()
+                if limits is not None and outside >= self.config.patience and not (bounds.soft and risen):
+                    self._raise(step, name, value, limits, alarms)
+                else:
+                    self.raised.discard(name)
         return alarms
 
     def after_evaluation(
@@ -245,13 +260,16 @@ class Guard:
             self.best = (gold, step)
         if not self.config.watch:
             return []
-        alarms = self._compared(step, "eval_gold", scores)
+        alarms = [] if scores is None else self._compared(step, "eval_gold", scores)
         own, drift = _finite(metrics, "eval_image_diversity"), _finite(metrics, "eval_drift")
         if own is not None and math.isnan(self.base_diversity):
             self.base_diversity = own
         if drift is not None and not math.isnan(self.base_diversity):
             high = DRIFT * self.base_diversity
-            self._raise(step, "eval_drift", drift, (0.0, high), drift > high, alarms)
+            if drift > high:
+                self._raise(step, "eval_drift", drift, (0.0, high), alarms)
+            else:
+                self.raised.discard("eval_drift")
         return alarms
 
     @property
@@ -259,30 +277,27 @@ class Guard:
         """The step of the best gold so far; None without any."""
         return None if self.best is None else self.best[1]
 
-    def _follow_weights(self, metrics: Mapping[str, float]) -> None:
+    def _begin_anew(self) -> None:
         """Rewards of other weights are another number, which says nothing beside the one before: comparisons with gold
         and among components begin anew. Bands, which know no reward, stay."""
-        weights = {name: value for name, value in metrics.items() if name.startswith(WEIGHT)}
-        if self.weights is not None and weights != self.weights:
-            self.partings.clear()
-            for each in self.tests.values():
-                each.forget()
-        self.weights = weights
+        self.partings.clear()
+        for each in self.tests.values():
+            each.forget()
 
     # -- signals -------------------------------------------------------------------------------------------------
 
-    def _compared(self, step: int, name: str, scores: PairedScores | None) -> list[Alarm]:
+    def _compared(self, step: int, name: str, scores: PairedScores) -> list[Alarm]:
         """Gold of evaluations or of steps that parted from the reward."""
         alarms: list[Alarm] = []
-        divergence = None if scores is None else self.tests[name].see(scores)
+        divergence = self.tests[name].see(scores)
         if divergence is not None:
             (old_reward, reward), (old_gold, gold) = divergence.reward, divergence.gold
             text = (
                 f"{name} went from {old_gold:.3g} (step {divergence.start}) to {gold:.3g}, the reward from "
                 f"{old_reward:.3g} to {reward:.3g}"
             )
-            self._raise(step, name, gold, (old_gold, math.inf), True, alarms, divergence.since, text)
-        elif scores is not None:
+            self._raise(step, name, gold, (old_gold, math.inf), alarms, divergence.since, text)
+        else:
             self.raised.discard(name)
         return alarms
 
@@ -290,39 +305,27 @@ class Guard:
         """A part of the reward that falls while the whole rises: another part pays for it. A penalty may fall."""
         alarms: list[Alarm] = []
         names = [name for name in metrics if name.startswith("reward/") and name.count("/") == 1]
-        names = [name for name in names if name not in NO_COMPONENTS and self._pays(name, metrics)]
-        for name in names if len(names) > 1 else ():
+        owns = {name: name.removeprefix("reward/") for name in names if name not in NO_COMPONENTS}
+        paying = [
+            name for name, own in owns.items() if metrics.get(WEIGHT + own, 1.0) >= 0 and own not in self.penalties
+        ]
+        for name in paying if len(paying) > 1 else ():
             value = _finite(metrics, name)
             if value is not None:
                 parting = self.partings.setdefault(name, Parting(self.learn_steps, PARTING_WIDTH))
                 self._tell_parting(step, name, parting, parting.see(step, reward, value), alarms)
         return alarms
 
-    def _pays(self, name: str, metrics: Mapping[str, float]) -> bool:
-        own = name.removeprefix("reward/")
-        return metrics.get(WEIGHT + own, 1.0) >= 0 and own not in self.penalties
-
-    def _reward_risen(self, step: int, reward: float) -> bool:
-        """Whether the reward has risen for certain since the start."""
-        parting = self.partings.setdefault("reward_mean", Parting(self.learn_steps, PARTING_WIDTH))
-        parting.see(step, reward, reward)
-        return parting.risen()
-
     def _tell_parting(self, step: int, name: str, parting: Parting, apart: int, alarms: list[Alarm]) -> None:
+        if apart < self.config.patience:
+            self.raised.discard(name)
+            return
         text = (
             f"{name} fell from {parting.best_gold:.3g} (step {parting.best_step}) to {parting.gold:.3g}, the reward "
             f"went from {parting.best_reward:.3g} to {parting.reward:.3g}"
         )
         limits = (parting.best_gold, math.inf)
-        self._raise(step, name, parting.gold, limits, apart >= self.config.patience, alarms, parting.best_step, text)
-
-    def _check_band(self, step: int, name: str, value: float, bounds: Bounds, risen: bool, alarms: list[Alarm]) -> None:
-        band = self.bands.setdefault(name, Band(bounds, self.learn_steps, BAND_WIDTH))
-        outside = band.see(value)
-        limits = band.limits()
-        if limits is not None:
-            alarmed = outside >= self.config.patience and not (bounds.soft and risen)
-            self._raise(step, name, value, limits, alarmed, alarms)
+        self._raise(step, name, parting.gold, limits, alarms, parting.best_step, text)
 
     def _raise(
         self,
@@ -330,15 +333,12 @@ class Guard:
         name: str,
         value: float,
         limits: tuple[float, float],
-        alarmed: bool,
         alarms: list[Alarm],
         since: int | None = None,
         text: str = "",
     ) -> None:
         """Tell a signal once each time that it goes outside."""
-        if not alarmed:
-            self.raised.discard(name)
-        elif name not in self.raised:
+        if name not in self.raised:
             self.raised.add(name)
             low, high = (limit if math.isfinite(limit) else None for limit in limits)
             text = text or f"{name} is {value:.3g}, outside {_range(low, high)} as learnt from the first steps"
@@ -351,7 +351,7 @@ class Guard:
         return {
             "bands": {name: {"values": band.values, "outside": band.outside} for name, band in self.bands.items()},
             "partings": {name: asdict(parting) for name, parting in self.partings.items()},
-            "gains": {name: each.state_dict() for name, each in self.tests.items()},
+            "gains": {name: each.state_dict() for name, each in self.tests.items() if each.first or each.last},
             "raised": sorted(self.raised),
             "best": list(self.best) if self.best is not None else None,
             "base_diversity": self.base_diversity,
@@ -365,8 +365,9 @@ class Guard:
             for name, kept in state["bands"].items()
         }
         self.partings = {name: Parting.of(kept) for name, kept in state["partings"].items()}
-        for name, kept in state.get("gains", {}).items():  # checkpoints of earlier versions have none
-            self.tests[name].load_state_dict(kept)
+        gains = state.get("gains", {})  # checkpoints of earlier versions have none
+        for name, test in self.tests.items():
+            test.load_state_dict(gains.get(name, {"first": [], "last": []}))
         self.raised = set(state["raised"])
         self.best = (float(state["best"][0]), int(state["best"][1])) if state["best"] is not None else None
         self.base_diversity = float(state["base_diversity"])

@@ -321,13 +321,12 @@ class ReportWriter:
 
     def __init__(self, folder: str | Path, active: bool, every: int = EVERY):
         self.folder, self.active, self.every = Path(folder), active, every
-        self._next = every
+        self.next_step = every  # from which on a report is due, beside those of evaluations
 
-    def after_step(self, step: int) -> None:
-        """Write where enough steps have passed since the last report of this kind."""
-        if step >= self._next:
-            self._next = max(step + self.every, int(step * GROWTH))
-            self.write()
+    def write_due(self, step: int) -> None:
+        """The report that is due at `next_step`; the next one comes enough steps later."""
+        self.next_step = max(step + self.every, int(step * GROWTH))
+        self.write()
 
     def write(self) -> Path | None:
         """Write the report of what the folder holds now; None where it is off or failed."""

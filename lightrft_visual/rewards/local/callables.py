@@ -25,6 +25,7 @@ from ...runtime.usercode.calls import (
     LOG_EXTRA,
     LOG_METRIC,
     SAMPLES,
+    AsRewardError,
     LoadedFunction,
     UserCodeExited,
     call,
@@ -473,7 +474,9 @@ class CallableSource:
             result = call(self.function, self.name, form.calls(arguments, given, len(batch)))
         except ScoringFailed as failure:
             return Scores.all_failed(len(batch), str(failure))
+        returned = f"reward function {self.name} returned a {type(result).__name__} that cannot be read: it"
         try:
-            return parse_result(form.read(result, self.name), self.name, len(batch), self.lenient)
+            with AsRewardError(returned):
+                return parse_result(form.read(result, self.name), self.name, len(batch), self.lenient)
         except RewardError as error:
             raise RewardError(f"{error}{defined_at(self.function)}") from error

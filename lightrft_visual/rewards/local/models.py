@@ -25,7 +25,7 @@ from ...models.loading import HEAD_FILE, VLRewardModel
 from ...runtime import collectives
 from ...runtime.deepspeed import DeepspeedStrategy
 from ...runtime.offload import OptimizerOffload, on_device
-from ...runtime.usercode.calls import callable_name, describe_error, masked
+from ...runtime.usercode.calls import AsRewardError, callable_name
 from ..batch import Call, RewardBatch, Scores, Source
 from .callables import MAX_SCORE, as_list
 
@@ -297,7 +297,8 @@ class TorchModel:
     def _run(self, model: nn.Module, samples: Sequence[T], more: dict[str, Any], device: Any) -> list[float]:
         ids = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=self.pad_id)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(sample) for sample in samples], batch_first=True)
-        values = read_output(model(ids.to(device), mask.to(device), **more), self.name)
+        with AsRewardError(f"reward model {self.name}"):
+            values = read_output(model(ids.to(device), mask.to(device), **more), self.name)
         if values.numel() != len(samples):
             raise RewardError(f"reward model {self.name} returned {values.numel()} scores for {len(samples)} samples")
         return values.flatten().tolist()
@@ -330,11 +331,8 @@ class EngineModel:
             "references": batch.references,
             "labels": batch.labels,
         }
-        try:
-            output = self.model(None, None, **arguments)
-        except Exception as error:
-            raise RewardError(f"reward model {self.name} {masked(describe_error(error))}") from error
-        entries = self._entries(output)
+        with AsRewardError(f"reward model {self.name}"):
+            entries = self._entries(self.model(None, None, **arguments))
         if len(entries) != len(batch):
             what = callable_name(self.model)
             raise RewardError(f"reward model {self.name} ({what}) gave {len(entries)} scores for {len(batch)} samples")

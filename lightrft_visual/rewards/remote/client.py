@@ -24,13 +24,15 @@ import httpx
 import torch
 
 from ...config.shared import RewardConfig
-from ...errors import ConfigError, DataError, RewardError
+from ...errors import ConfigError, DataError, RewardError, did_you_mean
 from ...runtime.masking import MASK, mask_urls, shown_url, web_address
 from ...runtime.usercode.calls import BackgroundLoop, masked
 from ..batch import Call, RewardBatch, Scores, StreamingSource, metric_name
 from ..imaging import MAX_PIXELS, decode_image, video_frames
 from ..local.callables import MAX_SCORE, SCORE_KEYS
 
+LIGHTRFT, OPENRLHF, AUTO = "lightrft", "openrlhf", "auto"
+NOT_SCORED = "the server could not score it"
 MAX_EXTRAS = 200  # further numbers by name that one reply may bring
 Encode = Callable[[Any], str | None]
 
@@ -41,14 +43,46 @@ class BadReply(Exception):
 
 def encode_request(batch: RewardBatch, wire: str, encode: Encode) -> dict[str, Any]:
     """The body of one request. Optional fields are left out when no sample has them."""
-    if wire == "openrlhf":
-        return {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(batch.labels_or_references)}
+    if wire == OPENRLHF:
+        asked = {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(batch.labels_or_references)}
+        return asked | _media(batch, encode)
     body: dict[str, Any] = {"queries": batch.queries, "prompts": batch.prompts, "ids": batch.ids}
     for name, values in (("labels", batch.labels), ("references", batch.references)):
         if any(value is not None for value in values):
             body[name] = _plain(values)
     if any(batch.metadata):
         body["metadata"] = _plain(batch.metadata)
+    return body | _media(batch, encode)
+
+
+def wires_of(setting: str, remotes: Mapping[str, str]) -> dict[str, str]:
+    """The wire of each entry of remote_rm_url, {name: entry}, by `reward_wire`; of any other entry under "".
+
+    Raises ConfigError for a wire or name that does not exist, and for a list of another length.
+    """
+    parts = [part.strip() for part in setting.split(",") if part.strip()] or [AUTO]
+    pairs = [part.rpartition("=") for part in parts]
+    for *_, wire in pairs:
+        if wire not in (AUTO, LIGHTRFT, OPENRLHF):
+            raise ConfigError(f"reward_wire: there is no wire {wire!r}{did_you_mean(wire, (AUTO, LIGHTRFT, OPENRLHF))}")
+    if all(mark for _, mark, _ in pairs):
+        for key in (key.strip() for key, *_ in pairs):
+            if key not in remotes and "://" not in key:
+                raise ConfigError(f"reward_wire: remote_rm_url has no {key!r}{did_you_mean(key, remotes)}")
+        return {"": AUTO} | {remotes.get(key.strip(), key.strip()): wire for key, _, wire in pairs}
+    if len(parts) == 1:
+        return {"": parts[0]}
+    if any(mark for _, mark, _ in pairs) or len(parts) != len(remotes):
+        raise ConfigError(
+            f"reward_wire is {setting!r}: give one wire for all, one for each of the {len(remotes)} entries of "
+            "remote_rm_url in their order, or url=wire with commas"
+        )
+    return {"": AUTO} | dict(zip(remotes.values(), parts))
+
+
+def _media(batch: RewardBatch, encode: Encode) -> dict[str, Any]:
+    """The fields of images and videos, where there are any."""
+    body: dict[str, Any] = {}
     if any(batch.images):
         body["images"] = [[encode(image) for image in sample] for sample in batch.images]
     if any(batch.source_images):
@@ -87,7 +121,7 @@ def decode_reply(reply: Any, size: int) -> Scores:
     told = reply.get("failed") if isinstance(reply.get("failed"), list) else []
     told = {position for position in told if isinstance(position, int)}
     for index, entry in enumerate(reply[key]):
-        problem = "the server could not score it" if index in told else _problem(entry)
+        problem = NOT_SCORED if index in told else _problem(entry)
         if problem is not None:
             failed[index] = True
             reasons[problem] += 1
@@ -243,7 +277,8 @@ class Phase:
 @dataclass
 class Exchange:
     """One request on its way. decode: reads the parsed reply, or raises BadReply. position: its number in the call,
-    which spreads requests over replicas. deadline: set when the request gets its first slot."""
+    which spreads requests over replicas. deadline: set when the request gets its first slot. replied: status and body
+    of the last reply."""
 
     replicas: list[str]
     content: bytes
@@ -251,6 +286,7 @@ class Exchange:
     position: int = 0
     phase: Phase = field(default_factory=Phase)
     deadline: float | None = None
+    replied: tuple[int, bytes | None] | None = None
 
     def start(self, seconds: float) -> None:
         """Begin the time limit, once. Raises RequestFailed when requests before this one found the server dead."""
@@ -352,6 +388,7 @@ class RemoteClient:
         try:
             async with asyncio.timeout(seconds):
                 status, headers, data = await self._post(url, exchange.content)
+                exchange.replied = status, data
         except TimeoutError:
             reason = f"{name}: no reply within {self.config.reward_timeout:g} s"
             raise RequestFailed(reason, retry=False, answered=False) from None
@@ -410,7 +447,6 @@ def _retry_after(headers: httpx.Headers) -> float:
 def _said(data: bytes | None, token: str | None) -> str:
     """What a server answered with an error: of ours, what the user's function did; of others the beginning, in which
     encoded images and the run's own token are left out."""
-    text = (data or b"")[: 8 * LONGEST_SAID].decode(errors="replace")
     try:
         told = json.loads(data or b"")
     except (ValueError, RecursionError):
@@ -418,9 +454,15 @@ def _said(data: bytes | None, token: str | None) -> str:
     said = told.get("user_error") if isinstance(told, dict) else None
     if isinstance(said, str):
         return f": {masked(said[:LONGEST_SAID])}"
-    text = ENCODED.sub("...", text.replace(token, MASK) if token else text)
-    shown = masked(" ".join(text.split()))[:SHOWN_ANSWER].strip()
+    shown = shown_body(data, token)
     return f": {shown}" if shown else ""
+
+
+def shown_body(data: bytes | None, token: str | None, length: int = SHOWN_ANSWER) -> str:
+    """The beginning of a request or reply, without encoded images and the run's own token, secrets masked."""
+    text = (data or b"")[: 8 * LONGEST_SAID].decode(errors="replace")
+    text = ENCODED.sub("...", text.replace(token, MASK) if token else text)
+    return masked(" ".join(text.split()))[:length].strip()
 
 
 class RemoteReward(StreamingSource):
@@ -430,29 +472,30 @@ class RemoteReward(StreamingSource):
         self.replicas = [url.strip() for url in entry.split("|") if url.strip()]
         for url in self.replicas or [entry]:
             check_url(url)
-        self.name = shown_url(self.replicas[0])
-        self._client, self._wire = client, wire or client.config.reward_wire
+        self.entry, self.name = entry, shown_url(self.replicas[0])
+        self.client, self.wire = client, wire or AUTO
 
     def submit_parts(self, parts: Sequence[Future[RewardBatch]], call: Call) -> list[Future[Scores]]:
         """Send each part as soon as it is there, one request a part; no future fails for what a server does."""
         phase = Phase()
-        return [self._client.loop.submit(self._part(part, call, i, phase)) for i, part in enumerate(parts)]
+        return [self.client.loop.submit(self._part(part, call, i, phase)) for i, part in enumerate(parts)]
 
     async def _part(self, part: Future[RewardBatch], call: Call, position: int, phase: Phase) -> Scores:
         batch = await asyncio.wrap_future(part)
-        content = await asyncio.to_thread(self._body, batch, call)
+        content = await asyncio.to_thread(self.body, batch, call, LIGHTRFT if self.wire == AUTO else self.wire)
         decode = partial(decode_reply, size=len(batch))
         try:
-            scores = await self._client.exchange(Exchange(self.replicas, content, decode, position, phase))
+            scores = await self.client.exchange(Exchange(self.replicas, content, decode, position, phase))
         except RequestFailed as failure:
             return Scores.all_failed(len(batch), str(failure))
         scores.reasons = Counter({f"{self.name}: {reason}": count for reason, count in scores.reasons.items()})
         return scores
 
-    def _body(self, batch: RewardBatch, call: Call) -> bytes:
-        encode = partial(call.encoded.encode, image_format=self._client.config.reward_image_format)
+    def body(self, batch: RewardBatch, call: Call, wire: str) -> bytes:
+        """A request by one of the wires."""
+        encode = partial(call.encoded.encode, image_format=self.client.config.reward_image_format)
         try:
-            return json.dumps(encode_request(batch, self._wire, encode)).encode()
+            return json.dumps(encode_request(batch, wire, encode)).encode()
         except RewardError:
             raise
         except Exception as error:

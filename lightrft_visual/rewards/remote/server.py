@@ -74,7 +74,7 @@ class Counts:
         return "\n".join(lines) + "\n"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Waiting:
     batch: RewardBatch
     answer: asyncio.Future[Scores] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -87,34 +87,49 @@ class Batcher:
         self._source, self._settings, self._counts = source, settings, counts
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
         self._held: _Waiting | None = None
+        self._open: set[_Waiting] = set()
+        self.ended: RewardError | None = None  # why no request is answered any more
 
     async def score(self, batch: RewardBatch) -> Scores:
         """Scores of a request's batch, which may be scored together with others."""
+        if self.ended is not None:
+            raise self.ended
         waiting = _Waiting(batch)
+        self._open.add(waiting)
         await self._queue.put(waiting)
         self._counts.waiting += 1
         try:
             return await waiting.answer
         finally:
+            self._open.discard(waiting)
             self._counts.waiting -= 1
 
-    async def run(self) -> None:
-        """Serve until cancelled."""
+    def start(self) -> asyncio.Task[None]:
+        """Serve until the task is cancelled. Whatever else ends it is told to those who wait and who come later."""
+        task = asyncio.create_task(self._run())
+        task.add_done_callback(self._over)
+        return task
+
+    async def _run(self) -> None:
         while True:
             await self._answer(await self._gather())
 
+    def _over(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            told = masked(describe_error(task.exception())) if task.exception() else "returned"
+            self.ended = RewardError(f"the server scores no more: its batching {told}; start it again")
+            log.error("%s", self.ended)
+            for waiting in list(self._open):
+                _settle(waiting, self.ended)
+
     async def _answer(self, group: list[_Waiting]) -> None:
-        try:
-            scores = await asyncio.to_thread(self._score_group, [waiting.batch for waiting in group])
-        except Exception as error:
-            if len(group) == 1:
-                _settle(group[0], error)
-                return
+        outcome = await asyncio.to_thread(self._outcome, [waiting.batch for waiting in group])
+        if isinstance(outcome, RewardError) and len(group) > 1:
             for waiting in group:  # one bad request must not fail those it was merged with
                 await self._answer([waiting])
-        else:
-            for waiting, part in zip(group, scores):
-                _settle(waiting, part)
+            return
+        for waiting, part in zip(group, [outcome] if isinstance(outcome, RewardError) else outcome):
+            _settle(waiting, part)
 
     async def _gather(self) -> list[_Waiting]:
         group = [self._held or await self._queue.get()]
@@ -134,6 +149,16 @@ class Batcher:
             size += len(waiting.batch)
         return group
 
+    def _outcome(self, batches: list[RewardBatch]) -> list[Scores] | RewardError:
+        """Scores of each, or why there are none. Nothing that a scorer raises reaches the event loop, which would take
+        CancelledError, StopIteration and SystemExit for its own."""
+        try:
+            return self._score_group(batches)
+        except RewardError as error:
+            return error
+        except BaseException as error:
+            return RewardError(f"it {masked(describe_error(error))}")
+
     def _score_group(self, batches: list[RewardBatch]) -> list[Scores]:
         started = time.perf_counter()
         scores = self._source.score(RewardBatch.join(batches), Call(device=self._settings.device))
@@ -142,10 +167,10 @@ class Batcher:
         return scores.split([len(batch) for batch in batches])
 
 
-def _settle(waiting: _Waiting, outcome: Scores | Exception) -> None:
+def _settle(waiting: _Waiting, outcome: Scores | RewardError) -> None:
     if waiting.answer.done():  # the client went away
         return
-    if isinstance(outcome, Exception):
+    if isinstance(outcome, RewardError):
         waiting.answer.set_exception(outcome)
     else:
         waiting.answer.set_result(outcome)
@@ -167,7 +192,7 @@ def create_app(scorer: Callable[..., Any] | Source, settings: ServerSettings | N
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         batchers.append(Batcher(source, settings, counts))
-        task = asyncio.create_task(batchers[0].run())
+        task = batchers[0].start()
         yield
         task.cancel()
         batchers.clear()
@@ -176,6 +201,9 @@ def create_app(scorer: Callable[..., Any] | Source, settings: ServerSettings | N
 
     @app.get("/health")
     async def health() -> JSONResponse:
+        ended = batchers[0].ended
+        if ended is not None:
+            return JSONResponse({"status": "failed", "scorer": source.name, "error": str(ended)}, 503)
         return JSONResponse({"status": "ok", "scorer": source.name})
 
     @app.get("/metrics")

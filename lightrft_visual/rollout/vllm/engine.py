@@ -90,7 +90,9 @@ class VLLMEngine:
 
         finished(number, completions) is called for each prompt as soon as all its completions are there.
         """
-        prompts, own = self.sharing.share(prompts)
+        own = slice(0, len(prompts))
+        if self.sharing.group is not None:
+            prompts, own = self.sharing.share(prompts)
         entries = [self._entry(prompt) for prompt in prompts]
         params = [self._params(settings, _stream(prompt)) for prompt in prompts]
         if not entries:

@@ -17,10 +17,10 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ...errors import CheckpointError, ConfigError
 from ..collectives import all_gather_object, broadcast_object, is_rank_0, rank, world_size
@@ -49,6 +49,7 @@ SHARED_TRIES, SHARED_PAUSE = 20, 0.25  # seconds
 VERSIONED = ("torch", "transformers", "deepspeed", "lightrft_visual")
 
 R = TypeVar("R")
+KeepBest = tuple[str, str] | Sequence[tuple[str, str]] | None
 
 
 @dataclass(frozen=True)
@@ -95,17 +96,21 @@ class CheckpointManager:
     """Saves, finds, checks and rotates checkpoints under `root`, which all ranks must see.
 
     max_num: how many numbered checkpoints stay. The newest and, with `keep_best`, the best one always do.
-    keep_best: (metric, "max" | "min"), the metric being one of those handed to `save`.
+    keep_best: (metric, "max" | "min"), the metric being one of those handed to `save`; of several such pairs the
+    first counts whose metric a checkpoint has.
     """
 
-    def __init__(self, root: str | Path, max_num: int = 3, keep_best: tuple[str, str] | None = None):
+    def __init__(self, root: str | Path, max_num: int = 3, keep_best: KeepBest = None):
         if max_num < 1:
             raise ConfigError(f"max_ckpt_num is {max_num}; at least one checkpoint must stay")
-        if keep_best is not None and keep_best[1] not in ("max", "min"):
-            raise ConfigError(f"the best checkpoint is chosen by max or min, not by {keep_best[1]!r}")
+        one = bool(keep_best) and isinstance(keep_best[0], str)
+        pairs = cast("tuple[tuple[str, str], ...]", (keep_best,) if one else tuple(keep_best or ()))
+        for _, mode in pairs:
+            if mode not in ("max", "min"):
+                raise ConfigError(f"the best checkpoint is chosen by max or min, not by {mode!r}")
         self.root = Path(root)
         self.max_num = max_num
-        self.keep_best = keep_best
+        self.keep_best = pairs
 
     def save(
         self,
@@ -319,12 +324,12 @@ class CheckpointManager:
         return found
 
     def _best(self, complete: list[Found]) -> Found | None:
-        if self.keep_best is None:
-            return None
-        metric, mode = self.keep_best
-        scored = [found for found in complete if metric in found.metrics]
-        sign = 1 if mode == "max" else -1
-        return max(scored, key=lambda found: (sign * found.metrics[metric], found.step), default=None)
+        for metric, mode in self.keep_best:
+            scored = [found for found in complete if metric in found.metrics]
+            sign = 1 if mode == "max" else -1
+            if scored:
+                return max(scored, key=lambda found: (sign * found.metrics[metric], found.step))
+        return None
 
     def _rotate(self) -> None:
         complete = self._complete()

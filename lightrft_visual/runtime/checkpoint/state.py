@@ -10,19 +10,23 @@ import base64
 import json
 import os
 import pickle
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from deepspeed.accelerator import get_accelerator
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ...errors import CheckpointError
+from ..usercode.surroundings import (
+    put_random_states,
+    put_users_random_states,
+    random_states,
+    users_random_states,
+)
 
 TREE = "lightrft_visual.state"
 TAG = "__type__"
@@ -167,19 +171,13 @@ def load_torch(path: str | Path) -> Any:
 
 
 def rng_state() -> dict[str, Any]:
-    """Random states of Python, NumPy, torch and, where there is one, this rank's accelerator."""
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        state["accelerator"] = accelerator.get_rng_state()
-    return state
+    """Random states of Python, NumPy, torch and, where there is one, this rank's accelerator; and those of users' code
+    where it has drawn."""
+    own = users_random_states()
+    return random_states() | ({"users": own} if own else {})
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Put back what `rng_state` gave."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu" and "accelerator" in state:
-        accelerator.set_rng_state(state["accelerator"])
+    put_random_states(state)
+    put_users_random_states(state.get("users", {}))

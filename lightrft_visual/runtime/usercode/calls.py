@@ -26,7 +26,10 @@ from typing import Any
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
 from ...given import given, is_given
 from ..masking import mask_text
+from ..start_up import say_last
 from .surroundings import is_users, put_back
+
+log = logging.getLogger(__name__)
 
 
 class BackgroundLoop:
@@ -34,8 +37,17 @@ class BackgroundLoop:
 
     def __init__(self, name: str = "reward-loop") -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        """The loop, which goes on when a coroutine of a user's stops it, or a task of its own calls sys.exit."""
+        while not self._ended:
+            try:
+                self._loop.run_forever()
+            except BaseException as error:
+                log.warning("a task in the background ended by %s", type(error).__name__)
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
         """Run a coroutine in the loop's thread; the future holds its result."""
@@ -47,6 +59,7 @@ class BackgroundLoop:
 
     def close(self) -> None:
         """Stop the loop and wait for its thread."""
+        self._ended = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
         if not self._thread.is_alive():
@@ -85,6 +98,8 @@ SLOW_SECONDS = 30.0  # after this long, then after twice as long each time, a li
 TERM_SECONDS = 10.0  # a function gets this long to return after SIGTERM, so that its step can still be done
 REMINDERS = 3  # so many times as long, and the process ends: the function is in native code that never returns
 TERMINATED = 143  # exit code of a process that SIGTERM ended before it could save anything (128 + 15)
+INTERRUPTED = 130  # exit code of a process that Ctrl-C ended, as shells give it
+ONE_SIGNAL = 2.0  # seconds within which a second Ctrl-C counts as the same: launchers send it again
 LONGEST_MESSAGE = 1000
 SAMPLES = "*samples"  # instead of arguments: a list of them, one for each sample
 LOG_EXTRA, LOG_METRIC = "*log_extra", "*log_metric"
@@ -108,6 +123,32 @@ class StopRequest:
 
     def __call__(self, *_: object) -> None:
         self.made = True
+
+
+class Interrupt:
+    """A handler of SIGINT: the first Ctrl-C does what SIGTERM does here, a second one ends the process at once.
+
+    first: when it came.
+    """
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+
+    def __call__(self, *_: object) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first = now
+            if os.environ.get("RANK", "0") == "0":
+                _say("Ctrl-C: this step is finished and a checkpoint saved; once more ends the run without it")
+            signal.raise_signal(signal.SIGTERM)
+        elif now - self.first > ONE_SIGNAL:
+            _say("error: ended at once by a second Ctrl-C; what was saved stays")
+            os._exit(INTERRUPTED)
+
+
+def _say(line: str) -> None:
+    """On the error output, also where the signal came in the middle of a print."""
+    os.write(2, f"{line}\n".encode())
 
 
 class RemoteCallable:
@@ -145,7 +186,7 @@ def what_happened(error: BaseException) -> str:
         return f"called sys.exit({error.code!r})"
     try:
         message = " ".join(str(error).split("\n"))[:LONGEST_MESSAGE]
-    except Exception as second:
+    except BaseException as second:
         message = f"(its message cannot be had: {type(second).__name__})"
     return f"raised {type(error).__name__}" + (f": {message}" if message else "")
 
@@ -175,17 +216,28 @@ def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> 
     Whatever it raises, sys.exit included, is chained to a RewardError with its name and the user's own lines.
     """
     what = f"reward function {name}"
-    try:
-        with put_back(what), watched(what):
+    with AsRewardError(what), put_back(what), watched(what):
+        limit = sys.getrecursionlimit()
+        try:
             return invoke(function, arguments)
-    except (RewardError, ScoringFailed):
-        raise
-    except (SystemExit, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-            raise  # elsewhere nobody pressed Ctrl-C
-        raise UserCodeExited(f"{what} {masked(describe_error(error))}") from error
-    except Exception as error:
-        raise RewardError(f"{what} {masked(describe_error(error))}") from error
+        finally:  # with a lower one nothing could be put back
+            sys.setrecursionlimit(max(limit, sys.getrecursionlimit()))
+
+
+class AsRewardError(contextlib.AbstractContextManager):
+    """Whatever a user's code raises in here is a RewardError that says of `what` what it raised, with the user's own
+    lines: CancelledError, GeneratorExit and panics of extensions included, but Ctrl-C in the main thread and SIGTERM.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        pressed = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+        if error is None or pressed or isinstance(error, (RewardError, ScoringFailed, Interrupted)):
+            return
+        left = isinstance(error, (SystemExit, KeyboardInterrupt))
+        raise (UserCodeExited if left else RewardError)(f"{self.what} {masked(describe_error(error))}") from error
 
 
 def defined_at(function: Callable[..., Any]) -> str:
@@ -328,7 +380,7 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
                 signal.pthread_kill(main.ident, signal.SIGTERM)
         if not done.wait(TERM_SECONDS):
             where = source_line_of(sys._current_frames().get(main.ident))
-            print(f"error: {what} did not react to SIGTERM{where}; the process ends", file=sys.stderr, flush=True)
+            say_last(f"error: {what} did not react to SIGTERM{where}; the process ends")
             os._exit(TERMINATED)
 
     def ask() -> None:
@@ -408,9 +460,11 @@ def load_module(path_text: str, what: str = "reward file") -> Any:
     module = importlib.util.module_from_spec(specification)
     sys.modules[module_name] = module  # dataclasses and pickling look the module up by name
     try:
-        with put_back(f"{what} {path_text}"), _beside(path.parent):
+        with put_back(f"{what} {path_text}", importing=True), _beside(path.parent):
             specification.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # what the file raises, SystemExit and panics of extensions included
         del sys.modules[module_name]
         told = masked(describe_error(error)).removeprefix("raised ")
         raise ConfigError(f"{what} {path_text} fails on import: {told}") from error

@@ -303,10 +303,11 @@ class Pipe:
 
 def _serve(spec: str, pipe: Pipe) -> None:
     """The child: load, say so, answer until the parent closes its end."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers signal every process; this one ends with its parent
+    for number in (signal.SIGTERM, signal.SIGINT):  # schedulers and terminals signal every process
+        signal.signal(number, signal.SIG_IGN)  # this one ends with its parent
     try:
         function = _load(spec)
-    except Exception as error:
+    except BaseException as error:
         pipe.send({"error": str(error) if isinstance(error, ConfigError) else describe_error(error)})
         return
     answer: dict[str, Any] = {"result": None}

@@ -1,7 +1,9 @@
-"""What a user's function changes around itself is put back: streams, folder, warnings, gradients.
+"""What a user's function changes around itself is put back: streams, folder, warnings, torch's modes, umask, random
+states, recursion limit, environment, module path.
 
 A reward function may do all of this for its own good. The run that called it still needs its output, its folder and
-its gradients afterwards.
+its gradients afterwards. Random states, recursion limit, environment and module path are users' code's own: its next
+call finds them as it left them.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import sys
 import sysconfig
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,6 +26,7 @@ FORKED = 70  # exit code of a child that a user's function made by os.fork and l
 LIBRARIES = (f"{Path(__file__).parents[2]}/", f"{sysconfig.get_path('stdlib')}/", "<frozen ", "<string>")
 _one_at_a_time = threading.Lock()
 _said: set[str] = set()
+_users: dict[str, Any] = {}  # what users' code left for its next call
 
 
 def is_users(filename: str) -> bool:
@@ -31,16 +35,18 @@ def is_users(filename: str) -> bool:
 
 
 @contextlib.contextmanager
-def put_back(what: str) -> Iterator[None]:
+def put_back(what: str, importing: bool = False) -> Iterator[None]:
     """Put back afterwards what a user's code changed, and say once what it was. `what`: the code's name.
 
-    Of calls that run at once, in threads, the first one watches.
+    importing: a file or module is imported; what it does to environment and module path stays, for whatever it has
+    imported. Of calls that run at once, in threads, the first one watches.
     """
     if not _one_at_a_time.acquire(blocking=False):
         yield
         return
     process = os.getpid()
-    changes = [_folder(), _streams(), _warnings(), _torch_modes()]
+    changes = [_recursion_limit(), _folder(), _streams(), _warnings(), _torch_modes(), _umask(), _random_states()]
+    changes += [] if importing else [_environment(), _module_path()]
     try:
         yield
     finally:
@@ -151,13 +157,143 @@ def _torch_modes() -> Restore:
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return lambda: None
-    gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    modes: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+        "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "default device": (  # none set is told as the CPU, and nothing is slower than the CPU set as one
+            torch.get_default_device,
+            lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+        ),
+        "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    }
+    before = {name: get() for name, (get, _) in modes.items()}
 
     def restore() -> str | None:
-        if torch.is_grad_enabled() == gradients and torch.get_default_dtype() == dtype:
-            return None
-        torch.set_grad_enabled(gradients)
-        torch.set_default_dtype(dtype)
-        return "changes torch's gradient mode or default dtype"
+        changed = [name for name, (get, _) in modes.items() if get() != before[name]]
+        for name in changed:
+            modes[name][1](before[name])
+        return f"changes torch's {' and '.join(changed)}" if changed else None
+
+    return restore
+
+
+def _umask() -> Restore:
+    before = os.umask(0o077)  # it can only be read by setting it
+    os.umask(before)
+    return lambda: None if os.umask(before) == before else "changes the umask"
+
+
+def _recursion_limit() -> Restore:
+    before = sys.getrecursionlimit()
+    entered = max(before, _users.get("recursion limit", before))
+    sys.setrecursionlimit(entered)
+
+    def restore() -> str | None:
+        _users["recursion limit"] = now = sys.getrecursionlimit()
+        sys.setrecursionlimit(before)
+        return None if now == entered else "changes the recursion limit"
+
+    return restore
+
+
+def _random_states() -> Restore:
+    """Users' code draws from streams of its own, which begin as those of the run are at its first call."""
+    before = random_states()
+    put_random_states(_users.get("random states", {}))
+    entered = _users.get("random states", before)
+
+    def restore() -> None:
+        now = random_states()
+        if not _alike(now, entered):
+            _users["random states"] = now
+        if not _alike(now, before):
+            put_random_states(before)
+
+    return restore
+
+
+def random_states() -> dict[str, Any]:
+    """Random states of Python, and where they are in use of NumPy, torch and this rank's accelerator."""
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    states: dict[str, Any] = {"python": random.getstate()}
+    if numpy is not None:
+        states["numpy"] = numpy.random.get_state()
+    if torch is not None:
+        states["torch"], device = torch.get_rng_state(), torch.get_device_module()
+        if hasattr(device, "get_rng_state") and device.is_initialized():
+            states["accelerator"] = device.get_rng_state()
+    return states
+
+
+def put_random_states(states: Mapping[str, Any]) -> None:
+    """Set what `random_states` gave; what is not there stays."""
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    if "torch" in states:
+        sys.modules["torch"].set_rng_state(states["torch"])
+    if "accelerator" in states:
+        sys.modules["torch"].get_device_module().set_rng_state(states["accelerator"])
+
+
+def users_random_states() -> dict[str, Any]:
+    """Those of users' code; empty where it has drawn nothing."""
+    return _users.get("random states", {})
+
+
+def put_users_random_states(states: Mapping[str, Any]) -> None:
+    """Set what `users_random_states` gave."""
+    _users.pop("random states", None)
+    if states:
+        _users["random states"] = dict(states)
+
+
+def _alike(some: Any, other: Any) -> bool:
+    if isinstance(some, Mapping):
+        return some.keys() == other.keys() and all(_alike(some[name], other[name]) for name in some)
+    if isinstance(some, tuple) and any(hasattr(each, "all") for each in some):  # NumPy's
+        return len(some) == len(other) and all(map(_alike, some, other))
+    return bool((some == other).all()) if hasattr(some, "all") else some == other
+
+
+def _environment() -> Restore:
+    before, own = dict(os.environ), _users.get("environment", {})
+    _change_environment(own)
+    entered = dict(os.environ)
+
+    def restore() -> str | None:
+        now = dict(os.environ)
+        _users["environment"] = own = _differences(before, now)
+        _change_environment({name: before.get(name) for name in own})
+        changed = sorted(_differences(entered, now))
+        return f"changes the environment ({', '.join(changed)})" if changed else None
+
+    return restore
+
+
+def _differences(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
+    """The variables that are new or other now, and as None those that are gone."""
+    return {name: now.get(name) for name in {*before, *now} if before.get(name) != now.get(name)}
+
+
+def _change_environment(changes: Mapping[str, str | None]) -> None:
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _module_path() -> Restore:
+    path, before = sys.path, list(sys.path)
+    path[:0] = [each for each in _users.get("module path", ()) if each not in before]
+    entered = list(path)
+
+    def restore() -> str | None:
+        now, sys.path = list(sys.path), path
+        path[:] = before
+        _users["module path"] = [each for each in now if each not in before]
+        return None if now == entered else "changes sys.path"
 
     return restore

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of
 from ...models.weight_copies import WeightCopy
 from ...observe.console import RunConsole
 from ...observe.images import SHEET_IMAGES
+from ...rewards.batch import RewardBatch
 from ...rewards.engine import RewardComputationEngine
+from ...rewards.probe import plausible_media, probed
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.diffusion_sampler import DiffusionSampler
 from ...runtime import collectives
@@ -46,9 +49,9 @@ from ..run_state import (
     synchronize,
 )
 from .evaluation import DiffusionEvaluation, DrawingGold
-from .maker import DiffusersEngine, DiffusionExperienceMaker, PairExperience, TrainingReward
+from .maker import DiffusersEngine, DiffusionExperienceMaker, PairExperience, TrainingReward, reward_batch
 from .parts import DiffusionParts, DrawingSource, PairSource
-from .stages import DiffusionSampling, ImageSettings, RolloutGraphs, TrainedVelocity
+from .stages import DiffusionSampling, ImageSettings, RolloutGraphs, TrainedVelocity, drawing_batch
 from .trainer import DiffusionTrainer, RewardFLTrainer
 
 logger = logging.getLogger(__name__)
@@ -92,6 +95,9 @@ def _built(
     sets = [each for each in (prompts, eval_prompts) if each is not None]
     if trained_on is not None:
         _check_training_reward(trained_on, config, prompts, strategy)
+    scored = next(iter(sets[1:] if config.offline else sets), None)
+    config.reward = probed(config.reward, scored, partial(_drawn, config, scored))
+    probed(config.guard.gold, eval_prompts, partial(_drawn, config, eval_prompts))
     rewards = _rewards(config, strategy, sets, trained_on is None)
     recorder = open_recorder(config, resumed=resume_folder is not None, lock=lock)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
@@ -190,11 +196,22 @@ def _check_training_reward(
 ) -> None:
     """Raise ConfigError or RewardError for a reward that does not know the prompts, or that has no gradient."""
     reward.check_prompts(prompts, config.reward.reward_max_invalid)
-    model, sampling = config.model, config.sampling
-    built_in = model.pretrain in registry.checkpoint_resolvers
-    moving = not built_in and draws_videos(adapter_of(model.pretrain, model.family))
-    frames = [sampling.num_frames] if moving else []
+    sampling = config.sampling
+    frames = [sampling.num_frames] if _moving(config) else []
     reward.check_gradient(prompts[0], (1, 3, *frames, sampling.height, sampling.width), strategy.device)
+
+
+def _drawn(config: DiffusionRunConfig, prompts: DrawPrompts, index: int) -> RewardBatch:
+    """A sample of the data as rewards see it, with an image or video of the run's size."""
+    sampling = config.sampling
+    media = plausible_media(sampling.height, sampling.width, sampling.num_frames if _moving(config) else None)
+    return reward_batch(drawing_batch([prompts[index]], [0], first=0), media[None])
+
+
+def _moving(config: DiffusionRunConfig) -> bool:
+    model = config.model
+    built_in = model.pretrain in registry.checkpoint_resolvers
+    return not built_in and draws_videos(adapter_of(model.pretrain, model.family))
 
 
 def draws_videos(adapter: type[DiffusionFamily]) -> bool:

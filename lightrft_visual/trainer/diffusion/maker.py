@@ -23,7 +23,7 @@ from ...experience.diffusion_sampling import SamplingResult
 from ...experience.rollouts import PromptBatch
 from ...experience.types import ExperienceDiffusion
 from ...models.weight_copies import WeightCopy
-from ...rewards.batch import RewardOutput
+from ...rewards.batch import RewardBatch, RewardOutput, batch_from_media
 from ...rewards.differentiable import PixelReward, check_scores, load_differentiable, with_gradient
 from ...rewards.engine import RewardComputationEngine
 from ...runtime import collectives
@@ -204,17 +204,24 @@ class DiffusionExperienceMaker:
 
 def score_samples(rewards: RewardComputationEngine, requests: DrawingBatch, media: T) -> RewardOutput:
     """Rewards of media (B, 3, H, W) or (B, 3, T, H, W) for their rows."""
-    kind = "videos" if media.dim() == 5 else "images"
-    return rewards.score_media(
-        requests.prompts,
-        **{kind: list(media)},
-        labels=requests.labels,
-        references=requests.references,
-        metadata=requests.metadata,
-        source_images=requests.images,
-        ids=requests.sample_ids.tolist(),
-        group_ids=requests.group_ids.tolist(),
-    )
+    return rewards.score_media(requests.prompts, **_reward_columns(requests, media))
+
+
+def reward_batch(requests: DrawingBatch, media: T) -> RewardBatch:
+    """The same media as rewards see them."""
+    return batch_from_media(requests.prompts, **_reward_columns(requests, media))
+
+
+def _reward_columns(requests: DrawingBatch, media: T) -> dict[str, Any]:
+    return {
+        "videos" if media.dim() == 5 else "images": list(media),
+        "labels": requests.labels,
+        "references": requests.references,
+        "metadata": requests.metadata,
+        "source_images": requests.images,
+        "ids": requests.sample_ids.tolist(),
+        "group_ids": requests.group_ids.tolist(),
+    }
 
 
 def rewards_at(output: RewardOutput, part: slice) -> RewardOutput:

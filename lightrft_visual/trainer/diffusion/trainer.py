@@ -146,13 +146,19 @@ class DiffusionTrainer(PolicyTrainer):
         if self.parts.evaluation is not None:
             self.parts.evaluation.base = state.get("base_images")  # earlier versions kept none
 
+    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """As `loop.PolicyTrainer.state_of_ranks`."""
+        old = [state["old"] for state in states]
+        joined = self.parts.old.state_of_ranks(old) if self.parts.old is not None and old[0] is not None else old[0]
+        return {**states[0], "old": joined}
+
     def save_engines(self, folder: Path) -> None:
         """What trains, with its optimizer; every rank writes its part."""
         self.engine.save(str(folder), "policy")
 
-    def load_engines(self, folder: Path) -> None:
-        """The inverse of `save_engines`."""
-        self.engine.load(str(folder), "policy")
+    def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
+        """The inverse of `save_engines`. saved_ranks: how many ranks saved, where they were not as many."""
+        self.engine.load(str(folder), "policy", saved_ranks)
 
     def export(self, folder: Path) -> None:
         """LoRA for the stock pipeline's load_lora_weights, or the whole pipeline when all weights train."""

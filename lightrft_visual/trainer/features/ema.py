@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,6 +30,10 @@ class EmaHook(StepHook):
     def state_dict(self) -> dict[str, Any]:
         """The average, and how many steps it has seen."""
         return self.average.state_dict()
+
+    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What this rank holds of it, of the states of another number of ranks."""
+        return self.average.state_of_ranks(states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved average."""

@@ -81,17 +81,22 @@ class GuardHook(StepHook):
 
     def on_metrics(self, metrics: Mapping[str, float]) -> None:
         """Alarms of a step. Raises StopRun by policy."""
-        self._keep("step", self.paired_scores)
-        self._tell(self.guard.after_step(self.context.step(), metrics, self.paired_scores))
+        if self.paired_scores is not None:
+            self._keep("step", self.paired_scores)
+        alarms = self.guard.after_step(self.context.step(), metrics, self.paired_scores)
+        if alarms:
+            self._tell(alarms)
 
     def on_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Alarms of an evaluation, whose best weights are kept. Raises StopRun by policy."""
         paired_scores = getattr(metrics, "paired_scores", None)
-        self._keep("evaluation", paired_scores)
+        if paired_scores is not None:
+            self._keep("evaluation", paired_scores)
         alarms = self.guard.after_evaluation(self.context.step(), metrics, paired_scores)
         if self.config.keeps_best:
             self._keep_best(metrics)
-        self._tell(alarms)
+        if alarms:
+            self._tell(alarms)
 
     def _keep_best(self, metrics: Mapping[str, float]) -> None:
         if self.guard.best is None:
@@ -103,18 +108,16 @@ class GuardHook(StepHook):
             with self.context.timer.phase("save"):
                 self.context.state.save_best()
 
-    def _keep(self, kind: str, paired_scores: PairedScores | None) -> None:
-        if paired_scores is not None:
-            self.context.recorder.log_paired_scores(self.context.step(), {"kind": kind, **asdict(paired_scores)})
+    def _keep(self, kind: str, paired_scores: PairedScores) -> None:
+        self.context.recorder.log_paired_scores(self.context.step(), {"kind": kind, **asdict(paired_scores)})
 
     def _tell(self, alarms: list[Alarm]) -> None:
         for alarm in alarms:
             self.context.recorder.log_alarm(alarm.step, alarm.record())
             self.context.console.message(f"guard, step {alarm.step}: {alarm.text}")
-        if alarms:
-            self.context.report.write()
-            if self.config.policy != "warn":
-                raise self._ending(alarms[-1])
+        self.context.report.write()
+        if self.config.policy != "warn":
+            raise self._ending(alarms[-1])
 
     def _ending(self, alarm: Alarm) -> StopRun:
         step = self.context.step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...models.weight_copies import FollowingWeights
@@ -28,6 +28,10 @@ class ReferenceRefreshHook(StepHook):
     def state_dict(self) -> dict[str, Any]:
         """The reference's weights."""
         return self.following.state_dict()
+
+    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What this rank holds of it, of the states of another number of ranks."""
+        return self.following.state_of_ranks(states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the saved reference."""

@@ -7,6 +7,7 @@ steps, drawn by the size of their advantage; those bring the log-probs of the po
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -182,6 +183,11 @@ class SelectiveReplayHook(StepHook):
     def state_dict(self) -> dict[str, Any]:
         """The kept samples."""
         return self.replay.state_dict()
+
+    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """This rank's share of what all ranks kept."""
+        kept = [item for state in states for item in items_from_state(state["kept"])]
+        return {"kept": items_to_state(kept[collectives.rank() :: collectives.world_size()])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with them."""

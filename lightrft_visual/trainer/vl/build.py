@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,9 +18,8 @@ from ...config.shared import RewardConfig
 from ...config.vl import RunConfig, mixing_probabilities
 from ...data.bad_rows import list_bad_rows
 from ...data.drawing_prompts import EvaluationRows
-from ...data.prompts import PromptDataset, PromptSampler, RowChecks
-from ...data.sampler import epoch_quotas, fitting_batch
-from ...data.supply import PromptSupply
+from ...data.prompts import PromptDataset, RowChecks
+from ...data.sampler import PromptSampler, PromptSupply, epoch_quotas, fitting_batch
 from ...errors import ConfigError
 from ...experience.rollouts import SamplingSettings
 from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint
@@ -34,7 +32,7 @@ from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.engine import RolloutEngine, build_engine, check_engine, engine_in_words
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate
-from ...rollout.weight_sync import adapter_weights, named_weights
+from ...rollout.weight_sync import engine_weights
 from ...runtime import collectives
 from ...runtime.checkpoint.manager import check_model, fingerprint
 from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
@@ -56,8 +54,8 @@ from ..run_state import (
     synchronize,
 )
 from .evaluation import Evaluation
-from .maker import ExperienceMaker, MakerSettings, build_maker
-from .parts import PromptSource, VLParts, prompt_batch
+from .maker import ExperienceMaker, MakerSettings, build_maker, log_probs_of
+from .parts import PromptSource, VLParts, asked_once, prompt_batch
 from .updates import check_abilities, parts_of_loss
 
 logger = logging.getLogger(__name__)
@@ -88,6 +86,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, lock: FolderLoc
         dataset, eval_set = _datasets(config, checkpoint)
     _fit_to_data(config, dataset)
     sets = [each for each in (dataset, eval_set) if each is not None]
+    config.reward, judged = (asked_once(each, dataset, checkpoint, config.data) for each in (config.reward, judged))
     rewards = _rewards(config, strategy, checkpoint, sets)
     recorder = open_recorder(config, resumed=resume_folder is not None, lock=lock)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
@@ -356,11 +355,7 @@ def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Check
         transformer = load_transformer(checkpoint.path, config.model, strategy.dtype)
     on_host = config.rollout.offload_reference
     frozen = strategy.prepare_inference(new_actor(transformer), on_host)
-
-    def scored(inputs, rule):
-        return frozen(inputs, rule, with_entropy=False).log_probs
-
-    score = own_scores(scored, strategy.sequence)
+    score = own_scores(log_probs_of(frozen), strategy.sequence)
     return (OffloadedModule(frozen, score, strategy.device) if on_host else score), frozen
 
 
@@ -381,7 +376,7 @@ def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpo
     scorer = Actor(transformer, banned, checkpoint.eos_ids, shares)
     frozen = strategy.prepare_inference(scorer)
     _prove(config, scorer, teacher, fingerprint(path, teacher.path, {}))
-    return own_scores(lambda inputs, rule: frozen(inputs, rule, with_entropy=False).log_probs, strategy.sequence)
+    return own_scores(log_probs_of(frozen), strategy.sequence)
 
 
 def _prove(config: RunConfig, actor: Actor, checkpoint: Checkpoint, model: dict[str, Any]) -> None:
@@ -486,14 +481,7 @@ def _gate(config, maker, engine, actor, strategy, checkpoint) -> ParityGate | No
         checkpoint,
         stage=maker.rollout_stage,
         engine=engine,
-        score=own_scores(lambda inputs, rule: actor(inputs, rule, with_entropy=False).log_probs, strategy.sequence),
+        score=own_scores(log_probs_of(actor), strategy.sequence),
         reload=lambda: engine.update_weights(engine_weights(engine, actor)),
         device=strategy.device,
     )
-
-
-def engine_weights(engine: RolloutEngine, actor: TrainEngine) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the engine takes of the actor's weights: all, or LoRA's adapters alone."""
-    if getattr(engine, "adapters_alone", False):
-        return adapter_weights(actor)
-    return named_weights(actor)

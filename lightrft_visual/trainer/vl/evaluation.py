@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -147,9 +148,9 @@ class Evaluation:
         self.labels = measured_labels(self.prompts.labels)
 
     def run(self, step: int) -> Evaluated:
-        """`eval_reward`, `eval_reward_greedy`, and both for each of `labels`: `eval_reward_<label>`; `eval_gold` of the
-        sampled responses where there is gold; `eval_bad_rows` where rows may have to be fetched; records of the
-        first."""
+        """`eval_reward`, `eval_reward_greedy`, and both for each of `labels`: `eval_reward_<label>`; of the sampled
+        responses `validation/reward/<component>`, and `eval_gold` where there is gold; `eval_bad_rows` where rows may
+        have to be fetched; records of the first."""
         shard = validation_shard_indices(
             len(self.prompts), rank=collectives.rank(), world_size=collectives.world_size()
         )
@@ -162,6 +163,7 @@ class Evaluation:
         sampled, greedy = (self._rollouts(batch, real, settings) for settings in (self.sampling, self.greedy))
         metrics = _means("eval_reward", sampled, self.labels) | _means("eval_reward_greedy", greedy, self.labels)
         metrics = dict(sorted(metrics.items(), key=lambda item: item[0] not in ("eval_reward", "eval_reward_greedy")))
+        metrics |= _component_means(sampled)
         paired_scores = None
         if self.gold is not None:
             scores = self._golden(sampled, metrics)
@@ -205,6 +207,18 @@ def _means(name: str, rollouts: list[Rollout], labels: set[str]) -> dict[str, fl
     any are drawn. Summed in the prompts' order."""
     mine = [(r.sample_id, r.prompt.label, r.reward, r.prompt.draws) for r in rollouts if r.valid]
     return means_of(name, mine, labels)
+
+
+def _component_means(rollouts: list[Rollout]) -> dict[str, float]:
+    """`validation/reward/<component>`: means over all ranks' rollouts to which a component applies, summed in the
+    prompts' order. One collective: by a recipe with labels, ranks may have scored other components."""
+    mine = [(r.sample_id, r.components) for r in rollouts]
+    everything = sorted((one for part in collectives.all_gather_object(mine) for one in part), key=lambda one: one[0])
+    scores: dict[str, list[float]] = defaultdict(list)
+    for name, score in (pair for _, components in everything for pair in components.items()):
+        if math.isfinite(score):
+            scores[name].append(score)
+    return {f"validation/reward/{name}": sum(values) / len(values) for name, values in sorted(scores.items())}
 
 
 def means_of(name: str, mine: list[tuple[int, str | None, float, bool]], labels: set[str]) -> dict[str, float]:

@@ -102,6 +102,15 @@ class ForwardStage:
             add_kl(experience, self.kl_estimator)
 
 
+def log_probs_of(model: Callable[..., Any]) -> Callable[[ModelInputs, ScoringRule], T]:
+    """The log-probs alone that an actor or a copy of it gives, as a reference is asked for them."""
+
+    def scored(inputs: ModelInputs, rule: ScoringRule) -> T:
+        return model(inputs, rule, with_entropy=False).log_probs
+
+    return scored
+
+
 def add_kl(experience: Experience | ExperienceVL, estimator: str) -> None:
     """Fill `kl` (B, A) and info['kl'] (B), the mean over a response's tokens; zero without a reference model."""
     mask = experience.action_mask
@@ -130,7 +139,7 @@ class Agreement:
 
     def follow(self, batch: PromptBatch) -> None:
         """Probes are made with prompts just used: theirs are the caches that could be stale."""
-        count = min(PROBE_PROMPTS, len(batch)) if self.gate is not None else 0
+        count = min(PROBE_PROMPTS, len(batch.prompts)) if self.gate is not None else 0
         self.probe = batch.select(list(range(count))) if count else None
 
     def probe_now(self) -> None:
@@ -198,7 +207,7 @@ class MakerSettings:
     run_seed: int = 42
     data_processor: MultimodalDataProcessor | None = None
     rewards: RewardComputationEngine | None = None
-    timer: PhaseTimer | None = None
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
     weights_follow: bool = False
     score_policy: bool = True
     other_scores: Mapping[str, Callable[..., T]] = field(default_factory=dict)
@@ -248,11 +257,11 @@ class ExperienceMaker:
             DataError: a prompt cannot be used. RolloutError: the engine read other prompts than the trainer will.
         """
         sampling, hooks = sampling or self.settings.sampling, self.settings.hooks
-        pending = self.reward_stage.begin(prompts, sampling.n)
+        pending = self.reward_stage.begin(prompts, sampling.n) if self.rewards.streams else None
         try:
-            with self._phase("sync"):
+            with self.settings.timer.phase("sync"):
                 self.engine.wake()
-            with self._phase("generate"):
+            with self.settings.timer.phase("generate"):
                 requests = hooks.on_prompts(self.rollout_stage.requests(prompts))
                 finished = None if pending is None else pending.add
                 made = self.rollout_stage.draw(requests, sampling, self.policy_version, finished)
@@ -267,12 +276,15 @@ class ExperienceMaker:
 
     def sleep(self) -> None:
         """Let the engine give its memory on the accelerator to others."""
-        with self._phase("sync"):
+        with self.settings.timer.phase("sync"):
             self.engine.sleep(keep_weights=not self.settings.weights_follow)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         """With their rewards; where remote scorers are at work, `make_experience` waits for them after its forwards."""
-        return rollouts if self.rewards.streams else self._settle(rollouts)
+        if self.rewards.streams:
+            return rollouts
+        self.judge(rollouts)
+        return self.settings.hooks.on_scores(rollouts)
 
     def make_experience(self, rollouts: Rollouts, **estimator: float) -> StepData:
         """Micro-batches with log-probs by role, KL and advantages, in the order of the rollouts. A collective.
@@ -283,10 +295,11 @@ class ExperienceMaker:
         """
         pad_id = self.tokenizer.pad_token_id
         experiences = [collate(part, pad_id, self.vision) for part in self._parts(rollouts)]
-        with self._phase("forward"):
+        with self.settings.timer.phase("forward"):
             self.forward_stage.run(experiences, rollouts.sampling.scoring)
         if not rollouts.scored:
-            rollouts = self._settle(rollouts)
+            self.judge(rollouts)
+            rollouts = self.settings.hooks.on_scores(rollouts)
         for experience, part in zip(experiences, self._parts(rollouts), strict=True):
             add_rewards(experience, part)
             if self.settings.keep_images and isinstance(experience, ExperienceVL):
@@ -300,25 +313,21 @@ class ExperienceMaker:
         """The engine has weights of this version from here on."""
         self.policy_version = version
 
-    def _settle(self, rollouts: Rollouts) -> Rollouts:
-        self.judge(rollouts)
-        return self.settings.hooks.on_scores(rollouts)
-
     # -- outside a step ------------------------------------------------------------------------------------------
 
     def sample(
         self, prompts: PromptBatch, sampling: SamplingSettings, purpose: str, seed: int | None = None
     ) -> Rollouts:
         """Responses that no hook follows, as for evaluations. purpose, seed: see `RolloutStage.requests`."""
-        with self._phase("sync"):
+        with self.settings.timer.phase("sync"):
             self.engine.wake()
-        with self._phase("generate"):
+        with self.settings.timer.phase("generate"):
             made = self.rollout_stage.generate(prompts, sampling, self.policy_version, purpose, seed)
             return Rollouts(made, sampling)
 
     def judge(self, rollouts: Rollouts) -> None:
         """Rewards in place, all of them; waits for what remote scorers have begun."""
-        with self._phase("reward"):
+        with self.settings.timer.phase("reward"):
             self.reward_stage.run(rollouts)
 
     def experiences(self, batch: PromptBatch, **generate_kwargs: Any) -> list[Experience | ExperienceVL]:
@@ -347,9 +356,6 @@ class ExperienceMaker:
         if unknown:
             raise ConfigError(f"unknown generation argument(s): {', '.join(unknown)}")
         return replace(self.settings.sampling, **sampling), estimator
-
-    def _phase(self, name: str):
-        return self.settings.timer.phase(name) if self.settings.timer is not None else nullcontext()
 
 
 def build_maker(

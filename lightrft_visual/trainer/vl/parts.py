@@ -5,20 +5,23 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ...algorithms.loss_terms import PartSettings
-from ...config.vl import RunConfig
+from ...config.shared import RewardConfig
+from ...config.vl import DataConfig, RunConfig
 from ...data.bad_rows import BadRow
-from ...data.prompts import PromptDataset, PromptRow, caption_of, render_prompt
-from ...data.supply import PromptSupply
-from ...experience.rollouts import PromptBatch, PromptFeatures
+from ...data.prompts import PromptDataset, PromptRow, caption_of, is_remote_row, render_prompt
+from ...data.sampler import PromptSupply
+from ...experience.rollouts import PromptBatch, PromptFeatures, Rollout
 from ...models.loading import Checkpoint
-from ...observe.recorder import Record, records_from_rollouts
+from ...observe.recorder import records_from_rollouts
+from ...rewards.batch import RewardBatch, batch_from_rollouts
 from ...rewards.engine import RewardComputationEngine
+from ...rewards.probe import plausible_image, probed
 from ...rollout.parity import ParityGate
 from ...runtime import collectives
 from ...runtime.deepspeed import DeepspeedStrategy, TrainEngine
@@ -39,11 +42,6 @@ class _Begun(NamedTuple):
     samples: Loading
     ids: T
     batch: Future[PromptBatch | None]
-
-    def holds(self, samples: list[PromptRow], ids: T) -> bool:
-        """Whether it is made of these very rows."""
-        same = len(samples) == len(self.samples) and torch.equal(ids, self.ids)
-        return same and all(own.done() and own.result() is sample for own, sample in zip(self.samples, samples))
 
 
 class PromptSource:
@@ -88,7 +86,15 @@ class PromptSource:
         ids, self._step = self._next_ids(), step
         begun, self._begun = self._begun, None
         samples = self.supply.next_rows(step + 1)
-        batch = begun.batch.result() if begun is not None and begun.holds(samples, ids) else self.make(samples, ids)
+        if (
+            begun is not None
+            and torch.equal(ids, begun.ids)
+            and len(samples) == len(begun.samples)
+            and all(own.done() and own.result() is sample for own, sample in zip(begun.samples, samples))
+        ):  # it is made of these very samples
+            batch = begun.batch.result()
+        else:
+            batch = self.make(samples, ids)
         self.rounds += 1
         if self.keeps_ready:
             self.prepare_next()
@@ -109,9 +115,6 @@ class PromptSource:
         collective."""
         samples = self.supply.first_rows(max(1, count), step)
         return self.make(samples, torch.arange(-len(samples), 0))
-
-    def policy_is_new(self, version: int) -> None:
-        """The engine has other weights from here on; a batch is drawn when it is asked for, so nothing hangs on it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands."""
@@ -153,6 +156,7 @@ class VLParts:
     """Everything a vision-language run is made of; `build.build_parts` puts it together from a configuration."""
 
     kind: ClassVar[str] = "vl"
+    records_of = staticmethod(records_from_rollouts)  # of a step's rollouts
 
     config: RunConfig
     strategy: DeepspeedStrategy
@@ -182,13 +186,40 @@ class VLParts:
         """Of the policy."""
         return [parameter for parameter in self.actor.module.parameters() if parameter.requires_grad]
 
-    def records_of(self, rollouts: Any) -> list[Record]:
-        """Of a step's rollouts."""
-        return records_from_rollouts(rollouts)
-
     def watched(self) -> VLWatched:
         """What the guard looks at."""
         return VLWatched(self.gold, draws=len(self.loss_parts) > 1)
+
+
+def asked_once(
+    rewards: RewardConfig | None, dataset: PromptDataset, checkpoint: Checkpoint, data: DataConfig
+) -> RewardConfig | None:
+    """`probed`, with samples of the data that are answered by their references.
+
+    Args:
+        rewards: what is asked.
+        dataset: whose samples it is asked with.
+        checkpoint, data: how their prompts are written.
+    """
+    return probed(rewards, dataset, lambda index: _answered(dataset, index, checkpoint, data))
+
+
+def _answered(dataset: PromptDataset, index: int, checkpoint: Checkpoint, data: DataConfig) -> RewardBatch:
+    """A sample as rewards see it, with an image where it asks for one; remote media are not fetched for it."""
+    sample = dataset[index]
+    if is_remote_row(sample):
+        sample = replace(sample, images=[plausible_image() for _ in sample.images], videos=[])
+    else:
+        sample = dataset.load(index)
+    batch = prompt_batch([sample], checkpoint, data, torch.tensor([index]))
+    text = "" if sample.draw else "an answer" if sample.reference is None else str(sample.reference)
+    prompt, completion = (checkpoint.tokenizer(each)["input_ids"] for each in (batch.prompts[0], text))
+    features = PromptFeatures(
+        batch.prompts[0], prompt, images=batch.images[0], videos=batch.videos[0], label=sample.label,
+        reference=sample.reference, metadata=sample.metadata, caption=batch.captions[0], group_id=0,
+    )  # fmt: skip
+    drawn = plausible_image() if sample.draw else None
+    return batch_from_rollouts([Rollout(features, completion, None, text, False, 0, image=drawn)])
 
 
 def prompt_batch(samples: list, checkpoint: Checkpoint, data, ids: torch.Tensor) -> PromptBatch:

@@ -11,9 +11,8 @@ from ...config import registry
 from ...config.vl import RunConfig
 from ...errors import ConfigError
 from ...experience.buffer import NaiveReplayBuffer
-from ...observe.metrics import MetricsAccumulator
 from ...rollout.parity import RolloutCheck
-from ...rollout.weight_sync import gathered_state_dict
+from ...rollout.weight_sync import engine_weights, gathered_state_dict
 from ...runtime import collectives
 from ...runtime.checkpoint.export import export_hf, export_lora
 from ...runtime.deepspeed import TrainEngine
@@ -21,7 +20,7 @@ from ...runtime.seeding import derive_seed
 from ...runtime.start_up import log_stage
 from ..hooks import StepData
 from ..loop import Evaluated, PolicyTrainer
-from .build import build_parts, engine_weights
+from .build import build_parts
 from .maker import PROBE_PROMPTS, Agreement
 from .parts import VLParts
 from .updates import PolicyUpdate, TrainBatch, ValueUpdate, add_rollout_metrics, has_dropout, kl_per_token, plan_batch
@@ -39,6 +38,7 @@ class VLTrainer(PolicyTrainer):
         train, algorithm = parts.config.train, parts.config.algorithm
         self.maker, self.prompts, self.actor, self.critic = parts.maker, parts.prompts, parts.actor, parts.critic
         self.agreement = Agreement(parts.gate, parts.config.rollout, parts.prompts.runs_ahead)
+        self.reads_log_probs = algorithm.reads_log_probs
         self.separate_scores = train.separate_old_log_probs or has_dropout(parts.actor.module)
         self.buffer = NaiveReplayBuffer(
             train.micro_train_batch_size,
@@ -74,20 +74,31 @@ class VLTrainer(PolicyTrainer):
             self.prompts.prepare_next()  # while this step is trained on
         self._measure(data)
         data = self.hooks.on_experience(data)
+        algorithm, metrics = self.config.algorithm, data.metrics
         with self.timer.phase("train"):
-            self._steer_kl(data)
+            if algorithm.kl_target is not None:
+                self.maker.kl_controller.update(*kl_per_token(data.batches))
+            metrics.add("kl_coef", self.maker.kl_controller.value)
             while data.batches:
                 self.buffer.append(data.batches.pop(0))
             self.buffer = self.hooks.on_buffer(self.buffer)
-            self.buffer.share()
-            check = None if self.config.algorithm.reads_log_probs else self.agreement.of_rollouts()
+            if self.buffer.sequence is not None:
+                self.buffer.share()
+            check = None if self.reads_log_probs else self.agreement.of_rollouts()
             for epoch in range(self.config.train.max_epochs):
-                batches = self._train_batches(epoch, check)
-                for number, batch in enumerate(batches):
-                    first = epoch == number == 0
-                    self._update(self.hooks.on_train_batch(batch), data.metrics, first, check if first else None)
+                for number, batch in enumerate(self._train_batches(epoch, check)):
+                    batch, first = self.hooks.on_train_batch(batch), epoch == number == 0
+                    if self.value_update is not None:
+                        self.count_step(self.value_update.step(self.buffer, batch, metrics), metrics, "critic_")
+                    if self.step >= self.config.train.freezing_actor_steps:
+                        kl_coef, own_check = self.maker.kl_controller.value, check if first else None
+                        result = self.policy_update.step(
+                            self.buffer, batch, kl_coef, metrics, first, own_check, self.step
+                        )
+                        self.count_step(result, metrics)
+                        self.hooks.on_update(result)
             if check is not None:
-                self.agreement.report(check, data.metrics)
+                self.agreement.report(check, metrics)
             self.buffer.clear()
         return data
 
@@ -107,39 +118,24 @@ class VLTrainer(PolicyTrainer):
                 self.policy_update.score(self.buffer, unscored, check, self.step)
         return batches
 
-    def _update(self, batch: TrainBatch, metrics: MetricsAccumulator, first: bool, check: RolloutCheck | None) -> None:
-        if self.value_update is not None:
-            self.count_step(self.value_update.step(self.buffer, batch, metrics), metrics, "critic_")
-        if self.step >= self.config.train.freezing_actor_steps:
-            kl_coef = self.maker.kl_controller.value
-            result = self.policy_update.step(self.buffer, batch, kl_coef, metrics, first, check, self.step)
-            self.count_step(result, metrics)
-            self.hooks.on_update(result)
-
     def _measure(self, data: StepData) -> None:
         """The step's metrics, and whether the engine sampled what the trainer scores, where it has scored by now."""
         metrics = data.metrics
-        if self.config.algorithm.reads_log_probs:
+        if self.reads_log_probs:
             self.agreement.check(data.batches, self.step, metrics)
         add_rollout_metrics(metrics, data.batches, [part.name for part in self.parts.loss_parts])
         metrics.add_numbers(data.rollouts.counts)
         metrics.add("policy_version", self.maker.policy_version)
         metrics.add("epoch", self.prompts.supply.sampler.epoch)
-        metrics.add("bad_rows", len(self.parts.dataset.bad))
-
-    def _steer_kl(self, data: StepData) -> None:
-        """The controller sees the mean KL per token and the number of samples, over all ranks."""
-        controller = self.maker.kl_controller
-        mean, samples = kl_per_token(data.batches)
-        controller.update(mean, samples)
-        data.metrics.add("kl_coef", controller.value)
+        metrics.add("bad_rows", len(self.parts.dataset.bad.rows))
 
     # -- engine and evaluation -----------------------------------------------------------------------------------
 
     def start(self) -> None:
         """The engine gets the weights that training starts or goes on from, and a first look through the gate."""
         log_stage("giving the engine its weights, and comparing it with the trainer")
-        self._offload()
+        if self.config.rollout.offload_trainer:
+            self._make_room()
         self._load_engine_weights()
         reported = self.agreement.difference
         self.agreement.follow(self.prompts.first(PROBE_PROMPTS, self.step))
@@ -152,19 +148,19 @@ class VLTrainer(PolicyTrainer):
     def sync(self) -> None:
         """The engine gets the trained weights. Whether they are the same, the next rollout shows before anything is
         trained on it, or a probe now."""
-        self._offload()
+        if self.config.rollout.offload_trainer:
+            self._make_room()
         self.maker.engine.wake()
         self._load_engine_weights()
         evaluated = self.parts.evaluation is not None and self.evaluation_due()
         self.agreement.after_sync(self.step, evaluated, self.maker.settings.sampling.full_distribution)
 
-    def _offload(self) -> None:
-        """Room for the engine, where it is asked for; training takes back by itself what it needs."""
-        if self.config.rollout.offload_trainer:
-            for _, engine in self._engines():
-                engine.offload()
-            if self.critic is not None:
-                self.critic.offload_weights()
+    def _make_room(self) -> None:
+        """For the engine, where it is asked for; training takes back by itself what it needs."""
+        for _, engine in self._engines():
+            engine.offload()
+        if self.critic is not None:
+            self.critic.offload_weights()
 
     def _load_engine_weights(self, lent: bool = False) -> None:
         """The engine takes over the actor's weights. Those then make room for what it wakes next, where that is asked
@@ -173,11 +169,12 @@ class VLTrainer(PolicyTrainer):
         lent: the actor has other weights for a while, and stays where it is.
         """
         engine = self.maker.engine
-        engine.update_weights(engine_weights(engine, self.actor))
-        if self.config.rollout.offload_trainer and not (lent or engine.shares_weights):
-            self.actor.offload_weights()
+        if not engine.shares_weights:
+            engine.update_weights(engine_weights(engine, self.actor))
+            if self.config.rollout.offload_trainer and not lent:
+                self.actor.offload_weights()
         self.maker.policy_is_new(self.step)
-        if not lent:
+        if self.prompts.runs_ahead and not lent:
             self.prompts.policy_is_new(self.step)
 
     def evaluate(self) -> Evaluated:
@@ -239,10 +236,10 @@ class VLTrainer(PolicyTrainer):
         for name, engine in self._engines():
             engine.save(str(folder), name)
 
-    def load_engines(self, folder: Path) -> None:
-        """The inverse of `save_engines`."""
+    def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
+        """The inverse of `save_engines`. saved_ranks: how many ranks saved, where they were not as many."""
         for name, engine in self._engines():
-            engine.load(str(folder), name)
+            engine.load(str(folder), name, saved_ranks)
 
     def _engines(self) -> list[tuple[str, TrainEngine]]:
         engines = [("actor", self.actor)]

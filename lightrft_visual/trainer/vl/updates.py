@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import torch
 import torch.nn as nn
+from torch.nn.utils.rnn import pad_sequence
 
 from ...algorithms.loss_terms import PartSettings, forward_with, terms_of
 from ...algorithms.policy_losses import (
@@ -87,12 +89,12 @@ def plan_batch(
     """
     masks, ids, entropies = [], [], []
     for micro_batch in micro_batches:
-        items = [buffer[index] for index in micro_batch.indices]
-        masks.append(_padded([_counted(item, micro_batch, config.mask_truncated) for item in items]))
+        items = [buffer.items[index] for index in micro_batch.indices]
+        masks.append(pad_sequence([_counted(item, micro_batch, config.mask_truncated) for item in items], True))
         if len(parts) > 1:
             ids.append(torch.tensor([[int(item.info["loss_part"])] for item in items]))
         if config.high_entropy_token_ratio < 1:
-            entropies.append(_padded([item.action_entropy for item in items]))
+            entropies.append(pad_sequence([item.action_entropy for item in items], True))
     counted = masks if buffer.counts else [torch.zeros_like(mask) for mask in masks]
     whole = global_denominators(counted, parts[0].max_tokens)
     made = [LossPart(parts[0], masks, whole)] if len(parts) == 1 else _loss_parts(parts, masks, ids, whole)
@@ -117,10 +119,6 @@ def _counted(item, micro_batch: MicroBatch, mask_truncated: bool) -> T:
         valid = valid and not bool(item.info["truncated"])
     mask = item.action_mask if item.action_mask is not None else torch.ones_like(item.action_log_probs)
     return mask.bool() & valid
-
-
-def _padded(values: list[T]) -> T:
-    return torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
 
 
 def has_dropout(module: nn.Module) -> bool:
@@ -184,45 +182,44 @@ class PolicyUpdate:
             version: of the policy; tokens of other ones are not compared.
         """
         scored: Scores = []
-        last, heard = len(batch.micro_batches) - 1, None
+        heard = None
         for index, micro_batch in enumerate(batch.micro_batches):
+            last = index == len(batch.micro_batches) - 1
             experience = buffer.load(micro_batch)
-            losses, log_probs = self._forward_losses(experience, batch, index, kl_coef)
+            output, extra = self._forward(experience)
+            read = self.loss_inputs(experience, output, batch, index, extra)
+            found = []
+            for part in batch.parts:
+                own, coefficient = self.config, part.settings.entropy_coef
+                if own.entropy_coef != coefficient:
+                    own = replace(own, entropy_coef=coefficient)
+                mask = part.token_masks[index].to(read.action_mask.device)
+                found.append(policy_loss(replace(read, action_mask=mask), own, part.denominators, kl_coef))
+            losses = _joined(batch.parts, found) if batch.parts[0].settings.name else found[0]
             if experience.action_log_probs is None and not micro_batch.filler:
-                scored.append((micro_batch, log_probs))
-                _compare(check, experience, log_probs, version)
-            told = check.told if check is not None and index == last else None
-            heard = self.actor.accumulate(losses.loss, index == last, told)
-            _record(metrics, replace(losses, loss=losses.loss.detach()), index == last, buffer.counts, first)
+                scored.append((micro_batch, output.log_probs.detach()))
+                _compare(check, experience, output.log_probs.detach(), version)
+            heard = self.actor.accumulate(losses.loss, last, check.told if check is not None and last else None)
+            if first:
+                fresh = _deviation_of_fresh(read, experience.info.get("replayed"))
+                metrics.add_max("ratio_max_dev_first", fresh)
+            _record(metrics, losses, last, buffer.counts)
+            del experience, output, extra, read, found, losses  # nothing of it beside the next on the accelerator
         if check is not None:
             check.settle(heard)
         result = self.actor.step()
-        buffer.fill("action_log_probs", scored)
+        if scored:
+            buffer.fill("action_log_probs", scored)
         return result
 
-    def _forward_losses(self, experience, batch: TrainBatch, index: int, kl_coef: float) -> tuple[LossOutputs, T]:
-        """Losses of micro-batch number `index`, and its log-probs (B, A) without their graph."""
-        output, extra = self._forward(ModelInputs.of(experience), experience.action_entropy is None)
-        read = self.loss_inputs(experience, output, batch, index, extra)
-        losses = self._losses(read, batch, index, kl_coef)
-        losses.maxima["ratio_max_dev_first"] = _deviation_of_fresh(read, experience.info.get("replayed"))
-        return losses, output.log_probs.detach()
-
-    def _losses(self, inputs: LossInputs, batch: TrainBatch, index: int, kl_coef: float) -> LossOutputs:
-        """Of micro-batch number `index`: the sum of the parts' losses, each a share of its own part's in the batch."""
-        found = []
-        for part in batch.parts:
-            own = replace(inputs, action_mask=part.token_masks[index].to(inputs.action_mask.device))
-            config = replace(self.config, entropy_coef=part.settings.entropy_coef)
-            found.append(policy_loss(own, config, part.denominators, kl_coef))
-        return _joined(batch.parts, found)
-
-    def _forward(self, inputs: ModelInputs, report_entropy: bool) -> tuple[ActorOutput, dict[str, T]]:
+    def _forward(self, experience: Experience) -> tuple[ActorOutput, dict[str, T]]:
         """The actor's output, and what terms of the loss read beside it, by the same forward."""
         terms = terms_of(self.config)
+        coefficients = self.config.entropy_coef, self.config.drawing_entropy_coef  # the latter None: the former
+        entropy = any(coefficients) or any(term.needs_entropy for term in terms)
         # Without a pass before, the entropy that is reported is this one's.
-        entropy = report_entropy or any(self.config.entropy_coefs) or any(term.needs_entropy for term in terms)
-        return forward_with(terms, lambda each: self.actor(each, self.rule, with_entropy=entropy), inputs, self.seed)
+        call = partial(self.actor, rule=self.rule, with_entropy=entropy or experience.action_entropy is None)
+        return forward_with(terms, call, ModelInputs.of(experience), self.seed)
 
     def loss_inputs(self, experience, output, batch: TrainBatch, index: int, extra: Mapping[str, T]) -> LossInputs:
         """What the loss reads of micro-batch number `index` and the actor's outputs for it, all (B, A)."""
@@ -262,7 +259,7 @@ class ValueUpdate:
             targets = per_action(experience, "values"), per_action(experience, "returns")
             masks = [(part.token_masks[index].to(values.device), part.denominators) for part in batch.parts]
             found = [value_loss(values, *targets, mask, self.config.value_clip, counts) for mask, counts in masks]
-            losses = _joined(batch.parts, found, "critic_loss")
+            losses = _joined(batch.parts, found, "critic_loss") if batch.parts[0].settings.name else found[0]
             self.critic.accumulate(losses.loss, index == last)
             _record(metrics, losses, index == last, buffer.counts)
         return self.critic.step()
@@ -270,8 +267,6 @@ class ValueUpdate:
 
 def _joined(parts: Sequence[LossPart], found: Sequence[LossOutputs], name_of_loss: str = "loss") -> LossOutputs:
     """The losses of the parts as one, their metrics by the parts' names, and beside them the mean over all tokens."""
-    if not parts[0].settings.name:
-        return found[0]
     total = sum(part.denominators.tokens for part in parts)
     metrics: dict[str, T] = {}
     maxima: dict[str, T | float] = {}
@@ -286,15 +281,14 @@ def _joined(parts: Sequence[LossPart], found: Sequence[LossOutputs], name_of_los
     return LossOutputs(loss, metrics | {name_of_loss: loss.detach()}, maxima=maxima)
 
 
-def _record(metrics: MetricsAccumulator, losses: LossOutputs, last: bool, counts: bool, first: bool = False) -> None:
+def _record(metrics: MetricsAccumulator, losses: LossOutputs, last: bool, counts: bool) -> None:
     """Shares of the ranks that count add up to the train batch's value; the mean over updates of the step is
     reported."""
-    updates = 1.0 if last and collectives.is_rank_0() else 0.0
+    updates = 1.0 if last and collectives.rank() == 0 else 0.0
     for name, share in losses.metrics.items():
         metrics.add(name, share if counts else 0.0, updates)
     for name, value in losses.maxima.items():
-        if first or name != "ratio_max_dev_first":
-            metrics.add_max(name, value)
+        metrics.add_max(name, value)
 
 
 @torch.no_grad()
@@ -363,12 +357,26 @@ def _check_heads(config: RunConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"sp_size {sequence} divides packed rows over ranks: {refused}; leave it at 1")
 
 
-def _entropy(experience: Experience):
-    """None where it comes with the training forward."""
-    return None if experience.action_entropy is None else (experience.action_entropy, experience.action_mask)
+def _of_info(name: str) -> Callable[[Experience], T | None]:
+    """A number of each sample that an info holds; None where it does not."""
+
+    def read(experience: Experience) -> T | None:
+        return experience.info.get(name)
+
+    return read
 
 
-def _teacher_kl(experience: Experience):
+def _of_actions(name: str) -> Callable[[Experience], tuple[T, T] | None]:
+    """A field of numbers of each token; None where it comes with the training forward."""
+
+    def read(experience: Experience) -> tuple[T, T] | None:
+        values = getattr(experience, name)
+        return None if values is None else (values, experience.action_mask)
+
+    return read
+
+
+def _teacher_kl(experience: Experience) -> tuple[T, T] | None:
     """None without a teacher."""
     if experience.teacher_log_probs is None:
         return None
@@ -378,17 +386,17 @@ def _teacher_kl(experience: Experience):
 # name -> what it is, and its values of one micro-batch; a plugin's stand beside them in the registry.
 for _name, _about, _read in (
     ("reward_invalid_share", "share of samples without a usable reward", lambda e: (~e.valid.bool()).float()),
-    ("response_length", "tokens of a response", lambda e: e.info["response_length"]),
-    ("truncated_share", "share of responses cut at generate_max_len", lambda e: e.info["truncated"]),
-    ("kl", "KL to the reference, per token", lambda e: (e.kl, e.action_mask)),
-    ("entropy", "of the token distribution, nats", _entropy),
+    ("response_length", "tokens of a response", _of_info("response_length")),
+    ("truncated_share", "share of responses cut at generate_max_len", _of_info("truncated")),
+    ("kl", "KL to the reference, per token", _of_actions("kl")),
+    ("entropy", "of the token distribution, nats", _of_actions("action_entropy")),
     ("teacher_kl", "KL(policy || teacher) per sampled token", _teacher_kl),
     ("advantage_abs", "size of the advantages", lambda e: (e.advantages.abs(), e.action_mask)),
-    ("comparable", "share of samples in groups of two valid ones or more", lambda e: e.info.get("comparable")),
-    ("shaped_reward", "reward after penalty, norm and clip", lambda e: e.info.get("shaped_reward")),
-    ("advantage_clip_frac", "share of advantages beyond advantage_clip", lambda e: e.info.get("advantage_clip_frac")),
-    ("overlong_penalty", "for length", lambda e: e.info.get("overlong_penalty")),
-    ("reward_clipped", "share of rewards beyond reward_clip", lambda e: e.info.get("reward_clipped")),
+    ("comparable", "share of samples in groups of two valid ones or more", _of_info("comparable")),
+    ("shaped_reward", "reward after penalty, norm and clip", _of_info("shaped_reward")),
+    ("advantage_clip_frac", "share of advantages beyond advantage_clip", _of_info("advantage_clip_frac")),
+    ("overlong_penalty", "for length", _of_info("overlong_penalty")),
+    ("reward_clipped", "share of rewards beyond reward_clip", _of_info("reward_clipped")),
 ):
     registry.rollout_metrics.register(_name, _about)(_read)
 
@@ -411,7 +419,12 @@ def add_rollout_metrics(
                 metrics.add_mean(entry.name, *(values if isinstance(values, tuple) else (values,)))
         for name, values in each.info["reward_metrics"].items():
             metrics.add_mean(f"reward/{name}", values, ~values.isnan())
-    _add_groups(metrics, experiences)
+    rewards = torch.cat([each.info["reward"] for each in experiences])
+    groups = torch.cat([each.group_id for each in experiences])
+    valid = torch.cat([each.valid.bool() for each in experiences])
+    for group in groups.unique():  # whose valid rewards are all equal: they teach nothing
+        own = rewards[(groups == group) & valid]
+        metrics.add("zero_std_ratio", float(len(own) < 2 or bool(own.max() == own.min())))
 
 
 def _add_parts(metrics: MetricsAccumulator, experience: Experience, parts: Sequence[str]) -> None:
@@ -423,16 +436,6 @@ def _add_parts(metrics: MetricsAccumulator, experience: Experience, parts: Seque
             if experience.action_entropy is not None:
                 mask = experience.action_mask & own.unsqueeze(1)
                 metrics.add_mean(f"entropy_{name}", experience.action_entropy, mask)
-
-
-def _add_groups(metrics: MetricsAccumulator, experiences: Sequence[Experience]) -> None:
-    """Share of groups whose valid rewards are all equal: they teach nothing."""
-    rewards = torch.cat([each.info["reward"] for each in experiences])
-    groups = torch.cat([each.group_id for each in experiences])
-    valid = torch.cat([each.valid.bool() for each in experiences])
-    for group in groups.unique():
-        own = rewards[(groups == group) & valid]
-        metrics.add("zero_std_ratio", float(len(own) < 2 or bool(own.max() == own.min())))
 
 
 def kl_per_token(experiences: Sequence[Experience]) -> tuple[float, int]:

@@ -154,7 +154,7 @@ def test_other_language_models_inside_internvl(root, text):
     model = AutoModelForImageTextToText.from_config(InternVLConfig(**settings))
     perturb(model, 1, 0.05)
     actor = Actor(model, checkpoint.family.banned_ids(checkpoint.tokenizer), checkpoint.eos_ids)
-    assert actor.config.get_text_config().model_type == text
+    assert actor.backbone.config.get_text_config().model_type == text
     inputs = inputs_of(checkpoint, grouped(checkpoint, prompts_for(checkpoint)))
     padded = loss_and_gradients(actor, [inputs])
     actor.backbone.share_prefix = True

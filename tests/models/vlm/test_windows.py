@@ -9,8 +9,8 @@ from tiny_models import actor_of, checkpoint_of, load
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightrft_visual.models import attention
+from lightrft_visual.models import attention as windows
 from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES
-from lightrft_visual.models.vlm import windows
 
 
 def tower_inputs(tower) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +31,7 @@ def test_a_tower_gives_the_same_in_fewer_calls(family, tmp_path, monkeypatch):
     checkpoint = checkpoint_of(tmp_path, family)
     ours, plain = actor_of(checkpoint).model.model.visual, load(checkpoint.path, vision=True).model.visual
     plain.load_state_dict(ours.state_dict())
-    assert ours.config._attn_implementation == windows.NAME and plain.config._attn_implementation == "sdpa"
+    assert ours.config._attn_implementation == windows.WINDOWS and plain.config._attn_implementation == "sdpa"
     inputs = tower_inputs(ours)
     calls, attend = [], F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: (calls.append(1), attend(*a, **k))[1])

@@ -14,10 +14,9 @@ from lightrft_visual.observe.report.page import ReportWriter
 def test_the_report_is_written_as_the_run_goes(tmp_path):
     run, report = RunRecorder(tmp_path), ReportWriter(tmp_path, active=True, every=2)
     run.log_step(1, {"reward_mean": 0.5})
-    report.after_step(1)
-    assert not (tmp_path / "report.html").exists()
+    assert report.next_step == 2 and not (tmp_path / "report.html").exists()
     run.log_step(2, {"reward_mean": 0.6})
-    report.after_step(2)
+    report.write_due(2)
     assert "reward" in (tmp_path / "report.html").read_text()
     run.log_eval(2, {"eval_reward": 0.123})
     assert report.write() == tmp_path / "report.html"
@@ -29,7 +28,8 @@ def test_reports_become_rarer_as_a_run_grows(tmp_path, monkeypatch):
     report = ReportWriter(tmp_path, active=True)
     monkeypatch.setattr(module, "write_report", lambda *arguments: written.append(step))
     for step in range(1, 2001):
-        report.after_step(step)
+        if step >= report.next_step:
+            report.write_due(step)
     assert written[:4] == [50, 100, 150, 200]
     assert written[-1] - written[-2] == int(written[-2] * 1.1) - written[-2] > 100
     assert len(written) < 25
@@ -48,5 +48,5 @@ def test_a_report_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog)
 def test_an_inactive_writer_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "write_report", lambda *arguments: pytest.fail("written"))
     report = ReportWriter(tmp_path, active=False, every=1)
-    report.after_step(1)
+    report.write_due(1)
     assert report.write() is None

@@ -20,7 +20,7 @@ from lightrft_visual.rewards import Failed, RewardComputationEngine, build_score
 from lightrft_visual.rewards.batch import Scores, batch_from_media
 from lightrft_visual.rewards.imaging import encode_image
 from lightrft_visual.rewards.remote.client import decode_request, encode_reply, encode_request
-from lightrft_visual.rewards.remote.server import ServerSettings, ServerThread, bind, create_app
+from lightrft_visual.rewards.remote.server import Batcher, ServerSettings, ServerThread, bind, create_app
 
 ROOT = Path(__file__).parents[3]
 
@@ -310,3 +310,57 @@ def test_a_function_of_another_system_behind_the_example(monkeypatch):
     arguments.reward_form = "verrl"
     with pytest.raises(ConfigError, match="did you mean 'verl'"):
         serve_reward.build(arguments)
+
+
+class Panic(BaseException):
+    """As extensions in Rust raise it."""
+
+
+class RawSource:
+    """A scorer that raises by itself, with nothing around it."""
+
+    name = "raw"
+
+    def __init__(self, error):
+        self.error = error
+
+    def score(self, batch, call):
+        if batch.responses[0] == "bad":
+            raise self.error
+        return Scores(torch.ones(len(batch), dtype=torch.float64), torch.zeros(len(batch), dtype=torch.bool))
+
+
+def raising(error):
+    def score(completions):
+        if completions[0] == "bad":
+            raise error
+        return [1.0] * len(completions)
+
+    return score
+
+
+@pytest.mark.parametrize("make", [raising, RawSource])
+@pytest.mark.parametrize(
+    "error", [asyncio.CancelledError(), GeneratorExit(), StopIteration(), Panic("of an extension"), SystemExit(3)]
+)
+def test_what_a_served_function_raises_is_its_requests_alone(make, error):
+    with ServerThread(create_app(make(error))) as url, httpx.Client(base_url=url[: -len("/reward")]) as http:
+        failed = http.post("/reward", json={"queries": ["bad"]}, timeout=20)
+        assert failed.status_code == 500 and (type(error).__name__ in failed.text or "sys.exit(3)" in failed.text)
+        assert http.post("/reward", json={"queries": ["good"]}, timeout=20).json() == {"rewards": [1.0]}
+        assert http.get("/health").json()["status"] == "ok"
+
+
+def test_server_whose_batching_died_says_so_and_leaves_nobody_waiting(monkeypatch):
+    async def dies(self):
+        await self._queue.get()
+        raise Panic("a defect of ours")
+
+    monkeypatch.setattr(Batcher, "_gather", dies)
+    with ServerThread(create_app(lengths)) as url, httpx.Client(base_url=url[: -len("/reward")]) as http:
+        assert http.get("/health").status_code == 200
+        for _ in range(2):
+            answer = http.post("/reward", json={"queries": ["a"]}, timeout=20)
+            assert answer.status_code == 500 and "a defect of ours" in answer.json()["error"]
+        health = http.get("/health")
+        assert health.status_code == 503 and "a defect of ours" in health.json()["error"]

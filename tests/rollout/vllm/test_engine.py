@@ -132,7 +132,7 @@ def test_an_actor_that_leaves_after_the_load_is_sampled_from_as_it_was(any_rig):
     trainer.config.rollout.offload_trainer = True
     trainer.actor = TrainEngine(SimpleNamespace(module=any_rig.actor), zero_stage=1, max_norm=1.0)
     trainer.maker = SimpleNamespace(engine=any_rig.engine, policy_is_new=lambda version: None)
-    trainer.prompts = SimpleNamespace(policy_is_new=lambda version: None)
+    trainer.prompts = SimpleNamespace(runs_ahead=False)
     trainer.step = 1
     any_rig.move()
     trainer._load_engine_weights()

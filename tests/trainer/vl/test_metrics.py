@@ -11,10 +11,8 @@ from PIL import Image
 from lightrft_visual.algorithms.kl import get_kl_controller
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.observe.metrics import MetricsAccumulator
-from lightrft_visual.trainer.hooks import StepData
 from lightrft_visual.trainer.vl.evaluation import add_image_metrics, add_text_metrics, means_of
 from lightrft_visual.trainer.vl.maker import add_kl
-from lightrft_visual.trainer.vl.trainer import VLTrainer
 from lightrft_visual.trainer.vl.updates import kl_per_token
 
 
@@ -40,11 +38,9 @@ def test_the_kl_of_a_step_is_a_mean_over_tokens():
 @pytest.mark.parametrize(("target", "factor"), [(0.1, 1.0), (0.2, 1 - 0.2 * 3 / 100), (0.01, 1 + 0.2 * 3 / 100)])
 def test_learning_steers_the_coefficient_towards_a_kl_per_token(target, factor):
     config = AlgorithmConfig(init_kl_coef=0.5, kl_target=target, kl_horizon=100)
-    trainer = SimpleNamespace(maker=SimpleNamespace(kl_controller=get_kl_controller(config)))
-    data = StepData([experience([10, 30], 0.1), experience([60], 0.1)])
-    VLTrainer._steer_kl(trainer, data)
-    assert trainer.maker.kl_controller.value == pytest.approx(0.5 * factor)
-    assert data.metrics.reduce() == {"kl_coef": pytest.approx(0.5 * factor)}
+    controller = get_kl_controller(config)
+    controller.update(*kl_per_token([experience([10, 30], 0.1), experience([60], 0.1)]))
+    assert controller.value == pytest.approx(0.5 * factor)
 
 
 def test_answers_are_watched_as_texts_and_drawings_as_images():

@@ -11,8 +11,7 @@ from PIL import Image
 
 from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.prompts import PromptDataset
-from lightrft_visual.data.sampler import PromptSampler
-from lightrft_visual.data.supply import PromptSupply
+from lightrft_visual.data.sampler import PromptSampler, PromptSupply
 from lightrft_visual.errors import DataError
 from lightrft_visual.experience.rollouts import PromptBatch, PromptFeatures
 from lightrft_visual.trainer.vl.parts import PromptSource

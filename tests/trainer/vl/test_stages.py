@@ -214,7 +214,7 @@ def test_an_evaluation_pads_nothing(checkpoint, monkeypatch):
     greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=4)
     found = Evaluation(maker, PROMPTS, sampled, greedy, records_to_keep=4, run_seed=1).run(step=3)
     records = found.records
-    assert found == {"eval_reward": 1.0, "eval_reward_greedy": 1.0}
+    assert found == {"eval_reward": 1.0, "eval_reward_greedy": 1.0, "validation/reward/reward_fn": 1.0}
     assert len(records) == 4 and all(record["reward"] == 1.0 for record in records)
 
 
@@ -225,8 +225,29 @@ def test_a_masked_row_of_an_evaluation_counts_for_nothing(checkpoint):
     greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=4)
     found = Evaluation(maker_of(checkpoint, []), PROMPTS, sampled, greedy, 100, 1, rows).run(step=3)
     records = found.records
-    assert found == {"eval_reward": 1.0, "eval_reward_greedy": 1.0, "eval_bad_rows": 1.0}
+    assert found.pop("eval_bad_rows") == 1.0
+    assert found == {"eval_reward": 1.0, "eval_reward_greedy": 1.0, "validation/reward/reward_fn": 1.0}
     assert len(records) == 4 and not any("where?" in record["prompt"] for record in records)
+
+
+def test_evaluation_reports_each_component_of_the_reward_over_the_samples_it_applies_to(checkpoint):
+    def half(completions):
+        return [0.5] * len(completions)
+
+    def some(completions, ids):
+        return [None if i % 2 else 2.0 for i in ids], {"length": [float(i) for i in range(len(ids))]}
+
+    maker = maker_of(checkpoint, [])
+    maker.reward_stage.rewards = RewardComputationEngine(custom_reward_func=[half, some])
+    sampled = SamplingSettings(n=2, max_new_tokens=4)
+    found = Evaluation(maker, PROMPTS, sampled, sampled, records_to_keep=4, run_seed=1).run(step=3)
+    last = 2 * len(PROMPTS) - 1
+    components = {name: value for name, value in found.items() if name.startswith("validation/")}
+    assert components == {
+        "validation/reward/half": 0.5,
+        "validation/reward/length": last / 2,
+        "validation/reward/some": 2.0,
+    }
 
 
 def test_an_evaluation_with_a_seed_of_its_own_draws_alike_in_every_run(checkpoint):

@@ -142,7 +142,7 @@ def trainer_that_offloads(engine) -> VLTrainer:
     trainer.config = RunConfig()
     trainer.config.rollout.offload_trainer = True
     trainer.actor = TrainEngine(SimpleNamespace(module=actor), zero_stage=1, max_norm=1.0)
-    trainer.step, trainer.prompts = 0, SimpleNamespace(policy_is_new=lambda version: None)
+    trainer.step, trainer.prompts = 0, SimpleNamespace(runs_ahead=False)
     trainer.maker = SimpleNamespace(engine=engine, policy_is_new=lambda version: None)
     return trainer
 

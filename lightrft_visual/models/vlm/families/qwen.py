@@ -10,9 +10,9 @@ from transformers import PretrainedConfig
 
 from ....experience.types import ModelInputs
 from ....experience.vision import VisionTensors
+from ...attention import attend_by_windows
 from ..positions import GridCursor, MRopePositions, PatchConv3d
 from ..vision_cache import share_repeated_media
-from ..windows import attend_by_windows
 from .base import T, VLMFamily, name_of, one_dimensional_positions, spans_of
 
 

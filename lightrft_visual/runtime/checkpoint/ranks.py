@@ -1,0 +1,151 @@
+"""What DeepSpeed's optimizer saved on some number of ranks, as this rank's part on another number.
+
+ZeRO 1 and 2 lay the parameters of a group behind each other and divide that line over the ranks; ZeRO-3 divides each
+parameter. A rank reads the files of all, as maps of memory, and copies only what it holds from now on: nothing is
+written, and no rank ever has the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+
+T = torch.Tensor
+States = dict[int, dict[str, Any]]  # of an optimizer, by the number of the tensor that it steps
+
+
+def files_of_ranks(folder: Path, ranks: int, kind: str) -> list[Path]:
+    """DeepSpeed's files of each rank; kind: optim_states or model_states. CheckpointError where one is missing."""
+    found = []
+    for rank in range(ranks):
+        named = sorted(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}.pt"))
+        if not named:
+            raise CheckpointError(f"{folder} has no {kind} of rank {rank}, though {ranks} rank(s) saved it")
+        found.append(named[0])
+    return found
+
+
+def stretch(pieces: Sequence[T], start: int, stop: int, size: int) -> T:
+    """Elements start to stop of flat pieces that lie behind each other, followed by zeros up to `size`."""
+    result, at = torch.zeros(size, dtype=pieces[0].dtype), 0
+    for piece in pieces:
+        first, last = max(start, at), min(stop, at + piece.numel())
+        if first < last:
+            result[first - start : last - start] = piece[first - at : last - at]
+        at += piece.numel()
+    return result
+
+
+def part_of_group(pieces: Sequence[T], total: int, size: int, rank: int) -> T:
+    """ZeRO 1 and 2: this rank's part, of `size` with its padding, of a group of `total` elements."""
+    return stretch(pieces, rank * size, min((rank + 1) * size, total), size)
+
+
+def share(numel: int, ranks: int) -> int:
+    """Elements that ZeRO-3 leaves each rank of a parameter, padding included."""
+    return -(-numel // ranks)
+
+
+def part_of_parameter(pieces: Sequence[T], numel: int, ranks: int, rank: int) -> T:
+    """ZeRO-3: this rank's share of a parameter of `numel` elements; pieces: the shares of those that saved it."""
+    size = share(numel, ranks)
+    return stretch([piece.reshape(-1) for piece in pieces], rank * size, min((rank + 1) * size, numel), size)
+
+
+def sub_groups(groups: Sequence[Sequence[int]], ranks: int, largest: int) -> list[list[int]]:
+    """ZeRO-3's sub-groups on so many ranks, as it makes them: sizes of parameters in the order of its groups."""
+    found: list[list[int]] = []
+    for group in groups:
+        held, current = 0, []
+        for numel in group:
+            current.append(numel)
+            held += share(numel, ranks)
+            if held >= largest and sum(share(each, ranks) for each in group) > largest:
+                found.append(current)
+                held, current = 0, []
+        if current:
+            found.append(current)
+    return found
+
+
+def _redivided(saved: Sequence[Mapping[str, Any]], divide: Callable[[list[T]], T]) -> dict[str, Any]:
+    """The states of one tensor on all ranks as this rank's: what is divided anew, and numbers, such as the step."""
+    return {
+        name: divide([state[name] for state in saved]) if torch.is_tensor(value) and value.dim() else value
+        for name, value in saved[0].items()
+    }
+
+
+def _optimizer(saved: Sequence[Mapping[str, Any]], states: States, here: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict: the saved settings of its groups, for the tensors that the groups have here."""
+    groups = zip(saved[0]["param_groups"], here["param_groups"], strict=True)
+    return {"state": states, "param_groups": [old | {"params": new["params"]} for old, new in groups]}
+
+
+def stages_1_and_2(saved: Sequence[Mapping[str, Any]], zero: Any, rank: int) -> dict[str, Any]:
+    """What `zero.load_state_dict` takes; saved: `optimizer_state_dict` of each rank's file. zero: DeepSpeed's
+    optimizer of this run."""
+    base, masters, states = [each["base_optimizer_state"] for each in saved], [], {}
+    for number, master in enumerate(zero.single_partition_of_fp32_groups):
+        padded = zip(zero.round_robin_bit16_groups[number], zero.round_robin_bit16_padding[number], strict=True)
+        total = sum(parameter.numel() + padding for parameter, padding in padded)
+
+        def divide(pieces: list[T], total: int = total, size: int = master.numel()) -> T:
+            return part_of_group(pieces, total, size, rank)
+
+        masters.append(divide([each["single_partition_of_fp32_groups"][number] for each in saved]))
+        states[number] = _redivided([each["state"][number] for each in base], divide)
+    here = _optimizer(base, states, zero.optimizer.state_dict())
+    return dict(saved[0]) | {"base_optimizer_state": here, "single_partition_of_fp32_groups": masters}
+
+
+def stage_3(saved: Sequence[Mapping[str, Any]], zero: Any, rank: int, ranks: int) -> dict[str, Any]:
+    """The same for ZeRO-3, whose sub-groups may be others where the ranks are."""
+    base = [each["optimizer_state_dict"] for each in saved]
+    zero._set_fp32_optimizer_param_groups()
+    empty = zero.optimizer.state_dict()
+    zero._clear_fp32_optimizer_param_groups()
+    groups: dict[int, list[int]] = {}
+    for number, group in enumerate(zero.fp16_groups):
+        groups.setdefault(zero.sub_group_to_group_id[number], []).extend(each.ds_numel for each in group)
+    where = [
+        (number, offset, numel)
+        for number, sizes in enumerate(sub_groups(list(groups.values()), len(saved), zero.sub_group_size))
+        for offset, numel in _offsets(sizes, len(saved))
+    ]
+    masters, states = [], {}
+    for number, group in enumerate(zero.fp16_groups):
+        mine, where = where[: len(group)], where[len(group) :]
+
+        def divide(read: Callable[[Mapping[str, Any], int], T], mine: list = mine) -> T:
+            parts = []
+            for old, offset, numel in mine:
+                stop = offset + share(numel, len(saved))
+                pieces = [read(each, old)[offset:stop] for each in saved]
+                parts.append(part_of_parameter(pieces, numel, ranks, rank))
+            return torch.cat(parts)
+
+        masters.append(divide(lambda each, old: each["fp32_flat_groups"][old]))
+        first = base[0]["state"][mine[0][0]]
+        states[number] = {
+            name: divide(lambda each, old, name=name: each["optimizer_state_dict"]["state"][old][name])
+            if torch.is_tensor(value) and value.dim()
+            else value
+            for name, value in first.items()
+        }
+    content = {"optimizer_state_dict": _optimizer(base, states, empty), "fp32_flat_groups": masters}
+    return dict(saved[0]) | content | {"partition_count": zero.partition_count}
+
+
+def _offsets(sizes: Sequence[int], ranks: int) -> list[tuple[int, int]]:
+    """(where a parameter's share begins in a rank's flat sub-group, its elements) of each."""
+    found, at = [], 0
+    for numel in sizes:
+        found.append((at, numel))
+        at += share(numel, ranks)
+    return found

@@ -1,0 +1,232 @@
+"""What is wrong with a reward is said when it is asked with one sample, before anything loads."""
+
+from __future__ import annotations
+
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+from reward_servers import FaultyServer, closed_port
+
+from lightrft_visual.config.shared import RewardConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rewards import probe
+from lightrft_visual.rewards.batch import batch_from_media
+from lightrft_visual.rewards.engine import RewardComputationEngine
+from lightrft_visual.rewards.probe import plausible_media, probed
+
+FUNCTIONS = {
+    "wrong_length": ("return [1.0, 2.0]", "returned 2 scores for 1 samples"),
+    "nan": ("return [float('nan')]", "is not finite"),
+    "none": ("return None", "returned NoneType"),
+    "wrong_type": ("return {'value': 1.0}", "returned a dict without scores"),
+    "strings": ("return ['1.0']", "is a str, not a number"),
+    "raises": ("raise KeyError('answer')", "raised KeyError: 'answer'"),
+    "cancelled": ("import asyncio; raise asyncio.CancelledError", "raised CancelledError"),
+    "leaves": ("raise SystemExit(0)", "called sys.exit(0)"),
+    "sparse": ("return torch.ones(1).to_sparse()", "returned a Tensor that cannot be read"),
+    "too_large": ("return [1e30]", "beyond"),
+}
+SERVERS = {
+    "404": "HTTP 404",
+    "html": "the reply is not JSON",
+    "short": "0 scores for 1 samples",
+    "nan": "a score is not finite",
+    "strings": "a score is a JSON string",
+    "huge": "a score is beyond",
+    "list": "the reply is a JSON list",
+    "empty": 'the reply has no "rewards"',
+    "500": "HTTP 500",
+}
+DATA = [SimpleNamespace(label=label) for label in ("a", "a", "b")]
+
+
+def batch_of(index):
+    image = Image.new("RGB", (8, 8))
+    return batch_from_media(["a red ball"], [image], labels=[DATA[index].label], references=["sk-" + "a1" * 20])
+
+
+def ask(**config):
+    return probed(RewardConfig(**config), DATA, batch_of)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with FaultyServer() as server:
+        yield server
+
+
+@pytest.fixture
+def functions(tmp_path):
+    path = tmp_path / "mine.py"
+    bodies = "".join(f"def {name}(prompts, images):\n    {body}\n\n" for name, (body, _) in FUNCTIONS.items())
+    path.write_text(
+        f"import random\nimport torch\ncalls = 0\n\n{bodies}"
+        "def needs(prompts, difficulty):\n    return [1.0]\n\n"
+        "def good(prompts, images):\n    global calls\n    calls += 1\n    random.seed(0)\n"
+        "    return [float(calls)]\n\n"
+        "def only_b(prompts, labels):\n    return [1.0 if label == 'b' else labels.fail for label in labels]\n\n"
+        "def picky(prompts, labels):\n    return [1.0 if label == 'b' else labels.fail for label in labels]\n\n"
+        "def by_hand(model_reward_list, labels):\n    return [float(len(model_reward_list))]\n\n"
+        "def by_hand_wrong(model_reward_list, labels):\n    return [model_reward_list[7]]\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_wrong_function_is_refused_with_its_line_and_the_sample(name, functions):
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="1 of the rewards cannot be used") as refused:
+        ask(reward_fn=f"{functions}:{name}")
+    told = str(refused.value)
+    assert FUNCTIONS[name][1] in told and f"in {name}" in told and "--no_reward_probe" in told
+    assert "prompt 'a red ball'" in told and "1 images" in told and "a1a1a1" not in told
+    assert time.monotonic() - started < 5
+
+
+def test_parameter_that_nothing_fills_is_refused(functions):
+    with pytest.raises(ConfigError, match="needs asks for 'difficulty'"):
+        ask(reward_fn=f"{functions}:needs")
+
+
+def test_wrong_functions_are_all_told_at_once(functions):
+    with pytest.raises(ConfigError, match="2 of the rewards.*(?s:.)*KeyError(?s:.)*NoneType"):
+        ask(reward_fn=f"{functions}:raises,{functions}:good,{functions}:none")
+
+
+def test_good_function_keeps_its_state_and_the_runs_seeds(functions):
+    config = RewardConfig(reward_fn=f"{functions}:good")
+    before = random.getstate()
+    assert probed(config, DATA, batch_of) == config and random.getstate() == before
+    rewards = RewardComputationEngine.from_config(config)
+    assert rewards.score_media(["x"], [Image.new("RGB", (8, 8))]).score.tolist() == [1.0]
+
+
+def test_probe_that_is_off_or_has_nothing_to_ask_with_asks_nothing(functions):
+    config = RewardConfig(reward_fn=f"{functions}:raises", reward_probe=False)
+    assert probed(config, DATA, batch_of) is config
+    assert probed(RewardConfig(reward_fn=f"{functions}:raises"), None, batch_of) is not None
+    assert probed(None, DATA, batch_of) is None
+
+
+def test_each_component_is_asked_with_a_sample_of_its_label(functions):
+    recipe = '{{"a": [[rule, exact, 1.0]], "b": [[func, "{}:{}", 1.0]]}}'
+    ask(reward_recipe=recipe.format(functions, "only_b"))
+    with pytest.raises(ConfigError, match="raised KeyError"):
+        ask(reward_recipe=recipe.format(functions, "raises"))
+
+
+def test_function_that_fails_on_some_samples_is_no_fault_where_these_are_left_out(functions, caplog):
+    ask(reward_fn=f"{functions}:picky", on_reward_error="skip")
+    assert "AttributeError" in caplog.text
+    with pytest.raises(ConfigError, match="raised AttributeError"):
+        ask(reward_fn=f"{functions}:picky")
+    with pytest.raises(ConfigError, match="raised KeyError"):
+        ask(reward_fn=f"{functions}:raises", on_reward_error="skip")
+
+
+def test_function_that_aggregates_is_asked_with_a_score_of_each_reward(functions):
+    ask(reward_fn=f"{functions}:by_hand", reward_pretrain="/no/such/model")
+    with pytest.raises(ConfigError, match="raised IndexError"):
+        ask(reward_fn=f"{functions}:by_hand_wrong", reward_pretrain="/no/such/model")
+
+
+def test_function_behind_a_limit_that_hangs_is_refused(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("import time\n\ndef score(prompts):\n    time.sleep(60)\n")
+    with pytest.raises(ConfigError, match="reward score: no result within 0.5 s"):
+        ask(reward_fn=f"{path}:score", reward_fn_timeout=0.5)
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_wrong_server_is_refused_with_request_and_reply(kind, server):
+    started = time.monotonic()
+    with pytest.raises(ConfigError) as refused:
+        ask(remote_rm_url=f"{server.base}/{kind}")
+    told = str(refused.value)
+    assert SERVERS[kind] in told and '"queries": ["a red ball"]' in told and "answered: HTTP" in told
+    assert "a1a1a1" not in told and len(told) < 2000 and time.monotonic() - started < 5
+
+
+def test_dead_servers_are_refused_together_within_the_time_that_one_takes():
+    urls = [f"http://127.0.0.1:{closed_port()}/{n}" for n in range(3)]
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="3 of the rewards") as refused:
+        ask(remote_rm_url=",".join(urls))
+    assert str(refused.value).count("connection failed") == 3 and "answered: nothing" in str(refused.value)
+    assert time.monotonic() - started < 5
+
+
+def test_server_that_hangs_is_named_soon_and_refused_at_its_limit(server, monkeypatch, caplog):
+    monkeypatch.setattr(probe, "SAID_AFTER", 0.3)
+    monkeypatch.setattr(probe, "STARTING", 0.5)
+    with pytest.raises(ConfigError, match="no reply within 1 s"):
+        ask(remote_rm_url=f"{server.base}/hang", reward_timeout=1.0)
+    assert "1 reward servers have not answered a first request within 0.3 s" in caplog.text
+
+
+def test_server_that_comes_up_late_or_is_busy_is_no_fault(server, monkeypatch):
+    server.calls.pop("flaky", None)
+    ask(remote_rm_url=f"{server.base}/flaky")
+    monkeypatch.setattr(probe, "STARTING", 0.1)
+    ask(remote_rm_url=f"{server.base}/503")
+    ask(remote_rm_url=f"{server.base}/failed")
+
+
+def test_dead_replica_beside_a_live_one_is_a_warning(server, monkeypatch, caplog):
+    monkeypatch.setattr(probe, "STARTING", 0.1)
+    ask(remote_rm_url=f"{server.base}/good|http://127.0.0.1:{closed_port()}/x")
+    assert "connection failed" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["theirs", "openrlhf"])
+def test_openrlhfs_wire_is_recognised_from_the_reply_and_carries_images(kind, server):
+    server.bodies.clear()
+    config = ask(remote_rm_url=f"{server.base}/{kind},{server.base}/good")
+    assert config.reward_wire == f"{server.base}/{kind}=openrlhf,{server.base}/good=lightrft"
+    server.bodies.clear()
+    rewards = RewardComputationEngine.from_config(config)
+    assert rewards.score_media(["x"], [Image.new("RGB", (8, 8))]).score.tolist() == [0.5]
+    by_wire = {"query" in body: body for body in server.bodies}
+    assert len(by_wire) == 2 and all(len(body["images"][0][0]) > 20 for body in by_wire.values())
+    rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "wire", "other"), [("theirs", "lightrft", "openrlhf"), ("ours", "openrlhf", "lightrft")]
+)
+def test_wrong_wire_is_refused_with_the_one_that_works(kind, wire, other, server):
+    with pytest.raises(ConfigError, match=f"(?s)HTTP 500.*by --reward_wire {other} it gives a score"):
+        ask(remote_rm_url=f"{server.base}/{kind}", reward_wire=wire)
+
+
+@pytest.mark.parametrize("form", ["openrlhf,lightrft", "{0}/theirs=openrlhf", "judge=openrlhf,other=auto"])
+def test_wire_of_each_url(form, server):
+    urls = f"judge={server.base}/theirs,other={server.base}/ours"
+    config = RewardConfig(remote_rm_url=urls, reward_wire=form.format(server.base))
+    rewards = RewardComputationEngine.from_config(config)
+    assert rewards.score_media(["x"], [Image.new("RGB", (8, 8))]).score.tolist() == [0.5]
+    rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("wire", "words"),
+    [
+        ("openrlfh", "there is no wire 'openrlfh'; did you mean 'openrlhf'"),
+        ("openrlhf,auto,auto", "one for each of the 2 entries"),
+        ("openrlhf,judge=auto", "one for each of the 2 entries"),
+        ("juge=openrlhf", "remote_rm_url has no 'juge'; did you mean 'judge'"),
+    ],
+)
+def test_wires_that_fit_no_url_are_refused(wire, words):
+    config = RewardConfig(remote_rm_url="judge=http://h/a,other=http://h/b", reward_wire=wire)
+    with pytest.raises(ConfigError, match=words):
+        RewardComputationEngine.from_config(config)
+
+
+def test_media_to_ask_with_are_of_the_runs_size_and_not_flat():
+    assert plausible_media(16, 24).shape == (3, 16, 24) and plausible_media(16, 24, 5).shape == (3, 5, 16, 24)
+    assert plausible_media(16, 24).std() > 0.05 and torch.equal(plausible_media(8, 8), plausible_media(8, 8))

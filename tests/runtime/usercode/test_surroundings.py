@@ -1,0 +1,151 @@
+"""What users' code changes around itself is the run's own again afterwards, and the code's own at its next call."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from lightrft_visual.errors import RewardError
+from lightrft_visual.runtime.checkpoint.state import rng_state, set_rng_state
+from lightrft_visual.runtime.usercode import surroundings
+from lightrft_visual.runtime.usercode.calls import call, load_module
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_by_others(monkeypatch):
+    monkeypatch.setattr(surroundings, "_said", set())
+    monkeypatch.setattr(surroundings, "_users", {})
+
+
+def umask() -> int:
+    before = os.umask(0o022)
+    os.umask(before)
+    return before
+
+
+CHANGES = {
+    "default device": (lambda: torch.set_default_device("meta"), torch.get_default_device),
+    "default dtype": (lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
+    "number of threads": (lambda: torch.set_num_threads(torch.get_num_threads() + 1), torch.get_num_threads),
+    "gradient mode": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
+    "umask": (lambda: os.umask(0o077), umask),
+    "recursion limit": (lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 77), sys.getrecursionlimit),
+    r"environment \(MINE_ALONE\)": (lambda: os.environ.update(MINE_ALONE="1"), lambda: dict(os.environ)),
+    r"environment \(.*PATH.*\)": (lambda: os.environ.clear(), lambda: dict(os.environ)),
+    "sys.path": (lambda: sys.path.insert(0, "/mine"), lambda: list(sys.path)),
+    "changes sys.path": (lambda: setattr(sys, "path", []), lambda: list(sys.path)),
+    "working directory": (lambda: os.chdir("/"), os.getcwd),
+}
+
+
+@pytest.mark.parametrize("told", CHANGES)
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_a_function_changed_is_put_back_and_said_once(told, raises, caplog):
+    change, read = CHANGES[told]
+    before, path = read(), sys.path
+
+    def score():
+        change()
+        assert read() != before
+        if raises:
+            raise GeneratorExit("after it")
+
+    for _ in range(2):
+        try:
+            call(score, "score", {})
+        except RuntimeError as error:
+            assert raises and "GeneratorExit: after it" in str(error)
+    assert read() == before and sys.path is path
+    assert len(caplog.records) == 1
+    assert caplog.records[0].message.startswith("reward function score changes")
+    caplog.records[0].message.index(told.replace("\\", "").split("(")[0])
+
+
+def test_recursion_limit_below_what_putting_back_needs_is_put_back():
+    before = sys.getrecursionlimit()
+
+    def score():
+        for limit in range(10, before):
+            with contextlib.suppress(RecursionError):
+                return sys.setrecursionlimit(limit)
+
+    with contextlib.suppress(RewardError):  # no frame more may fit in to read the result
+        call(score, "score", {})
+    assert sys.getrecursionlimit() == before
+
+
+def seeds_everything():
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def numbers():
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+@pytest.mark.parametrize("function", [seeds_everything, numbers])
+def test_numbers_of_the_run_do_not_hang_on_what_a_function_seeds_or_draws(function):
+    state = rng_state()
+    expected = [numbers(), numbers()]
+    set_rng_state(state)
+    found = [numbers()]
+    call(function, "score", {})
+    assert [*found, numbers()] == expected
+
+
+def test_numbers_that_a_function_draws_go_on_from_call_to_call():
+    drawn = [call(numbers, "score", {}) for _ in range(4)]
+    assert len(set(drawn)) == 4
+
+
+def test_numbers_that_a_function_draws_go_on_after_a_resume():
+    call(numbers, "score", {})
+    state = rng_state()
+    expected = call(numbers, "score", {}), numbers()
+    surroundings.put_users_random_states({})
+    seeds_everything()
+    set_rng_state(state)
+    assert (call(numbers, "score", {}), numbers()) == expected
+
+
+def test_seed_that_a_function_sets_holds_for_its_own_next_call():
+    call(seeds_everything, "score", {})
+    first = call(numbers, "score", {})
+    call(seeds_everything, "score", {})
+    assert call(numbers, "score", {}) == first
+
+
+def test_what_a_function_changed_for_itself_it_finds_at_its_next_call(monkeypatch):
+    def first():
+        os.environ["MINE_ALONE"] = "here"
+        os.environ.pop("OF_THE_RUN")
+        sys.path.append("/mine")
+        sys.setrecursionlimit(4321)
+
+    def second():
+        return os.environ.get("MINE_ALONE"), os.environ.get("OF_THE_RUN"), "/mine" in sys.path, sys.getrecursionlimit()
+
+    monkeypatch.setenv("OF_THE_RUN", "1")
+    call(first, "first", {})
+    assert call(second, "second", {}) == ("here", None, True, 4321)
+    assert os.environ["OF_THE_RUN"] == "1" and "/mine" not in sys.path
+
+
+def test_file_that_is_imported_keeps_its_environment_and_path_and_not_its_seeds(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("MINE_ALONE", raising=False)
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import os, random, sys\nrandom.seed(0)\nos.environ['MINE_ALONE'] = '1'\nsys.path.append('/of/the/file')\n"
+    )
+    before = random.getstate()
+    load_module(str(path))
+    assert random.getstate() == before
+    assert os.environ.pop("MINE_ALONE") == "1" and "/of/the/file" in sys.path
