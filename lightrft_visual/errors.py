@@ -6,7 +6,8 @@ Also the name that was probably meant, which their messages give.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from rapidfuzz.distance import OSA
 
@@ -51,7 +52,36 @@ class CheckpointError(LightRFTVisualError, RuntimeError):
 
 
 class NonFiniteError(LightRFTVisualError, FloatingPointError):
-    """Loss or gradients were not finite too many steps in a row."""
+    """Loss or gradients were not finite too many steps in a row, or the policy itself is not."""
+
+
+@contextmanager
+def refused_as(kind: type[LightRFTVisualError], what: str) -> Iterator[None]:
+    """Inside, whatever reading something from outside raises is one error of `kind`: '{what}: {why}'. Ours stay.
+
+    For files, folders and arguments that others wrote: libraries raise every kind of exception at a damaged one.
+    """
+    try:
+        yield
+    except LightRFTVisualError:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {reason_of(error)}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error says; its class before it where its text alone would not say much."""
+    text = writable(str(error)).strip()
+    speaks = isinstance(error, OSError | ValueError | ImportError | RuntimeError) and " " in text
+    return text if speaks else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def writable(text: str) -> str:
+    """The text in characters that UTF-8 has: a lone surrogate, which data may hold, becomes its escape, as \\ud800.
+
+    Inside a JSON string that is the very escape that reads back as the surrogate.
+    """
+    return text.encode(errors="backslashreplace").decode()
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -22,8 +22,9 @@ from .config import registry
 from .config.summary import in_lines
 from .config.vl import RunConfig
 from .errors import FolderInUse, LightRFTVisualError, StoppedBySignal
+from .runtime.files import disk_problem
 from .runtime.host_memory import bound_spinning
-from .runtime.presence import handled
+from .runtime.presence import handled, hangup_ends
 from .runtime.start_up import (
     foreign_lines_aside,
     importing,
@@ -94,7 +95,7 @@ def run(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
     With several ranks the others are told of an error, and their processes end: they may wait in a collective.
     """
     with _released_on_error(config) as holds:
-        holds.trainer = trainer = _build(config, partial(built, config, callbacks))
+        holds.trainer = trainer = _build(partial(built, config, callbacks))
         _train(trainer)
     return trainer
 
@@ -103,7 +104,7 @@ def run(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
 def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
     """Inside, a trainer whose engine has the weights of the model, or of the checkpoint that it resumes from."""
     with _released_on_error(config) as holds:
-        holds.trainer = trainer = _build(config, partial(built, config))
+        holds.trainer = trainer = _build(partial(built, config))
         if trainer.state.resume_folder is not None:  # its weights alone: data and rewards may be others
             trainer.load_engines(trainer.state.resume_folder)
         trainer.start()
@@ -118,8 +119,6 @@ class _Holds:
 @contextmanager
 def _released_on_error(config: AnyConfig) -> Iterator[_Holds]:
     """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told."""
-    bound_spinning()
-    quiet_libraries()
     from .runtime import collectives, watchdog
 
     holds = _Holds()
@@ -151,12 +150,12 @@ def _check_fits(config: AnyConfig) -> None:
 
 
 def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
-    bound_spinning()  # before anything loads torch
-    quiet_libraries()
-    foreign_lines_aside(Path(config.output.output_dir))
     try:
-        with handled(signal.SIGTERM, _end_at_once), handled(signal.SIGINT, _end_at_once):
-            trainer = _build(config, build)
+        with handled(signal.SIGTERM, _end_at_once), handled(signal.SIGINT, _end_at_once), hangup_ends():
+            foreign_lines_aside(Path(config.output.output_dir))
+            for line in in_lines(config) if os.environ.get("RANK", "0") == "0" else ():
+                print(line, file=screen(), flush=True)
+            trainer = _build(build)
             _train(trainer)
     except BaseException as error:  # also sys.exit and the like: the steps of the run were not done
         _fail(config, error)
@@ -166,9 +165,15 @@ def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
         sys.exit(trainer.state.exit_code)
 
 
-def _build(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> PolicyTrainer:
-    for line in in_lines(config) if os.environ.get("RANK", "0") == "0" else ():
-        print(line, file=screen(), flush=True)
+def _end_at_once(number: int, _: object) -> None:
+    by, code = ("Ctrl-C", INTERRUPTED) if number == signal.SIGINT else ("SIGTERM", TERMINATED)
+    say_last(f"error: ended by {by} before the first step; there is nothing new to save")
+    os._exit(code)
+
+
+def _build(build: Callable[[], PolicyTrainer]) -> PolicyTrainer:
+    bound_spinning()  # before anything loads torch
+    quiet_libraries()
     log_stage("importing libraries")
     with importing():
         from transformers.utils import logging as transformers_logging
@@ -182,12 +187,6 @@ def _train(trainer: PolicyTrainer) -> None:
     with trainer.state.listening():
         trainer.fit()
         trainer.close()
-
-
-def _end_at_once(number: int, _: object) -> None:
-    by, code = ("Ctrl-C", INTERRUPTED) if number == signal.SIGINT else ("SIGTERM", TERMINATED)
-    say_last(f"error: ended by {by} before the first step; there is nothing new to save")
-    os._exit(code)
 
 
 def _fail(config: AnyConfig, error: BaseException) -> None:
@@ -207,7 +206,7 @@ def _fail(config: AnyConfig, error: BaseException) -> None:
     ending = Ending(rank, world_size, stage, resolved_yaml(config))
     in_use = isinstance(error, FolderInUse)  # its crash.log is the other run's
     log = None if in_use else write_crash_log(config.output.output_dir, error, ending)
-    if log is None and not in_use:
+    if log is None and not in_use and disk_problem(error) is None:
         traceback.print_exception(error)
     first, *rest = text.split("\n")
     rest += [f"the full traceback, versions and configuration: {log}"] if log is not None else []
@@ -221,6 +220,8 @@ def _in_words(error: BaseException) -> str:
     """Our own errors as they are; of others what was raised, and the lines of a user's own files."""
     if isinstance(error, LightRFTVisualError):
         return f"{type(error).__name__}: {error}"
+    if problem := disk_problem(error):
+        return f"{problem}; make room, or name an output_dir elsewhere"
     first, *lines = masked(describe_error(error)).split("\n")
     if first.startswith("called "):
         first = f"{first.removeprefix('called ')} was called before the run was done"

@@ -6,8 +6,10 @@
     python scripts/fuzz.py --replay 7341            one case again, with its traceback
 
 Each case is a small real file (PNG, JPEG, WebP, GIF, BMP, TIFF, PPM, MP4, Parquet, jsonl, json, CSV, text, a state file
-in safetensors) with a few random changes, or a row of random values. A case fails when anything but an error of this
-package is raised, when the process dies, when it takes more than 2 s of processor time or the process rises above 2 GB.
+in safetensors) with a few random changes, a row of random values, or one of `fuzz_outside.py`: a recipe, a command
+line, a model folder, a run folder, a request to the reward server, a reply of one. A case fails when anything but an
+error of this package is raised, when the process dies, when it takes more than 2 s of processor time or the process
+rises above 2 GB.
 The exit code is 1 when a case fails.
 """
 
@@ -49,7 +51,10 @@ from lightrft_visual.data.video import load_video
 from lightrft_visual.errors import LightRFTVisualError
 from lightrft_visual.runtime.checkpoint.state import load_state, save_state
 
-CPU_SECONDS, WALL_SECONDS, PEAK_BYTES = 2.0, 60, 2 * 2**30
+sys.path.insert(0, str(Path(__file__).parent))
+from fuzz_outside import OUTSIDE  # noqa: E402
+
+CPU_SECONDS, WALL_SECONDS, PEAK_BYTES = 2.0, 10, 2 * 2**30
 MARK = "case: "
 NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 ROWS = [
@@ -237,6 +242,14 @@ class Fuzzer:
             return png_of_other_size(whole, rng)
         return damaged(whole, rng.choice(originals(rng.choice(FILES))), rng)
 
+    def changed(self, content: bytes, rng: random.Random) -> bytes:
+        """A text with random changes."""
+        return damaged(content, rng.choice(originals("json")), rng)
+
+    def strange(self, rng: random.Random) -> Any:
+        """Any value."""
+        return strange(rng)
+
     def image(self, kind: str, rng: random.Random) -> None:
         """An image as bytes, its header and its pixels."""
         content = self.content(kind, rng)
@@ -320,6 +333,7 @@ CASES: dict[str, Callable[[Fuzzer, str, random.Random], None]] = {
     "values": Fuzzer.values,
     "drawing": Fuzzer.drawing,
     "safetensors": Fuzzer.state,
+    **OUTSIDE,
 }
 KINDS = tuple(CASES)
 

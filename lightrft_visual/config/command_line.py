@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import get_type_hints
 
-from ..errors import ConfigError
+from ..errors import ConfigError, writable
 from .leaves import COMMAND_LINE, Leaf, Names, Setting
 from .spellings import BARE_VALUES, COMMA_LISTS, SWITCHES
 
@@ -38,6 +38,7 @@ def parse_command_line(argv: list[str], names: Names) -> CommandLine:
 
     An unknown name, a missing value and an argument of no such form are in `wrong`; what follows is read all the same.
     """
+    _check_text(argv)
     line, tokens, last = CommandLine(), deque(argv), ""
     while tokens:
         token = tokens.popleft()
@@ -48,6 +49,12 @@ def parse_command_line(argv: list[str], names: Names) -> CommandLine:
             while tokens and not _is_setting(tokens[0]):
                 tokens.popleft()
     return line
+
+
+def _check_text(argv: list[str]) -> None:
+    for token in argv:
+        if writable(token) != token or "\0" in token:
+            raise ConfigError(f"the argument {writable(token)!r} is not text in UTF-8, as settings and paths are")
 
 
 def _read_argument(line: CommandLine, token: str, last: str, tokens: deque[str], names: Names) -> str:

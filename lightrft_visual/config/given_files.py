@@ -22,7 +22,7 @@ def located(path: str | Path) -> Path:
     """The file or folder that a path means: in the working directory, else below a folder of ROOT_VARIABLES, else,
     where it begins with datasets/, a set that is shipped; the path itself where there is none."""
     given = Path(path).expanduser()
-    if given.is_absolute() or given.exists():
+    if given.is_absolute() or os.path.exists(given):
         return given
     roots = [Path(os.environ[name]).expanduser() for name in ROOT_VARIABLES if os.environ.get(name)]
     roots += SHIPPED if given.parts[0] == "datasets" else ()

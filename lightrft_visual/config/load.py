@@ -21,7 +21,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ..errors import ConfigError
+from ..errors import ConfigError, refused_as, writable
 from ..runtime.masking import mask_urls
 from . import registry
 from .command_line import NULL_WORDS, help_text, parse_command_line
@@ -35,7 +35,9 @@ from .vl import RunConfig
 PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED, SOURCE = PACKAGE / "configs", PACKAGE.parent / "examples" / "configs"  # setup.py puts one at the other
 CONFIG_DIRS = (INSTALLED if INSTALLED.is_dir() else SOURCE,)
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_PORT")
 TILDES = re.compile(r"(?:^|(?<=[,=])|(?<=, ))~[^/,]*(?=/|,|$)")
+LONGEST_NAME = 255  # bytes that a file's name can have
 SCRIPT = "the script's default"
 
 
@@ -132,6 +134,7 @@ def config_or_exit(schema: type = RunConfig, argv: Sequence[str] | None = None, 
     run does not fit on a device that was named (plan_device).
     """
     try:
+        check_launch()
         run = parse_run(schema, argv, **options)
         for note in run.notes:
             _print_once(f"note: {note}", sys.stderr)
@@ -146,10 +149,22 @@ def config_or_exit(schema: type = RunConfig, argv: Sequence[str] | None = None, 
         raise SystemExit(2) from error
 
 
+def check_launch() -> None:
+    """Raise ConfigError where the launcher's variables, which say what rank this process is, hold no such numbers."""
+    for name in RANK_VARIABLES:
+        text = os.environ.get(name) or "0"
+        if not (text.isascii() and text.isdigit()):
+            raise ConfigError(
+                f"the environment variable {name} is {writable(text)!r}; a launcher sets it to a whole number: unset "
+                "it, or start the run by deepspeed or torchrun"
+            )
+
+
 def _print_once(text: str, file: TextIO | None = None) -> None:
     """Print in the first rank alone, as the launcher numbers them; a script without a launcher is that rank."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, file=file)
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or not rank.isdecimal():
+        print(writable(text), file=file)
 
 
 def merge(
@@ -185,8 +200,9 @@ def _lay(names: Names, tree: DictConfig, sources: dict[str, str], setting: Setti
         raise names.unknown(setting.name, setting.origin)
     for (leaf, inside), value in zip(found, _shared(setting, len(found)), strict=True):
         path = f"{leaf.path}.{inside}" if inside else leaf.path
-        read = _read(leaf, inside, value, setting.origin)
-        _assign(tree, path, leaf, read, setting.origin)
+        with refused_as(ConfigError, f"{path} ({setting.origin})"):
+            read = _read(leaf, inside, value, setting.origin)
+            _assign(tree, path, leaf, read, setting.origin)
         sources[path] = setting.origin
         if read is not None:
             _unset_others(names, tree, path, sources)
@@ -233,8 +249,9 @@ def _shared(setting: Setting, count: int) -> list:
 def _assign(tree: DictConfig, path: str, leaf: Leaf, value: Any, origin: str) -> None:
     if mask_urls(str(value)) != str(value):
         raise ConfigError(
-            f"{path} ({origin}) holds a URL with a password or token in it, which would end up in files: put the "
-            "token in an environment variable and name that variable (reward_token_env for remote rewards)"
+            f"{path} ({origin}) holds a URL with a password, a token or a parameter that may be one in it, which would "
+            "end up in files: put the token in an environment variable and name that variable (reward_token_env for "
+            "remote rewards)"
         )
     if "${oc.env" in str(value):
         raise ConfigError(f"{path} ({origin}) reads the environment, whose values do not belong in files; write it out")
@@ -253,12 +270,26 @@ def _read(leaf: Leaf, inside: str, value: Any, origin: str) -> Any:
         return None
     if leaf.kind == "text":
         value = _as_text(_json_list(value) if leaf.name in COMMA_LISTS else value)
-        return _at_home(value, leaf.name in COMMA_LISTS) if leaf.name in PATHS else value
+        if leaf.name not in PATHS:
+            return value
+        _check_path_names(value, leaf.path, origin)
+        return _at_home(value, leaf.name in COMMA_LISTS)
     if inside or leaf.kind in ("mapping", "any"):
         return _parse(value, leaf, origin) if isinstance(value, str) else value
     if leaf.kind == "list":
         return _as_list(value, leaf, origin)
     return value
+
+
+def _check_path_names(value: Any, path: str, origin: str) -> None:
+    """Refuse a name that no file can have; asked for, the system answers with an error of its own."""
+    parts = re.split(r"[/,=:|{}\[\]\s]", value) if isinstance(value, str) and "://" not in value else ()
+    longest = max(map(os.fsencode, parts), key=len, default=b"")
+    if len(longest) > LONGEST_NAME:
+        shown = longest[:40].decode(errors="replace")
+        raise ConfigError(
+            f"{path} ({origin}): the name {shown}... is of {len(longest)} bytes, more than a file's can be"
+        )
 
 
 def _at_home(value: Any, several: bool) -> Any:

@@ -28,9 +28,9 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, nearest, refused_as
+from ..runtime.files import compose_yaml
 from .leaves import COMMAND_LINE, Names, Setting
 
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -101,7 +101,7 @@ class LayerReader:
         for folder in folders:
             for suffix in ("", *SUFFIXES):
                 file = folder / f"{name}{suffix}"
-                if file.is_file() and file.suffix in SUFFIXES:
+                if os.path.isfile(file) and file.suffix in SUFFIXES:  # Path's own raises for a name that is too long
                     return file.resolve()
         near = nearest(name, available(folders))
         advice = f"did you mean {near!r}?" if near else f"looked in {', '.join(map(show, folders))}"
@@ -138,15 +138,14 @@ def load_yaml(file: Path, change: Callable[[str], str] = str) -> tuple[dict, dic
 
     change: the text is read as what it makes of it.
     """
-    try:
-        text = change(file.read_text())
-        values = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
-        lines = dict(_key_lines(yaml.compose(text, Loader=yaml.SafeLoader)))
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{show(file)}{line}: {error.problem}") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{show(file)}: cannot be read as YAML: {error}") from error
+    with refused_as(ConfigError, f"{show(file)}: cannot be read as YAML"):
+        try:
+            text = change(file.read_text(encoding="utf-8"))
+            lines = dict(_key_lines(compose_yaml(text)))
+            values = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+        except yaml.MarkedYAMLError as error:
+            line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+            raise ConfigError(f"{show(file)}{line}: {error.problem}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{show(file)}: a config is a mapping of settings, found a {type(values).__name__}")
     return {str(key): value for key, value in values.items()}, lines

@@ -140,6 +140,7 @@ def list_bad_rows(output_dir: str | Path, resumed: bool, *found: BadRows) -> Non
 
 MAX_DEPTH = 32  # lists and mappings inside each other
 MAX_INTEGER_BITS = 1000  # about 300 digits: more than that does not fit a float
+MAX_CAPTION = 100_000  # characters of a caption; no text encoder reads that much
 MAX_ROW_BYTES = 128 * 2**20  # one row of a .jsonl file, images as base64 included
 MAX_WHOLE_FILE_BYTES = 2 * 2**30  # of files that are read as a whole
 
@@ -164,6 +165,12 @@ def check_values(row: Mapping[str, Any]) -> None:
                 raise DataError(f"column {column!r} is nested deeper than {MAX_DEPTH} levels", "nested too deep")
             inner = [*value, *value.values()] if isinstance(value, Mapping) else value
             pending += [(each, depth + 1, column) for each in inner]
+
+
+def most_characters(tokenizer: Any, tokens: int) -> int:
+    """Of a text that may have `tokens` tokens: none stands for more than the longest of the vocabulary. A longer text
+    need not be tokenized to be too long, which would take hundreds of bytes a character."""
+    return tokens * max(map(len, tokenizer.get_vocab()))
 
 
 def check_reference(reference: Any) -> None:

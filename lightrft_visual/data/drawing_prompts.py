@@ -13,7 +13,7 @@ from typing import Any
 from ..config.diffusion import DiffusionDataConfig
 from ..errors import DataError
 from ..runtime import collectives
-from .bad_rows import BadRow, check_reference, check_values
+from .bad_rows import MAX_CAPTION, BadRow, check_reference, check_values
 from .media import image_size, is_path, resolve_source
 from .prompts import PromptDataset, PromptRow, RowChecks, is_remote_row
 from .sources import RowSource, located
@@ -74,6 +74,8 @@ def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, most_ima
     if not isinstance(prompt, str) or not prompt.strip():
         columns = ", ".join(map(str, raw))
         raise DataError(f"{name}: no text in column {config.input_key!r}; the row has: {columns}", "prompt form")
+    if len(prompt) > MAX_CAPTION:
+        raise DataError(f"{name}: the prompt has {len(prompt)} characters, above {MAX_CAPTION}", "prompt too long")
     column = _image_column(raw, config)
     images = _images(raw, column, name, most_images, root) if most_images else []
     # Rewards are given prompt, label and reference anyway; a column that a flag names stays under its own name too.

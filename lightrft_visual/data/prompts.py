@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from ..config.vl import DataConfig, RolloutConfig
 from ..errors import ConfigError, DataError, did_you_mean
 from ..runtime import collectives
-from .bad_rows import LONG_PROMPT, BadRow, BadRows, TooManyBadRows
+from .bad_rows import LONG_PROMPT, BadRow, BadRows, TooManyBadRows, most_characters
 from .media import Video, image_size, is_remote, load_image
 from .rows import PromptRow, parse_row
 from .sources import RowSource, located, open_source
@@ -191,6 +192,10 @@ class PromptDataset:
         self.columns: set[str] = set()
         self.has_references = self.has_drawings = False
         model_input = self.checks.model_input
+        self._most = sys.maxsize  # characters of a prompt
+        if model_input is not None and self.checks.prompt_max_len is not None:
+            tokenizer = model_input.tokenizer if isinstance(model_input, ProcessorMixin) else model_input
+            self._most = most_characters(tokenizer, self.checks.prompt_max_len)
         self._reserved: tuple[str, ...] = self.checks.media.reserved(model_input) if model_input is not None else ()
         self._sources: list[RowSource] = [open_source(path, split) for path in paths]
         self._rows: list[tuple[int, int]] = []  # source, row in it
@@ -382,10 +387,14 @@ class PromptDataset:
         return _Found(row.label, columns, row.form, row.reference is not None, text, tokens, row.draw)
 
     def _check_text(self, row: PromptRow) -> None:
-        """No text of the row may hold a token that the model reads as an image or video."""
-        if isinstance(row.prompt, str):  # whole prompts, which bring the placeholders themselves
-            return
-        texts = [part["text"] for message in row.prompt for part in message["content"] if part["type"] == "text"]
+        """It may not be longer than any prompt of prompt_max_len tokens, nor hold a token that the model reads as an
+        image or video."""
+        messages = [] if isinstance(row.prompt, str) else row.prompt
+        texts = [part["text"] for message in messages for part in message["content"] if part["type"] == "text"]
+        length = len(row.prompt) if isinstance(row.prompt, str) else sum(map(len, texts))
+        if length > self._most:
+            raise DataError(self._too_long(length, "characters"), LONG_PROMPT)
+        # Whole prompts bring the placeholders themselves.
         typed = next((token for token in self._reserved for text in texts if token in text), None)
         if typed is not None:
             text = f"the text holds {typed}, which the model would read as an image or video that is not there"
@@ -419,8 +428,8 @@ class PromptDataset:
         if length > self.checks.prompt_max_len:
             raise DataError(self._too_long(length), LONG_PROMPT)
 
-    def _too_long(self, length: int) -> str:
-        return f"the prompt has {length} tokens, above prompt_max_len = {self.checks.prompt_max_len}"
+    def _too_long(self, length: int, unit: str = "tokens") -> str:
+        return f"the prompt has {length} {unit}, above prompt_max_len = {self.checks.prompt_max_len}"
 
     def _video_tokens(self, row: PromptRow, processor: ProcessorMixin) -> int:
         """Tokens that the videos of a row add to their placeholders; decodes them."""

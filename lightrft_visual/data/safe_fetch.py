@@ -11,14 +11,16 @@ import http.client
 import ipaddress
 import socket
 import ssl
+import string
 import threading
 import time
-from urllib.parse import SplitResult, urljoin
+from urllib.parse import SplitResult, quote, urljoin
 
 from ..errors import DataError
 from ..runtime.masking import shown_url, web_address
 
 MAX_REDIRECTS = 5
+AS_THEY_ARE = string.punctuation  # characters of a target beside letters and digits; blanks and others are encoded
 _CHUNK = 64 * 1024
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
@@ -35,13 +37,16 @@ def fetch_bytes(url: str, *, allow_remote: bool, max_bytes: int, timeout: float)
         parts = _checked_parts(url)
         try:
             status, location, body = _get(parts, max_bytes, deadline)
-        except (OSError, http.client.HTTPException) as error:
+            target = url if location is None else urljoin(url, location)
+        except DataError:
+            raise
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: an address that is none
             raise DataError(f"{shown_url(url)} cannot be fetched: {type(error).__name__}") from None
         if location is None:
             if status != 200:
                 raise DataError(f"{shown_url(url)} cannot be fetched: HTTP {status}")
             return body
-        url = urljoin(url, location)
+        url = target
     raise DataError(f"{shown_url(url)} cannot be fetched: more than {MAX_REDIRECTS} redirects")
 
 
@@ -89,9 +94,14 @@ def _get(parts: SplitResult, max_bytes: int, deadline: float) -> tuple[int, str 
     connection = http.client.HTTPConnection(host, port)
     connection.sock = sock
     try:
-        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        target = quote((parts.path or "/") + (f"?{parts.query}" if parts.query else ""), safe=AS_THEY_ARE)
         connection.request("GET", target, headers={"User-Agent": "lightrft-visual", "Accept": "*/*"})
         response = connection.getresponse()
+        encoding = response.getheader("Content-Encoding") or "identity"
+        if (
+            response.status == 200 and encoding.strip().lower() != "identity"
+        ):  # nothing is unpacked: a few bytes may stand for gigabytes
+            raise DataError(f"the reply is encoded ({encoding[:40]!r}), which was not asked for and is not unpacked")
         location = response.getheader("Location") if response.status in (301, 302, 303, 307, 308) else None
         body = b"" if location or response.status != 200 else _read(response, max_bytes)
         _left(deadline)  # a body that the timer cut may look complete

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from array import array
 from collections import Counter
@@ -187,7 +188,7 @@ def open_source(path: str | Path, split: str) -> RowSource:
     if is_given(path):
         return source_of(given(path), path, split)
     path = located(path)
-    if not path.exists():
+    if not os.path.exists(path):
         where = "" if path.is_absolute() else f" (nor below ${ROOT_VARIABLES[0]})"
         raise DataError(f"data set not found: {path}{where}{_hub_advice(str(path))}")
     if path.is_dir():

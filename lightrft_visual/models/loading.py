@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from ..config.vl import DataConfig, ModelConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, refused_as
 from ..experience.types import ModelInputs
 from .vlm.actor import Backbone
 from .vlm.families import VLMFamily, family_of
@@ -68,7 +68,7 @@ class Checkpoint:
 def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoint:
     """Configuration, tokenizer and processor. Raises ConfigError, naming the path, when they cannot be loaded."""
     check_path(path)
-    try:
+    with refused_as(ConfigError, f"model {path} cannot be loaded"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         processor, family = None, family_of(config)
@@ -76,22 +76,21 @@ def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoi
             pixels = family.processor_arguments(data.min_pixels, data.max_pixels)
             processor = AutoProcessor.from_pretrained(path, trust_remote_code=model.trust_remote_code, **pixels)
             family.check_processor(processor)
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"model {path} cannot be loaded: {error}") from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
     return Checkpoint(path, config, tokenizer, processor)
 
 
 def check_path(path: str) -> None:
     """Raise ConfigError for something that looks like a path and is not a checkpoint folder."""
-    folder = Path(path)
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    is_folder = os.path.isdir(path)
+    if is_folder and not os.path.isfile(os.path.join(path, "config.json")):
         raise ConfigError(f"model folder {path} has no config.json")
+    for each in os.scandir(path) if is_folder else ():
+        if os.path.exists(each) and not each.is_file() and not each.is_dir():  # such as a pipe, where a reader waits
+            raise ConfigError(f"model folder {path} holds {each.name!r}, which is no regular file")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not folder.is_dir():
+    if looks_local and not is_folder:
         raise ConfigError(f"model folder {path} does not exist")
 
 
@@ -101,14 +100,10 @@ def load_transformer(path: str, model: ModelConfig, dtype: torch.dtype) -> PreTr
     arguments: dict[str, Any] = {"dtype": dtype, "trust_remote_code": model.trust_remote_code}
     if model.attn_implementation != "auto":
         arguments["attn_implementation"] = model.attn_implementation
-    try:
+    with refused_as(ConfigError, f"model {path} cannot be loaded"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         auto = AutoModelForImageTextToText if family_of(config).vision else AutoModelForCausalLM
         transformer, report = auto.from_pretrained(path, output_loading_info=True, **arguments)
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"model {path} cannot be loaded: {error}") from error
     if report["missing_keys"]:
         # transformers would draw them at random and go on.
         some = ", ".join(sorted(report["missing_keys"])[:3])

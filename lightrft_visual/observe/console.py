@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..errors import writable
 from ..runtime.collectives import rank
-from ..runtime.files import writable
 from ..runtime.start_up import screen
 from .recorder import Record, best_and_worst
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ..runtime.files import writable
+from ..errors import writable
 from ..runtime.masking import mask_command, mask_text
 
 logger = logging.getLogger(__name__)

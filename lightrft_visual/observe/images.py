@@ -15,8 +15,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from ..data.media import evenly_spaced, is_video, to_rgb, video_frames
-from ..errors import DataError
-from ..runtime.files import writable
+from ..errors import DataError, writable
 
 IMAGE_SIDE = 512  # pixels; longer sides are scaled down before an image of a rollout is stored
 PNG_PIXELS = 128 * 128  # up to this size lossless PNG is small enough

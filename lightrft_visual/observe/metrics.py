@@ -195,7 +195,7 @@ def parse_step(text: Any) -> int | None:
     """The step in a cell, None where it holds no whole number."""
     try:
         return int(text)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # OverflowError: 1e400 in a JSON line
         return None
 
 
@@ -257,6 +257,12 @@ class CsvSink:
         return text.getvalue()
 
 
+def step_of(record: Mapping[str, Any]) -> float:
+    """Of a record on disk; infinity, which is behind every step, where there is none."""
+    step = parse_step(record.get("step"))
+    return math.inf if step is None else step
+
+
 class JsonlSink:
     """One JSON object a line, `step` first."""
 
@@ -272,7 +278,7 @@ class JsonlSink:
         self._last_step = step
 
     def cut_back(self, step: int) -> None:
-        self._rewrite([record for record in read_jsonl(self.path) if record["step"] <= step])
+        self._rewrite([record for record in read_jsonl(self.path) if step_of(record) <= step])
 
     def close(self) -> None:
         """Nothing is held open between lines."""
@@ -280,7 +286,7 @@ class JsonlSink:
     def _rewrite(self, records: list[dict[str, Any]]) -> None:
         if self.path.exists():
             write_atomic(self.path, "".join(to_json(record) + "\n" for record in records))
-        self._last_step = records[-1]["step"] if records else None
+        self._last_step = parse_step(records[-1]["step"]) if records else None
 
 
 class TensorBoardSink:

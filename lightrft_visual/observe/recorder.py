@@ -25,7 +25,7 @@ from ..runtime.masking import mask_config
 from ..runtime.seeding import derive_seed
 from . import environment
 from .images import save_image, save_video
-from .metrics import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink, column_name
+from .metrics import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink, column_name, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class RunRecorder:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"output_dir {self.folder} cannot be written: {error}") from error
+        self._identity = _identity(self.folder)
         self._sinks = [CsvSink(self.folder / "metrics.csv"), JsonlSink(self.folder / "metrics.jsonl")]
         self._eval_sinks = [CsvSink(self.folder / "eval_metrics.csv", EVAL_COLUMNS)]
         shared: list[Sink] = []
@@ -101,9 +102,26 @@ class RunRecorder:
             content["started"] = earlier.get("started", now)
         write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
+    def _ready(self) -> bool:
+        """Whether this process writes. A folder that was removed meanwhile is made again, and its loss is said.
+
+        Raises FolderInUse where another run has taken its place.
+        """
+        if not self.active:
+            return False
+        if _identity(self.folder) != self._identity:
+            told = "output_dir %s was removed or replaced during the run: what it held is lost, and a new one is begun"
+            logger.warning(told, self.folder)
+            if self._lock is not None:
+                self._lock.forget()
+                self._lock = FolderLock.take(self.folder)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._identity = _identity(self.folder)
+        return True
+
     def log_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One row of metrics.csv and metrics.jsonl. Values are numbers or 0-d tensors."""
-        if not self.active:
+        if not self._ready():
             return
         values = numbers(metrics)
         for sink in self._sinks:
@@ -111,7 +129,7 @@ class RunRecorder:
 
     def log_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One row of eval_metrics.csv."""
-        if not self.active:
+        if not self._ready():
             return
         values = numbers(metrics)
         for sink in self._eval_sinks:
@@ -119,17 +137,17 @@ class RunRecorder:
 
     def log_alarm(self, step: int, alarm: Mapping[str, Any]) -> None:
         """One line of alarms.jsonl; its images or texts are those of the step's rollouts."""
-        if self.active:
+        if self._ready():
             append_line(self.folder / ALARMS, to_json({**alarm, "step": step}) + "\n")
 
     def log_paired_scores(self, step: int, scores: Mapping[str, Any]) -> None:
         """One line of gold.jsonl: reward and gold of each prompt, as the guard reads them."""
-        if self.active:
+        if self._ready():
             append_line(self.folder / GOLD, to_json({**scores, "step": step}) + "\n")
 
     def save_rollouts(self, step: int, records: Sequence[Mapping[str, Any]], kind: str = "step") -> Path | None:
         """rollouts/step_000012.jsonl; images become files beside it."""
-        if not self.active:
+        if not self._ready():
             return None
         path = self.rollout_folder / f"{kind}_{step:06d}.jsonl"
         lines = [to_json({"step": step, **store_images(self.rollout_folder, record)}) for record in records]
@@ -156,7 +174,7 @@ class RunRecorder:
             sink.cut_back(step)
         for path in (self.folder / ALARMS, self.folder / GOLD):
             if path.exists():
-                kept = [to_json(line) + "\n" for line in read_jsonl(path) if line["step"] <= step]
+                kept = [to_json(line) + "\n" for line in read_jsonl(path) if step_of(line) <= step]
                 write_atomic(path, "".join(kept))
         for path in sorted(self.rollout_folder.glob("*.jsonl")):
             match = STEP_FILE.match(path.name)
@@ -177,6 +195,15 @@ class RunRecorder:
         self.active = False
         if self._lock is not None:
             self._lock.release()
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Which folder this is, whatever its name; None for none."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -210,7 +237,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """A JSON object from disk; an empty one where the file is damaged, as it only describes the run."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s cannot be read (%s)", path, error)
         return {}
     return content if isinstance(content, dict) else {}

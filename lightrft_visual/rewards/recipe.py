@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import Any
 import yaml
 
 from ..config.recipes import SUFFIXES, load_yaml
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, did_you_mean, refused_as
+from ..runtime.files import compose_yaml
 
 TYPES = ("model", "remote", "rule", "func")
 ANY_LABEL = "*"
@@ -184,7 +186,7 @@ def load_recipe(source: str) -> Recipe:
     source = source.strip()
     if source.endswith(SUFFIXES):
         file, where = Path(source).expanduser(), source
-        if not file.is_file():
+        if not os.path.isfile(file):
             raise ConfigError(f"reward recipe {source} does not exist")
         raw = load_yaml(file, quote_keys)[0]
     else:
@@ -196,10 +198,8 @@ def load_recipe(source: str) -> Recipe:
 
 
 def _inline(text: str) -> Any:
-    try:
+    with refused_as(ConfigError, "the inline reward recipe is not valid YAML"):
         raw = yaml.safe_load(quote_keys(text))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the inline reward recipe is not valid YAML: {str(error).splitlines()[0]}") from error
     if isinstance(raw, str):
         raise ConfigError(f"reward recipe {text!r}: give a {', '.join(SUFFIXES)} file, or a mapping as inline YAML")
     return raw
@@ -208,7 +208,7 @@ def _inline(text: str) -> Any:
 def quote_keys(text: str) -> str:
     """The YAML text with the keys of its outermost mapping in quotes: without them yes, on, 010 and 1.10 are no texts.
     Raises yaml.YAMLError."""
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    root = compose_yaml(text)
     for key, _ in reversed(root.value) if isinstance(root, yaml.MappingNode) else ():
         if isinstance(key, yaml.ScalarNode) and key.style is None:
             text = text[: key.start_mark.index] + json.dumps(key.value) + text[key.end_mark.index :]

@@ -10,7 +10,7 @@ import torch
 
 from ..config import registry
 from ..config.vl import RunConfig
-from ..errors import ConfigError, RolloutError
+from ..errors import ConfigError, NonFiniteError, RolloutError
 from ..experience.rollouts import Completion, PromptBatch, PromptFeatures, Rollout, SamplingSettings
 from ..models.loading import Checkpoint
 from ..runtime.deepspeed import TrainEngine
@@ -193,6 +193,18 @@ def _rollouts(
         )
         for index, response in enumerate(responses)
     ]
+
+
+def diverged(what: str, model: torch.nn.Module | None = None) -> NonFiniteError:
+    """The error for a policy whose `what` are not finite. model: whose weights are looked at."""
+    named = model.named_parameters() if model is not None else ()
+    broken = next((name for name, weight in named if not weight.isfinite().all()), None)
+    weights = f" ({broken} holds some too)" if broken else "" if model is None else " (its weights are finite)"
+    return NonFiniteError(
+        f"{what} hold NaN or infinities{weights}: the policy has diverged, or was broken from the start. Go on from an "
+        "earlier checkpoint with a lower --actor_learning_rate or --max_norm or a higher --init_kl_coef; before the "
+        "first step look at the model of --pretrain"
+    )
 
 
 def check_prompt_ids(prompt: PromptFeatures, response: Completion) -> None:

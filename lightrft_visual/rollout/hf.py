@@ -24,7 +24,7 @@ from ..models.vlm.actor import Actor
 from ..runtime import collectives
 from ..runtime.deepspeed import TrainEngine
 from ..runtime.seeding import derive_seed
-from .engine import Finished
+from .engine import Finished, diverged
 from .weight_sync import take_over
 
 T = torch.Tensor
@@ -146,6 +146,8 @@ class TransformersEngine:
             hidden = actor.backbone.decode(chosen[choice.sources], mask, positions, cache)
             positions = positions + 1
         chosen, scores = torch.stack(tokens, dim=1), torch.stack(log_probs, dim=1).cpu()
+        if samples and not scores.isfinite().all():
+            raise diverged("the logits that engine hf samples from", actor)
         images = {} if actor.drawing is None else self._images(chosen, choice)
         chosen = chosen.cpu()
         return [
@@ -342,6 +344,7 @@ def draw(logits: T, noise: T, settings: SamplingSettings) -> tuple[T, T]:
         # Below the total even when rounded, so that the token found has mass of its own and is never a banned one.
         level = torch.minimum(noise * total, torch.nextafter(total, torch.zeros_like(total)))
         tokens = torch.searchsorted(mass, level.unsqueeze(1), right=True).squeeze(1)
+        tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # beyond the end where logits are not finite
     return tokens, logits.log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 

@@ -13,6 +13,7 @@ from easydict import EasyDict
 from PIL.Image import Image
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from ..data.bad_rows import LONG_PROMPT, most_characters
 from ..data.media import MAX_IMAGE_PIXELS, Video, describe_source, load_image
 from ..data.rows import as_source_list
 from ..data.video import load_video
@@ -54,6 +55,7 @@ class MultimodalDataProcessor:
     ) -> None:
         self.tokenizer, self.processor, self.prompt_max_len = tokenizer, processor, prompt_max_len
         self.family = family_of_processor(processor)
+        self._most_characters = most_characters(tokenizer, prompt_max_len)
         self._turn = Lock()  # batches are prepared ahead in a thread; processors are not made for two calls at once
         self._reading = {"root": image_root, "allow_remote": allow_remote, "max_pixels": max_image_pixels}
 
@@ -149,6 +151,11 @@ class MultimodalDataProcessor:
     ) -> tuple[list[list[int]], list[VisionTensors]]:
         """Expanded token ids and vision tensors of each prompt, checked."""
         for index, prompt in enumerate(prompts):
+            if len(prompt) > self._most_characters:
+                told = (
+                    f"prompt {index} has {len(prompt)} characters, above prompt_max_len = {self.prompt_max_len} tokens"
+                )
+                raise DataError(told, LONG_PROMPT)
             counts = len(images[index]), len(videos[index])
             self.family.check_prompt(prompt, *counts, self.processor or self.tokenizer, f"prompt {index}")
         token_ids, vision = self._encode(prompts, images, videos)

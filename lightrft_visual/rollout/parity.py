@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from ..config.vl import RunConfig
-from ..errors import RolloutError
+from ..errors import NonFiniteError, RolloutError
 from ..experience.rollouts import PromptBatch, Rollout, SamplingSettings, ScoringRule, collate
 from ..experience.types import Experience, ModelInputs
 from ..models.loading import Checkpoint
 from ..runtime import collectives
-from .engine import RolloutEngine, RolloutStage
+from .engine import RolloutEngine, RolloutStage, diverged
 
 logger = logging.getLogger(__name__)
 T = torch.Tensor
@@ -102,6 +102,8 @@ class ParityGate:
             if self._largest(probe, temperature) <= self.tolerance:
                 return "numeric, not the engine's weights or caches (a probe of the same prompts agrees)"
             return self._diagnose(probe, temperature)
+        except NonFiniteError:
+            raise
         except Exception as error:  # such as no memory for the engine beside gradients; the finding must be said
             logger.warning("the cause of the difference could not be looked for", exc_info=error)
             return f"unknown, the search failed with {type(error).__name__}: {error}"
@@ -126,12 +128,16 @@ class ParityGate:
 
     def _largest(self, batch: PromptBatch, temperature: float) -> float:
         rollouts, settings = self._probe(batch, temperature)
-        own = 0.0
+        own, broken = 0.0, False
         if rollouts:
             ours, samples = self._scores(self.score, rollouts, settings)
             own = self.difference(ours, samples.rollout_log_probs, samples.action_mask)
-        difference = torch.nan_to_num(torch.tensor([own]), nan=math.inf, posinf=math.inf)
-        return collectives.all_reduce_max(difference).item()
+            broken = not ours[samples.action_mask].isfinite().all()
+        found = torch.nan_to_num(torch.tensor([own, float(broken)]), nan=math.inf, posinf=math.inf)
+        difference, any_broken = collectives.all_reduce_max(found).tolist()
+        if any_broken:
+            raise diverged("the trainer's own log-probs")
+        return difference
 
     def _probe(self, batch: PromptBatch, temperature: float) -> tuple[list[Rollout], SamplingSettings]:
         own = {"guidance_scale": self.sampling.guidance_scale, "guidance_log_probs": self.sampling.guidance_log_probs}
@@ -171,7 +177,8 @@ class RolloutCheck:
 
     def __init__(self, gate: ParityGate | None, probe: PromptBatch | None, temperature: float) -> None:
         self.gate, self.probe, self.temperature = gate, probe, temperature
-        self._sums: T | None = None  # (3): largest difference of a token, total of all, tokens
+        # (4): largest difference of a token, total of all, tokens, those whose own score is not finite
+        self._sums: T | None = None
 
     @property
     def largest(self) -> float:
@@ -188,7 +195,7 @@ class RolloutCheck:
         """The gate's: what it holds against its tolerance."""
         if self.gate is None or not self.gate.averages or self._sums is None:
             return self.largest
-        _, total, tokens = self._sums.tolist()
+        _, total, tokens, _ = self._sums.tolist()
         return total / max(tokens, 1.0)
 
     @torch.no_grad()
@@ -198,28 +205,32 @@ class RolloutCheck:
             return
         difference = (ours.float() - theirs.float()).abs().nan_to_num(math.inf, math.inf, math.inf)
         difference = torch.where(mask, difference, 0.0).double()
-        found = torch.stack([difference.max(), difference.sum(), mask.sum().double()])
+        broken = (mask & ~ours.isfinite()).sum().double()
+        found = torch.stack([difference.max(), difference.sum(), mask.sum().double(), broken])
         self._sums = found if self._sums is None else _joined_sums(self._sums, found)
 
     @property
     def told(self) -> T:
-        """(3) float64: what this rank tells the others to settle; see `settle`."""
-        return torch.zeros(3, dtype=torch.float64) if self._sums is None else self._sums
+        """(4) float64: what this rank tells the others to settle; see `settle`."""
+        return torch.zeros(4, dtype=torch.float64) if self._sums is None else self._sums
 
     def settle(self, heard: T | None = None) -> None:
-        """The differences over all ranks; raises RolloutError where the gate refuses its figure of them.
+        """The differences over all ranks; raises RolloutError where the gate refuses its figure of them, and
+        NonFiniteError where the trainer's own scores are not finite.
 
-        To be called once all micro-batches are added and before anything is trained on them. heard (ranks, 3): what
+        To be called once all micro-batches are added and before anything is trained on them. heard (ranks, 4): what
         every rank `told`; without it the ranks tell each other now, which is a collective.
         """
         ranks = (collectives.all_gather_numbers(self.told) if heard is None else heard).cpu()
-        self._sums = torch.stack([ranks[:, 0].max(), ranks[:, 1].sum(), ranks[:, 2].sum()])
+        self._sums = torch.cat([ranks[:, :1].amax(dim=0), ranks[:, 1:].sum(dim=0)])
         if self.gate is not None:
+            if self._sums[3]:
+                raise diverged("the trainer's own log-probs of this rollout")
             self.gate.check_rollouts(self.difference, self.probe, self.temperature)
 
 
 def _joined_sums(one: T, other: T) -> T:
-    return torch.stack([torch.maximum(one[0], other[0]), one[1] + other[1], one[2] + other[2]])
+    return torch.cat([torch.maximum(one[:1], other[:1]), one[1:] + other[1:]])
 
 
 def log_prob_difference(ours: T, theirs: T, mask: T) -> float:

@@ -506,6 +506,12 @@ class TrainEngine:
         self._reload()
         self.engine.save_checkpoint(folder, tag=tag, save_latest=False, exclude_frozen_parameters=True)
 
+    @property
+    def saved_bytes(self) -> int:
+        """About what the ranks' parts of `save` take together: weights, and Adam's three float32 numbers for each."""
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        return sum(getattr(p, "ds_numel", p.numel()) * (p.element_size() + 12) for p in trained)
+
     def load(self, folder: str, tag: str, saved_ranks: int | None = None) -> None:
         """Weights, optimizer and schedule of this rank; every rank calls it. saved_ranks: how many saved them; None
         where they were as many as now.

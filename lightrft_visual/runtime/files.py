@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and JSON lines that survive a crash in their middle."""
+"""Files that are whole or not there, JSON lines that survive a crash in their middle, and YAML that is safe to load."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ import json
 import logging
 import math
 import os
+import re
+import shutil
 import socket
 import stat
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ..errors import ConfigError, FolderInUse
+import yaml
+
+from ..errors import CheckpointError, ConfigError, FolderInUse, writable
 
 logger = logging.getLogger(__name__)
+R = TypeVar("R")
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
@@ -31,6 +36,68 @@ def write_atomic(path: Path, data: str | bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file would be larger than its file system or a limit (ulimit -f) allows",
+}
+TORN = ("unexpected pos", "PytorchStreamWriter failed")  # what torch.save says of a file that it could not write
+
+
+def disk_problem(error: BaseException, folder: str | Path | None = None) -> str | None:
+    """What a full disk did, in words, where that is behind an error; None for others. folder: which was written to."""
+    current: BaseException | None = error
+    seen: list[BaseException] = []
+    while current is not None and current not in seen:
+        seen.append(current)
+        number = current.errno if isinstance(current, OSError) else None
+        named = re.search(r"os error (\d+)", str(current))  # of libraries written in Rust
+        number = int(named[1]) if number is None and named else number
+        where = getattr(current, "filename", None) or folder
+        if number in FULL:
+            return FULL[number] + (f": {where}{_room(folder or where)}" if where else "")
+        if any(text in str(current) for text in TORN) and folder is not None:
+            return (
+                f"torch could not write a whole file, as on a full disk or at a limit or quota: {folder}{_room(folder)}"
+            )
+        current = current.__cause__ or current.__context__
+    return None
+
+
+def full_disk_named(folder: Path, write: Callable[[], R]) -> R:
+    """What `write`, which writes into the folder, gives. A full disk behind its error is a CheckpointError that says
+    so."""
+    try:
+        return write()
+    except Exception as error:
+        problem = None if isinstance(error, CheckpointError) else disk_problem(error, folder)
+        if problem is None:
+            raise
+        raise CheckpointError(f"{problem}. Make room, or name a folder elsewhere by ckpt_path") from error
+
+
+def check_space(root: Path, needed: int, kept: int) -> None:
+    """Look, before training, whether the disk has room for checkpoints of about `needed` bytes.
+
+    Raises CheckpointError where not even one fits; warns where `kept` of them and the one being written do not.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(root).free
+    told = f"{root}: {free / 2**20:.0f} MiB free, a checkpoint takes about {needed / 2**20:.0f} MiB"
+    if free < needed:
+        raise CheckpointError(f"{told}. Make room, name a folder elsewhere by ckpt_path, or set save_steps to -1")
+    if free < needed * (kept + 1):
+        logger.warning("%s, and up to %d of them are there: lower max_ckpt_num or make room", told, kept + 1)
+
+
+def _room(path: str | Path) -> str:
+    try:
+        free = shutil.disk_usage(path if os.path.isdir(path) else Path(path).parent).free
+    except OSError:
+        return ""
+    return f" ({free / 2**20:.0f} MiB free)"
 
 
 def follow_umask(folder: Path) -> None:
@@ -52,14 +119,6 @@ def append_line(path: Path, text: str) -> None:
         file.write(writable(text).encode())
 
 
-def writable(text: str) -> str:
-    """The text in characters that UTF-8 has: a lone surrogate, which data may hold, becomes its escape, as \\ud800.
-
-    Inside a JSON string that is the very escape that reads back as the surrogate.
-    """
-    return text.encode(errors="backslashreplace").decode()
-
-
 def to_json(record: Mapping[str, Any]) -> str:
     """One line of strict JSON; numbers that JSON lacks (NaN, infinities) become null."""
 
@@ -76,14 +135,14 @@ def to_json(record: Mapping[str, Any]) -> str:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; an empty list where there is no file.
+    """The records of a file; an empty list where there is no regular file.
 
     A torn last line, which a killed process leaves, is left out. So is any other line that is no record, with a warning
     that counts them: the rest of the file is worth showing, but nothing that this package writes leaves such a line.
     """
     records, broken = [], []
     # Not splitlines(): text may hold U+2028 and the like, which end a line for Python but not in JSON lines.
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         record = parse_record(line)
         if record is not None:
@@ -100,9 +159,44 @@ def parse_record(line: str) -> dict[str, Any] | None:
     """The JSON object of a line, or None for anything else."""
     try:
         record = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # ValueError also of a number of too many digits
         return None
     return record if isinstance(record, dict) else None
+
+
+MAX_YAML_CHARACTERS, MAX_YAML_NODES, MAX_YAML_DEPTH = 2**18, 50_000, 64
+QUICK_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as quick, where PyYAML has it
+
+
+def compose_yaml(text: str, loader: Any = yaml.SafeLoader) -> yaml.Node | None:
+    """The nodes of a YAML document, of which every loader makes something of bounded size. Raises yaml.YAMLError.
+
+    Refused is what is too long or too deep, holds itself, or grows beyond MAX_YAML_NODES where its aliases stand.
+    """
+    if len(text) > MAX_YAML_CHARACTERS:
+        raise yaml.YAMLError(f"{len(text)} characters are above the limit of {MAX_YAML_CHARACTERS}")
+    depth = 0
+    for event in yaml.parse(text, Loader=QUICK_LOADER):  # PyYAML makes nodes by recursion, and C has no limit to it
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_YAML_DEPTH:
+            raise yaml.YAMLError(f"it is nested deeper than {MAX_YAML_DEPTH} levels")
+    root = yaml.compose(text, Loader=loader)
+    if root is not None:
+        _count_nodes(root, {}, 0)
+    return root
+
+
+def _count_nodes(node: yaml.Node, known: dict[int, int], depth: int) -> int:
+    """Nodes from this one down, those behind an alias wherever it stands."""
+    if depth > MAX_YAML_DEPTH:
+        raise yaml.YAMLError("an alias stands inside what it names")
+    if id(node) not in known:
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        below = [each for part in parts for each in (part if isinstance(part, tuple) else (part,))]
+        known[id(node)] = 1 + sum(_count_nodes(each, known, depth + 1) for each in below)
+    if known[id(node)] > MAX_YAML_NODES:
+        raise yaml.YAMLError(f"its aliases make more than {MAX_YAML_NODES} values")
+    return known[id(node)]
 
 
 FILE_NAME = "run.lock"
@@ -153,6 +247,12 @@ class FolderLock:
         except BaseException:
             self.release()
             raise
+
+    def forget(self) -> None:
+        """Let go of it without a look at the file of its name: the folder is another one now."""
+        _held.discard(self)
+        if self._finalizer.detach() is not None:
+            os.close(self.file)
 
     def release(self) -> None:
         """Let others have the folder. Again it does nothing."""
@@ -222,5 +322,17 @@ def _let_go(path: Path, file: int, owner: int) -> None:
 
 def cache_root() -> Path:
     """LIGHTRFT_CACHE, else the user's cache folder."""
-    base = os.environ.get("LIGHTRFT_CACHE")
-    return Path(base) if base else Path.home() / ".cache" / "lightrft_visual"
+    return Path(os.environ.get("LIGHTRFT_CACHE") or os.path.expanduser("~/.cache/lightrft_visual"))
+
+
+def cache_folder() -> Path:
+    """The same, made where it is missing. Raises ConfigError where that cannot be."""
+    folder = cache_root()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        usable = os.access(folder, os.W_OK | os.X_OK) or any(folder.iterdir())  # others may have filled it
+    except OSError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"the cache folder {folder} cannot be written: set LIGHTRFT_CACHE to one that can")
+    return folder

@@ -6,33 +6,39 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 MASK = "***"
 SHOWN_URL = 200  # characters
 # Whole words at the end of a name: `hf_token`, `api_key` are secrets, `max_tokens_per_batch`, `input_key` are not.
-SECRET_NAME = re.compile(
-    r"(^|[_\-.])(api_?key|access_?key|private_?key|token|secret|password|passwd|credentials?|bearer|authorization)$",
-    re.IGNORECASE,
-)
+WORDS = "api_?key|access_?key|private_?key|token|secret|password|passwd|credentials?"
+SECRET_NAME = re.compile(rf"(^|[_\-.])({WORDS}|bearer|authorization)$", re.IGNORECASE)
 USERINFO = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # user:password in a URL
 SECRET_VALUES = (
     re.compile(r"\b(hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[bp]-)[A-Za-z0-9_\-]{12,}"),
-    re.compile(r"\bAKIA[0-9A-Z]{16}\b"),
+    re.compile(r"\bA(?:KIA|SIA)[0-9A-Z]{16}\b"),
+    re.compile(r"\beyJ[\w\-]{8,}\.eyJ[\w\-]{8,}\.[\w\-]+"),  # a JSON web token
     USERINFO,
     re.compile(r"(?i)(?<=bearer )\S+"),
 )
-# `hf_token: value` and `"api_key": "value"` in YAML or JSON text; an empty or null value is no secret.
+# `hf_token: value` and `export API_KEY=value` in YAML, JSON or shell text; an empty or null value is no secret.
 NAMED_SECRET = re.compile(
-    r"(?im)^(\s*[\"']?(?:[\w.\-]*[_\-.])?(?:api_?key|access_?key|private_?key|token|secret|password|passwd|credentials?)"
-    r"[\"']?\s*[:=]\s*)(?!(?:null|none|~|''|\"\")?\s*,?\s*$)\S.*$"
+    rf"(?im)^(\s*(?:export\s+)?[\"']?(?:[\w.\-]*[_\-.])?(?:{WORDS})[\"']?\s*[:=]\s*)"
+    r"(?!(?:null|none|~|''|\"\")?\s*,?\s*$)\S.*$"
 )
-# Parameters of a URL: `?sig=`, `&X-Amz-Signature=`, `?hf_token=`.
-QUERY_SECRET = re.compile(
-    r"(?i)([?&;#](?:\w*token|(?:[\w.\-]*[_\-.])?(?:api_?key|access_?key|key|auth|authorization|secret|password|passwd|pwd|"
-    r"signature|sig|credentials?))=)[^&;,\s#]+"
+# The same inside a line: `{"api_key": "value", ...}`, `HF_TOKEN=value python run.py`.
+INLINE_SECRET = re.compile(
+    rf"(?i)([\"'](?:[\w.\-]*[_\-.])?(?:{WORDS}|authorization)[\"']\s*:\s*[\"'])(?:[^\"'\\]|\\.)+"
+    rf"|(\b(?:[A-Z][A-Z0-9_]*_)?(?-i:API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|TOKEN|SECRET|PASSWORD|PASSWD)=)[^\s;&|]+"
 )
 URL = re.compile(r"\b[a-z][a-z0-9+.\-]*://[^\s,\"']+", re.IGNORECASE)
+PARAMETER = re.compile(r"([?&;#])([^?=&;#,\s]+)=([^&;#,\s]+)")
+# Parameters of a URL whose values are shown, and values; of all others nobody knows what they hold.
+PLAIN_VALUE = re.compile(r"[\w.\-]{0,4}|true|false|\d{1,6}", re.IGNORECASE)
+PLAIN_PARAMETERS = frozenset(
+    "api-version author batch dtype fields format lang limit metric mode model n name page q rank revision seed signal "
+    "split step task timeout type v version".split()
+)
 KEY_IN_URL = re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[bp]-)[A-Za-z0-9]{16,}")
 
 
@@ -40,10 +46,11 @@ def web_address(url: str) -> SplitResult | None:
     """The parts of an http or https URL with a host; None for anything else, which nobody may connect to."""
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        host = parts.hostname or ""
+        usable = parts.scheme in ("http", "https") and bool(host) and parts.port != 0
     except ValueError:
         return None
-    return parts if usable else None
+    return parts if usable and not re.search(r"[\s\x00-\x20\x7f<>\\^`{|}]", host) else None
 
 
 def shown_url(url: str) -> str:
@@ -55,13 +62,22 @@ def shown_url(url: str) -> str:
 
 
 def mask_urls(text: str) -> str:
-    """The text with passwords, tokens, signatures and well-known keys inside its URLs replaced by ***."""
+    """The text with passwords, well-known keys and what parameters hold inside its URLs replaced by ***.
+
+    Shown are the values of PLAIN_PARAMETERS, and those that are too short to be a secret.
+    """
 
     def masked(found: re.Match[str]) -> str:
         without_user = USERINFO.sub(MASK, found[0])
-        return KEY_IN_URL.sub(MASK, QUERY_SECRET.sub(rf"\g<1>{MASK}", without_user))
+        return KEY_IN_URL.sub(MASK, PARAMETER.sub(_parameter, without_user))
 
     return URL.sub(masked, text)
+
+
+def _parameter(found: re.Match[str]) -> str:
+    mark, name, value = found.groups()
+    known = unquote(name).lower() in PLAIN_PARAMETERS or PLAIN_VALUE.fullmatch(unquote(value))
+    return found[0] if known or value == MASK else f"{mark}{name}={MASK}"
 
 
 def secret_values(environment: Mapping[str, str] | None = None) -> list[str]:
@@ -77,7 +93,7 @@ def mask_text(text: str, environment: Mapping[str, str] | None = None) -> str:
         text = text.replace(value, MASK)
     for pattern in SECRET_VALUES:
         text = pattern.sub(MASK, text)
-    text = QUERY_SECRET.sub(rf"\g<1>{MASK}", text)
+    text = INLINE_SECRET.sub(lambda found: f"{found[1] or found[2]}{MASK}", mask_urls(text))
     return NAMED_SECRET.sub(rf"\g<1>{MASK}", text)
 
 

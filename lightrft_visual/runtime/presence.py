@@ -13,6 +13,7 @@ import secrets
 import selectors
 import signal
 import socket
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -224,6 +225,25 @@ def _runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+@contextmanager
+def hangup_ends() -> Iterator[None]:
+    """Inside, SIGHUP, by which a lost terminal is told, does what SIGTERM does. Ignored, as by nohup, it stays so."""
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        yield
+        return
+    with handled(signal.SIGHUP, _hang_up):
+        yield
+
+
+def _hang_up(*_: object) -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for output in (1, 2):
+        if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):  # writing to a lost terminal is an error
+            os.dup2(nowhere, output)
+    os.close(nowhere)
+    signal.raise_signal(signal.SIGTERM)
 
 
 @contextmanager

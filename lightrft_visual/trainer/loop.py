@@ -142,6 +142,10 @@ class PolicyTrainer(ABC):
     def save_engines(self, folder: Path) -> None:
         """Weights and optimizer states of this rank into `folder`; every rank calls it."""
 
+    def saved_bytes(self) -> int:
+        """About what `save_engines` writes on all ranks together; 0 where nobody knows."""
+        return 0
+
     @abstractmethod
     def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
         """The inverse of `save_engines`. saved_ranks: how many ranks saved, where they were not as many."""
@@ -193,6 +197,7 @@ class PolicyTrainer(ABC):
                 self.console.done(self.step, self.latest_eval, self.first_eval, files)
 
     def _begin(self) -> None:
+        self.state.check_space(self.saved_bytes())
         self.state.resume()
         with self.timer.phase("sync"):
             self.start()

@@ -27,8 +27,8 @@ from ..runtime import collectives
 from ..runtime.checkpoint.manager import CheckpointManager, on_rank_0, resolve_resume
 from ..runtime.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from ..runtime.deepspeed import DeepspeedStrategy
-from ..runtime.files import FolderLock
-from ..runtime.presence import LauncherWatch, handled
+from ..runtime.files import FolderLock, check_space
+from ..runtime.presence import LauncherWatch, handled, hangup_ends
 from ..runtime.usercode.calls import INTERRUPTED, Interrupt, StopRequest
 
 logger = logging.getLogger(__name__)
@@ -129,9 +129,16 @@ class RunState:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, SIGTERM and Ctrl-C ask for a checkpoint and an orderly end; the handlers of before come back."""
-        with handled(signal.SIGTERM, self._stop), handled(signal.SIGINT, self._interrupt):
+        """Inside, SIGTERM, Ctrl-C and the loss of the terminal ask for a checkpoint and an orderly end; the handlers of
+        before come back."""
+        with handled(signal.SIGTERM, self._stop), handled(signal.SIGINT, self._interrupt), hangup_ends():
             yield
+
+    def check_space(self, needed: int) -> None:
+        """Refuse, or warn of, a disk without room for the checkpoints that were asked for. needed: bytes of one."""
+        if (self.output.save_steps or 0) > 0:
+            manager = self.manager
+            on_rank_0("looking for room", lambda: check_space(manager.root, needed, manager.max_num))
 
     def signalled(self) -> bool:
         """Whether this process was asked to stop."""

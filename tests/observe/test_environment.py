@@ -62,6 +62,33 @@ def test_secrets_in_yaml_and_json_text_are_masked():
     assert masked == ('a:\n  hf_token: ***\n  api_key: null\n  max_tokens: 5\n  token_env: RM\n  "password": ***\n')
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'{{"user": "me", "api_key": "{SECRET}", "n": 1}}',
+        f"{{'headers': {{'Authorization': '{SECRET}'}}}}",
+        f"export HF_TOKEN={SECRET}",
+        f"  export OPENAI_API_KEY='{SECRET}'",
+        f"HF_TOKEN={SECRET} python run.py",
+        f"env MY_PASSWORD={SECRET}; ls",
+        f"GET https://b.s3.amazonaws.com/o?X-Amz-Security-Token={SECRET}&X-Amz-Expires=60",
+        f"GET https://h/o?X-Amz-Credential={SECRET}",
+        f"http://h/score?code={SECRET}",
+        f"http://h/score?model=a&%61pi%5Fkey={SECRET}#x",
+        f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.{SECRET}",
+        "ASIAABCDEFGHIJKLMNOP",
+    ],
+)
+def test_secrets_inside_lines_and_urls_are_masked(text):
+    masked = mask_text(text, environment={})
+    assert SECRET not in masked and "ABCDEFGHIJ" not in masked and "***" in masked
+
+
+def test_text_without_a_secret_stays_as_it_is():
+    text = 'max_tokens=5 {"pad": "x", "tokens": "many"} http://h/s?model=judge-v2&seed=123456&flag=true TOKEN is set'
+    assert mask_text(text, environment={}) == text
+
+
 def test_description_holds_command_versions_hardware(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--seed", "1"])
     found = describe(world_size=2, started="2025-01-01T00:00:00+00:00")

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -14,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.errors import ConfigError, FolderInUse
 from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.metrics import column_name
 from lightrft_visual.observe.recorder import RecorderOptions, RunRecorder
-from lightrft_visual.runtime.files import read_jsonl
+from lightrft_visual.runtime.files import FolderLock, read_jsonl
 
 
 def picture(shade: int, size: int = 20) -> Image.Image:
@@ -145,3 +146,30 @@ def test_any_text_can_be_written_and_reads_back(tmp_path_factory, text, more):
     with open(folder / "eval_metrics.csv", newline="", encoding="utf-8") as file:
         values = [row[column_name(name)] for row in csv.DictReader(file)]
     assert values == ["0.5", "0.25"]
+
+
+def test_a_folder_that_is_removed_during_the_run_is_said_and_made_again(tmp_path, caplog):
+    folder = tmp_path / "run"
+    lock = FolderLock.take(folder)
+    run = RunRecorder(folder, lock=lock)
+    run.log_step(1, {"loss": 1.0})
+    shutil.rmtree(folder)
+    run.log_alarm(2, {"text": "x"})
+    run.log_step(2, {"loss": 2.0})
+    assert caplog.text.count(f"{folder} was removed or replaced during the run") == 1
+    assert [record["step"] for record in read_jsonl(folder / "metrics.jsonl")] == [2]
+    with pytest.raises(FolderInUse):
+        FolderLock.take(folder)
+    run.close()
+    FolderLock.take(folder).release()
+
+
+def test_a_removed_folder_that_another_run_has_taken_ends_this_one(tmp_path):
+    run = RunRecorder(tmp_path / "run", lock=FolderLock.take(tmp_path / "run"))
+    shutil.rmtree(tmp_path / "run")
+    other = FolderLock.take(tmp_path / "run")
+    with pytest.raises(FolderInUse):
+        run.log_step(1, {"loss": 1.0})
+    run.close()
+    assert other.path.is_file()
+    other.release()

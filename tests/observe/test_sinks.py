@@ -187,3 +187,13 @@ def test_wandb_without_a_key_is_a_config_error(tmp_path, monkeypatch):
     with_fake(monkeypatch, FakeWandb(failure="api_key not configured"))
     with pytest.raises(ConfigError, match="WANDB_API_KEY"):
         WandbSink(tmp_path / "w", "run")
+
+
+def test_lines_whose_step_is_no_whole_number_do_not_stop_a_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 1}', '{"step": 1e400}', '{"step": [2]}', '{"step": "x"}', '{"step": ' + "9" * 5000 + "}"]
+    path.write_text("\n".join([*lines, '{"step": "2"}', '{"step": 3}', ""]))
+    sink = JsonlSink(path)
+    sink.cut_back(2)
+    sink.append(4, {"loss": 1.0})
+    assert [record["step"] for record in read_jsonl(path)] == [1, "2", 4]

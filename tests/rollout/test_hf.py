@@ -22,7 +22,7 @@ from tiny_models import (
 )  # fmt: skip
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightrft_visual.errors import RolloutError
+from lightrft_visual.errors import NonFiniteError, RolloutError
 from lightrft_visual.experience.rollouts import PromptBatch, SamplingSettings
 from lightrft_visual.models.loading import Checkpoint
 from lightrft_visual.models.vlm.actor import Actor
@@ -276,3 +276,14 @@ def test_a_response_goes_on_as_it_was_begun(rig):
             assert part.token_ids == each.token_ids[2:] and part.truncated == each.truncated
             assert part.prompt_token_ids == each.prompt_token_ids
             assert torch.allclose(torch.tensor(part.log_probs), torch.tensor(each.log_probs[2:]), atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [PLAIN, SamplingSettings(n=1, max_new_tokens=2, temperature=0.0)])
+def test_a_policy_whose_weights_are_not_finite_is_named_with_the_weight(root, settings):
+    actor = actor_of(checkpoint_of(root, "qwen2"))
+    with torch.no_grad():
+        name, weight = next((n, w) for n, w in actor.named_parameters() if "layers.1" in n and "down_proj" in n)
+        weight[0, 0] = float("nan")
+    rig = Rig(checkpoint_of(root, "qwen2"), actor, TransformersEngine(actor, checkpoint_of(root, "qwen2").tokenizer))
+    with pytest.raises(NonFiniteError, match=rf"samples from hold NaN .*{name} holds some.*--actor_learning_rate"):
+        rig.stage.generate(text_prompts(), settings)

@@ -9,7 +9,7 @@ import torch
 from engine_rig import Rig
 from tiny_models import actor_of, checkpoint_of, mixed_prompts, text_prompts
 
-from lightrft_visual.errors import RolloutError
+from lightrft_visual.errors import NonFiniteError, RolloutError
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.parity import RolloutCheck, log_prob_difference, mean_log_prob_difference
 
@@ -170,3 +170,33 @@ def test_differences_under_a_mask():
         assert function(ours, theirs, torch.zeros_like(mask)) == 0.0
         assert function(ours, torch.full_like(theirs, math.nan), mask) == math.inf
         assert function(ours, torch.full_like(theirs, -math.inf), mask) == math.inf
+
+
+class Broken:
+    """The actor's scores where it has diverged: not a number."""
+
+    def __init__(self, rig):
+        self.rig = rig
+
+    def gate(self):
+        gate = self.rig.gate()
+        own = gate.score
+        gate.score = lambda inputs, rule: own(inputs, rule) * math.nan
+        return gate
+
+
+def test_a_policy_that_has_diverged_is_said_to_have(rig):
+    gate = Broken(rig).gate()
+    for check in (lambda: gate.check(text_prompts()), lambda: gate.check_rollouts(0.5, text_prompts())):
+        with pytest.raises(NonFiniteError, match=r"log-probs hold NaN.*diverged.*--actor_learning_rate"):
+            check()
+
+
+def test_rollouts_scored_by_a_policy_that_has_diverged_say_so(rig):
+    ours, theirs, mask = torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([[True, True, False]])
+    check = RolloutCheck(rig.gate(), None, 1.0)
+    check.add(ours.clone().index_fill_(1, torch.tensor([2]), math.nan), theirs, mask)  # outside of the mask
+    check.settle()
+    check.add(ours * math.nan, theirs, mask)
+    with pytest.raises(NonFiniteError, match="this rollout hold NaN"):
+        check.settle()

@@ -26,7 +26,7 @@ from torch import nn
 
 from ...config import registry
 from ...config.diffusion import PARTS, DiffusionModelConfig
-from ...errors import ConfigError
+from ...errors import ConfigError, refused_as
 from ...experience.vision import NEGATIVE, Conditions, joined, separate
 from ...runtime import collectives
 from ...runtime.offload import on_device
@@ -98,15 +98,16 @@ class DiffusionPolicy(nn.Module):
 
         Raises ConfigError when no family here reads the pipeline's class, or when it is not the one named.
         """
-        adapter = named_family(pipeline_class(path), family)
-        if path.endswith(PARTS):
-            return cls(adapter(load_wan_parts(path, dtype, tokenizer), text_length), lora, trainable)
-        parts = adapter.loading()
-        if divide is not None:
-            trained = () if lora is not None and lora.rank else trainable or adapter.denoiser_names
-            parts |= load_divided(path, adapter.denoiser_names, dtype, divide, cast=trained)
-        pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype, **parts)
-        return cls(adapter(pipeline, text_length or saved_text_length(path)), lora, trainable)
+        with refused_as(ConfigError, f"model {path} cannot be loaded"):
+            adapter = named_family(pipeline_class(path), family)
+            if path.endswith(PARTS):
+                return cls(adapter(load_wan_parts(path, dtype, tokenizer), text_length), lora, trainable)
+            parts = adapter.loading()
+            if divide is not None:
+                trained = () if lora is not None and lora.rank else trainable or adapter.denoiser_names
+                parts |= load_divided(path, adapter.denoiser_names, dtype, divide, cast=trained)
+            pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype, **parts)
+            return cls(adapter(pipeline, text_length or saved_text_length(path)), lora, trainable)
 
     @property
     def prediction(self) -> str:

@@ -254,6 +254,11 @@ class Actor(nn.Module):
         """The transformers model, without a peft wrapper around it."""
         return self.model.get_base_model() if is_adapted(self.model) else self.model
 
+    @property
+    def config(self):
+        """The transformers configuration of the model."""
+        return self.transformer.config
+
     def forward(self, inputs: ModelInputs, rule: ScoringRule, with_entropy: bool = True) -> ActorOutput:
         """Log-probs and entropy of every action. Raises DataError when images and placeholders do not match."""
         mask = inputs.action_mask

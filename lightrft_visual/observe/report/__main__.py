@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ...errors import DataError
+from ...errors import DataError, refused_as
 from .page import write_report
 
 
@@ -21,7 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--title")
     chosen = parser.parse_args(arguments)
     try:
-        path = write_report(chosen.runs, chosen.output, chosen.title)
+        with refused_as(DataError, "the report cannot be written"):
+            path = write_report(chosen.runs, chosen.output, chosen.title)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

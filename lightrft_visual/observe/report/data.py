@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import logging
 import math
+import os
 import re
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import yaml
 from PIL import Image
 
 from ...errors import DataError
-from ...runtime.files import read_jsonl
+from ...runtime.files import QUICK_LOADER, compose_yaml, read_jsonl
 from ...runtime.masking import mask_config
 from ..images import SHEET, data_uri
 from ..metrics import parse_step
@@ -24,7 +27,6 @@ from ..recorder import ALARMS, SHEET_FOLDER, STEP_FILE, read_object
 logger = logging.getLogger(__name__)
 
 # Ten times as quick, where PyYAML has them.
-QUICK_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 QUICK_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 Points = list[tuple[float, float]]
 MAX_PIXELS = 40_000_000
@@ -58,18 +60,34 @@ class RunData:
         return not (self.metrics or self.evaluation or self.eval_rollouts or self.train_rollouts or self.sheets)
 
 
+def is_readable(path: Path) -> bool:
+    """Whether there is a regular file that can be read: a pipe in its place would never end."""
+    return path.is_file() and os.access(path, os.R_OK)
+
+
+@contextmanager
+def left_out(path: Path) -> Iterator[None]:
+    """Inside a file of the run is read; what is wrong with it is a warning, and the report goes on without the rest."""
+    try:
+        yield
+    except (OSError, ValueError, SyntaxError, RecursionError, yaml.YAMLError, csv.Error) as error:
+        logger.warning("%s is left out of the report: %s", path, error)
+
+
 def read_columns(path: Path) -> dict[str, Points]:
-    """Columns of a metrics file without empty cells, in file order; torn rows and text cells are left out."""
-    if not path.exists():
+    """Columns of a metrics file without empty cells, in file order; torn rows and text cells are left out, and what
+    stands behind a line that is no CSV."""
+    columns: dict[str, Points] = {}
+    if not is_readable(path):
         return {}
-    with open(path, newline="", encoding="utf-8", errors="replace") as file:
+    with open(path, newline="", encoding="utf-8", errors="replace") as file, left_out(path):
         lines = csv.reader(file)
         header = next(lines, [])
-        columns: dict[str, Points] = {name: [] for name in header if name != "step"}
-        for cells in lines:
+        columns |= {name: [] for name in header if name != "step"}
+        for cells in lines if header else ():
             step = parse_step(cells[0]) if len(cells) == len(header) and header[0] == "step" else None
             for name, text in zip(header[1:], cells[1:]) if step is not None else ():
-                if (value := to_float(text)) is not None:
+                if (value := to_float(text)) is not None and name in columns:
                     columns[name].append((step, value))
     return {name: points for name, points in columns.items() if points}
 
@@ -84,14 +102,12 @@ def to_float(text: str) -> float | None:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.resolved.yaml with secrets masked; empty where it is missing or damaged."""
-    path = folder / "config.resolved.yaml"
-    if not path.exists():
-        return {}
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=QUICK_LOADER)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        logger.warning("%s is left out of the report: %s", path, error)
-        return {}
+    path, content = folder / "config.resolved.yaml", None
+    with left_out(path):
+        if is_readable(path):
+            text = path.read_text(encoding="utf-8")
+            compose_yaml(text, QUICK_LOADER)  # is it of bounded size?
+            content = yaml.load(text, Loader=QUICK_LOADER)
     return mask_config(content) if isinstance(content, dict) else {}
 
 
@@ -110,7 +126,7 @@ def load_run(folder: str | Path, name: str | None = None) -> RunData:
     evaluated = numbered(rollouts, EVAL_FILE)
     trained = [(step, path) for step, path in numbered(rollouts, STEP_FILE) if path.name.startswith("step_")]
     sheets = [(epoch, path / SHEET) for epoch, path in numbered(list(folder.glob("eval_epoch_*")), SHEET_FOLDER)]
-    environment = read_object(folder / "env.json") if (folder / "env.json").exists() else {}
+    environment = read_object(folder / "env.json") if is_readable(folder / "env.json") else {}
     return RunData(
         folder,
         name or folder.resolve().name,
@@ -142,17 +158,17 @@ class Thumbnails:
 
     def uri(self, folder: Path, name: str, side: int, quality: int = 72) -> tuple[str, tuple[int, int]] | None:
         """(data URI, original size) of an image inside `folder`; None when missing, damaged, outside or too much."""
-        path = (folder / name).resolve()
-        if not path.is_relative_to(folder.resolve()) or not path.is_file():
-            return None
         try:
+            path = (folder / name).resolve()
+            if not path.is_relative_to(folder.resolve()) or not path.is_file():
+                return None
             with Image.open(path) as image:
                 if image.width * image.height > MAX_PIXELS:
                     return None
                 size = image.size
                 uri = data_uri(image.convert("RGB"), side, quality)
-        except (OSError, SyntaxError, ValueError) as error:
-            logger.warning("%s is left out of the report: %s", path, error)
+        except (OSError, SyntaxError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
+            logger.warning("%s is left out of the report: %s", ascii(name), error)
             return None
         if len(uri) > self.left:
             return None
@@ -202,7 +218,7 @@ def phase_times(metrics: dict[str, Points]) -> PhaseTimes | None:
     phases = {name: [finite_or_zero(values.get(step)) for step in steps] for name, values in columns.items()}
     sums = [sum(values[index] for values in phases.values()) for index in range(len(steps))]
     totals = [max(finite_or_zero((whole or {}).get(step)), sums[index]) for index, step in enumerate(steps)]
-    kept = [index for index, total in enumerate(totals) if total > 0]
+    kept = [index for index, total in enumerate(totals) if 0 < total < math.inf]
     phases = {name: [values[index] for index in kept] for name, values in phases.items()}
     return PhaseTimes(phases, [totals[index] for index in kept]) if kept else None
 

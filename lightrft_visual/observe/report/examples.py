@@ -63,7 +63,7 @@ def card(record: Record, thumbnails: Thumbnails, folder: Path, low: float, high:
     """What the page shows of a rollout. `low` and `high` scale the bar of the reward."""
     value = score(record)
     filled = 100 if value is None or high <= low else 100 * (value - low) / (high - low)
-    names = [name for key in ("images", "videos") for name in record.get(key) or []]
+    names = [name for key in ("images", "videos") if isinstance(own := record.get(key), list) for name in own]
     components = record.get("components")
     facts = [
         f"{name} {number(each)}"
@@ -128,7 +128,8 @@ def guard_section(run: RunData, thumbnails: Thumbnails) -> list[dict[str, Any]]:
     kept = {step: path for step, path in (*run.eval_rollouts, *run.train_rollouts)}  # of a training step where both are
     blocks = []
     for alarm in run.alarms[:MAX_ALARMS]:
-        path = kept.get(alarm.get("step"))
+        step = alarm.get("step")
+        path = kept.get(step) if isinstance(step, int) else None
         groups = dict(cards(read_jsonl(path), thumbnails, path.parent)) if path is not None else {}
         best = [each for title, chosen in groups.items() if title.startswith("Best") for each in chosen]
         blocks.append({"step": alarm.get("step"), "text": str(alarm.get("text")), "cards": best})

@@ -24,7 +24,7 @@ from markupsafe import Markup
 
 from ...data.bad_rows import FILE_NAME
 from ...errors import DataError
-from ...runtime.files import read_jsonl, write_atomic
+from ...runtime.files import disk_problem, read_jsonl, write_atomic
 from .curves import PALETTE, Point, ahead_panels, number, reward_section, time_panel, training_section
 from .data import QUICK_DUMPER, PhaseTimes, RunData, Thumbnails, flat_config, load_run, phase_times
 from .examples import examples_section, guard_section
@@ -334,6 +334,9 @@ class ReportWriter:
             return None
         try:
             return write_report([self.folder], self.folder / REPORT)
-        except Exception:
-            logger.exception("%s could not be written; the run goes on", REPORT)
+        except Exception as error:
+            problem = disk_problem(error)
+            logger.error(
+                "%s could not be written (%s); the run goes on", REPORT, problem or error, exc_info=not problem
+            )
             return None

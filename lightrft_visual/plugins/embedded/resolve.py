@@ -10,7 +10,7 @@ from ...config import registry
 from ...config.diffusion import DiffusionRunConfig
 from ...config.vl import EMBEDDED, ModelConfig, RunConfig
 from ...errors import ConfigError
-from ...runtime.files import cache_root
+from ...runtime.files import cache_folder
 
 # By name, as transformers loads in seconds: of `models.tiny.vlm.TINY_FAMILIES`, those that see and those that draw.
 VISION_FAMILIES, DRAWING_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"), ("janus",)
@@ -44,8 +44,8 @@ def place_captions(config: DiffusionRunConfig) -> None:
     from .pairs import embedded_pairs
 
     split = "test" if config.data.eval_data else config.data.eval_split  # of a file of one's own it says its part
-    train, kept = embedded_prompts(cache_root(), split)
-    config.data.prompt_data = str(embedded_pairs(cache_root(), split) if config.offline else train)
+    train, kept = embedded_prompts(cache_folder(), split)
+    config.data.prompt_data = str(embedded_pairs(cache_folder(), split) if config.offline else train)
     config.data.eval_data = config.data.eval_data or str(kept)
 
 

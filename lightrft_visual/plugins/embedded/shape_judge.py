@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
-from ...runtime.files import cache_root
+from ...runtime.files import cache_folder
 from .drawn_shapes import BACKGROUND, COLOURS, PLACES, SHAPES, random_images, shape_masks
 
 logger = logging.getLogger(__name__)
@@ -276,7 +276,7 @@ def judge_file(cache_dir: str | Path | None = None, settings: JudgeSettings | No
     """
     settings = settings or JudgeSettings()
     text = json.dumps(asdict(settings), sort_keys=True)
-    root = Path(cache_dir) if cache_dir else cache_root() / "models"
+    root = Path(cache_dir) if cache_dir else cache_folder() / "models"
     path = root / f"shape-judge-{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors"
     if path.is_file():
         return path

@@ -30,7 +30,7 @@ from ...models.tiny.vlm import TINY_FAMILIES, build_tiny_checkpoint
 from ...models.vlm.actor import Actor
 from ...models.vlm.families import family_of_processor
 from ...observe.console import RunConsole
-from ...runtime.files import cache_root
+from ...runtime.files import cache_folder
 from . import questions, reasoning
 from .task import EmbeddedTask, SupervisedPair, supervised_pairs
 
@@ -66,7 +66,7 @@ def warm_up_of(task: str, **settings) -> WarmUp:
 def embedded_task(root: Path | None = None, name: str = EMBEDDED) -> EmbeddedTask:
     """An embedded data set on disk, drawn at the first call."""
     build = reasoning.build_reasoning_task if name == EMBEDDED_REASONING else questions.build_embedded_task
-    return build((root or cache_root()) / "data")
+    return build((root or cache_folder()) / "data")
 
 
 def source_of(task: str):
@@ -83,7 +83,7 @@ def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print
     source = source_of(settings.task)
     made_of = asdict(settings) | {"version": CACHE_VERSION, "questions": source.VERSION}
     text = json.dumps(made_of, sort_keys=True)
-    root = root or cache_root()
+    root = root or cache_folder()
 
     def build(folder: Path) -> None:
         report(f"building the embedded {settings.family} model by supervised steps, once; takes less than a minute")

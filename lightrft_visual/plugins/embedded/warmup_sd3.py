@@ -25,7 +25,7 @@ from torch import nn
 from ...models.diffusion.policy import save_text_length
 from ...models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, TinyPipelineSettings, build_pipeline
 from ...observe.console import RunConsole
-from ...runtime.files import cache_root
+from ...runtime.files import cache_folder
 from .drawn_shapes import COLOURS, SHAPES, all_captions, random_images
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def built_once(
     missing. It appears by one rename, so an interrupted warm-up leaves nothing behind; one process of a host builds,
     the others wait for it.
     """
-    root = Path(cache_dir) if cache_dir else cache_root() / "models"
+    root = Path(cache_dir) if cache_dir else cache_folder() / "models"
     target = root / f"{name}-{settings.key}"
     if (target / MARKER).is_file():
         return target

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...runtime.files import cache_root
+from ...runtime.files import cache_folder
 from ..embedded.captions import caption_split
 from ..embedded.drawn_shapes import placed_captions
 from ..embedded.task import HELD_OUT
@@ -53,7 +53,7 @@ class UnifiedTask:
 
 def unified_task(root: Path | None = None) -> UnifiedTask:
     """The task on disk, written at the first call below the cache."""
-    root = root or cache_root()
+    root = root or cache_folder()
     task = embedded_task(root)
 
     def build(folder: Path) -> None:

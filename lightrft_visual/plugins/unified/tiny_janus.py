@@ -30,7 +30,7 @@ from ...experience.vision import VisionTensors
 from ...models.tiny.vlm import JANUS_DRAWN, build_tiny_checkpoint
 from ...models.vlm.actor import Actor
 from ...observe.console import RunConsole
-from ...runtime.files import cache_root
+from ...runtime.files import cache_folder
 from ..embedded import questions
 from ..embedded.drawn_shapes import COLOURS, PLACES, SHAPES, ShapeCaption, placed_captions, random_images
 from ..embedded.questions import vocabulary_texts
@@ -80,7 +80,7 @@ class UnifiedWarmUp:
 
 def embedded_janus(settings: UnifiedWarmUp | None = None, root: Path | None = None, report=print) -> Path:
     """The warmed-up checkpoint folder; built within four minutes on two cores when the cache does not hold it."""
-    settings, root = settings or UnifiedWarmUp(), root or cache_root()
+    settings, root = settings or UnifiedWarmUp(), root or cache_folder()
     versions = {"questions": questions.VERSION, "descriptions": descriptions.VERSION}
     made_of = json.dumps(asdict(settings) | versions, sort_keys=True)
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file
 
-from ...errors import ConfigError
+from ...errors import ConfigError, refused_as
 
 
 def mean_over_frames(
@@ -33,7 +32,7 @@ def load_checkpoint(loader: Callable[..., Any], path: str, scorer: str, **option
     """`loader.from_pretrained(path)`. Raises ConfigError that names scorer and path when it cannot be had."""
     try:
         return loader(path, **options)
-    except (OSError, ValueError, HfHubHTTPError) as error:
+    except Exception as error:  # libraries raise every kind of exception at a damaged folder
         raise ConfigError(
             f"scorer {scorer}: {path} cannot be loaded ({type(error).__name__}); give a folder or a hub name that "
             "this machine can reach"
@@ -47,10 +46,11 @@ def load_tensors(path: str, scorer: str) -> dict[str, torch.Tensor]:
         path = load_checkpoint(hf_hub_download, repository, scorer, filename=name)
     if not Path(path).is_file():
         raise ConfigError(f"scorer {scorer}: the file {path} does not exist")
-    if path.endswith(".safetensors"):
-        return load_file(path)
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
-    return loaded.get("state_dict", loaded)
+    with refused_as(ConfigError, f"scorer {scorer}: {path} cannot be loaded"):
+        if path.endswith(".safetensors"):
+            return load_file(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        return loaded.get("state_dict", loaded)
 
 
 def linear_stack(state: dict[str, torch.Tensor], prefix: str, scorer: str) -> torch.nn.Sequential:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from ...config.shared import RewardConfig
-from ...errors import ConfigError, RewardError
+from ...errors import ConfigError, RewardError, refused_as
 from ...experience.types import ModelInputs
 from ...experience.vision import VisionTensors
 from ...models.loading import HEAD_FILE, VLRewardModel
@@ -135,10 +135,13 @@ def is_engine(model: nn.Module) -> bool:
 def load_reward_model(name: str, path: str, offload: bool, strategy: Any = None) -> Source:
     """A checkpoint as a source; all ranks load it together where `strategy` divides models. Raises ConfigError when it
     is missing or is no reward model."""
-    try:
+    with refused_as(ConfigError, f"reward model {name}: {path} is no transformers checkpoint"):
         config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"reward model {name}: {path} is no transformers checkpoint") from error
+    with refused_as(ConfigError, f"reward model {name}: {path} cannot be loaded"):
+        return _reward_model(name, path, config, offload, strategy)
+
+
+def _reward_model(name: str, path: str, config: Any, offload: bool, strategy: Any) -> Source:
     architecture = (config.architectures or [""])[0]
     if Path(path, HEAD_FILE).is_file() or (config.to_dict().get("vision_config") and "Sequence" not in architecture):
         with loading(strategy):

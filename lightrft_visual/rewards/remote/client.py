@@ -44,8 +44,8 @@ class BadReply(Exception):
 def encode_request(batch: RewardBatch, wire: str, encode: Encode) -> dict[str, Any]:
     """The body of one request. Optional fields are left out when no sample has them."""
     if wire == OPENRLHF:
-        asked = {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(batch.labels_or_references)}
-        return asked | _media(batch, encode)
+        own = {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(batch.labels_or_references)}
+        return own | _media(batch, encode)
     body: dict[str, Any] = {"queries": batch.queries, "prompts": batch.prompts, "ids": batch.ids}
     for name, values in (("labels", batch.labels), ("references", batch.references)):
         if any(value is not None for value in values):
@@ -57,7 +57,6 @@ def encode_request(batch: RewardBatch, wire: str, encode: Encode) -> dict[str, A
 
 def wires_of(setting: str, remotes: Mapping[str, str]) -> dict[str, str]:
     """The wire of each entry of remote_rm_url, {name: entry}, by `reward_wire`; of any other entry under "".
-
     Raises ConfigError for a wire or name that does not exist, and for a list of another length.
     """
     parts = [part.strip() for part in setting.split(",") if part.strip()] or [AUTO]
@@ -277,8 +276,7 @@ class Phase:
 @dataclass
 class Exchange:
     """One request on its way. decode: reads the parsed reply, or raises BadReply. position: its number in the call,
-    which spreads requests over replicas. deadline: set when the request gets its first slot. replied: status and body
-    of the last reply."""
+    which spreads requests over replicas. deadline: set with its first slot. replied: the last reply."""
 
     replicas: list[str]
     content: bytes
@@ -310,7 +308,8 @@ class RemoteClient:
 
     async def _open(self) -> None:
         limit = self.config.reward_concurrency
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        # Nothing is unpacked: a few bytes may stand for gigabytes.
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
         self._slots = asyncio.Semaphore(limit)
         self._http = httpx.AsyncClient(
             headers=headers,
@@ -395,7 +394,9 @@ class RemoteClient:
         except httpx.TransportError as error:
             reason = f"{name}: connection failed ({type(error).__name__})"
             raise RequestFailed(reason, retry=True, answered=False) from None
-        except httpx.RequestError as error:  # such as a body that is not of its Content-Encoding
+        except BadReply as problem:
+            raise RequestFailed(f"{name}: {problem}", retry=False) from None
+        except (httpx.RequestError, httpx.InvalidURL) as error:
             raise RequestFailed(f"{name}: the reply cannot be read ({type(error).__name__})", retry=False) from None
         told = f"{name}: HTTP {status}" + ("" if status == 200 else _said(data, self._token))
         if status == 429 or status >= 500:
@@ -422,8 +423,13 @@ class RemoteClient:
     async def _post(self, url: str, content: bytes) -> tuple[int, httpx.Headers, bytes | None]:
         headers = {"Content-Type": "application/json"}
         async with self._http.stream("POST", url, content=content, headers=headers) as response:
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding.strip().lower() not in ("", "identity"):
+                if response.status_code != 200:
+                    return response.status_code, response.headers, b""
+                raise BadReply(f"the reply is encoded ({encoding[:40]!r}), which was not asked for and is not unpacked")
             data = bytearray()
-            async for part in response.aiter_bytes():
+            async for part in response.aiter_raw():
                 data += part
                 if len(data) > MAX_REPLY_BYTES:
                     return response.status_code, response.headers, None

@@ -19,12 +19,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ...errors import CheckpointError, ConfigError
 from ..collectives import all_gather_object, broadcast_object, is_rank_0, rank, world_size
-from ..files import follow_umask
+from ..files import disk_problem, follow_umask, full_disk_named
 from .manifest import (
     MANIFEST,
     NewerFormat,
@@ -82,8 +83,10 @@ def together(stage: str, action: Callable[[], R]) -> R:
 
 
 def in_words(error: Exception) -> str:
-    """An error as one sentence: our own as it is, others with the name of their class."""
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    """An error as one sentence: our own as it is, a full disk in words, others with the name of their class."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return disk_problem(error) or f"{type(error).__name__}: {error}"
 
 
 def on_rank_0(stage: str, action: Callable[[], R]) -> R:
@@ -139,7 +142,7 @@ class CheckpointManager:
         try:
             on_rank_0(f"preparing to save {name}", lambda: self._prepare(staging, name, numbered))
             together(f"saving {name}: reaching the staging folder", lambda: self._check_shared(staging))
-            together(f"saving {name}", lambda: write(staging))
+            together(f"saving {name}", lambda: full_disk_named(self.root, partial(write, staging)))
             files = self._describe(staging, name)
             on_rank_0(
                 f"saving {name}",

@@ -303,7 +303,7 @@ class Pipe:
 
 def _serve(spec: str, pipe: Pipe) -> None:
     """The child: load, say so, answer until the parent closes its end."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # schedulers and terminals signal every process
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # schedulers and terminals signal every process
         signal.signal(number, signal.SIG_IGN)  # this one ends with its parent
     try:
         function = _load(spec)

@@ -35,7 +35,7 @@ from ...rollout.diffusion_sampler import DiffusionSampler
 from ...runtime import collectives
 from ...runtime.checkpoint.manager import check_model, fingerprint
 from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
-from ...runtime.files import FolderLock, cache_root
+from ...runtime.files import FolderLock, cache_folder
 from ...runtime.phase_timer import PhaseTimer
 from ...runtime.start_up import log_stage
 from ..hooks import Hooks
@@ -374,7 +374,7 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
 
 def _keep_prompts(policy: DiffusionPolicy) -> None:
     """What the text encoders make is kept on disk for later runs too."""
-    folder = cache_root() / "prompts"
+    folder = cache_folder() / "prompts"
     found = policy.keep_prompts_in(folder, PROMPTS_GIB * 2**30)
     log_stage(f"encoded prompts are kept in {folder}, at most {PROMPTS_GIB} GiB; {found} of this model are there")
 

@@ -156,6 +156,10 @@ class DiffusionTrainer(PolicyTrainer):
         """What trains, with its optimizer; every rank writes its part."""
         self.engine.save(str(folder), "policy")
 
+    def saved_bytes(self) -> int:
+        """About what `save_engines` writes on all ranks together."""
+        return self.engine.saved_bytes
+
     def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
         """The inverse of `save_engines`. saved_ranks: how many ranks saved, where they were not as many."""
         self.engine.load(str(folder), "policy", saved_ranks)

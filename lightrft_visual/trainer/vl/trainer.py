@@ -236,6 +236,10 @@ class VLTrainer(PolicyTrainer):
         for name, engine in self._engines():
             engine.save(str(folder), name)
 
+    def saved_bytes(self) -> int:
+        """About what `save_engines` writes on all ranks together."""
+        return sum(engine.saved_bytes for _, engine in self._engines())
+
     def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
         """The inverse of `save_engines`. saved_ranks: how many ranks saved, where they were not as many."""
         for name, engine in self._engines():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import shutil
 import sys
 from html.parser import HTMLParser
 
@@ -273,3 +275,53 @@ def test_both_names_of_the_command(run_folder, tmp_path, module):
     command = [sys.executable, "-m", module, str(run_folder), "-o", str(target), "--title", "mine"]
     assert finished(command, 120).returncode == 0
     assert "<h1>mine</h1>" in target.read_text()
+
+
+def a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def an_alias_bomb(path):
+    lines = [f"{new}: &{new} [{', '.join(['*' + old] * 9)}]" for old, new in zip("abcdefgh", "bcdefghi")]
+    path.write_text("a: &a [x, x, x, x, x, x, x, x, x]\n" + "\n".join(lines))
+
+
+def columns_twice(path):
+    path.write_text("step,step,loss,loss\n1,1,2,3\n2,2,1e400,-1e400\n\n3,3,nan,x\n")
+
+
+def times_without_end(path):
+    path.write_text("step,time_step,time_train,time_sync\n1,1,1e308,1e308\n2,1,1e308,1e308\n")
+
+
+def a_field_too_long(path):
+    path.write_text("step,loss\n1," + "9" * 200_000 + "\n")
+
+
+DAMAGES = [a_pipe, a_folder, an_alias_bomb, columns_twice, times_without_end, a_field_too_long]
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "config.resolved.yaml", "env.json", "rollouts/eval_step_000010.jsonl"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_report_is_written_whatever_stands_in_place_of_a_file(damaged_run, name, damage):
+    damage(damaged_run / name)
+    assert main([str(damaged_run), "-o", str(damaged_run / "report.html")]) == 0
+    assert "</html>" in (damaged_run / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    make_run(folder, steps=10).close()
+    return folder
+
+
+@pytest.fixture
+def damaged_run(whole_run, tmp_path):
+    return shutil.copytree(whole_run, tmp_path / "run")

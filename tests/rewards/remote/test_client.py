@@ -1,4 +1,5 @@
 import base64
+import gzip
 import io
 import json
 import logging
@@ -256,13 +257,17 @@ def test_urls_as_string_comma_string_and_list():
         assert run(urls[0], [make_samples(["a"])]).score.tolist() == [0.25]
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/x", "http://", "/reward", "http://h:99999/"])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host/x", "http://", "/reward", "http://h:99999/", "http://a b/c"]
+)
 def test_bad_urls(url):
     with pytest.raises(ConfigError, match="write it as http"):
         check_url(url)
 
 
-@pytest.mark.parametrize("url", ["http://user:hunter2@h/r", "https://h/r?api_key=hunter2"])
+@pytest.mark.parametrize("url", ["http://user:hunter2@h/r", "https://h/r?api_key=hunter2", "https://h/r?code=hunter2", "https://h/r?jwt=hunter2",
+    "https://h/r?X-Amz-Security-Token=hunter2", "https://h/r?%61pi_key=hunter2", "https://h/r?x=hunter2",
+])  # fmt: skip
 def test_secrets_in_urls_are_refused(url):
     with pytest.raises(ConfigError, match="reward_token_env") as caught:
         check_url(url)
@@ -345,9 +350,14 @@ def sends(status, content, headers=()):
     return answer
 
 
+def packed(content):
+    return gzip.compress(content, 9)
+
+
 DIGITS = "9" * 400
 BAD_REPLIES = {
-    "not of its encoding": (200, b'{"rewards": [1]}', [("Content-Encoding", "gzip")], "the reply cannot be read"),
+    "not of its encoding": (200, b'{"rewards": [1]}', [("Content-Encoding", "gzip")], "the reply is encoded"),
+    "packed twice": (200, packed(packed(b" " * 10**6)), [("Content-Encoding", "gzip, gzip")], "the reply is encoded"),
     "a long integer": (200, f'{{"rewards": [{DIGITS}]}}'.encode(), [], "beyond"),
     "a longer integer": (200, f'{{"rewards": [{DIGITS * 20}]}}'.encode(), [], "not JSON"),
     "a wait of no number": (429, {}, [("Retry-After", "\u00b2")], "HTTP 429"),

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from lightrft_visual.errors import CheckpointError, ConfigError
 from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, resolve_resume, verify
+from lightrft_visual.runtime.files import check_space
 
 
 def write_files(folder: Path, text: str = "weights") -> None:
@@ -233,7 +234,7 @@ def test_full_disk_while_writing_keeps_the_last_checkpoint(tmp_path):
         with open("/dev/full", "wb", buffering=0) as file:
             file.write(b"x")
 
-    with pytest.raises(CheckpointError, match="No space left"):
+    with pytest.raises(CheckpointError, match="the disk is full"):
         manager.save(2, write)
     assert folders(tmp_path) == ["checkpoint-000001"]
     verify(tmp_path / "checkpoint-000001")
@@ -323,3 +324,42 @@ def test_files_of_a_checkpoint_follow_the_umask_whatever_library_wrote_them(tmp_
     files = [each for each in path.rglob("*") if each.is_file()]
     assert {each.name: oct(each.stat().st_mode & 0o777) for each in files} == {each.name: oct(mode) for each in files}
     assert len(files) == 5 and verify(path)
+
+
+def raised(error: Exception):
+    def write(folder):
+        raise error
+
+    return write
+
+
+def failed_chain() -> RuntimeError:
+    error = RuntimeError("the writer broke")
+    error.__context__ = OSError(122, "Disk quota exceeded", "/data/x")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(28, "No space left on device", "/data/x"), "the disk is full: /data/x"),
+        (OSError(27, "File too large"), "a file would be larger than its file system or a limit"),
+        (failed_chain(), "the disk quota is used up: /data/x"),
+        (RuntimeError("[enforce fail at inline_container.cc:858] . unexpected pos 64 vs 0"), "torch could not write"),
+        (ValueError("I/O error: No space left on device (os error 28)"), "the disk is full"),
+    ],
+)
+def test_a_full_disk_behind_any_error_is_said_in_words_with_the_room_left(tmp_path, error, words):
+    with pytest.raises(CheckpointError, match=r"MiB free\)\. Make room") as caught:
+        CheckpointManager(tmp_path).save(1, raised(error))
+    assert words in str(caught.value)
+
+
+def test_room_for_checkpoints_is_looked_for_before_training(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100 << 20, 0, 50 << 20))
+    check_space(tmp_path / "new", 10 << 20, kept=3)
+    assert not caplog.text
+    check_space(tmp_path, 20 << 20, kept=3)
+    assert "50 MiB free, a checkpoint takes about 20 MiB, and up to 4 of them are there" in caplog.text
+    with pytest.raises(CheckpointError, match=r"50 MiB free, a checkpoint takes about 60 MiB\. Make room.*ckpt_path"):
+        check_space(tmp_path, 60 << 20, kept=3)

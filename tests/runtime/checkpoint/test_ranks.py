@@ -50,7 +50,7 @@ def test_two_ranks(tmp_path):
     assert outcomes[0] == outcomes[1]
     first, second, resumed, nothing = outcomes[0]
     assert first == resumed == "checkpoint-000001"
-    assert "on rank 1" in second and "No space left" in second
+    assert "on rank 1" in second and "the disk is full" in second
     assert "no complete checkpoint" in nothing
     manifest = verify(tmp_path / "run" / "checkpoint-000001")
     assert list(manifest["files"]) == ["rank_0.bin", "rank_1.bin"] and manifest["world_size"] == 2
