@@ -168,7 +168,10 @@ class VLSettings(TypedDict, total=False):
     reward_weights_file: str | None
     """YAML or JSON {component: weight}, read again in each step: weights by hand."""
     reward_wire: str
-    """lightrft | openrlhf; JSON form of remote_rm_url. Default: 'lightrft'."""
+    """JSON form of remote_rm_url: auto | lightrft | openrlhf for all, a list in the order of the URLs, or
+    url=wire,.... Default: 'auto'."""
+    reward_probe: bool
+    """ask every function and URL once, with a sample of the data, before any model loads. Default: True."""
     reward_timeout: float
     """deadline of one remote call, seconds, retries included. Default: 60.0."""
     reward_retries: int
@@ -399,10 +402,10 @@ class VLSettings(TypedDict, total=False):
     """the final model; default: <output_dir>/checkpoint-final."""
     ckpt_path: str | None
     """default: <output_dir>."""
-    save_steps: int
-    """output. Default: -1."""
-    eval_steps: int
-    """evaluation always runs before the first step and at the end. Default: -1."""
+    save_steps: int | None
+    """-1: none; default: ten times a run, and every 50 steps at least."""
+    eval_steps: int | None
+    """as save_steps; evaluation always runs before the first step and at the end."""
     logging_steps: int
     """output. Default: 1."""
     max_ckpt_num: int
@@ -573,7 +576,10 @@ class DiffusionSettings(TypedDict, total=False):
     reward_weights_file: str | None
     """YAML or JSON {component: weight}, read again in each step: weights by hand."""
     reward_wire: str
-    """lightrft | openrlhf; JSON form of remote_rm_url. Default: 'lightrft'."""
+    """JSON form of remote_rm_url: auto | lightrft | openrlhf for all, a list in the order of the URLs, or
+    url=wire,.... Default: 'auto'."""
+    reward_probe: bool
+    """ask every function and URL once, with a sample of the data, before any model loads. Default: True."""
     reward_timeout: float
     """deadline of one remote call, seconds, retries included. Default: 60.0."""
     reward_retries: int
@@ -783,10 +789,10 @@ class DiffusionSettings(TypedDict, total=False):
     """the final model; default: <output_dir>/checkpoint-final."""
     ckpt_path: str | None
     """default: <output_dir>."""
-    save_steps: int
-    """output. Default: -1."""
-    eval_steps: int
-    """evaluation always runs before the first step and at the end. Default: -1."""
+    save_steps: int | None
+    """-1: none; default: ten times a run, and every 50 steps at least."""
+    eval_steps: int | None
+    """as save_steps; evaluation always runs before the first step and at the end."""
     logging_steps: int
     """output. Default: 1."""
     max_ckpt_num: int
