@@ -40,7 +40,7 @@ def score(images):
 """
 # Two prompts, four samples each, one micro-batch, and a second step to end at.
 SIZES = "--rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 8 --train_batch_size 8 "
-SIZES += "--micro_train_batch_size 8 --max_steps 2"
+SIZES += "--micro_train_batch_size 8 --max_steps 2 --save_steps -1 --eval_steps -1"
 
 
 class StepTracer:
