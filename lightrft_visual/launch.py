@@ -119,6 +119,7 @@ class _Holds:
 @contextmanager
 def _released_on_error(config: AnyConfig) -> Iterator[_Holds]:
     """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told."""
+    bound_spinning()  # before anything loads torch
     from .runtime import collectives, watchdog
 
     holds = _Holds()

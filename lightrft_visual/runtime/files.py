@@ -53,12 +53,13 @@ def disk_problem(error: BaseException, folder: str | Path | None = None) -> str 
     while current is not None and current not in seen:
         seen.append(current)
         number = current.errno if isinstance(current, OSError) else None
-        named = re.search(r"os error (\d+)", str(current))  # of libraries written in Rust
+        text = " ".join(map(repr, current.args))  # an error's own text may raise
+        named = re.search(r"os error (\d+)", text)  # of libraries written in Rust
         number = int(named[1]) if number is None and named else number
         where = getattr(current, "filename", None) or folder
         if number in FULL:
             return FULL[number] + (f": {where}{_room(folder or where)}" if where else "")
-        if any(text in str(current) for text in TORN) and folder is not None:
+        if any(torn in text for torn in TORN) and folder is not None:
             return (
                 f"torch could not write a whole file, as on a full disk or at a limit or quota: {folder}{_room(folder)}"
             )
