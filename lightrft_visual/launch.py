@@ -153,6 +153,8 @@ def _check_fits(config: AnyConfig) -> None:
 def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
     try:
         with handled(signal.SIGTERM, _end_at_once), handled(signal.SIGINT, _end_at_once), hangup_ends():
+            bound_spinning()  # before anything loads torch
+            quiet_libraries()  # whose handler the lines of ours reach the screen by
             foreign_lines_aside(Path(config.output.output_dir))
             for line in in_lines(config) if os.environ.get("RANK", "0") == "0" else ():
                 print(line, file=screen(), flush=True)

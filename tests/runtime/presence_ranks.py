@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightrft_visual import launch
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.runtime import watchdog
+from lightrft_visual.runtime.start_up import screen
 
 what, seconds = sys.argv[1], float(sys.argv[2])
 
@@ -23,7 +24,7 @@ def build():
     dist.init_process_group("gloo")
     watchdog.start(600.0)
     dist.barrier()
-    print("ready", flush=True)
+    print("ready", file=screen(), flush=True)
     if what == "in_a_collective":
         while True:
             dist.all_reduce(torch.zeros(1))

@@ -72,7 +72,9 @@ SITES = {
     "parity": parity_probe,
     "generation in step": waiting_generation,
     "non-finite loss": accumulated_loss,
-    "stop by signal": lambda: RunState.stop_requested(SimpleNamespace(_stop=SimpleNamespace(made=True))),
+    "stop by signal": lambda: RunState.stop_requested(
+        SimpleNamespace(_stop=SimpleNamespace(made=True), _interrupt=SimpleNamespace(first=False))
+    ),
 }
 
 

@@ -26,7 +26,7 @@ COLLECTIVES = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all_single", "barrier",
     "broadcast", "broadcast_object_list", "reduce_scatter_tensor",
 )  # fmt: skip
-FORWARDS = f"{OURS}models.vlm."  # reads the borders of sequences and media off its inputs
+FORWARDS = (f"{OURS}models.vlm.", f"{OURS}models.attention")  # read the borders of sequences and media off its inputs
 OF_VALUES = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::unique_dim")
 
 

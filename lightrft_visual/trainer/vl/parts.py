@@ -214,6 +214,7 @@ def _answered(dataset: PromptDataset, index: int, checkpoint: Checkpoint, data: 
     batch = prompt_batch([sample], checkpoint, data, torch.tensor([index]))
     text = "" if sample.draw else "an answer" if sample.reference is None else str(sample.reference)
     prompt, completion = (checkpoint.tokenizer(each)["input_ids"] for each in (batch.prompts[0], text))
+    completion = completion or prompt[-1:]  # an answer has a token at least, and a drawing many
     features = PromptFeatures(
         batch.prompts[0], prompt, images=batch.images[0], videos=batch.videos[0], label=sample.label,
         reference=sample.reference, metadata=sample.metadata, caption=batch.captions[0], group_id=0,

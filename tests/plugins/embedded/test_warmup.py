@@ -50,8 +50,8 @@ def test_another_warm_up_or_other_questions_make_another_checkpoint(tmp_path, mo
 def test_the_warm_up_shows_its_steps_and_losses(folder, cache_root, capsys):
     losses = warm_up(folder, embedded_task(cache_root), WarmUp(max_steps=REPORT_EVERY + 2, batch_size=2))
     first, last = capsys.readouterr().out.splitlines()[-2:]
-    assert first == f"warm-up step {REPORT_EVERY}/{REPORT_EVERY + 2}  loss {short(losses[REPORT_EVERY - 1])}"
-    assert last == f"warm-up step {REPORT_EVERY + 2}/{REPORT_EVERY + 2}  loss {short(losses[-1])}"
+    assert first.startswith(f"warm-up step {REPORT_EVERY}/{REPORT_EVERY + 2}  loss {short(losses[REPORT_EVERY - 1])}")
+    assert last.startswith(f"warm-up step {REPORT_EVERY + 2}/{REPORT_EVERY + 2}  loss {short(losses[-1])}")
 
 
 def test_prompts_encoded_together_equal_those_encoded_alone(folder, cache_root):

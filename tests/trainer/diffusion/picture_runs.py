@@ -101,7 +101,7 @@ RUNS = {
     "warned": f"{HACKED} --guard.keep_best true",
     "rolled_resumed": f"{HACKED} --resume_from {{folder}}/rolled",
     "no_gold": "--reward_fn {folder}/scores.py:red --guard.policy rollback",
-    "nan": "--reward_fn {folder}/scores.py:broken",
+    "nan": "--no_reward_probe --reward_fn {folder}/scores.py:broken",
     "unknown": "--reward_fn {folder}/scores.py:green",
     "missing": "reward.components.aesthetic=1.0",
     "indivisible": "--reward_fn {folder}/scores.py:red --train_batch_size 3",

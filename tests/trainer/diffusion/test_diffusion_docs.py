@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -10,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightrft_visual.cli import ALGORITHMS
 from lightrft_visual.config import registry
 from lightrft_visual.config.diffusion import DiffusionAlgorithmConfig, DiffusionRunConfig
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import parse_run
-from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.rewards.differentiable import check_scores, load_differentiable
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -49,8 +48,8 @@ def test_flags_exist_and_none_of_the_algorithms_is_left_out() -> None:
     "script,command", re.findall(r"^deepspeed examples/(train_\w+\.py)(.*?)(?: +#.*)?$", TEXT, re.M)
 )
 def test_commands_are_accepted(script: str, command: str) -> None:
-    defaults = ast.literal_eval(re.search(r"defaults = (\{.*?\})", (EXAMPLES / script).read_text())[1])
-    assert parse_run(DiffusionRunConfig, command.split(), preset=DIFFUSION_PRESET, defaults=defaults).config
+    root, defaults = ALGORITHMS[re.search(r'train_command\("([\w-]+)"\)', (EXAMPLES / script).read_text())[1]]
+    assert parse_run(root.schema, command.split(), preset=root.preset, defaults=defaults).config
 
 
 def test_the_example_reward_works(tmp_path: Path) -> None:
