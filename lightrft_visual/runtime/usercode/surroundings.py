@@ -75,11 +75,9 @@ def _folder() -> Restore:
         return lambda: None
 
     def restore() -> str | None:
-        try:
+        with contextlib.suppress(OSError):  # it may stand in a folder that is gone
             if os.getcwd() == before:
                 return None
-        except OSError:
-            pass  # it stands in a folder that is gone
         try:
             os.chdir(before)
         except OSError as error:

@@ -107,12 +107,10 @@ def _built(
     policy, engine = _policy(config, strategy, algorithm, total_steps)
     old = WeightCopy(policy.trainable_parameters(), torch.float32) if config.keeps_old_policy else None
     model = TrainedVelocity(engine, policy)
-    images = ImageSettings.from_config(config)
-    sampling = DiffusionSampling(model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), images)
-    drawing = DiffusersEngine(sampling, config.sampling.n_samples_per_prompt, old, config.algorithm)
-    if config.distributed.split:
-        path = registry.pipeline_folder(config.model.pretrain, config.model.family)
-        drawing = registry.services.load("placement").drawing(config, drawing, path)
+    sampling = DiffusionSampling(
+        model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), ImageSettings.from_config(config)
+    )
+    drawing = _engine(config, sampling, old)
     gold = _gold(config, strategy, eval_prompts, task)
     hooks = Hooks()
     if config.offline:
@@ -141,6 +139,15 @@ def _built(
     )
     trainer = RewardFLTrainer if algorithm.trains_on == "reward" else DiffusionTrainer
     return trainer(parts, callbacks)
+
+
+def _engine(config: DiffusionRunConfig, sampling: DiffusionSampling, old: WeightCopy | None) -> Any:
+    """What draws rollouts: this rank's own sampling, or workers on devices of their own."""
+    own = DiffusersEngine(sampling, config.sampling.n_samples_per_prompt, old, config.algorithm)
+    if not config.distributed.split:
+        return own
+    path = registry.pipeline_folder(config.model.pretrain, config.model.family)
+    return registry.services.load("placement").drawing(config, own, path)
 
 
 def _evaluation(
