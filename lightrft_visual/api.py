@@ -29,7 +29,7 @@ from .config import registry
 from .config.leaves import names_of
 from .config.load import parse_run
 from .config.recipes import SUFFIXES
-from .config.spellings import ROOTS, Root
+from .config.spellings import ALGORITHMS, Root
 from .errors import ConfigError, DataError
 from .given import give
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from .settings import DiffusionSettings, VLSettings
 
-VL, DIFFUSION = ROOTS
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 DATA_FILES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
 SAVING_LIMIT = 3600.0  # seconds that the ranks of a host wait for the first one to save a loaded model
@@ -99,8 +98,8 @@ class _Trainer:
         ConfigError: for a setting that does not exist, with the nearest name, and for whatever cannot work.
     """
 
-    root: ClassVar[Root] = VL
-    defaults: ClassVar[dict[str, Any]] = {}  # settings of the algorithm, below recipes
+    root: ClassVar[Root]
+    defaults: ClassVar[dict[str, Any]]  # settings of the algorithm, below recipes
 
     def __init__(
         self,
@@ -169,7 +168,7 @@ class _Trainer:
 class GRPOTrainer(_Trainer):
     """GRPO for vision-language models, and its relatives by `advantage_estimator` and `policy_loss`."""
 
-    defaults = {"advantage_estimator": "group_norm"}
+    root, defaults = ALGORITHMS["grpo"]
 
     if TYPE_CHECKING:
 
@@ -183,19 +182,19 @@ class GRPOTrainer(_Trainer):
 class PPOTrainer(GRPOTrainer):
     """PPO for vision-language models: with a critic."""
 
-    defaults = {"advantage_estimator": "gae"}
+    root, defaults = ALGORITHMS["ppo"]
 
 
 class RLOOTrainer(GRPOTrainer):
     """RLOO for vision-language models: against the mean of the prompt's other samples."""
 
-    defaults = {"advantage_estimator": "rloo"}
+    root, defaults = ALGORITHMS["rloo"]
 
 
 class FlowGRPOTrainer(_Trainer):
     """Flow-GRPO for diffusion models, and its relatives by `diffusion_algorithm`."""
 
-    root, defaults = DIFFUSION, {"diffusion_algorithm": "flow_grpo"}
+    root, defaults = ALGORITHMS["flow-grpo"]
 
     if TYPE_CHECKING:
 
@@ -209,20 +208,20 @@ class FlowGRPOTrainer(_Trainer):
 class DiffusionNFTTrainer(FlowGRPOTrainer):
     """DiffusionNFT: policy improvement on the forward process."""
 
-    defaults = {"diffusion_algorithm": "diffusion_nft"}
+    root, defaults = ALGORITHMS["nft"]
 
 
 class DDPOTrainer(FlowGRPOTrainer):
     """DDPO, for models that predict noise."""
 
-    defaults = {"diffusion_algorithm": "ddpo"}
+    root, defaults = ALGORITHMS["ddpo"]
 
 
 class RewardFLTrainer(FlowGRPOTrainer):
     """Reward FL: the gradient of a differentiable reward, which `reward_funcs` names: a function of (media, prompts,
     metadata), or a name of the registry."""
 
-    defaults = {"diffusion_algorithm": "reward_fl"}
+    root, defaults = ALGORITHMS["reward-fl"]
 
     def _rewards(self, rewards: Any, weights: Sequence[float] | None) -> dict[str, Any]:
         (reward,) = rewards if isinstance(rewards, list | tuple) and len(rewards) == 1 else (rewards,)
@@ -235,7 +234,7 @@ class DiffusionDPOTrainer(FlowGRPOTrainer):
     """Diffusion-DPO: online, on ranked samples; or on pairs, where `train_dataset` holds rows with `chosen` and
     `rejected` images (a file of them is `pair_data`)."""
 
-    defaults = {"diffusion_algorithm": "diffusion_dpo"}
+    root, defaults = ALGORITHMS["dpo"]
 
     def _training_data(self, data: Any, split: str) -> dict[str, Any]:
         named = data_of(data, "train_dataset", split)

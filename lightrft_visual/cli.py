@@ -15,22 +15,9 @@ from .config.command_line import help_text
 from .config.leaves import Leaf, names_of
 from .config.load import CONFIG_DIRS, config_or_exit
 from .config.recipes import available
-from .config.spellings import ROOTS, Root
+from .config.spellings import ALGORITHMS, Root
 from .errors import ConfigError, LightRFTVisualError, did_you_mean
 
-VL, DIFFUSION = ROOTS
-# What `train` takes: the kind of run, and the settings that the name stands for; recipes and flags win over them.
-ALGORITHMS: dict[str, tuple[Root, dict[str, Any]]] = {
-    "grpo": (VL, {"advantage_estimator": "group_norm"}),
-    "ppo": (VL, {"advantage_estimator": "gae"}),
-    "rloo": (VL, {"advantage_estimator": "rloo"}),
-    "unified": (VL, {"embedded_family": "janus", "engine_type": "hf"}),
-    "flow-grpo": (DIFFUSION, {"diffusion_algorithm": "flow_grpo"}),
-    "nft": (DIFFUSION, {"diffusion_algorithm": "diffusion_nft"}),
-    "ddpo": (DIFFUSION, {"diffusion_algorithm": "ddpo"}),
-    "reward-fl": (DIFFUSION, {"diffusion_algorithm": "reward_fl"}),
-    "dpo": (DIFFUSION, {"diffusion_algorithm": "diffusion_dpo"}),
-}
 # What people set first, by the kind of run.
 FIRST = {
     "vl": (
@@ -106,7 +93,7 @@ def train_command(name: str, arguments: Sequence[str] | None = None) -> None:
     config = config_or_exit(root.schema, words, preset=root.preset, defaults=defaults)
     from .launch import run_diffusion, run_vl
 
-    (run_vl if root is VL else run_diffusion)(config)
+    (run_vl if root.kind == "vl" else run_diffusion)(config)
 
 
 def _help(root: Root, words: Sequence[str]) -> None:

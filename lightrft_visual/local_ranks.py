@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .runtime.host_memory import free_port
 from .runtime.presence import STARTED_BY
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -57,10 +57,3 @@ def accelerators() -> int:
     if chosen is not None:
         return len([each for each in chosen.split(",") if each.strip() not in ("", "-1")])
     return len([each for each in Path("/dev").glob("nvidia*") if each.name.removeprefix("nvidia").isdigit()])
-
-
-def free_port() -> int:
-    """A port of this host that nobody has."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]

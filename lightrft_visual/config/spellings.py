@@ -189,6 +189,20 @@ ROOTS = (
     Root("diffusion", DiffusionRunConfig, DIFFUSION_PRESET),
 )
 
+# Algorithms as the command and the trainers for Python name them: the kind of run, and the settings that a name stands
+# for; recipes and flags win over them.
+ALGORITHMS: dict[str, tuple[Root, dict[str, Any]]] = {
+    "grpo": (ROOTS[0], {"advantage_estimator": "group_norm"}),
+    "ppo": (ROOTS[0], {"advantage_estimator": "gae"}),
+    "rloo": (ROOTS[0], {"advantage_estimator": "rloo"}),
+    "unified": (ROOTS[0], {"embedded_family": "janus", "engine_type": "hf"}),
+    "flow-grpo": (ROOTS[1], {"diffusion_algorithm": "flow_grpo"}),
+    "nft": (ROOTS[1], {"diffusion_algorithm": "diffusion_nft"}),
+    "ddpo": (ROOTS[1], {"diffusion_algorithm": "ddpo"}),
+    "reward-fl": (ROOTS[1], {"diffusion_algorithm": "reward_fl"}),
+    "dpo": (ROOTS[1], {"diffusion_algorithm": "diffusion_dpo"}),
+}
+
 
 # alias -> leaf name, or several leaf names that share the values given. An alias may lead to another alias: the first
 # name on the way that the schema has is the one that is set. Aliases whose leaf a schema lacks do not exist there.

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrft_visual.cli import ALGORITHMS
 from lightrft_visual.config import registry
 from lightrft_visual.config.diffusion import DiffusionAlgorithmConfig, DiffusionRunConfig
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import parse_run
+from lightrft_visual.config.spellings import ALGORITHMS
 from lightrft_visual.rewards.differentiable import check_scores, load_differentiable
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
