@@ -99,14 +99,14 @@ def foreign_lines_aside(folder: Path) -> None:
 
 def start_is_over() -> None:
     """Everybody prints where they like. Again it does nothing."""
-    global _foreign
+    global _foreign, _screen
     if _foreign is not None:
-        ended, _foreign = _foreign, None
+        ended, _foreign, _screen = _foreign, None, None
         ended.end()
 
 
 def screen() -> TextIO:
-    """Where people look: the standard output that this process was started with."""
+    """Where people look: the standard output, and while foreign lines are put aside what it was before."""
     return _screen or sys.stdout
 
 

@@ -25,6 +25,7 @@ if sys.argv[2] == "fails":
     os._exit(1)
 start_up.start_is_over()
 start_up.start_is_over()
+assert start_up.screen() is sys.stdout
 print("a user's own line", file=start_up.screen())
 print("another")
 logging.info("and another")
