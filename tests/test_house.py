@@ -26,7 +26,7 @@ ENTRIES = (".families.", ".functions.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 1645, "experience": 2914, "config": 4176, "runtime": 5083, "data": 3017,
+    "": 1645, "experience": 2914, "config": 4225, "runtime": 5083, "data": 3017,
     "models": 4821, "rewards": 4274, "algorithms": 1482, "trainer": 6127, "observe": 3212,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}

@@ -15,6 +15,7 @@ NEVER_CLASSES = {
     "Look", "Parted", "Gains", "Making", "Cut", "KindShare", "Guest", "HostStay", "Blueprint", "Order", "Left",
     "Elsewhere", "Borrowed",
 }  # fmt: skip
+CONTRACT = {"rollout/environments.py": "row"}  # an argument of the contract: `reset(row)`, which is one of the data
 EXPLAINED = ("experience", "algorithms", "trainer", "rollout")
 # Public functions of three parameters or more without `Args:`, by room. A number may fall, never rise.
 WITHOUT_ARGS = {"experience": 37, "algorithms": 62, "trainer": 41, "rollout": 34}
@@ -79,6 +80,8 @@ def test_forbidden_names_are_found(source: str, found: list[str]) -> None:
 
 def test_names_of_the_core_have_no_forbidden_word() -> None:
     found = {str(path.relative_to(PACKAGE)): forbidden(path.read_text(encoding="utf-8")) for path in core_files()}
+    for name, allowed in CONTRACT.items():
+        found[name] = [each for each in found[name] if each.split()[1] != allowed]
     assert {name: names for name, names in found.items() if names} == {}
 
 

@@ -235,5 +235,11 @@ class DifferentiableReward(Choice):
 
 
 @dataclass(frozen=True)
+class EnvironmentChoice(Choice):
+    """target: a class of `rollout.environments.Environment`, or a function that makes one. `tools` takes the functions
+    of `--tools` as an argument of this name."""
+
+
+@dataclass(frozen=True)
 class Scorer(Choice):
     """target: a class, which is built with the recipe's settings, or a function; see docs/rewards.md."""

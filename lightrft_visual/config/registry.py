@@ -27,6 +27,7 @@ from .kinds import (
     DiffusionAlgorithm,
     DiffusionFamily,
     Engine,
+    EnvironmentChoice,
     Hook,
     KLEstimator,
     LossTerm,
@@ -58,6 +59,7 @@ hooks = Registry("hook", Hook)
 loss_terms = Registry("term of the policy loss", LossTerm)
 rollout_metrics = Registry("rollout metric", RolloutMetric)
 differentiable_rewards = Registry("differentiable reward", DifferentiableReward)
+environments = Registry("environment", EnvironmentChoice)
 scorers = Registry("scorer", Scorer)
 row_forms = Registry("form of data rows", RowForm)
 reward_forms = Registry("form of reward functions", RewardForm)
@@ -476,6 +478,7 @@ ALL: dict[str, Registry] = {
     "settings of its own, for a term of the loss": loss_terms,
     "settings of its own, for a hook": hooks,
     "--engine_type": engines,
+    "--environment": environments,
     "--diffusion_algorithm": diffusion_algorithms,
     "the checkpoint's model type": vlm_families,
     "--family": diffusion_families,

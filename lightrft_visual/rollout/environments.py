@@ -1,0 +1,248 @@
+"""What a model talks to over several turns: the protocol of environments, and their observations in one form.
+
+    class HigherLower(Environment):
+        def reset(self, row):
+            self.secret = int(row["reference"])
+
+        def step(self, action):
+            guess = int(action.text)
+            if guess == self.secret:
+                return None, 1.0, True, {}
+            return "higher" if guess < self.secret else "lower", 0.0, False, {}
+
+Named by `--environment my_env.py:HigherLower`. Each episode has an object of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from PIL import Image
+
+from ..config import registry
+from ..config.environment import EpisodeConfig
+from ..data.media import Video
+from ..errors import ConfigError, LightRFTVisualError
+from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_fn
+
+ROLES = ("user", "tool", "system")
+Message = dict[str, Any]
+
+
+class EnvironmentFailure(LightRFTVisualError, RuntimeError):
+    """An environment raised, took too long, or gave back something that is no observation, reward or end."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool as the model wrote it. error: why it cannot be made, such as arguments that are no JSON."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the model did in one turn. tool_calls: of its text, where the environment has tools."""
+
+    text: str
+    token_ids: list[int] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+
+class Environment:
+    """What an episode is held with; a subclass has a `step`, and often a `reset`. Either may be a coroutine.
+
+    An observation is a text, an image, a list of content parts in OpenAI's form, or messages: see `Observation`.
+    """
+
+    def reset(self, row: dict[str, Any]) -> Any:
+        """Begin an episode.
+
+        Args:
+            row: of the data: `prompt` (text), `messages`, `images`, `videos`, `reference`, `label`, and every other
+                column under its name.
+
+        Returns:
+            None: the episode begins with the row's own prompt. Messages: with these instead. Anything else is an
+            observation that is put behind the last message of the row.
+        """
+        return None
+
+    def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
+        """(observation, reward of this turn, whether the episode is over, anything that records should show).
+
+        The observation of the last step is not read.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no step")
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Tools in JSON schema, which the chat template writes into the prompt. With any, the calls in a response are
+        read into `Action.tool_calls`. The same for every episode."""
+        return []
+
+    def close(self) -> None:
+        """The episode is over, or given up."""
+
+
+@dataclass
+class Observation:
+    """Messages {"role", "content": [parts]} with parts {"type": "text", "text"}, {"type": "image"}, {"type": "video"},
+    and the sources of images and videos in the order of their parts."""
+
+    messages: list[Message]
+    images: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, value: Any, role: str = "user") -> Observation:
+        """In one form, whatever an environment gave; role: of what comes without one. Raises EnvironmentFailure."""
+        found = cls([])
+        for message in _messages(value, role):
+            parts = [found._part(part) for part in _parts(message["content"])]
+            found.messages.append({"role": message["role"], "content": parts})
+        return found
+
+    def _part(self, part: Any) -> Message:
+        if isinstance(part, str):
+            return {"type": "text", "text": part}
+        if isinstance(part, Image.Image):
+            self.images.append(part)
+            return {"type": "image"}
+        if isinstance(part, Video):
+            self.videos.append(part)
+            return {"type": "video"}
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            return {"type": "text", "text": part["text"]}
+        if kind in ("image", "image_url", "video", "video_url"):
+            medium = kind.removesuffix("_url")
+            source = next(
+                (part[key] for key in (medium, kind, "url", "path", "bytes") if part.get(key) is not None), None
+            )
+            source = source["url"] if isinstance(source, Mapping) and "url" in source else source
+            if source is None:
+                raise EnvironmentFailure(f"an observation has a part of type {kind!r} that brings no {medium}")
+            (self.images if medium == "image" else self.videos).append(source)
+            return {"type": medium}
+        shown = repr(kind) if isinstance(part, Mapping) else type(part).__name__
+        raise EnvironmentFailure(
+            f"an observation holds a part {shown}; parts are text, image, image_url, video, video_url"
+        )
+
+
+def _messages(value: Any, role: str) -> Sequence[Mapping[str, Any]]:
+    if isinstance(value, Mapping) and "role" in value:
+        value = [value]
+    listed = isinstance(value, (list, tuple)) and not isinstance(value, Video)
+    if not listed or not any(isinstance(each, Mapping) and "role" in each for each in value):
+        return [{"role": role, "content": value}]
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping) or message.get("role") not in ROLES or message.get("content") is None:
+            raise EnvironmentFailure(
+                f"message {number} of an observation needs a role of {', '.join(ROLES)} and a content"
+            )
+    return value
+
+
+def _parts(content: Any) -> list[Any]:
+    if isinstance(content, (str, Image.Image, Video, Mapping)):
+        return [content]
+    if not isinstance(content, (list, tuple)) or not content:
+        shown = "an empty list" if isinstance(content, (list, tuple)) else type(content).__name__
+        raise EnvironmentFailure(f"an observation is {shown}; it is a text, an image, a list of parts, or messages")
+    return list(content)
+
+
+class StepResult(NamedTuple):
+    """What an environment answered, checked. observation: None where the episode is over."""
+
+    observation: Observation | None
+    reward: float
+    done: bool
+    info: dict[str, Any]
+
+    @classmethod
+    def of(cls, value: Any, role: str = "user") -> StepResult:
+        """Raises EnvironmentFailure for anything but (observation, number, bool, mapping)."""
+        if not isinstance(value, (tuple, list)) or len(value) != 4:
+            shown = f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
+            raise EnvironmentFailure(f"step gave {shown}; it gives (observation, reward, done, info)")
+        observation, reward, done, info = value
+        try:
+            number = float("nan") if isinstance(reward, str) else float(reward)
+        except (TypeError, ValueError):
+            number = float("nan")
+        if not np.isfinite(number):
+            raise EnvironmentFailure(f"the reward of a step is {reward!r}; it must be a finite number")
+        if not isinstance(done, (bool, np.bool_)):
+            raise EnvironmentFailure(f"done is {done!r}; it must be true or false")
+        if info is not None and not isinstance(info, Mapping):
+            raise EnvironmentFailure(f"info is a {type(info).__name__}; it must be a mapping")
+        seen = None if done else Observation.of(observation, role)
+        return cls(seen, number, bool(done), dict(info or {}))
+
+
+EnvironmentFactory = Callable[[], Environment]
+
+
+class EnvironmentHost(Protocol):
+    """Where the environments of episodes run: one for each episode, which has a number of its own.
+
+    Futures give back what was asked, or raise EnvironmentFailure: also where it takes longer than `env_timeout`
+    seconds. After a failure the caller ends the episode. Calls of one episode follow each other; those of different
+    ones may run at the same time.
+    """
+
+    def reset(self, episode: int, row: dict[str, Any]) -> Future[Observation | None]:
+        """Make the environment of an episode and begin it; None where it begins with the row's own prompt."""
+
+    def step(self, episode: int, action: Action) -> Future[StepResult]:
+        """The environment's answer."""
+
+    def end(self, episode: int) -> None:
+        """Forget the episode, whatever its environment is doing. Does not wait."""
+
+    def close(self) -> None:
+        """End all episodes."""
+
+
+def environment_factory(config: EpisodeConfig) -> EnvironmentFactory:
+    """What makes the environment of an episode, by `environment` and `tools`. Raises ConfigError."""
+    tools = [_loaded(spec, "tools") for spec in (config.tools or "").split(",") if spec.strip()]
+    name = config.environment or "tools"
+    made = registry.environments.load(name) if name in registry.environments else _loaded(name, "environment")
+    made = made.function if isinstance(made, LoadedFunction) else made
+    arguments = {"tools": tools} if tools else {}
+    if not callable(made):
+        raise ConfigError(
+            f"environment {name}: a {type(made).__name__} makes no environments; name a class or a function"
+        )
+    try:
+        inspect.signature(made).bind(**arguments)
+    except (TypeError, ValueError) as error:
+        told = f"environment {name} ({callable_name(made)}) cannot be made with {list(arguments)}: {error}"
+        raise ConfigError(told) from error
+
+    def make() -> Environment:
+        environment = made(**arguments)
+        if not callable(getattr(environment, "step", None)):
+            raise ConfigError(f"environment {name}: a {type(environment).__name__} has no step")
+        return environment
+
+    return make
+
+
+def _loaded(spec: str, what: str) -> Any:
+    """The object of `path.py:name` or `python:name`."""
+    spec = spec.strip()
+    if ":" not in spec:
+        known = ", ".join(registry.environments.names()) or "none"
+        raise ConfigError(f"{what} {spec!r}: write it as path.py:name, or name one of: {known}")
+    return load_reward_fn(spec)

@@ -1,0 +1,71 @@
+"""Environments: what they may give back, in one form, and how they are named."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+
+from lightrft_visual.config.environment import EpisodeConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rollout.environments import EnvironmentFailure, Observation, StepResult, environment_factory
+
+IMAGE = Image.new("RGB", (4, 4), "red")
+
+
+@pytest.mark.parametrize(
+    ("given", "roles", "kinds", "images"),
+    [
+        ("higher", ["user"], [["text"]], 0),
+        (IMAGE, ["user"], [["image"]], 1),
+        ([IMAGE, "this"], ["user"], [["image", "text"]], 1),
+        ([{"type": "image", "image": IMAGE}, {"type": "text", "text": "<image>"}], ["user"], [["image", "text"]], 1),
+        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}], ["user"], [["image"]], 1),
+        ({"role": "tool", "content": "4"}, ["tool"], [["text"]], 0),
+        (
+            [{"role": "tool", "content": "4"}, {"role": "user", "content": [IMAGE, IMAGE]}],
+            ["tool", "user"], [["text"], ["image", "image"]], 2,
+        ),
+    ],
+)  # fmt: skip
+def test_an_observation_of_any_kind_becomes_messages_and_media(given, roles, kinds, images):
+    found = Observation.of(given)
+    assert [message["role"] for message in found.messages] == roles
+    assert [[part["type"] for part in message["content"]] for message in found.messages] == kinds
+    assert len(found.images) == images
+
+
+@pytest.mark.parametrize(
+    "given", [None, 3, [], b"x", [{"type": "sound"}], {"role": "assistant", "content": "x"}, [{"type": "image"}], [[1]]]
+)
+def test_what_is_no_observation_is_a_failure_of_the_environment(given):
+    with pytest.raises(EnvironmentFailure):
+        Observation.of(given)
+
+
+def test_the_observation_of_a_last_step_is_not_read():
+    assert StepResult.of((object(), 1, True, None)) == (None, 1.0, True, {})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, ("a", 1.0, True), ("a", "1", False, {}), ("a", float("nan"), True, {}), ("a", 1, 1, {}), ("a", 1, True, 3)],
+)
+def test_a_step_of_another_form_is_a_failure_of_the_environment(given):
+    with pytest.raises(EnvironmentFailure):
+        StepResult.of(given)
+
+
+def test_an_environment_by_path_is_made_anew_for_each_episode(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("class Mine:\n    def step(self, action):\n        return None, 0.0, True, {}\n")
+    make = environment_factory(EpisodeConfig(environment=f"{path}:Mine"))
+    assert make() is not make()
+    with pytest.raises(ConfigError, match="has no function 'Other'"):
+        environment_factory(EpisodeConfig(environment=f"{path}:Other"))
+    with pytest.raises(ConfigError, match=r"cannot be made with \['tools'\]"):
+        environment_factory(EpisodeConfig(environment=f"{path}:Mine", tools=f"{path}:Mine"))
+
+
+def test_settings_of_episodes_without_an_environment_are_refused():
+    with pytest.raises(ConfigError, match="max_turns: of episodes; name an --environment"):
+        EpisodeConfig(max_turns=3)
