@@ -26,8 +26,10 @@ if BLOCKED:
 SLOW = (
     "distributed/", "faults/", "simulated/", "extension/", "plugins/ray/", "rollout/vllm/",
     "rollout/test_sharded_generation.py", "runtime/test_precision.py", "runtime/test_presence.py",
+    "runtime/test_safe_loading.py", "runtime/test_zero3_loading.py", "runtime/test_port.py",
     "models/diffusion/test_compile.py", "models/diffusion/test_families.py", "models/vlm/test_sequence.py",
-    "observe/report/test_browser.py", "scripts/", "examples/",
+    "plugins/embedded/test_shape_judge.py", "plugins/embedded/test_warmup_sd3.py",
+    "plugins/unified/test_tiny_janus.py", "observe/report/test_browser.py", "scripts/", "examples/",
 )  # fmt: skip
 # Begun first, the longest before the others: what begins last should be short, as one worker waits for it alone.
 LONGEST = (
@@ -53,7 +55,7 @@ def turn(item: pytest.Item) -> int:
     return LONGEST.index(path) if path in LONGEST else len(LONGEST) + (not is_slow(path))
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before pytest itself looks at the marks for `-m`
 def pytest_collection_modifyitems(items):
     """Marks what lies in a folder of slow tests, and the files of whole runs; puts these in front."""
     for item in items:

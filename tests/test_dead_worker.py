@@ -8,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DIES_ONCE = """
 import os
 from pathlib import Path
+
+import pytest
 
 def test_dies(flag=Path(__file__).parent / "died"):
     if not flag.exists():
@@ -22,6 +26,7 @@ def test_follows():
 """
 
 
+@pytest.mark.slow
 def test_the_other_tests_run_after_a_worker_died(tmp_path):
     for name in ("conftest.py", "blocked.py"):
         shutil.copy(Path(__file__).parent / name, tmp_path)
@@ -33,3 +38,9 @@ def test_the_other_tests_run_after_a_worker_died(tmp_path):
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 1 and "1 failed, 12 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_fast_loop_leaves_out_folders_of_whole_runs():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not slow", "tests/faults"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1])
+    assert "no tests collected" in told.stdout, told.stdout

@@ -196,6 +196,7 @@ def left(tmp_path):
 
 
 @pytest.mark.parametrize(("what", "name", "code"), [("thread", "telemetry", 0), ("pool", "pool_0", 75)])
+@pytest.mark.slow
 def test_threads_that_a_run_left_and_that_never_end_are_named_and_left(left, tmp_path, what, name, code):
     ended = left(code, what)
     assert ended.returncode == code and ended.stdout.endswith("written last")
@@ -209,6 +210,7 @@ def test_threads_that_end_in_time_are_waited_for_without_a_word(left, what):
     assert ("ended by itself" in ended.stdout) == (what == "ends soon")
 
 
+@pytest.mark.slow
 def test_program_that_goes_on_after_its_run_is_not_ended(left):
     ended = left(0, "thread", "goes on")
     assert ended.returncode == 0 and "and on" in ended.stdout and "telemetry" in ended.stderr

@@ -114,6 +114,7 @@ def test_every_file_of_the_core_imports_without_plug_ins(tmp_path):
     run(IMPORTS, str(ROOT), cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_plug_in_that_is_asked_for_and_not_there_is_named(own):
     told = json.loads(run(ASKS, str(own / "model"), cwd=own).splitlines()[-1])
     setting = told.pop("compat setting")

@@ -74,6 +74,7 @@ def test_each_recipe_says_where_its_values_are_from_and_what_to_expect() -> None
     assert described >= {name for name in check_config.shipped() if name.startswith("experiment/")}
 
 
+@pytest.mark.slow
 def test_the_exit_code_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text("train: {sede: 1}\n")

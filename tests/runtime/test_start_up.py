@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from lightrft_visual.runtime.start_up import importing, log_stage, seldom_collecting
 
 OF_A_RUN = (
@@ -18,6 +20,7 @@ OF_A_RUN = (
 )
 
 
+@pytest.mark.slow
 def test_a_vision_language_run_imports_no_diffusers_and_its_start_no_torch():
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     done = subprocess.run(

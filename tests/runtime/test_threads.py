@@ -35,10 +35,12 @@ def spin_counts(script: str, folder: Path, **environment: str) -> set[str]:
 
 
 @pytest.mark.parametrize("script", ["train_grpo_vl.py", "train_flow_grpo.py"])
+@pytest.mark.slow
 def test_idle_threads_spin_for_a_bounded_time(script, tmp_path):
     assert spin_counts(script, tmp_path) == {"50000"}
 
 
+@pytest.mark.slow
 def test_what_the_user_set_stays(monkeypatch, tmp_path):
     assert spin_counts("train_flow_grpo.py", tmp_path, GOMP_SPINCOUNT="7") == {"7"}
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)

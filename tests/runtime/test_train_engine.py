@@ -116,6 +116,7 @@ def test_what_backward_recomputes_has_the_dropout_of_the_forward_though_scoring_
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_starting_policy_in_bfloat16_at_every_zero_stage(checkpoint, tmp_path):
     out = tmp_path / "differences.json"
     run_ranks("reference_ranks.py", checkpoint.path, str(out), ranks=1, folder=Path(__file__).parent)

@@ -162,6 +162,7 @@ def test_a_beat_that_hangs_in_the_store_does_not_stop_the_judging():
     assert "rank 0 has given no sign of life" in ranks.ended[1]
 
 
+@pytest.mark.slow
 def test_threads_find_a_silent_rank():
     ended = threading.Event()
     dog = Watchdog(MemoryStore, 0, 2, 0.2, lambda message: ended.set())
@@ -193,6 +194,7 @@ assert asked.wait(60)
 """
 
 
+@pytest.mark.slow
 def test_no_thread_is_inside_the_store_when_the_process_ends():
     """A thread that the interpreter kills inside torch's C++ aborts the process: "terminate called"."""
     child = subprocess.run([sys.executable, "-c", SLOW_STORE], capture_output=True, text=True, timeout=120)
@@ -200,6 +202,7 @@ def test_no_thread_is_inside_the_store_when_the_process_ends():
     assert set(child.stdout.split()) == {"answered"}
 
 
+@pytest.mark.slow
 def test_the_end_of_the_watch_is_the_end_of_its_threads():
     ranks = Ranks(2, limit=1.0)
     dog = ranks.dogs[0]

@@ -188,6 +188,7 @@ def test_vision_language_reward_model(tmp_path):
     assert not torch.allclose(other, single[0], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_zero_3_divides_reward_models_and_all_ranks_score_together(tmp_path, classifier):
     """One rank has three batches of texts and one of images, the other one batch of texts and none of images."""
     from transformers import AutoModelForImageTextToText

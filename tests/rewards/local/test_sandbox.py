@@ -67,6 +67,7 @@ def test_arguments_and_results_cross(engine):
         ("die", r"its process died \(exit code 3\)"),
     ],
 )
+@pytest.mark.slow
 def test_a_lost_call_is_invalid_and_the_next_one_works(engine, first, words, caplog):
     started = time.monotonic()
     result = rewards(engine, first)

@@ -299,6 +299,7 @@ def test_no_payload_and_no_token_in_logs(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "rloo"])
+@pytest.mark.slow
 def test_ten_percent_of_calls_fail_over_fifty_steps(estimator):
     """Advantages of valid samples equal those of a run that never had the failed ones."""
     calculator = get_advantage_calculator(estimator, AlgorithmConfig())
