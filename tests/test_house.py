@@ -22,12 +22,12 @@ BUDGETS = {
     "": 1500, "experience": 2800, "config": 2800, "runtime": 3400, "data": 2700, "models": 3800, "rollout": 3000,
     "rewards": 3200, "algorithms": 1400, "trainer": 4200, "observe": 2900,
 }  # fmt: skip
-ENTRIES = (".families.", ".functions.", "algorithms.diffusion.")
+ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 1645, "experience": 2914, "config": 4225, "runtime": 5083, "data": 3017,
-    "models": 4821, "rewards": 4274, "algorithms": 1482, "trainer": 6127, "observe": 3212,
+    "": 1645, "experience": 2914, "config": 4228, "runtime": 5083, "data": 3017,
+    "models": 4821, "rollout": 3186, "rewards": 4274, "algorithms": 1482, "trainer": 6127, "observe": 3212,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

@@ -216,6 +216,15 @@ for _entry in (
 ):  # fmt: skip
     engines.add(_entry)
 
+_builtin = "lightrft_visual.rollout.builtin"
+for _entry in (
+    EnvironmentChoice("tools", "lightrft_visual.rollout.tools:ToolEnvironment", "runs the functions of `--tools`"),
+    EnvironmentChoice("zoom", f"{_builtin}.zoom:Zoom", "a tool that enlarges a region of the image"),
+    EnvironmentChoice("python", f"{_builtin}.python:PythonCalculator", "a calculator in Python's notation"),
+    EnvironmentChoice("click", f"{_builtin}.click:Click", "a click on the `target` of a screen is rewarded"),
+):
+    environments.add(_entry)
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Diffusion runs

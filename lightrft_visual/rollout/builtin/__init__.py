@@ -1,0 +1,1 @@
+"""Environments by name, one file each."""

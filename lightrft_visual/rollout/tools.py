@@ -1,0 +1,313 @@
+"""Tools of a conversation: their schemas, the calls in a response, and the environment that runs them.
+
+A tool is a Python function with type hints and a docstring that describes its arguments. The model's own chat template
+shows its schema to the model; the model asks for it in the form that the template taught it:
+
+    hermes      <tool_call>{"name": "zoom", "arguments": {"box": [0, 0, 9, 9]}}</tool_call>     Qwen, Hermes
+    qwen_xml    <tool_call><function=zoom><parameter=box>[0, 0, 9, 9]</parameter></function></tool_call>    Qwen3-Coder
+    llama       <|python_tag|>{"name": "zoom", "parameters": {"box": [0, 0, 9, 9]}}     or without the tag; `;` between
+    json        the same objects anywhere in the text, with "arguments" or "parameters"
+
+Nothing in a response raises: a call that cannot be read is a `ToolCall` whose `error` says why, and the model is told.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+from pydantic import ConfigDict, ValidationError, validate_call
+from transformers.utils import get_json_schema
+
+from ..errors import ConfigError
+from ..runtime.usercode.calls import awaited, callable_name, what_happened
+from .environments import Action, Environment, ToolCall
+
+CALL_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+XML_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*?)</function>\s*\Z", re.DOTALL)
+XML_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+PYTHON_TAG = "<|python_tag|>"
+TURN_ENDS = ("<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|endoftext|>")
+SHOWN = 80  # characters of a malformed call in its error
+MOST_CALLS = 64  # of one response; the rest of a text without end is not read
+PARTS = ("text", "image", "image_url", "video", "video_url")  # kinds of content parts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Schemas
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a tool, from its type hints and its docstring in Google's form, for `apply_chat_template`.
+
+    Raises ConfigError that says what is missing.
+    """
+    try:
+        return get_json_schema(function)
+    except Exception as error:  # transformers' own two kinds, and hints that name what is not there
+        raise ConfigError(
+            f"tool {callable_name(function)}: {error}. A tool has a type hint for each argument, and a docstring with "
+            "a line on each below `Args:`"
+        ) from None
+
+
+def tool_schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+    """The schemas of several tools. Raises ConfigError where two have one name."""
+    schemas = [tool_schema(function) for function in functions]
+    names = Counter(schema["function"]["name"] for schema in schemas)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ConfigError(f"two tools have the name {twice[0]!r}")
+    return schemas
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Calls in a response
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def tool_call_format(template: str | None) -> str:
+    """The form of calls that a chat template teaches; auto where it names none."""
+    template = template or ""
+    if "<tool_call>" in template:
+        return "qwen_xml" if "<function=" in template else "hermes"
+    if PYTHON_TAG in template or "ipython" in template:
+        return "llama"
+    return "auto"
+
+
+def parse_tool_calls(text: str, form: str = "auto") -> list[ToolCall]:
+    """The calls in a response, in their order; those that cannot be read have an `error`.
+
+    form: see the module's text; auto takes the form whose marks the response has.
+    """
+    for end in TURN_ENDS:
+        text = text.removesuffix(end)
+    if form == "auto":
+        form = "hermes" if "<tool_call>" in text else "llama" if PYTHON_TAG in text else "json"
+    return list(_FORMS[form].parse(text))[:MOST_CALLS]
+
+
+def render_tool_call(call: ToolCall, form: str = "hermes") -> str:
+    """The text that `parse_tool_calls` reads as this call."""
+    return _FORMS[form].render(call)
+
+
+def _object_call(text: str) -> ToolCall:
+    """The call that a JSON text is."""
+    try:
+        return _call_of(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        return _malformed(text, f"not valid JSON ({_short(error)})")
+
+
+def _call_of(value: Any, shown: str | None = None) -> ToolCall:
+    """The call that JSON values say: a name, and arguments as an object or as the JSON text of one."""
+    shown = shown or json.dumps(value)
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return _malformed(shown, 'a call is an object with a "name"')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # OpenAI's servers give them as text
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        return ToolCall(value["name"], {}, 'malformed call: "arguments" is an object of names and values')
+    return ToolCall(value["name"], arguments, None)
+
+
+def _malformed(text: str, why: str) -> ToolCall:
+    text = " ".join(text.split())
+    return ToolCall("", {}, f"malformed call: {why}: {text[:SHOWN]}{'...' if len(text) > SHOWN else ''}")
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:SHOWN]
+
+
+def _parse_hermes(text: str) -> Iterator[ToolCall]:
+    for block in CALL_BLOCK.finditer(text):
+        inner = block[1].strip()
+        if "<function=" in inner:
+            yield _xml_call(inner)
+        elif not block[0].endswith("</tool_call>"):
+            yield _malformed(inner, "</tool_call> is missing")
+        else:
+            yield _object_call(inner)
+
+
+def _xml_call(text: str) -> ToolCall:
+    found = XML_FUNCTION.match(text)
+    if found is None or not found[1].strip():
+        return _malformed(text, "<function=NAME> ... </function> is not complete")
+    return ToolCall(found[1].strip(), {m[1].strip(): _value(m[2]) for m in XML_PARAMETER.finditer(found[2])}, None)
+
+
+def _value(text: str) -> Any:
+    """A parameter's value: JSON where it is, else the text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _parse_llama(text: str) -> Iterator[ToolCall]:
+    if PYTHON_TAG not in text:
+        if text.strip().startswith("{"):
+            yield from _parse_objects(text)
+        return
+    asked = text.partition(PYTHON_TAG)[2].replace(PYTHON_TAG, " ").strip()
+    if asked.startswith("{"):
+        yield from _parse_objects(asked)
+    else:
+        yield _python_call(asked)
+
+
+def _python_call(text: str) -> ToolCall:
+    """Llama's calls of built-in tools: `brave_search.call(query="...")`."""
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            return _malformed(text, "no call with named arguments")
+        arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        return ToolCall(ast.unparse(call.func).removesuffix(".call"), arguments, None)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return _malformed(text, f"what follows {PYTHON_TAG} is no call")
+
+
+def _parse_objects(text: str) -> Iterator[ToolCall]:
+    """Every outermost JSON object that is a call; one that begins as a call and cannot be read is malformed."""
+    decoder, position = json.JSONDecoder(), text.find("{")
+    while position >= 0:
+        try:
+            value, end = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            if re.match(r'\{\s*"(name|arguments|parameters)"\s*:', text[position : position + SHOWN]):
+                yield _malformed(text[position:], f"not valid JSON ({_short(error)})")
+                return
+            end = position + 1
+        else:
+            if isinstance(value, dict) and "name" in value and {"arguments", "parameters"} & value.keys():
+                yield _call_of(value, text[position:end])
+        position = text.find("{", end)
+
+
+class _Form:
+    """One form of calls. parse: of a response; render: of a call."""
+
+    def __init__(self, parse: Callable[[str], Iterator[ToolCall]], render: Callable[[ToolCall], str]) -> None:
+        self.parse, self.render = parse, render
+
+
+def _json_text(value: Any) -> str:
+    """JSON without the marks that end a call: `<\\/` in a JSON text is `</`."""
+    return json.dumps(value, ensure_ascii=False).replace("</", "<\\/").replace("<tool_call>", "\\u003ctool_call>")
+
+
+def _object_text(call: ToolCall, arguments: str = "arguments") -> str:
+    return _json_text({"name": call.name, arguments: call.arguments})
+
+
+def _xml_text(call: ToolCall) -> str:
+    given = "".join(f"<parameter={k}>\n{_json_text(v)}\n</parameter>\n" for k, v in call.arguments.items())
+    return f"<tool_call>\n<function={call.name}>\n{given}</function>\n</tool_call>"
+
+
+_FORMS = {
+    "hermes": _Form(_parse_hermes, lambda call: f"<tool_call>\n{_object_text(call)}\n</tool_call>"),
+    "qwen_xml": _Form(_parse_hermes, _xml_text),
+    "llama": _Form(_parse_llama, lambda call: f"{PYTHON_TAG}{_object_text(call, 'parameters')}"),
+    "json": _Form(_parse_objects, _object_text),
+}
+CALL_FORMS = tuple(_FORMS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running them
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class ToolEnvironment(Environment):
+    """Runs the calls of each response and answers with tool messages; an episode ends with a response that has none.
+
+    A call that cannot be run (no such tool, wrong arguments, malformed, or the tool raises) is answered by a text that
+    begins with `error:`. A tool returns text, a PIL image, a list of content parts, or a value that JSON has; it may be
+    a coroutine. Rewards are 0: the run's own reward is of the whole episode.
+
+    tools: functions, or methods of a subclass, whose `self.row` is then the data row of the episode.
+    """
+
+    def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
+        self.row: dict[str, Any] = {}
+        self._schemas = tool_schemas(tools)
+        checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))
+        self._tools = {each["function"]["name"]: checked(tool) for each, tool in zip(self._schemas, tools)}
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Those of the tools."""
+        return self._schemas
+
+    def reset(self, row: dict[str, Any]) -> None:
+        """Keep the row; the episode begins with its own prompt."""
+        self.row = row
+
+    def step(self, action: Action) -> tuple[list[dict[str, Any]] | None, float, bool, dict[str, Any]]:
+        """The answers to the calls, in their order."""
+        if not action.tool_calls:
+            return None, 0.0, True, {}
+        answers = [(call, *self.run(call)) for call in action.tool_calls]
+        messages = [{"role": "tool", "name": call.name, "content": content} for call, content, _ in answers]
+        called = Counter(call.name for call, _, _ in answers if call.name in self._tools)
+        failed = sum(bad for _, _, bad in answers)
+        return messages, 0.0, False, {"tool_calls": dict(called), "tool_errors": failed}
+
+    def run(self, call: ToolCall) -> tuple[str | list[dict[str, Any]], bool]:
+        """The content of the answer to one call, and whether it tells of an error."""
+        if call.error is not None:
+            return f"error: {call.error}", True
+        if call.name not in self._tools:
+            return f"error: there is no tool {call.name!r}; there is: {', '.join(self._tools)}", True
+        try:
+            result = self._tools[call.name](**call.arguments)
+            return tool_content(awaited([result])[0] if inspect.isawaitable(result) else result), False
+        except ValidationError as error:
+            told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            return f"error: {call.name}: {told}", True
+        except Exception as error:
+            return f"error: {call.name} {what_happened(error)}", True
+
+
+def tool_content(result: Any) -> str | list[dict[str, Any]]:
+    """What a tool returned as the content of its message. Raises TypeError for what has no place in one."""
+    if isinstance(result, str):
+        return result
+    if isinstance(result, Image.Image):
+        return [{"type": "image", "image": result}]
+    if isinstance(result, (list, tuple)) and any(map(_is_part, result)):  # texts alone are JSON values
+        return [_part(each) for each in result]
+    try:
+        return json.dumps(result, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        kind = type(result).__name__
+        raise TypeError(f"a {kind} is no result: text, an image, content parts or JSON values are sent back") from None
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Image.Image) or (isinstance(value, Mapping) and value.get("type") in PARTS)
+
+
+def _part(value: Any) -> dict[str, Any]:
+    if isinstance(value, Image.Image):
+        return {"type": "image", "image": value}
+    if isinstance(value, str):
+        return {"type": "text", "text": value}
+    if not _is_part(value):
+        raise TypeError(f"a {type(value).__name__} in its result is no content part")
+    return dict(value)

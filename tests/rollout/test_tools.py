@@ -1,0 +1,284 @@
+"""Schemas, calls in a response in each of their forms, and the environment that runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rollout.environments import Action, ToolCall
+from lightrft_visual.rollout.tools import (
+    CALL_FORMS,
+    MOST_CALLS,
+    ToolEnvironment,
+    parse_tool_calls,
+    render_tool_call,
+    tool_call_format,
+    tool_schema,
+    tool_schemas,
+)
+
+
+def crop(box: list[int], scale: float = 2.0) -> str:
+    """Cut a part out.
+
+    Args:
+        box: left, top, right, bottom
+        scale: by how much
+    """
+    return f"{box} {scale}"
+
+
+NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,12}", fullmatch=True)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from(["</tool_call>", "<tool_call>", '"}', "{"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+CALLS = st.builds(ToolCall, NAMES, st.dictionaries(NAMES, VALUES, max_size=3), st.none())
+
+
+# --- schemas ---------------------------------------------------------------------------------------------------------
+
+
+def test_schema_of_function_has_types_descriptions_and_what_is_required():
+    assert tool_schema(crop)["function"] == {
+        "name": "crop",
+        "description": "Cut a part out.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "box": {"type": "array", "items": {"type": "integer"}, "description": "left, top, right, bottom"},
+                "scale": {"type": "number", "description": "by how much"},
+            },
+            "required": ["box"],
+        },
+        "return": {"type": "string"},
+    }
+
+
+def _without_hint(box) -> str:
+    """Cut.
+
+    Args:
+        box: where
+    """
+
+
+def _without_docstring(box: int) -> str: ...
+
+
+def _without_argument(box: int) -> str:
+    """Cut."""
+
+
+def _unknown_hint(box: Nowhere) -> str:  # noqa: F821
+    """Cut.
+
+    Args:
+        box: where
+    """
+
+
+@pytest.mark.parametrize("function", [_without_hint, _without_docstring, _without_argument, _unknown_hint])
+def test_schema_of_function_without_hints_or_docstring_is_refused(function):
+    with pytest.raises(ConfigError, match=function.__name__):
+        tool_schema(function)
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="two tools have the name 'crop'"):
+        tool_schemas([crop, crop])
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(CALL_FORMS), CALLS)
+def test_rendered_call_is_read_as_itself(form, call):
+    assert parse_tool_calls(render_tool_call(call, form), form) == [call]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(CALL_FORMS), CALLS)
+def test_rendered_call_is_read_whatever_its_form_when_none_is_named(form, call):
+    assert parse_tool_calls("I look closer. " + render_tool_call(call, form) + "<|im_end|>") == [call]
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen_xml", "json"])
+def test_several_calls_keep_their_order(form):
+    calls = [ToolCall("zoom", {"n": n}, None) for n in range(3)]
+    text = "first\n" + " and\n".join(render_tool_call(call, form) for call in calls)
+    assert parse_tool_calls(text, form) == calls
+
+
+def test_calls_of_llama_are_read_with_and_without_the_tag_and_with_semicolons():
+    one, two = '{"name": "a", "parameters": {"x": 1}}', '{"name": "b", "parameters": {}}'
+    expected = [ToolCall("a", {"x": 1}, None), ToolCall("b", {}, None)]
+    assert parse_tool_calls(f"{one}; {two}<|eom_id|>", "llama") == expected
+    assert parse_tool_calls(f"<|python_tag|>{one}; {two}", "llama") == expected
+    asked = '<|python_tag|>brave_search.call(query="cats", n=2)'
+    assert parse_tool_calls(asked, "llama") == [ToolCall("brave_search", {"query": "cats", "n": 2}, None)]
+    assert parse_tool_calls("The answer is {3}.", "llama") == []
+
+
+def test_arguments_given_as_json_text_are_read():
+    call = {"name": "zoom", "arguments": json.dumps({"x": 1})}
+    assert parse_tool_calls(json.dumps(call)) == [ToolCall("zoom", {"x": 1}, None)]
+
+
+def test_json_in_a_fence_or_beside_other_objects_is_found():
+    text = 'See {"a": 1}:\n```json\n{"name": "zoom", "arguments": {"x": 1}}\n```'
+    assert parse_tool_calls(text) == [ToolCall("zoom", {"x": 1}, None)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>", "<tool_call>{", "<tool_call></tool_call>", "<tool_call>zoom(1)</tool_call>",
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": "zoom", "arguments": [1]}</tool_call>', "<tool_call>[]</tool_call>",
+        '<tool_call>{"name": "zoom", "arguments": "no"}</tool_call>', '<tool_call>{"name": "zoom"', "<|python_tag|>",
+        "<|python_tag|>zoom(", "<|python_tag|>zoom(1)", "<|python_tag|>x = 1", '{"name": "zoom", "arguments": {',
+        "<tool_call><function=zoom></tool_call>", "<tool_call><function=></function></tool_call>",
+        "<tool_call>" + "[" * 100_000 + "</tool_call>", "<|python_tag|>f(" + "(" * 10_000,
+    ],
+)  # fmt: skip
+def test_malformed_call_is_one_call_with_an_error(text):
+    (call,) = parse_tool_calls(text)
+    assert "malformed call" in call.error and call.arguments == {} and len(call.error) < 300
+
+
+GARBAGE = ["<tool_call>", "</tool_call>", "<|python_tag|>", '{"name":', '"arguments":', "{", "}", "[", "]", '"', ";",
+           "<function=", "<parameter=x>", "</function>", "zoom", "\\u12", "\ud800", "\0", "1e999", "NaN", "é", "\n",
+           "<|im_end|>", "None(", "=", ":"]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_garbage_is_read_without_an_exception(seed):
+    rng = random.Random(seed)
+    text = "".join(rng.choice(GARBAGE) for _ in range(rng.randrange(60)))
+    for form in ("auto", *CALL_FORMS):
+        for call in parse_tool_calls(text, form):
+            assert isinstance(call.name, str) and isinstance(call.arguments, dict)
+            assert call.name or call.error
+
+
+def test_text_without_end_gives_no_more_calls_than_the_limit():
+    assert len(parse_tool_calls('{"name": "zoom", "arguments": {}} ' * 5_000)) == MOST_CALLS
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("... <tool_call>\n{...}\n</tool_call>", "hermes"), ("<tool_call>\n<function=x>", "qwen_xml"),
+        ("{{ '<|python_tag|>' }}", "llama"), ("{{ role == 'ipython' }}", "llama"), ("{{ messages }}", "auto"),
+        (None, "auto"),
+    ],
+)  # fmt: skip
+def test_form_of_calls_is_read_from_the_chat_template(template, form):
+    assert tool_call_format(template) == form
+
+
+# --- running them ----------------------------------------------------------------------------------------------------
+
+
+async def later(text: str) -> str:
+    """Wait.
+
+    Args:
+        text: what to say
+    """
+    await asyncio.sleep(0.001)
+    return text
+
+
+def picture(side: int) -> Image.Image:
+    """Draw.
+
+    Args:
+        side: in pixels
+    """
+    return Image.new("RGB", (side, side))
+
+
+def parts() -> list:
+    """A text and an image."""
+    return ["seen", {"type": "text", "text": "here"}, Image.new("RGB", (2, 2))]
+
+
+def fails() -> str:
+    """Fail."""
+    raise KeyError("no such thing")
+
+
+def stranger() -> object:
+    """Give back what has no place in a message."""
+    return object()
+
+
+def numbers() -> dict:
+    """JSON values."""
+    return {"a": [1, 2.5, None]}
+
+
+def environment() -> ToolEnvironment:
+    made = ToolEnvironment([crop, later, picture, parts, fails, stranger, numbers])
+    made.reset({"prompt": "what is it?"})
+    return made
+
+
+def asked(*calls: ToolCall) -> Action:
+    return Action("", [], list(calls))
+
+
+def answer_of(name: str, **arguments) -> str | list:
+    messages, reward, done, _ = environment().step(asked(ToolCall(name, arguments, None)))
+    assert (reward, done, [message["role"] for message in messages]) == (0.0, False, ["tool"])
+    return messages[0]["content"]
+
+
+def test_results_become_the_content_of_a_tool_message():
+    assert answer_of("crop", box=[1, 2, 3, 4]) == "[1, 2, 3, 4] 2.0"
+    assert answer_of("later", text="done") == "done"
+    assert answer_of("numbers") == '{"a": [1, 2.5, null]}'
+    (image,) = answer_of("picture", side=7)
+    assert image["type"] == "image" and image["image"].size == (7, 7)
+    assert [each["type"] for each in answer_of("parts")] == ["text", "text", "image"]
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (ToolCall("zoom", {}, None), "there is no tool 'zoom'; there is: crop, later"),
+        (ToolCall("crop", {}, None), "crop: box: Missing required argument"),
+        (ToolCall("crop", {"box": "all"}, None), "crop: box: Input should be a valid list"),
+        (ToolCall("crop", {"box": [1], "colour": 1}, None), "crop: colour: Unexpected keyword argument"),
+        (ToolCall("fails", {}, None), "fails raised KeyError: 'no such thing'"),
+        (ToolCall("stranger", {}, None), "a object is no result"),
+        (ToolCall("", {}, "malformed call: {"), "malformed call: {"),
+    ],
+)
+def test_call_that_cannot_run_is_answered_by_an_error_text(call, told):
+    messages, _, done, info = environment().step(asked(call))
+    assert messages[0]["content"].startswith("error: ") and told in messages[0]["content"]
+    assert not done and info["tool_errors"] == 1
+
+
+def test_calls_are_answered_in_their_order_and_counted_by_tool():
+    calls = [ToolCall(name, arguments, None) for name, arguments in (("later", {"text": "1"}), ("fails", {}))]
+    messages, _, _, info = environment().step(asked(*calls, calls[0]))
+    assert [message["name"] for message in messages] == ["later", "fails", "later"]
+    assert info == {"tool_calls": {"later": 2, "fails": 1}, "tool_errors": 1}
+
+
+def test_response_without_a_call_ends_the_episode():
+    assert environment().step(Action("It is red.", [1], [])) == (None, 0.0, True, {})
