@@ -197,7 +197,8 @@ class VLSettings(TypedDict, total=False):
     """gae | rloo | reinforce | reinforce_baseline | group_norm | grpo | dr_grpo | cpgd | gdpo | distillation.
     Default: 'group_norm'."""
     policy_loss: str
-    """ppo | gspo | gmpo | cispo | cpgd | sapo. Default: 'ppo'."""
+    """ppo | gspo | gmpo | cispo | cpgd | sapo | luspo | dppo_tv | dppo_kl | vespo | clip_cov | kl_cov.
+    Default: 'ppo'."""
     loss_agg_mode: str
     """token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm. Default: 'token-mean'."""
     eps_clip: float
@@ -223,17 +224,42 @@ class VLSettings(TypedDict, total=False):
     kl_horizon: int
     """algorithm. Default: 10000."""
     kl_estimator: str
-    """k1 | k2 | k3. Default: 'k1'."""
+    """k1 | k2 | k3 | k3_unbiased. Default: 'k1'."""
     use_kl_loss: bool
     """KL as a loss term instead of in the reward. Default: False."""
     entropy_coef: float
     """algorithm. Default: 0.0."""
     drawing_entropy_coef: float | None
     """of the tokens of images; default: entropy_coef."""
+    entropy_target: float | None
+    """nats; set: entropy_coef moves so that the entropy stays above it."""
+    entropy_coef_step: float
+    """by which it moves each step, for entropy_target. Default: 0.0001."""
+    entropy_coef_max: float
+    """and its upper end; the lower one is 0. Default: 0.005."""
     high_entropy_token_ratio: float
     """top share of tokens by entropy (2506.01939). Default: 1.0."""
     cpgd_alpha: float
     """weight of the policy-drift term of the cpgd loss. Default: 0.0."""
+    vespo_k_pos: float
+    """vespo's weight W^k exp(lambda (1 - W)), for positive advantages. Default: 2.0."""
+    vespo_lambda_pos: float
+    """algorithm. Default: 3.0."""
+    vespo_k_neg: float
+    """and for negative ones. Default: 3.0."""
+    vespo_lambda_neg: float
+    """algorithm. Default: 2.0."""
+    cov_share: float
+    """of all tokens, that clip_cov and kl_cov choose. Default: 0.0002."""
+    clip_cov_low: float
+    """clip_cov chooses among tokens whose covariance lies between these. Default: 1.0."""
+    clip_cov_high: float
+    """algorithm. Default: 5.0."""
+    kl_cov_coef: float
+    """weight of |log ratio| at the tokens that kl_cov chooses. Default: 1.0."""
+    off_policy_delta: float | None
+    """mean log(old / policy) of a sequence from which on its tokens of negative advantage leave the loss;
+    none: no mask."""
     tis_mode: str
     """off | token | sequence; weights for rollout/trainer mismatch. Default: 'off'."""
     sapo_tau_pos: float

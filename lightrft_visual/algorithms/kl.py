@@ -36,6 +36,15 @@ def k3(log_probs: T, ref_log_probs: T) -> T:
     return torch.expm1(log_ratio) - log_ratio
 
 
+def k3_unbiased(log_probs: T, ref_log_probs: T) -> T:
+    """k3, which the KL loss weighs by policy / old policy (DeepSeek-V3.2, arXiv 2512.02556); in a reward it is k3.
+
+    With that weight the gradient is that of KL(policy || reference) for tokens of an older policy too: the weight times
+    log(policy / reference) at each token.
+    """
+    return k3(log_probs, ref_log_probs)
+
+
 def compute_approx_kl(log_probs: T, ref_log_probs: T, kind: str = "k1") -> T:
     """Estimate of KL(policy || reference) at each sampled token, (B, A) float32.
 

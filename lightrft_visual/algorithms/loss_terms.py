@@ -212,8 +212,9 @@ def needed(extra: Mapping[str, T], name: str, setting: str) -> T:
 
 
 def entropy_bonus(config: AlgorithmConfig) -> EntropyBonus | None:
-    """For `entropy_coef`."""
-    return EntropyBonus(config.entropy_coef) if config.entropy_coef != 0 else None
+    """For `entropy_coef`, which `entropy_target` may raise from 0."""
+    steered = config.entropy_target is not None
+    return EntropyBonus(config.entropy_coef) if steered or config.entropy_coef != 0 else None
 
 
 def perception(config: AlgorithmConfig) -> Perception | None:

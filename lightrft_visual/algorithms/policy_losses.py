@@ -50,7 +50,8 @@ class LossInputs:
     false for invalid samples. What is masked may hold any value, NaN and infinities included.
     old_log_probs: the trainer's before the first update of this rollout; rollout_log_probs: the engine's.
     ref_log_probs: the reference model's, for the KL loss. policy_mask: the tokens of action_mask whose policy term is
-    kept (high-entropy filtering), default all; denominators still count action_mask.
+    kept (high-entropy filtering), default all; denominators still count action_mask. chosen: the tokens that the policy
+    loss treats otherwise, where its registry entry has a function that chooses them.
     extra: what the forward brought for the terms of the loss, by name.
     """
 
@@ -62,6 +63,7 @@ class LossInputs:
     entropy: T | None = None
     ref_log_probs: T | None = None
     policy_mask: T | None = None
+    chosen: T | None = None
     extra: Mapping[str, T] = field(default_factory=dict)
 
 
@@ -84,8 +86,8 @@ class TokenLoss:
 
 def ppo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """PPO clip (arXiv 1707.06347), with clip-higher (DAPO, 2503.14476) and dual clip (1912.09729)."""
-    high = _clip_high(config)
-    return clipped_surrogate(_log_ratio(inputs).exp(), inputs.advantages, config.eps_clip, high, config.dual_clip)
+    high = clip_high(config)
+    return clipped_surrogate(old_log_ratio(inputs).exp(), inputs.advantages, config.eps_clip, high, config.dual_clip)
 
 
 def gspo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
@@ -93,10 +95,10 @@ def gspo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
 
     With `seq-mean-token-mean` and one advantage a sequence the gradient is that of the sequence form.
     """
-    sequence_log_ratio = _sample_mean(_log_ratio(inputs), inputs.action_mask)
+    sequence_log_ratio = sample_mean(old_log_ratio(inputs), inputs.action_mask)
     log_ratio = inputs.log_probs - inputs.log_probs.detach() + sequence_log_ratio.detach().unsqueeze(1)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return clipped_surrogate(ratio, inputs.advantages, config.eps_clip, _clip_high(config), config.dual_clip)
+    return clipped_surrogate(ratio, inputs.advantages, config.eps_clip, clip_high(config), config.dual_clip)
 
 
 def gmpo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
@@ -104,13 +106,13 @@ def gmpo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
 
     The sequence's loss stands at each of its tokens, so `seq-mean-token-mean` gives the paper's objective.
     """
-    low, high = config.eps_clip, _clip_high(config)
-    log_ratio = _log_ratio(inputs)
-    advantage = _sample_mean(inputs.advantages, inputs.action_mask).unsqueeze(1)
+    low, high = config.eps_clip, clip_high(config)
+    log_ratio = old_log_ratio(inputs)
+    advantage = sample_mean(inputs.advantages, inputs.action_mask).unsqueeze(1)
     # Pessimistic as in PPO: only the side that would raise the objective is cut.
     kept = torch.where(advantage >= 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
     clipped = torch.where(advantage >= 0, log_ratio > high, log_ratio < -low) & (advantage != 0)
-    ratio = _sample_mean(kept, inputs.action_mask).exp().unsqueeze(1)
+    ratio = sample_mean(kept, inputs.action_mask).exp().unsqueeze(1)
     return TokenLoss((-advantage * ratio).expand_as(log_ratio), clipped)
 
 
@@ -119,8 +121,8 @@ def cispo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
 
     The paper bounds the weight from above only: eps_clip of 1 or more gives that.
     """
-    ratio = _log_ratio(inputs).detach().exp()
-    low, high = 1 - config.eps_clip, 1 + _clip_high(config)
+    ratio = old_log_ratio(inputs).detach().exp()
+    low, high = 1 - config.eps_clip, 1 + clip_high(config)
     weight = ratio.clamp(low, high)
     return TokenLoss(-weight * inputs.advantages * inputs.log_probs, (ratio < low) | (ratio > high))
 
@@ -131,12 +133,12 @@ def cpgd_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     The drift is the k3 estimate; the factor (ratio - 1) of its gradient is capped at eps_clip_high.
     """
     low, high = _log_bounds(config)
-    log_ratio = _log_ratio(inputs)
+    log_ratio = old_log_ratio(inputs)
     gain = log_ratio * inputs.advantages
     bounded = log_ratio.clamp(low, high) * inputs.advantages
     values = -torch.minimum(gain, bounded)
     if config.cpgd_alpha > 0:
-        values = values + config.cpgd_alpha * _policy_drift(inputs, _clip_high(config))
+        values = values + config.cpgd_alpha * _policy_drift(inputs, clip_high(config))
     return TokenLoss(values, bounded < gain)
 
 
@@ -146,29 +148,30 @@ def sapo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     Its slope is 1 on-policy and falls off smoothly on both sides, faster for advantages that are not positive
     (sapo_tau_neg). clipped: tokens whose gradient the gate has cut to less than half.
     """
-    ratio = _log_ratio(inputs).exp()
+    ratio = old_log_ratio(inputs).exp()
     tau = torch.where(inputs.advantages > 0, config.sapo_tau_pos, config.sapo_tau_neg)
     gate = torch.sigmoid(tau * (ratio - 1))
     slope = 4 * gate * (1 - gate)
     return TokenLoss(-4 / tau * gate * inputs.advantages, (slope < 0.5) & (inputs.advantages != 0))
 
 
-def _clip_high(config: AlgorithmConfig) -> float:
+def clip_high(config: AlgorithmConfig) -> float:
+    """The upper half of the clip range."""
     return config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
 
 
 def _log_bounds(config: AlgorithmConfig) -> tuple[float, float]:
     """[log(1 - eps_clip), log(1 + eps_clip_high)]; no lower bound from eps_clip 1 on."""
     low = math.log(1 - config.eps_clip) if config.eps_clip < 1 else -math.inf
-    return low, math.log(1 + _clip_high(config))
+    return low, math.log(1 + clip_high(config))
 
 
-def _log_ratio(inputs: LossInputs) -> T:
+def old_log_ratio(inputs: LossInputs) -> T:
     """log(policy / old policy), (B, A), within +-MAX_LOG_RATIO."""
     return (inputs.log_probs - inputs.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _sample_mean(values: T, mask: T) -> T:
+def sample_mean(values: T, mask: T) -> T:
     """(B): mean of each row under its mask, 0 for an empty one."""
     return torch.where(mask, values, torch.zeros_like(values)).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
@@ -188,7 +191,7 @@ def clipped_surrogate(ratio: T, advantages: T, low: float, high: float, dual_cli
 
 def _policy_drift(inputs: LossInputs, cap: float) -> T:
     """k3 estimate of KL(old || new) from old's samples; value exact, gradient min(ratio - 1, cap) * d log_prob."""
-    log_ratio = _log_ratio(inputs).detach()
+    log_ratio = old_log_ratio(inputs).detach()
     slope = torch.expm1(log_ratio)
     return slope - log_ratio + slope.clamp(max=cap) * (inputs.log_probs - inputs.log_probs.detach())
 
@@ -218,17 +221,19 @@ def policy_loss(
         values = values * weight
         outputs.metrics["tis_weight"] = token_mean(weight, mask, denominators)
         outputs.metrics["tis_clip_frac"] = token_mean(cut.float(), mask, denominators)
-    if inputs.policy_mask is not None:
-        values = torch.where(inputs.policy_mask, values, torch.zeros_like(values))
+    kept, masked = _kept_tokens(inputs, config, denominators)
+    outputs.metrics.update(masked)
+    values = values if kept is None else torch.where(kept, values, torch.zeros_like(values))
     outputs.loss = aggregate(values, mask, mode, denominators)
     outputs.metrics["policy_loss"] = outputs.loss.detach()
     outputs.metrics["clip_frac"] = token_mean(token_loss.clipped.float(), mask, denominators)
     for name, numbers in token_loss.metrics.items():
         outputs.metrics[name] = token_mean(numbers.detach().float(), mask, denominators)
     if config.use_kl_loss:
-        kl_loss = aggregate(
-            compute_approx_kl(inputs.log_probs, inputs.ref_log_probs, config.kl_estimator), mask, mode, denominators
-        )
+        estimate = compute_approx_kl(inputs.log_probs, inputs.ref_log_probs, config.kl_estimator)
+        if registry.kl_estimators[config.kl_estimator].weighted:
+            estimate = old_log_ratio(inputs).exp() * estimate
+        kl_loss = aggregate(estimate, mask, mode, denominators)
         outputs.loss = outputs.loss + (config.init_kl_coef if kl_coef is None else kl_coef) * kl_loss
         outputs.metrics["kl_loss"] = kl_loss.detach()
     for term in terms_of(config):
@@ -237,6 +242,19 @@ def policy_loss(
         outputs.metrics.update(metrics)
     outputs.metrics["loss"] = outputs.loss.detach()
     return outputs
+
+
+def _kept_tokens(
+    inputs: LossInputs, config: AlgorithmConfig, denominators: LossDenominators
+) -> tuple[T | None, dict[str, T]]:
+    """(the tokens (B, A) whose policy term is kept, None for all; the share that each mask of the registry takes)."""
+    kept, metrics = inputs.policy_mask, {}
+    for entry in registry.policy_masks:
+        mask = entry.load()(inputs, config)
+        if mask is not None:
+            metrics[f"{entry.name}_frac"] = token_mean((~mask).float(), inputs.action_mask, denominators)
+            kept = mask if kept is None else kept & mask
+    return kept, metrics
 
 
 def token_log_weights(log_weights: T) -> T:
@@ -294,7 +312,7 @@ def _checked(inputs: LossInputs, config: AlgorithmConfig) -> LossInputs:
 def _policy_metrics(inputs: LossInputs, denominators: LossDenominators) -> LossOutputs:
     """Metrics that every policy loss reports; the loss itself is set later."""
     mask = inputs.action_mask
-    log_ratio = _log_ratio(inputs)
+    log_ratio = old_log_ratio(inputs)
     outputs = LossOutputs(loss=log_ratio.new_zeros(()))
     # k3 of KL(old || new) with old's samples: the expectation of ratio - 1 is zero.
     outputs.metrics["approx_kl"] = token_mean(torch.expm1(log_ratio) - log_ratio, mask, denominators)

@@ -44,8 +44,21 @@ class AlgorithmConfig(Section):
     use_kl_loss: bool = False  # KL as a loss term instead of in the reward
     entropy_coef: float = 0.0
     drawing_entropy_coef: float | None = None  # of the tokens of images; default: entropy_coef
+    entropy_target: PositiveFloat | None = None  # nats; set: entropy_coef moves so that the entropy stays above it
+    entropy_coef_step: PositiveFloat = 1e-4  # by which it moves each step, for entropy_target
+    entropy_coef_max: PositiveFloat = 5e-3  # and its upper end; the lower one is 0
     high_entropy_token_ratio: Annotated[float, within("(0, 1]")] = 1.0  # top share of tokens by entropy (2506.01939)
     cpgd_alpha: NonNegativeFloat = 0.0  # weight of the policy-drift term of the cpgd loss
+    vespo_k_pos: PositiveFloat = 2.0  # vespo's weight W^k exp(lambda (1 - W)), for positive advantages
+    vespo_lambda_pos: PositiveFloat = 3.0
+    vespo_k_neg: PositiveFloat = 3.0  # and for negative ones
+    vespo_lambda_neg: PositiveFloat = 2.0
+    cov_share: Annotated[float, within("(0, 1]")] = 2e-4  # of all tokens, that clip_cov and kl_cov choose
+    clip_cov_low: float = 1.0  # clip_cov chooses among tokens whose covariance lies between these
+    clip_cov_high: float = 5.0
+    kl_cov_coef: NonNegativeFloat = 1.0  # weight of |log ratio| at the tokens that kl_cov chooses
+    # mean log(old / policy) of a sequence from which on its tokens of negative advantage leave the loss; none: no mask
+    off_policy_delta: NonNegativeFloat | None = None
     tis_mode: Annotated[str, registered(registry.tis_modes)] = "off"  # weights for rollout/trainer mismatch
     sapo_tau_pos: PositiveFloat = 1.0  # sharpness of the sapo loss's gate, for positive advantages
     sapo_tau_neg: PositiveFloat = 1.05  # and for the others
@@ -77,12 +90,13 @@ class AlgorithmConfig(Section):
     @property
     def reads_log_probs(self) -> bool:
         """Whether the policy's log-probs are read before its first update: by the KL to the reference, beside a critic
-        or a teacher, to choose tokens by entropy, by later steps that replay samples, or by an estimator that says
-        so."""
+        or a teacher, to choose tokens by entropy or covariance, by later steps that replay samples, or by an estimator
+        that says so."""
         return (
             self.init_kl_coef > 0
             or self.estimator.critic
             or self.estimator.reads_log_probs
+            or registry.policy_losses[self.policy_loss].chooses is not None
             or self.high_entropy_token_ratio < 1
             or self.teacher_coef > 0
             or self.selective_replay > 0
@@ -125,6 +139,14 @@ class AlgorithmConfig(Section):
             "ref_update_steps needs a KL to the reference: a positive init_kl_coef",
         )
         require(self.ref_update_steps > 0 or self.ref_update_mixup == 1, "ref_update_mixup belongs to ref_update_steps")
+        require(
+            self.clip_cov_low < self.clip_cov_high,
+            f"clip_cov_low {self.clip_cov_low} is not below clip_cov_high {self.clip_cov_high}",
+        )
+        require(
+            self.entropy_target is None or 0 <= self.entropy_coef <= self.entropy_coef_max,
+            f"entropy_target moves entropy_coef between 0 and entropy_coef_max: it cannot start at {self.entropy_coef}",
+        )
         require(self.tis_mask or self.tis_floor == 0, "tis_floor belongs to --tis_mask true")
         require(self.tis_floor < self.tis_cap, f"tis_floor {self.tis_floor} is not below tis_cap {self.tis_cap}")
         require(

@@ -36,10 +36,15 @@ def check_run(algorithm: Any, rollout: Any) -> None:
     for names, readers in (
         (("sapo_tau_pos", "sapo_tau_neg"), ("sapo",)),
         (("cpgd_alpha",), ("cpgd",)),
-        (("dual_clip",), ("ppo", "gspo")),
+        (("dual_clip",), ("ppo", "gspo", "luspo", "clip_cov")),
+        (("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("vespo",)),
+        (("cov_share",), ("clip_cov", "kl_cov")),
+        (("clip_cov_low", "clip_cov_high"), ("clip_cov",)),
+        (("kl_cov_coef",), ("kl_cov",)),
     ):
         refuse_idle(algorithm, names, f"policy_loss {' or '.join(readers)}", loss.name in readers or not loss.shipped)
     for names, owner, read in (
+        (("entropy_coef_step", "entropy_coef_max"), "an entropy_target", algorithm.entropy_target is not None),
         (("papo_mask_ratio",), "a papo_coef above 0", algorithm.papo_coef > 0),
         (("tis_cap",), "--tis_mode token or sequence", algorithm.corrects_rollouts),
         (("overlong_buffer_len", "overlong_buffer_penalty_factor"), "--overlong_buffer", algorithm.overlong_buffer),

@@ -34,7 +34,23 @@ class AdvantageEstimator(Choice):
 
 @dataclass(frozen=True)
 class PolicyLoss(Choice):
-    """target: a function of (LossInputs, AlgorithmConfig) to a TokenLoss, see `algorithms.policy_losses`."""
+    """target: a function of (LossInputs, AlgorithmConfig) to a TokenLoss, see `algorithms.policy_losses`.
+
+    chooses: a function, or 'module:function', of (ChoiceInputs, AlgorithmConfig) to the tokens of each micro-batch that
+    it treats otherwise, chosen over a whole train batch; it reads the rollouts' log-probs. weighs_rollouts: its ratio
+    is to the engine's policy, so a TIS mode would weigh twice. aggregation: the only `loss_agg_mode` that makes it
+    what its name says.
+    """
+
+    chooses: Any = field(default=None, repr=False)
+    weighs_rollouts: bool = False
+    aggregation: str | None = None
+
+
+@dataclass(frozen=True)
+class PolicyMask(Choice):
+    """target: a function of (LossInputs, AlgorithmConfig) to the tokens (B, A) whose policy term is kept, or to None
+    where the settings do not ask for it. Denominators still count all tokens."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +62,12 @@ class Aggregation(Choice):
 class KLEstimator(Choice):
     """target: a function of (log_probs, ref_log_probs) to the estimate at each token.
 
-    as_loss: whether its gradient is that of a KL, so that `use_kl_loss` may use it.
+    as_loss: whether its gradient is that of a KL, so that `use_kl_loss` may use it. weighted: whether the loss weighs
+    it by policy / old policy.
     """
 
     as_loss: bool = True
+    weighted: bool = False
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from .kinds import (
     KLEstimator,
     LossTerm,
     PolicyLoss,
+    PolicyMask,
     RewardForm,
     RolloutMetric,
     RowForm,
@@ -57,6 +58,7 @@ vlm_families = Registry("vision-language family", VLMFamily)
 diffusion_families = Registry("diffusion family", DiffusionFamily)
 hooks = Registry("hook", Hook)
 loss_terms = Registry("term of the policy loss", LossTerm)
+policy_masks = Registry("mask of the policy loss", PolicyMask)
 rollout_metrics = Registry("rollout metric", RolloutMetric)
 differentiable_rewards = Registry("differentiable reward", DifferentiableReward)
 environments = Registry("environment", EnvironmentChoice)
@@ -126,7 +128,7 @@ for _entry in (
 ):  # fmt: skip
     advantage_estimators.add(_entry)
 
-_losses = f"{ALGORITHMS}.policy_losses"
+_losses, _far, _covariance = (f"{ALGORITHMS}.{name}" for name in ("policy_losses", "off_policy", "covariance"))
 for _entry in (
     PolicyLoss("ppo", f"{_losses}:ppo_loss", "clipped ratio of each token; clip-higher, dual clip"),
     PolicyLoss("gspo", f"{_losses}:gspo_loss", "clipped ratio of the sequence"),
@@ -134,8 +136,34 @@ for _entry in (
     PolicyLoss("cispo", f"{_losses}:cispo_loss", "clipped importance weight on the log-prob; no token is dropped"),
     PolicyLoss("cpgd", f"{_losses}:cpgd_loss", "policy gradient on clipped log ratios, with a drift term"),
     PolicyLoss("sapo", f"{_losses}:sapo_loss", "smooth gate on the ratio of each token instead of a clip"),
-):
+    PolicyLoss(
+        "luspo", f"{_losses}:gspo_loss", "GSPO with each sequence weighed by its length",
+        aggregation="seq-mean-token-sum",
+    ),
+    PolicyLoss(
+        "dppo_tv", f"{_far}:dppo_tv_loss", "tokens whose probability moved too far leave the loss",
+        weighs_rollouts=True,
+    ),
+    PolicyLoss("dppo_kl", f"{_far}:dppo_kl_loss", "the same by a binary KL", weighs_rollouts=True),
+    PolicyLoss(
+        "vespo", f"{_far}:vespo_loss", "smooth weight of the sequence by its whole ratio", weighs_rollouts=True
+    ),
+    PolicyLoss(
+        "clip_cov", f"{_covariance}:clip_cov_loss", "PPO clip without a few tokens that cost entropy",
+        chooses=f"{_covariance}:clip_cov_tokens",
+    ),
+    PolicyLoss(
+        "kl_cov", f"{_covariance}:kl_cov_loss", "no clip; a penalty on the tokens that cost the most entropy",
+        chooses=f"{_covariance}:kl_cov_tokens",
+    ),
+):  # fmt: skip
     policy_losses.add(_entry)
+
+policy_masks.add(
+    PolicyMask(
+        "off_policy", f"{_far}:off_policy_sequences", "`off_policy_delta`: DeepSeek-V3.2's off-policy sequence mask"
+    )
+)
 
 for _entry in (
     LossTerm("entropy", f"{ALGORITHMS}.loss_terms:entropy_bonus", "`entropy_coef`: a bonus for entropy"),
@@ -146,6 +174,10 @@ for _entry in (
 _features = f"{TRAINER}.features"
 for _entry in (  # in the order in which they follow a step
     Hook("ema", f"{_features}.ema:build", "`enable_ema`: an average of the weights"),
+    Hook(
+        "entropy_target", f"{_features}.entropy_target:build", "`entropy_target`: a steered entropy bonus",
+        kinds=("vl",),
+    ),
     Hook(
         "reference_refresh", f"{_features}.reference_refresh:build", "`ref_update_steps`: a reference that follows",
         kinds=("vl",),
@@ -187,6 +219,9 @@ for _entry in (
     KLEstimator("k1", f"{ALGORITHMS}.kl:k1", "log ratio: unbiased; as a loss its gradient averages 0", as_loss=False),
     KLEstimator("k2", f"{ALGORITHMS}.kl:k2", "half its square: as a loss on-policy its gradient is the KL's"),
     KLEstimator("k3", f"{ALGORITHMS}.kl:k3", "ratio - 1 - log ratio: unbiased and never negative"),
+    KLEstimator(
+        "k3_unbiased", f"{ALGORITHMS}.kl:k3_unbiased", "k3; as a loss weighed by policy / old policy", weighted=True
+    ),
 ):
     kl_estimators.add(_entry)
 
@@ -485,6 +520,7 @@ ALL: dict[str, Registry] = {
     "--kl_estimator": kl_estimators,
     "--tis_mode": tis_modes,
     "settings of its own, for a term of the loss": loss_terms,
+    "settings of its own, for a mask of the loss": policy_masks,
     "settings of its own, for a hook": hooks,
     "--engine_type": engines,
     "--environment": environments,

@@ -387,6 +387,21 @@ class RunConfig(Section):
             (self.model.teacher_pretrain is None) == (algorithm.teacher_coef == 0),
             "teacher_pretrain names the model of on-policy distillation, teacher_coef its weight: give both, or none",
         )
+        loss = registry.policy_losses[algorithm.policy_loss]
+        require(
+            loss.aggregation in (None, algorithm.loss_agg_mode),
+            f"policy_loss {loss.name} is made by --loss_agg_mode {loss.aggregation}: add it",
+        )
+        weighs = loss.weighs_rollouts or algorithm.off_policy_delta is not None
+        require(
+            not (loss.weighs_rollouts and algorithm.corrects_rollouts),
+            f"policy_loss {loss.name} compares with the engine's log-probs itself: leave tis_mode off",
+        )
+        require(
+            not weighs or (rollout.top_p == 1 and rollout.top_k == -1),
+            f"policy_loss {loss.name} or off_policy_delta compares sampled log-probs, which top_p < 1 or top_k leave "
+            "undefined: use top_p 1, top_k -1",
+        )
         require(
             not algorithm.corrects_rollouts or (rollout.top_p == 1 and rollout.top_k == -1),
             "tis_mode compares sampled log-probs, which top_p < 1 or top_k leave undefined: use top_p 1, top_k -1",

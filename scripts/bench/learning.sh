@@ -24,8 +24,20 @@ declare -A flags=(
   [cispo]="$two --policy_loss cispo"
   [cpgd]="$two --advantage_estimator cpgd --policy_loss cpgd"
   [sapo]="$two --policy_loss sapo"
+  [luspo]="$two --policy_loss luspo --loss_agg_mode seq-mean-token-sum"
+  [dppo_tv]="$two --policy_loss dppo_tv --eps_clip 0.15"
+  [dppo_kl]="$two --policy_loss dppo_kl --eps_clip 0.05"
+  [vespo]="$two --policy_loss vespo"
+  [clip_cov]="$two --policy_loss clip_cov --cov_share 0.01 --clip_cov_low 0.2"
+  [kl_cov]="$two --policy_loss kl_cov --cov_share 0.01"
+  [off_policy_mask]="$two --off_policy_delta 0.05"
+  [entropy_target]="$two --entropy_target 0.4"
+  [kl_loss]="$two --init_kl_coef 0.01 --use_kl_loss true --kl_estimator k3"
+  [kl_loss_unbiased]="$two --init_kl_coef 0.01 --use_kl_loss true --kl_estimator k3_unbiased"
 )
-for name in ${RUNS:-quickstart grpo rloo gae reinforce_baseline dr_grpo gspo gmpo cispo cpgd sapo}; do
+all="quickstart grpo rloo gae reinforce_baseline dr_grpo gspo gmpo cispo cpgd sapo luspo dppo_tv dppo_kl vespo clip_cov"
+all+=" kl_cov off_policy_mask entropy_target kl_loss kl_loss_unbiased"
+for name in ${RUNS:-$all}; do
   [ -v "flags[$name]" ] || { echo "learning.sh: no run $name; there are: ${!flags[*]}" >&2; exit 2; }
   for seed in ${SEEDS:-1 2 3}; do
     run=$out/$name-$seed

@@ -10,7 +10,7 @@ from lightrft_visual.config import registry
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.vl import AlgorithmConfig, RunConfig
 
-KINDS = ("advantage_estimators", "policy_losses", "aggregations", "kl_estimators", "tis_modes")
+KINDS = ("advantage_estimators", "policy_losses", "policy_masks", "aggregations", "kl_estimators", "tis_modes")
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text()
 

@@ -11,6 +11,7 @@ from lightrft_visual.config import registry
 
 TESTS = Path(__file__).parents[1]
 ADVANTAGES, LOSSES = "algorithms/test_advantages.py", "algorithms/test_policy_losses.py"
+OFF_POLICY, COVARIANCE = "algorithms/test_off_policy.py", "algorithms/test_covariance.py"
 MATCHING = "algorithms/diffusion/test_matching.py"
 DIFFUSION, STEPS = "algorithms/diffusion/test_losses.py", "rollout/test_diffusion_steps.py"
 
@@ -36,7 +37,14 @@ FORMS = {
         "cispo": (LOSSES, "test_every_token_keeps_a_gradient", "test_no_lower_bound_from_eps_one"),
         "sapo": (LOSSES, "test_gate_of_the_paper"),
         "cpgd": (LOSSES, "test_clipped_log_ratio", "test_drift_pulls_back_with_a_capped_slope"),
+        "luspo": (LOSSES, "test_luspo_is_gspo_weighed_by_length"),
+        "dppo_tv": (OFF_POLICY, "test_dppo_tv_by_hand"),
+        "dppo_kl": (OFF_POLICY, "test_dppo_kl_by_hand"),
+        "vespo": (OFF_POLICY, "test_vespo_by_hand"),
+        "clip_cov": (COVARIANCE, "test_clip_cov_by_hand", "test_clip_cov_draws_among_the_eligible"),
+        "kl_cov": (COVARIANCE, "test_kl_cov_by_hand", "test_kl_cov_takes_the_largest_covariances"),
     },
+    "policy_masks": {"off_policy": (OFF_POLICY, "test_off_policy_mask_by_hand")},
     "tis_modes": {
         name: (LOSSES, "test_weights", "test_off_leaves_the_loss_alone") for name in ("off", "token", "sequence")
     },
@@ -47,7 +55,8 @@ FORMS = {
     "kl_estimators": {
         name: ("algorithms/test_kl.py", "test_forms_by_hand", "test_k1_and_k3_have_the_exact_expectation")
         for name in ("k1", "k2", "k3")
-    },
+    }
+    | {"k3_unbiased": (OFF_POLICY, "test_k3_unbiased_has_the_gradient_of_the_kl_whatever_drew_the_tokens")},
     "diffusion_algorithms": {
         "flow_grpo": (
             DIFFUSION,
@@ -87,6 +96,10 @@ FORMS = {
         "CPS": (STEPS, "test_cps_by_hand", "test_cps_surrogate_is_minus_the_squared_distance"),
         "sde_reflow": (STEPS, "test_reflow_noises_the_predicted_data_anew"),
         "GRPO-Guard": (DIFFUSION, "test_guard_leaves_the_noise_times_the_shift_of_the_mean"),
+        "entropy_target": (
+            "trainer/features/test_entropy_target.py",
+            "test_the_coefficient_follows_the_entropy_by_hand",
+        ),
         "kl_target": ("algorithms/test_kl.py", "test_adaptive_controller_moves_towards_the_target_and_resumes"),
         "overlong penalty": ("algorithms/test_reward_shaping.py", "test_overlong_penalty_by_hand"),
     },

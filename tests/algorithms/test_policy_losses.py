@@ -56,6 +56,7 @@ def random_inputs(rows=8, length=6, seed=0, scale=0.3):
         entropy=normal().abs(),
         ref_log_probs=old + scale * normal(),
         policy_mask=mask & (normal() > -0.5),
+        chosen=mask & (normal() > 0.5),
         extra={"hidden_log_probs": old + scale * normal(), "hidden_entropy": normal().abs()},
     )
 
@@ -115,6 +116,20 @@ class TestSequenceLosses:
         loss, slopes, clipped = self.pair([0.9, -0.1], 1.0, "gspo")
         assert (loss, clipped) == pytest.approx((-1.2, 1), abs=1e-6)
         assert slopes == [0.0, 0.0]
+
+    def test_luspo_is_gspo_weighed_by_length(self):
+        """arXiv 2602.05261: each sequence's clipped s * A times its number of tokens, here 2 and 1; holes count not."""
+        log_probs = torch.tensor([[0.3, 9.0, -0.1], [-0.05, 0.0, 0.0]], requires_grad=True)
+        mask = torch.tensor([[True, False, True], [True, False, False]])
+        advantages = torch.tensor([[2.0], [-1.0]]).expand(2, 3)
+        config = AlgorithmConfig(policy_loss="luspo", loss_agg_mode="seq-mean-token-sum")
+        inputs = LossInputs(log_probs, torch.zeros(2, 3), advantages, mask)
+        outputs = policy_loss(inputs, config, global_denominators([mask], 3))
+        first, second = math.exp(0.1), math.exp(-0.05)
+        assert outputs.loss.item() == pytest.approx((-2 * 2 * first + second) / 2, abs=1e-6)
+        outputs.loss.backward()
+        wanted = [[-first, 0.0, -first], [second / 2, 0.0, 0.0]]
+        torch.testing.assert_close(log_probs.grad, torch.tensor(wanted))
 
     def test_gmpo_is_the_geometric_mean(self):
         g = math.exp(0.05)
@@ -220,7 +235,7 @@ def test_micro_batches_do_not_change_loss_metrics_or_gradients(name, mode):
     inputs = random_inputs()
     config = AlgorithmConfig(
         policy_loss=name, loss_agg_mode=mode, use_kl_loss=True, kl_estimator="k3", entropy_coef=0.01,
-        tis_mode="token", cpgd_alpha=0.1, dual_clip=3.0,
+        tis_mode="token", cpgd_alpha=0.1, dual_clip=3.0, off_policy_delta=0.05,
     )  # fmt: skip
 
     def run(size):
@@ -246,7 +261,8 @@ class TestWholeLoss:
     def test_first_update_has_ratio_one_and_the_policy_gradient(self):
         inputs = random_inputs()
         inputs.log_probs = inputs.old_log_probs.clone().requires_grad_()
-        inputs.policy_mask = None
+        inputs.policy_mask = inputs.rollout_log_probs = None
+        inputs.chosen = torch.zeros_like(inputs.action_mask)
         gradients = []
         for name in registry.policy_losses.names():
             # One advantage for each sequence, as group estimators give.
@@ -313,15 +329,17 @@ class TestWholeLoss:
         name=st.sampled_from(registry.policy_losses.names()),
         mode=st.sampled_from(registry.aggregations.names()),
         tis=st.sampled_from(["off", "token", "sequence"]),
+        kl=st.sampled_from(["k3", "k3_unbiased"]),
         junk=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]),
         scale=st.sampled_from([0.0, 0.5, 50.0]),
         seed=st.integers(0, 100),
     )
-    def test_finite_whatever_is_masked(self, name, mode, tis, junk, scale, seed):
+    def test_finite_whatever_is_masked(self, name, mode, tis, kl, junk, scale, seed):
         inputs = random_inputs(rows=4, length=5, seed=seed, scale=scale)
         config = AlgorithmConfig(
-            policy_loss=name, loss_agg_mode=mode, tis_mode=tis, use_kl_loss=True, kl_estimator="k3", entropy_coef=0.1,
-            cpgd_alpha=0.5, dual_clip=2.0, papo_coef=0.1, papo_entropy_coef=0.1,
+            policy_loss=name, loss_agg_mode=mode, tis_mode=tis, use_kl_loss=True, kl_estimator=kl,
+            entropy_coef=0.1,
+            cpgd_alpha=0.5, dual_clip=2.0, off_policy_delta=0.1, papo_coef=0.1, papo_entropy_coef=0.1,
         )  # fmt: skip
         denominators = global_denominators([inputs.action_mask], 10)
         clean = policy_loss(inputs, config, denominators)

@@ -28,7 +28,7 @@ def test_every_leaf_is_there_with_its_type_and_comment(monkeypatch, root, column
 
 def test_choices_and_comments_are_shown() -> None:
     leaves = names_of(ROOTS[0].schema).leaves
-    assert leaves["algorithm.policy_loss"].help == "ppo | gspo | gmpo | cispo | cpgd | sapo"
+    assert leaves["algorithm.policy_loss"].help.startswith("ppo | gspo | gmpo | cispo | cpgd | sapo | luspo | ")
     assert leaves["rollout.use_fire"].help == "first token at first_token_temperature (arXiv 2410.21236)"
     assert leaves["train.share_prefix"].help.startswith("compute a prompt once for its samples; default: ")
     assert leaves["distributed.resources.reward_devices"].help == "of this host"  # not the remark above it

@@ -56,7 +56,7 @@ def test_several_and_a_module_of_the_working_directory(plugin, tmp_path, monkeyp
 def test_help_lists_what_it_adds(plugin, capsys):
     with pytest.raises(SystemExit):
         parse_run(RunConfig, ["--plugins", str(plugin), "--help"])
-    assert "sapo | mine_loss" in capsys.readouterr().out
+    assert "kl_cov | mine_loss" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

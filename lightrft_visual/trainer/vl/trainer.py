@@ -111,7 +111,8 @@ class VLTrainer(PolicyTrainer):
         train = self.config.train
         seed, budget = derive_seed(train.seed, "replay", self.step, epoch), train.max_tokens_per_batch
         steps = self.buffer.plan(seed, step_size=train.train_batch_size, token_budget=budget or None)
-        batches = [plan_batch(self.buffer, step, self.config.algorithm, self.parts.loss_parts) for step in steps]
+        algorithm, parts = self.config.algorithm, self.parts.loss_parts
+        batches = [plan_batch(self.buffer, each, algorithm, parts, seed + number) for number, each in enumerate(steps)]
         if check is not None and epoch == 0:
             with self.timer.phase("forward"):
                 unscored = batches[0 if self.separate_scores else 1 :]

@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ...algorithms.covariance import ChoiceInputs
 from ...algorithms.loss_terms import PartSettings, forward_with, terms_of
 from ...algorithms.policy_losses import (
     LossDenominators,
@@ -22,6 +23,7 @@ from ...algorithms.policy_losses import (
     value_loss,
 )
 from ...config import registry
+from ...config.constraints import load_target
 from ...config.vl import AlgorithmConfig, RunConfig
 from ...errors import ConfigError
 from ...experience.batch_plan import MicroBatch
@@ -56,7 +58,7 @@ class TrainBatch:
     """The micro-batches of one optimizer step on this rank, with denominators over all ranks.
 
     token_masks: for each micro-batch the tokens (B, A) that count, policy_masks those whose policy term is kept.
-    parts: those of the loss that have a token; at least one.
+    parts: those of the loss that have a token; at least one. chosen: the tokens that the policy loss treats otherwise.
     """
 
     micro_batches: list[MicroBatch]
@@ -64,6 +66,7 @@ class TrainBatch:
     policy_masks: list[T] | None
     denominators: LossDenominators
     parts: list[LossPart]
+    chosen: list[T] | None = None
 
 
 def parts_of_loss(config: AlgorithmConfig, max_tokens: int, image_tokens: int | None = None) -> list[PartSettings]:
@@ -82,10 +85,11 @@ def plan_batch(
     micro_batches: list[MicroBatch],
     config: AlgorithmConfig,
     parts: Sequence[PartSettings],
+    seed: int = 0,
 ) -> TrainBatch:
     """Masks and denominators of one optimizer step. A collective: every rank calls it.
 
-    parts: by the samples' `loss_part`; with one, all samples belong to it.
+    parts: by the samples' `loss_part`; with one, all samples belong to it. seed: of this step, the same on every rank.
     """
     masks, ids, entropies = [], [], []
     for micro_batch in micro_batches:
@@ -102,7 +106,31 @@ def plan_batch(
     if config.high_entropy_token_ratio < 1:  # of each part, as images have the larger entropy throughout
         chosen = [high_entropy_masks(entropies, part.token_masks, config.high_entropy_token_ratio) for part in made]
         policy_masks = [torch.stack(each).any(dim=0) for each in zip(*chosen)]
-    return TrainBatch(micro_batches, masks, policy_masks, whole, made)
+    chosen = _chosen_tokens(buffer, micro_batches, config, made, seed)
+    return TrainBatch(micro_batches, masks, policy_masks, whole, made, chosen)
+
+
+def _chosen_tokens(
+    buffer: NaiveReplayBuffer,
+    micro_batches: list[MicroBatch],
+    config: AlgorithmConfig,
+    parts: list[LossPart],
+    seed: int,
+) -> list[T] | None:
+    """Those that the policy loss treats otherwise, of each part by itself; None where it treats all alike. A
+    collective."""
+    chooses = registry.policy_losses[config.policy_loss].chooses
+    if chooses is None:
+        return None
+    choose = load_target(chooses) if isinstance(chooses, str) else chooses
+    items = [[buffer.items[index] for index in each.indices] for each in micro_batches]
+    log_probs, advantages = (
+        [pad_sequence([getattr(item, name) for item in each], True) for each in items]
+        for name in ("action_log_probs", "advantages")
+    )
+    ids = [torch.tensor([-1 if item.sample_id is None else int(item.sample_id) for item in each]) for each in items]
+    found = [choose(ChoiceInputs(log_probs, advantages, part.token_masks, ids, seed), config) for part in parts]
+    return [torch.stack(each).any(dim=0) for each in zip(*found)]
 
 
 def _loss_parts(parts: Sequence[PartSettings], masks: list[T], ids: list[T], whole: LossDenominators) -> list[LossPart]:
@@ -224,7 +252,9 @@ class PolicyUpdate:
     def loss_inputs(self, experience, output, batch: TrainBatch, index: int, extra: Mapping[str, T]) -> LossInputs:
         """What the loss reads of micro-batch number `index` and the actor's outputs for it, all (B, A)."""
         device = output.log_probs.device
-        policy_mask = batch.policy_masks[index].to(device) if batch.policy_masks is not None else None
+        policy_mask, chosen = (
+            None if masks is None else masks[index].to(device) for masks in (batch.policy_masks, batch.chosen)
+        )
         old = per_action(experience, "action_log_probs")
         old = output.log_probs.detach() if old is None else old
         sampled = per_action(experience, "rollout_log_probs")
@@ -239,6 +269,7 @@ class PolicyUpdate:
             entropy=output.entropy,
             ref_log_probs=per_action(experience, "base_action_log_probs"),
             policy_mask=policy_mask,
+            chosen=chosen,
             extra=extra,
         )
 
