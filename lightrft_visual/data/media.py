@@ -16,16 +16,18 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
-import torch
 from PIL import Image, ImageOps
 
 from ..errors import DataError
 from ..runtime.masking import shown_url
 from .safe_fetch import fetch_bytes
+
+if TYPE_CHECKING:  # where there are no tensors, torch takes seconds and makes a process slow to copy
+    import torch
 
 # No vector formats: Pillow hands those (EPS, WMF) to external programs. JPEG includes MPO.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -335,6 +337,8 @@ def media_to_video_array(media: torch.Tensor) -> np.ndarray:
     Values are clamped to 0..1, then rounded to the nearest of 256 levels. The layout follows FastVideo.
     Raises ValueError for anything else: another number of axes, integers, or non-finite values.
     """
+    import torch
+
     if not isinstance(media, torch.Tensor) or media.ndim not in (3, 4):
         shape = tuple(media.shape) if isinstance(media, torch.Tensor) else type(media).__name__
         raise ValueError(f"expected a tensor [C, H, W] or [C, T, H, W], got {shape}")
@@ -376,6 +380,8 @@ def to_uint8(media: torch.Tensor) -> torch.Tensor:
 
     Floats are taken as 0..1, clamped and rounded to the nearest of 256 levels; NaN becomes 0.
     """
+    import torch
+
     if media.is_floating_point():
         media = media.detach().float().nan_to_num(0.0).clamp(0, 1).mul(255).round().to(torch.uint8)
     return media.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -393,6 +399,8 @@ def to_pil(image: Any) -> Image.Image:
     """
     if isinstance(image, Image.Image):
         return image
+    import torch
+
     if not isinstance(image, torch.Tensor | np.ndarray):
         raise DataError(f"an image is a PIL image, an array or a tensor, not {type(image).__name__}")
     array = _as_uint8_array(image)
@@ -406,6 +414,8 @@ def to_pil(image: Any) -> Image.Image:
 
 
 def _as_uint8_array(media: torch.Tensor | np.ndarray) -> np.ndarray:
+    import torch
+
     if isinstance(media, np.ndarray) and media.dtype == np.uint8:
         return media
     tensor = torch.as_tensor(media)
@@ -425,6 +435,8 @@ def to_rgb(image: Any) -> Image.Image:
 
 def is_video(media: Any) -> bool:
     """True for a `Video`, for four-dimensional arrays and tensors, and for sequences of frames."""
+    import torch
+
     if isinstance(media, torch.Tensor | np.ndarray):
         return media.ndim == 4
     return isinstance(media, Sequence) and not isinstance(media, str)
@@ -433,6 +445,8 @@ def is_video(media: Any) -> bool:
 def frames_first(video: Any) -> Sequence[Any]:
     """The frames of a video in order, as views: a `Video`, a sequence of images, an array or tensor [T, ...], or the
     model's floats [C, T, H, W] with C of 1 or 3. Raises DataError for an array or tensor without four axes."""
+    import torch
+
     if isinstance(video, Video):
         video = video.frames
     if not isinstance(video, torch.Tensor | np.ndarray):

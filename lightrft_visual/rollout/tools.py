@@ -23,7 +23,6 @@ from typing import Any
 
 from PIL import Image
 from pydantic import ConfigDict, ValidationError, validate_call
-from transformers.utils import get_json_schema
 
 from ..errors import ConfigError
 from ..runtime.usercode.calls import awaited, callable_name, what_happened
@@ -49,6 +48,8 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
     Raises ConfigError that says what is missing.
     """
+    from transformers.utils import get_json_schema  # with it comes torch, which an episode's process has no use for
+
     try:
         return get_json_schema(function)
     except Exception as error:  # transformers' own two kinds, and hints that name what is not there
@@ -56,15 +57,6 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
             f"tool {callable_name(function)}: {error}. A tool has a type hint for each argument, and a docstring with "
             "a line on each below `Args:`"
         ) from None
-
-
-def tool_schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """The schemas of several tools. Raises ConfigError where two have one name."""
-    schemas = [tool_schema(function) for function in functions]
-    names = Counter(schema["function"]["name"] for schema in schemas)
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise ConfigError(f"two tools have the name {twice[0]!r}")
-    return schemas
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -246,13 +238,14 @@ class ToolEnvironment(Environment):
 
     def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
         self.row: dict[str, Any] = {}
-        self._schemas = tool_schemas(tools)
-        checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))
-        self._tools = {each["function"]["name"]: checked(tool) for each, tool in zip(self._schemas, tools)}
+        self._functions = [getattr(tool, "function", tool) for tool in tools]  # `--tools` are loaded ones
+        self._tools = {callable_name(tool): _checked(tool) for tool in self._functions}
+        if len(self._tools) < len(tools):
+            raise ConfigError(f"two tools have one name; there are: {', '.join(map(callable_name, tools))}")
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Those of the tools."""
-        return self._schemas
+        """Those of the tools. Raises ConfigError for one without type hints or descriptions."""
+        return [tool_schema(tool) for tool in self._functions]
 
     def reset(self, row: dict[str, Any]) -> None:
         """Keep the row; the episode begins with its own prompt."""
@@ -282,6 +275,16 @@ class ToolEnvironment(Environment):
             return f"error: {call.name}: {told}", True
         except Exception as error:
             return f"error: {call.name} {what_happened(error)}", True
+
+
+def _checked(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """The tool, which raises ValidationError for arguments that are not of its types."""
+    try:
+        return validate_call(config=ConfigDict(arbitrary_types_allowed=True))(tool)
+    except Exception as error:  # pydantic's own, and hints that name what is not there
+        raise ConfigError(
+            f"tool {callable_name(tool)}: its arguments have no types that can be checked: {error}"
+        ) from None
 
 
 def tool_content(result: Any) -> str | list[dict[str, Any]]:

@@ -21,7 +21,6 @@ from lightrft_visual.rollout.tools import (
     render_tool_call,
     tool_call_format,
     tool_schema,
-    tool_schemas,
 )
 
 
@@ -94,8 +93,8 @@ def test_schema_of_function_without_hints_or_docstring_is_refused(function):
 
 
 def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match="two tools have the name 'crop'"):
-        tool_schemas([crop, crop])
+    with pytest.raises(ConfigError, match="two tools have one name"):
+        ToolEnvironment([crop, crop])
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------

@@ -238,7 +238,17 @@ def _load(spec: str) -> Callable[..., Any]:
     return function
 
 
-def _answer(function: Callable[..., Any], payload: bytes, send: Callable[[Any], None]) -> dict[str, Any]:
+def answer_call(function: Callable[..., Any], payload: bytes, send: Callable[[Any], None]) -> dict[str, Any]:
+    """The child's answer to a request.
+
+    Args:
+        function: what is called.
+        payload: the pickle of (seconds, keyword arguments).
+        send: tells in between where the call is, when half of the time is over.
+
+    Returns:
+        {"result"}, or {"error"} with what the function raised.
+    """
     try:
         seconds, arguments = pickle.loads(payload)  # from the parent process, over its own pipe
         signal.setitimer(signal.ITIMER_REAL, seconds + ORPHAN_SECONDS)
@@ -317,7 +327,7 @@ def _serve(spec: str, pipe: Pipe) -> None:
             payload = pipe.next()
         except EOFError:
             return
-        answer = _answer(function, payload, pipe.send)
+        answer = answer_call(function, payload, pipe.send)
 
 
 if __name__ == "__main__":

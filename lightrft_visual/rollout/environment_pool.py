@@ -1,0 +1,192 @@
+"""Environments apart: every episode has a process of its own, which ends with it.
+
+A process is copied (by fork) from one that has loaded the user's file already, in a few milliseconds. So nothing that
+one episode does reaches another or the run, and a call that takes longer than `env_timeout` is ended for good, with all
+that it has started. `environment_process` is the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from ..config import registry
+from ..config.environment import EpisodeConfig
+from ..errors import ConfigError
+from ..runtime.usercode.calls import masked
+from ..runtime.usercode.sandbox import CHUNK, HEAD, READY, START_SECONDS
+from .environment_process import CONTROL_BYTES, MOST_BYTES, unpack
+from .environments import Action, EnvironmentFailure, Observation, StepResult
+
+R = TypeVar("R")
+AT_ONCE = 256  # calls that wait for an answer beside each other; later ones begin when there is room
+COPY_SECONDS = 30.0  # for a process to be copied
+CLOSE_SECONDS = 5.0  # for an environment's close
+
+
+def runs_apart(config: EpisodeConfig) -> bool:
+    """Whether a process can load this environment by itself: it, or its tools, are named as path.py:name."""
+    names = [config.environment or "tools", *(config.tools or "").split(",")]
+    own = [name.strip() for name in names if name.strip() and name.strip() not in registry.environments]
+    return bool(own) and all(".py:" in name for name in own)
+
+
+class ProcessHost:
+    """An `EnvironmentHost` with a process for each episode.
+
+    Raises ConfigError where the environment cannot be loaded.
+    """
+
+    def __init__(self, config: EpisodeConfig) -> None:
+        self.seconds = config.env_timeout
+        self._config = {"environment": config.environment, "tools": config.tools}
+        self._episodes: dict[int, _Episode] = {}
+        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="environment")
+        self._copying = threading.Lock()
+        self._start()
+
+    def reset(self, episode: int, row: dict[str, Any]) -> Future[Observation | None]:
+        """See `EnvironmentHost`."""
+
+        def begin() -> Observation | None:
+            self._episodes[episode] = made = self._copy()
+            return made.call("reset", row, self.seconds)
+
+        return self._threads.submit(begin)
+
+    def step(self, episode: int, action: Action) -> Future[StepResult]:
+        """See `EnvironmentHost`."""
+        return self._threads.submit(self._episodes[episode].call, "step", action, self.seconds)
+
+    def end(self, episode: int) -> None:
+        """See `EnvironmentHost`."""
+        if (made := self._episodes.pop(episode, None)) is not None:
+            self._threads.submit(self._end, made)
+
+    def close(self) -> None:
+        """See `EnvironmentHost`. Waits for what environments do at their ends."""
+        for episode in list(self._episodes):
+            self.end(episode)
+        self._threads.shutdown(wait=True)
+        self._process.kill()
+        self._process.wait()
+        self._control.close()
+
+    def _end(self, made: _Episode) -> None:
+        with contextlib.suppress(EnvironmentFailure):
+            if not made.broken:
+                made.call("close", None, min(CLOSE_SECONDS, self.seconds))
+        made.connection.close()
+        with self._copying, contextlib.suppress(OSError):  # where that process is gone, its copies see it and end
+            self._control.send(str(made.number).encode())
+
+    # -- the process that is copied ----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        module = "lightrft_visual.rollout.environment_process"
+        command = [sys.executable, "-u", "-m", module, json.dumps(self._config), str(theirs.fileno())]
+        with theirs:  # what environments print goes to stderr
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=2, env=environment, pass_fds=[theirs.fileno()]
+            )
+        try:
+            ready = self._told(START_SECONDS)
+        except OSError as error:
+            self._process.kill()
+            raise ConfigError(f"the process of the environment did not start: {error}") from None
+        if READY not in ready:
+            raise ConfigError(masked(ready["error"]))
+
+    def _told(self, seconds: float) -> dict[str, Any]:
+        """The next message of that process. Raises OSError."""
+        self._control.settimeout(seconds)
+        message = self._control.recv(CONTROL_BYTES)
+        if not message:
+            raise EOFError(f"it ended with exit code {self._process.wait()}")
+        return json.loads(message)
+
+    def _copy(self) -> _Episode:
+        """A process for an episode. Starts anew what was ended by an environment that killed its parent."""
+        with self._copying:
+            for again in (True, False):
+                ours, theirs = socket.socketpair()
+                try:
+                    with theirs:
+                        socket.send_fds(self._control, [b"copy"], [theirs.fileno()])
+                        return _Episode(ours, self._told(COPY_SECONDS)["copy"])
+                except OSError as error:
+                    ours.close()
+                    if not again:
+                        raise EnvironmentFailure(f"no process for it: {error}") from None
+                    self._process.kill()
+                    self._process.wait()
+                    self._control.close()
+                    self._start()
+            raise AssertionError("one of two attempts returns or raises")
+
+
+class _Episode:
+    """This side of an episode's process. number: of the process. broken: a call failed, nothing more is to be asked."""
+
+    def __init__(self, connection: socket.socket, number: int) -> None:
+        self.connection, self.number, self.broken = connection, number, False
+
+    def call(self, what: str, given: Any, seconds: float) -> Any:
+        """What the environment gave. Raises EnvironmentFailure."""
+        payload = pickle.dumps((seconds, {"what": what, "given": given}))
+        number, until, seen = secrets.token_hex(8), time.monotonic() + seconds, ""
+        try:
+            self._until(until, self.connection.sendall, HEAD.pack(number.encode(), len(payload)) + payload)
+            while "place" in (answer := self._reply(number, until)):
+                seen = answer["place"]
+            result = answer["result"] if "result" in answer else {"failure": answer["error"]}
+            if "failure" in result:
+                raise EnvironmentFailure(masked(result["failure"]))
+            return unpack(result["done"])
+        except TimeoutError:
+            self._give_up(f"{what} took longer than env_timeout = {seconds:g} seconds{seen}")
+        except OSError:
+            self._give_up(f"{what}: its process ended{seen}")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:  # what was sent is no answer
+            self._give_up(f"{what}: its process sent what is no answer ({type(error).__name__})")
+
+    def _give_up(self, why: str) -> None:
+        self.broken = True
+        raise EnvironmentFailure(why) from None
+
+    def _until(self, until: float, function: Callable[..., R], *arguments: Any) -> R:
+        self.connection.settimeout(max(0.001, until - time.monotonic()))
+        return function(*arguments)
+
+    def _reply(self, number: str, until: float) -> dict[str, Any]:
+        """The next message about the request `number`, without the number."""
+        parts: list[bytes] = []
+        size = 0
+        while not parts or not parts[-1].endswith(b"\n"):
+            parts.append(self._until(until, self.connection.recv, CHUNK))
+            size += len(parts[-1])
+            if not parts[-1]:
+                raise ConnectionError
+            if size > 2 * MOST_BYTES:
+                raise ValueError
+        return self._read(b"".join(parts), number)
+
+    def _read(self, data: bytes, number: str) -> dict[str, Any]:
+        """The last message in the data: those before it only said where the call is."""
+        messages = [json.loads(line) for line in data.splitlines()]
+        if any(not isinstance(each, dict) or each.pop("request", None) != number for each in messages):
+            raise ValueError
+        return messages[-1]

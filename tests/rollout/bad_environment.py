@@ -1,0 +1,252 @@
+"""An environment that is bad in the way its data row says, or good for a row that says nothing; loaded by path."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+from PIL import Image
+
+from lightrft_visual.rollout.environments import Environment
+
+steps_in_this_process = 0  # an episode that finds another's count here has leaked
+
+
+class Bad(Environment):
+    def reset(self, row):
+        self.row, self.kind = row, row.get("kind", "good")
+        return getattr(self, f"reset_{self.kind}", lambda: None)()
+
+    def step(self, action):
+        global steps_in_this_process
+        steps_in_this_process += 1
+        bad = getattr(self, f"step_{self.kind}", None)
+        given = bad(action) if bad else None
+        return self.good(action) if given is None else given
+
+    def good(self, action):
+        image = Image.new("RGB", (8, 8), "red")
+        return [f"{action.text} {steps_in_this_process}", image], 0.5, False, {"drawn": random.random()}
+
+    def close(self):
+        if self.kind == "close_hangs":
+            time.sleep(60)
+        if self.kind == "close_raises":
+            raise ValueError("at the end")
+
+    # at the beginning
+    def reset_reset_raises(self):
+        raise ValueError("cannot begin")
+
+    def reset_reset_hangs(self):
+        time.sleep(60)
+
+    def reset_reset_wrong(self):
+        return 3
+
+    def reset_reset_exits(self):
+        os._exit(3)
+
+    # raises
+    def step_raises(self, action):
+        raise KeyError("gone")
+
+    def step_base_exception(self, action):
+        raise BaseException("below everything")
+
+    def step_keyboard_interrupt(self, action):
+        raise KeyboardInterrupt
+
+    def step_generator_exit(self, action):
+        raise GeneratorExit
+
+    def step_sys_exit(self, action):
+        sys.exit(0)
+
+    def step_error_of_error(self, action):
+        class Odd(Exception):
+            def __str__(self):
+                raise RuntimeError("no text")
+
+        raise Odd
+
+    def step_recursion(self, action):
+        return self.step_recursion(action)
+
+    def step_memory(self, action):
+        raise MemoryError
+
+    async def step_async_raises(self, action):
+        await asyncio.sleep(0.01)
+        raise ValueError("later")
+
+    async def step_async_exit(self, action):
+        sys.exit(1)
+
+    # hangs
+    def step_hangs(self, action):
+        time.sleep(60)
+
+    def step_busy(self, action):
+        while True:
+            pass
+
+    async def step_async_hangs(self, action):
+        await asyncio.sleep(60)
+
+    def step_holds_every_thread(self, action):
+        ctypes.PyDLL(None).sleep(60)  # in native code, with the interpreter's lock held
+
+    def step_ignores_signals(self, action):
+        for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        time.sleep(60)
+
+    def step_stops_itself(self, action):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    # ends its process
+    def step_hard_exit(self, action):
+        os._exit(0)
+
+    def step_killed(self, action):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def step_segfault(self, action):
+        ctypes.string_at(0)
+
+    def step_kills_group(self, action):
+        os.killpg(0, signal.SIGKILL)
+
+    # gives what is no answer
+    def step_none(self, action):
+        return "text alone"
+
+    def step_three(self, action):
+        return "a", 0.0, False
+
+    def step_nan(self, action):
+        return "a", float("nan"), False, {}
+
+    def step_infinite(self, action):
+        return "a", float("inf"), False, {}
+
+    def step_reward_text(self, action):
+        return "a", "1", False, {}
+
+    def step_done_text(self, action):
+        return "a", 0.0, "no", {}
+
+    def step_info_list(self, action):
+        return "a", 0.0, False, [1]
+
+    def step_object(self, action):
+        return object(), 0.0, False, {}
+
+    def step_info_object(self, action):
+        return "a", 0.0, False, {"x": object()}
+
+    def step_huge_image(self, action):
+        return Image.new("L", (60_000, 1_000)), 0.0, False, {}
+
+    def step_endless_text(self, action):
+        return "a" * 5_000_000, 0.0, False, {}
+
+    def step_many_images(self, action):
+        return [Image.new("RGB", (4_000, 4_000))] * 10, 0.0, False, {}
+
+    def step_deep(self, action):
+        deep = []
+        for _ in range(100_000):
+            deep = [deep]
+        return "a", 0.0, False, {"deep": deep}
+
+    def step_itself(self, action):
+        info = {}
+        info["info"] = info
+        return "a", 0.0, False, info
+
+    def step_assistant(self, action):
+        return {"role": "assistant", "content": "I say this myself"}, 0.0, False, {}
+
+    def step_broken_image(self, action):
+        return {"type": "image"}, 0.0, False, {}
+
+    def step_writes_on_its_socket(self, action):
+        for number in range(3, 1024):
+            try:
+                os.write(number, b'{"result": {"done": null}}\n')
+            except OSError:
+                continue
+
+    # does what it should not, and goes on
+    def step_prints(self, action):
+        print("x" * 10_000)
+        sys.stderr.write("y" * 1_000 + "\n")
+
+    def step_closes_streams(self, action):
+        sys.stdout.close()
+        for number in (0, 1, 2):
+            with contextlib.suppress(OSError):
+                os.close(number)
+
+    def step_changes_folder(self, action):
+        os.chdir("/")
+        os.environ.clear()
+        sys.path.clear()
+        os.umask(0)
+
+    def step_changes_past(self, action):
+        self.row["messages"].clear()
+        action.token_ids.clear()
+
+    def step_forks(self, action):
+        if os.fork() == 0:
+            time.sleep(0.2)  # and comes back into the call as a second process
+
+    def step_leaves_a_child(self, action):
+        subprocess.Popen(["sleep", "60"])
+
+    def step_thread_raises(self, action):
+        threading.Thread(target=lambda: 1 / 0).start()
+
+    def step_alarm(self, action):
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+
+    def step_warnings(self, action):
+        sys.setrecursionlimit(200)
+
+    def step_numpy(self, action):
+        return [np.str_("a")], np.float32(0.5), np.bool_(False), {"a": np.arange(3), "b": np.int64(2)}
+
+    async def step_async_good(self, action):
+        await asyncio.sleep(0.01)
+        return "later", 0.5, False, {}
+
+
+class RaisesWhenMade:
+    def __init__(self):
+        raise ValueError("not today")
+
+    def step(self, action):
+        raise AssertionError("it was never made")
+
+
+class WithoutStep:
+    pass
+
+
+def kinds() -> list[str]:
+    """Every way to be bad."""
+    names = [name.partition("_")[2] for name in vars(Bad) if name.startswith(("reset_", "step_"))]
+    return [*names, "close_hangs", "close_raises"]
