@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 from PIL import Image
 
 from ..errors import CheckpointError, ConfigError, DataError
@@ -240,7 +241,7 @@ class NaiveReplayBuffer:
     def load(self, micro_batch: MicroBatch) -> AnyExperience:
         """The batch of a planned micro-batch, on the accelerator if samples are held on the CPU."""
         experience = self.gather(micro_batch)
-        return experience.to_device(_accelerator_device()) if self.cpu_offload else experience
+        return experience.to_device(get_accelerator().current_device_name()) if self.cpu_offload else experience
 
     @torch.no_grad()
     def fill(self, name: str, found: Sequence[tuple[MicroBatch, T]]) -> None:
@@ -362,7 +363,7 @@ class NaiveReplayBuffer:
     @staticmethod
     def _sum(tensor: T, strategy: SumsOverRanks | None) -> T:
         if collectives.world_size() > 1:
-            tensor = tensor.to(_accelerator_device())
+            tensor = tensor.to(get_accelerator().current_device_name())
         return collectives.all_reduce_sum(tensor) if strategy is None else strategy.all_reduce(tensor, "sum")
 
     def state_dict(self) -> dict[str, Any]:
@@ -379,12 +380,6 @@ class NaiveReplayBuffer:
             raise CheckpointError(f"replay buffer state of version {state.get('version')}, expected {_STATE_VERSION}")
         self.items = items_from_state(state["items"])
         self._generator.set_state(state["generator"].cpu())
-
-
-def _accelerator_device() -> str:
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator().current_device_name()
 
 
 def _number(value: T | None) -> int | None:

@@ -100,9 +100,13 @@ class Segments:
         return torch.tensor([0, *lengths]).cumsum(0).to(self.device, torch.int32)
 
     def mask_of(self, queries: int, keys: int, window: int | None) -> T:
-        """`_mask`, kept for the other layers of the forward and for other segments of these lengths."""
+        """(queries, keys) bool: the last queries tokens of keys each see themselves and those before, window in all.
+
+        Kept for the other layers of the forward and for other segments of these lengths."""
         if (queries, keys, window) not in self._masks:
-            self._masks[queries, keys, window] = _mask(queries, keys, window, self.device)
+            before = keys - queries
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=self.device).tril(before)
+            self._masks[queries, keys, window] = mask if window is None else mask.triu(before + 1 - window)
         return self._masks[queries, keys, window]
 
     @property
@@ -193,13 +197,6 @@ def _one_by_one(
             )
         )
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
-
-
-def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> T:
-    """(queries, keys) bool: the last queries tokens of keys each see themselves and those before, window in all."""
-    before = keys - queries
-    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
-    return mask if window is None else mask.triu(before + 1 - window)
 
 
 def _varlen(query: T, key: T, value: T, segments: Segments, scale: float | None, window: int | None) -> T:

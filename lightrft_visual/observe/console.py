@@ -122,19 +122,13 @@ class RunConsole:
             return
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
-        left = self._time_left(step)
+        now, left = time.monotonic(), ""
+        self._first = self._first or (step, now)  # of this process
+        done, since = step - self._first[0], now - self._first[1]
+        if self.total and done and step < self.total:  # by the pace so far, evaluations and checkpoints included
+            left = f"  {clock(since / done * (self.total - step))} left"
         if step % self.line_every == 0 or step == self.total:
             self.message(f"{self.title} {step_line(step, self.total, metrics)}{left}".lstrip())
-
-    def _time_left(self, step: int) -> str:
-        """By the pace since the first step that this process finished, evaluations and checkpoints included."""
-        now = time.monotonic()
-        if self._first is None:
-            self._first = step, now
-        done, since = step - self._first[0], now - self._first[1]
-        if not self.total or done < 1 or step >= self.total:
-            return ""
-        return f"  {clock(since / done * (self.total - step))} left"
 
     def done(
         self, step: int, metrics: Mapping[str, float], first: Mapping[str, float], files: Mapping[str, Any]

@@ -150,7 +150,13 @@ class RunRecorder:
         if not self._ready():
             return None
         path = self.rollout_folder / f"{kind}_{step:06d}.jsonl"
-        lines = [to_json({"step": step, **store_images(self.rollout_folder, record)}) for record in records]
+        lines = []
+        for record in records:
+            stored = {"step": step, **record}
+            for name, save in (("images", save_image), ("videos", save_video)):
+                if stored.get(name):
+                    stored[name] = [save(self.rollout_folder, each) for each in stored[name]]
+            lines.append(to_json(stored))
         write_atomic(path, "".join(line + "\n" for line in lines))
         return path
 
@@ -210,16 +216,6 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics as Python numbers under names that every sink takes; `step` has its own place."""
     named = {name: float(value) for name, value in metrics.items() if name != "step"}
     return {name if name.isprintable() else column_name(name): value for name, value in named.items()}
-
-
-def store_images(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with its images and videos replaced by paths relative to `folder`."""
-    stored = dict(record)
-    if stored.get("images"):
-        stored["images"] = [save_image(folder, image) for image in stored["images"]]
-    if stored.get("videos"):
-        stored["videos"] = [save_video(folder, video) for video in stored["videos"]]
-    return stored
 
 
 def remove_unused_images(folder: Path) -> None:

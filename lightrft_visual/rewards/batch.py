@@ -398,13 +398,6 @@ def scatter(values: T, indices: Sequence[int], size: int, fill: float | bool = N
     return full
 
 
-def to_column(job: Job, scores: Scores, indices: Sequence[int], size: int) -> Column:
-    """The job's part of its source's scores, which are those of the samples at `indices`."""
-    values, failed = scatter(scores.values, indices, size), scatter(scores.failed, indices, size, False)
-    asked = scatter(torch.ones(len(job.indices), dtype=torch.bool), job.indices, size, False)
-    return Column(job, values.where(asked & ~failed, NAN), failed & asked, {})
-
-
 def by_source(jobs: Sequence[Job]) -> tuple[list[list[Job]], list[list[int]]]:
     """The jobs of each source together, and the samples (ascending) that any of them needs."""
     groups: dict[int, list[Job]] = {}
@@ -437,7 +430,10 @@ def run_jobs(
     for group, indices, scores in zip(groups, needed, results):
         reasons[", ".join(dict.fromkeys(job.name for job in group))] = scores.reasons
         for job in group:
-            columns[id(job)] = to_column(job, pick_output(scores, job.name, job.score_key), indices, len(batch))
+            own = pick_output(scores, job.name, job.score_key)
+            values, failed = scatter(own.values, indices, len(batch)), scatter(own.failed, indices, len(batch), False)
+            asked = scatter(torch.ones(len(job.indices), dtype=torch.bool), job.indices, len(batch), False)
+            columns[id(job)] = Column(job, values.where(asked & ~failed, NAN), failed & asked, {})
         extras = {name: scatter(values, indices, len(batch)) for name, values in scores.extras.items()}
         columns[id(group[0])].extras |= extras
     return [columns[id(job)] for job in jobs], reasons

@@ -138,8 +138,8 @@ class RewardComputationEngine:
             self.recipe = self.recipe.map(lambda entry: self._catalogue.canonical(entry, self._sources))
         self._by_identity = self._recipe_sources()
         self._catalogue.check_placed()
-        built = [*self._sources.values(), *self._by_identity.values()]
-        self._together = {id(each): each for each in built if isinstance(each, DividedSource) and each.all_ranks}
+        self._all = [*self._sources.values(), *self._by_identity.values()]
+        self._together = {id(each): each for each in self._all if isinstance(each, DividedSource) and each.all_ranks}
         self._watched = self._watch(self.config.reward_weights_file)
 
     @classmethod
@@ -246,16 +246,12 @@ class RewardComputationEngine:
     @property
     def streams(self) -> bool:
         """Whether a scorer works elsewhere while samples are generated and scored here; alike on all ranks."""
-        return any(isinstance(source, StreamingSource) for source in self._all_sources)
+        return any(isinstance(source, StreamingSource) for source in self._all)
 
     @property
     def shows_images(self) -> bool:
         """Whether a local reward model asks for the prompts' images as `raw_images`."""
-        return any(getattr(source, "reads_images", False) for source in self._all_sources)
-
-    @property
-    def _all_sources(self) -> list[Any]:
-        return [*self._sources.values(), *self._by_identity.values()]
+        return any(getattr(source, "reads_images", False) for source in self._all)
 
     def begin(self, labels: Sequence[str | None], chunk: int) -> EarlyScores | None:
         """Let remote scorers work while samples are generated, of which the labels are known; None without any.

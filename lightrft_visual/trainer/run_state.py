@@ -25,11 +25,12 @@ from ..observe.environment import holds_results, set_aside
 from ..observe.recorder import RecorderOptions, RunRecorder
 from ..runtime import collectives
 from ..runtime.checkpoint.manager import CheckpointManager, on_rank_0, resolve_resume
-from ..runtime.checkpoint.state import load_state, rng_state, save_state, set_rng_state
+from ..runtime.checkpoint.state import load_state, save_state
 from ..runtime.deepspeed import DeepspeedStrategy
 from ..runtime.files import FolderLock, check_space
 from ..runtime.presence import LauncherWatch, handled, hangup_ends
 from ..runtime.usercode.calls import INTERRUPTED, Interrupt, StopRequest
+from ..runtime.usercode.surroundings import rng_state, set_rng_state
 
 logger = logging.getLogger(__name__)
 AnyConfig = RunConfig | DiffusionRunConfig

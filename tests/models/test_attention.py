@@ -76,7 +76,7 @@ def test_the_kernel_of_accelerators_is_given_what_it_takes(qkv, monkeypatch, old
         for queries, keys, values in zip(
             *(x.split(e.diff().tolist()) for x, e in ((q, ends_q), (k, ends_k), (v, ends_k)))
         ):
-            mask = attention._mask(len(queries), len(keys), left, q.device)
+            mask = Segments([len(queries)], q.device).mask_of(len(queries), len(keys), left)
             rows = [each.transpose(0, 1).unsqueeze(0) for each in (queries, keys, values)]
             made.append(F.scaled_dot_product_attention(*rows, mask, scale=scale, enable_gqa=True).squeeze(0))
         return torch.cat(made, dim=1).transpose(0, 1)

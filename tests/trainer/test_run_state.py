@@ -14,7 +14,8 @@ from lightrft_visual.config.shared import OutputConfig
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import CheckpointError, ConfigError
 from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, check_model
-from lightrft_visual.runtime.checkpoint.state import load_state, set_rng_state
+from lightrft_visual.runtime.checkpoint.state import load_state
+from lightrft_visual.runtime.usercode.surroundings import set_rng_state
 from lightrft_visual.trainer.hooks import Hooks
 from lightrft_visual.trainer.run_state import RunState, best_metric, check_output, final_folder
 from lightrft_visual.trainer.vl import build

@@ -38,17 +38,14 @@ AUTO = "auto"
 Inputs = Mapping[str, Callable[[RewardBatch], Any]]
 
 
-def _as_is(result: Any, name: str) -> Any:
-    return result
-
-
 @dataclass(frozen=True)
 class Form:
-    """told: what the line at the start of a run says. positions: what the parameters are given in their order, whatever
-    their names, unless one is a column of the data. inputs: by parameter, each a list with one entry a sample (or
-    one value for all, when not each). each: called for each sample, with its entry of every input. closed: **kwargs
-    get settings only. read: turns a result into one of ours. media: only for media that the policy made. fits: whether
-    a function with parameters of these names, which takes any other one or not, is of this form."""
+    """told: what the line at the start of a run says. positions: what the parameters are given in their order,
+    whatever their names, unless one is a column of the data. inputs: by parameter, each a list with one entry a
+    sample (or one value for all, when not each). each: called for each sample, with its entry of every input. closed:
+    **kwargs get settings only. read: turns a result into one of ours, where it is not one already. media: only for
+    media that the policy made. fits: whether a function with parameters of these names, which takes any other one or
+    not, is of this form."""
 
     told: str = ""
     inputs: Inputs = field(default_factory=dict)
@@ -56,19 +53,8 @@ class Form:
     each: bool = False
     closed: bool = False
     media: bool = False
-    read: Callable[[Any, str], Any] = _as_is
+    read: Callable[[Any, str], Any] | None = None
     fits: Callable[[Sequence[str], bool, Callable[..., Any]], bool] = lambda names, takes_all, function: False
-
-    def for_batch(self, batch: RewardBatch) -> Form:
-        """This form, or ours where it is not meant for such a batch."""
-        named = self.positions and batch.columns.intersection(self.inputs)
-        return NATIVE if named or (self.media and not batch.generated) else self
-
-    def calls(self, arguments: dict[str, Any], fixed: Mapping[str, Any], size: int) -> dict[str, Any]:
-        """The arguments of the one call, or ROWS of them; `fixed` ones are the same for every sample."""
-        if not self.each:
-            return arguments
-        return {SAMPLES: [{k: v if k in fixed else v[i] for k, v in arguments.items()} for i in range(size)]}
 
 
 # Beside the batch: the step, and functions that log columns and numbers.
@@ -168,7 +154,11 @@ def read_scores(scores: Any, name: str, size: int, lenient: bool) -> tuple[torch
     values = torch.full((size,), float("nan"), dtype=torch.float64)
     failed = torch.zeros(size, dtype=torch.bool)
     reasons: Counter[str] = Counter()
-    for index, entry in enumerate(map(unwrapped, entries)):
+    for index, entry in enumerate(entries):
+        if isinstance(entry, torch.Tensor) and entry.numel() == 1:
+            entry = entry.item()
+        elif isinstance(entry, (np.ndarray, np.generic)) and entry.size == 1:
+            entry = entry.item()
         problem = entry.reason if isinstance(entry, Failed) else problem_of(entry)
         if problem is None:
             values[index] = float("nan") if entry is None else float(entry)
@@ -178,13 +168,6 @@ def read_scores(scores: Any, name: str, size: int, lenient: bool) -> tuple[torch
         else:
             raise RewardError(f"reward function {name}: score {index} of {size} {problem}")
     return values, failed, reasons
-
-
-def unwrapped(entry: Any) -> Any:
-    """The one number of a tensor or array; anything else as it is."""
-    if isinstance(entry, (np.ndarray, np.generic)) and entry.size == 1:
-        return entry.item()
-    return entry.item() if isinstance(entry, torch.Tensor) and entry.numel() == 1 else entry
 
 
 def problem_of(entry: Any) -> str | None:
@@ -465,18 +448,25 @@ class CallableSource:
         return Scores.join(scores)
 
     def _score(self, batch: RewardBatch, how: Call | None) -> Scores:
-        form = self.form.for_batch(batch)
+        form = self.form
+        if (form.media and not batch.generated) or (form.positions and batch.columns.intersection(form.inputs)):
+            form = NATIVE  # such a batch is not what the form is meant for
         given = dict(self.given)
         if "device" in self.signature.names:
             given["device"] = how.device if how else "cpu"
         arguments = bind(self.signature, self.name, batch, given, form)
+        if form.each:  # what is given is the same for every sample
+            columns, size = arguments, len(batch)
+            arguments = {SAMPLES: [{k: v if k in given else v[i] for k, v in columns.items()} for i in range(size)]}
         try:
-            result = call(self.function, self.name, form.calls(arguments, given, len(batch)))
+            result = call(self.function, self.name, arguments)
         except ScoringFailed as failure:
             return Scores.all_failed(len(batch), str(failure))
         returned = f"reward function {self.name} returned a {type(result).__name__} that cannot be read: it"
         try:
             with AsRewardError(returned):
-                return parse_result(form.read(result, self.name), self.name, len(batch), self.lenient)
+                return parse_result(
+                    form.read(result, self.name) if form.read else result, self.name, len(batch), self.lenient
+                )
         except RewardError as error:
             raise RewardError(f"{error}{defined_at(self.function)}") from error

@@ -21,12 +21,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ...errors import CheckpointError
-from ..usercode.surroundings import (
-    put_random_states,
-    put_users_random_states,
-    random_states,
-    users_random_states,
-)
 
 TREE = "lightrft_visual.state"
 TAG = "__type__"
@@ -168,16 +162,3 @@ def load_torch(path: str | Path) -> Any:
         raise CheckpointError(f"{path} is refused: it holds more than tensors and plain containers") from error
     except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
-
-
-def rng_state() -> dict[str, Any]:
-    """Random states of Python, NumPy, torch and, where there is one, this rank's accelerator; and those of users' code
-    where it has drawn."""
-    own = users_random_states()
-    return random_states() | ({"users": own} if own else {})
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put back what `rng_state` gave."""
-    put_random_states(state)
-    put_users_random_states(state.get("users", {}))

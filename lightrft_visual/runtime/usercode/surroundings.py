@@ -45,8 +45,10 @@ def put_back(what: str, importing: bool = False) -> Iterator[None]:
         yield
         return
     process = os.getpid()
-    changes = [_recursion_limit(), _folder(), _streams(), _warnings(), _torch_modes(), _umask(), _random_states()]
-    changes += [] if importing else [_environment(), _module_path()]
+    watches = [_recursion_limit(), _folder(), _streams(), _warnings(), _torch_modes(), _umask(), _random_states()]
+    watches += [] if importing else [_environment(), _module_path()]
+    for watch in watches:
+        next(watch)
     try:
         yield
     finally:
@@ -54,7 +56,7 @@ def put_back(what: str, importing: bool = False) -> Iterator[None]:
             told = f"error: {what} forked a process that came back into the run; that process ends"
             print(told, file=sys.stderr, flush=True)
             os._exit(FORKED)
-        for told in filter(None, (restore() for restore in changes)):
+        for told in filter(None, map(next, watches)):
             _say_once(f"{what} {told}")
         _one_at_a_time.release()
 
@@ -65,26 +67,25 @@ def _say_once(text: str) -> None:
         log.warning("%s; it is put back after each call", text)
 
 
-Restore = Callable[[], str | None]
+# Looks at one thing up to its first `yield`; after that it puts the thing back, and yields what to say of it, or None.
+Watch = Iterator[str | None]
 
 
-def _folder() -> Restore:
+def _folder() -> Watch:
     try:
         before = os.getcwd()
     except OSError:  # somebody removed it: there is no way back
-        return lambda: None
-
-    def restore() -> str | None:
-        with contextlib.suppress(OSError):  # it may stand in a folder that is gone
-            if os.getcwd() == before:
-                return None
-        try:
-            os.chdir(before)
-        except OSError as error:
-            log.warning("the working directory %s cannot be entered again: %s", before, error)
-        return "changes the working directory"
-
-    return restore
+        before = None
+    yield None
+    with contextlib.suppress(OSError):  # it may stand in a folder that is gone
+        if before is None or os.getcwd() == before:
+            yield None
+            return
+    try:
+        os.chdir(before)
+    except OSError as error:
+        log.warning("the working directory %s cannot be entered again: %s", before, error)
+    yield "changes the working directory"
 
 
 class BorrowedStream:
@@ -107,107 +108,91 @@ class BorrowedStream:
         return getattr(self.stream, name)
 
 
-def _streams() -> Restore:
+def _streams() -> Watch:
     """stdout and stderr, as Python's objects and as the process's files."""
     lent: dict[str, tuple[BorrowedStream, int]] = {}
     for name, number in STREAMS.items():
         with contextlib.suppress(OSError):  # a process may have been started without it
             lent[name] = BorrowedStream(getattr(sys, name)), os.dup(number)
             setattr(sys, name, lent[name][0])
-
-    def restore() -> str | None:
-        changed = [name for name, (stream, spare) in lent.items() if _taken_back(name, stream, spare)]
-        return f"closes or replaces {' and '.join(changed)}" if changed else None
-
-    return restore
-
-
-def _taken_back(name: str, lent: BorrowedStream, spare: int) -> bool:
-    """Whether the stream was closed or replaced; as it was before in any case."""
-    changed = lent.closed or getattr(sys, name) is not lent
-    setattr(sys, name, lent.stream)
-    try:
-        os.fstat(STREAMS[name])
-    except OSError:
-        os.dup2(spare, STREAMS[name])
-        changed = True
-    os.close(spare)
-    return changed
+    yield None
+    changed = []
+    for name, (stream, spare) in lent.items():
+        if stream.closed or getattr(sys, name) is not stream:
+            changed.append(name)
+        setattr(sys, name, stream.stream)
+        try:
+            os.fstat(STREAMS[name])
+        except OSError:  # the process's file is closed
+            os.dup2(spare, STREAMS[name])
+            changed.append(name)
+        os.close(spare)
+    yield f"closes or replaces {' and '.join(dict.fromkeys(changed))}" if changed else None
 
 
-def _warnings() -> Restore:
+def _warnings() -> Watch:
     """Filters that turn warnings into errors hold for the user's code alone; others may stay."""
     before = list(warnings.filters)
-
-    def restore() -> str | None:
-        added = [each for each in warnings.filters if each[0] == "error" and each not in before]
-        if not added:
-            return None
+    yield None
+    added = [each for each in warnings.filters if each[0] == "error" and each not in before]
+    if added:
         kept = [each for each in warnings.filters if each not in added]
         warnings.resetwarnings()  # which also makes Python forget what it has decided by the old ones
         warnings.filters.extend(kept)
-        return "turns warnings into errors"
-
-    return restore
+    yield "turns warnings into errors" if added else None
 
 
-def _torch_modes() -> Restore:
+def _torch_modes() -> Watch:
     torch: Any = sys.modules.get("torch")
     if torch is None:
-        return lambda: None
+        yield None
+        yield None
+        return
     modes: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "default device": (  # none set is told as the CPU, and nothing is slower than the CPU set as one
-            torch.get_default_device,
-            lambda device: torch.set_default_device(None if device.type == "cpu" else device),
-        ),
+        "default device": (torch.get_default_device, torch.set_default_device),
         "number of threads": (torch.get_num_threads, torch.set_num_threads),
     }
     before = {name: get() for name, (get, _) in modes.items()}
+    yield None
+    changed = [name for name, (get, _) in modes.items() if get() != before[name]]
+    for name in changed:
+        # No default device is told as the CPU, and nothing is slower than the CPU set as one.
+        none = name == "default device" and before[name].type == "cpu"
+        modes[name][1](None if none else before[name])
+    yield f"changes torch's {' and '.join(changed)}" if changed else None
 
-    def restore() -> str | None:
-        changed = [name for name, (get, _) in modes.items() if get() != before[name]]
-        for name in changed:
-            modes[name][1](before[name])
-        return f"changes torch's {' and '.join(changed)}" if changed else None
 
-    return restore
-
-
-def _umask() -> Restore:
+def _umask() -> Watch:
     before = os.umask(0o077)  # it can only be read by setting it
     os.umask(before)
-    return lambda: None if os.umask(before) == before else "changes the umask"
+    yield None
+    yield None if os.umask(before) == before else "changes the umask"
 
 
-def _recursion_limit() -> Restore:
+def _recursion_limit() -> Watch:
     before = sys.getrecursionlimit()
     entered = max(before, _users.get("recursion limit", before))
     sys.setrecursionlimit(entered)
-
-    def restore() -> str | None:
-        _users["recursion limit"] = now = sys.getrecursionlimit()
-        sys.setrecursionlimit(before)
-        return None if now == entered else "changes the recursion limit"
-
-    return restore
+    yield None
+    _users["recursion limit"] = now = sys.getrecursionlimit()
+    sys.setrecursionlimit(before)
+    yield None if now == entered else "changes the recursion limit"
 
 
-def _random_states() -> Restore:
+def _random_states() -> Watch:
     """Users' code draws from streams of its own, which begin as those of the run are at its first call."""
     before = random_states()
     put_random_states(_users.get("random states", {}))
     entered = _users.get("random states", before)
-
-    def restore() -> None:
-        now = random_states()
-        if not _alike(now, entered):
-            _users["random states"] = now
-        if not _alike(now, before):
-            put_random_states(before)
-
-    return restore
+    yield None
+    now = random_states()
+    if not _alike(now, entered):
+        _users["random states"] = now
+    if not _alike(now, before):
+        put_random_states(before)
+    yield None
 
 
 def random_states() -> dict[str, Any]:
@@ -235,16 +220,18 @@ def put_random_states(states: Mapping[str, Any]) -> None:
         sys.modules["torch"].get_device_module().set_rng_state(states["accelerator"])
 
 
-def users_random_states() -> dict[str, Any]:
-    """Those of users' code; empty where it has drawn nothing."""
-    return _users.get("random states", {})
+def rng_state() -> dict[str, Any]:
+    """`random_states`, and those of users' code where it has drawn: what a checkpoint holds."""
+    own = _users.get("random states", {})
+    return random_states() | ({"users": own} if own else {})
 
 
-def put_users_random_states(states: Mapping[str, Any]) -> None:
-    """Set what `users_random_states` gave."""
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Put back what `rng_state` gave."""
+    put_random_states(state)
     _users.pop("random states", None)
-    if states:
-        _users["random states"] = dict(states)
+    if state.get("users"):
+        _users["random states"] = dict(state["users"])
 
 
 def _alike(some: Any, other: Any) -> bool:
@@ -255,19 +242,16 @@ def _alike(some: Any, other: Any) -> bool:
     return bool((some == other).all()) if hasattr(some, "all") else some == other
 
 
-def _environment() -> Restore:
+def _environment() -> Watch:
     before, own = dict(os.environ), _users.get("environment", {})
     _change_environment(own)
     entered = dict(os.environ)
-
-    def restore() -> str | None:
-        now = dict(os.environ)
-        _users["environment"] = own = _differences(before, now)
-        _change_environment({name: before.get(name) for name in own})
-        changed = sorted(_differences(entered, now))
-        return f"changes the environment ({', '.join(changed)})" if changed else None
-
-    return restore
+    yield None
+    now = dict(os.environ)
+    _users["environment"] = own = _differences(before, now)
+    _change_environment({name: before.get(name) for name in own})
+    changed = sorted(_differences(entered, now))
+    yield f"changes the environment ({', '.join(changed)})" if changed else None
 
 
 def _differences(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
@@ -283,15 +267,12 @@ def _change_environment(changes: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _module_path() -> Restore:
+def _module_path() -> Watch:
     path, before = sys.path, list(sys.path)
     path[:0] = [each for each in _users.get("module path", ()) if each not in before]
     entered = list(path)
-
-    def restore() -> str | None:
-        now, sys.path = list(sys.path), path
-        path[:] = before
-        _users["module path"] = [each for each in now if each not in before]
-        return None if now == entered else "changes sys.path"
-
-    return restore
+    yield None
+    now, sys.path = list(sys.path), path
+    path[:] = before
+    _users["module path"] = [each for each in now if each not in before]
+    yield None if now == entered else "changes sys.path"

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lightrft_visual.errors import CheckpointError
-from lightrft_visual.runtime.checkpoint.state import load_state, load_torch, rng_state, save_state, set_rng_state
+from lightrft_visual.runtime.checkpoint.state import load_state, load_torch, save_state
+from lightrft_visual.runtime.usercode.surroundings import rng_state, set_rng_state
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=8)
 KEYS = st.text(max_size=5) | st.integers() | st.tuples(st.integers(), st.text(max_size=3))

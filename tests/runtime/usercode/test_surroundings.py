@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from lightrft_visual.errors import RewardError
-from lightrft_visual.runtime.checkpoint.state import rng_state, set_rng_state
 from lightrft_visual.runtime.usercode import surroundings
 from lightrft_visual.runtime.usercode.calls import call, load_module
 
@@ -92,9 +91,9 @@ def numbers():
 
 @pytest.mark.parametrize("function", [seeds_everything, numbers])
 def test_numbers_of_the_run_do_not_hang_on_what_a_function_seeds_or_draws(function):
-    state = rng_state()
+    state = surroundings.rng_state()
     expected = [numbers(), numbers()]
-    set_rng_state(state)
+    surroundings.set_rng_state(state)
     found = [numbers()]
     call(function, "score", {})
     assert [*found, numbers()] == expected
@@ -107,11 +106,11 @@ def test_numbers_that_a_function_draws_go_on_from_call_to_call():
 
 def test_numbers_that_a_function_draws_go_on_after_a_resume():
     call(numbers, "score", {})
-    state = rng_state()
+    state = surroundings.rng_state()
     expected = call(numbers, "score", {}), numbers()
-    surroundings.put_users_random_states({})
+    surroundings._users.pop("random states")
     seeds_everything()
-    set_rng_state(state)
+    surroundings.set_rng_state(state)
     assert (call(numbers, "score", {}), numbers()) == expected
 
 
