@@ -33,8 +33,13 @@ INLINE_SECRET = re.compile(
 )
 URL = re.compile(r"\b[a-z][a-z0-9+.\-]*://[^\s,\"']+", re.IGNORECASE)
 PARAMETER = re.compile(r"([?&;#])([^?=&;#,\s]+)=([^&;#,\s]+)")
-# Parameters of a URL whose values are shown, and values; of all others nobody knows what they hold.
-PLAIN_VALUE = re.compile(r"[\w.\-]{0,4}|true|false|\d{1,6}", re.IGNORECASE)
+# Parameters of a URL whose values are shown, and values: short ones, numbers and, unless the parameter's name speaks of
+# a secret, plain words. Of all others nobody knows what they hold.
+PLAIN_VALUE = re.compile(r"[\w.\-]{0,4}|\d{1,6}")
+PLAIN_WORDS = re.compile(r"[a-z]{1,14}(?:[_\-.][a-z]{1,14}){0,3}")
+SECRET_PARAMETER = re.compile(
+    r"key|tok|sec|pass|pwd|pw|auth|sig|cred|code|session|sid|user|login|hash|^.$", re.IGNORECASE
+)
 PLAIN_PARAMETERS = frozenset(
     "api-version author batch dtype fields format lang limit metric mode model n name page q rank revision seed signal "
     "split step task timeout type v version".split()
@@ -76,8 +81,10 @@ def mask_urls(text: str) -> str:
 
 def _parameter(found: re.Match[str]) -> str:
     mark, name, value = found.groups()
-    known = unquote(name).lower() in PLAIN_PARAMETERS or PLAIN_VALUE.fullmatch(unquote(value))
-    return found[0] if known or value == MASK else f"{mark}{name}={MASK}"
+    name_read, read = unquote(name), unquote(value)
+    known = name_read.lower() in PLAIN_PARAMETERS or PLAIN_VALUE.fullmatch(read) or value == MASK
+    plain = PLAIN_WORDS.fullmatch(read) and not SECRET_PARAMETER.search(name_read)
+    return found[0] if known or plain else f"{mark}{name}={MASK}"
 
 
 def secret_values(environment: Mapping[str, str] | None = None) -> list[str]:

@@ -219,7 +219,11 @@ def test_secrets_in_urls_are_refused_and_never_written(url: str) -> None:
 
 
 def test_ordinary_urls_and_paths_are_no_secrets() -> None:
-    for url in ("http://host:8000/score?version=2&max_tokens=5&monkey=1", "https://host/hf_my_reward_model_v2"):
+    for url in (
+        "http://host:8000/score?version=2&max_tokens=5&monkey=1",
+        "https://host/hf_my_reward_model_v2",
+        "http://h/s?scorer=aesthetic",
+    ):
         assert resolved_yaml(plain("--remote_rm_url", url)).count(url) == 1
 
 
