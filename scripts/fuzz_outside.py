@@ -183,9 +183,9 @@ def _damage_model(fuzzer: Helper, folder: Path, mark: Path, rng: random.Random) 
     path = rng.choice(files)
     choice = rng.random()
     if choice < 0.5 and path.suffix == ".json":
-        path.write_text(
-            json.dumps(_changed_json(json.loads(path.read_text()), fuzzer, rng), default=str, skipkeys=True)
-        )
+        with contextlib.suppress(ValueError):  # an earlier change has left no JSON
+            read = json.loads(path.read_text())
+            path.write_text(json.dumps(_changed_json(read, fuzzer, rng), default=str, skipkeys=True))
     elif choice < 0.75:
         path.write_bytes(fuzzer.changed(path.read_bytes(), rng))
     elif choice < 0.85:
