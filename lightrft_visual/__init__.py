@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         Result,
         RewardFLTrainer,
         RLOOTrainer,
+        SFTTrainer,
     )
     from .inference import evaluate, sample
     from .trainer.hooks import StepHook, StopRun
@@ -30,7 +31,7 @@ _EXPORTS = {
 }  # fmt: skip
 __all__ = [
     "DDPOTrainer", "DiffusionDPOTrainer", "DiffusionNFTTrainer", "FlowGRPOTrainer", "GRPOTrainer", "PPOTrainer",
-    "RLOOTrainer", "Result", "RewardFLTrainer", "StepHook", "StopRun", "evaluate", "sample",
+    "RLOOTrainer", "Result", "RewardFLTrainer", "SFTTrainer", "StepHook", "StopRun", "evaluate", "sample",
 ]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from .given import give
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from .settings import DiffusionSettings, VLSettings
+    from .settings import DiffusionSettings, SFTSettings, VLSettings
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 DATA_FILES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
@@ -191,6 +191,22 @@ class RLOOTrainer(GRPOTrainer):
     root, defaults = ALGORITHMS["rloo"]
 
 
+class SFTTrainer(_Trainer):
+    """Supervised training on rows with a response: a start for a model that does not know a form yet. Its checkpoint is
+    a `model` of the other trainers. `reward_funcs` is no argument of it."""
+
+    root, defaults = ALGORITHMS["sft"]
+
+    def __init__(
+        self, model: Any = None, train_dataset: Any = None, eval_dataset: Any = None, *, processor: Any = None,
+        callbacks: Sequence[Any] = (), config: str | Sequence[str] = (), **settings: Unpack[SFTSettings],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            model, None, train_dataset, eval_dataset, processor=processor, callbacks=callbacks, config=config,
+            **settings,
+        )  # fmt: skip
+
+
 class FlowGRPOTrainer(_Trainer):
     """Flow-GRPO for diffusion models, and its relatives by `diffusion_algorithm`."""
 
@@ -257,8 +273,8 @@ def _shown(kind: type[_Trainer]) -> None:
 
 
 TRAINERS: tuple[type[_Trainer], ...] = (
-    GRPOTrainer, PPOTrainer, RLOOTrainer, FlowGRPOTrainer, DiffusionNFTTrainer, DDPOTrainer, RewardFLTrainer,
-    DiffusionDPOTrainer,
+    GRPOTrainer, PPOTrainer, RLOOTrainer, SFTTrainer, FlowGRPOTrainer, DiffusionNFTTrainer, DDPOTrainer,
+    RewardFLTrainer, DiffusionDPOTrainer,
 )  # fmt: skip
 for _kind in TRAINERS:
     _shown(_kind)

@@ -30,6 +30,11 @@ FIRST = {
         "train_batch_size", "num_steps", "height", "width", "max_steps", "learning_rate", "lora_rank", "bf16",
         "eval_steps", "save_steps", "output_dir", "resume_from",
     ),
+    "sft": (
+        "pretrain", "prompt_data", "eval_data", "response_key", "train_batch_size", "micro_train_batch_size",
+        "packing_samples", "max_tokens_per_batch", "prompt_max_len", "generate_max_len", "num_episodes", "max_steps",
+        "actor_learning_rate", "lora_rank", "bf16", "eval_steps", "save_steps", "output_dir", "resume_from",
+    ),
 }  # fmt: skip
 ANYTHING = {"ignore_unknown_options": True, "help_option_names": []}
 WIDTH = 118
@@ -93,7 +98,7 @@ def train_command(name: str, arguments: Sequence[str] | None = None) -> None:
     config = config_or_exit(root.schema, words, preset=root.preset, defaults=defaults)
     from .launch import run_diffusion, run_vl
 
-    (run_vl if root.kind == "vl" else run_diffusion)(config)
+    (run_diffusion if root.kind == "diffusion" else run_vl)(config)
 
 
 def _help(root: Root, words: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ STATE = "run_state_rank0.safetensors"  # of a checkpoint of a run
 KEPT = ("model", "data", "reward", "rollout", "sampling", "plugins")  # of a run's configuration, for its model alone
 # What a run may ask for beside its model, and an evaluation has no use for.
 LEFT_OUT = {
+    "data": ("response_key",),
     "rollout": (
         "rollout_batch_size", "dynamic_sampling", "noisy_rollout_share", "offload_trainer", "offload_reference",
     ),
@@ -96,6 +97,8 @@ def _configured(checkpoint: Checkpoint, eval_dataset: Any, rewards: Any, setting
     """The configuration by which a checkpoint is evaluated."""
     with tempfile.TemporaryDirectory(prefix="lightrft_visual_") as scratch, checkpoint.model(scratch) as model:
         own: dict[str, Any] = NO_TRAINING | {"output_dir": os.path.join(scratch, "run")}
+        if checkpoint.resumable and "algorithm" not in checkpoint.run:
+            raise ConfigError(f"{checkpoint.path} is a checkpoint of a supervised run: name its checkpoint-final")
         if checkpoint.resumable:
             tree = dict(checkpoint.run)
             own |= {"resume_from": os.path.abspath(checkpoint.path), "ckpt_path": None, "save_path": None}

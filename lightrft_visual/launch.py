@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import registry
+from .config.sft import SFTRunConfig
 from .config.summary import in_lines
 from .config.vl import RunConfig
 from .errors import FolderInUse, LightRFTVisualError, StoppedBySignal
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from .config.diffusion import DiffusionRunConfig
     from .trainer.loop import PolicyTrainer
 
-    AnyConfig = RunConfig | DiffusionRunConfig
+    AnyConfig = RunConfig | DiffusionRunConfig | SFTRunConfig
 
 LEFT_SECONDS = 10.0  # that threads get which a run has left, once the program is over
 LOOK_SECONDS = 0.2
@@ -60,8 +61,9 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def run_vl(config: RunConfig) -> None:
-    """Run a vision-language trainer in a script; an error ends the process with a few lines and a code other than 0."""
+def run_vl(config: RunConfig | SFTRunConfig) -> None:
+    """Run a vision-language or supervised trainer in a script; an error ends the process with a few lines and a code
+    other than 0."""
     _run(config, partial(built, config))
 
 
@@ -78,6 +80,10 @@ def built(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
             from .trainer.vl.trainer import build_trainer
 
             build = build_trainer
+        elif isinstance(config, SFTRunConfig):
+            from .trainer.vl.sft import build_supervised
+
+            build = build_supervised
         else:
             from diffusers.utils import logging as diffusers_logging
 
@@ -145,7 +151,7 @@ def _close(trainer: PolicyTrainer) -> None:
 
 def _check_fits(config: AnyConfig) -> None:
     """Raise ConfigError where the plan says that the run cannot fit; nothing without the plug-in."""
-    plan = registry.service("memory_plan")
+    plan = registry.service("memory_plan") if config.plan is not None else None
     if plan is not None:
         plan.check_fits(config)
 

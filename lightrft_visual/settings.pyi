@@ -862,3 +862,162 @@ class DiffusionSettings(TypedDict, total=False):
     """micro-batches as large as the plan has room for; those given are the least. Default: False."""
     plugins: str | None
     """files or modules that add choices of your own, imported first; comma-separated."""
+
+class SFTSettings(TypedDict, total=False):
+    pretrain: str
+    """model. Default: 'embedded'."""
+    bf16: bool
+    """model. Default: False."""
+    attn_implementation: str
+    """auto | sdpa | eager | flash_attention_2. Default: 'auto'."""
+    gradient_checkpointing: bool
+    """model. Default: False."""
+    freeze_prefix: str
+    """comma-separated parameter prefixes; 'true' means the vision tower. Default: ''."""
+    lora_rank: int
+    """model. Default: 0."""
+    lora_alpha: int
+    """model. Default: 16."""
+    lora_dropout: float
+    """model. Default: 0.0."""
+    target_modules: str
+    """or a comma-separated list of module names. Default: 'all-linear'."""
+    trust_remote_code: bool
+    """model. Default: False."""
+    embedded_family: str
+    """qwen2_vl | qwen2_5_vl | qwen3_vl | internvl | qwen2 | janus; qwen2 reads text only; janus also draws,
+    by engine hf. Default: 'qwen2_5_vl'."""
+    prompt_data: str
+    """data. Default: 'embedded'."""
+    prompt_data_probs: str | None
+    """comma-separated mixing probabilities, one per data set."""
+    prompt_mixing: str
+    """shuffled | even | turns; each batch of rows in any order, with an even share of every data set, or of
+    one data set in turns. Default: 'shuffled'."""
+    prompt_split: str
+    """data. Default: 'train'."""
+    eval_data: str | None
+    """default: the embedded held-out split when prompt_data is embedded."""
+    eval_split: str
+    """data. Default: 'test'."""
+    max_samples: int
+    """data. Default: 100000000."""
+    max_eval_samples: int
+    """data. Default: 500."""
+    input_key: str
+    """data. Default: 'prompt'."""
+    images_key: str
+    """empty: no images are read. Default: 'images'."""
+    videos_key: str
+    """empty: no videos are read. Default: 'videos'."""
+    reference_key: str
+    """data. Default: 'reference'."""
+    apply_chat_template: bool
+    """data. Default: True."""
+    system_prompt: str | None
+    """data."""
+    image_root: str | None
+    """folder that relative image paths start from; default: the data file's folder."""
+    data_format: str
+    """auto | plain | verl | conversations | messages | question | input_label; of the rows, see
+    docs/coming_from.md. Default: 'auto'."""
+    on_bad_row: str
+    """error | skip; skipped rows are counted by cause and listed in bad_rows.jsonl. Default: 'error'."""
+    on_long_prompt: str
+    """error | skip. Default: 'error'."""
+    max_bad_share: float
+    """a larger share of skipped rows ends the run. Default: 0.05."""
+    allow_remote_media: bool
+    """fetch http(s) images named in rows; private addresses stay refused. Default: False."""
+    max_image_pixels: int
+    """refused before decoding. Default: 50000000."""
+    min_pixels: int | None
+    """passed to the image processor: images are resized into [min, max] pixels."""
+    max_pixels: int | None
+    """data."""
+    response_key: str
+    """column of what is to be answered; rows without it: their reference. Default: 'response'."""
+    prompt_max_len: int
+    """images expanded. Default: 1024."""
+    generate_max_len: int
+    """of the response, its end token included. Default: 1024."""
+    train_batch_size: int
+    """samples of an update. Default: 32."""
+    gradient_accumulation_steps: int | None
+    """or: micro-batches of a rank that make an update (TRL)."""
+    micro_train_batch_size: int
+    """train. Default: 8."""
+    max_tokens_per_batch: int
+    """with packing: fill each micro-batch up to this many tokens instead of by count. Default: 0."""
+    packing_samples: bool
+    """train. Default: False."""
+    num_episodes: int
+    """passes over the prompt data. Default: 1."""
+    max_steps: int
+    """rollout steps; -1: as many as num_episodes gives. Default: -1."""
+    actor_learning_rate: float
+    """train. Default: 1e-05."""
+    vision_learning_rate: float | None
+    """of the vision tower; default: actor_learning_rate."""
+    projector_learning_rate: float | None
+    """of what joins tower and language model; default as above."""
+    lr_warmup_ratio: float
+    """train. Default: 0.03."""
+    lr_scheduler: str
+    """cosine_with_min_lr | constant_with_warmup | linear. Default: 'cosine_with_min_lr'."""
+    adam_betas: list[float]
+    """train. Default: [0.9, 0.95]."""
+    l2: float
+    """train. Default: 0.0."""
+    max_norm: float
+    """train. Default: 1.0."""
+    seed: int
+    """train. Default: 42."""
+    zero_stage: int
+    """0 | 1 | 2 | 3. Default: 2."""
+    adam_offload: bool
+    """distributed. Default: False."""
+    zpg: int
+    """ZeRO++ hierarchical partition size. Default: 1."""
+    overlap_comm: bool
+    """distributed. Default: False."""
+    grad_accum_dtype: str | None
+    """fp32 | bf16."""
+    local_rank: int
+    """distributed. Default: -1."""
+    collective_timeout: float
+    """seconds after which a dead or stalled rank ends all ranks. Default: 600.0."""
+    output_dir: str
+    """output. Default: 'outputs/run'."""
+    save_path: str | None
+    """the final model; default: <output_dir>/checkpoint-final."""
+    ckpt_path: str | None
+    """default: <output_dir>."""
+    save_steps: int | None
+    """-1: none; default: ten times a run, and every 50 steps at least."""
+    eval_steps: int | None
+    """as save_steps; evaluation always runs before the first step and at the end."""
+    logging_steps: int
+    """output. Default: 1."""
+    max_ckpt_num: int
+    """output. Default: 3."""
+    load_checkpoint: bool
+    """same as resume_from=auto. Default: False."""
+    resume_from: str | None
+    """a checkpoint folder, or auto."""
+    resume_other_model: bool
+    """resume although the checkpoint was trained from another model. Default: False."""
+    sigterm_exit_code: int
+    """of a run that SIGTERM ended after a checkpoint. Default: 0."""
+    best_metric: str | None
+    """column of eval_metrics.csv by which the best checkpoint is kept."""
+    use_wandb: bool
+    """output. Default: False."""
+    use_tensorboard: bool
+    """output. Default: False."""
+    report: bool
+    """output. Default: True."""
+    run_name: str | None
+    """output."""
+    plugins: str | None
+    """files or modules that add choices of your own, imported first; comma-separated."""

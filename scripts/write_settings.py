@@ -12,7 +12,7 @@ from lightrft_visual.config.leaves import Leaf, names_of
 from lightrft_visual.config.spellings import ROOTS
 
 FILE = Path(__file__).resolve().parents[1] / "lightrft_visual" / "settings.pyi"
-NAMES = {"vl": "VLSettings", "diffusion": "DiffusionSettings"}
+NAMES = {"vl": "VLSettings", "diffusion": "DiffusionSettings", "sft": "SFTSettings"}
 HEAD = '''"""Settings of runs as keyword arguments; written by scripts/write_settings.py from the configuration."""
 
 from typing import Any, TypedDict

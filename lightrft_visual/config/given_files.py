@@ -33,7 +33,7 @@ def missing_files(config: Any) -> list[str]:
     """A line for each model folder, file of rows and file of functions that a run's settings name and that is not
     there. Names that may be anything else, such as a hub's, are not looked for."""
     found = []
-    for section in (config.model, config.data, config.reward, config.guard):
+    for section in filter(None, (config.model, config.data, config.reward, config.guard)):
         for name in (*MODELS, *ROWS, *FUNCTIONS):
             value = getattr(section, name, None)
             if not isinstance(value, str):

@@ -25,7 +25,7 @@ from .constraints import Constraint, constraints_of
 from .spellings import OWN, ROOTS, removed
 
 FLAG = re.compile(r"(?<!deepspeed )--(\w+)")  # in an advice; what stands behind deepspeed is the launcher's
-RUN_KINDS = {"vl": "vision-language", "diffusion": "diffusion"}
+RUN_KINDS = {"vl": "vision-language", "diffusion": "diffusion", "sft": "supervised"}
 WRONG_PAIR = "is the recipe or the script the wrong one?"
 COMMAND_LINE, KEYWORD = "command line", "keyword argument"  # the origins of what is written there
 KINDS = {bool: "bool", int: "number", float: "number", str: "text", list: "list", tuple: "list", dict: "mapping"}

@@ -119,7 +119,7 @@ def load_config(schema: type = RunConfig, argv: Sequence[str] | None = None, **o
 
 def _show_plan(config: Any) -> int:
     """Print the plan of a run; the exit code of a dry run. Raises ConfigError without the plug-in that plans."""
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0" or config.plan is None:
         return 0
     with redirect_stdout(sys.stderr):  # DeepSpeed logs to the output, which here is one YAML document
         text, code = registry.services.load("memory_plan").dry_run(config)

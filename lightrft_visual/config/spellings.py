@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from ..errors import ConfigError
 from . import registry
 from .diffusion import DiffusionRunConfig
+from .sft import SFTRunConfig
 from .shared import EMBEDDED_REASONING, accumulated
 from .vl import RunConfig
 
@@ -187,6 +188,7 @@ class Root:
 ROOTS = (
     Root("vl", RunConfig, VL_PRESET),
     Root("diffusion", DiffusionRunConfig, DIFFUSION_PRESET),
+    Root("sft", SFTRunConfig, "embedded_sft"),
 )
 
 # Algorithms as the command and the trainers for Python name them: the kind of run, and the settings that a name stands
@@ -196,6 +198,7 @@ ALGORITHMS: dict[str, tuple[Root, dict[str, Any]]] = {
     "ppo": (ROOTS[0], {"advantage_estimator": "gae"}),
     "rloo": (ROOTS[0], {"advantage_estimator": "rloo"}),
     "unified": (ROOTS[0], {"embedded_family": "janus", "engine_type": "hf"}),
+    "sft": (ROOTS[2], {}),
     "flow-grpo": (ROOTS[1], {"diffusion_algorithm": "flow_grpo"}),
     "nft": (ROOTS[1], {"diffusion_algorithm": "diffusion_nft"}),
     "ddpo": (ROOTS[1], {"diffusion_algorithm": "ddpo"}),

@@ -22,12 +22,13 @@ def in_lines(config: Any) -> list[str]:
 def what_runs(config: Any) -> str:
     """Model, data, rewards and plan of a run, in a line."""
     names = ("diffusion_algorithm", "advantage_estimator")
-    kind = next(getattr(config.algorithm, name) for name in names if hasattr(config.algorithm, name))
+    kind = next((getattr(config.algorithm, name) for name in names if hasattr(config.algorithm, name)), "sft")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     form = f"LoRA rank {config.model.lora_rank}" if config.model.lora_rank else "all weights"
     ranks = f"{world} rank{'s' if world > 1 else ''}, ZeRO-{config.distributed.zero_stage}"
     precision = "bf16" if config.model.bf16 else "fp32"
-    plan = f"{form} in {precision} on {ranks}; rewards: {rewards(config.reward)}"
+    plan = f"{form} in {precision} on {ranks}"
+    plan += f"; rewards: {rewards(config.reward)}" if config.reward is not None else ""
     return f"{kind} of {config.model.pretrain} on {config.data.prompt_data}: {plan}; output {config.output.output_dir}"
 
 

@@ -21,7 +21,7 @@ from ..errors import ConfigError, DataError, did_you_mean
 from ..runtime import collectives
 from .bad_rows import LONG_PROMPT, BadRow, BadRows, TooManyBadRows, most_characters
 from .media import Video, image_size, is_remote, load_image
-from .rows import PromptRow, parse_row
+from .rows import PromptRow, parse_row, response_of
 from .sources import RowSource, located, open_source
 from .video import check_video, is_remote_video, load_video
 
@@ -135,7 +135,8 @@ class RowChecks:
     model_input, prompt_max_len: the model's processor or tokenizer, and the tokens that a prompt may have, images
     expanded; None: lengths are not looked at. labels: those that are scored; a row with another one, or without any, is
     bad; None: every row is. decode: all pixels are read too, not only headers. media: how the model's
-    family handles placeholders.
+    family handles placeholders. response_key, response_max_len: of supervised rows, the column of the response and the
+    tokens that it may have with its end token; None: rows need none.
     """
 
     limits: RolloutConfig | None = None
@@ -144,6 +145,8 @@ class RowChecks:
     decode: bool = False
     media: type[MediaConventions] = MediaConventions
     labels: frozenset[str] | None = None
+    response_key: str | None = None
+    response_max_len: int | None = None
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ class PromptDataset:
         model_input = self.checks.model_input
         self._most = sys.maxsize  # characters of a prompt
         if model_input is not None and self.checks.prompt_max_len is not None:
-            tokenizer = model_input.tokenizer if isinstance(model_input, ProcessorMixin) else model_input
+            tokenizer = _tokenizer_of(model_input)
             self._most = most_characters(tokenizer, self.checks.prompt_max_len)
         self._reserved: tuple[str, ...] = self.checks.media.reserved(model_input) if model_input is not None else ()
         self._sources: list[RowSource] = [open_source(path, split) for path in paths]
@@ -343,6 +346,7 @@ class PromptDataset:
             parsed = self._parse(source, row, row)
             self._check_counts(parsed)
             self._check_label(parsed.label)
+            self._check_response(parsed)
             if self.checks.decode and not is_remote_row(parsed):
                 self._decoded(parsed)
             for video in parsed.videos:
@@ -365,6 +369,23 @@ class PromptDataset:
         if known is not None and label not in known:
             told = "the row has no label" if label is None else f"the label {label!r} has no reward recipe"
             raise DataError(f"{told}{did_you_mean(label or '', known)}", "label without a recipe")
+
+    def _check_response(self, row: PromptRow) -> None:
+        key, model_input, most = self.checks.response_key, self.checks.model_input, self.checks.response_max_len
+        if key is None:
+            return
+        text = response_of(row, key)
+        typed = next((token for token in self._reserved if token in text), None)
+        if typed is not None:
+            raise DataError(
+                f"the response holds {typed}, which stands for an image or video", "vision token in the text"
+            )
+        if model_input is None or most is None:
+            return
+        count = len(_tokenizer_of(model_input).encode(text, add_special_tokens=False)) + 1
+        if count > most:
+            told = f"the response has {count} tokens with its end token, above generate_max_len = {most}"
+            raise DataError(told, LONG_PROMPT)
 
     def _header(self, image: Any) -> Size | None:
         if is_remote(image) and self.config.allow_remote_media:
@@ -418,9 +439,7 @@ class PromptDataset:
         """Tokens of prompts, media expanded."""
         if not found:
             return []
-        model_input = self.checks.model_input
-        tokenizer = model_input.tokenizer if isinstance(model_input, ProcessorMixin) else model_input
-        ids = tokenizer([each.text for each in found])["input_ids"]
+        ids = _tokenizer_of(self.checks.model_input)([each.text for each in found])["input_ids"]
         return [len(own) + each.tokens for own, each in zip(ids, found)]
 
     def _check_length(self, found: _Found) -> None:
@@ -439,6 +458,10 @@ class PromptDataset:
         text = self.checks.media.placeholders(processor)["video"] * len(videos)
         expanded = processor(text=[text], **self.checks.media.media_arguments([], videos))["input_ids"][0]
         return len(expanded) - len(processor.tokenizer(text)["input_ids"])
+
+
+def _tokenizer_of(model_input: ModelInput) -> PreTrainedTokenizerBase:
+    return model_input.tokenizer if isinstance(model_input, ProcessorMixin) else model_input
 
 
 def is_remote_row(row: PromptRow) -> bool:

@@ -28,6 +28,7 @@ MEDIA = ("image", "video")
 _PLACEHOLDER = re.compile(r"<(image|video)>")
 # Where an answer hides when the configured column is absent; dots step into mappings.
 _REFERENCE_PATHS = ("reward_model.ground_truth", "ground_truth", "answer", "solution", "answers")
+RESPONSE = "response"  # the usual name of the column with what a model is to answer
 _MISSING = object()
 
 
@@ -100,6 +101,25 @@ def parse_row(
         raise DataError(f"{source}: {error}", error.cause) from error
 
 
+def response_of(row: PromptRow, key: str) -> str:
+    """What the model is to answer, for supervised training: the column `key`, which is response_key; by its default
+    name, where the row has no such column, the reference. Raises DataError for a row without a text of either."""
+    found = row.metadata.get(key)
+    if found is None and key in row.metadata:
+        raise DataError(f"column {key!r} (response_key) is empty", "response")
+    if found is None and key != RESPONSE:
+        raise DataError(f"no column {key!r} (response_key); the row has: {', '.join(row.metadata)}", "column missing")
+    found = row.reference if found is None else found
+    if isinstance(found, int | float) and not isinstance(found, bool):
+        found = str(found)
+    if not isinstance(found, str) or not found.strip():
+        kind = "nothing" if found is None else "an empty text" if found == "" else type(found).__name__
+        raise DataError(
+            f"the row has no response: column {RESPONSE!r} and reference hold {kind}, not a text", "response"
+        )
+    return found
+
+
 def _check_columns(raw: Mapping[str, Any], config: DataConfig) -> None:
     columns = ", ".join(map(str, raw))
     if config.input_key in raw and raw[config.input_key] is None:
@@ -132,7 +152,7 @@ def _metadata(raw: Mapping[str, Any], config: DataConfig, read: set[str | None])
     for it by that name; the default names they get anyway."""
     roles = {config.input_key, config.images_key, config.videos_key, config.label_key, config.reference_key, *read}
     roles.add(config.draw_key)
-    named = {config.input_key, config.label_key, config.reference_key}
+    named = {config.input_key, config.label_key, config.reference_key, getattr(config, "response_key", RESPONSE)}
     named -= {DataConfig.input_key, DataConfig.label_key, DataConfig.reference_key}
     columns = {key: value for key, value in raw.items() if key not in roles or key in named}
     if config.input_key in columns:

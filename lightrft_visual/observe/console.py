@@ -135,9 +135,10 @@ class RunConsole:
     ) -> None:
         """The last line of a run that ends well. metrics, first: of its last and first evaluation; files: by name."""
         parts = [f"done: {step} steps in {clock(time.monotonic() - self._began)}"]
-        if "eval_reward" in metrics:
-            before = f"{short(first['eval_reward'])} -> " if "eval_reward" in first else ""
-            parts.append(f"eval reward {before}{short(metrics['eval_reward'])}")
+        for name in ("eval_reward", "eval_loss"):
+            if name in metrics:
+                before = f"{short(first[name])} -> " if name in first else ""
+                parts.append(f"{name.replace('_', ' ')} {before}{short(metrics[name])}")
         self.message("; ".join([*parts, *(f"{name} {path}" for name, path in files.items())]))
 
     def resumed(self, step: int) -> None:

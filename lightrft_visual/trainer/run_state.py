@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from ..config import registry
 from ..config.diffusion import DiffusionRunConfig
 from ..config.load import resolved_yaml, write_resolved
+from ..config.sft import SFTRunConfig
 from ..config.shared import OutputConfig
 from ..config.vl import RunConfig
 from ..data.bad_rows import TooManyBadRows, list_bad_rows
@@ -33,7 +34,7 @@ from ..runtime.usercode.calls import INTERRUPTED, Interrupt, StopRequest
 from ..runtime.usercode.surroundings import rng_state, set_rng_state
 
 logger = logging.getLogger(__name__)
-AnyConfig = RunConfig | DiffusionRunConfig
+AnyConfig = RunConfig | DiffusionRunConfig | SFTRunConfig
 
 
 def final_folder(output: OutputConfig) -> Path:
@@ -108,7 +109,13 @@ class Resumable(Protocol):
 
 
 BEST = "checkpoint-best"  # of the best gold
-BEST_BY = (("eval_gold", "max"), ("eval_reward", "max"))  # without best_metric: the first of them that was measured
+# Without best_metric: the first of them that was measured.
+# Without best_metric: the first of them that was measured.
+BEST_BY = (
+    ("eval_gold", "max"),
+    ("eval_reward", "max"),
+    ("eval_loss", "min"),
+)
 
 
 class RunState:
@@ -339,7 +346,7 @@ def start_strategy(config: AnyConfig) -> DeepspeedStrategy:
         seed=config.train.seed,
     )
     strategy.setup_distributed()
-    if config.plan.auto_micro_batches:
+    if config.plan is not None and config.plan.auto_micro_batches:
         plan = registry.service("memory_plan")
         if plan is not None:
             plan.use_chosen_sizes(config)

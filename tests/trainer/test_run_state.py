@@ -241,7 +241,7 @@ def test_what_a_vision_language_checkpoint_belongs_to(tmp_path):
         config = RunConfig()
         for name, value in model.items():
             setattr(config.model, name, value)
-        return build._fingerprint(named, config, checkpoint)
+        return build.model_of(named, config, checkpoint, config.algorithm.estimator.critic)
 
     own = belongs_to("mine")
     assert own["model_type"] == "qwen3_vl" and own["content"] and own["lora_alpha"] is None and own["critic"] is False

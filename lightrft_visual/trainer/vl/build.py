@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +15,7 @@ from ...algorithms.kl import get_kl_controller
 from ...algorithms.loss_terms import PartSettings
 from ...config import registry
 from ...config.constraints import divisors, nearest, refit_update, said
+from ...config.sft import SFTRunConfig
 from ...config.shared import RewardConfig
 from ...config.vl import RunConfig, mixing_probabilities
 from ...data.bad_rows import list_bad_rows
@@ -59,6 +61,7 @@ from .parts import PromptSource, VLParts, asked_once, prompt_batch
 from .updates import check_abilities, parts_of_loss
 
 logger = logging.getLogger(__name__)
+C = TypeVar("C", RunConfig, SFTRunConfig)
 
 
 def build_parts(config: RunConfig) -> VLParts:
@@ -79,7 +82,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, lock: FolderLoc
     named, judged = config.model.pretrain, config.gold
     log_stage("reading tokenizer and processor, checking the engine's settings")
     config, checkpoint = _open(config)
-    model = _fingerprint(named, config, checkpoint)
+    model = model_of(named, config, checkpoint, config.algorithm.estimator.critic)
     check_model(resume_folder, model, config.output.resume_other_model)
     log_stage("reading the data")
     with refused_data_listed(config.output.output_dir):
@@ -94,7 +97,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, lock: FolderLoc
     gold = _gold(judged, strategy, checkpoint, sets)
     log_stage("loading the models")
     (actor, critic, reference), frozen = _models(config, strategy, checkpoint, total_steps)
-    _prove(config, actor.module, checkpoint, model)
+    prove(config, actor.module, checkpoint, model)
     models = actor, critic, reference, _teacher(config, strategy, checkpoint)
     loss_parts = _loss_parts(config, actor)
     log_stage(f"starting the engine ({engine_in_words(config, checkpoint)})")
@@ -202,14 +205,19 @@ def _fit_to_data(config: RunConfig, dataset: PromptDataset) -> None:
         logger.warning(text, told, prompts, size, train.train_batch_size)
 
 
-def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
+def open_model(config: C) -> tuple[C, Checkpoint]:
     """The configuration with folders in the place of built-in tasks and models, and the checkpoint's small parts."""
     config = copy.deepcopy(config)
     if collectives.is_rank_0():
         _resolve_names(config)
     collectives.barrier()
     _resolve_names(config)  # other ranks find it in the cache
-    checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
+    return config, open_checkpoint(config.model.pretrain, config.model, config.data)
+
+
+def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
+    """As `open_model`, with what the model and the engine cannot do refused."""
+    config, checkpoint = open_model(config)
     check_abilities(config, checkpoint)
     _resolve_sharing(config, checkpoint)
     check_engine(config, checkpoint)
@@ -218,8 +226,15 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     return config, checkpoint
 
 
-def _fingerprint(named: str, config: RunConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What is trained, for checkpoints. named: the model as the command names it."""
+def model_of(named: str, config: RunConfig | SFTRunConfig, checkpoint: Checkpoint, critic: bool) -> dict[str, Any]:
+    """What is trained, for checkpoints.
+
+    Args:
+        named: the model as the command names it.
+        config: of the run.
+        checkpoint: the model's small parts.
+        critic: whether one is trained beside it.
+    """
     model = config.model
     settings = {
         "model_type": checkpoint.config.model_type,
@@ -227,7 +242,7 @@ def _fingerprint(named: str, config: RunConfig, checkpoint: Checkpoint) -> dict[
         "lora_alpha": model.lora_alpha if model.lora_rank else None,
         "target_modules": model.target_modules if model.lora_rank else None,
         "freeze_prefix": model.freeze_prefix,
-        "critic": config.algorithm.estimator.critic,
+        "critic": critic,
     }
     return fingerprint(named, None if named in registry.checkpoint_resolvers else checkpoint.path, settings)
 
@@ -245,7 +260,7 @@ def _resolve_sharing(config: RunConfig, checkpoint: Checkpoint) -> None:
             logger.warning("each sample's prompt is computed anew, share_prefix is off: %s", refused)
 
 
-def _resolve_names(config: RunConfig) -> None:
+def _resolve_names(config: RunConfig | SFTRunConfig) -> None:
     """Put folders and files in the place of names of built-in tasks and models."""
     model, task = config.model, config.data.prompt_data
     if task in registry.tasks:
@@ -284,12 +299,12 @@ def _schedule(config: RunConfig, dataset: PromptDataset) -> tuple[int, PromptSam
     return (limit if limit > 0 else steps), sampler
 
 
-def _optimizer(config: RunConfig, learning_rate: float, total_steps: int) -> OptimizerSettings:
+def _optimizer(config: RunConfig | SFTRunConfig, learning_rate: float, total_steps: int) -> OptimizerSettings:
     return OptimizerSettings.from_config(config.train, learning_rate, config.updates(total_steps))
 
 
 def _actor_optimizer(
-    config: RunConfig, family: VLMFamily, model: torch.nn.Module, total_steps: int
+    config: RunConfig | SFTRunConfig, family: VLMFamily, model: torch.nn.Module, total_steps: int
 ) -> OptimizerSettings:
     """With the learning rates of vision tower and projector. Raises ConfigError where one of them is of nothing."""
     train, names = config.train, [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -315,8 +330,17 @@ def _actor_optimizer(
     return replace(_optimizer(config, train.actor_learning_rate, total_steps), rate_of=rate_of)
 
 
-def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint, total_steps: int):
-    """((actor, critic or None, reference score function or None), the reference's own module or None)."""
+def load_actor(
+    config: RunConfig | SFTRunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint, total_steps: int
+) -> tuple[TrainEngine, Callable[..., Actor]]:
+    """The policy, and what makes another one of a transformers model.
+
+    Args:
+        config: of the run.
+        strategy: of the run.
+        checkpoint: whose weights are loaded.
+        total_steps: of the run, for the schedule.
+    """
     model = config.model
     with strategy.loading():
         transformer = load_transformer(checkpoint.path, model, strategy.dtype)
@@ -325,7 +349,12 @@ def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoi
     extra = {"share_prefix": bool(config.train.share_prefix), "sequence": strategy.sequence}
     new_actor = partial(Actor, banned_ids=banned, eos_ids=checkpoint.eos_ids, **extra)
     policy = new_actor(add_lora(transformer, model))
-    actor = strategy.prepare(policy, _actor_optimizer(config, checkpoint.family, policy, total_steps))
+    return strategy.prepare(policy, _actor_optimizer(config, checkpoint.family, policy, total_steps)), new_actor
+
+
+def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint, total_steps: int):
+    """((actor, critic or None, reference score function or None), the reference's own module or None)."""
+    model, (actor, new_actor) = config.model, load_actor(config, strategy, checkpoint, total_steps)
     critic = None
     if config.algorithm.estimator.critic:
         with strategy.loading():
@@ -375,11 +404,11 @@ def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpo
     shares = teacher.family.able_to_share(config.train.share_prefix, config.model.attn_implementation)
     scorer = Actor(transformer, banned, checkpoint.eos_ids, shares)
     frozen = strategy.prepare_inference(scorer)
-    _prove(config, scorer, teacher, fingerprint(path, teacher.path, {}))
+    prove(config, scorer, teacher, fingerprint(path, teacher.path, {}))
     return own_scores(log_probs_of(frozen), strategy.sequence)
 
 
-def _prove(config: RunConfig, actor: Actor, checkpoint: Checkpoint, model: dict[str, Any]) -> None:
+def prove(config: RunConfig | SFTRunConfig, actor: Actor, checkpoint: Checkpoint, model: dict[str, Any]) -> None:
     """Say that an adapter which no test has proven runs this model right. Raises ConfigError where it does not."""
     proven = prove_family(actor, checkpoint, config.rollout.prompt_max_len + config.rollout.generate_max_len, model)
     if proven:

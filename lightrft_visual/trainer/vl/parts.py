@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from ...rewards.engine import RewardComputationEngine
 from ...rewards.probe import plausible_image, probed
 from ...rollout.parity import ParityGate
 from ...runtime import collectives
+from ...runtime.checkpoint.export import export_hf, export_lora
 from ...runtime.deepspeed import DeepspeedStrategy, TrainEngine
 from ..hooks import Hooks
 from ..loop import LoopSettings
@@ -236,3 +238,26 @@ def prompt_batch(samples: list, checkpoint: Checkpoint, data, ids: torch.Tensor)
         ids,
         [caption_of(sample) for sample in samples],
     )
+
+
+def export_actor(
+    actor: TrainEngine, state: dict[str, T] | None, checkpoint: Checkpoint, adapted: bool, folder: Path
+) -> None:
+    """A checkpoint folder for transformers and vLLM, LoRA merged; the adapter itself in `lora/`. A collective.
+
+    Args:
+        actor: what was trained.
+        state: its weights, whole, on rank 0.
+        checkpoint: what it was loaded from.
+        adapted: whether it has adapters.
+        folder: where rank 0 writes.
+    """
+    if adapted:
+        model = actor.module.model
+        named = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
+        with actor.gathered(list(named.values())):
+            adapters = {name: parameter.detach().cpu().clone() for name, parameter in named.items()}
+        if collectives.is_rank_0():
+            export_lora(model, folder / "lora", adapters)
+    if collectives.is_rank_0():
+        export_hf(actor.module.transformer, checkpoint.processor or checkpoint.tokenizer, folder, state)

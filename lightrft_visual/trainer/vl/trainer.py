@@ -14,7 +14,6 @@ from ...experience.buffer import NaiveReplayBuffer
 from ...rollout.parity import RolloutCheck
 from ...rollout.weight_sync import engine_weights, gathered_state_dict
 from ...runtime import collectives
-from ...runtime.checkpoint.export import export_hf, export_lora
 from ...runtime.deepspeed import TrainEngine
 from ...runtime.seeding import derive_seed
 from ...runtime.start_up import log_stage
@@ -22,7 +21,7 @@ from ..hooks import StepData
 from ..loop import Evaluated, PolicyTrainer
 from .build import build_parts
 from .maker import PROBE_PROMPTS, Agreement
-from .parts import VLParts
+from .parts import VLParts, export_actor
 from .updates import PolicyUpdate, TrainBatch, ValueUpdate, add_rollout_metrics, has_dropout, kl_per_token, plan_batch
 
 
@@ -252,21 +251,9 @@ class VLTrainer(PolicyTrainer):
 
     def export(self, folder: Path) -> None:
         """A checkpoint folder for transformers and vLLM, LoRA merged; the adapter itself in `lora/`."""
-        model = self.actor.module.model
         with self.hooks.weights_for("export") or nullcontext():
             state = gathered_state_dict(self.actor, keep=collectives.is_rank_0())
-        if self.config.model.lora_rank:
-            self._export_adapter(model, folder)
-        if collectives.is_rank_0():
-            saver = self.parts.checkpoint.processor or self.parts.checkpoint.tokenizer
-            export_hf(self.actor.module.transformer, saver, folder, state)
-
-    def _export_adapter(self, model, folder: Path) -> None:
-        named = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
-        with self.actor.gathered(list(named.values())):
-            state = {name: parameter.detach().cpu().clone() for name, parameter in named.items()}
-        if collectives.is_rank_0():
-            export_lora(model, folder / "lora", state)
+        export_actor(self.actor, state, self.parts.checkpoint, bool(self.config.model.lora_rank), folder)
 
 
 def check_trainer(kind: type[VLTrainer], estimator: str) -> None:
