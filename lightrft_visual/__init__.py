@@ -20,18 +20,28 @@ if TYPE_CHECKING:
         RewardFLTrainer,
         RLOOTrainer,
         SFTTrainer,
+        UnifiedTrainer,
     )
+    from .experience.buffer import NaiveReplayBuffer
+    from .experience.items import BufferItem, BufferItemDiffusion, BufferItemVL
     from .inference import evaluate, sample
+    from .rewards.engine import RewardComputationEngine
+    from .trainer.fast_exp_maker import FastExperienceMaker
     from .trainer.hooks import StepHook, StopRun
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
     "StepHook": "trainer.hooks", "StopRun": "trainer.hooks", "evaluate": "inference", "sample": "inference",
+    "FastExperienceMaker": "trainer.fast_exp_maker", "RewardComputationEngine": "rewards.engine",
+    "NaiveReplayBuffer": "experience.buffer", "BufferItem": "experience.items", "BufferItemVL": "experience.items",
+    "BufferItemDiffusion": "experience.items",
 }  # fmt: skip
 __all__ = [
-    "DDPOTrainer", "DiffusionDPOTrainer", "DiffusionNFTTrainer", "FlowGRPOTrainer", "GRPOTrainer", "PPOTrainer",
-    "RLOOTrainer", "Result", "RewardFLTrainer", "SFTTrainer", "StepHook", "StopRun", "evaluate", "sample",
+    "BufferItem", "BufferItemDiffusion", "BufferItemVL", "DDPOTrainer", "DiffusionDPOTrainer", "DiffusionNFTTrainer",
+    "FastExperienceMaker", "FlowGRPOTrainer", "GRPOTrainer", "NaiveReplayBuffer", "PPOTrainer", "RLOOTrainer",
+    "Result", "RewardComputationEngine", "RewardFLTrainer", "SFTTrainer", "StepHook", "StopRun", "UnifiedTrainer",
+    "evaluate", "sample",
 ]  # fmt: skip
 
 

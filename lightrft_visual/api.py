@@ -10,37 +10,28 @@ Settings are checked when a trainer is made; torch is loaded by `fit`.
 
 from __future__ import annotations
 
-import functools
+import copy
 import inspect
-import json
 import os
-import re
 import shutil
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .config import registry
+from .arguments import data_of, name_of, plain_settings, refuse_both, reward_settings, saved
 from .config.leaves import names_of
 from .config.load import parse_run
-from .config.recipes import SUFFIXES
 from .config.spellings import ALGORITHMS, Root
-from .errors import ConfigError, DataError
-from .given import give
+from .errors import ConfigError
+from .given import forget, give, names_given
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing import Self, Unpack
 
     from .settings import DiffusionSettings, SFTSettings, VLSettings
-
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-DATA_FILES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
-SAVING_LIMIT = 3600.0  # seconds that the ranks of a host wait for the first one to save a loaded model
 
 
 @dataclass(frozen=True)
@@ -79,7 +70,7 @@ class _History:
 
 
 class _Trainer:
-    """Checks what it is given and runs it.
+    """Checks what it is given and runs it; also a context manager, which closes it.
 
     Args:
         model: a hub name, a folder, 'embedded' (the built-in tiny model), or a loaded model or pipeline. A loaded one
@@ -88,7 +79,7 @@ class _Trainer:
             scorers, folders of reward models, `{scorer: weight}`, or a recipe (a mapping of labels, or a YAML file).
         train_dataset: a `datasets.Dataset`, a list of mappings, a file, a folder, or a hub name.
         eval_dataset: the same for held-out prompts.
-        processor: of a loaded vision-language model; `model=(model, processor)` says the same.
+        processing_class: processor (or tokenizer) of a loaded model; `model=(model, processor)` says the same.
         reward_weights: of several `reward_funcs`, in their order; default: 1 each.
         callbacks: `StepHook`s.
         config: recipes by name or path, below the settings.
@@ -107,17 +98,32 @@ class _Trainer:
         reward_funcs: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
+        processing_class: Any = None,
         *,
-        processor: Any = None,
         reward_weights: Sequence[float] | None = None,
         callbacks: Sequence[Any] = (),
         config: str | Sequence[str] = (),
         **settings: Any,
     ) -> None:
         if isinstance(model, tuple):
-            model, processor = model
+            model, processing_class = model
         self.callbacks = list(callbacks)
-        self._loaded = (model, processor) if hasattr(model, "save_pretrained") else None
+        self._result: Result | None = None
+        self._loaded = (model, processing_class) if hasattr(model, "save_pretrained") else None
+        with names_given() as self._given:
+            own = self._settings_of(model, reward_funcs, train_dataset, eval_dataset, reward_weights, settings)
+        recipes = [config] if isinstance(config, str) else config
+        argv = [word for recipe in recipes for word in ("--config", str(recipe))]
+        self.config = parse_run(
+            self.root.schema, argv, preset=self.root.preset, defaults=self.defaults,
+            settings=own | plain_settings(settings),
+        ).config  # fmt: skip
+
+    def _settings_of(
+        self, model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, reward_weights: Any,
+        settings: Mapping[str, Any],
+    ) -> dict[str, Any]:  # fmt: skip
+        """What the arguments say, as settings; objects by their names."""
         given: dict[str, Any] = {}
         if model is not None:
             given["pretrain"] = give("model", model) if self._loaded else str(model)
@@ -127,12 +133,8 @@ class _Trainer:
             given |= self._training_data(train_dataset, settings.get("prompt_split", "train"))
         if eval_dataset is not None:
             given["eval_data"] = data_of(eval_dataset, "eval_dataset", settings.get("eval_split", "test"))
-        _refuse_both(given, settings)
-        recipes = [config] if isinstance(config, str) else config
-        argv = [word for recipe in recipes for word in ("--config", str(recipe))]
-        self.config = parse_run(
-            self.root.schema, argv, preset=self.root.preset, defaults=self.defaults, settings=given | _plain(settings)
-        ).config
+        refuse_both(given, settings)
+        return given
 
     def fit(self) -> Result:
         """Train to the last step. Raises what went wrong, as the errors of `lightrft_visual.errors`; what was written
@@ -142,7 +144,52 @@ class _Trainer:
         history = _History()
         with self.model_on_disk():
             trainer = run(self.config, [*self.callbacks, history])
-        return _result(trainer, history)
+        self._result = _result(trainer, history)
+        return self._result
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics on the held-out prompts: of the model as it was given, after `fit` of what was trained.
+
+        Raises ConfigError without held-out prompts, and after a `fit` that left no checkpoint of its last step.
+        """
+        result = self._result
+        if result is not None and result.evaluations and result.evaluations[-1]["step"] == result.metrics["step"]:
+            return {name: value for name, value in result.evaluations[-1].items() if name != "step"}
+        from .launch import started
+
+        with self.model_on_disk(), tempfile.TemporaryDirectory(prefix="lightrft_visual_") as scratch:
+            config = copy.deepcopy(self.config)
+            output = config.output
+            output.resume_from = None if result is None else str(_newest(result))
+            output.output_dir, output.save_path, output.ckpt_path = os.path.join(scratch, "run"), None, None
+            output.save_steps, output.report = -1, False
+            with started(config) as trainer:
+                found = dict(trainer.evaluate())
+        if not found:
+            raise ConfigError("there is nothing to evaluate on: give eval_dataset")
+        return found
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Copy what `fit` trained to a folder, for other programs. Returns it. Raises ConfigError before `fit`, and
+        for a folder that is there already."""
+        if self._result is None or self._result.checkpoint is None:
+            raise ConfigError("nothing is trained yet: call fit before save")
+        if os.path.exists(path):
+            raise ConfigError(f"{path} is there already")
+        if os.environ.get("RANK", "0") == "0":
+            shutil.copytree(self._result.checkpoint, path)
+        return Path(path)
+
+    def close(self) -> None:
+        """Let go of the model, the functions and the data that it was given; it cannot train afterwards."""
+        forget(self._given)
+        self._given, self._loaded = [], None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _rewards(self, rewards: Any, weights: Sequence[float] | None) -> dict[str, Any]:
         return reward_settings(rewards, weights)
@@ -173,9 +220,9 @@ class GRPOTrainer(_Trainer):
     if TYPE_CHECKING:
 
         def __init__(
-            self, model: Any = None, reward_funcs: Any = None, train_dataset: Any = None, eval_dataset: Any = None, *,
-            processor: Any = None, reward_weights: Sequence[float] | None = None, callbacks: Sequence[Any] = (),
-            config: str | Sequence[str] = (), **settings: Unpack[VLSettings],
+            self, model: Any = None, reward_funcs: Any = None, train_dataset: Any = None, eval_dataset: Any = None,
+            processing_class: Any = None, *, reward_weights: Sequence[float] | None = None,
+            callbacks: Sequence[Any] = (), config: str | Sequence[str] = (), **settings: Unpack[VLSettings],
         ) -> None: ...  # fmt: skip
 
 
@@ -198,13 +245,18 @@ class SFTTrainer(_Trainer):
     root, defaults = ALGORITHMS["sft"]
 
     def __init__(
-        self, model: Any = None, train_dataset: Any = None, eval_dataset: Any = None, *, processor: Any = None,
+        self, model: Any = None, train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None, *,
         callbacks: Sequence[Any] = (), config: str | Sequence[str] = (), **settings: Unpack[SFTSettings],
     ) -> None:  # fmt: skip
         super().__init__(
-            model, None, train_dataset, eval_dataset, processor=processor, callbacks=callbacks, config=config,
-            **settings,
-        )  # fmt: skip
+            model, None, train_dataset, eval_dataset, processing_class, callbacks=callbacks, config=config, **settings
+        )
+
+
+class UnifiedTrainer(GRPOTrainer):
+    """GRPO for a model that answers and draws (Janus): both kinds of responses in one buffer."""
+
+    root, defaults = ALGORITHMS["unified"]
 
 
 class FlowGRPOTrainer(_Trainer):
@@ -215,9 +267,9 @@ class FlowGRPOTrainer(_Trainer):
     if TYPE_CHECKING:
 
         def __init__(
-            self, model: Any = None, reward_funcs: Any = None, train_dataset: Any = None, eval_dataset: Any = None, *,
-            processor: Any = None, reward_weights: Sequence[float] | None = None, callbacks: Sequence[Any] = (),
-            config: str | Sequence[str] = (), **settings: Unpack[DiffusionSettings],
+            self, model: Any = None, reward_funcs: Any = None, train_dataset: Any = None, eval_dataset: Any = None,
+            processing_class: Any = None, *, reward_weights: Sequence[float] | None = None,
+            callbacks: Sequence[Any] = (), config: str | Sequence[str] = (), **settings: Unpack[DiffusionSettings],
         ) -> None: ...  # fmt: skip
 
 
@@ -273,181 +325,21 @@ def _shown(kind: type[_Trainer]) -> None:
 
 
 TRAINERS: tuple[type[_Trainer], ...] = (
-    GRPOTrainer, PPOTrainer, RLOOTrainer, SFTTrainer, FlowGRPOTrainer, DiffusionNFTTrainer, DDPOTrainer,
+    GRPOTrainer, PPOTrainer, RLOOTrainer, UnifiedTrainer, SFTTrainer, FlowGRPOTrainer, DiffusionNFTTrainer, DDPOTrainer,
     RewardFLTrainer, DiffusionDPOTrainer,
 )  # fmt: skip
 for _kind in TRAINERS:
     _shown(_kind)
 
 
-# -- what is given ---------------------------------------------------------------------------------------------------
-
-
-def _refuse_both(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """A model, data or a reward is given in one way."""
-    arguments = {"pretrain": "model", "prompt_data": "train_dataset", "eval_data": "eval_dataset"}
-    for name in given.keys() & settings.keys():
-        raise ConfigError(f"{name} says the same as {arguments.get(name, 'reward_funcs')}: give one of them")
-
-
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as YAML would hold them."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, os.PathLike):
-            return os.fspath(value)
-        return list(value) if isinstance(value, tuple) else value
-
-    return {name: plain(value) for name, value in settings.items()}
-
-
-def data_of(data: Any, name: str, split: str) -> str:
-    """Data as a setting: a path as it is, what the program holds by a name, a data set of the hub loaded.
-
-    Args:
-        data: as of a trainer.
-        name: for messages.
-        split: of a hub data set, or of a `DatasetDict`.
-    """
-    if isinstance(data, list) and data and all(isinstance(each, str | os.PathLike) for each in data):
-        return ",".join(map(os.fspath, data))
-    if not isinstance(data, str | os.PathLike):
-        return give(name, data[split] if isinstance(data, dict) and split in data else data)
-    text = os.fspath(data)
-    if HUB_NAME.fullmatch(text) and not Path(text).exists() and not text.endswith(DATA_FILES):
-        from .config.given_files import located
-
-        return text if located(text).exists() else give(name, _from_hub(text, name, split))
-    return text
-
-
-def _from_hub(text: str, name: str, split: str) -> Any:
-    import datasets
-
-    try:
-        return datasets.load_dataset(text, split=split)
-    except Exception as error:  # of any kind: the hub's, the network's, the reader's
-        raise DataError(f"{name} {text!r} is no file here, and of the hub (split {split}): {error}") from error
-
-
-def name_of(function: Any) -> str:
-    """A name for metrics."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    name = getattr(function, "__name__", type(function).__name__)
-    return "reward" if name == "<lambda>" else name
-
-
-def _named(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function; a lambda under a name that a column of metrics can have."""
-    if getattr(function, "__name__", "") != "<lambda>":
-        return function
-
-    @functools.wraps(function)
-    def reward(*arguments: Any, **named: Any) -> Any:
-        return function(*arguments, **named)
-
-    reward.__name__ = reward.__qualname__ = "reward"
-    return reward
-
-
-def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dict[str, Any]:
-    """Settings of the section `reward` for rewards as a trainer takes them. Raises ConfigError."""
-    if isinstance(rewards, Mapping):
-        numbers = all(isinstance(each, int | float) for each in rewards.values())
-        return {"components": dict(rewards)} if numbers else {"reward_recipe": json.dumps(rewards)}
-    if isinstance(rewards, str) and rewards.endswith(SUFFIXES):
-        return {"reward_recipe": rewards}
-    listed = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
-    if weights is not None and len(weights) != len(listed):
-        raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(listed)} rewards")
-    entries = [_reward_entry(each) for each in listed]
-    found: dict[str, list[str]] = {}
-    for kind, text, _ in entries:
-        found.setdefault(kind, []).append(text)
-    scorers = found.pop("rule", [])
-    settings: dict[str, Any] = {REWARD_SETTINGS[kind]: ",".join(texts) for kind, texts in found.items()}
-    if scorers and not found:
-        return {"components": dict(zip(scorers, weights or [1.0] * len(scorers)))}
-    if scorers or weights is not None:
-        weighed = zip(entries, weights or [1.0] * len(entries))
-        positions = {text: str(position) for position, text in enumerate(found.get("model", []))}
-        recipe = [[kind, positions.get(text, key), float(weight)] for (kind, text, key), weight in weighed]
-        settings["reward_recipe"] = json.dumps({"*": recipe})
-    return settings
-
-
-REWARD_SETTINGS = {"func": "reward_fn", "remote": "remote_rm_url", "model": "reward_pretrain"}
-
-
-def _reward_entry(reward: Any) -> tuple[str, str, str]:
-    """(kind, text of the setting, key in a recipe) of one reward."""
-    if isinstance(reward, os.PathLike):
-        reward = os.fspath(reward)
-    if isinstance(reward, str):
-        if ".py:" in reward:
-            return "func", reward, reward.rpartition(":")[2]
-        if "://" in reward or reward.endswith(".py"):
-            return "remote", reward, reward
-        return ("rule" if reward in registry.scorers else "model"), reward, reward
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(reward, torch.nn.Module):
-        return "model", give(type(reward).__name__, reward), ""
-    if callable(reward):
-        return "func", give(name_of(reward), _named(reward)), name_of(reward)
-    raise ConfigError(
-        f"a reward is a function, a module, a URL, path.py:name, a scorer or a folder, not a {type(reward).__name__}"
-    )
-
-
-# -- loaded models ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def saved(model: Any, processor: Any = None) -> Iterator[Path]:
-    """Inside, a loaded model or pipeline lies in a folder of the cache that its weights name; it is removed afterwards.
-
-    The first rank of a host writes it, the others wait. Raises ConfigError for adapters, and without a processor.
-    """
-    from .runtime.files import cache_root
-
-    if type(model).__name__.startswith("Peft"):
-        raise ConfigError("model has adapters: give get_base_model() of it, and lora_rank for new ones")
-    if not hasattr(model, "components") and processor is None:
-        raise ConfigError("a loaded model comes with its processor (or tokenizer): model=(model, processor)")
-    folder = cache_root() / "given" / _digest(model)
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if first and not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(dir=folder.parent))
-        for part in (model, processor):
-            if part is not None:
-                part.save_pretrained(staging)
-        os.replace(staging, folder)
-    ends = time.monotonic() + SAVING_LIMIT
-    while not folder.is_dir() and time.monotonic() < ends:
-        time.sleep(0.1)
-    try:
-        yield folder
-    finally:
-        if first:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _digest(model: Any) -> str:
-    """The weights in a few letters, the same on every rank."""
-    import torch
-    import xxhash
-
-    digest = xxhash.xxh3_128()
-    for part, module in sorted((getattr(model, "components", None) or {"": model}).items()):
-        for name, tensor in module.state_dict().items() if isinstance(module, torch.nn.Module) else ():
-            digest.update(f"{part}.{name}".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 # -- results, evaluation, samples ------------------------------------------------------------------------------------
+
+
+def _newest(result: Result) -> Path:
+    """The checkpoint of a run from which it would go on."""
+    from .runtime.checkpoint.manager import resolve_resume
+
+    return resolve_resume("auto", str(result.output_dir))
 
 
 def _result(trainer: Any, history: _History) -> Result:

@@ -157,7 +157,8 @@ def sample(checkpoint: str, prompts: tuple[str, ...], images: tuple[str, ...], c
     from .inference import sample as made
 
     rows = [{"prompt": text, "images": [str(Path(image).resolve()) for image in images]} for text in prompts]
-    for number, (text, samples) in enumerate(zip(prompts, made(checkpoint, rows, count, seed, **_pairs(settings)))):
+    found = made(checkpoint, rows, n=count, seed=seed, **_pairs(settings))
+    for number, (text, samples) in enumerate(zip(prompts, found)):
         for index, each in enumerate(samples):
             if isinstance(each, str):
                 click.echo(f"{text} -> {each}")

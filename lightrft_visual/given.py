@@ -6,7 +6,9 @@ So a configuration stays text, whatever a run is given from Python: functions, m
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,28 @@ from .errors import ConfigError, DataError
 
 PREFIX = "python:"
 _objects: dict[str, Any] = {}
+_held: Counter[str] = Counter()  # how often each name was given
+_recorded: list[list[str]] = []  # of `names_given`
+
+
+@contextmanager
+def names_given() -> Iterator[list[str]]:
+    """Inside, the names of what is given are put into the list, for `forget`."""
+    names: list[str] = []
+    _recorded.append(names)
+    try:
+        yield names
+    finally:
+        _recorded.pop()
+
+
+def forget(names: Sequence[str]) -> None:
+    """Let go of objects, each once for each time that it was given."""
+    for name in names:
+        _held[name] -= 1
+        if _held[name] <= 0:
+            _objects.pop(name, None)
+            del _held[name]
 
 
 def give(name: str, value: Any) -> str:
@@ -24,6 +48,9 @@ def give(name: str, value: Any) -> str:
         count += 1
         unique = f"{plain}_{count}"
     _objects[unique] = value
+    _held[unique] += 1
+    for names in _recorded:
+        names.append(unique)
     return PREFIX + unique
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from .api import FlowGRPOTrainer, GRPOTrainer, data_of
+from .api import FlowGRPOTrainer, GRPOTrainer
+from .arguments import data_of, saved
 from .errors import ConfigError
 
 PIPELINE, ADAPTER = "model_index.json", "pytorch_lora_weights.safetensors"
@@ -102,7 +103,7 @@ def _configured(checkpoint: Checkpoint, eval_dataset: Any, rewards: Any, setting
         if checkpoint.resumable:
             tree = dict(checkpoint.run)
             own |= {"resume_from": os.path.abspath(checkpoint.path), "ckpt_path": None, "save_path": None}
-            own |= {"max_steps": tree["train"]["max_steps"], "enable_ema": False, "eval_ema": False}
+            own["max_steps"] = tree["train"]["max_steps"]
         else:
             tree = {name: dict(checkpoint.run[name] or {}) for name in KEPT[:-1] if name in checkpoint.run}
             for section, names in LEFT_OUT.items():
@@ -126,48 +127,89 @@ DRAWING = {"diffusion_algorithm": "rwr", "lora_rank": 1, "rollout_batch_size": 1
            "groups_per_update": 1}  # fmt: skip
 
 
+@contextmanager
+def _on_disk(model: Any) -> Iterator[str | os.PathLike[str]]:
+    """A folder or a name; a loaded model or pipeline, alone or with its processor, lies in a folder inside."""
+    loaded, processor = model if isinstance(model, tuple) else (model, None)
+    if not hasattr(loaded, "save_pretrained"):
+        yield model
+        return
+    with saved(loaded, processor) as folder:
+        yield folder
+
+
 def evaluate(
-    checkpoint: str | os.PathLike[str], eval_dataset: Any = None, reward_funcs: Any = None, *, base: Any = None,
+    model: Any, eval_dataset: Any = None, reward_funcs: Any = None, *, base: Any = None,
     **settings: Any,
 ) -> dict[str, float]:  # fmt: skip
-    """Metrics of a checkpoint on held-out prompts, as a run's own evaluation measures them.
+    """Metrics of a model on held-out prompts, as a run's own evaluation measures them.
 
     A folder of a run brings the run's settings (config.resolved.yaml beside it); those given here win.
 
     Args:
-        checkpoint: an exported model (checkpoint-final), a checkpoint of a run (checkpoint-000100), the folder of a
-            model or pipeline, or a hub name.
+        model: an exported model (checkpoint-final), a checkpoint of a run (checkpoint-000100), the folder of a
+            model or pipeline, a hub name, a loaded pipeline, or (model, processor).
         eval_dataset: as of a trainer; default: that of the run.
         reward_funcs: likewise. Functions that a run was given from Python are given again.
         base: the model that a run trained, for adapters and for checkpoints of a run, where it was given from Python.
-        **settings: of the run, such as eval_samples_per_prompt.
+        **settings: of the run, such as eval_samples_per_prompt. A run's averaged weights are evaluated where its own
+            evaluations did so; eval_ema=False leaves them.
     """
     from .launch import started
 
-    with _configured(Checkpoint.of(checkpoint, base), eval_dataset, reward_funcs, settings) as config:
-        with started(config) as trainer:
-            return dict(trainer.evaluate())
+    with _on_disk(model) as checkpoint:
+        with _configured(Checkpoint.of(checkpoint, base), eval_dataset, reward_funcs, settings) as config:
+            with started(config) as trainer:
+                return dict(trainer.evaluate())
 
 
 def sample(
-    checkpoint: str | os.PathLike[str], prompts: Any, n: int = 1, seed: int = 0, *, base: Any = None, **settings: Any
-) -> list[list[Any]]:
-    """What a checkpoint answers or draws: for each prompt n texts, or n images.
+    model: Any, prompts: Any, images: Sequence[Any] | None = None, n: int = 1, *, seed: int = 0, base: Any = None,
+    **settings: Any,
+) -> list[list[Any]]:  # fmt: skip
+    """What a model answers or draws: for each prompt n texts, or n images.
 
     Args:
-        checkpoint: as of `evaluate`; of a diffusion model an exported one, or a pipeline.
+        model: as of `evaluate`.
         prompts: texts, or rows as of a data set (with their images).
+        images: for each prompt its image, a list of them, or None.
         n: samples of each prompt.
         seed: of what is drawn.
         base: as of `evaluate`.
         **settings: of the run, such as temperature (0: greedy) and generate_max_len; of a diffusion model the
             arguments of its pipeline, such as num_inference_steps.
     """
-    found = Checkpoint.of(checkpoint, base)
-    listed = [prompts] if isinstance(prompts, str) else list(prompts)
-    if found.draws:
-        return _drawn(found, listed, n, seed, settings)
-    return _answered(found, listed, n, seed, settings)
+    listed = _asked([prompts] if isinstance(prompts, str) else list(prompts), images)
+    with _on_disk(model) as checkpoint:
+        found = Checkpoint.of(checkpoint, base)
+        if found.draws and found.resumable:
+            with _exported(found, settings) as final:
+                return _drawn(final, listed, n, seed, settings)
+        return (_drawn if found.draws else _answered)(found, listed, n, seed, settings)
+
+
+def _asked(prompts: list[Any], images: Sequence[Any] | None) -> list[Any]:
+    """Prompts with their images, as rows."""
+    if images is None:
+        return prompts
+    if len(images) != len(prompts):
+        raise ConfigError(f"{len(prompts)} prompts come with images for {len(images)}")
+    rows = [{"prompt": each} if isinstance(each, str) else each for each in prompts]
+    shown = [[] if each is None else list(each) if isinstance(each, list | tuple) else [each] for each in images]
+    return [{**row, "images": own} for row, own in zip(rows, shown)]
+
+
+@contextmanager
+def _exported(checkpoint: Checkpoint, settings: dict[str, Any]) -> Iterator[Checkpoint]:
+    """A checkpoint of a diffusion run as its export would be, with the averaged weights where the run exports them."""
+    from .launch import started
+
+    own = {name: settings.pop(name) for name in ("eval_ema",) if name in settings}
+    with tempfile.TemporaryDirectory(prefix="lightrft_visual_") as folder:
+        with _configured(checkpoint, None, None, own) as config, started(config) as trainer:
+            trainer.export(Path(folder))
+        base = checkpoint.base or checkpoint.run["model"]["pretrain"]
+        yield replace(checkpoint, path=folder, base=base, resumable=False)
 
 
 def _answered(
@@ -197,8 +239,6 @@ def _drawn(
 ) -> list[list[Any]]:
     import torch
 
-    if checkpoint.resumable:
-        raise ConfigError(f"{checkpoint.path} is a checkpoint of a run: draw with its checkpoint-final")
     pipeline, run = checkpoint.pipeline(), checkpoint.run.get("sampling", {})
     pipeline.set_progress_bar_config(disable=True)
     usual = {name: run[name] for name in ("height", "width", "guidance_scale") if name in run}

@@ -111,8 +111,8 @@ def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
     """Inside, a trainer whose engine has the weights of the model, or of the checkpoint that it resumes from."""
     with _released_on_error(config) as holds:
         holds.trainer = trainer = _build(partial(built, config))
-        if trainer.state.resume_folder is not None:  # its weights alone: data and rewards may be others
-            trainer.load_engines(trainer.state.resume_folder)
+        if trainer.state.resume_folder is not None:
+            trainer.state.take_weights()
         trainer.start()
         yield trainer
         _close(trainer)

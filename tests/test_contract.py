@@ -24,6 +24,12 @@ PATHS = {
     "data.media": ("media_to_video_array",),
     "rollout.diffusion_sampler": ("SamplingConfig", "DiffusionSampler", "SamplingResult"),
 }  # fmt: skip
+PUBLIC = (
+    "GRPOTrainer", "RLOOTrainer", "PPOTrainer", "FlowGRPOTrainer", "DiffusionNFTTrainer", "DDPOTrainer",
+    "RewardFLTrainer", "DiffusionDPOTrainer", "UnifiedTrainer", "SFTTrainer", "FastExperienceMaker",
+    "RewardComputationEngine", "NaiveReplayBuffer", "BufferItem", "BufferItemVL", "BufferItemDiffusion", "evaluate",
+    "sample", "StepHook",
+)  # fmt: skip
 SIGNATURES = {
     ("trainer.fast_exp_maker", "FastExperienceMaker"): (
         "actor", "critic", "reward_model", "initial_model", "tokenizer", "prompt_max_len", "kl_controller", "strategy",
@@ -83,6 +89,15 @@ def test_arguments_keep_their_names_and_their_order(path, name):
     arguments = [each for each in inspect.signature(found(path, name)).parameters]
     wanted = SIGNATURES[path, name]
     assert tuple(arguments[: len(wanted)]) == wanted
+
+
+def test_public_names_stand_at_the_top_and_trainers_are_one():
+    import lightrft_visual
+    from lightrft_visual import trainer
+
+    for name in PUBLIC:
+        assert getattr(lightrft_visual, name) is not None and name in lightrft_visual.__all__
+    assert trainer.GRPOTrainer is lightrft_visual.GRPOTrainer
 
 
 def test_items_can_be_built_by_position():

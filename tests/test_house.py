@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "lightrft_visual"
 # From the ground floor up: a file imports from its own room and from rooms before it in this list.
 FLOORS = (
     "errors", "given", "runtime", "experience", "config", "data", "observe", "models", "rollout", "rewards",
-    "algorithms", "trainer", "plugins", "launch", "api", "inference", "serve_reward",
+    "algorithms", "trainer", "plugins", "launch", "arguments", "api", "inference", "serve_reward",
     "local_ranks", "cli", "__main__",
 )  # fmt: skip
 # Lines of Python of the core's rooms, after `ruff format`; files that are one registry entry each are counted apart.

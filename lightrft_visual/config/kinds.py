@@ -17,8 +17,8 @@ class AdvantageEstimator(Choice):
 
     grouped: compares samples of one prompt, so there must be several; critic: needs values; components: looks
     at each reward's own scores, of which the reward is the weighted sum; reads_log_probs: looks at the policy's
-    log-probs or entropies, which are otherwise made by the training forward; trainer: 'module:class' of the trainer
-    that runs it, default GRPOTrainer, with a critic PPOTrainer.
+    log-probs or entropies, which are otherwise made by the training forward; trainer: 'module:class' of the loop that
+    runs it, default VLTrainer.
     """
 
     grouped: bool = False
@@ -29,7 +29,7 @@ class AdvantageEstimator(Choice):
 
     def trainer_class(self) -> type:
         """The trainer that runs it."""
-        return load_target(self.trainer or f"{TRAINER}.vl.trainer:{'PPOTrainer' if self.critic else 'GRPOTrainer'}")
+        return load_target(self.trainer or f"{TRAINER}.vl.trainer:VLTrainer")
 
 
 @dataclass(frozen=True)

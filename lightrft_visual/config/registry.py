@@ -100,7 +100,6 @@ for _entry in (
     AdvantageEstimator("gae", f"{_advantages}:GAECalculator", "PPO: generalised advantage estimation", critic=True),
     AdvantageEstimator(
         "rloo", f"{_advantages}:RLOOCalculator", "reward minus the mean of the prompt's other samples", grouped=True,
-        trainer=f"{TRAINER}.vl.trainer:RLOOTrainer",
     ),
     AdvantageEstimator("reinforce", f"{_advantages}:ReinforceCalculator", "the reward itself, no baseline"),
     AdvantageEstimator(

@@ -1,4 +1,5 @@
-"""Trainers, experience, replay buffer, losses. The trainers are imported at first use: they bring the engines along."""
+"""Trainers, experience, replay buffer, losses. Names are imported at first use; the trainers are those of the package
+itself, which compose the loops of this room."""
 
 from __future__ import annotations
 
@@ -6,11 +7,11 @@ from importlib import import_module
 from typing import Any
 
 _EXPORTS = {
-    "GRPOTrainer": "vl.trainer",
-    "RLOOTrainer": "vl.trainer",
-    "PPOTrainer": "vl.trainer",
-    "FastExperienceMaker": "fast_exp_maker",
-    "NaiveReplayBuffer": "replay_buffer",
+    "GRPOTrainer": "..api",
+    "RLOOTrainer": "..api",
+    "PPOTrainer": "..api",
+    "FastExperienceMaker": ".fast_exp_maker",
+    "NaiveReplayBuffer": ".replay_buffer",
 }
 __all__ = list(_EXPORTS)
 
@@ -18,4 +19,4 @@ __all__ = list(_EXPORTS)
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
+    return getattr(import_module(_EXPORTS[name], __name__), name)

@@ -241,6 +241,13 @@ class Hooks:
             elif hasattr(hook, "missing_state"):
                 hook.missing_state()
 
+    def load_lending(self, state: Mapping[str, Any]) -> None:
+        """As `load_state_dict`, of hooks that lend weights alone."""
+        for name, hook in self._named():
+            lends = getattr(type(hook), "weights_for", StepHook.weights_for) is not StepHook.weights_for
+            if lends and state.get(name) is not None:
+                hook.load_state_dict(state[name])
+
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What `load_state_dict` takes on this rank, of the states of another number of ranks."""
         joined = dict(states[0])

@@ -242,6 +242,16 @@ class RunState:
         if trainer.step >= trainer.settings.total_steps:
             trainer.console.message(f"all {trainer.settings.total_steps} steps are done: nothing is left to train")
 
+    def take_weights(self) -> None:
+        """Only what is evaluated of the checkpoint to resume from: the weights, and those that hooks lend. Data and
+        rewards may be others now."""
+        folder, ranks = self.resume_folder, collectives.world_size()
+        paths = by_rank(sorted(folder.glob("run_state_rank*.safetensors")))
+        self.trainer.load_engines(folder, None if len(paths) == ranks else len(paths))
+        hooks = [state.get("hooks") or _hooks_of_version_2(state) for state in map(load_state, paths)]
+        joined = hooks[collectives.rank()] if len(paths) == ranks else self.trainer.hooks.state_of_ranks(hooks)
+        self.trainer.hooks.load_lending(joined)
+
     def _write(self, folder: Path, changing: Mapping[str, Any]) -> None:
         self.trainer.save_engines(folder)
         state = {

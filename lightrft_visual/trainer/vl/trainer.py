@@ -267,18 +267,6 @@ def check_trainer(kind: type[VLTrainer], estimator: str) -> None:
         )
 
 
-class GRPOTrainer(VLTrainer):
-    """GRPO (arXiv 2402.03300) and its relatives without a critic: Dr. GRPO, REINFORCE, REINFORCE++-baseline, CPGD."""
-
-
-class RLOOTrainer(VLTrainer):
-    """RLOO (arXiv 2402.14740): REINFORCE with a leave-one-out baseline among each prompt's samples."""
-
-
-class PPOTrainer(VLTrainer):
-    """PPO (arXiv 1707.06347): advantages from a critic that is trained beside the actor, values clipped."""
-
-
 def build_trainer(config: RunConfig, callbacks: Sequence[Any] = ()) -> VLTrainer:
     """The trainer that `advantage_estimator` asks for. callbacks: hooks of a user."""
     return config.algorithm.estimator.trainer_class().from_config(config, callbacks)

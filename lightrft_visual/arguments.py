@@ -1,0 +1,189 @@
+"""What trainers are given, as settings: data, rewards, loaded models."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .config import registry
+from .config.recipes import SUFFIXES
+from .errors import ConfigError, DataError
+from .given import give
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+DATA_FILES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
+SAVING_LIMIT = 3600.0  # seconds that the ranks of a host wait for the first one to save a loaded model
+
+
+def refuse_both(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """A model, data or a reward is given in one way."""
+    arguments = {"pretrain": "model", "prompt_data": "train_dataset", "eval_data": "eval_dataset"}
+    for name in given.keys() & settings.keys():
+        raise ConfigError(f"{name} says the same as {arguments.get(name, 'reward_funcs')}: give one of them")
+
+
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as YAML would hold them."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        return list(value) if isinstance(value, tuple) else value
+
+    return {name: plain(value) for name, value in settings.items()}
+
+
+def data_of(data: Any, name: str, split: str) -> str:
+    """Data as a setting: a path as it is, what the program holds by a name, a data set of the hub loaded.
+
+    Args:
+        data: as of a trainer.
+        name: for messages.
+        split: of a hub data set, or of a `DatasetDict`.
+    """
+    if isinstance(data, list) and data and all(isinstance(each, str | os.PathLike) for each in data):
+        return ",".join(map(os.fspath, data))
+    if not isinstance(data, str | os.PathLike):
+        return give(name, data[split] if isinstance(data, dict) and split in data else data)
+    text = os.fspath(data)
+    if HUB_NAME.fullmatch(text) and not Path(text).exists() and not text.endswith(DATA_FILES):
+        from .config.given_files import located
+
+        return text if located(text).exists() else give(name, _from_hub(text, name, split))
+    return text
+
+
+def _from_hub(text: str, name: str, split: str) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(text, split=split)
+    except Exception as error:  # of any kind: the hub's, the network's, the reader's
+        raise DataError(f"{name} {text!r} is no file here, and of the hub (split {split}): {error}") from error
+
+
+def name_of(function: Any) -> str:
+    """A name for metrics."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    return "reward" if name == "<lambda>" else name
+
+
+def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function; a lambda under a name that a column of metrics can have."""
+    if getattr(function, "__name__", "") != "<lambda>":
+        return function
+
+    @functools.wraps(function)
+    def reward(*arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named)
+
+    reward.__name__ = reward.__qualname__ = "reward"
+    return reward
+
+
+def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dict[str, Any]:
+    """Settings of the section `reward` for rewards as a trainer takes them. Raises ConfigError."""
+    if isinstance(rewards, Mapping):
+        numbers = all(isinstance(each, int | float) for each in rewards.values())
+        return {"components": dict(rewards)} if numbers else {"reward_recipe": json.dumps(rewards)}
+    if isinstance(rewards, str) and rewards.endswith(SUFFIXES):
+        return {"reward_recipe": rewards}
+    listed = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
+    if weights is not None and len(weights) != len(listed):
+        raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(listed)} rewards")
+    entries = [_reward_entry(each) for each in listed]
+    found: dict[str, list[str]] = {}
+    for kind, text, _ in entries:
+        found.setdefault(kind, []).append(text)
+    scorers = found.pop("rule", [])
+    settings: dict[str, Any] = {REWARD_SETTINGS[kind]: ",".join(texts) for kind, texts in found.items()}
+    if scorers and not found:
+        return {"components": dict(zip(scorers, weights or [1.0] * len(scorers)))}
+    if scorers or weights is not None:
+        weighed = zip(entries, weights or [1.0] * len(entries))
+        positions = {text: str(position) for position, text in enumerate(found.get("model", []))}
+        recipe = [[kind, positions.get(text, key), float(weight)] for (kind, text, key), weight in weighed]
+        settings["reward_recipe"] = json.dumps({"*": recipe})
+    return settings
+
+
+REWARD_SETTINGS = {"func": "reward_fn", "remote": "remote_rm_url", "model": "reward_pretrain"}
+
+
+def _reward_entry(reward: Any) -> tuple[str, str, str]:
+    """(kind, text of the setting, key in a recipe) of one reward."""
+    if isinstance(reward, os.PathLike):
+        reward = os.fspath(reward)
+    if isinstance(reward, str):
+        if ".py:" in reward:
+            return "func", reward, reward.rpartition(":")[2]
+        if "://" in reward or reward.endswith(".py"):
+            return "remote", reward, reward
+        return ("rule" if reward in registry.scorers else "model"), reward, reward
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(reward, torch.nn.Module):
+        return "model", give(type(reward).__name__, reward), ""
+    if callable(reward):
+        return "func", give(name_of(reward), _named(reward)), name_of(reward)
+    raise ConfigError(
+        f"a reward is a function, a module, a URL, path.py:name, a scorer or a folder, not a {type(reward).__name__}"
+    )
+
+
+# -- loaded models ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def saved(model: Any, processor: Any = None) -> Iterator[Path]:
+    """Inside, a loaded model or pipeline lies in a folder of the cache that its weights name; it is removed afterwards.
+
+    The first rank of a host writes it, the others wait. Raises ConfigError for adapters, and without a processor.
+    """
+    from .runtime.files import cache_root
+
+    if type(model).__name__.startswith("Peft"):
+        raise ConfigError("model has adapters: give get_base_model() of it, and lora_rank for new ones")
+    if not hasattr(model, "components") and processor is None:
+        raise ConfigError("a loaded model comes with its processor (or tokenizer): model=(model, processor)")
+    folder = cache_root() / "given" / _digest(model)
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if first and not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=folder.parent))
+        for part in (model, processor):
+            if part is not None:
+                part.save_pretrained(staging)
+        os.replace(staging, folder)
+    ends = time.monotonic() + SAVING_LIMIT
+    while not folder.is_dir() and time.monotonic() < ends:
+        time.sleep(0.1)
+    try:
+        yield folder
+    finally:
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _digest(model: Any) -> str:
+    """The weights in a few letters, the same on every rank."""
+    import torch
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    for part, module in sorted((getattr(model, "components", None) or {"": model}).items()):
+        for name, tensor in module.state_dict().items() if isinstance(module, torch.nn.Module) else ():
+            digest.update(f"{part}.{name}".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
