@@ -186,11 +186,14 @@ def _pairs(words: Sequence[str]) -> dict[str, Any]:
 @click.argument("runs", nargs=-1, required=True)
 @click.option("-o", "--output", default="report.html", show_default=True)
 @click.option("--title")
-def report(runs: tuple[str, ...], output: str, title: str | None) -> None:
-    """A page with curves and samples of a run, or of several side by side."""
+@click.option(
+    "--by-seed/--each", default=None, help="Runs that differ in the seed alone as one; default: three or more."
+)
+def report(runs: tuple[str, ...], output: str, title: str | None, by_seed: bool | None) -> None:
+    """A page with curves and samples of a run, of several side by side, or of groups of seeds with mean and band."""
     from .observe.report.page import write_report
 
-    path = write_report(runs, output, title)
+    path = write_report(runs, output, title, by_seed)
     click.echo(f"{path} ({path.stat().st_size / 2**20:.1f} MiB)")
 
 

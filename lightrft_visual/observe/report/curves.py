@@ -21,13 +21,15 @@ Chart = dict[str, Any]
 
 @dataclass
 class Series:
-    """A named line. `smooth` draws the raw points faintly under a running mean; `dots` marks each point."""
+    """A named line. `smooth` draws the raw points faintly under a running mean; `dots` marks each point; band: (step,
+    low, high) around it."""
 
     name: str
     points: Sequence[Point]
     color: str
     smooth: bool = False
     dots: bool = False
+    band: Sequence[tuple[float, float, float]] | None = None
 
 
 def finite(points: Sequence[Point]) -> list[Point]:
@@ -92,6 +94,14 @@ def columns(points: Sequence[Point]) -> dict[str, list[float]]:
     return {"x": [int(x) if x == int(x) else x for x, _ in points], "y": [float(f"{y:.5g}") for _, y in points]}
 
 
+def band_columns(band: Sequence[tuple[float, float, float]], limit: int) -> dict[str, list[float]]:
+    """Steps as x, and both edges; at most `limit` steps, evenly chosen, with both ends."""
+    count = min(limit, len(band))
+    kept = [band[round(index * (len(band) - 1) / max(1, count - 1))] for index in range(count)]
+    low, high = columns([(x, y) for x, y, _ in kept]), columns([(x, y) for x, _, y in kept])
+    return {"x": low["x"], "low": low["y"], "high": high["y"]}
+
+
 def step_range(steps: Sequence[float]) -> list[float]:
     """First and last step; a single one gets room on both sides."""
     low, high = min(steps), max(steps)
@@ -108,8 +118,10 @@ def line_chart(series: Sequence[Series], limit: int = 300) -> Chart | None:
         smooth = item.smooth and len(points) > 8
         line = {"name": item.name, "color": item.color, "dots": item.dots or len(points) == 1}
         line |= columns(thin(running_mean(points) if smooth else points, limit))
+        line |= {"band": band_columns(item.band, limit)} if item.band else {}
         lines.append(line | ({"raw": columns(thin(points, limit))} if smooth else {}))
     everything = [point for _, points in drawn for point in points]
+    everything += [(step, y) for item, _ in drawn for step, *ends in item.band or () for y in ends]
     low, high, log = value_axis([y for _, y in everything])
     return {"lines": lines, "x": step_range([x for x, _ in everything]), "y": [low, high], "log": log}
 
@@ -186,7 +198,14 @@ def metric_panel(name: str, runs: Sequence[RunData], limit: int, kind: str = "me
     sources = [(run, getattr(run, kind).get(name)) for run in runs]
     dots = kind == "evaluation"
     series = [
-        Series(run.name if len(runs) > 1 else name, points, PALETTE[index % len(PALETTE)], not dots, dots)
+        Series(
+            run.name if len(runs) > 1 else name,
+            points,
+            PALETTE[index % len(PALETTE)],
+            not dots and not run.bands,
+            dots,
+            run.bands.get(kind, {}).get(name),
+        )
         for index, (run, points) in enumerate(sources)
         if points
     ]
@@ -323,7 +342,7 @@ def present(panels: Sequence[Panel | None]) -> list[Panel]:
 def reward_section(runs: Sequence[RunData], limit: int) -> list[Panel]:
     """Did it learn: training and evaluation reward, and their parts."""
     names = reward_names(runs)
-    if len(runs) == 1:
+    if len(runs) == 1 and not runs[0].bands:
         run = runs[0]
         panels = [reward_panel(run, limit), gold_panel(run, limit), *response_panels(run, limit)]
         panels += kinds_panels(run, limit)

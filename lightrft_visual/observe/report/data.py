@@ -47,6 +47,8 @@ class RunData:
     train_rollouts: list[tuple[int, Path]] = field(default_factory=list)
     sheets: list[tuple[int, Path]] = field(default_factory=list)
     alarms: list[dict[str, Any]] = field(default_factory=list)  # of the guard
+    # Of several seeds as one: by kind and column, (step, low, high).
+    bands: dict[str, dict[str, list[tuple[float, float, float]]]] = field(default_factory=dict)
 
     @property
     def last_step(self) -> int | None:

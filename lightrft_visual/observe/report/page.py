@@ -28,6 +28,7 @@ from ...runtime.files import disk_problem, read_jsonl, write_atomic
 from .curves import PALETTE, Point, ahead_panels, number, reward_section, time_panel, training_section
 from .data import QUICK_DUMPER, PhaseTimes, RunData, Thumbnails, flat_config, load_run, phase_times
 from .examples import examples_section, guard_section
+from .groups import deviation_of, taken_together
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,8 @@ def comparison_section(runs: Sequence[RunData]) -> dict[str, Any]:
         values = ["–" if run.last_step is None else str(run.last_step)]
         for name in COMPARED:
             points = run.evaluation.get(name)
-            values.append(f"{points[0][1]:.3f} → {points[-1][1]:.3f}" if points else "–")
+            spread = deviation_of(run, "evaluation", name)
+            values.append(f"{points[0][1]:.3f} → {points[-1][1]:.3f}{spread}" if points else "–")
         values.append(duration(statistics.median(times.steps)) if times else "–")
         entries.append({"name": run.name, "color": color_of(index), "values": values})
     return {"rows": entries, "differences": config_differences(runs)}
@@ -239,16 +241,17 @@ def several_sections(runs: Sequence[RunData], image_bytes: int, points: int) -> 
     yield Section("comparison", "Comparison", "Comparison", comparison_section(runs))
     yield Section("reward", "Reward", "Reward", reward_section(runs, points))
     yield Section("training", "Training", "Training", training_section(runs, points))
-    for run in runs:
+    single = [run for run in runs if not run.bands]
+    for run in single:
         content = examples_section(run, Thumbnails(image_bytes // len(runs)), is_open=False)
         yield Section("examples", "Examples", f"Examples of {run.name}", content)
-    for run in runs:
+    for run in single:
         yield Section("time", "Time per phase", f"Time per phase of {run.name}", time_section(run))
 
 
 def build(runs: Sequence[RunData], title: str, image_bytes: int, points: int) -> str:
     """The whole page with at most `image_bytes` of images and `points` points a line."""
-    alone = len(runs) == 1
+    alone = len(runs) == 1 and not runs[0].bands
     made = single_sections(runs[0], image_bytes, points) if alone else several_sections(runs, image_bytes, points)
     sections = [section for section in made if section.content]
     code, digest = script()
@@ -284,8 +287,16 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
     return [f"{name} ({index})" for index, name in enumerate(names, start=1)]
 
 
-def write_report(folders: Sequence[str | Path], path: str | Path, title: str | None = None) -> Path:
+def write_report(
+    folders: Sequence[str | Path], path: str | Path, title: str | None = None, by_seed: bool | None = None
+) -> Path:
     """Write the page for one run's folder, or the comparison of several; below 10 MB.
+
+    Args:
+        folders: of runs.
+        path: of the page.
+        title: default: the names of the runs.
+        by_seed: whether runs that differ in the seed alone are one line with a band; default: where they are three.
 
     Raises DataError when a folder does not exist. Runs that have only begun, or lost files, give the parts they have.
     """
@@ -293,6 +304,7 @@ def write_report(folders: Sequence[str | Path], path: str | Path, title: str | N
     if not paths:
         raise DataError("a report needs the folder of at least one run")
     runs = [load_run(folder, name) for folder, name in zip(paths, distinct_names(paths))]
+    runs = taken_together(runs, by_seed)
     title = title or " vs ".join(run.name for run in runs)
     points = points_per_line(runs)
     for scale in (1.0, 0.5, 0.2, 0.05):

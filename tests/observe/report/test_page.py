@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import statistics
 import sys
 from html.parser import HTMLParser
 
@@ -21,6 +22,7 @@ from lightrft_visual.observe.report.__main__ import main
 from lightrft_visual.observe.report.curves import RESPONSES, reward_section, training_section
 from lightrft_visual.observe.report.data import load_run, phase_times
 from lightrft_visual.observe.report.examples import turns
+from lightrft_visual.observe.report.groups import taken_together
 from lightrft_visual.observe.report.page import MAX_BYTES, duration, printable, script, write_report
 
 HOSTILE = [
@@ -325,3 +327,47 @@ def whole_run(tmp_path_factory):
 @pytest.fixture
 def damaged_run(whole_run, tmp_path):
     return shutil.copytree(whole_run, tmp_path / "run")
+
+
+def seeds(tmp_path, count=3):
+    for seed in range(1, count + 1):
+        make_run(tmp_path / f"plain_seed{seed}", steps=20, seed=seed)
+    return [tmp_path / f"plain_seed{seed}" for seed in range(1, count + 1)]
+
+
+def test_three_seeds_are_one_line_with_mean_and_deviation(tmp_path):
+    folders = seeds(tmp_path)
+    runs = [load_run(folder) for folder in folders]
+    (one,) = taken_together(runs, None)
+    assert one.name == "plain_seed (3 seeds)"
+    values = [dict(run.metrics["loss"])[7] for run in runs]
+    mean, deviation = sum(values) / 3, statistics.stdev(values)
+    assert dict(one.metrics["loss"])[7] == pytest.approx(mean)
+    (band,) = [ends for step, *ends in one.bands["metrics"]["loss"] if step == 7]
+    assert band == pytest.approx([mean - deviation, mean + deviation])
+    (panel,) = [each for _, panels in training_section([one], 100)["groups"] for each in panels if each.title == "loss"]
+    (line,) = panel.chart["lines"]
+    assert len(line["band"]["x"]) == 20 and panel.chart["y"][0] <= min(line["band"]["low"])
+    text = write_report(folders, tmp_path / "seeds.html").read_text()
+    assert "plain_seed (3 seeds)" in text and "1.000 ± 0.000" in text
+
+
+def test_steps_that_a_seed_lacks_are_left_out_of_the_mean(tmp_path):
+    folders = seeds(tmp_path)
+    make_run(tmp_path / "plain_seed1", steps=10, seed=1)
+    (one,) = taken_together([load_run(folder) for folder in folders], None)
+    assert max(step for step, _ in one.metrics["loss"]) == 10
+
+
+def test_two_seeds_are_compared_unless_asked_for_as_one(tmp_path):
+    runs = [load_run(folder) for folder in seeds(tmp_path, 2)]
+    assert taken_together(runs, None) == runs and len(taken_together(runs, True)) == 1
+
+
+def test_groups_of_other_settings_stay_apart(tmp_path):
+    folders = seeds(tmp_path, 4)
+    for folder in folders[2:]:
+        config = folder / "config.resolved.yaml"
+        config.write_text(config.read_text() + "algorithm:\n  eps_clip: 0.3\n")
+    first, second = taken_together([load_run(folder) for folder in folders], True)
+    assert first.config != second.config and [bool(each.bands) for each in (first, second)] == [True, True]

@@ -21,7 +21,8 @@
   }
 
   function addLine(figure, line) {
-    const { x, y, raw, color } = line;
+    const { x, y, raw, band, color } = line;
+    if (band) figure.varea({ x: band.x, y1: band.low, y2: band.high, color, fill_alpha: 0.18 });
     if (raw) figure.line({ x: raw.x, y: raw.y, color, line_alpha: 0.28 });
     figure.line({ x, y, color, line_width: 2, line_join: 'round' });
     if (line.dots) figure.scatter({ x, y, color, size: 6 });
