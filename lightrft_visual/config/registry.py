@@ -502,6 +502,7 @@ for _name, _target, _about in (
     ("unified", "unified.service", "the embedded model that also draws, and its task"),
     ("converter", "compat.convert", "files of TRL, verl, OpenRLHF and EasyR1 as a command"),
     ("lightrft", "compat.lightrft", "experience makers with the strategy and the arguments of LightRFT"),
+    ("other_environments", "compat.environments", "environments of TRL, OpenRLHF and OpenEnv"),
     ("other_names", "compat.names", "settings under the names of TRL, verl, EasyR1, OpenRLHF and Flow-GRPO"),
 ):
     services.add(Service(_name, f"{PLUGINS}.{_target}", _about))

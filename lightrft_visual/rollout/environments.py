@@ -15,6 +15,7 @@ Named by `--environment my_env.py:HigherLower`. Each episode has an object of it
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -230,8 +231,11 @@ def environment_factory(config: EpisodeConfig) -> EnvironmentFactory:
         told = f"environment {name} ({callable_name(made)}) cannot be made with {list(arguments)}: {error}"
         raise ConfigError(told) from error
 
+    others = registry.service("other_environments")
+
     def make() -> Environment:
         environment = made(**arguments)
+        environment = environment if others is None else others.adapted(environment)
         if not callable(getattr(environment, "step", None)):
             raise ConfigError(f"environment {name}: a {type(environment).__name__} has no step")
         return environment
@@ -245,4 +249,6 @@ def _loaded(spec: str, what: str) -> Any:
     if ":" not in spec:
         known = ", ".join(registry.environments.names()) or "none"
         raise ConfigError(f"{what} {spec!r}: write it as path.py:name, or name one of: {known}")
-    return load_reward_fn(spec)
+    others = registry.service("other_environments")
+    with contextlib.nullcontext() if others is None else others.stand_ins():
+        return load_reward_fn(spec)

@@ -1,0 +1,292 @@
+"""Environments that were written for other systems, as this package's.
+
+    TRL        environment_factory: a class whose public methods are tools, with `reset(**columns)`
+    OpenRLHF   an agent: `async reset(states)` and `async step(states)` of dictionaries; or its executor
+    OpenEnv    a client: `reset()` and `step(action)` give a result with observation, reward and done
+
+Each is named by `--environment my_file.py:Name` as it is. For OpenEnv, `Name` may be a function that makes the client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
+import json
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...errors import ConfigError
+from ...rollout.environments import Action, Environment
+from ...rollout.tools import ToolEnvironment
+from ...runtime.usercode.calls import awaited
+
+CHATML = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|(?=<\|im_start\|>)|\Z)", re.DOTALL)
+MARKS = re.compile(r"<\|im_end\|>|</s>|<\|eot_id\|>")
+AGENTS = "openrlhf.utils.agent"
+RESULT_FIELDS = ("reward", "done", "metadata")  # of an OpenEnv observation: nothing that the model reads
+
+
+def adapted(environment: Any) -> Any:
+    """The object of a user's class as an environment of this package, or itself where it is one.
+
+    Raises ConfigError for what has neither steps nor tools.
+    """
+    if isinstance(environment, Environment):
+        return environment
+    if inspect.isclass(getattr(environment, "agent_instance_cls", None)):  # an executor of OpenRLHF
+        environment = environment.agent_instance_cls()
+    if any(base.__name__ == "AgentInstanceBase" for base in type(environment).__mro__):
+        return OpenRLHFAgent(environment)
+    if hasattr(environment, "_step_payload") or any("EnvClient" in b.__name__ for b in type(environment).__mro__):
+        return OpenEnvClient(environment)
+    if callable(getattr(environment, "step", None)):
+        return environment
+    tools = public_methods(environment)
+    return TRLEnvironment(environment, tools) if tools else environment
+
+
+def _awaited(value: Any) -> Any:
+    return awaited([value])[0] if inspect.isawaitable(value) else value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TRL
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def public_methods(environment: Any) -> list[Any]:
+    """Methods that TRL makes tools of: all public ones but `reset`."""
+    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isroutine)]
+    return [getattr(environment, name) for name in names if not name.startswith("_") and name not in ("reset", "close")]
+
+
+class TRLEnvironment(ToolEnvironment):
+    """Tools with a state. What the user's object has as `reward` is the episode's: each turn gets what it has changed.
+
+    TRL hands the objects to the reward functions (`environments`). Here they have ended with their episodes, so the
+    reward is read from the object itself.
+    """
+
+    def __init__(self, environment: Any, tools: list[Any]) -> None:
+        super().__init__(tools)
+        self.environment = environment
+        self._reward = 0.0
+
+    def reset(self, row: dict[str, Any]) -> Any:
+        """What the user's `reset` says is put behind the prompt."""
+        self.row = row
+        found = None
+        if hasattr(self.environment, "reset"):
+            found = _awaited(self.environment.reset(**_accepted(self.environment.reset, _columns(row))))
+        self._reward = self._now()
+        return found or None
+
+    def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
+        """The answers of the tools, and what they changed the reward by."""
+        observation, _, done, info = super().step(action)
+        before, self._reward = self._reward, self._now()
+        return observation, self._reward - before, done, info
+
+    def _now(self) -> float:
+        return float(getattr(self.environment, "reward", 0.0) or 0.0)
+
+
+def _columns(row: dict[str, Any]) -> dict[str, Any]:
+    """The row as TRL hands it on: the prompt as messages."""
+    return {name: value for name, value in row.items() if name != "messages"} | {"prompt": row.get("messages")}
+
+
+def _accepted(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# OpenRLHF
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class OpenRLHFAgent(Environment):
+    """An agent of OpenRLHF.
+
+    There, feedback is text that goes behind the response as it is, with the marks of the chat in it. Here the model's
+    chat template writes them: ChatML in the feedback is taken apart into messages, other text is one of the user.
+    """
+
+    def __init__(self, agent: Any) -> None:
+        self.agent = agent
+        self._label: Any = None
+        self._text = ""
+
+    def reset(self, row: dict[str, Any]) -> Any:
+        """The agent's own beginning, where it is not the prompt."""
+        self._label = row.get("label") if row.get("label") is not None else row.get("reference")
+        prompt = row.get("prompt") or ""
+        states = _awaited(self.agent.reset({"observation": prompt, "label": self._label}))
+        self._text = states["observation"]
+        return None if self._text == prompt else messages_of(self._text)
+
+    def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
+        """The agent's feedback."""
+        states = {"observation_text": self._text, "action_text": action.text, "label": self._label}
+        result = _awaited(self.agent.step(states | {"sampling_params": None}))
+        feedback = result.get("environment_feedback") or ""
+        self._text += action.text + feedback
+        info = {name: _number(value) for name, value in (result.get("extra_logs") or {}).items()}
+        done = bool(result["done"])
+        return None if done else messages_of(feedback), _number(result["rewards"]), done, info
+
+
+def messages_of(text: str) -> list[dict[str, Any]]:
+    """The messages of a text with marks of ChatML; without them it is one message of the user."""
+    found = [{"role": role, "content": content.strip()} for role, content in CHATML.findall(text)]
+    if found:
+        return [each for each in found if each["role"] != "assistant"]
+    return [{"role": "user", "content": MARKS.sub("", text).strip()}]
+
+
+def _number(value: Any) -> Any:
+    """A tensor or array of one number as the number."""
+    return value.item() if hasattr(value, "item") else value
+
+
+@contextlib.contextmanager
+def stand_ins() -> Iterator[None]:
+    """While a user's file is imported, OpenRLHF's base classes of agents are there, where OpenRLHF is not installed."""
+    if importlib.util.find_spec("openrlhf") is not None:
+        yield
+        return
+    made = {name: types.ModuleType(name) for name in ("openrlhf", "openrlhf.utils", AGENTS)}
+    vars(made[AGENTS]).update(AgentInstanceBase=AgentInstanceBase, AgentExecutorBase=AgentExecutorBase)
+    vars(made[AGENTS]).update(MultiTurnAgentExecutor=MultiTurnAgentExecutor)
+    sys.modules.update(made)
+    try:
+        yield
+    finally:
+        for name in made:
+            sys.modules.pop(name, None)
+
+
+class AgentInstanceBase:
+    """In the place of OpenRLHF's class of this name."""
+
+    async def reset(self, states: dict[str, Any], **_: Any) -> dict[str, Any]:
+        """Begin with the prompt as it is."""
+        return states
+
+
+class AgentExecutorBase:
+    """In the place of OpenRLHF's class of this name."""
+
+
+class MultiTurnAgentExecutor(AgentExecutorBase):
+    """In the place of OpenRLHF's class of this name: says which agent it runs."""
+
+    def __init__(self, agent_instance_cls: type) -> None:
+        self.agent_instance_cls = agent_instance_cls
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# OpenEnv
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class OpenEnvClient(Environment):
+    """A client of OpenEnv, synchronous or not.
+
+    The model acts by the tool `act`, whose arguments are the fields of the client's action. Where the action has one
+    text among what it needs, a response without a call is that text.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        self._action = action_class(client)
+        self._fields = _fields(self._action)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tool `act`."""
+        parameters = _schema(self._action)
+        about = inspect.getdoc(self._action) or "Act in the environment."
+        return [{"type": "function", "function": {"name": "act", "description": about, "parameters": parameters}}]
+
+    def reset(self, row: dict[str, Any]) -> Any:
+        """The environment's first observation, behind the prompt."""
+        return content_of((_awaited(self.client.reset())).observation)
+
+    def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
+        """The environment's result; an error text for an action that is none."""
+        try:
+            made = self._made(action)
+        except (ValueError, TypeError) as error:
+            return f"error: {error}", 0.0, False, {"tool_errors": 1}
+        result = _awaited(self.client.step(made))
+        done = bool(result.done)
+        return None if done else content_of(result.observation), float(result.reward or 0.0), done, {}
+
+    def _made(self, action: Action) -> Any:
+        if action.tool_calls:
+            call = action.tool_calls[0]
+            if call.error is not None or call.name != "act":
+                raise ValueError(call.error or f"there is no tool {call.name!r}; there is: act")
+            return self._action(**call.arguments)
+        if len(self._fields) != 1:
+            raise ValueError(f"act with: {', '.join(self._fields)}")
+        return self._action(**{self._fields[0]: action.text.strip()})
+
+    def close(self) -> None:
+        """Close the connection."""
+        if hasattr(self.client, "close") and not inspect.iscoroutinefunction(self.client.close):
+            self.client.close()
+
+
+def action_class(client: Any) -> type:
+    """What the client's `step` takes: by its type hint, or by the first parameter of its generic base.
+
+    Raises ConfigError where neither says it.
+    """
+    with contextlib.suppress(Exception):
+        hints = typing.get_type_hints(type(client).step)
+        hint = next((each for name, each in hints.items() if name != "return"), None)
+        if inspect.isclass(hint):
+            return hint
+    for base in getattr(type(client), "__orig_bases__", ()):
+        if arguments := [each for each in typing.get_args(base) if inspect.isclass(each)]:
+            return arguments[0]
+    raise ConfigError(f"{type(client).__name__}: neither its step's type hint nor its base says what an action is")
+
+
+def _schema(action: type) -> dict[str, Any]:
+    from pydantic import TypeAdapter
+
+    schema = TypeAdapter(action).json_schema()
+    schema.get("properties", {}).pop("metadata", None)
+    return {name: schema[name] for name in ("type", "properties", "required", "$defs") if name in schema}
+
+
+def _fields(action: type) -> list[str]:
+    """Fields that an action needs; all of them where none is needed."""
+    schema = _schema(action)
+    return list(schema.get("required") or schema.get("properties", {}))
+
+
+def content_of(observation: Any) -> Any:
+    """What the model reads of an observation: its only field's text, or all fields as JSON."""
+    if observation is None or isinstance(observation, (str, list)):
+        return observation
+    if hasattr(observation, "model_dump"):
+        fields = observation.model_dump(mode="json")
+    elif dataclasses.is_dataclass(observation):
+        fields = dataclasses.asdict(observation)
+    else:
+        fields = dict(observation) if isinstance(observation, Mapping) else {"observation": str(observation)}
+    told = {name: value for name, value in fields.items() if name not in RESULT_FIELDS and value not in (None, [], {})}
+    only = next(iter(told.values())) if len(told) == 1 else None
+    return only if isinstance(only, str) else json.dumps(told, ensure_ascii=False, default=str)

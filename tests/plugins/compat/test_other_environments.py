@@ -1,0 +1,291 @@
+"""Environments as users of TRL, OpenRLHF and OpenEnv write them, in files that are named as they are."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from PIL import Image
+
+from lightrft_visual.config.environment import EpisodeConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.plugins.compat.environments import messages_of
+from lightrft_visual.rollout.environment_pool import ProcessHost
+from lightrft_visual.rollout.environments import Action, EnvironmentFailure, ToolCall, environment_factory
+
+TRL = '''
+class Guess:
+    def __init__(self):
+        self.reward = 0.0
+
+    def reset(self, **kwargs):
+        self.secret, self.over = kwargs["reference"], False
+        self.asked = kwargs["prompt"][0]["content"]
+        return "Guess a number."
+
+    def guess(self, number: int) -> str:
+        """
+        Make a guess.
+
+        Args:
+            number: The number
+
+        Returns:
+            A hint.
+        """
+        if self.over:
+            raise ValueError("Game over.")
+        self.over = number == self.secret
+        self.reward = 1.0 if self.over else 0.25
+        return "right" if self.over else "wrong"
+
+    async def look(self) -> str:
+        """Look at it."""
+        from PIL import Image
+        return [Image.new("RGB", (4, 4), "red")]
+
+    def _helper(self):
+        raise AssertionError("this is no tool")
+
+
+class FewColumns(Guess):
+    def reset(self, reference):
+        self.secret, self.over = reference, False
+'''
+
+OPENRLHF = """
+from typing import Any, Dict
+import torch
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+
+class AgentInstance(AgentInstanceBase):
+    def __init__(self, *args, **kwargs):
+        self.step_idx = 0
+
+    async def reset(self, states: dict, **kwargs):
+        self.step_idx = 0
+        return {"observation": states["observation"]}
+
+    async def step(self, states: dict, **kwargs) -> Dict[str, Any]:
+        right = states["action_text"].strip() == states["label"]
+        assert states["observation_text"].startswith("what is it?")
+        self.step_idx += 1
+        done = right or self.step_idx == 3
+        feedback = "<|im_end|>\\n<|im_start|>user\\nTry again.<|im_end|>\\n<|im_start|>assistant\\n"
+        return {
+            "rewards": torch.tensor(float(right)),
+            "scores": torch.tensor(float(right)),
+            "environment_feedback": "" if done else feedback,
+            "done": done,
+            "sampling_params": states.get("sampling_params", None),
+            "extra_logs": {"steps": torch.tensor(self.step_idx)},
+        }
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+
+
+class Telling(AgentInstance):
+    async def reset(self, states, **kwargs):
+        return {"observation": "Something else is asked."}
+"""
+
+OPENENV = '''
+from dataclasses import dataclass
+from typing import Generic, Optional, TypeVar
+from pydantic import BaseModel
+
+A, O = TypeVar("A"), TypeVar("O")
+
+
+@dataclass
+class Result(Generic[O]):
+    observation: O
+    reward: Optional[float] = None
+    done: bool = False
+
+
+class EnvClient(Generic[A, O]):
+    def __init__(self, base_url):
+        self.base_url = base_url
+
+
+class Echo(BaseModel):
+    """Say something.
+
+    message: what to say
+    """
+
+    message: str
+    metadata: dict = {}
+
+
+class Heard(BaseModel):
+    echoed: str
+    reward: Optional[float] = None
+    done: bool = False
+    metadata: dict = {}
+
+
+class EchoEnv(EnvClient[Echo, Heard]):
+    def reset(self):
+        self.count = 0
+        return Result(Heard(echoed="hello"))
+
+    def step(self, action):
+        self.count += 1
+        return Result(Heard(echoed=action.message), float(len(action.message)), self.count == 2)
+
+
+@dataclass
+class Move:
+    x: int
+    y: int
+
+
+class MoveEnv(EnvClient):
+    async def reset(self):
+        return Result({"x": 0, "y": 0})
+
+    async def step(self, action: Move):
+        return Result({"x": action.x, "y": action.y}, 0.5, False)
+
+
+def make():
+    return EchoEnv("http://localhost:8000")
+
+
+def make_async():
+    return MoveEnv("http://localhost:8000")
+
+
+class Nameless(EnvClient):
+    def reset(self):
+        return Result("")
+
+    def step(self, action):
+        return Result("")
+
+
+def make_nameless():
+    return Nameless("")
+'''
+
+ROW = {
+    "prompt": "what is it?", "messages": [{"role": "user", "content": "what is it?"}], "reference": 7, "label": "7",
+    "images": [], "videos": [], "seed": 1, "level": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("others")
+    for name, text in (("of_trl", TRL), ("of_openrlhf", OPENRLHF), ("of_openenv", OPENENV)):
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+def made(folder, name):
+    return environment_factory(EpisodeConfig(environment=f"{folder}/{name}"))()
+
+
+def called(tool: str, **arguments) -> Action:
+    return Action("", [], [ToolCall(tool, arguments)])
+
+
+def test_public_methods_of_a_trl_environment_are_its_tools(folder):
+    environment = made(folder, "of_trl.py:Guess")
+    assert [schema["function"]["name"] for schema in environment.schemas()] == ["guess", "look"]
+    assert environment.reset(ROW) == "Guess a number."
+    assert environment.environment.asked == "what is it?"
+    messages, reward, done, _ = environment.step(called("guess", number=3))
+    assert (messages[0]["content"], reward, done) == ("wrong", 0.25, False)
+    messages, reward, _, _ = environment.step(called("guess", number=7))
+    assert (messages[0]["content"], reward) == ("right", 0.75)
+    messages, reward, _, info = environment.step(called("guess", number=7))
+    assert "Game over." in messages[0]["content"] and (reward, info["tool_errors"]) == (0.0, 1)
+    messages, _, _, _ = environment.step(called("look"))
+    assert isinstance(messages[0]["content"][0]["image"], Image.Image)
+    assert environment.step(Action("It is 7."))[:3] == (None, 0.0, True)
+
+
+def test_trl_reset_gets_the_columns_that_it_names(folder):
+    environment = made(folder, "of_trl.py:FewColumns")
+    assert environment.reset(ROW) is None and environment.environment.secret == 7
+
+
+@pytest.mark.parametrize("name", ["AgentInstance", "AgentExecutor"])
+def test_openrlhf_agent_runs_without_openrlhf(folder, name):
+    environment = made(folder, f"of_openrlhf.py:{name}")
+    assert environment.reset(ROW) is None
+    observation, reward, done, info = environment.step(Action("3"))
+    assert observation == [{"role": "user", "content": "Try again."}]
+    assert (reward, done, info) == (0.0, False, {"steps": 1})
+    assert environment.step(Action("7"))[:3] == (None, 1.0, True)
+    assert "openrlhf" not in sys.modules
+
+
+def test_openrlhf_agent_may_begin_with_another_text(folder):
+    environment = made(folder, "of_openrlhf.py:Telling")
+    assert environment.reset(ROW) == [{"role": "user", "content": "Something else is asked."}]
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("\n\nHuman: [WRONG]\n</s>", [("user", "Human: [WRONG]")]),
+        ("<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>user\nGo on", [("tool", "4"), ("user", "Go on")]),
+    ],
+)
+def test_chat_marks_in_feedback_become_messages(text, messages):
+    assert [(each["role"], each["content"]) for each in messages_of(text)] == messages
+
+
+def test_openenv_client_takes_text_or_calls(folder):
+    environment = made(folder, "of_openenv.py:make")
+    (schema,) = environment.schemas()
+    assert schema["function"]["parameters"]["required"] == ["message"]
+    assert environment.reset(ROW) == "hello"
+    assert environment.step(Action(" abc ")) == ("abc", 3.0, False, {})
+    assert environment.step(called("act", message="four")) == (None, 4.0, True, {})
+
+
+def test_openenv_client_that_is_asynchronous_and_has_several_fields(folder):
+    environment = made(folder, "of_openenv.py:make_async")
+    assert environment.reset(ROW) == '{"x": 0, "y": 0}'
+    assert environment.step(called("act", x=1, y=2)) == ('{"x": 1, "y": 2}', 0.5, False, {})
+    for action in (Action("left"), called("move", x=1), called("act", x=1), Action("", [], [ToolCall("", {}, "bad")])):
+        observation, reward, done, info = environment.step(action)
+        assert observation.startswith("error: ") and (reward, done, info) == (0.0, False, {"tool_errors": 1})
+
+
+def test_openenv_client_whose_action_is_unknown_is_refused(folder):
+    with pytest.raises(ConfigError, match="Nameless: neither its step's type hint"):
+        made(folder, "of_openenv.py:make_nameless")
+
+
+@pytest.mark.parametrize(
+    ("name", "action", "told"),
+    [
+        ("of_trl.py:Guess", called("guess", number=3), "wrong"),
+        ("of_openrlhf.py:AgentInstance", Action("3"), "Try again."),
+        ("of_openenv.py:make_async", called("act", x=1, y=2), '{"x": 1, "y": 2}'),
+    ],
+)
+def test_they_run_in_processes_of_their_own(folder, name, action, told):
+    host = ProcessHost(EpisodeConfig(environment=f"{folder}/{name}"))
+    try:
+        host.reset(0, ROW).result(timeout=60)
+        step = host.step(0, action).result(timeout=60)
+    finally:
+        host.close()
+    assert step.observation.messages[0]["content"] == [{"type": "text", "text": told}]
+
+
+def test_class_without_steps_or_tools_is_refused(tmp_path):
+    (tmp_path / "empty.py").write_text("class Empty:\n    pass\n")
+    with pytest.raises((ConfigError, EnvironmentFailure), match="has no step"):
+        made(tmp_path, "empty.py:Empty")
