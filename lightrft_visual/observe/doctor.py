@@ -10,19 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from .. import __version__
+from ..runtime.packages import OPTIONAL
 
 NEEDED = ("torch", "torchvision", "transformers", "deepspeed", "diffusers", "peft", "accelerate", "datasets")
-# Package, what it is for, how to get it.
-OPTIONAL = (
-    ("vllm", "rollouts of vision-language models (else --engine_type hf)", "pip install 'lightrft_visual[vllm]'"),
-    ("sglang", "rollouts by --engine_type sglang, on CUDA", "pip install 'lightrft_visual[sglang]'"),
-    ("ray", "rollouts and rewards in workers (--placement split)", "pip install 'lightrft_visual[ray]'"),
-    ("wandb", "--use_wandb", "pip install 'lightrft_visual[wandb]'"),
-    ("bokeh", "report.html", "pip install bokeh"),
-    ("fastapi", "serve-reward", "pip install fastapi uvicorn"),
-    ("imageio", "videos that are drawn", "pip install 'imageio[ffmpeg]'"),
-    ("pytesseract", "the scorer ocr", "pip install pytesseract"),
-)
 PROGRAMS = (
     ("tesseract", "the scorer ocr", "apt-get install tesseract-ocr"),
     ("c++", "DeepSpeed's compiled parts and --compile", "apt-get install g++"),
@@ -38,7 +28,7 @@ def told() -> Iterator[str]:
     for name in NEEDED:
         found = _version(name)
         yield f"ok       {name} {found}" if found else f"missing  {name}: bash scripts/setup.sh, or pip install {name}"
-    for name, purpose, how in OPTIONAL:
+    for name, (purpose, how) in OPTIONAL.items():
         found = _version(name) or ("of another distribution" if find_spec(name) else None)
         yield f"ok       {name} {found}" if found else f"without  {name}, for {purpose}: {how}"
     for name, purpose, how in PROGRAMS:

@@ -16,6 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..data.media import evenly_spaced, is_video, to_rgb, video_frames
 from ..errors import DataError, writable
+from ..runtime.packages import needed
 
 IMAGE_SIDE = 512  # pixels; longer sides are scaled down before an image of a rollout is stored
 PNG_PIXELS = 128 * 128  # up to this size lossless PNG is small enough
@@ -181,7 +182,8 @@ def first_media(record: Mapping[str, Any]) -> Any:
 
 def write_mp4(path: Path, video: Any, fps: int = 8) -> None:
     """An H.264 file that browsers play; odd sizes lose one row or column, as the format asks for even ones."""
-    import imageio.v2 as imageio
+    with needed("imageio"):
+        import imageio.v2 as imageio
 
     frames = [np.asarray(frame)[: frame.height // 2 * 2, : frame.width // 2 * 2] for frame in video_frames(video)]
     if not frames or frames[0].size == 0:

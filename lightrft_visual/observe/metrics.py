@@ -19,6 +19,7 @@ import torch
 from ..errors import ConfigError
 from ..runtime.collectives import all_gather_object, all_reduce_sum
 from ..runtime.files import append_line, read_jsonl, to_json, write_atomic
+from ..runtime.packages import missing
 
 logger = logging.getLogger(__name__)
 
@@ -294,7 +295,7 @@ class TensorBoardSink:
 
     def __init__(self, folder: str | Path):
         if importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError("use_tensorboard needs the package tensorboard: pip install tensorboard")
+            raise missing("tensorboard")
         self._folder = str(folder)
         self._writer: Any = None
         self._last_step: int | None = None
@@ -332,7 +333,7 @@ class WandbSink:
 
     def __init__(self, folder: str | Path, run_name: str, config: Mapping[str, Any] | None = None):
         if importlib.util.find_spec("wandb") is None:
-            raise ConfigError("use_wandb needs the package wandb: pip install wandb, or leave the flag out")
+            raise missing("wandb")
         import wandb
 
         Path(folder).mkdir(parents=True, exist_ok=True)

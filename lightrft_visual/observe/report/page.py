@@ -25,6 +25,7 @@ from markupsafe import Markup
 from ...data.bad_rows import FILE_NAME
 from ...errors import DataError
 from ...runtime.files import disk_problem, read_jsonl, write_atomic
+from ...runtime.packages import needed
 from .curves import PALETTE, Point, ahead_panels, number, reward_section, time_panel, training_section
 from .data import QUICK_DUMPER, PhaseTimes, RunData, Thumbnails, flat_config, load_run, phase_times
 from .examples import examples_section, guard_section
@@ -216,7 +217,8 @@ def environment() -> Environment:
 @functools.cache
 def script() -> tuple[str, str]:
     """The page's one script, Bokeh's with ours after it, and its hash as the page's security policy names it."""
-    from bokeh.resources import Resources  # a third of a second, which a run need not wait for at its start
+    with needed("bokeh"):
+        from bokeh.resources import Resources  # a third of a second, which a run need not wait for at its start
 
     library = Resources(mode="inline", components=["bokeh", "bokeh-api"], log_level="error").js_raw
     loader = environment().loader

@@ -12,12 +12,11 @@ from PIL import Image
 from rapidfuzz.distance import Levenshtein
 
 from ...errors import ConfigError
+from ...runtime.packages import needed
 from ...runtime.usercode.calls import Failed
 
-try:
+with needed("pytesseract"):
     import pytesseract
-except ModuleNotFoundError as error:
-    raise ConfigError("the scorer ocr needs pytesseract: pip install 'lightrft_visual[diffusion-rewards]'") from error
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|«([^»]+)»')
 

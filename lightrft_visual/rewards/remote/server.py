@@ -19,16 +19,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
-
 from ...errors import ConfigError, DataError, RewardError
+from ...runtime.packages import needed
 from ...runtime.usercode.calls import describe_error, masked
 from ..batch import Call, RewardBatch, Scores, Source
 from ..imaging import MAX_PIXELS
 from ..local.callables import CallableSource
 from .client import decode_request, encode_reply
+
+with needed("fastapi"):
+    import uvicorn
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from ...errors import ConfigError, did_you_mean
 from ...models.loading import Checkpoint
 from ...runtime import collectives
 from ...runtime.host_memory import free_port
+from ...runtime.packages import missing
 from ...runtime.start_up import importing
 
 # Arguments of vLLM that a setting of the run decides.
@@ -243,7 +244,9 @@ def _check_by_vllm(arguments: dict[str, Any]) -> _Checked:
 
 
 def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """ConfigError for engine settings that vLLM would refuse, before any model is loaded."""
+    """ConfigError for engine settings that vLLM would refuse, before any model is loaded, and where it is missing."""
+    if find_spec("vllm") is None:
+        raise missing("vllm")
     if not checkpoint.family.served:
         raise ConfigError(f"vLLM has no model of type {checkpoint.config.model_type}: use --engine_type hf")
     prepare_environment()

@@ -1,0 +1,36 @@
+"""Packages that only some runs need: what for, and the line that installs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import ConfigError
+
+# Package: what it is for, how to get it.
+OPTIONAL = {
+    "vllm": ("rollouts of vision-language models by vLLM", "pip install 'lightrft_visual[vllm]' (or --engine_type hf)"),
+    "sglang": ("rollouts by --engine_type sglang, on CUDA", "pip install 'lightrft_visual[sglang]'"),
+    "ray": ("rollouts and rewards in workers (--placement split)", "pip install 'lightrft_visual[ray]'"),
+    "wandb": ("--use_wandb", "pip install 'lightrft_visual[wandb]'"),
+    "tensorboard": ("--use_tensorboard", "pip install tensorboard"),
+    "bokeh": ("report.html", "pip install bokeh"),
+    "fastapi": ("serve-reward", "pip install fastapi uvicorn"),
+    "imageio": ("videos that are drawn", "pip install 'imageio[ffmpeg]'"),
+    "pytesseract": ("the scorer ocr", "pip install 'lightrft_visual[diffusion-rewards]'"),
+}
+
+
+def missing(name: str) -> ConfigError:
+    """The error for a package of OPTIONAL that is not there."""
+    purpose, how = OPTIONAL[name]
+    return ConfigError(f"{purpose}: this needs the package {name}, which is not installed: {how}")
+
+
+@contextmanager
+def needed(name: str) -> Iterator[None]:
+    """Around imports of a package of OPTIONAL, or of one that comes with it: ConfigError where it is not there."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise missing(name) from error

@@ -1,0 +1,37 @@
+"""A package that only some runs need is asked for by name, with the line that installs it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+from PIL import Image
+
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.observe.images import write_mp4
+from lightrft_visual.runtime.packages import OPTIONAL, needed
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_missing_package_is_named_with_what_it_is_for_and_how_to_get_it(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError) as caught, needed(name):
+        importlib.import_module(name)
+    purpose, how = OPTIONAL[name]
+    assert purpose in str(caught.value) and str(caught.value).endswith(
+        f"the package {name}, which is not installed: {how}"
+    )
+
+
+def test_video_without_imageio_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "imageio", None)
+    with pytest.raises(ConfigError, match=r"pip install 'imageio\[ffmpeg\]'"):
+        write_mp4(tmp_path / "video.mp4", [Image.new("RGB", (4, 4))])
+
+
+def test_server_without_fastapi_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.delitem(sys.modules, "lightrft_visual.rewards.remote.server", raising=False)
+    with pytest.raises(ConfigError, match="pip install fastapi uvicorn"):
+        importlib.import_module("lightrft_visual.rewards.remote.server")
