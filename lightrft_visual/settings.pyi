@@ -629,7 +629,7 @@ class DiffusionSettings(TypedDict, total=False):
     """keep local reward models off the accelerator between uses. Default: True."""
     diffusion_algorithm: str
     """flow_grpo | dance_grpo | mix_grpo | flow_dppo | temp_flow_grpo | diffusion_nft | ddpo | dpok | awm |
-    dgpo | diffusion_dpo | rwr | reward_fl. Default: 'flow_grpo'."""
+    dgpo | crd | diffusion_dpo | rwr | reward_fl. Default: 'flow_grpo'."""
     clip_range: float | None
     """default: 1e-4, awm 1."""
     adv_clip_max: float
@@ -670,6 +670,8 @@ class DiffusionSettings(TypedDict, total=False):
     """of huber. Default: 0.25."""
     old_beta: float
     """AWM: weight of the distance to the rollout policy's velocity. Default: 1.0."""
+    crd_beta: float
+    """what the implicit reward of crd is multiplied by. Default: 1.0."""
     rwr_temperature: float
     """a sample's weight is exp(A / this). Default: 1.0."""
     dppo_threshold: float

@@ -189,6 +189,7 @@ class DiffusionAlgorithmConfig(Section):
     awm_weighting: Annotated[str, one_of(*AWM_WEIGHTINGS)] = "huber"  # of the error of each timestep
     awm_power: Annotated[float, within("(0, 1]")] = 0.25  # of huber
     old_beta: NonNegativeFloat = 1.0  # AWM: weight of the distance to the rollout policy's velocity
+    crd_beta: PositiveFloat = 1.0  # what the implicit reward of crd is multiplied by
     rwr_temperature: PositiveFloat = 1.0  # a sample's weight is exp(A / this)
     dppo_threshold: PositiveFloat = 1e-5  # flow_dppo: KL to the rollout policy from which on a step may be masked
     dpo_beta: PositiveFloat | None = None  # sharpness of the preference; default: dgpo 100, diffusion_dpo 5000

@@ -280,7 +280,8 @@ class DiffusionRunConfig(Section):
     def only_advantages_count(self) -> bool:
         """Whether a sample of advantage 0 adds nothing to the loss: without a KL, on SDE steps and in preferences."""
         entry = self.algorithm.entry
-        return (entry.trains_on == "steps" or entry.coupled) and self.algorithm.beta == 0
+        preference = entry.coupled and not entry.old_policy
+        return bool(entry.trains_on == "steps" or preference) and self.algorithm.beta == 0
 
     @property
     def rollout_graphs_serve(self) -> bool:

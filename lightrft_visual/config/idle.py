@@ -70,13 +70,14 @@ def check_diffusion(config: Any) -> None:
         (("rwr_temperature",), "rwr", name == "rwr"),
         (("dppo_threshold",), "flow_dppo", name == "flow_dppo"),
         (("kl_form",), "algorithms of SDE steps", sde),
-        (("dpo_reference",), "dgpo and diffusion_dpo", bool(entry.coupled)),
+        (("crd_beta",), "crd", name == "crd"),
+        (("dpo_reference",), "dgpo and diffusion_dpo", bool(entry.coupled) and not entry.old_policy),
         (("decay_counts",), "algorithms with an old policy", old),
         (REWARD_FL, "reward_fl", entry.trains_on == "reward"),
     ):
         refuse_idle(config, names, owner, read)
     for setting, owner, read in (
-        ("dpo_beta", "dgpo and diffusion_dpo", bool(entry.coupled)),
+        ("dpo_beta", "dgpo and diffusion_dpo", bool(entry.coupled) and not entry.old_policy),
         ("min_sigma", "algorithms that train on finished samples", entry.trains_on == "data"),
         ("decay_type", "algorithms with an old policy", old),
     ):

@@ -312,6 +312,11 @@ for _entry in (
         min_sigma=0.3, embedded="embedded/dgpo",
     ),
     DiffusionAlgorithm(
+        "crd", f"{_diffusion}:crd", "the model's implicit reward fitted to the given one, within each prompt",
+        trajectories=_any_trajectory, prediction=None, trains_on="data", reference=True, old_policy=True,
+        coupled="groups", clipped_advantages=True, timestep_choice="random", embedded="embedded/crd",
+    ),
+    DiffusionAlgorithm(
         "diffusion_dpo", f"{_diffusion}:diffusion_dpo", "pairs of a preferred and another sample",
         trajectories=_any_trajectory, prediction=None, trains_on="data", reference=True, coupled="pairs",
         timestep_choice="random", decay_type=3, dpo_beta=5000.0, embedded="embedded/diffusion_dpo",

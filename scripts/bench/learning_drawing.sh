@@ -13,7 +13,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 [ -x .venv/bin/python ] && export PATH="$PWD/.venv/bin:$PATH"
 out=${OUT:-outputs/learning_drawing} steps=${STEPS:-} every=${EVERY:-5}
-all="flow_grpo dance_grpo mix_grpo flow_dppo temp_flow_grpo diffusion_nft awm dgpo diffusion_dpo diffusion_dpo_offline rwr reward_fl ddpo dpok"
+all="flow_grpo dance_grpo mix_grpo flow_dppo temp_flow_grpo diffusion_nft awm dgpo crd diffusion_dpo diffusion_dpo_offline rwr reward_fl ddpo dpok"
 for name in ${RUNS:-$all}; do
   case " $all " in *" $name "*) ;; *) echo "learning_drawing.sh: no run $name; there are: $all" >&2; exit 2 ;; esac
   flags="--diffusion_algorithm $name --eval_steps $every ${steps:+--max_steps $steps}"

@@ -77,6 +77,7 @@ FORMS = {
         "dpok": (DIFFUSION, "test_losses_of_ddim_steps_by_hand"),
         "awm": (MATCHING, "test_awm_loss_by_the_papers_formula", "test_weightings_by_hand"),
         "dgpo": (MATCHING, "test_dgpo_is_the_papers_loss_and_gradient"),
+        "crd": (MATCHING, "test_crd_is_the_authors_form"),
         "diffusion_dpo": (MATCHING, "test_diffusion_dpo_is_the_authors_form", "test_pairs_are_the_best_with_the_worst"),
         "rwr": (MATCHING, "test_reward_weighted_regression_by_hand"),
         "reward_fl": ("algorithms/diffusion/test_reward_fl.py", "test_gradient_equals_finite_differences"),

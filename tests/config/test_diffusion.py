@@ -128,7 +128,7 @@ def test_the_published_figures() -> None:
 # (config/dgpo.py),
 # SalesforceAIResearch/DiffusionDPO (launchers/sd15.sh), Tencent-Hunyuan/MixGRPO (finetune_flux_grpo_MixGRPO.sh),
 # Tencent-Hunyuan/UniRL (FlowDPPO/config.yaml), NVlabs/DiffusionNFT (config/nft.py, sd3_geneval),
-# XueZeyue/DanceGRPO (scripts/finetune/finetune_flux_grpo.sh)
+# X-GenGroup/Flow-Factory (examples/crd/lora/sd3_5), XueZeyue/DanceGRPO (scripts/finetune/finetune_flux_grpo.sh)
 PUBLISHED = {
     "diffusion_nft": {
         "nft_beta": 1.0, "nft_kl_beta": 1e-4, "decay_type": 1, "adv_mode": "all", "adv_clip_max": 5.0,
@@ -144,6 +144,9 @@ PUBLISHED = {
         "old_beta": 1.0, "adv_clip_max": 5.0,
     },
     "dgpo": {"num_steps": 10, "guidance_scale": 4.5, "dpo_beta": 100.0, "beta": 1e-3, "cfg_in_training": False},
+    "crd": {
+        "num_steps": 10, "guidance_scale": 1.0, "crd_beta": 1.0, "beta": 0.1, "adv_clip_max": 5.0, "global_std": True,
+    },
     "diffusion_dpo": {"dpo_beta": 5000.0, "learning_rate": 1e-8 * 16 * 128, "warmup_steps": 500},
     "mix_grpo": {
         "num_steps": 25, "noise_level": 0.7, "flow_shift": 3.0, "sde_window_size": 4, "sde_window_interval": 25,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from ...config.diffusion import DiffusionRunConfig
 from ...rollout.diffusion_sampler import FLOW_RULES
 from .awm import AWM
+from .crd import CenteredReward
 from .ddpo import DDPO, DPOK
 from .dgpo import group_preference
 from .diffusion_dpo import pair_preference
@@ -22,7 +23,7 @@ from .reward_fl import RewardFL
 from .rwr import RewardWeighted
 from .temp_flow_grpo import TempFlowGRPO
 
-Loss = FlowGRPO | DiffusionNFT | AWM | RewardWeighted | GroupPreference | RewardFL
+Loss = FlowGRPO | DiffusionNFT | AWM | RewardWeighted | GroupPreference | CenteredReward | RewardFL
 
 
 def training_guidance(config: DiffusionRunConfig) -> float:
@@ -118,6 +119,12 @@ def diffusion_dpo(config: DiffusionRunConfig) -> GroupPreference:
     """Diffusion-DPO's loss on pairs."""
     algorithm = config.algorithm
     return pair_preference(algorithm.dpo_beta, algorithm.dpo_reference, algorithm.beta, training_guidance(config))
+
+
+def crd(config: DiffusionRunConfig) -> CenteredReward:
+    """CRD's loss on the groups of prompts."""
+    algorithm = config.algorithm
+    return CenteredReward(algorithm.crd_beta, algorithm.adv_clip_max, algorithm.beta, training_guidance(config))
 
 
 def reward_fl(config: DiffusionRunConfig) -> RewardFL:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -27,6 +28,14 @@ from .forward_process import answered_by, noised, squared_error
 
 T = torch.Tensor
 Forward = tuple[ExperienceDiffusion, T]  # samples, and the steps (B, k) at which they go through the model
+
+
+class Coupled(Protocol):
+    """A loss whose rows need a sum over their group."""
+
+    def terms(self, context: LossContext, batch: DenoisingBatch) -> T:
+        """(M, …) of each row: what the sums of groups are made of."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -86,16 +95,16 @@ class GroupPreference:
 
 
 def sums_of_groups(terms: T, batch: DenoisingBatch) -> T:
-    """(M): for every row the sum of the terms (M) of its group at its step."""
+    """(M, …): for every row the sum of the terms (M, …) of its group at its step."""
     keys = torch.stack([batch.group_id, batch.steps.to(batch.group_id.device)], dim=1)
     _, indices = torch.unique(keys, dim=0, return_inverse=True)
     indices = indices.to(terms.device)
-    return terms.new_zeros(int(indices.max()) + 1).index_add_(0, indices, terms)[indices]
+    return terms.new_zeros(int(indices.max()) + 1, *terms.shape[1:]).index_add_(0, indices, terms)[indices]
 
 
-def couplings(loss: GroupPreference, context: LossContext, forwards: Sequence[Forward]) -> list[T | None]:
-    """For each forward pass of an update the sums of its rows' groups (M), over all ranks; None for all of them where
-    every group lies in one forward, which then sums itself. A collective.
+def couplings(loss: Coupled, context: LossContext, forwards: Sequence[Forward]) -> list[T | None]:
+    """For each forward pass of an update the sums of its rows' groups (M, …), over all ranks; None for all of them
+    where every group lies in one forward, which then sums itself. A collective.
 
     Where groups are spread, the sums need the model's and the reference's answers first: one more forward without
     gradient for each.
@@ -103,13 +112,13 @@ def couplings(loss: GroupPreference, context: LossContext, forwards: Sequence[Fo
     if groups_are_whole(forwards):
         return [None] * len(forwards)
     parts = [batch_at(*forward) for forward in forwards]
-    sums: dict[tuple[int, int], float] = defaultdict(float)
-    found: list[tuple[tuple[int, int], float]] = []
+    sums: dict[tuple[int, int], T | float] = defaultdict(float)
+    found: list[tuple[tuple[int, int], T]] = []
     for part in parts:
-        found += zip(_keys(part), loss.terms(context, part).tolist())
+        found += zip(_keys(part), loss.terms(context, part).cpu())
     for key, value in (each for rank in collectives.all_gather_object(found) for each in rank):
-        sums[key] += value
-    return [torch.tensor([sums[key] for key in _keys(part)]).to(part.advantages) for part in parts]
+        sums[key] = sums[key] + value
+    return [torch.stack([torch.as_tensor(sums[key]) for key in _keys(part)]).to(part.advantages) for part in parts]
 
 
 def groups_are_whole(forwards: Sequence[Forward]) -> bool:

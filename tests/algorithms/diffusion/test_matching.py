@@ -11,6 +11,7 @@ import torch
 
 from lightrft_visual.algorithms.diffusion.awm import AWM, matching_log_prob
 from lightrft_visual.algorithms.diffusion.context import LossContext
+from lightrft_visual.algorithms.diffusion.crd import CenteredReward
 from lightrft_visual.algorithms.diffusion.dgpo import group_preference
 from lightrft_visual.algorithms.diffusion.diffusion_dpo import pair_preference, ranked_pairs
 from lightrft_visual.algorithms.diffusion.forward_process import add_noise, forward_noise, noised, squared_error
@@ -220,6 +221,57 @@ def test_a_group_that_is_cut_gives_the_same_gradient():
     loss.loss(parted.context(), batch, 4.0).loss.backward()
     torch.testing.assert_close(parted.own.grad, whole.own.grad)
     assert len(parted.asked) == 1  # the reference has been asked before
+
+
+# -- CRD ---------------------------------------------------------------------------------------------------------
+
+
+def crd_loss(policy, context, batch, beta, adv_max, kl_beta):
+    """The formula of the module's docstring, group by group, over valid samples."""
+    target = noised(context, batch).target
+
+    def error(v):
+        return ((v - target) ** 2).flatten(1).mean(1) / (v - target).detach().abs().flatten(1).mean(1)
+
+    implicit = error(policy.kept["old"]) - error(policy.own)
+    reward = (batch.advantages / adv_max / 2 + 0.5).clamp(0, 1)
+    total = 0.0
+    for group in batch.group_id.unique():
+        mine = (batch.group_id == group) & batch.valid
+        r, a = implicit[mine], reward[mine]
+        total = total + ((beta * (r - r.mean().detach()) - (a - a.mean())) ** 2).sum() * adv_max / beta
+    kl = ((policy.own - policy.kept["base"]) ** 2).flatten(1).mean(1)
+    return total + (kl_beta * (1e-4 / kl_beta + reward * (1 - 1e-4 / kl_beta)) * kl)[batch.valid].sum()
+
+
+@pytest.mark.parametrize("prediction", ("flow", "epsilon"))
+def test_crd_is_the_authors_form(prediction):
+    policy = Answers(6, prediction)
+    batch = rows([1.0, -0.25, -9.0, 2.0, -1.5, 0.0], groups=[4, 4, 4, 2, 2, 2], valid=[True] * 5 + [False])
+    context = policy.context()
+    found = CenteredReward(2.0, 5.0, 0.1).loss(context, batch, 3.0)
+    expected = crd_loss(policy, context, batch, 2.0, 5.0, 0.1) / 3.0
+    torch.testing.assert_close(found.loss, expected)
+    mine, theirs = (torch.autograd.grad(each, policy.own, retain_graph=True)[0] for each in (found.loss, expected))
+    torch.testing.assert_close(mine, theirs)
+    assert mine[:5].flatten(1).abs().max(dim=1).values.min() > 1e-4 and not mine[5].any()
+
+
+def test_a_cut_group_of_crd_gives_the_same_gradient():
+    whole, batch = Answers(4), rows([1.0, -0.5, 0.3, 2.0], groups=[0, 0, 0, 1], valid=[True, True, False, True])
+    context, loss = whole.context(), CenteredReward()
+    loss.loss(context, batch, 4.0).loss.backward()
+    batch.coupling = sums_of_groups(loss.terms(context, batch), batch)
+    assert batch.coupling[:, 1].tolist() == [2, 2, 2, 1]
+    parted = Answers(4)
+    loss.loss(parted.context(), batch, 4.0).loss.backward()
+    torch.testing.assert_close(parted.own.grad, whole.own.grad)
+
+
+def test_crd_asks_for_the_rollout_policy():
+    policy = Answers(1)
+    with pytest.raises(ValueError, match="CRD needs the rollout policy"):
+        CenteredReward(kl_beta=0.0).loss(LossContext(policy, policy), rows([1.0]), 1.0)
 
 
 def test_invalid_samples_pull_nothing():

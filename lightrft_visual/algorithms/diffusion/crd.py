@@ -1,0 +1,99 @@
+"""Centered Reward Distillation (arXiv 2603.14128): the model's implicit reward is fitted to the given one.
+
+A sample's implicit reward is how much better the model names the forward noise than the rollout policy does,
+
+    r = -(|v - u|² / w - |v_old - u|² / w_old),   w = mean |v - u| without gradient
+
+and the optimum of the KL-regularised objective has beta r = reward - C with C of the prompt. Centering both sides over
+the prompt's samples takes C away:
+
+    loss = (beta (r - mean r) - (a - mean a))² A_max / beta + kl_beta c(a) |v - v_ref|²
+
+with a = clamp(A / A_max / 2 + 1/2, 0, 1), no gradient through the means, and c(a) = c0 + (1 - c0) a with
+c0 = 1e-4 / kl_beta: good samples are held to the reference the most. As DGPO's, the gradient is a sum over samples once
+the means are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..loss_terms import LossOutputs
+from .context import LossContext, weighted_mean
+from .denoising_batch import DenoisingBatch
+from .forward_process import answered_by, noised, squared_error
+from .nft import optimality
+from .preference import sums_of_groups
+
+T = torch.Tensor
+LEAST_KL = 1e-4  # weight of the KL of a sample of reward 0
+LEAST_ERROR = 1e-5
+
+
+def scaled_error(predicted: T, target: T) -> T:
+    """(M) mean squared error over the mean absolute one, which carries no gradient."""
+    weight = (predicted - target).detach().abs().flatten(1).mean(dim=1).clamp_min(LEAST_ERROR)
+    return squared_error(predicted, target) / weight
+
+
+@dataclass(frozen=True)
+class CenteredReward:
+    """The loss above; `context.old` holds the rollout weights. kl_beta 0: no KL."""
+
+    beta: float = 1.0
+    adv_max: float = 5.0
+    kl_beta: float = 0.1
+    guidance_scale: float = 1.0
+
+    def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
+        """Sum over valid samples / denominator. ValueError without the rollout policy.
+
+        batch.coupling (M, 2): sum of beta r - a over the sample's group, and its valid samples; None where the batch
+        holds whole groups.
+        """
+        inputs, target = self._asked(context, batch)
+        v_old = self._of_rollouts(context, inputs)
+        v_base = answered_by(context.policy.reference, context, inputs) if self.kl_beta > 0 else None
+        v = context.velocity(*inputs)
+        reward = optimality(batch.advantages, self.adv_max)
+        implicit = scaled_error(v_old, target) - scaled_error(v, target)
+        gap = self.beta * implicit - reward
+        sums = sums_of_groups(_terms(gap, batch), batch) if batch.coupling is None else batch.coupling
+        centered = gap - sums[:, 0] / sums[:, 1].clamp_min(1)
+        losses = centered.square() * self.adv_max / self.beta
+        means = {
+            "implicit_reward": weighted_mean(implicit.detach(), batch.valid),
+            "reward_gap": weighted_mean(centered.detach().square(), batch.valid),
+            "old_deviation": weighted_mean(squared_error(v.detach(), v_old), batch.valid),
+        }
+        if v_base is not None:
+            kl = squared_error(v, v_base)
+            least = min(LEAST_KL / self.kl_beta, 1.0)
+            losses = losses + self.kl_beta * (least + (1 - least) * reward) * kl
+            means["kl"] = weighted_mean(kl.detach(), batch.valid)
+        return LossOutputs((losses * batch.valid).sum() / denominator, means=means)
+
+    @torch.no_grad()
+    def terms(self, context: LossContext, batch: DenoisingBatch) -> T:
+        """(M, 2) beta r - a and 1 of each sample, 0 of an invalid one: what its group's means are made of."""
+        inputs, target = self._asked(context, batch)
+        implicit = scaled_error(self._of_rollouts(context, inputs), target)
+        implicit = implicit - scaled_error(context.velocity(*inputs), target)
+        return _terms(self.beta * implicit - optimality(batch.advantages, self.adv_max), batch)
+
+    def _asked(self, context: LossContext, batch: DenoisingBatch) -> tuple[tuple, T]:
+        """What the model is asked, and the right answer."""
+        mixed, target = noised(context, batch)
+        return (mixed, batch.timesteps, batch.conditions, self.guidance_scale), target
+
+    def _of_rollouts(self, context: LossContext, inputs: tuple) -> T:
+        if context.old is None:
+            raise ValueError("CRD needs the rollout policy's weights in the context")
+        return answered_by(context.old.swapped, context, inputs)
+
+
+def _terms(gap: T, batch: DenoisingBatch) -> T:
+    valid = batch.valid.to(gap.dtype)
+    return torch.stack([torch.where(batch.valid, gap.detach(), 0.0), valid], dim=1)
