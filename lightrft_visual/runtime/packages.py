@@ -17,7 +17,8 @@ OPTIONAL = {
     "bokeh": ("report.html", "pip install bokeh"),
     "fastapi": ("serve-reward", "pip install fastapi uvicorn"),
     "imageio": ("videos that are drawn", "pip install 'imageio[ffmpeg]'"),
-    "pytesseract": ("the scorer ocr", "pip install 'lightrft_visual[diffusion-rewards]'"),
+    "rapidocr": ("the scorer ocr", "pip install 'lightrft_visual[diffusion-rewards]'"),
+    "pytesseract": ("the scorer ocr by Tesseract", "pip install 'lightrft_visual[diffusion-rewards]'"),
 }
 
 

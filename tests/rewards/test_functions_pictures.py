@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -22,9 +24,10 @@ def score(name, settings, prompts, images=None, videos=None, **columns):
     return engine.score_media(prompts, images, videos, **columns)
 
 
-def test_ocr_on_rendered_text():
+@pytest.mark.parametrize("settings", [{}, {"reader": "tesseract", "mode": 7}], ids=["rapidocr", "tesseract"])
+def test_ocr_on_rendered_text(settings):
     pictures = [rendered("STRAWBERRY"), rendered("STRAWBERRX"), Image.new("RGB", (640, 120), "white")]
-    result = score("ocr", {"mode": 7}, ['a sign that says "STRAWBERRY"'] * 3, pictures)
+    result = score("ocr", settings, ['a sign that says "STRAWBERRY"'] * 3, pictures)
     assert result.score.tolist() == pytest.approx([1.0, 0.9, 0.0])
 
 
@@ -36,9 +39,9 @@ def test_ocr_prefers_the_reference_and_needs_a_text():
 
 
 def test_ocr_rule_by_hand():
-    reader = OCR()
+    reader = OCR("tesseract")
     assert reader.similarity("say HELLO now", "Hello") == 1.0
-    assert OCR(extra_text=False).similarity("helloxx", "hello") == pytest.approx(0.6)
+    assert OCR("tesseract", extra_text=False).similarity("helloxx", "hello") == pytest.approx(0.6)
     assert reader.similarity("completely different and much longer", "hi") == 0.0
     assert quoted_text('a "B c" and “D”') == "B c D" and quoted_text("it's") is None
 
@@ -46,7 +49,22 @@ def test_ocr_rule_by_hand():
 def test_ocr_without_tesseract_is_an_error_not_a_zero(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(ConfigError, match="tesseract"):
+        OCR("tesseract")
+
+
+def test_ocr_without_rapidocr_is_an_error_not_a_zero(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    with pytest.raises(ConfigError, match=r"rapidocr.*diffusion-rewards"):
         OCR()
+
+
+def test_settings_of_tesseract_choose_it():
+    assert type(OCR(mode=7).reader).__name__ == "TesseractReader"
+    assert type(OCR().reader).__name__ == "RapidReader"
+    with pytest.raises(ConfigError, match="mode belong to reader tesseract"):
+        OCR("rapidocr", mode=7)
+    with pytest.raises(ConfigError, match="must be rapidocr or tesseract"):
+        OCR("easyocr")
 
 
 def test_ocr_time_limit_is_a_failure(monkeypatch):
@@ -54,7 +72,7 @@ def test_ocr_time_limit_is_a_failure(monkeypatch):
         raise RuntimeError("Tesseract process timeout")
 
     monkeypatch.setattr("pytesseract.image_to_string", slow)
-    result = score("ocr", {}, ['"A"'], [rendered("A")])
+    result = score("ocr", {"seconds": 0.5}, ['"A"'], [rendered("A")])
     assert not result.valid.any() and result.metrics["reward/ocr/failures"] == 1
 
 
