@@ -48,10 +48,16 @@ class CenteredReward:
     guidance_scale: float = 1.0
 
     def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
-        """Sum over valid samples / denominator. ValueError without the rollout policy.
+        """Sum over valid samples / denominator.
 
-        batch.coupling (M, 2): sum of beta r - a over the sample's group, and its valid samples; None where the batch
-        holds whole groups.
+        Args:
+            context: with the rollout policy's weights.
+            batch: its coupling (M, 2) is the sum of beta r - a over the sample's group, and its valid samples; None
+                where the batch holds whole groups.
+            denominator: that of the update.
+
+        Raises:
+            ValueError: without the rollout policy.
         """
         inputs, target = self._asked(context, batch)
         v_old = self._of_rollouts(context, inputs)
