@@ -151,6 +151,23 @@ class VLSettings(TypedDict, total=False):
     """steps between measurements of what depends on the image; 0: none. Default: 10."""
     parity_tolerance: float | None
     """default: 1e-4 in fp32 (largest), 0.05 in bf16 (mean over tokens)."""
+    environment: str | None
+    """what answers the model: a name, or path.py:Class."""
+    tools: str | None
+    """functions that the model may call: path.py:name, several comma-separated."""
+    max_turns: int
+    """responses of an episode. Default: 8."""
+    max_episode_tokens: int | None
+    """behind the prompt, sampled and observed ones; default: max_turns * generate_max_len."""
+    env_timeout: float
+    """seconds of one reset or step. Default: 60.0."""
+    on_environment_error: str
+    """mask | end | stop; mask: the sample teaches nothing; end: the episode ends with what it has; stop: the
+    run ends. Default: 'mask'."""
+    turn_gamma: float
+    """discount of a reward by each turn before it. Default: 1.0."""
+    observation_max_tokens: int | None
+    """longer text is cut in the middle; default: no limit of its own."""
     reward_fn: str | None
     """path.py:function, or several, comma-separated."""
     reward_form: str

@@ -33,11 +33,14 @@ STD_EPS = 1e-6
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def get_advantages_and_returns(values: T, rewards: T, action_mask: T, gamma: float, lambd: float) -> tuple[T, T]:
+def get_advantages_and_returns(
+    values: T, rewards: T, action_mask: T, gamma: float, lambd: float, discounts: T | None = None
+) -> tuple[T, T]:
     """Generalised advantage estimation (arXiv 1506.02438): (advantages, returns), both (B, A) and detached.
 
     values (B, A): the critic's value before each action; rewards (B, A); what lies beyond the last action has value 0.
     A masked position inside a response is no step: it neither discounts nor breaks the recursion. Masked results are 0.
+    discounts (B, A): of what follows an action, beside gamma; see `turn_discounts`.
     """
     mask = action_mask.bool()
     values = torch.where(mask, values.detach().float(), 0.0)
@@ -45,26 +48,75 @@ def get_advantages_and_returns(values: T, rewards: T, action_mask: T, gamma: flo
     advantages = torch.zeros_like(values)
     following, next_value = values.new_zeros(len(values)), values.new_zeros(len(values))
     for step in range(values.shape[1] - 1, -1, -1):
-        delta = rewards[:, step] + gamma * next_value - values[:, step]
-        following = torch.where(mask[:, step], delta + gamma * lambd * following, following)
+        discount = gamma if discounts is None else gamma * discounts[:, step]
+        delta = rewards[:, step] + discount * next_value - values[:, step]
+        following = torch.where(mask[:, step], delta + discount * lambd * following, following)
         next_value = torch.where(mask[:, step], values[:, step], next_value)
         advantages[:, step] = following
     advantages = torch.where(mask, advantages, 0.0)
     return advantages, advantages + values
 
 
-def get_cumulative_returns(rewards: T, action_mask: T, gamma: float) -> T:
-    """Discounted sum of the rewards from each action on, (B, A); masked positions are no step and hold 0."""
+def get_cumulative_returns(rewards: T, action_mask: T, gamma: float, discounts: T | None = None) -> T:
+    """Discounted sum of the rewards from each action on, (B, A); masked positions are no step and hold 0. discounts: as
+    in `get_advantages_and_returns`."""
     mask = action_mask.bool()
     rewards = torch.where(mask, rewards.detach().float(), 0.0)
-    if gamma == 1:
+    if gamma == 1 and discounts is None:
         return torch.where(mask, rewards.flip(1).cumsum(dim=1).flip(1), 0.0)
     returns = torch.zeros_like(rewards)
     following = rewards.new_zeros(len(rewards))
     for step in range(rewards.shape[1] - 1, -1, -1):
-        following = torch.where(mask[:, step], rewards[:, step] + gamma * following, following)
+        discount = gamma if discounts is None else gamma * discounts[:, step]
+        following = torch.where(mask[:, step], rewards[:, step] + discount * following, following)
         returns[:, step] = following
     return torch.where(mask, returns, 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Over turns
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def turn_ends(experience: Any) -> T | None:
+    """(B, A) bool: the last token of every turn; None for experience without turns."""
+    listed = (experience.info or {}).get("turn_ids")
+    if listed is None:
+        return None
+    mask = experience.action_mask.bool()
+    ids = torch.full(mask.shape, -1, device=mask.device)
+    for index, own in enumerate(listed):
+        ids[index, : len(own)] = own.to(mask.device)
+    # Tokens of observations have the turn that follows them, so that a turn ends where the number changes.
+    following = torch.where(mask, ids, ids.max() + 1).flip(1).cummin(dim=1).values.flip(1)
+    later = torch.cat([following[:, 1:], following.new_full((len(mask), 1), int(ids.max()) + 1)], dim=1)
+    return mask & (later > ids)
+
+
+def turn_discounts(experience: Any) -> T | None:
+    """(B, A): 1, and `turn_gamma` at the last token of each turn; None where nothing is discounted."""
+    ends = turn_ends(experience)
+    if ends is None or bool((experience.info["turn_gamma"] == 1).all()):
+        return None
+    gammas = experience.info["turn_gamma"].to(ends.device).unsqueeze(1)
+    return torch.where(ends, gammas, 1.0)
+
+
+def rewards_at_turns(experience: Any, rewards: T) -> T:
+    """Token rewards (B, A) with the final reward of each sample spread over its turns: each has its own reward at its
+    last token, and the last one what is left. The discounted sum stays the final reward."""
+    ends, given = turn_ends(experience), (experience.info or {}).get("turn_rewards")
+    if ends is None or given is None:
+        return rewards
+    rewards = rewards.clone()
+    for index, own in enumerate(given):
+        where, gamma = ends[index].nonzero().flatten(), float(experience.info["turn_gamma"][index])
+        for number, (position, reward) in enumerate(zip(where[:-1].tolist(), own.tolist())):
+            rewards[index, position] += reward
+            rewards[index, where[-1]] -= reward * gamma**number
+        if len(where) > 1 and gamma != 1:
+            rewards[index, where[-1]] /= gamma ** (len(where) - 1)
+    return rewards
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,7 +257,7 @@ class AdvantageCalculator:
         """
         rewards, mask = final_reward, experience.action_mask
         rewards = compute_reward(rewards, 0.0, None, mask) if rewards.dim() == 1 else rewards
-        returns = get_cumulative_returns(rewards, mask, gamma)
+        returns = get_cumulative_returns(rewards, mask, gamma, None if self.grouped else turn_discounts(experience))
         counted = _counted(experience).unsqueeze(1)
         return torch.where(counted, returns, 0.0), returns, {"return": rewards.sum(dim=1)}
 
@@ -231,7 +283,8 @@ class GAECalculator(AdvantageCalculator):
         rewards, mask = final_reward, experience.action_mask
         rewards = compute_reward(rewards, 0.0, None, mask) if rewards.dim() == 1 else rewards
         lambd = generate_kwargs.get("lambd", self.config.lambd)
-        advantages, returns = get_advantages_and_returns(experience.values, rewards, mask, gamma, lambd)
+        discounts = turn_discounts(experience)
+        advantages, returns = get_advantages_and_returns(experience.values, rewards, mask, gamma, lambd, discounts)
         counted = _counted(experience).unsqueeze(1)
         return torch.where(counted, advantages, 0.0), returns, {"return": rewards.sum(dim=1)}
 
@@ -364,7 +417,11 @@ def assign_advantages(
         kl = None if config.use_kl_loss else experience.kl
         if kl is None and kl_coef != 0 and not config.use_kl_loss:
             raise ValueError(f"the KL coefficient is {kl_coef}, but this experience has no kl to the reference")
-        token_rewards = compute_reward(final, kl_coef, kl, experience.action_mask)
+        token_rewards = compute_reward(final, 0.0, None, experience.action_mask)
+        if not calculator.grouped:
+            token_rewards = rewards_at_turns(experience, token_rewards)
+        if kl is not None and kl_coef != 0:
+            token_rewards = token_rewards - torch.where(experience.action_mask.bool(), kl_coef * kl.float(), 0.0)
         experience.advantages, experience.returns, info = calculator.compute(
             experience, token_rewards, gamma, generate_kwargs
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from .constraints import PositiveFloat, PositiveInt, Section, one_of, require, within
 
@@ -20,13 +20,36 @@ class EpisodeConfig(Section):
     env_timeout: PositiveFloat = 60.0  # seconds of one reset or step
     # mask: the sample teaches nothing; end: the episode ends with what it has; stop: the run ends
     on_environment_error: Annotated[str, one_of("mask", "end", "stop")] = "mask"
-    turn_gamma: Annotated[float, within("[0, 1]")] = 1.0  # discount of a reward by each turn before it
+    turn_gamma: Annotated[float, within("(0, 1]")] = 1.0  # discount of a reward by each turn before it
     observation_max_tokens: PositiveInt | None = None  # longer text is cut in the middle; default: no limit of its own
 
     @property
     def used(self) -> bool:
         """Whether the run has episodes."""
         return self.environment is not None or self.tools is not None
+
+    def most_tokens(self, response: int) -> int:
+        """Of everything behind a prompt. response: most tokens of one."""
+        if not self.used:
+            return response
+        return self.max_turns * response if self.max_episode_tokens is None else self.max_episode_tokens
+
+    def check_run(self, config: Any) -> None:
+        """Raise ConfigError where a run's other settings cannot be part of episodes."""
+        if not self.used:
+            return
+        rollout = config.rollout
+        for name, used in (
+            ("placement split", config.distributed.split),
+            ("max_staleness", config.asynchronous.max_staleness > 0),
+            ("partial_rollouts", config.asynchronous.partial_rollouts),
+            ("noisy_rollout_share", rollout.noisy_rollout_share > 0),
+            ("use_fire", rollout.use_fire),
+            ("min_new_tokens above 1", rollout.min_new_tokens > 1),
+            ("engine sglang", rollout.engine_type == "sglang"),
+            ("apply_chat_template false", not config.data.apply_chat_template),
+        ):
+            require(not used, f"{name} cannot be part of episodes with an environment or tools; leave one of them out")
 
     def check(self) -> None:
         """Settings of episodes without any."""

@@ -195,6 +195,10 @@ for _entry in (  # in the order in which they follow a step
         "trained_prompts", f"{_features}.trained_prompts:build", "`trained_prompt_num`: different prompts so far",
         kinds=("diffusion",),
     ),
+    Hook(
+        "episodes", f"{_features}.episodes:build", "`environment`, `tools`: turns, calls and failures in the metrics",
+        kinds=("vl",),
+    ),
     Hook("records", f"{_features}.records:build", "rollouts that people are shown"),
     Hook(
         "selective_replay", f"{_features}.selective_replay:build", "`selective_replay`: samples of earlier steps",
@@ -418,6 +422,7 @@ for _name, _target, _about in (
     ("source_likeness", "source_likeness:SourceLikeness", "colours as in the image that it was made from"),
     ("vlm_judge", "vlm_judge:VLMJudge", "a vision-language model behind an OpenAI-compatible server"),
     ("multi", "multi:MultiScorer", "a weighted sum of others"),
+    ("environment", "environment:EnvironmentReward", "what the environment gave in the turns of an episode"),
 ):
     scorers.add(Scorer(_name, f"lightrft_visual.rewards.functions.{_target}", _about))
 for _name, _target, _about in (

@@ -94,6 +94,11 @@ class SFTRunConfig(Section):
     guard: ClassVar[Any] = None
     plan: ClassVar[Any] = None
 
+    @property
+    def response_max_len(self) -> int:
+        """Most tokens behind a prompt."""
+        return self.rollout.generate_max_len
+
     def check(self) -> None:
         """The embedded model that draws has a task of its own."""
         require(

@@ -30,6 +30,7 @@ from .constraints import (
     settle_update,
     within,
 )
+from .environment import EpisodeConfig
 from .placement import AsyncConfig
 from .shared import (
     EMBEDDED,
@@ -256,6 +257,7 @@ class RunConfig(Section):
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    episodes: EpisodeConfig = field(default_factory=EpisodeConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -270,6 +272,11 @@ class RunConfig(Section):
         """Optimizer steps of a run of `total_steps` rollout steps."""
         samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
         return total_steps * self.train.max_epochs * max(1, samples // (self.train.train_batch_size or samples))
+
+    @property
+    def response_max_len(self) -> int:
+        """Most tokens behind a prompt: of a response, or of an episode."""
+        return self.episodes.most_tokens(self.rollout.generate_max_len)
 
     def check(self) -> None:
         """What several sections must agree on."""
@@ -290,6 +297,7 @@ class RunConfig(Section):
         self.guard.check_best(self.gold is not None, self.data.evaluated)
         self.output.follow_ema(self.train.enable_ema)
         self._check_async()
+        self.episodes.check_run(self)
         idle.check_run(self.algorithm, self.rollout)
 
     def check_kinds(self) -> None:
@@ -409,14 +417,15 @@ class RunConfig(Section):
 
     def _check_lengths(self) -> None:
         algorithm, rollout, budget = self.algorithm, self.rollout, self.train.max_tokens_per_batch
-        longest = rollout.prompt_max_len + rollout.generate_max_len
+        longest, episodes = rollout.prompt_max_len + self.response_max_len, self.episodes.used
+        named = f"{self.response_max_len} of an episode" if episodes else said(rollout, "generate_max_len")
         require(
             budget == 0 or budget >= longest,
             f"max_tokens_per_batch {budget} is less than one sample may have: {said(rollout, 'prompt_max_len')} + "
-            f"{said(rollout, 'generate_max_len')}; set it to {longest} or more",
+            f"{named}; set it to {longest} or more",
         )
         require(
-            not algorithm.overlong_buffer or algorithm.overlong_buffer_len < rollout.generate_max_len,
-            f"overlong_buffer_len {algorithm.overlong_buffer_len} must be less than generate_max_len "
-            f"{rollout.generate_max_len}: every response would be penalised from its first token on",
+            not algorithm.overlong_buffer or algorithm.overlong_buffer_len < self.response_max_len,
+            f"overlong_buffer_len {algorithm.overlong_buffer_len} must be less than {named}: every response would be "
+            "penalised from its first token on",
         )

@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -136,7 +136,7 @@ class RowChecks:
     expanded; None: lengths are not looked at. labels: those that are scored; a row with another one, or without any, is
     bad; None: every row is. decode: all pixels are read too, not only headers. media: how the model's
     family handles placeholders. response_key, response_max_len: of supervised rows, the column of the response and the
-    tokens that it may have with its end token; None: rows need none.
+    tokens that it may have with its end token; None: rows need none. tools: schemas in every prompt.
     """
 
     limits: RolloutConfig | None = None
@@ -147,6 +147,7 @@ class RowChecks:
     labels: frozenset[str] | None = None
     response_key: str | None = None
     response_max_len: int | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -400,7 +401,7 @@ class PromptDataset:
         if model_input is None:
             return _Found(row.label, columns, row.form, row.reference is not None)
         self._check_text(row)
-        text = render_prompt(row, model_input, self.config, self.checks.media)
+        text = render_prompt(row, model_input, self.config, self.checks.media, self.checks.tools)
         self.checks.media.check_prompt(text, len(row.images), len(row.videos), model_input, row.source)
         known = [size for size in sizes if size is not None]
         tokens = sum(count - 1 for count in self.checks.media.image_token_counts(model_input, known)) if known else 0
@@ -470,16 +471,20 @@ def is_remote_row(row: PromptRow) -> bool:
 
 
 def render_prompt(
-    row: PromptRow, model_input: ModelInput, config: DataConfig, media: type[MediaConventions] = MediaConventions
+    row: PromptRow,
+    model_input: ModelInput,
+    config: DataConfig,
+    media: type[MediaConventions] = MediaConventions,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The prompt as the model's chat template writes it, up to where the answer begins, or the image to be drawn.
 
     One placeholder per image or video, not expanded: what vLLM and MultimodalDataProcessor take. With
     apply_chat_template false it is the row's string as it stands. system_prompt comes first unless the row has its own.
-    media: the conventions of the model's family, which say how an image begins. Raises DataError naming the row, or
-    ConfigError when there is no chat template.
+    media: the conventions of the model's family, which say how an image begins. tools: schemas of what the model may
+    call. Raises DataError naming the row, or ConfigError when there is no chat template.
     """
-    text = _rendered(row, model_input, config)
+    text = _rendered(row, model_input, config, tools)
     return media.begin_drawing(text, model_input, row.source) if row.draw else text
 
 
@@ -490,18 +495,25 @@ def caption_of(row: PromptRow) -> str | None:
     return "".join(part["text"] for part in row.prompt[-1]["content"] if part["type"] == "text")
 
 
-def _rendered(row: PromptRow, model_input: ModelInput, config: DataConfig) -> str:
+def messages_of(row: PromptRow, config: DataConfig) -> list[dict[str, Any]]:
+    """The messages that a prompt is rendered of, the system prompt among them."""
+    messages = [dict(message) for message in row.prompt]
+    if config.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": config.system_prompt}]})
+    return messages
+
+
+def _rendered(row: PromptRow, model_input: ModelInput, config: DataConfig, tools: Sequence[Mapping[str, Any]]) -> str:
     if not config.apply_chat_template:
         return row.prompt
     if model_input.chat_template is None:
         raise ConfigError("the model has no chat template: set --apply_chat_template false and write whole prompts")
-    messages = [dict(message) for message in row.prompt]
-    if config.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
-        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": config.system_prompt}]})
+    messages = messages_of(row, config)
+    arguments = {"tools": list(tools)} if tools else {}
     if not isinstance(model_input, ProcessorMixin):
         messages = [_flat(message, row.source) for message in messages]
     try:
-        return model_input.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return model_input.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **arguments)
     except (TemplateError, ValueError, TypeError) as error:
         text = f"{row.source}: the chat template refuses the prompt: {error}"
         raise DataError(text, "chat template") from error

@@ -31,7 +31,7 @@ from .items import (
     strip_padding,
 )
 from .types import BatchLayout, Experience, ExperienceDiffusion, ExperienceVL
-from .vision import VisionTensors
+from .vision import InParts, VisionTensors, parts_of
 
 T = torch.Tensor
 
@@ -88,9 +88,12 @@ def _encode(value: Any, where: str) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, VisionTensors):
-        distinct = list({id(sample): sample for sample in value.samples}.values())
-        indices = {id(sample): index for index, sample in enumerate(distinct)}
-        order = [indices[id(sample)] for sample in value.samples]
+        distinct = list({id(part): part for part in value.parts}.values())
+        indices = {id(part): index for index, part in enumerate(distinct)}
+        order = [
+            [indices[id(part)] for part in parts_of(sample)] if isinstance(sample, InParts) else indices[id(sample)]
+            for sample in value.samples
+        ]
         return {_VISION: _encode(distinct, where), "samples": order}
     if isinstance(value, dict):
         return {key: _encode(each, f"{where}[{key}]") for key, each in value.items()}
@@ -120,7 +123,10 @@ def _decode(value: Any) -> Any:
             return _open_png(value[_PNG])
         if _VISION in value:
             distinct = _decode(value[_VISION])
-            return VisionTensors(distinct[index] for index in value["samples"])
+            return VisionTensors(
+                InParts(distinct[index] for index in own) if isinstance(own, list) else distinct[own]
+                for own in value["samples"]
+            )
         return {key: _decode(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_decode(each) for each in value)

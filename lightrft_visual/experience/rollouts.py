@@ -29,6 +29,7 @@ class ScoringRule:
     guidance_scale: float = 1.0
 
 
+ENVIRONMENT = "environment"  # the component of the reward that comes from the environment of an episode
 # Settings of the rollout section that have other names than the fields of SamplingSettings.
 CONFIG_NAMES = {"n": "n_samples_per_prompt", "max_new_tokens": "generate_max_len"}
 
@@ -36,6 +37,7 @@ CONFIG_NAMES = {"n": "n_samples_per_prompt", "max_new_tokens": "generate_max_len
 @dataclass(frozen=True)
 class SamplingSettings:
     """How responses are drawn. Lengths in tokens, of text; `first_token_temperature` turns FIRE sampling on.
+    max_episode_tokens: of several responses with what is observed between them.
 
     guidance_scale: of drawn images, 1 for none. guidance_log_probs: whether their tokens' log-probs are those of the
     'guided' distribution that they are drawn from, or of the 'conditional' one, with the prompt alone.
@@ -51,15 +53,22 @@ class SamplingSettings:
     first_token_temperature: float | None = None
     guidance_scale: float = 1.0
     guidance_log_probs: str = "guided"
+    max_episode_tokens: int | None = None
 
     @classmethod
-    def from_config(cls, rollout: Any) -> SamplingSettings:
-        """Those of a run's rollout section: every field from the setting of its name, or of `CONFIG_NAMES`."""
+    def from_config(cls, rollout: Any, max_episode_tokens: int | None = None) -> SamplingSettings:
+        """Those of a run's rollout section: every field from the setting of its name, or of `CONFIG_NAMES`.
+        max_episode_tokens: where responses are episodes."""
         own = {item.name: CONFIG_NAMES.get(item.name, item.name) for item in fields(cls)}
         values = {name: vars(rollout)[setting] for name, setting in own.items() if setting in vars(rollout)}
         if not rollout.use_fire:
             values["first_token_temperature"] = None
-        return cls(**values)
+        return cls(**values, max_episode_tokens=max_episode_tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of everything behind a prompt."""
+        return self.max_new_tokens if self.max_episode_tokens is None else self.max_episode_tokens
 
     @property
     def full_distribution(self) -> bool:
@@ -106,6 +115,7 @@ class PromptBatch:
 
     prompts: strings after the chat template, one placeholder per image. images, videos: a list of sources a prompt.
     captions: what a prompt that asks for an image wants drawn, without the template around it; None says nothing.
+    messages: what the prompts were rendered of, where it is known; empty or P.
     ids (P) long: a number that no other prompt of the run has, the same for any rank count; seeds and groups use it.
     prepared: what was preprocessed of them ahead of time, for one rollout; a selection has none.
     """
@@ -118,6 +128,7 @@ class PromptBatch:
     metadata: list[dict[str, Any]]
     captions: list[str | None]
     ids: T
+    messages: list[list[dict[str, Any]] | None] = field(default_factory=list)
     prepared: list[PromptFeatures] | None = None
 
     def __len__(self) -> int:
@@ -128,7 +139,9 @@ class PromptBatch:
         lists = (
             self.prompts, self.images, self.videos, self.references, self.labels, self.metadata, self.captions
         )  # fmt: skip
-        return PromptBatch(*([column[i] for i in indices] for column in lists), ids=self.ids[indices])
+        messages = [self.messages[i] for i in indices] if self.messages else []
+        own = ([column[i] for i in indices] for column in lists)
+        return PromptBatch(*own, ids=self.ids[indices], messages=messages)
 
     def release_media(self) -> None:
         """Images and videos are not needed here any more."""
@@ -145,6 +158,7 @@ class PromptBatch:
         metadata: list | None = None,
         ids: T | None = None,
         captions: list[str | None] | None = None,
+        messages: list[list[dict[str, Any]] | None] | None = None,
     ) -> PromptBatch:
         """A batch from plain lists; None stands for nothing of the kind. Raises DataError for unequal lengths."""
         count = len(prompts)
@@ -162,6 +176,7 @@ class PromptBatch:
             list(metadata) if metadata is not None else [{} for _ in range(count)],
             list(captions) if captions is not None else [None] * count,
             torch.arange(count) if ids is None else ids,
+            list(messages or ()),
         )
 
 
@@ -176,7 +191,10 @@ class PromptFeatures:
     """One prompt, as engines are asked to continue it; all its rollouts share it by reference.
 
     text: with one placeholder per image or video, never already expanded ones; token_ids: the expanded ids that the
-    trainer will use: an engine's must equal them. images, videos: decoded media, each None once it is let go of;
+    trainer will use: an engine's must equal them. unexpanded: ids with one placeholder a medium, for engines that
+    expand by themselves, in place of the text where that is not what the ids were made of. messages: what was rendered,
+    where it is known. limit: most tokens of the response, where the settings' own limit is larger. images, videos:
+    decoded media, each None once it is let go of;
     vision: what the model reads of them, which an engine that preprocesses by itself leaves aside. seed: fixes the
     sampling of all its responses, whatever else is in the batch. caption: what is to be drawn, where the response is an
     image; None where it is text. continued: tokens of a response that is already begun, which goes on behind them;
@@ -199,6 +217,9 @@ class PromptFeatures:
     copy: int = 0
     variants: list[Variant] = field(default_factory=list)
     loss_part: int = 0
+    messages: list[dict[str, Any]] | None = None
+    unexpanded: list[int] | None = None
+    limit: int | None = None
 
     @property
     def draws(self) -> bool:
@@ -218,10 +239,64 @@ class Variant(NamedTuple):
 
 
 @dataclass
-class Rollout:
-    """One response. `log_probs` are the engine's; reward fields are set once it is scored. image: what was drawn.
+class Turn:
+    """One response of an episode and what the environment made of it. observation: messages with their parts, the media
+    left out; empty behind the last turn. calls: (tool, error or None). info: the environment's own."""
 
-    distorted: it was drawn from noisy copies of the prompt's images, so `log_probs` are not of `prompt`.
+    text: str
+    reward: float = 0.0
+    observation: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[tuple[str, str | None]] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Episode:
+    """Several turns in one rollout, whose tokens run from the first sampled one to the last.
+
+    turn_ids: for each token the turn that sampled it, from 0; -1 for tokens of observations. images, videos, vision: of
+    observations, in the order of their tokens. gamma: discount of a reward by each turn before it. failure: why the
+    environment could not go on; failed: whether the sample teaches nothing for it.
+    """
+
+    turns: list[Turn] = field(default_factory=list)
+    turn_ids: list[int] = field(default_factory=list)
+    images: list = field(default_factory=list)
+    videos: list = field(default_factory=list)
+    vision: list[VisionTensors] = field(default_factory=list)
+    gamma: float = 1.0
+    failure: str | None = None
+    failed: bool = False
+
+    def add_reward(self, rollout: Rollout) -> None:
+        """The environment's share of the score of this episode's rollout, unless it is one of its components already;
+        what others gave is discounted as the last turn is."""
+        own = self.reward
+        if ENVIRONMENT in rollout.components:
+            share = rollout.weights.get(ENVIRONMENT, 1.0) * rollout.components[ENVIRONMENT]
+        else:
+            share, rollout.components[ENVIRONMENT] = own, own
+            rollout.reward += own
+            if rollout.weights:
+                rollout.weights[ENVIRONMENT] = 1.0
+        discount = self.gamma ** max(0, len(self.turns) - 1)
+        rollout.reward = share + discount * (rollout.reward - share)
+        rollout.weights |= {name: w * discount for name, w in rollout.weights.items() if name != ENVIRONMENT}
+        rollout.valid = rollout.valid and not self.failed
+
+    @property
+    def reward(self) -> float:
+        """Of the environment, each turn's discounted by the turns before it."""
+        return sum(self.gamma**number * turn.reward for number, turn in enumerate(self.turns))
+
+
+@dataclass
+class Rollout:
+    """One response, or an episode of several. `log_probs` are the engine's; reward fields are set once it is scored.
+    image: what was drawn.
+
+    distorted: it was drawn from noisy copies of the prompt's images, so `log_probs` are not of `prompt`. episode: of
+    several turns; text is that of the last one then.
     """
 
     prompt: PromptFeatures
@@ -238,6 +313,24 @@ class Rollout:
     image: Any = None
     versions: list[int] | None = None  # of the policy that drew each token; None where all are policy_version
     distorted: bool = False
+    episode: Episode | None = None
+
+    @property
+    def images(self) -> list:
+        """Of the prompt and of observations."""
+        return self.prompt.images if self.episode is None else [*self.prompt.images, *self.episode.images]
+
+    @property
+    def videos(self) -> list:
+        """Of the prompt and of observations."""
+        return self.prompt.videos if self.episode is None else [*self.prompt.videos, *self.episode.videos]
+
+    @property
+    def vision(self) -> VisionTensors:
+        """One sample's: what the model reads of all its images and videos."""
+        if self.episode is None or not self.episode.vision:
+            return self.prompt.vision
+        return VisionTensors.in_order([self.prompt.vision, *self.episode.vision])
 
 
 class Rollouts(list[Rollout]):
@@ -281,6 +374,11 @@ def release_media(rollouts: list[Rollout], shown: set[int]) -> int:
     kept = {id(rollout.prompt) for rollout in rollouts if rollout.sample_id in shown}
     prompts = {id(rollout.prompt): rollout.prompt for rollout in rollouts if id(rollout.prompt) not in kept}
     freed = 0
+    for rollout in rollouts:
+        if rollout.episode is not None and rollout.sample_id not in shown:
+            own = rollout.episode
+            freed += sum(4 * image.width * image.height for image in own.images if image is not None)
+            own.images, own.videos = [None] * len(own.images), [None] * len(own.videos)
     for prompt in prompts.values():
         freed += sum(4 * image.width * image.height for image in prompt.images)  # as Pillow holds colours
         freed += sum(video.frames.nbytes for video in prompt.videos)
@@ -292,13 +390,18 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
     """A padded micro-batch of B rollouts, in order; ExperienceVL for vision models, also without any image.
 
     Log-probs, values and advantages of the trainer are still to come. info: response_length, total_length, truncated,
-    loss_part, distorted (B) float32 and, where the rollouts are scored, reward (B) and
+    loss_part, distorted (B) float32; of episodes turns and turn_gamma (B), turn_ids (A_i) and, where
+    they are scored, turn_rewards (turns) of each sample; and, where the rollouts are scored, reward (B) and
     reward_metrics {name: (B)}, NaN where a component did not apply; reward_weights {name: (B)} where their weighted sum
     is the reward. Vision tensors are referred to, not copied; the images themselves stay behind.
     """
     sequences, attention_mask, action_mask = pad_rollouts(
         [rollout.prompt.token_ids for rollout in rollouts], [rollout.token_ids for rollout in rollouts], pad_id
     )
+    for index, rollout in enumerate(rollouts):
+        if rollout.episode is not None:
+            own = torch.tensor(rollout.episode.turn_ids)
+            action_mask[index, : len(own)] = own >= 0
     info: dict[str, Any] = {
         "response_length": action_mask.sum(dim=1).float(),
         "total_length": attention_mask.sum(dim=1).float(),
@@ -312,7 +415,7 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
         "sequences": sequences,
         "attention_mask": attention_mask,
         "action_mask": action_mask,
-        "info": info | _rewards(rollouts),
+        "info": info | _episodes(rollouts) | _rewards(rollouts),
         "rollout_log_probs": _padded([rollout.log_probs for rollout in rollouts], action_mask, 0.0),
         "token_versions": _padded([rollout.versions for rollout in rollouts], action_mask, -1),
         "group_id": torch.tensor([rollout.prompt.group_id for rollout in rollouts]),
@@ -324,9 +427,9 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
         return Experience(**shared)
     return ExperienceVL(
         **shared,
-        vision=VisionTensors.gather(rollout.prompt.vision for rollout in rollouts),
-        image_counts=torch.tensor([len(rollout.prompt.images) for rollout in rollouts]),
-        video_counts=torch.tensor([len(rollout.prompt.videos) for rollout in rollouts]),
+        vision=VisionTensors.gather(rollout.vision for rollout in rollouts),
+        image_counts=torch.tensor([len(rollout.images) for rollout in rollouts]),
+        video_counts=torch.tensor([len(rollout.videos) for rollout in rollouts]),
     )
 
 
@@ -336,13 +439,33 @@ def add_rewards(batch: Experience | ExperienceVL, rollouts: list[Rollout]) -> No
     batch.valid = torch.tensor([rollout.valid for rollout in rollouts])
 
 
+def _episodes(rollouts: list[Rollout]) -> dict[str, Any]:
+    """turns, turn_gamma (B); turn_ids: of each sample a tensor of its own length."""
+    episodes = [rollout.episode for rollout in rollouts]
+    if all(each is None for each in episodes):
+        return {}
+    found = [Episode([Turn("")], [0] * len(r.token_ids)) if r.episode is None else r.episode for r in rollouts]
+    return {
+        "turns": torch.tensor([float(len(each.turns)) for each in found]),
+        "turn_gamma": torch.tensor([each.gamma for each in found]),
+        "turn_ids": [torch.tensor(each.turn_ids) for each in found],
+    }
+
+
 def _rewards(rollouts: list[Rollout]) -> dict[str, Any]:
     if rollouts[0].reward is None:
         return {}
-    found = {
+    found: dict[str, Any] = {
         "reward": torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         "reward_metrics": _by_name([rollout.components for rollout in rollouts], float("nan")),
     }
+    if any(rollout.episode is not None for rollout in rollouts):
+        found["turn_rewards"] = [
+            torch.tensor([turn.reward * r.weights.get(ENVIRONMENT, 1.0) for turn in r.episode.turns])
+            if r.episode
+            else torch.zeros(1)
+            for r in rollouts
+        ]
     weights = _by_name([rollout.weights for rollout in rollouts], 0.0)
     return found | ({"reward_weights": weights} if weights else {})
 

@@ -6,7 +6,7 @@ into these tensors in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -35,15 +35,49 @@ GRIDS = ("image_grid_thw", "video_grid_thw")
 PER_GRID = {"second_per_grid_ts": ("video_grid_thw", 1.0)}  # one number a row of the grids, and what stands for none
 
 
+class InParts(Mapping[str, T]):
+    """One sample's tensors in parts: those of the prompt, which its group shares, then those of each observation. Read
+    by name they come joined."""
+
+    def __init__(self, parts: Iterable[Named]):
+        self.parts = tuple(parts)
+
+    def __getitem__(self, name: str) -> T:
+        found = VisionTensors(self.parts).get(name)
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for part in self.parts for name in part))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InParts) and values_equal(self.parts, other.parts)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+Sample = dict[str, T] | InParts
+
+
+def parts_of(sample: Sample) -> tuple[Named, ...]:
+    """What a sample is made of: the prompt's tensors, then those of observations."""
+    return sample.parts if isinstance(sample, InParts) else (sample,)
+
+
 class VisionTensors:
     """Vision inputs of B samples.
 
     samples: for each sample its tensors by name, {} without media; in each the rows (first dimension) follow the order
-    of its media. The dicts are shared by reference and never changed. A batch that came with all rows already joined is
-    a single entry for all its samples, until `shared_out` says whose they are.
+    of its media. The dicts are shared by reference and never changed; an episode's are several (`InParts`). A batch
+    that came with all rows already joined is a single entry for all its samples, until `shared_out` says whose they
+    are.
     """
 
-    def __init__(self, samples: Iterable[Named] = ({},)):
+    def __init__(self, samples: Iterable[Sample] = ({},)):
         self.samples = list(samples)
 
     @classmethod
@@ -55,6 +89,16 @@ class VisionTensors:
     def gather(cls, parts: Iterable[VisionTensors]) -> VisionTensors:
         """All samples of all parts behind each other, by reference."""
         return cls(sample for part in parts for sample in part.samples)
+
+    @classmethod
+    def in_order(cls, parts: Sequence[VisionTensors]) -> VisionTensors:
+        """One sample of a prompt's tensors and of those behind it, in their order."""
+        return cls([InParts(each for part in parts for sample in part.samples for each in parts_of(sample))])
+
+    @property
+    def parts(self) -> list[Named]:
+        """Of all samples behind each other."""
+        return [part for sample in self.samples for part in parts_of(sample)]
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -72,17 +116,18 @@ class VisionTensors:
     @property
     def names(self) -> list[str]:
         """Names that any sample has."""
-        return list(dict.fromkeys(name for sample in self.samples for name in sample))
+        return list(dict.fromkeys(name for part in self.parts for name in part))
 
     def has_any(self, name: str) -> bool:
         """Whether any sample has something under the name."""
-        return any(len(sample.get(name, ())) > 0 for sample in self.samples)
+        return any(len(part.get(name, ())) > 0 for part in self.parts)
 
     def get(self, name: str) -> T | None:
         """The rows of all samples behind each other; None where no sample has the name."""
-        parts = [sample[name] for sample in self.samples if name in sample]
+        own = self.parts
+        parts = [part[name] for part in own if name in part]
         if name in PER_GRID and parts:
-            parts = _filled(self.samples, name, parts[0])
+            parts = _filled(own, name, parts[0])
         return (parts[0] if len(parts) == 1 else torch.cat(parts)) if parts else None
 
     def joined(self) -> Named:
@@ -97,12 +142,21 @@ class VisionTensors:
     def map(self, function: Callable[[T], T]) -> VisionTensors:
         """`function` applied once to each distinct tensor; what samples share they share afterwards."""
         made: dict[int, Any] = {}
-        for sample in self.samples:
-            for value in sample.values():
+        for part in self.parts:
+            for value in part.values():
                 if id(value) not in made:
                     made[id(value)] = function(value)
+            if id(part) not in made:
+                made[id(part)] = {name: made[id(value)] for name, value in part.items()}
+        return self.with_parts({id(part): made[id(part)] for part in self.parts})
+
+    def with_parts(self, others: Mapping[int, Named]) -> VisionTensors:
+        """The same samples of other parts, by the ids of their own; samples that are one stay one."""
+        made: dict[int, Sample] = {}
+        for sample in self.samples:
             if id(sample) not in made:
-                made[id(sample)] = {name: made[id(value)] for name, value in sample.items()}
+                own = [others[id(part)] for part in parts_of(sample)]
+                made[id(sample)] = InParts(own) if isinstance(sample, InParts) else own[0]
         return VisionTensors(made[id(sample)] for sample in self.samples)
 
     def to(self, device: torch.device | str) -> VisionTensors:
@@ -111,7 +165,7 @@ class VisionTensors:
 
     def nbytes(self) -> int:
         """Bytes of the distinct storages that are held."""
-        storages = [value.untyped_storage() for sample in self.samples for value in sample.values()]
+        storages = [value.untyped_storage() for part in self.parts for value in part.values()]
         return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
     def count(self, kind: str) -> int:
@@ -121,7 +175,7 @@ class VisionTensors:
         owner = self.get(pixels) if grids is None else grids
         return 0 if owner is None else len(owner)
 
-    def shared_out(self, size: int, counts: dict[str, Sequence[int] | None]) -> list[Named]:
+    def shared_out(self, size: int, counts: dict[str, Sequence[int] | None]) -> list[Sample]:
         """The tensors of each of `size` samples.
 
         counts: images and videos of each sample, read where the rows came joined: by the grids' rows, else one row a
@@ -172,12 +226,13 @@ def shown(name: str) -> str:
     return _SHOWN.get(name, name)
 
 
-def check_alike(samples: Sequence[Named]) -> None:
+def check_alike(samples: Sequence[Sample]) -> None:
     """Raise DataError, naming sample and field, where a sample contradicts itself, or cannot be joined to others."""
     first: Named = {}
-    for index, sample in enumerate(samples):
-        for name, value in sample.items():
-            _check_lengths(sample, name, index)
+    parts = [(index, part) for index, sample in enumerate(samples) for part in parts_of(sample)]
+    for index, part in parts:
+        for name, value in part.items():
+            _check_lengths(part, name, index)
             like = first.setdefault(name, value)
             if value.shape[1:] != like.shape[1:] or value.dtype != like.dtype:
                 raise DataError(
@@ -185,7 +240,7 @@ def check_alike(samples: Sequence[Named]) -> None:
                     f"{like.dtype} {tuple(like.shape)}"
                 )
     for name, grids in PATCHES.items():
-        gridless = any(len(sample.get(name, ())) and grids not in sample for sample in samples)
+        gridless = any(len(part.get(name, ())) and grids not in part for _, part in parts)
         if gridless and grids in first:
             raise DataError(f"{name}: some samples have {shown(grids)} and others have {name} without them")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,14 @@ T = torch.Tensor
 
 @dataclass
 class Checkpoint:
-    """A checkpoint's small parts: everything but the weights. processor is None for text-only models."""
+    """A checkpoint's small parts: everything but the weights. processor is None for text-only models. tools: schemas
+    that the run's prompts show the model."""
 
     path: str
     config: Any
     tokenizer: PreTrainedTokenizerBase
     processor: Any
+    tools: Sequence[dict[str, Any]] = ()
 
     @property
     def family(self) -> VLMFamily:

@@ -17,7 +17,7 @@ import torch
 
 from ..data.media import Video
 from ..errors import RewardError
-from ..experience.rollouts import Rollout
+from ..experience.rollouts import Episode, Rollout
 from ..experience.types import Samples, SamplesVL
 from ..experience.vision import VisionTensors
 from ..runtime.usercode.calls import AsRewardError, Failed, ScoringFailed
@@ -48,6 +48,7 @@ class RewardBatch:
     part of the prompt.
     vision: what the policy reads of each sample's prompt images and videos; empty of media.
     source_images: what a generated one was made from, in order: images to edit, a first frame; empty without any.
+    episodes: of samples of several turns, whose response is the last one; empty without any.
     sequence_tokens and completion_tokens: (S_i) and (A_i) long without padding, empty for media.
     """
 
@@ -64,6 +65,7 @@ class RewardBatch:
     completion_tokens: list[T] = field(default_factory=list)
     source_images: list[list[Any]] = field(default_factory=list)
     vision: list[VisionTensors] = field(default_factory=list)
+    episodes: list[Episode | None] = field(default_factory=list)
     generated: bool = False
     step: int = 0  # updates of the policy that made them
 
@@ -103,6 +105,8 @@ class RewardBatch:
         """All samples of several batches, in order; all of one kind (generated or not)."""
         lists = [name for name, values in vars(batches[0]).items() if isinstance(values, list)]
         merged = {name: [value for batch in batches for value in getattr(batch, name)] for name in lists}
+        if merged["episodes"]:
+            merged["episodes"] = [each for batch in batches for each in batch.episodes or [None] * len(batch)]
         if merged["source_images"]:  # of some batches: the others' samples have none
             merged["source_images"] = [
                 sample for batch in batches for sample in batch.source_images or [[] for _ in range(len(batch))]
@@ -154,7 +158,8 @@ def batch_from_rollouts(rollouts: Sequence[Rollout]) -> RewardBatch:
         group_ids=[prompt.group_id for prompt in prompts],
         sequence_tokens=[torch.tensor(rollout.prompt.token_ids + rollout.token_ids) for rollout in rollouts],
         completion_tokens=[torch.tensor(rollout.token_ids, dtype=torch.long) for rollout in rollouts],
-        vision=[prompt.vision for prompt in prompts],
+        vision=[rollout.vision for rollout in rollouts],
+        episodes=[rollout.episode for rollout in rollouts] if any(rollout.episode for rollout in rollouts) else [],
         step=max((rollout.policy_version for rollout in rollouts), default=0),
     )
 

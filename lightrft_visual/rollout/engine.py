@@ -26,6 +26,7 @@ class RolloutEngine(Protocol):
     shares_weights: it samples from the trainer's own parameters, not from a copy that `update_weights` replaces.
     lacks_weights: it slept without them, and must be given new ones before it generates. streams: whether `generate`
     takes a third argument, which it calls with the number of each prompt and its completions once they are finished.
+    in_step: whether ranks call `generate` together, and equally often; default: each when it likes.
     """
 
     shares_weights: bool

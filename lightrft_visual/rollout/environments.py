@@ -95,17 +95,21 @@ class Environment:
 @dataclass
 class Observation:
     """Messages {"role", "content": [parts]} with parts {"type": "text", "text"}, {"type": "image"}, {"type": "video"},
-    and the sources of images and videos in the order of their parts."""
+    and the sources of images and videos in the order of their parts. whole: it came as messages."""
 
     messages: list[Message]
     images: list[Any] = field(default_factory=list)
     videos: list[Any] = field(default_factory=list)
+    whole: bool = False
 
     @classmethod
     def of(cls, value: Any, role: str = "user") -> Observation:
         """In one form, whatever an environment gave; role: of what comes without one. Raises EnvironmentFailure."""
-        found = cls([])
-        for message in _messages(value, role):
+        if isinstance(value, cls):
+            return value
+        given = _messages(value)
+        found = cls([], whole=given is not None)
+        for message in given or [{"role": role, "content": value}]:
             parts = [found._part(part) for part in _parts(message["content"])]
             found.messages.append({"role": message["role"], "content": parts})
         return found
@@ -138,12 +142,13 @@ class Observation:
         )
 
 
-def _messages(value: Any, role: str) -> Sequence[Mapping[str, Any]]:
+def _messages(value: Any) -> Sequence[Mapping[str, Any]] | None:
+    """Those that it is; None where it is something else."""
     if isinstance(value, Mapping) and "role" in value:
         value = [value]
     listed = isinstance(value, (list, tuple)) and not isinstance(value, Video)
     if not listed or not any(isinstance(each, Mapping) and "role" in each for each in value):
-        return [{"role": role, "content": value}]
+        return None
     for number, message in enumerate(value):
         if not isinstance(message, Mapping) or message.get("role") not in ROLES or message.get("content") is None:
             raise EnvironmentFailure(

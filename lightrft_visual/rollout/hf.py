@@ -37,6 +37,11 @@ class _Sample:
     prompt: PromptFeatures
     copy: int
 
+    def most(self, settings: SamplingSettings) -> int:
+        """Tokens of the text."""
+        limit = self.prompt.limit
+        return settings.max_new_tokens if limit is None else min(limit, settings.max_new_tokens)
+
 
 class TransformersEngine:
     """The rollout engine over an `Actor`, plain or prepared for training.
@@ -127,7 +132,7 @@ class TransformersEngine:
         """Sample the responses of one micro-batch. No rows: keep the other ranks company."""
         actor = self.actor
         device = actor.banned_ids.device
-        longest = [actor.drawing.tokens if each.prompt.draws else settings.max_new_tokens for each in samples]
+        longest = [actor.drawing.tokens if each.prompt.draws else each.most(settings) for each in samples]
         lengths = torch.tensor(longest or [0], device=device)
         limit = self._most(int(lengths.max()))
         choice = Choice.of(actor, [sample.prompt.draws for sample in samples] or [False], settings)
@@ -185,9 +190,9 @@ class TransformersEngine:
     def _completion(self, sample: _Sample, drawn: T, scores: T, settings: SamplingSettings, image: Any) -> Completion:
         if sample.prompt.draws:
             return self._drawn(sample, drawn, scores, settings, image)
-        ends = torch.isin(drawn, self.actor.eos_ids.cpu()).nonzero()
-        truncated = not len(ends) or int(ends[0]) >= settings.max_new_tokens
-        length = min(len(drawn), settings.max_new_tokens) if truncated else int(ends[0]) + 1
+        ends, most = torch.isin(drawn, self.actor.eos_ids.cpu()).nonzero(), sample.most(settings)
+        truncated = not len(ends) or int(ends[0]) >= most
+        length = min(len(drawn), most) if truncated else int(ends[0]) + 1
         ids = drawn[:length].tolist()
         shown = ids if truncated else ids[:-1]
         return Completion(

@@ -124,6 +124,7 @@ class MultimodalDataProcessor:
                 vision=vision[i],
                 caption=captions[i],
                 loss_part=int(captions[i] is not None),
+                messages=batch.messages[i] if batch.messages else None,
             )
             for i in range(len(batch))
         ]
@@ -139,6 +140,32 @@ class MultimodalDataProcessor:
             for number, ids, tensors in zip(chosen, token_ids, vision)
         }
         return [changed.get(number, prompt) for number, prompt in enumerate(prompts)]
+
+    def difference(
+        self, text: str, images: Sequence[Any], videos: Sequence[Any], what: str
+    ) -> tuple[list[int], list[int], list[Image], list[Video], VisionTensors]:
+        """What a conversation grows by.
+
+        Args:
+            text: behind what is there, with one placeholder a medium; no special token is put around it.
+            images, videos: sources in the order of the placeholders.
+            what: it is, for messages.
+
+        Returns:
+            Expanded ids, ids with one placeholder a medium, decoded images and videos, and what the model reads of
+            them.
+
+        Raises:
+            DataError: for media that cannot be used, or other ones than the text has placeholders for.
+        """
+        (loaded,), (clips,) = self._load([list(images)], None, "image"), self._load([list(videos)], None, "video")
+        self.family.check_prompt(text, len(loaded), len(clips), self.processor or self.tokenizer, what)
+        plain = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not loaded and not clips:
+            return plain, plain, [], [], VisionTensors()
+        output = self._call([text], [loaded], [clips], range(1), add_special_tokens=False)
+        (vision,) = self.family.read(output, [len(loaded)], [len(clips)])
+        return list(output["input_ids"][0]), plain, loaded, clips, vision
 
     def _caption(self, batch: PromptBatch, index: int) -> str | None:
         prompt = batch.prompts[index]
@@ -203,11 +230,14 @@ class MultimodalDataProcessor:
                 made = 0
         return token_ids, vision
 
-    def _call(self, prompts: list[str], images: list[list], videos: list[list], part: range) -> Mapping[str, Any]:
+    def _call(
+        self, prompts: list[str], images: list[list], videos: list[list], part: range, **extra: Any
+    ) -> Mapping[str, Any]:
         media = [item for i in part for item in images[i]], [item for i in part for item in videos[i]]
         try:
             with self._turn:
-                output = self.processor(text=[prompts[i] for i in part], **self.family.media_arguments(*media))
+                arguments = self.family.media_arguments(*media) | extra
+                output = self.processor(text=[prompts[i] for i in part], **arguments)
         except Exception as error:  # processors raise every kind of exception; which prompt is it?
             if len(part) == 1:
                 sizes = [describe_source(image) for image in images[part[0]]]

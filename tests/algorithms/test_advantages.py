@@ -54,6 +54,43 @@ class TestOverTime:
         torch.testing.assert_close(advantages, torch.tensor([[first, second, third]]))
         torch.testing.assert_close(returns, advantages + values)
 
+    def test_gae_over_turns_by_hand(self):
+        """Two turns of two and one tokens, two tokens of an observation between them that hold garbage."""
+        mask = torch.tensor([[True, True, False, False, True]])
+        values = torch.tensor([[1.0, 2.0, math.nan, 9.0, 3.0]])
+        batch = experience([0], width=5, values=values)
+        batch.action_mask = mask
+        batch.info = {
+            "turn_ids": [torch.tensor([0, 0, -1, -1, 1])],
+            "turn_gamma": torch.tensor([0.5]),
+            "turn_rewards": [torch.tensor([1.0, 4.0])],
+        }
+        given = torch.tensor([1.0 + 0.5 * 4.0 + 0.5 * 6.0])  # of both turns, and 6 of a reward function at the end
+        assign_advantages(
+            get_advantage_calculator("gae", AlgorithmConfig(init_kl_coef=0.0)),
+            [batch], given, 0.0, {"gamma": 0.9, "lambd": 0.8, "max_new_tokens": 9},
+        )  # fmt: skip
+        third = 10.0 - 3.0
+        second = 1.0 + 0.45 * 3.0 - 2.0 + 0.45 * 0.8 * third
+        first = 0.9 * 2.0 - 1.0 + 0.9 * 0.8 * second
+        torch.testing.assert_close(batch.advantages, torch.tensor([[first, second, 0.0, 0.0, third]]))
+        torch.testing.assert_close(batch.returns[mask], torch.tensor([first + 1.0, second + 2.0, third + 3.0]))
+
+    def test_turns_without_discount_change_grouped_estimators_in_nothing(self):
+        plain, turns = (experience([0, 0, 1, 1], lengths=[4, 3, 2, 4]) for _ in range(2))
+        turns.info = {
+            "turn_ids": [torch.tensor([0, 0, -1, 1]), torch.tensor([0, 1, 1]), torch.tensor([0, 0]), torch.arange(4)],
+            "turn_gamma": torch.ones(4),
+            "turn_rewards": [torch.ones(2), torch.ones(2), torch.ones(1), torch.ones(4)],
+        }
+        turns.action_mask = turns.action_mask.clone()
+        turns.action_mask[0, 2] = False
+        rewards = torch.tensor([1.0, 0.0, 3.0, 4.0])
+        for batch in (plain, turns):
+            assign_advantages(get_advantage_calculator("group_norm", AlgorithmConfig()), [batch], rewards, 0.0, KWARGS)
+        kept = turns.action_mask
+        assert torch.equal(plain.advantages[kept], turns.advantages[kept]) and not turns.advantages[~kept].any()
+
     def test_gae_with_lambda_one_is_the_return_minus_the_value(self):
         make = torch.Generator().manual_seed(0)
         values, rewards = torch.randn(3, 6, generator=make), torch.randn(3, 6, generator=make)

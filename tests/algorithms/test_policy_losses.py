@@ -61,6 +61,40 @@ def random_inputs(rows=8, length=6, seed=0, scale=0.3):
     )
 
 
+@pytest.mark.parametrize("mode", registry.aggregations.names())
+@pytest.mark.parametrize("name", registry.policy_losses.names())
+def test_tokens_of_observations_between_others_change_nothing_whatever_they_hold(name, mode):
+    """The loss of samples with holes is that of the same samples without the columns of the holes."""
+    terms = {"entropy_coef": 0.1, "papo_coef": 0.1, "use_kl_loss": True, "init_kl_coef": 0.1, "tis_mode": "token"}
+    terms["kl_estimator"] = "k3"
+    config = AlgorithmConfig(policy_loss=name, loss_agg_mode=mode, **terms)
+    inputs = random_inputs()
+    wanted = policy_loss(inputs, config, global_denominators([inputs.action_mask], 9))
+    wanted.loss.backward()
+    wider = torch.tensor([0, 1, 3, 5, 6, 7])  # two holes behind the second token, one behind the third
+
+    def widened(value, fill):
+        made = torch.full((len(value), 8), fill, dtype=value.dtype)
+        made[:, wider] = value.detach()
+        return made
+
+    masks = ("action_mask", "policy_mask")
+    for junk in (math.nan, math.inf, -1e30):
+        own = {
+            each.name: widened(getattr(inputs, each.name), False if each.name in masks else junk)
+            for each in fields(inputs)
+            if each.name != "extra"
+        }
+        holes = LossInputs(**own, extra={key: widened(value, junk) for key, value in inputs.extra.items()})
+        holes.log_probs.requires_grad_()
+        found = policy_loss(holes, config, global_denominators([holes.action_mask], 9))
+        found.loss.backward()
+        torch.testing.assert_close(found.loss, wanted.loss)
+        torch.testing.assert_close(holes.log_probs.grad[:, wider], inputs.log_probs.grad)
+        for key, value in wanted.metrics.items():
+            torch.testing.assert_close(found.metrics[key], value, msg=key)
+
+
 def rows_of(inputs, part):
     own = {field.name: getattr(inputs, field.name)[part] for field in fields(inputs) if field.name != "extra"}
     return LossInputs(**own, extra={name: tensor[part] for name, tensor in inputs.extra.items()})

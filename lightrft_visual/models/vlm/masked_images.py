@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from ...experience.types import ModelInputs
-from ...experience.vision import PATCHES, Named, VisionTensors
+from ...experience.vision import PATCHES, Named, VisionTensors, parts_of
 from ...runtime.seeding import derive_seed
 from .actor import ActorOutput
 
@@ -27,12 +27,16 @@ def hide_patches(vision: VisionTensors, share: float, seeds: Sequence[int]) -> V
     """
     made: dict[int, Named] = {}
     for sample, seed in zip(vision.samples, seeds, strict=True):
-        if id(sample) not in made:
-            made[id(sample)] = {
-                name: _hidden(value, share, derive_seed(seed, "hidden patches", name)) if name in PATCHES else value
-                for name, value in sample.items()
-            }
-    return VisionTensors(made[id(sample)] for sample in vision.samples)
+        for number, part in enumerate(parts_of(sample)):
+            behind = (number,) if number else ()  # what a group shares is hidden alike
+            if id(part) not in made:
+                made[id(part)] = {
+                    name: _hidden(value, share, derive_seed(seed, "hidden patches", name, *behind))
+                    if name in PATCHES
+                    else value
+                    for name, value in part.items()
+                }
+    return vision.with_parts(made)
 
 
 def _hidden(pixels: T, share: float, seed: int) -> T:

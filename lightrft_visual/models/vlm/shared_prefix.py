@@ -18,7 +18,7 @@ import torch.nn as nn
 from ...errors import ConfigError
 from ...experience.fields import values_equal
 from ...experience.types import ModelInputs
-from ...experience.vision import Named, VisionTensors
+from ...experience.vision import InParts, Sample, VisionTensors, parts_of
 from ...runtime.sequence import SequenceGroup
 
 T = torch.Tensor
@@ -39,7 +39,8 @@ class SharedSequence:
 
     columns: (tokens of the row) long, the place of each of them in the flattened (rows * S) inputs. indices: (rows * S)
     long, the inverse: where in the row the hidden state of each token is (0 for padding). lengths, continues: as in
-    `Segments`. vision: of each different prompt. saved: tokens of the samples that the row does without.
+    `Segments`. vision: of each different prompt, with what stands behind it. saved: tokens of the samples that the row
+    does without.
     """
 
     columns: T
@@ -53,7 +54,7 @@ class SharedSequence:
     def of(cls, inputs: ModelInputs) -> SharedSequence | None:
         """The row of a batch; None where no two samples share a prompt, or nobody says so.
 
-        Samples share one when they have the same group id, the same prompt tokens and the same media.
+        Samples share one when they have the same group id, the same prompt tokens and the same media in the prompt.
         """
         if inputs.group_ids is None:
             return None
@@ -74,7 +75,7 @@ class SharedSequence:
             indices=indices.to(device),
             lengths=lengths,
             continues=continues,
-            vision=VisionTensors([vision[members[0]] for members in groups]),
+            vision=VisionTensors([_media_in_order([vision[index] for index in members]) for members in groups]),
             saved=sum(each.stop - each.start for each in samples) - len(columns),
         )
 
@@ -124,6 +125,12 @@ def _laid_out(groups: list[list[_Sample]], size: int) -> tuple[T, T, list[int], 
     return torch.cat(columns), indices, lengths, continues
 
 
+def _media_in_order(members: list[Sample]) -> Sample:
+    """The media of a prompt once, then those of each completion, in the order of the row."""
+    prompt, behind = parts_of(members[0])[0], [part for each in members for part in parts_of(each)[1:]]
+    return InParts([prompt, *behind]) if behind else prompt
+
+
 def _samples(inputs: ModelInputs) -> list[_Sample] | None:
     """Every sample's tokens; None where one has masked tokens between others, or no prompt."""
     mask, samples = inputs.attention_mask.cpu() != 0, []
@@ -140,15 +147,17 @@ def _samples(inputs: ModelInputs) -> list[_Sample] | None:
     return samples
 
 
-def _groups(ids: list[int], samples: list[_Sample], tokens: T, vision: list[Named]) -> list[list[int]]:
-    """Indices of the samples of each different prompt, in the order of their first ones."""
+def _groups(ids: list[int], samples: list[_Sample], tokens: T, vision: list[Sample]) -> list[list[int]]:
+    """Indices of the samples of each different prompt, in the order of their first ones. Media behind a prompt may
+    differ."""
     found: dict[tuple, list[list[int]]] = {}
     order: list[list[int]] = []
     for index, (group, sample) in enumerate(zip(ids, samples)):
         alike = found.setdefault((group, tokens[sample.start : sample.middle].numpy().tobytes()), [])
-        own = vision[index]
+        own = parts_of(vision[index])[0]
         for members in alike if group >= 0 else ():
-            if vision[members[0]] is own or values_equal(vision[members[0]], own):
+            other = parts_of(vision[members[0]])[0]
+            if other is own or values_equal(other, own):
                 members.append(index)
                 break
         else:

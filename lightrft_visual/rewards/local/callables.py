@@ -21,6 +21,7 @@ from PIL import Image
 
 from ...config import registry
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
+from ...experience.rollouts import Episode
 from ...runtime.usercode.calls import (
     LOG_EXTRA,
     LOG_METRIC,
@@ -259,6 +260,12 @@ def _videos(batch: RewardBatch) -> list[Any]:
     return [sample[0] if sample else None for sample in batch.videos] if batch.generated else batch.videos
 
 
+def turns_of(episode: Episode | None) -> list[dict[str, Any]]:
+    """The turns of an episode in plain values, without its media."""
+    told = ("text", "reward", "observation", "calls")
+    return [{name: getattr(turn, name) for name in told} for turn in episode.turns] if episode else []
+
+
 INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
     "queries": lambda batch: batch.queries,
     "prompts": lambda batch: batch.prompts,
@@ -276,9 +283,11 @@ INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
     "metadata": lambda batch: batch.metadata,
     "ids": lambda batch: batch.ids,
     "group_ids": lambda batch: batch.group_ids,
+    "turns": lambda batch: [turns_of(episode) for episode in batch.episodes] or [[] for _ in range(len(batch))],
+    "environment_rewards": lambda batch: [e.reward if e else 0.0 for e in batch.episodes] or [0.0] * len(batch),
 }
 # Given to a signature that names them, not to **kwargs; source images also to **kwargs where there are some.
-ON_DEMAND = ("frames", "labels_or_references", "prompt", "source_images")
+ON_DEMAND = ("frames", "labels_or_references", "prompt", "source_images", "turns", "environment_rewards")
 # Dataset columns that the loader reads as prompt, label or reference, under the names that functions ask for.
 FALLBACKS: dict[str, Callable[[RewardBatch], Any]] = {
     "prompt": lambda batch: batch.prompts,

@@ -83,7 +83,7 @@ class VLLMSettings:
         rollout, data = config.rollout, config.data
         samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt // collectives.world_size()
         sequences = most_sequences(rollout, samples)
-        length, width = rollout.prompt_max_len + rollout.generate_max_len, 2 if config.model.bf16 else 4
+        length, width = rollout.prompt_max_len + config.response_max_len, 2 if config.model.bf16 else 4
         return cls(
             model=checkpoint.path,
             max_model_len=length,

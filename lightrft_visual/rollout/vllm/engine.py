@@ -61,6 +61,11 @@ class VLLMEngine:
         """The engine of a run; the actor's weights come by `update_weights`."""
         return cls(VLLMSettings.from_config(config, checkpoint))
 
+    @property
+    def in_step(self) -> bool:
+        """Whether ranks are one engine, and call `generate` together."""
+        return self.sharing.group is not None
+
     def _build(self):
         # Imported late: vLLM detects its platform and reads the environment at import.
         with importing():
@@ -94,7 +99,7 @@ class VLLMEngine:
         if self.sharing.group is not None:
             prompts, own = self.sharing.share(prompts)
         entries = [self._entry(prompt) for prompt in prompts]
-        params = [self._params(settings, _stream(prompt)) for prompt in prompts]
+        params = [self._params(settings, _stream(prompt), prompt.limit) for prompt in prompts]
         if not entries:
             return []
         first = self.llm.request_counter.counter + own.start
@@ -126,14 +131,16 @@ class VLLMEngine:
 
     def _entry(self, prompt: PromptFeatures) -> dict[str, Any]:
         entry: dict[str, Any] = {"prompt": prompt.text}
-        if prompt.continued:
+        if prompt.unexpanded is not None:
+            entry = {"prompt_token_ids": list(prompt.unexpanded)}
+        elif prompt.continued:
             entry = {"prompt_token_ids": self.tokenizer(prompt.text).input_ids + prompt.continued}
         media = {name: items for name, items in (("image", prompt.images), ("video", prompt.videos)) if items}
         if media:
             entry["multi_modal_data"] = media
         return entry
 
-    def _params(self, settings: SamplingSettings, seed: int):
+    def _params(self, settings: SamplingSettings, seed: int, limit: int | None = None):
         from vllm import SamplingParams
 
         extra_args = None
@@ -144,7 +151,7 @@ class VLLMEngine:
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
-            max_tokens=settings.max_new_tokens,
+            max_tokens=settings.max_new_tokens if limit is None else min(limit, settings.max_new_tokens),
             min_tokens=settings.eos_banned_tokens,
             seed=None if settings.greedy else seed,
             logprobs=0,

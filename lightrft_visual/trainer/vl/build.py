@@ -55,6 +55,7 @@ from ..run_state import (
     start_strategy,
     synchronize,
 )
+from .episodes import episode_stage, with_environment_reward, with_tools
 from .evaluation import Evaluation
 from .maker import ExperienceMaker, MakerSettings, build_maker, log_probs_of
 from .parts import PromptSource, VLParts, asked_once, prompt_batch
@@ -69,7 +70,7 @@ def build_parts(config: RunConfig) -> VLParts:
 
     Raises ConfigError or DataError before any model is loaded for whatever can be known by then.
     """
-    config = with_reward(config)
+    config = with_environment_reward(with_reward(config))
     check_reward_config(config.reward)
     strategy = start_strategy(config)
     _check_ranks(config)
@@ -218,6 +219,7 @@ def open_model(config: C) -> tuple[C, Checkpoint]:
 def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     """As `open_model`, with what the model and the engine cannot do refused."""
     config, checkpoint = open_model(config)
+    checkpoint = with_tools(config, checkpoint)
     check_abilities(config, checkpoint)
     _resolve_sharing(config, checkpoint)
     check_engine(config, checkpoint)
@@ -279,6 +281,7 @@ def _datasets(config: RunConfig, checkpoint: Checkpoint) -> tuple[PromptDataset,
     labels = scored_labels(config.reward) if config.data.on_bad_row == "skip" else None
     length = rollout.prompt_max_len
     checks = RowChecks(limits=rollout, model_input=renderer, prompt_max_len=length, media=family, labels=labels)
+    checks = replace(checks, tools=checkpoint.tools)
     dataset = PromptDataset.for_training(config.data, checks)
     dataset.check_draw_column()
     if config.data.eval_data is None or config.data.max_eval_samples == 0:
@@ -410,7 +413,7 @@ def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpo
 
 def prove(config: RunConfig | SFTRunConfig, actor: Actor, checkpoint: Checkpoint, model: dict[str, Any]) -> None:
     """Say that an adapter which no test has proven runs this model right. Raises ConfigError where it does not."""
-    proven = prove_family(actor, checkpoint, config.rollout.prompt_max_len + config.rollout.generate_max_len, model)
+    proven = prove_family(actor, checkpoint, config.rollout.prompt_max_len + config.response_max_len, model)
     if proven:
         log_stage(proven)
 
@@ -432,7 +435,7 @@ def _loss_parts(config: RunConfig, actor: TrainEngine) -> list[PartSettings]:
             f"max_tokens_per_batch {budget} is less than a drawing may have: prompt_max_len + the {tokens or 0} "
             f"tokens of an image = {longest}"
         )
-    return parts_of_loss(config.algorithm, config.rollout.generate_max_len, tokens)
+    return parts_of_loss(config.algorithm, config.response_max_len, tokens)
 
 
 def _prompts(
@@ -457,13 +460,17 @@ def _resampling(config: RunConfig, maker: ExperienceMaker, prompts: PromptSource
     return ResamplingMaker(maker, tries, prompts.next_again, config.algorithm.estimator.components)
 
 
+def _sampling(config: RunConfig) -> SamplingSettings:
+    return SamplingSettings.from_config(config.rollout, config.response_max_len if config.episodes.used else None)
+
+
 def _maker(config, strategy, checkpoint, models, engine, rewards, timer, hooks) -> ExperienceMaker:
     actor, critic, reference, teacher = models
     actor, critic = (None if each is None else own_scores(each, strategy.sequence) for each in (actor, critic))
     rollout, data = config.rollout, config.data
     settings = MakerSettings(
         engine=engine,
-        sampling=SamplingSettings.from_config(config.rollout),
+        sampling=_sampling(config),
         algorithm=config.algorithm,
         micro_batch_size=rollout.micro_rollout_batch_size,
         run_seed=config.train.seed,
@@ -480,6 +487,7 @@ def _maker(config, strategy, checkpoint, models, engine, rewards, timer, hooks) 
         timer=timer,
         other_scores={} if teacher is None else {"teacher_log_probs": teacher},
         hooks=hooks,
+        stage=episode_stage(config, checkpoint),
     )
     return build_maker(
         actor, critic, reference, checkpoint.tokenizer, get_kl_controller(config.algorithm), strategy.device, settings,
@@ -492,7 +500,7 @@ def _evaluation(config, maker, eval_set, checkpoint, gold) -> Evaluation | None:
         return None
     prompts = prompt_batch(list(eval_set), checkpoint, config.data, torch.arange(len(eval_set)))
     sampling = replace(
-        SamplingSettings.from_config(config.rollout),
+        _sampling(config),
         n=config.output.eval_samples_per_prompt,
         first_token_temperature=None,
     )

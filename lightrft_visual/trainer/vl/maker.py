@@ -57,6 +57,8 @@ class RewardStage:
             rollout.reward, rollout.valid = scores[index], valid[index]
             rollout.components = {name: values[index] for name, values in components.items()}
             rollout.weights = {name: values[index] for name, values in weights.items()}
+            if rollout.episode is not None:
+                rollout.episode.add_reward(rollout)
         rollouts.settle(output.counts)
 
 
@@ -196,6 +198,7 @@ class MakerSettings:
             them before.
         other_scores: fields of the experience and the functions of (inputs, rule) that score them, as a reference is
             asked: what a loss term or an estimator needs of other models.
+        stage: of (engine, data processor, run seed) to what generates.
         keep_images: experiences carry the prompts' images (`raw_images`), also into the replay buffer.
         hooks: what follows a step.
     """
@@ -211,6 +214,7 @@ class MakerSettings:
     weights_follow: bool = False
     score_policy: bool = True
     other_scores: Mapping[str, Callable[..., T]] = field(default_factory=dict)
+    stage: Callable[..., RolloutStage] = RolloutStage
     keep_images: bool = False
     hooks: Hooks = field(default_factory=Hooks)
 
@@ -305,7 +309,7 @@ class ExperienceMaker:
             if self.settings.keep_images and isinstance(experience, ExperienceVL):
                 experience.raw_images = [list(rollout.prompt.images) for rollout in part]
         rewards = [each.info["reward"] for each in experiences]
-        arguments = estimator | {"max_new_tokens": rollouts.sampling.max_new_tokens}
+        arguments = estimator | {"max_new_tokens": rollouts.sampling.most_tokens}
         made = assign_advantages(self.calculator, experiences, rewards, self.kl_controller.value, arguments)
         return StepData(made, rollouts)
 
@@ -378,7 +382,7 @@ def build_maker(
         settings.other_scores,
     )  # fmt: skip
     return ExperienceMaker(
-        RolloutStage(settings.engine, settings.data_processor, settings.run_seed),
+        settings.stage(settings.engine, settings.data_processor, settings.run_seed),
         RewardStage(settings.rewards, settings.micro_batch_size),
         forward,
         get_advantage_calculator(algorithm.advantage_estimator, algorithm),

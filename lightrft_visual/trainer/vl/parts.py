@@ -15,7 +15,7 @@ from ...algorithms.loss_terms import PartSettings
 from ...config.shared import RewardConfig
 from ...config.vl import DataConfig, RunConfig
 from ...data.bad_rows import BadRow
-from ...data.prompts import PromptDataset, PromptRow, caption_of, is_remote_row, render_prompt
+from ...data.prompts import PromptDataset, PromptRow, caption_of, is_remote_row, messages_of, render_prompt
 from ...data.sampler import PromptSupply
 from ...experience.rollouts import PromptBatch, PromptFeatures, Rollout
 from ...models.loading import Checkpoint
@@ -229,7 +229,7 @@ def prompt_batch(samples: list, checkpoint: Checkpoint, data, ids: torch.Tensor)
     """Rendered prompts of data rows."""
     renderer, family = checkpoint.processor or checkpoint.tokenizer, type(checkpoint.family)
     return PromptBatch.of(
-        [render_prompt(sample, renderer, data, family) for sample in samples],
+        [render_prompt(sample, renderer, data, family, checkpoint.tools) for sample in samples],
         [sample.images for sample in samples],
         [sample.videos for sample in samples],
         [sample.reference for sample in samples],
@@ -237,6 +237,7 @@ def prompt_batch(samples: list, checkpoint: Checkpoint, data, ids: torch.Tensor)
         [sample.metadata for sample in samples],
         ids,
         [caption_of(sample) for sample in samples],
+        [messages_of(sample, data) if data.apply_chat_template else None for sample in samples],
     )
 
 

@@ -1,0 +1,100 @@
+"""Environments in threads of this process: for those that are quick, or wait for something elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from inspect import isawaitable
+from typing import Any, TypeVar
+
+from ..runtime.usercode.calls import describe_error, shared_loop
+from .environments import Action, Environment, EnvironmentFactory, EnvironmentFailure, Observation, StepResult
+
+R = TypeVar("R")
+AT_ONCE = 64  # calls that run beside each other; those that overran their time are not counted
+
+
+class ThreadHost:
+    """An `EnvironmentHost` with a thread for each call. A call that overruns its time is left alone: a thread cannot be
+    ended, so its episode fails and the thread goes on until the environment returns.
+
+    make: the environment of an episode. seconds: of one reset or step.
+    """
+
+    def __init__(self, make: EnvironmentFactory, seconds: float) -> None:
+        self.make, self.seconds = make, seconds
+        self._environments: dict[int, Environment] = {}
+        self._room = threading.BoundedSemaphore(AT_ONCE)
+
+    def reset(self, episode: int, row: dict[str, Any]) -> Future[Observation | None]:
+        """See `EnvironmentHost`."""
+
+        def begin() -> Observation | None:
+            self._environments[episode] = environment = self.make()
+            found = _awaited(environment.reset(row)) if hasattr(environment, "reset") else None
+            return None if found is None else Observation.of(found)
+
+        return self._call("reset", begin)
+
+    def step(self, episode: int, action: Action) -> Future[StepResult]:
+        """See `EnvironmentHost`."""
+        environment = self._environments[episode]
+        return self._call("step", lambda: StepResult.of(_awaited(environment.step(action))))
+
+    def end(self, episode: int) -> None:
+        """See `EnvironmentHost`."""
+        environment = self._environments.pop(episode, None)
+        if hasattr(environment, "close"):
+            self._call("close", environment.close)
+
+    def close(self) -> None:
+        """See `EnvironmentHost`."""
+        for episode in list(self._environments):
+            self.end(episode)
+
+    def _call(self, what: str, function: Callable[[], R]) -> Future[R]:
+        """The function in a thread, with its time limit; the time begins when there is room for it."""
+        future: Future[R] = Future()
+        future.set_running_or_notify_cancel()
+        decided, threads = threading.Lock(), []
+
+        def decide(result: R | None, error: BaseException | None) -> None:
+            with decided:
+                if future.done():
+                    return
+                self._room.release()
+                if error is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(error)
+
+        def late() -> None:
+            decide(None, EnvironmentFailure(f"{what} took longer than env_timeout = {self.seconds:g} seconds"))
+
+        def run() -> None:
+            self._room.acquire()
+            timer = threading.Timer(self.seconds, late)
+            timer.daemon = True
+            timer.start()
+            try:
+                decide(function(), None)
+            except EnvironmentFailure as error:
+                decide(None, error)
+            except BaseException as error:  # whatever a user's code raises, SystemExit included
+                decide(None, EnvironmentFailure(f"{what} {describe_error(error)}"))
+            finally:
+                timer.cancel()
+
+        threads.append(threading.Thread(target=run, name=f"environment-{what}", daemon=True))
+        threads[0].start()
+        return future
+
+
+def _awaited(value: Any) -> Any:
+    """The result of a coroutine; any other value as it is."""
+
+    async def wait() -> Any:
+        return await value
+
+    return shared_loop().run(wait()) if isawaitable(value) else value

@@ -1,0 +1,357 @@
+"""Episodes of several turns: what the engine samples goes to an environment, whose observation it goes on from.
+
+    requests -> reset -> generate -> step -> observation's tokens -> generate -> ... -> rollouts
+
+`EpisodeStage` stands where `RolloutStage` stands, and the experience maker does not know which it has. One rollout is
+one episode; its tokens of observations are holes of the action mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import RolloutError
+from ..experience.rollouts import (
+    Completion,
+    Episode,
+    PromptBatch,
+    PromptFeatures,
+    Rollout,
+    SamplingSettings,
+)
+from ..runtime import collectives
+from ..runtime.seeding import derive_seed
+from .conversation import Conversation, ObservationRenderer
+from .engine import RolloutEngine, RolloutStage, Taker, check_prompt_ids
+from .environments import Action, EnvironmentFailure, EnvironmentHost, Observation, StepResult, ToolCall
+from .multimodal import MultimodalDataProcessor
+
+Parser = Callable[[str], list[ToolCall]]
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """How long an episode may be, and what is done about failures; see `config.environment.EpisodeConfig`.
+
+    max_tokens: behind the prompt. on_error: mask, end or stop. gamma: discount of a reward by each turn before it.
+    """
+
+    max_turns: int
+    max_tokens: int
+    on_error: str = "mask"
+    gamma: float = 1.0
+
+
+class Admission(Protocol):
+    """Generation that takes requests as they come, and gives responses as they are finished."""
+
+    def add(self, key: int, request: PromptFeatures) -> None:
+        """Take in a request of one response."""
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Go on a little; the responses that are finished by it. Only while something is to be done."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is not finished."""
+
+
+class EpisodeStage(RolloutStage):
+    """A `RolloutStage` whose responses are episodes, but for the probes of the parity gate.
+
+    host: runs the environments. renderer: makes tokens of observations. limits: of an episode. parse: the calls of
+    tools in a response; None without tools.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        data_processor: MultimodalDataProcessor,
+        run_seed: int,
+        host: EnvironmentHost,
+        renderer: ObservationRenderer,
+        limits: EpisodeLimits,
+        parse: Parser | None = None,
+    ) -> None:
+        super().__init__(engine, data_processor, run_seed)
+        self.host, self.renderer, self.limits, self.parse = host, renderer, limits, parse
+        self._begun = 0  # episodes so far, for the host's numbers
+
+    def generate(
+        self,
+        batch: PromptBatch,
+        settings: SamplingSettings,
+        policy_version: int = 0,
+        purpose: str = "rollout",
+        seed: int | None = None,
+    ) -> list[Rollout]:
+        """As in the base. The parity gate's probes are single responses.
+
+        Args:
+            batch, settings, policy_version, purpose, seed: as in the base.
+        """
+        requests = self.requests(batch, purpose, seed)
+        draw = super().draw if purpose == "parity" else self.draw
+        return draw(requests, settings, policy_version)
+
+    def draw(
+        self,
+        requests: list[PromptFeatures],
+        settings: SamplingSettings,
+        policy_version: int = 0,
+        finished: Taker | None = None,
+    ) -> list[Rollout]:
+        """As in the base: an episode for each of the n samples of a prompt.
+
+        Args:
+            requests, settings, policy_version, finished: as in the base.
+        """
+        if any(each.variants for each in requests):
+            raise RolloutError("variants of prompts (noisy images) cannot be part of episodes")
+        round_ = _Round(self, requests, settings, policy_version, finished)
+        try:
+            round_.run()
+        finally:
+            for number in round_.numbers:
+                self.host.end(number)
+        return round_.rollouts()
+
+    def numbers(self, count: int) -> range:
+        """New numbers of episodes."""
+        start, self._begun = self._begun, self._begun + count
+        return range(start, self._begun)
+
+
+class _Round:
+    """The episodes of one call, which go on together."""
+
+    def __init__(
+        self,
+        stage: EpisodeStage,
+        requests: list[PromptFeatures],
+        settings: SamplingSettings,
+        policy_version: int,
+        finished: Taker | None,
+    ) -> None:
+        self.stage, self.settings, self.requests = stage, settings, requests
+        self.policy_version, self.finished = policy_version, finished
+        tokenizer = stage.data_processor.tokenizer
+        starts = [list(tokenizer(each.text)["input_ids"]) for each in requests]
+        self.conversations = [
+            Conversation(prompt, copy, start, Episode(gamma=stage.limits.gamma))
+            for prompt, start in zip(requests, starts)
+            for copy in range(settings.n)
+        ]
+        self.numbers = stage.numbers(len(self.conversations))
+        self.active = set(range(len(self.conversations)))
+        self.changed = False  # whether an environment gave another beginning, or none
+        self.made: dict[int, Rollout] = {}
+
+    # -- one after the other ---------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until no rank has an active episode, where the engine keeps ranks in step."""
+        self._reset()
+        opened = getattr(self.stage.engine, "admission", None)
+        admission = None if opened is None else opened(self.settings)
+        if admission is None:
+            self._run_rounds()
+        else:
+            self._run_freely(admission)
+
+    def _run_rounds(self) -> None:
+        """All active episodes generate together, then all their environments step."""
+        engine = self.stage.engine
+        first = True
+        while self._any_rank(bool(self.active)):
+            keys = sorted(self.active)
+            if first and not self._any_rank(self.changed):
+                completions = self._first_round(keys)
+            else:
+                requests = [self._request(key) for key in keys]
+                found = engine.generate(requests, replace(self.settings, n=1))
+                completions = [one for (one,) in found]
+                for request, completion in zip(requests, completions):
+                    check_prompt_ids(request, completion)
+            first = False
+            steps = {self._sampled(key, completion): key for key, completion in zip(keys, completions)}
+            for future, key in steps.items():
+                self._stepped(key, future)
+
+    def _first_round(self, keys: list[int]) -> list[Completion]:
+        """As without an environment: the samples of a prompt are one request."""
+        limit = self._limit(self.conversations[keys[0]]) if keys else 0
+        requests = [replace(each, limit=limit) for each in self.requests]
+        found = self.stage.engine.generate(requests, self.settings)
+        for request, completions in zip(requests, found):
+            for completion in completions:
+                check_prompt_ids(request, completion)
+        return [completion for completions in found for completion in completions]
+
+    def _run_freely(self, admission: Admission) -> None:
+        """Each episode goes on as soon as its environment has answered."""
+        asked: dict[int, PromptFeatures] = {}
+        stepping: dict[Future[StepResult], int] = {}
+
+        def ask(key: int) -> None:
+            asked[key] = self._request(key)
+            admission.add(key, asked[key])
+
+        for key in sorted(self.active):
+            ask(key)
+        while admission.busy or stepping:
+            for key, completion in admission.step() if admission.busy else ():
+                check_prompt_ids(asked.pop(key), completion)
+                stepping[self._sampled(key, completion)] = key
+            done, _ = wait(stepping, timeout=0 if admission.busy else None, return_when=FIRST_COMPLETED)
+            for future in sorted(done, key=lambda each: stepping[each]):
+                key = stepping.pop(future)
+                self._stepped(key, future)
+                if key in self.active:
+                    ask(key)
+
+    # -- one episode -----------------------------------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        """Every environment begins; what one says of the beginning takes the place of the prompt."""
+        futures = []
+        for number, conversation in zip(self.numbers, self.conversations):
+            futures.append(self.stage.host.reset(number, _sample_of(conversation)))
+        for key, future in enumerate(futures):
+            try:
+                found = future.result()
+                if found is not None:
+                    self.changed = True
+                    self._begin(self.conversations[key], found)
+            except EnvironmentFailure as error:
+                self.changed = True
+                self._failed(key, error)
+
+    def _begin(self, conversation: Conversation, observation: Observation) -> None:
+        conversation.prompt = self.stage.renderer.begin(conversation.prompt, observation)
+        tokenizer = self.stage.data_processor.tokenizer
+        conversation.start = list(tokenizer(conversation.prompt.text)["input_ids"])
+
+    def _limit(self, conversation: Conversation) -> int:
+        return self.stage.limits.max_tokens - len(conversation.token_ids)
+
+    def _request(self, key: int) -> PromptFeatures:
+        conversation = self.conversations[key]
+        return conversation.request(self._limit(conversation))
+
+    def _sampled(self, key: int, completion: Completion) -> Future[StepResult]:
+        """Take in a turn, and ask the environment."""
+        conversation, parse = self.conversations[key], self.stage.parse
+        conversation.sampled(completion)
+        calls: list[ToolCall] = []
+        if parse is not None:
+            tokenizer = self.stage.data_processor.tokenizer
+            calls = parse(tokenizer.decode(completion.token_ids, skip_special_tokens=False))
+            conversation.episode.turns[-1].calls = [(call.name, call.error) for call in calls]
+        action = Action(completion.text, list(completion.token_ids), calls)
+        return self.stage.host.step(self.numbers[key], action)
+
+    def _stepped(self, key: int, future: Future[StepResult]) -> None:
+        """Take in the environment's answer: the episode goes on with an observation, or is over."""
+        conversation, limits = self.conversations[key], self.stage.limits
+        turn = conversation.episode.turns[-1]
+        try:
+            result = future.result()
+            turn.reward, turn.info = result.reward, result.info
+            over = result.done or conversation.truncated or conversation.turns >= limits.max_turns
+            if not over:
+                over = not self._observed(conversation, result.observation)
+            conversation.truncated = conversation.truncated or (over and not result.done)
+        except EnvironmentFailure as error:
+            self._failed(key, error)
+            return
+        if over:
+            self._over(key)
+
+    def _observed(self, conversation: Conversation, observation: Observation) -> bool:
+        """Whether there is room for it and an answer."""
+        renderer = self.stage.renderer
+        added = renderer.added(observation, f"turn {conversation.turns} of prompt {conversation.prompt.group_id}")
+        renderer.check_media(conversation.prompt, conversation.episode, added)
+        if len(conversation.token_ids) + len(added.token_ids) >= self.stage.limits.max_tokens:
+            return False
+        conversation.observed(added, observation.messages)
+        return True
+
+    def _failed(self, key: int, error: EnvironmentFailure) -> None:
+        conversation, policy = self.conversations[key], self.stage.limits.on_error
+        if policy == "stop":
+            told = f"the environment of prompt {conversation.prompt.group_id} failed in turn {conversation.turns}"
+            raise RolloutError(f"{told}: {error} (on_environment_error stop)") from error
+        conversation.episode.failure = str(error)
+        # Without a turn there is nothing that the episode could end with.
+        conversation.episode.failed = policy == "mask" or not conversation.turns
+        self._over(key)
+
+    def _over(self, key: int) -> None:
+        self.active.discard(key)
+        self.stage.host.end(self.numbers[key])
+        n = self.settings.n
+        group = range(key - key % n, key - key % n + n)
+        if self.finished is not None and not self.active.intersection(group):
+            self.finished(group.start, [self._rollout(each) for each in group])
+
+    # -- what comes out --------------------------------------------------------------------------------------------
+
+    def rollouts(self) -> list[Rollout]:
+        """One for each episode, prompt-major."""
+        return [self._rollout(key) for key in range(len(self.conversations))]
+
+    def _rollout(self, key: int) -> Rollout:
+        if key not in self.made:
+            self.made[key] = self._new_rollout(key)
+        return self.made[key]
+
+    def _new_rollout(self, key: int) -> Rollout:
+        own = self.conversations[key]
+        ids, log_probs = own.token_ids, own.log_probs
+        if not ids:  # it failed before anything was sampled: a token that no one trains on
+            eos = self.stage.data_processor.tokenizer.eos_token_id
+            ids, log_probs, own.episode.turn_ids = [eos], [0.0], [-1]
+        return Rollout(
+            own.prompt,
+            ids,
+            log_probs,
+            own.text,
+            own.truncated,
+            sample_id=own.prompt.group_id * self.settings.n + own.copy,
+            policy_version=self.policy_version,
+            valid=not own.episode.failed,
+            episode=own.episode,
+        )
+
+    def _any_rank(self, own: bool) -> bool:
+        """Whether it holds on any rank, where ranks generate together; else whether it holds here."""
+        if not getattr(self.stage.engine, "in_step", False):
+            return own
+        return bool(collectives.all_reduce_max(torch.tensor([float(own)])).item())
+
+
+def _sample_of(conversation: Conversation) -> dict[str, Any]:
+    """What an environment is begun with."""
+    prompt = conversation.prompt
+    return {
+        **prompt.metadata,
+        "prompt": prompt.text if prompt.messages is None else text_of(prompt.messages),
+        "messages": prompt.messages,
+        "images": list(prompt.images),
+        "videos": list(prompt.videos),
+        "reference": prompt.reference,
+        "label": prompt.label,
+        "seed": derive_seed(prompt.seed, conversation.copy),
+    }
+
+
+def text_of(messages: Sequence[dict[str, Any]]) -> str:
+    """The text of the last message."""
+    return "".join(part["text"] for part in messages[-1]["content"] if part["type"] == "text")

@@ -1,0 +1,82 @@
+"""From a configuration to the stage that holds episodes of several turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ...config import registry
+from ...config.vl import RunConfig
+from ...models.loading import Checkpoint
+from ...rollout.conversation import ObservationRenderer
+from ...rollout.engine import RolloutStage
+from ...rollout.environment_pool import ProcessHost, runs_apart
+from ...rollout.environment_threads import ThreadHost
+from ...rollout.environments import EnvironmentHost, environment_factory
+from ...rollout.episodes import EpisodeLimits, EpisodeStage
+from ...rollout.multimodal import MultimodalDataProcessor
+from ...rollout.tools import parse_tool_calls, tool_call_format
+
+
+def with_tools(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with the schemas of the environment's tools. Raises ConfigError for an environment that cannot be
+    made, and for a chat template that episodes cannot use."""
+    if not config.episodes.used:
+        return checkpoint
+    environment = environment_factory(config.episodes)()
+    schemas = environment.schemas() if hasattr(environment, "schemas") else []
+    checkpoint = replace(checkpoint, tools=tuple(schemas))
+    renderer_of(config, checkpoint, MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1))
+    return checkpoint
+
+
+def renderer_of(config: RunConfig, checkpoint: Checkpoint, data: MultimodalDataProcessor) -> ObservationRenderer:
+    """What makes tokens of observations. Raises ConfigError as it does.
+
+    Args:
+        config: of the run.
+        checkpoint: with the schemas of tools.
+        data: makes tokens and reads media.
+    """
+    rollout, tools = config.rollout, list(checkpoint.tools)
+    return ObservationRenderer(
+        data,
+        checkpoint.tokenizer.convert_ids_to_tokens(checkpoint.eos_ids),
+        config.episodes.observation_max_tokens,
+        {"images": rollout.limit_mm_image_per_prompt, "videos": rollout.limit_mm_video_per_prompt},
+        ("user", "tool") if tools else ("user",),
+        tools,
+    )
+
+
+def episode_stage(config: RunConfig, checkpoint: Checkpoint) -> Any:
+    """What makes the rollout stage of an engine, a data processor and a seed; a plain one without an environment."""
+    episodes = config.episodes
+    if not episodes.used:
+        return RolloutStage
+    host: EnvironmentHost
+    if runs_apart(episodes):
+        host = ProcessHost(episodes)
+    else:  # an object of this program, which another process cannot load
+        host = ThreadHost(environment_factory(episodes), episodes.env_timeout)
+    limits = EpisodeLimits(
+        episodes.max_turns, config.response_max_len, episodes.on_environment_error, episodes.turn_gamma
+    )
+    template = (checkpoint.processor or checkpoint.tokenizer).chat_template
+    parse = partial(parse_tool_calls, form=tool_call_format(str(template))) if checkpoint.tools else None
+
+    def stage(engine: Any, data: MultimodalDataProcessor, run_seed: int) -> EpisodeStage:
+        renderer = renderer_of(config, checkpoint, data)
+        return EpisodeStage(engine, data, run_seed, host, renderer, limits, parse)
+
+    return stage
+
+
+def with_environment_reward(config: RunConfig) -> RunConfig:
+    """The configuration itself, or where it names an environment and no reward, with that of the environment."""
+    named = config.episodes.environment is not None and not config.reward.given
+    own = config.data.prompt_data in registry.tasks and registry.tasks[config.data.prompt_data].reward is not None
+    if not named or own:
+        return config
+    return replace(config, reward=replace(config.reward, components={"environment": 1.0}))

@@ -1,0 +1,66 @@
+"""Episodes of a tiny model: environments that answer in a way that is known, and the stage around an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine_rig import Rig
+from tiny_models import actor_of, picture
+
+from lightrft_visual.experience.rollouts import PromptBatch
+from lightrft_visual.models.loading import Checkpoint
+from lightrft_visual.rollout.conversation import ObservationRenderer
+from lightrft_visual.rollout.environment_threads import ThreadHost
+from lightrft_visual.rollout.environments import Environment
+from lightrft_visual.rollout.episodes import EpisodeLimits, EpisodeStage
+from lightrft_visual.rollout.hf import TransformersEngine
+from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
+
+USER = "<|im_start|>user\n"
+
+
+class Scripted(Environment):
+    """As many turns as the sample says, each with an observation of another kind: image, text, both."""
+
+    def reset(self, row: dict[str, Any]) -> None:
+        self.seed, self.left, self.turn = row["seed"], row.get("turns", 3), 0
+
+    def step(self, action):
+        self.turn += 1
+        if self.turn >= self.left:
+            return None, float(self.turn), True, {"turn": self.turn}
+        image = picture(self.seed % 1000 + self.turn, 56, 84)
+        kinds = [image, "what then?", [image, "which one?"], {"role": "tool", "content": [image, image]}]
+        return kinds[(self.turn - 1) % 4], float(self.turn), False, {}
+
+
+def enders(checkpoint: Checkpoint) -> list[int]:
+    """Banned tokens that leave three, the end token one of them, so that turns end."""
+    allowed = {50, 60, checkpoint.tokenizer.eos_token_id}
+    return [index for index in range(checkpoint.config.get_text_config().vocab_size) if index not in allowed]
+
+
+def batch_of(turns: list[int], images: bool = True) -> PromptBatch:
+    """A prompt for each number of turns."""
+    media = "<|vision_start|><|image_pad|><|vision_end|>" if images else ""
+    return PromptBatch.of(
+        [f"{USER}{media}how many? {n}<|im_end|>\n<|im_start|>assistant\n" for n in turns],
+        [[picture(n)] if images else [] for n in turns],
+        metadata=[{"turns": n} for n in turns],
+    )
+
+
+def rig_of(checkpoint: Checkpoint, size: int = 8, **kwargs) -> Rig:
+    actor = actor_of(checkpoint, banned=enders(checkpoint), **kwargs)
+    return Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, size))
+
+
+def stage_of(
+    rig: Rig, make=Scripted, seconds: float = 20.0, limits: EpisodeLimits | None = None, most_tokens=None, **kwargs
+) -> EpisodeStage:
+    checkpoint = rig.checkpoint
+    data = MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1024)
+    ends = checkpoint.tokenizer.convert_ids_to_tokens(checkpoint.eos_ids)
+    renderer = ObservationRenderer(data, ends, most_tokens, kwargs.pop("most_media", None))
+    limits = limits or EpisodeLimits(6, 400)
+    return EpisodeStage(rig.engine, data, 3, ThreadHost(make, seconds), renderer, limits, **kwargs)

@@ -1,0 +1,307 @@
+"""Episodes: what was sampled in every turn is what is trained, image for image."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from episode_rig import batch_of, rig_of, stage_of
+from PIL import Image
+from tiny_models import checkpoint_of, inputs_of, picture
+
+from lightrft_visual.errors import ConfigError, RolloutError
+from lightrft_visual.experience.buffer import items_from_state, items_to_state
+from lightrft_visual.experience.items import items_equal, make_experience_batch, split_experience_batch, strip_padding
+from lightrft_visual.experience.rollouts import Episode, Rollout, SamplingSettings, Turn, collate
+from lightrft_visual.experience.types import ModelInputs
+from lightrft_visual.experience.vision import InParts, parts_of
+from lightrft_visual.rollout.conversation import ObservationRenderer
+from lightrft_visual.rollout.environments import Environment, ToolCall
+from lightrft_visual.rollout.episodes import EpisodeLimits
+from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
+
+SETTINGS = SamplingSettings(n=3, max_new_tokens=12)
+TURNS = [1, 2, 4, 3]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def rig(root):
+    return rig_of(checkpoint_of(root, "qwen2_vl"))
+
+
+@pytest.fixture(scope="module")
+def rollouts(rig) -> list[Rollout]:
+    return stage_of(rig).generate(batch_of(TURNS), SETTINGS)
+
+
+def scored(rig, inputs: ModelInputs, shares: bool = False) -> torch.Tensor:
+    rig.actor.backbone.share_prefix = shares
+    try:
+        return rig.score(inputs, SETTINGS.scoring)
+    finally:
+        rig.actor.backbone.share_prefix = False
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_log_probs_of_every_turn_are_the_trainers_padded_packed_and_with_a_shared_prompt(root, kind):
+    rig = rig_of(checkpoint_of(root, kind))
+    batch = batch_of(TURNS)
+    if kind == "internvl":
+        batch.prompts = [text.replace(*_OWN) for text in batch.prompts]
+    rollouts = stage_of(rig).generate(batch, SETTINGS)
+    assert {len(rollout.episode.turns) for rollout in rollouts} >= {1, 2, 3}
+    samples = collate(rollouts, rig.checkpoint.tokenizer.pad_token_id, True)
+    assert (samples.attention_mask[:, -samples.action_mask.shape[1] :].bool() & ~samples.action_mask).any()
+    padded, theirs = inputs_of(rig.checkpoint, rollouts), samples.rollout_log_probs
+    assert not theirs[~samples.action_mask].any()
+    for shares in (False, True) if rig.checkpoint.family.unproven is None else (False,):
+        for inputs in (padded, inputs_of(rig.checkpoint, rollouts, packed=True)):
+            assert (scored(rig, inputs, shares) - theirs)[samples.action_mask].abs().max() <= 1e-5
+
+
+_OWN = ("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n")
+
+
+def test_an_answer_depends_on_the_images_of_later_turns_and_gradients_reach_their_patches(rig):
+    many = stage_of(rig).generate(batch_of([4]), replace(SETTINGS, n=12))
+    chosen = next(each for each in many if len(each.episode.turns) == 4)
+    inputs = inputs_of(rig.checkpoint, [chosen])
+    (sample,), turns = inputs.vision.samples, torch.tensor(chosen.episode.turn_ids)
+    before = scored(rig, inputs)[0]
+    for number, turn in ((1, 0), (2, 2)):  # images follow the first and the third turn
+        others = [{name: value.clone() for name, value in part.items()} for part in sample.parts]
+        others[number]["pixel_values"] = (others[number]["pixel_values"].flip(0) + 1).requires_grad_()
+        changed = replace(inputs, vision=type(inputs.vision)([InParts(others)]))
+        with torch.enable_grad():
+            after = rig.actor(changed, SETTINGS.scoring, with_entropy=False).log_probs[0]
+            (after * inputs.action_mask[0]).sum().backward()
+        assert others[number]["pixel_values"].grad.abs().sum() > 0
+        moved = (after - before).abs()
+        assert moved[(turns >= 0) & (turns <= turn)].max() < 1e-5
+        assert moved[turns > turn].max() > 1e-4
+
+
+def test_one_turn_through_an_environment_is_the_plain_path_bit_for_bit(rig):
+    plain = rig.stage.generate(batch_of([1, 1, 1]), SETTINGS)
+    episodes = stage_of(rig).generate(batch_of([1, 1, 1]), SETTINGS)
+    for one, other in zip(plain, episodes):
+        assert (one.token_ids, one.log_probs, one.text, one.truncated) == (
+            other.token_ids, other.log_probs, other.text, other.truncated,
+        )  # fmt: skip
+        assert (one.sample_id, one.prompt.group_id) == (other.sample_id, other.prompt.group_id)
+    whole, apart = (collate(each, 0, True) for each in (plain, episodes))
+    assert torch.equal(whole.sequences, apart.sequences) and torch.equal(whole.action_mask, apart.action_mask)
+
+
+def test_an_episode_does_not_depend_on_those_beside_it(rig, rollouts):
+    settings = replace(SETTINGS, n=3)
+    alone = stage_of(rig).generate(batch_of(TURNS).select([2]), settings)
+    assert [each.token_ids for each in alone] == [each.token_ids for each in rollouts if each.prompt.group_id == 2]
+
+
+def test_tokens_are_those_of_the_whole_conversation_rendered_at_once(rig, rollouts):
+    """Where every turn has ended, and text survives a round trip, both ways give the same ids."""
+    tokenizer = rig.checkpoint.tokenizer
+    for rollout in rollouts:
+        end = [tokenizer.eos_token_id]
+        ids = [token for token, turn in zip(rollout.token_ids, rollout.episode.turn_ids) if turn < 0]
+        for turn in rollout.episode.turns[:-1]:
+            assert turn.observation
+        if ids:
+            text = tokenizer.decode(rollout.token_ids)
+            assert text.count("<|im_start|>assistant") == len(rollout.episode.turns) - 1
+            assert text.count("<|im_end|>\n<|im_start|>assistant\n") >= len(rollout.episode.turns) - 1
+            first = rollout.episode.turn_ids.index(-1)
+            assert rollout.token_ids[first - 1 : first] == end
+
+
+def test_items_with_holes_survive_batches_packing_and_checkpoints(rig, rollouts):
+    experience = collate(rollouts, rig.checkpoint.tokenizer.pad_token_id, True)
+    experience.action_log_probs = torch.randn(experience.action_mask.shape)
+    items = strip_padding(experience)
+    for item, rollout in zip(items, rollouts):
+        assert item.action_mask.tolist() == [turn >= 0 for turn in rollout.episode.turn_ids]
+        assert item.info["turn_ids"].tolist() == rollout.episode.turn_ids
+        assert item.info["turns"] == len(rollout.episode.turns)
+        assert item.action_mask[0] and item.action_mask[-1]
+        assert int(item.image_counts) == item.vision.count("image")
+    for packing in (False, True):
+        again = split_experience_batch(make_experience_batch(items, packing))
+        assert all(items_equal(one, other) for one, other in zip(items, again))
+    restored = items_from_state(items_to_state(items))
+    assert all(items_equal(one, other) for one, other in zip(items, restored))
+    held = {id(parts_of(item.vision.samples[0])[0]) for item in restored}
+    assert len(held) == len(TURNS)  # the samples of a prompt still share its patches
+
+
+# -- limits and failures -----------------------------------------------------------------------------------------------
+
+
+class Bad(Environment):
+    """Does what its class attribute says in the second turn."""
+
+    what = staticmethod(lambda: None)
+
+    def __init__(self):
+        self.turn = 0
+
+    def step(self, action):
+        self.turn += 1
+        return ("more", 0.5, False, {}) if self.turn == 1 else type(self).what()
+
+
+def bad(function) -> type[Bad]:
+    return type("Chosen", (Bad,), {"what": staticmethod(function)})
+
+
+def _raise(error):
+    raise error
+
+
+HUGE = Image.new("RGB", (9000, 9000))
+BAD_STEPS = {
+    "raises": (lambda: _raise(KeyError("x")), "KeyError"),
+    "exits": (lambda: _raise(SystemExit(3)), "sys.exit"),
+    "hangs": (lambda: time.sleep(3), "env_timeout"),
+    "nothing": (lambda: None, "step gave NoneType"),
+    "reward": (lambda: ("a", "1", False, {}), "finite number"),
+    "nan": (lambda: ("a", float("nan"), False, {}), "finite number"),
+    "done": (lambda: ("a", 1.0, None, {}), "true or false"),
+    "info": (lambda: ("a", 1.0, False, 3), "info is"),
+    "kind": (lambda: (3.0, 1.0, False, {}), "an observation is float"),
+    "empty": (lambda: ([], 1.0, False, {}), "an empty list"),
+    "placeholder": (lambda: ("<|image_pad|>", 1.0, False, {}), "holds <|image_pad|>"),
+    "role": (lambda: ({"role": "assistant", "content": "x"}, 1.0, False, {}), "needs a role"),
+    "file": (lambda: ({"type": "image", "path": "/nowhere.png"}, 1.0, False, {}), "cannot be shown"),
+    "image": (lambda: ([picture(1)] * 9, 1.0, False, {}), "above limit_mm_image_per_prompt = 4"),
+    "huge": (lambda: (HUGE, 1.0, False, {}), "cannot be shown"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD_STEPS)
+def test_a_step_that_fails_masks_the_sample_and_no_other(rig, what):
+    function, told = BAD_STEPS[what]
+    stage = stage_of(rig, bad(function), seconds=0.5, most_media={"images": 4})
+    first, *_ = made = stage.generate(batch_of([1, 1]), SETTINGS)
+    assert len(made) == 6
+    failed = [each for each in made if each.episode.failure]
+    assert failed and all(told in each.episode.failure and not each.valid for each in failed)
+    assert all(each.valid == (each.episode.failure is None) for each in made)
+
+
+def test_a_failure_ends_the_episode_or_the_run_where_the_policy_says_so(rig):
+    environment = bad(lambda: _raise(KeyError("x")))
+    ended = stage_of(rig, environment, limits=EpisodeLimits(6, 400, "end")).generate(batch_of([1]), SETTINGS)
+    assert any(each.episode.failure for each in ended) and all(each.valid for each in ended)
+    assert all(each.episode.reward == 0.5 * (len(each.episode.turns) > 0) for each in ended if each.episode.failure)
+    with pytest.raises(RolloutError, match="on_environment_error stop"):
+        stage_of(rig, environment, limits=EpisodeLimits(6, 400, "stop")).generate(batch_of([1]), SETTINGS)
+
+
+class Endless(Environment):
+    def step(self, action):
+        return "go on " * 30, 1.0, False, {}
+
+
+def test_limits_of_turns_and_tokens_end_an_episode_as_truncated(rig):
+    by_turns = stage_of(rig, Endless, limits=EpisodeLimits(2, 4000)).generate(batch_of([1]), SETTINGS)
+    assert all(len(each.episode.turns) <= 2 and each.truncated for each in by_turns)
+    assert any(len(each.episode.turns) == 2 for each in by_turns)
+    by_tokens = stage_of(rig, Endless, limits=EpisodeLimits(9, 150)).generate(batch_of([1]), SETTINGS)
+    assert all(len(each.token_ids) <= 150 and each.truncated for each in by_tokens)
+    assert all(each.episode.turn_ids[-1] == len(each.episode.turns) - 1 for each in by_tokens)
+
+
+def test_a_long_observation_is_cut_in_the_middle(rig):
+    rollouts = stage_of(rig, Endless, limits=EpisodeLimits(2, 4000), most_tokens=20).generate(batch_of([1]), SETTINGS)
+    for rollout in rollouts:
+        text = rig.checkpoint.tokenizer.decode(rollout.token_ids)
+        assert len(rollout.episode.turns) < 2 or ("go on" in text and "[...]" in text)
+        assert rollout.episode.turn_ids.count(-1) <= 20 + 20
+
+
+def test_a_reset_may_begin_otherwise(rig):
+    class Begins(Environment):
+        def reset(self, row):
+            return [picture(7), "and this"] if row["seed"] % 2 else None
+
+        def step(self, action):
+            return None, 1.0, True, {}
+
+    batch = batch_of([1, 1])
+    batch.messages = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "see"}]}]] * 2
+    rollouts = stage_of(rig, Begins).generate(batch, replace(SETTINGS, n=4))
+    assert {len(each.prompt.images) for each in rollouts} == {1, 2}
+    assert rig.apart(rollouts, SETTINGS) <= 1e-5
+    assert all("and this" in each.prompt.text for each in rollouts if len(each.prompt.images) == 2)
+
+
+def test_a_failed_reset_masks_a_sample_that_has_no_token(rig):
+    class NoBeginning(Environment):
+        def reset(self, row):
+            raise OSError("no server here")
+
+    rollouts = stage_of(rig, NoBeginning).generate(batch_of([1]), SETTINGS)
+    assert not any(each.valid for each in rollouts)
+    samples = collate(rollouts, 0, True)
+    assert not samples.action_mask.any() and samples.sequences.shape[0] == 3
+
+
+def test_coroutines_are_awaited(rig):
+    class Waits(Environment):
+        async def reset(self, row):
+            return None
+
+        async def step(self, action):
+            return None, 2.0, True, {}
+
+    assert {each.episode.reward for each in stage_of(rig, Waits).generate(batch_of([1]), SETTINGS)} == {2.0}
+
+
+def test_calls_of_tools_are_read_of_each_turn(rig):
+    calls = [ToolCall("zoom", {"x": 1}), ToolCall("zoom", {}, "no x")]
+    seen = []
+
+    class Watches(Environment):
+        def step(self, action):
+            seen.append(action.tool_calls)
+            return None, 0.0, True, {}
+
+    made = stage_of(rig, Watches, parse=lambda text: calls).generate(batch_of([1]), SETTINGS)
+    assert seen == [calls] * 3
+    assert made[0].episode.turns[0].calls == [("zoom", None), ("zoom", "no x")]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(rig):
+    tokenizer = rig.checkpoint.tokenizer
+    thinking = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% set text = m['content'] if m['content'] is string else "
+        "m['content'][0]['text'] %}{{ text.split('</think>')[-1] if not loop.last else text }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    own = type(tokenizer).from_pretrained(rig.checkpoint.path)
+    own.chat_template = thinking
+    with pytest.raises(ConfigError, match="writes an earlier answer otherwise"):
+        ObservationRenderer(MultimodalDataProcessor(own, None, 100), ["<|im_end|>"])
+
+
+def test_rewards_of_turns_add_up_with_those_of_others():
+    episode = Episode([Turn("a", 1.0), Turn("b", 2.0)], [0, 1], gamma=0.5)
+    prompt = SimpleNamespace()
+    rollout = Rollout(prompt, [1, 2], None, "b", False, 0, reward=4.0, components={"exact": 4.0}, episode=episode)
+    rollout.weights = {"exact": 1.0}
+    episode.add_reward(rollout)
+    assert rollout.reward == 1.0 + 0.5 * 2.0 + 0.5 * 4.0
+    assert rollout.components == {"exact": 4.0, "environment": 2.0}
+    assert rollout.weights == {"exact": 0.5, "environment": 1.0}
+    weighed = replace(rollout, reward=3.0 * 2.0, components={"environment": 2.0}, weights={"environment": 3.0})
+    episode.add_reward(weighed)
+    assert weighed.reward == 6.0
