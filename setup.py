@@ -17,7 +17,7 @@ development = {
 }  # fmt: skip
 # In requirements.txt as the tests need them; asked for by those who use them.
 documentation = {"mkdocs-material", "mkdocstrings"}
-rewards = {"pytesseract", "rapidocr", "onnxruntime"}
+rewards = {"pytesseract", "rapidocr", "onnxruntime", "scipy"}
 # Recipes and small prompt sets, which a wheel has no examples/ for.
 SHIPPED = {f"lightrft_visual.{name}": f"examples/{name}" for name in ("configs", "datasets")}
 

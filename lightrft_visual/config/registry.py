@@ -416,6 +416,7 @@ for _name, _target, _about in (
     ("aesthetic", "aesthetic:Aesthetic", "LAION's aesthetic predictor"),
     ("hpsv2", "hpsv2:HPSv2", "Human Preference Score v2"),
     ("image_reward", "image_reward:ImageReward", "ImageReward, human preference"),
+    ("geneval", "geneval:GenEval", "GenEval: objects, numbers, colours and positions, by a detector and rules"),
     ("jpeg_compressibility", "jpeg:Compressibility", "small JPEG files"),
     ("jpeg_incompressibility", "jpeg:Incompressibility", "large JPEG files"),
     ("pixel", "pixel:Pixel", "simple rules over pixels"),

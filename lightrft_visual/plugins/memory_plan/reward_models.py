@@ -51,10 +51,11 @@ def reward_models(**rewards: RewardConfig | None) -> dict[str, RewardModel]:
             if model is not None:
                 found[f"{what} {name}"] = RewardModel(model, reward.reward_cpu_offload, divided=True)
         for entry in _scorers(reward):
-            path, offload = _checkpoint(entry)
-            model = None if path is None else _scorers_model(path)
-            if model is not None:
-                found[f"{what} {entry.name}"] = RewardModel(model, offload, divided=False)
+            for number, (setting, path, offload) in enumerate(_checkpoints(entry)):
+                model = _scorers_model(path)
+                if model is not None:
+                    called = f"{what} {entry.name}{f' ({setting})' if number else ''}"
+                    found[called] = RewardModel(model, offload, divided=False)
     return found
 
 
@@ -108,15 +109,17 @@ def _parts(recipe: Recipe | None) -> Iterator[RecipeEntry]:
             yield entry
 
 
-def _checkpoint(entry: RecipeEntry) -> tuple[str | None, bool]:
-    """(checkpoint of a scorer's setting `model`, whether it is offloaded); None for a scorer that has none here."""
+def _checkpoints(entry: RecipeEntry) -> list[tuple[str, str, bool]]:
+    """(setting, checkpoint, whether it is offloaded) of a scorer's models: those of its setting `model`, or of the ones
+    that its class names in `checkpoints`. None for a scorer that has none here."""
     target = find_scorer(entry.key)
+    names = getattr(target, "checkpoints", ("model",))
     parameters = inspect.signature(target).parameters
-    if not {"model", "offload"} <= set(parameters):  # without `offload` it is a model of a server
-        return None, False
+    if not {*names, "offload"} <= set(parameters):  # without `offload` it is a model of a server
+        return []
     usual = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
     settings = usual | own_settings(target, entry.kwargs)
-    return settings.get("model"), bool(settings["offload"])
+    return [(name, settings[name], bool(settings["offload"])) for name in names if settings.get(name)]
 
 
 def reward_items(models: Mapping[str, RewardModel], zero: Zero, at_work: str | None = None) -> list[Item]:

@@ -44,6 +44,11 @@ def test_a_scorer_that_stays_on_the_device_is_there_in_every_phase() -> None:
     assert all(phase[NAMED.format("pick_score")] == (DEVICE, PICK) for phase in phases)  # not divided by ZeRO-3
 
 
+def test_a_scorer_of_several_models_has_a_line_of_each_whose_shape_is_known() -> None:
+    phase = held(["--components.geneval", "1.0"])[1]
+    assert phase[NAMED.format("geneval (clip)")] == (HOST, CLIP)
+
+
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory) -> tuple[str, int]:
     """(folder, bytes) of a text reward model."""

@@ -1,0 +1,60 @@
+"""Objects of an image by Mask2Former, for scorers with rules over objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
+
+from ...runtime.offload import on_device
+from ...runtime.packages import needed
+from .image_scoring import load_checkpoint
+
+MOST_QUERIES = 100  # detections of an image, the likeliest first
+
+
+class Found(NamedTuple):
+    """One object: box (left, top, right, bottom) in pixels, its score, and its mask (H, W) or None."""
+
+    name: str
+    box: tuple[float, float, float, float]
+    score: float
+    mask: np.ndarray | None = None
+
+
+class MaskDetector:
+    """Mask2Former trained on COCO's objects, read as its authors' instance branch does: the likeliest 100 pairs of a
+    query and a class, each scored by its class times its mask. renamed: other names of its classes."""
+
+    def __init__(self, model: str, scorer: str, offload: bool, renamed: Mapping[str, str]) -> None:
+        self.offload = offload
+        with needed("scipy"):  # transformers asks for it in the model's constructor
+            import scipy  # noqa: F401
+        self._model = load_checkpoint(Mask2FormerForUniversalSegmentation.from_pretrained, model, scorer).eval()
+        self._processor = load_checkpoint(AutoImageProcessor.from_pretrained, model, scorer)
+        self.names = [renamed.get(name, name) for _, name in sorted(self._model.config.id2label.items())]
+
+    @torch.no_grad()
+    def __call__(self, image: Image.Image, device: Any) -> list[Found]:
+        """All objects of an RGB image, of any score."""
+        with on_device(self._model, device, self.offload) as model:
+            output = model(**self._processor(images=image, return_tensors="pt").to(device))
+        chances = output.class_queries_logits[0].float().softmax(dim=-1)[:, :-1]
+        best = chances.flatten().topk(min(MOST_QUERIES, chances.numel()))
+        masks = torch.nn.functional.interpolate(
+            output.masks_queries_logits.float(), size=(image.height, image.width), mode="bilinear", align_corners=False
+        )[0]
+        found = []
+        for chance, index in zip(best.values.tolist(), best.indices.tolist()):
+            query, label = divmod(index, chances.shape[1])
+            inside = masks[query] > 0
+            if inside.any():
+                sure = float(masks[query].sigmoid()[inside].mean())
+                rows, columns = (torch.nonzero(inside.any(dim=axis)).flatten() for axis in (1, 0))
+                box = (float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1))
+                found.append(Found(self.names[label], box, chance * sure, inside.cpu().numpy()))
+        return found

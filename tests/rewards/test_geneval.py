@@ -1,0 +1,236 @@
+"""GenEval's rules on their own cases and on drawn scenes with a stub detector; the real detector tiny."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw
+
+from lightrft_visual.rewards.functions.geneval import COLOURS, GenEval, cut_out, kept, overlap, relations, verdict
+from lightrft_visual.rewards.functions.mask_detector import Found, MaskDetector
+
+SIZE = 240
+OTHERS = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+SHIFTS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
+
+
+def at(x, y, name="cat", score=0.95, size=20.0):
+    """A square object about a centre."""
+    return Found(name, (x - size / 2, y - size / 2, x + size / 2, y + size / 2), score)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "expected"),
+    [
+        (0, 0, set()),
+        (-3, 0, set()),  # within a tenth of both sizes: 4
+        (-60, 0, {"left of"}),
+        (60, 20, {"right of"}),
+        (0, -60, {"above"}),
+        (50, 50, {"right of", "below"}),  # (50 - 4) / 70.7 on each axis
+        (-60, 36, {"left of"}),  # 32 / 70 of the distance is less than half
+    ],
+)
+def test_positions_by_hand(x, y, expected):
+    assert relations(at(x, y), at(0, 0)) == expected
+
+
+def test_overlap_counts_the_last_pixels():
+    one, other = Found("a", (0, 0, 9, 9), 1.0), Found("a", (5, 0, 14, 9), 1.0)
+    assert overlap(one, other) == pytest.approx(50 / 150) and overlap(one, one) == 1
+
+
+def test_thresholds_and_the_order_of_objects():
+    found = [at(0, 0, score=0.5), at(90, 0, score=0.9), at(91, 0, score=0.8), at(0, 90, "dog", score=0.3)]
+    assert [each.score for each in kept(found, 0.3)["cat"]] == [0.9, 0.8, 0.5] and "dog" not in kept(found, 0.3)
+    assert [each.score for each in kept(found, 0.3, most=1)["cat"]] == [0.9]
+    assert [each.score for each in kept(found, 0.3, most_overlap=0.5)["cat"]] == [0.9, 0.5]
+    assert kept(found, 0.9) == {}  # above, not at it
+
+
+@pytest.mark.parametrize(
+    ("row", "right"),
+    [
+        ({"include": [{"class": "cat", "count": 2}]}, True),
+        ({"include": [{"class": "cat", "count": 3}]}, False),
+        ({"include": [{"class": "cat", "count": 2}], "exclude": [{"class": "cat", "count": 3}]}, True),
+        ({"include": [{"class": "cat", "count": 1}], "exclude": [{"class": "cat", "count": 2}]}, False),
+        ({"include": [{"class": "cat", "count": 1, "color": "red"}]}, True),
+        ({"include": [{"class": "cat", "count": 1, "color": "blue"}]}, False),  # the surest one alone is looked at
+        ({"include": [{"class": "cat", "count": 2, "color": "red"}]}, False),
+        ({"include": [{"class": "cat", "count": 1}, {"class": "dog", "count": 1, "position": ["below", 0]}]}, True),
+        ({"include": [{"class": "cat", "count": 2}, {"class": "dog", "count": 1, "position": ["below", 0]}]}, False),
+        ({"include": [{"class": "cow", "count": 1}, {"class": "dog", "count": 1, "position": ["below", 0]}]}, False),
+        (
+            {
+                "include": [
+                    {"class": "cat", "count": 1, "color": "blue"},
+                    {"class": "dog", "count": 1, "position": ["below", 0]},
+                ]
+            },
+            False,
+        ),
+        ({"exclude": [{"class": "cow", "count": 1}]}, True),
+    ],
+)
+def test_rules_by_hand(row, right):
+    """A red cat above a dog, and a less sure blue cat far to its left."""
+    objects = kept([at(0, 0, score=0.9), at(-300, 60, score=0.8), at(0, 60, "dog")], 0.3)
+    tell = {0.9: "red", 0.8: "blue", 0.95: "brown"}
+    assert verdict(None, objects, row, lambda image, own: [tell[each.score] for each in own]) == right
+
+
+# -- drawn scenes ----------------------------------------------------------------------------------------------------
+
+
+class Scenes:
+    """Scenes of coloured squares: a stub detector that knows what was drawn, and colours read from the cut-outs."""
+
+    def __init__(self):
+        self.known = {}
+
+    def draw(self, objects):
+        """objects: (name, colour, x, y, score). The drawn image."""
+        image = Image.new("RGB", (SIZE, SIZE), (200, 200, 210))
+        image.putpixel((0, 0), (len(self.known), 0, 0))  # no two scenes are one
+        found = []
+        for name, colour, x, y, score in objects:
+            box = (x, y, x + 40, y + 40)
+            ImageDraw.Draw(image).ellipse(box, fill=colour)
+            mask = Image.new("1", image.size)
+            ImageDraw.Draw(mask).ellipse(box, fill=1)
+            found.append(Found(name, tuple(map(float, box)), score, np.asarray(mask)))
+        self.known[image.tobytes()] = found
+        return image
+
+    def detector(self, image, device):
+        return self.known[image.tobytes()]
+
+    @staticmethod
+    def colours(image, objects, device):
+        names = {tuple(Image.new("RGB", (1, 1), name).getpixel((0, 0))): name for name in COLOURS}
+        return [names[cut_out(image, each).getpixel((20, 20))] for each in objects]
+
+
+def scene(tag, right, make):
+    """(row, objects) of one published kind of prompt, with one thing wrong unless `right`."""
+    one, other = make.sample(["cat", "dog", "clock", "tv remote"], 2)
+    first, second, third = make.sample(COLOURS, 3)
+    place = {"x": 100, "y": 100}
+    if tag == "single_object":
+        row = {"include": [{"class": one, "count": 1}]}
+        return row, [(one if right else other, first, 100, 100, 0.6)]
+    if tag == "two_object":
+        row = {"include": [{"class": one, "count": 1}, {"class": other, "count": 1}]}
+        return row, [(one, first, 20, 20, 0.6), (other, second, 120, 120, 0.6 if right else 0.2)]
+    if tag == "counting":
+        count = make.randint(2, 4)
+        row = {"include": [{"class": one, "count": count}], "exclude": [{"class": one, "count": count + 1}]}
+        drawn = count if right else count + make.choice((-1, 1))
+        sure = [(one, first, 5 + 45 * number, 60, 0.95) for number in range(drawn)]
+        return row, [*sure, (one, second, 5, 180, 0.85)]  # too unsure where objects are counted
+    if tag == "colors":
+        row = {"include": [{"class": one, "count": 1, "color": first}]}
+        return row, [(one, first if right else second, 100, 100, 0.6), (one, first, 10, 10, 0.5)]
+    if tag == "color_attr":
+        pair = [{"class": one, "count": 1, "color": first}, {"class": other, "count": 1, "color": second}]
+        shown = (first, second) if right else (second, first)
+        return {"include": pair}, [(one, shown[0], 20, 20, 0.6), (other, shown[1], 120, 120, 0.6)]
+    relation = make.choice(list(SHIFTS))
+    row = {"include": [{"class": one, "count": 1}, {"class": other, "count": 1, "position": [relation, 0]}]}
+    x, y = SHIFTS[relation if right else OTHERS[relation]]
+    return row, [(one, first, 100, 100, 0.6), (other, third, place["x"] + 90 * x, place["y"] + 90 * y, 0.6)]
+
+
+def test_sixty_drawn_scenes_have_the_published_verdicts():
+    scorer, scenes, make = GenEval.__new__(GenEval), Scenes(), random.Random(3)
+    scorer.threshold, scorer.counting_threshold, scorer.position_threshold = 0.3, 0.9, 0.1
+    scorer.max_objects, scorer.max_overlap = 16, 1.0
+    scorer.detector, scorer.colours = scenes.detector, scenes.colours
+    images, rows, wanted = [], [], []
+    for tag in ("single_object", "two_object", "counting", "colors", "position", "color_attr"):
+        for number in range(10):
+            row, objects = scene(tag, number % 2 == 0, make)
+            images.append([scenes.draw(objects)])
+            rows.append(row | {"tag": tag})
+            wanted.append(float(number % 2 == 0))
+    assert scorer(images, rows, "cpu") == wanted
+    both = [images[0][0], images[1][0]]
+    assert scorer([both, [], both], [rows[0], rows[0], {"tag": "x"}], "cpu")[1:] == [None, None]
+
+
+# -- the models ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def detector_folder(tmp_path_factory):
+    from transformers import (
+        Mask2FormerConfig,
+        Mask2FormerForUniversalSegmentation,
+        Mask2FormerImageProcessor,
+        SwinConfig,
+    )
+
+    folder = tmp_path_factory.mktemp("detector")
+    stages = ["stage1", "stage2", "stage3", "stage4"]
+    backbone = SwinConfig(
+        image_size=64, patch_size=4, embed_dim=8, depths=[1] * 4, num_heads=[1] * 4, window_size=4, out_features=stages
+    )
+    size = {"feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32, "encoder_feedforward_dim": 16}
+    layers = {"encoder_layers": 1, "decoder_layers": 2, "num_attention_heads": 2, "dim_feedforward": 16}
+    torch.manual_seed(0)
+    config = Mask2FormerConfig(
+        backbone_config=backbone, num_queries=6, id2label={0: "cat", 1: "mouse", 2: "dog"}, **size, **layers
+    )
+    Mask2FormerForUniversalSegmentation(config).eval().save_pretrained(folder)
+    Mask2FormerImageProcessor(size={"height": 64, "width": 64}).save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_detector_scores_a_class_times_its_mask(detector_folder):
+    image = Image.effect_noise((90, 70), 80).convert("RGB")
+    detector = MaskDetector(detector_folder, "geneval", True, {"mouse": "computer mouse"})
+    found = detector(image, "cpu")
+    with torch.no_grad():
+        output = detector._model(**detector._processor(images=image, return_tensors="pt"))
+    chances = output.class_queries_logits[0].softmax(-1)
+    masks = torch.nn.functional.interpolate(output.masks_queries_logits, (70, 90), mode="bilinear")[0]
+    expected = []
+    for query, mask in enumerate(masks):
+        for label, name in enumerate(("cat", "computer mouse", "dog")):
+            if (mask > 0).any():
+                where = np.argwhere((mask > 0).numpy())
+                (top, left), (bottom, right) = where.min(axis=0), where.max(axis=0) + 1
+                sure = mask.sigmoid()[mask > 0].mean()
+                expected.append((name, (left, top, right, bottom), float(chances[query, label] * sure)))
+    assert len(found) == len(expected) > 3
+    for one, other in zip(sorted(found, key=lambda e: e.score), sorted(expected, key=lambda e: e[2])):
+        assert one.name == other[0] and one.box == other[1] and one.score == pytest.approx(other[2], abs=1e-5)
+        assert one.mask.shape == (70, 90)
+
+
+def test_colours_are_those_of_the_nearest_mean_sentence(detector_folder, clip_folder):
+    from lightrft_visual.rewards.functions.geneval import TEMPLATES
+
+    scorer, image = GenEval(detector_folder, clip_folder), Image.new("RGB", (80, 60), "red")
+    mask = np.zeros((60, 80), dtype=bool)
+    mask[10:30, 10:40] = True
+    found = Found("cat", (10.0, 10.0, 40.0, 30.0), 0.9, mask)
+    assert scorer.colours(image, [], "cpu") == []
+    means = []
+    for colour in COLOURS:
+        texts = [each.format(colour=colour, name="cat") for each in TEMPLATES]
+        seen, said = scorer._clip.embed([cut_out(image, found)] * 3, texts, "cpu")
+        means.append(float(torch.nn.functional.normalize(said.mean(0), dim=-1) @ seen[0]))
+    assert scorer.colours(image, [found, found], "cpu") == [COLOURS[int(np.argmax(means))]] * 2
+
+
+def test_what_lies_around_an_object_is_grey():
+    image, mask = Image.new("RGB", (20, 20), "red"), np.zeros((20, 20), dtype=bool)
+    mask[5:10, 5:10] = True
+    cut = cut_out(image, Found("cat", (3.0, 3.0, 12.0, 12.0), 1.0, mask))
+    assert cut.size == (9, 9) and cut.getpixel((0, 0)) == (153, 153, 153) and cut.getpixel((4, 4)) == (255, 0, 0)
+    assert cut_out(image, Found("cat", (0, 0, 4, 4), 1.0)).getpixel((0, 0)) == (255, 0, 0)
