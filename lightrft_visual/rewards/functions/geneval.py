@@ -69,20 +69,20 @@ def relations(a: Found, b: Found, threshold: float = 0.1) -> set[str]:
 
 
 def verdict(
-    image: Image.Image, objects: Objects, row: Mapping[str, Any], colours: ColourOf, position_threshold: float = 0.1
+    image: Image.Image, objects: Objects, asked: Mapping[str, Any], colours: ColourOf, position_threshold: float = 0.1
 ) -> bool:
-    """Whether the image shows what the row asks for.
+    """Whether the image shows what is asked for.
 
     Args:
         image: in RGB.
         objects: that were found in it.
-        row: its `include` must all hold, its `exclude` must none; numbers, colours and positions are those of the
+        asked: its `include` must all hold, its `exclude` must none; numbers, colours and positions are those of the
             surest objects.
         colours: names the colour of each object.
         position_threshold: of `relations`.
     """
     correct, groups = True, list[list[Found] | None]()
-    for wanted in row.get("include", ()):
+    for wanted in asked.get("include", ()):
         count = wanted["count"]
         own: list[Found] | None = objects.get(wanted["class"], [])[:count]
         if len(own or ()) < count or ("color" in wanted and colours(image, own or ()).count(wanted["color"]) < count):
@@ -96,7 +96,9 @@ def verdict(
                 own = None
         correct = correct and own is not None
         groups.append(own)
-    return correct and not any(len(objects.get(each["class"], [])) >= each["count"] for each in row.get("exclude", ()))
+    return correct and not any(
+        len(objects.get(each["class"], [])) >= each["count"] for each in asked.get("exclude", ())
+    )
 
 
 class GenEval:
@@ -125,19 +127,19 @@ class GenEval:
         self._said: dict[str, torch.Tensor] = {}
 
     def __call__(self, frames: list[list[Any]], metadata: list[dict[str, Any]], device: Any) -> list[float | None]:
-        def share(images: list[Any], row: dict[str, Any]) -> float | None:
-            if not images or not row.get("include"):
+        def share(images: list[Any], asked: dict[str, Any]) -> float | None:
+            if not images or not asked.get("include"):
                 return None
-            return sum(self.judge(image, row, device) for image in images) / len(images)
+            return sum(self.judge(image, asked, device) for image in images) / len(images)
 
         return [share(*sample) for sample in zip(frames, metadata)]
 
-    def judge(self, image: Image.Image, row: Mapping[str, Any], device: Any) -> bool:
+    def judge(self, image: Image.Image, asked: Mapping[str, Any], device: Any) -> bool:
         """The verdict on one image."""
         image = ImageOps.exif_transpose(image).convert("RGB")
-        threshold = self.counting_threshold if row.get("tag") == "counting" else self.threshold
+        threshold = self.counting_threshold if asked.get("tag") == "counting" else self.threshold
         objects = kept(self.detector(image, device), threshold, self.max_objects, self.max_overlap)
-        return verdict(image, objects, row, lambda i, own: self.colours(i, own, device), self.position_threshold)
+        return verdict(image, objects, asked, lambda i, own: self.colours(i, own, device), self.position_threshold)
 
     def colours(self, image: Image.Image, objects: Sequence[Found], device: Any) -> list[str]:
         """Of each object, by CLIP on its box with grey around its mask; the mean of a colour's sentences counts."""

@@ -54,7 +54,7 @@ class MaskDetector:
             inside = masks[query] > 0
             if inside.any():
                 sure = float(masks[query].sigmoid()[inside].mean())
-                rows, columns = (torch.nonzero(inside.any(dim=axis)).flatten() for axis in (1, 0))
-                box = (float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1))
+                lines, columns = (torch.nonzero(inside.any(dim=axis)).flatten() for axis in (1, 0))
+                box = (float(columns[0]), float(lines[0]), float(columns[-1] + 1), float(lines[-1] + 1))
                 found.append(Found(self.names[label], box, chance * sure, inside.cpu().numpy()))
         return found
