@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
 
+from ..runtime.host_copies import to_device
 from .fields import InfoLayout, Kind, replay_field, unpack_actions
 from .vision import VisionName, VisionTensors, adopt_given
 
@@ -171,7 +171,7 @@ class _Movable:
     @torch.no_grad()
     def to_device(self: _Batch, device: torch.device | str) -> _Batch:
         """Move every tensor, `info` included, to `device` in place; returns self."""
-        return self._apply(methodcaller("to", device))
+        return self._apply(lambda tensor: to_device(tensor, device))
 
     def pin_memory(self: _Batch) -> _Batch:
         """Pin every tensor for faster copies to the accelerator; does nothing where there is none. Returns self."""
@@ -352,8 +352,7 @@ class ModelInputs:
 
     def to(self, device: torch.device | str) -> ModelInputs:
         """The same inputs with every tensor on `device`; a new object, the batch stays where it is."""
-        movable = (T, VisionTensors)
-        moved = {name: value.to(device) if isinstance(value, movable) else value for name, value in vars(self).items()}
+        moved = map_tensors(vars(self), lambda tensor: to_device(tensor, device))
         return ModelInputs(**moved)
 
     @property

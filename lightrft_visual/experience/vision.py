@@ -7,13 +7,14 @@ into these tensors in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import methodcaller
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import DataError
+from ..runtime.host_copies import known_on_host, on_host, to_device
 from .fields import values_equal
 
 T = torch.Tensor
@@ -30,6 +31,7 @@ CONTRACT_NAMES = {
     "video_seconds_per_grid": "second_per_grid_ts",
 }
 _SHOWN = {name: contract for contract, name in CONTRACT_NAMES.items()}
+_host_rows = WeakTensorKeyDictionary()
 PATCHES = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}  # rows: t*h*w of each grid
 GRIDS = ("image_grid_thw", "video_grid_thw")
 PER_GRID = {"second_per_grid_ts": ("video_grid_thw", 1.0)}  # one number a row of the grids, and what stands for none
@@ -128,11 +130,22 @@ class VisionTensors:
         parts = [part[name] for part in own if name in part]
         if name in PER_GRID and parts:
             parts = _filled(own, name, parts[0])
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)) if parts else None
+        if not parts:
+            return None
+        if len(parts) == 1:
+            return parts[0]
+        if parts[0].is_floating_point():
+            return torch.cat(parts)
+        return to_device(torch.cat([on_host(part) for part in parts]), parts[0].device)  # sizes, which the host reads
 
     def joined(self) -> Named:
         """What the forward takes: every name that has rows."""
-        return {name: self.get(name) for name in self.names if self.has_any(name)}
+        whole = {name: self.get(name) for name in self.names if self.has_any(name)}
+        for name, grids in PATCHES.items():
+            parts = [known_on_host(part[name]) for part in self.parts if name in part]
+            if grids in whole and parts and all(part is not None for part in parts):
+                _host_rows[whole[grids]] = parts
+        return whole
 
     def replaced(self, name: str, value: T | None) -> VisionTensors:
         """The same with another tensor, or none, under `name`, for all samples together."""
@@ -161,7 +174,7 @@ class VisionTensors:
 
     def to(self, device: torch.device | str) -> VisionTensors:
         """Every tensor on `device`; each distinct one is moved once."""
-        return self.map(methodcaller("to", device))
+        return self.map(lambda tensor: to_device(tensor, device))
 
     def nbytes(self) -> int:
         """Bytes of the distinct storages that are held."""
@@ -188,6 +201,11 @@ class VisionTensors:
         tensors = self.samples[0]
         columns = {name: _owned(tensors, name, size, counts) for name in tensors}
         return [{name: parts[i] for name, parts in columns.items() if len(parts[i])} for i in range(size)]
+
+
+def rows_on_host(grids: T) -> list[T] | None:
+    """The rows that these grids of `VisionTensors.joined` divide, part by part; None where the host lacks them."""
+    return _host_rows.get(grids)
 
 
 def _filled(samples: Sequence[Named], name: str, like: T) -> list[T]:

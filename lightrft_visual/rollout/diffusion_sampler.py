@@ -79,10 +79,19 @@ def sde_step(
         raise ValueError("give either noise, to sample a step, or prev_sample, to score one")
     x, v = upcast(x), upcast(v)
     mean, std = transition(x, v, sigma, sigma_next, noise_level, rule=rule)
-    if noise is not None and rule != "cps" and bool((std <= 0).any()):
+    if noise is not None and rule != "cps" and _without_noise(sigma, sigma_next, noise_level, rule):
         raise ConfigError("the step has no noise (noise_level or the step size is 0), so it has no log-prob")
     prev = mean + std * upcast(noise) if prev_sample is None else upcast(prev_sample)
     return Step(prev, transition_log_prob(prev.detach(), mean, std, rule=rule, reduction=reduction), mean, std)
+
+
+def _without_noise(sigma: float | T, sigma_next: float | T, noise_level: float, rule: str) -> bool:
+    """Whether a step has none, by sigmas on the host; of others nobody asks, as it would make the host wait."""
+    ends = [torch.as_tensor(each, dtype=torch.float64).reshape(-1) for each in (sigma, sigma_next)]
+    if any(each.device.type != "cpu" for each in ends):
+        return False
+    nothing = torch.zeros(max(map(len, ends)), dtype=torch.float64)
+    return bool((transition(nothing, nothing, *ends, noise_level, rule=rule)[1] <= 0).any())
 
 
 def transition(x: T, v: T, sigma: float | T, sigma_next: float | T, noise_level: float, *, rule: str) -> tuple[T, T]:

@@ -1,7 +1,8 @@
-"""Counts reads of the simulated device, and collectives, between two optimizer steps, by the line of ours that asks.
+"""Counts reads of the simulated device, and collectives, by the line of ours that asks: between two optimizer steps,
+while a step's samples are scored, and while images are drawn.
 
-Not counted: what DeepSpeed asks for, which reduces gradients and looks for overflow, and what the forward passes of
-models read, which take the borders of sequences and media off their inputs.
+Not counted: what DeepSpeed asks for, which reduces gradients and looks for overflow, and what the libraries of models
+read of their inputs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,7 +28,7 @@ COLLECTIVES = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all_single", "barrier",
     "broadcast", "broadcast_object_list", "reduce_scatter_tensor",
 )  # fmt: skip
-FORWARDS = (f"{OURS}models.vlm.", f"{OURS}models.attention")  # read the borders of sequences and media off its inputs
+BY_BLOCKS = f"{OURS}models.attention"  # only where PyTorch's varlen, which takes borders on the device, is missing
 OF_VALUES = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::unique_dim")
 
 
@@ -35,7 +37,7 @@ def asker() -> str | None:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.split(".")[0] in THEIRS or name.startswith(FORWARDS):
+        if name.split(".")[0] in THEIRS or name == BY_BLOCKS:
             return None
         if name.startswith(OURS) and name != f"{OURS}runtime.collectives":
             return f"{name.removeprefix(OURS)}:{frame.f_lineno}"
@@ -55,13 +57,14 @@ def waits(operation, args, result) -> bool:
     if name == "aten::index":
         return any(each.dtype == torch.bool for each in on_device[1:])
     if name in ("aten::copy_", "aten::_copy_from"):
-        return given[0].device.type == "cpu"
+        apart = name == "aten::copy_" and len(args) > 2 and args[2]  # non_blocking: whoever reads waits by itself
+        return given[0].device.type == "cpu" and not apart
     return name == "aten::_to_copy" and result.device.type == "cpu"
 
 
 @dataclass
 class Counts:
-    """Of the span between two optimizer steps."""
+    """Of one span: between two optimizer steps, or a stage's call."""
 
     reads: Counter = field(default_factory=Counter)
     collectives: Counter = field(default_factory=Counter)
@@ -75,18 +78,29 @@ class Counts:
 
 
 class SyncCounter(TorchDispatchMode):
-    """While a trainer learns, `spans` gets a `Counts` for each optimizer step, begun by the step before or the loss."""
+    """A run's `Counts`. spans: "train", one for each optimizer step, begun by the step before or the loss; "score", one
+    for the forward passes of a step's experience; "sample", one for each call of an engine of diffusers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.spans: list[Counts] = []
+        self.spans: dict[str, list[Counts]] = {"train": [], "score": [], "sample": []}
         self.current: Counts | None = None
+        accelerator = get_accelerator()
+        accelerator.synchronize = self._waiting(accelerator.synchronize)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
         if self.current is not None and waits(operation, args, result):
             self.current.reads[asker()] += 1
         return result
+
+    def _waiting(self, synchronize: Callable) -> Callable:
+        def call(*args, **kwargs):
+            if self.current is not None:
+                self.current.reads[asker()] += 1
+            return synchronize(*args, **kwargs)
+
+        return call
 
     def _begin(self) -> None:
         if self.current is None:
@@ -96,12 +110,14 @@ class SyncCounter(TorchDispatchMode):
     def _micro_batch(self) -> None:
         self.current.micro_batches += 1
 
-    def _cut(self) -> None:
-        self.spans.append(self.current)
+    def _cut(self, name: str = "train") -> None:
+        self.spans[name].append(self.current)
         self.current = Counts()
 
-    def _end(self) -> None:
+    def _end(self, name: str | None = None) -> None:
         if self.current is not None:
+            if name is not None:
+                self.spans[name].append(self.current)
             self.current = None
             self.__exit__(None, None, None)
 
@@ -121,6 +137,10 @@ class SyncCounter(TorchDispatchMode):
         around(engine, "accumulate", before=self._micro_batch)
         around(engine.engine, "step", after=self._cut)
         around(trainer.buffer, "clear", before=self._end)
+        if hasattr(trainer.maker, "forward_stage"):
+            around(trainer.maker.forward_stage, "run", before=self._begin, after=lambda: self._end("score"))
+        else:
+            around(trainer.maker.engine, "generate", before=self._begin, after=lambda: self._end("sample"))
         plain = {name: getattr(dist, name) for name in COLLECTIVES}
         try:
             for name, collective in plain.items():
@@ -131,7 +151,7 @@ class SyncCounter(TorchDispatchMode):
                 setattr(dist, name, collective)
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps([each.plain() for each in self.spans]))
+        path.write_text(json.dumps({name: [each.plain() for each in found] for name, found in self.spans.items()}))
 
 
 def around(owner, name: str, before=lambda: None, after=lambda: None) -> None:

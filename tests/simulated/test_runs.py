@@ -181,14 +181,14 @@ def test_the_run_makes_its_steps(simulated, ranks, name):
     assert rows(folder, "eval_metrics.csv") and (folder / "checkpoint-final").is_dir()
 
 
-def waits(folder: Path, name: str) -> list[list[dict]]:
-    """By rank, of each optimizer step; see `sync_counter`."""
-    return [json.loads((folder / name / f"waits_{rank}.json").read_text()) for rank in (0, 1)]
+def waits(folder: Path, name: str, phase: str) -> list[list[dict]]:
+    """By rank, of each span; see `sync_counter`."""
+    return [json.loads((folder / name / f"waits_{rank}.json").read_text())[phase] for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("name", [name for name in COUNTED if name != "counted_waiting"])
 def test_between_two_optimizer_steps_are_one_collective_and_two_reads_of_the_device(simulated, name):
-    for spans in waits(simulated[2], name):
+    for spans in waits(simulated[2], name, "train"):
         assert len(spans) == 2 and all(span["micro_batches"] >= 8 for span in spans)
         for span in spans:
             assert sum(span["collectives"].values()) == 1, span
@@ -196,8 +196,14 @@ def test_between_two_optimizer_steps_are_one_collective_and_two_reads_of_the_dev
         assert any(span["reads"] for span in spans)
 
 
+@pytest.mark.parametrize("name,phase", [("counted_kl", "score"), ("counted_flow_grpo", "sample")])
+def test_scoring_and_drawing_wait_for_the_device_once(simulated, name, phase):
+    for (span,) in waits(simulated[2], name, phase):
+        assert not span["collectives"] and sum(span["reads"].values()) == 1, span
+
+
 def test_a_read_in_the_loop_over_micro_batches_is_counted_by_its_line(simulated):
-    for spans in waits(simulated[2], "counted_waiting"):
+    for spans in waits(simulated[2], "counted_waiting", "train"):
         assert all(max(span["reads"].values()) == 8 for span in spans)
 
 

@@ -19,6 +19,7 @@ from ...experience.types import ModelInputs
 from ...experience.vision import VisionTensors
 from ...runtime import collectives
 from ...runtime.checkpoint.manifest import is_adapted
+from ...runtime.host_copies import on_host, to_device
 from ...runtime.sequence import SequenceGroup
 from ..attention import Segments, attend_by_segments
 from ..logprobs import LogProbLinear
@@ -133,7 +134,7 @@ class Backbone:
 
     def _positions(self, inputs: ModelInputs) -> tuple[T, T]:
         """(position_ids, token types (rows, S))."""
-        types = self.family.token_types(inputs.sequences)
+        types = to_device(self.family.token_types(on_host(inputs.sequences)), inputs.sequences.device)
         return self.family.positions(inputs, types), types
 
     def _forward(self, inputs: ModelInputs, positions: T, types: T, segments: Segments | None = None, **cache) -> T:
@@ -257,9 +258,11 @@ class Actor(nn.Module):
     def forward(self, inputs: ModelInputs, rule: ScoringRule, with_entropy: bool = True) -> ActorOutput:
         """Log-probs and entropy of every action. Raises DataError when images and placeholders do not match."""
         mask = inputs.action_mask
-        indices = inputs.action_indices()[mask]
+        # Their number is known on the host: on the device it would be waited for.
+        counted = to_device(on_host(mask).flatten().nonzero().squeeze(1), mask.device)
+        indices = inputs.action_indices().flatten()[counted]
         targets = inputs.sequences.flatten()[indices + 1]
-        columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)[mask]
+        columns = counted % mask.shape[1]
         if self.drawing is None:
             hidden = self.backbone.hidden_at(inputs, indices)
             scores = self._score(hidden.values, targets[hidden.own], columns[hidden.own], rule, with_entropy)

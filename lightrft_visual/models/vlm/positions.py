@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 
 from ...errors import DataError
+from ...runtime.host_copies import on_host
 
 T = torch.Tensor
 
@@ -74,7 +75,7 @@ class GridCursor:
     """Hands each sample the grids of its own placeholders, in order, and counts that none is missing or left."""
 
     def __init__(self, grids: T | None, merge_area: int, kind: str):
-        self.grids = None if grids is None else grids.cpu()
+        self.grids = None if grids is None else on_host(grids)
         self.tokens = [] if grids is None else (self.grids.prod(dim=1) // merge_area).tolist()
         self.kind, self.next = kind, 0
 

@@ -19,6 +19,7 @@ from ...errors import ConfigError
 from ...experience.fields import values_equal
 from ...experience.types import ModelInputs
 from ...experience.vision import InParts, Sample, VisionTensors, parts_of
+from ...runtime.host_copies import on_host, to_device
 from ...runtime.sequence import SequenceGroup
 
 T = torch.Tensor
@@ -58,12 +59,12 @@ class SharedSequence:
         """
         if inputs.group_ids is None:
             return None
-        samples, ids, vision = _samples(inputs), inputs.sequences.flatten().cpu(), inputs.vision.samples
+        samples, ids, vision = _samples(inputs), on_host(inputs.sequences).flatten(), inputs.vision.samples
         if len(vision) != len(inputs.group_ids):  # they came joined, and nobody says whose they are
             vision = None if inputs.vision.names else [{}] * len(inputs.group_ids)
         if samples is None or vision is None:
             return None
-        groups = _groups(inputs.group_ids.tolist(), samples, ids, vision)
+        groups = _groups(on_host(inputs.group_ids).tolist(), samples, ids, vision)
         if len(groups) == len(samples):
             return None
         columns, indices, lengths, continues = _laid_out(
@@ -71,8 +72,8 @@ class SharedSequence:
         )
         device = inputs.sequences.device
         return cls(
-            columns=columns.to(device),
-            indices=indices.to(device),
+            columns=to_device(columns, device),
+            indices=to_device(indices, device),
             lengths=lengths,
             continues=continues,
             vision=VisionTensors([_media_in_order([vision[index] for index in members]) for members in groups]),
@@ -82,7 +83,7 @@ class SharedSequence:
     @classmethod
     def alone(cls, inputs: ModelInputs) -> SharedSequence:
         """The row of a batch in which nothing is shared: each sample's own tokens, without padding."""
-        mask, offset, columns, lengths = inputs.attention_mask.cpu().flatten() != 0, 0, [], []
+        mask, offset, columns, lengths = on_host(inputs.attention_mask).flatten() != 0, 0, [], []
         for width in inputs.sample_lengths:
             columns.append(offset + mask[offset : offset + width].nonzero().flatten())
             lengths.append(len(columns[-1]))
@@ -90,12 +91,16 @@ class SharedSequence:
         tokens, device = torch.cat(columns), inputs.sequences.device
         indices = torch.zeros(len(mask), dtype=torch.long)
         indices[tokens] = torch.arange(len(tokens))
-        return cls(tokens.to(device), indices.to(device), lengths, [None] * len(lengths), inputs.vision, 0)
+        return cls(
+            to_device(tokens, device), to_device(indices, device), lengths, [None] * len(lengths), inputs.vision, 0
+        )
 
     def inputs(self, inputs: ModelInputs) -> ModelInputs:
         """What the model reads: the row in place of the samples."""
-        tokens = self.select(inputs.sequences)
-        return ModelInputs(tokens, torch.ones_like(tokens), inputs.action_mask, list(self.lengths), vision=self.vision)
+        device = inputs.sequences.device
+        tokens = on_host(inputs.sequences).flatten()[on_host(self.columns)].unsqueeze(0)
+        row = to_device(tokens, device), to_device(torch.ones_like(tokens), device)
+        return ModelInputs(*row, inputs.action_mask, list(self.lengths), vision=self.vision)
 
     def select(self, values: T) -> T:
         """Values (..., rows, S) of each token of the inputs to (..., 1, tokens of the row)."""
@@ -133,7 +138,7 @@ def _media_in_order(members: list[Sample]) -> Sample:
 
 def _samples(inputs: ModelInputs) -> list[_Sample] | None:
     """Every sample's tokens; None where one has masked tokens between others, or no prompt."""
-    mask, samples = inputs.attention_mask.cpu() != 0, []
+    mask, samples = on_host(inputs.attention_mask) != 0, []
     widths = inputs.sample_lengths
     actions = inputs.num_actions or [inputs.action_mask.shape[1]] * len(widths)
     offset, mask = 0, mask.flatten()
@@ -228,7 +233,7 @@ class _MediaOverRanks:
         pixels = args[0] if args else kwargs.get("pixel_values")
         if not self.sliced.active or pixels is None or (args and grids is None):
             return None
-        patches = [1] * len(pixels) if grids is None else grids.prod(dim=1).tolist()
+        patches = [1] * len(pixels) if grids is None else on_host(grids).prod(dim=1).tolist()
         self.plan = _Shares(patches, self.sliced.group)
         # A member without a share runs the first one for nothing: all members run the same modules.
         mine = self.plan.own or [0]

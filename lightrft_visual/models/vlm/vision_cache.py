@@ -7,7 +7,7 @@ features, so the copies are looked up instead of computed; their gradients add u
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,8 @@ from PIL import Image
 
 from ...data.media import to_pil
 from ...experience.types import ModelInputs
-from ...experience.vision import VisionTensors
+from ...experience.vision import VisionTensors, rows_on_host
+from ...runtime.host_copies import on_host
 from ..logprobs import LogProbLinear
 
 T = torch.Tensor
@@ -41,19 +42,26 @@ def share_repeated_images(vision_tower: nn.Module) -> None:
     vision_tower.register_forward_hook(sharing.after)
 
 
-def first_occurrences(pixels: T, grids: T) -> list[int]:
+def first_occurrences(pixels: T | Sequence[T], grids: T) -> list[int]:
     """For each medium the index of the first equal one, itself where there is none before it.
 
-    pixels is (sum of patches, D); grids (media, 3) holds frames, rows and columns of patches. Media are equal when
-    their grids and every value are: a flat image has the same values in another shape, but other positions.
+    pixels is (sum of patches, D), or parts of it that hold whole media; grids (media, 3) holds frames, rows and columns
+    of patches. Media are equal when their grids and every value are: a flat image has the same values in another shape,
+    but other positions.
     """
-    blocks = pixels.detach().split(grids.prod(dim=1).tolist())
+    sizes = on_host(grids).prod(dim=1).tolist()
+    ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    blocks: list[T] = []
+    for part in [pixels] if isinstance(pixels, T) else pixels:
+        start = ends[len(blocks)]
+        own = sizes[len(blocks) : ends.index(start + len(part), len(blocks))]
+        blocks += part.detach().split(own)
     step = [max(1, block.numel() // _PROBES) for block in blocks]
     probes = [block.reshape(-1)[::every][:_PROBES] for block, every in zip(blocks, step)]
     keys = torch.stack([nn.functional.pad(probe, (0, _PROBES - len(probe))) for probe in probes]).cpu().tolist()
     seen: dict[tuple, list[int]] = defaultdict(list)
     first: list[int] = []
-    for index, (block, grid, key) in enumerate(zip(blocks, grids.tolist(), keys)):
+    for index, (block, grid, key) in enumerate(zip(blocks, on_host(grids).tolist(), keys)):
         alike = seen[*grid, *key]
         found = next((other for other in alike if torch.equal(blocks[other], block)), index)
         if found == index:
@@ -74,10 +82,11 @@ class _Sharing:
         if len(args) != 1 or kwargs.get("grid_thw") is None or any(isinstance(each, T) for each in others):
             return None  # not called as transformers' get_image_features does: offsets of the media may be among these
         pixels, grids = args[0], kwargs["grid_thw"]
-        patches = grids.prod(dim=1).tolist()
+        patches = on_host(grids).prod(dim=1).tolist()
         if len(patches) < 2 or sum(patches) != len(pixels):
             return None
-        first = first_occurrences(pixels, grids)
+        rows = rows_on_host(grids)  # to compare on the device would make the host wait for it
+        first = first_occurrences(pixels if rows is None else rows, grids)
         kept = sorted(set(first))
         if len(kept) == len(first):
             return None

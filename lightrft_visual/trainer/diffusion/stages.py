@@ -20,6 +20,7 @@ from ...experience.vision import Conditions, stacked
 from ...models.diffusion.policy import DiffusionPolicy
 from ...rollout.diffusion_sampler import DiffusionSampler, sample_generators, window_start
 from ...runtime import collectives
+from ...runtime.host_copies import HostCopies
 
 logger = logging.getLogger(__name__)
 T = torch.Tensor
@@ -244,15 +245,19 @@ class DiffusionSampling:
         graphs: which of them are kept for the update, if any; the first call with them is a collective. Those of edits
         are not: their conditions differ in size from sample to sample.
         """
-        size = self.settings.micro_batch_size
+        size, host = self.settings.micro_batch_size, HostCopies()
         parts = [slice(start, start + size) for start in range(0, len(requests), size)]
         if self.edits:
             shared = self.shared(requests)
-            return [self._micro(requests.select(part), step, purpose, shared[part]) for part in parts]
+            drawn = [self._micro(requests.select(part), step, purpose, host, shared[part]) for part in parts]
+            host.wait()
+            return drawn
         self.remember(requests)
         if graphs is not None and not graphs.fit(partial(self._one_forward, requests), len(requests), self.sampler):
             graphs = None
-        return [self._micro(requests.select(part), step, purpose, graphs=graphs) for part in parts]
+        drawn = [self._micro(requests.select(part), step, purpose, host, graphs=graphs) for part in parts]
+        host.wait()
+        return drawn
 
     def _one_forward(self, requests: DrawingBatch) -> T:
         """Of one sample, as the rollout would make it: what its graph takes."""
@@ -268,6 +273,7 @@ class DiffusionSampling:
         requests: DrawingBatch,
         step: int,
         purpose: str,
+        host: HostCopies,
         shared: list[Conditions] | None = None,
         graphs: RolloutGraphs | None = None,
     ) -> Sampled:
@@ -279,7 +285,7 @@ class DiffusionSampling:
         start = window_start(self.sampler.config.moving_steps, self.sampler.noise, self.settings.run_seed, step)
         keep = () if graphs is None else graphs.steps(self.sampler, start)
         result = self.sampler.sample(self.model, batch, generator=generators, window=start, keep=keep)
-        return Sampled(result, own, self.model.policy.decode(result.latents).clamp(0, 1).cpu(), shared=shared)
+        return Sampled(result, own, host.of(self.model.policy.decode(result.latents).clamp(0, 1)), shared=shared)
 
     def batch(self, requests: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> DiffusionBatch:
         """The sampler's input; with same_latent every sample of a prompt starts from the prompt's own noise."""

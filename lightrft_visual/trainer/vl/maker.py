@@ -28,6 +28,7 @@ from ...rewards.engine import EarlyScores, RewardComputationEngine
 from ...rollout.engine import RolloutEngine, RolloutStage
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate, RolloutCheck
+from ...runtime.host_copies import HostCopies
 from ...runtime.offload import OffloadedModule
 from ...runtime.phase_timer import PhaseTimer
 from ..hooks import Hooks, StepData
@@ -83,23 +84,24 @@ class ForwardStage:
     def run(self, batches: Sequence[Experience | ExperienceVL], rule: ScoringRule) -> None:
         """Fill action_log_probs, action_entropy, base_action_log_probs, values, kl and the fields of `others` of padded
         micro-batches."""
-        inputs = [ModelInputs.of(each) for each in batches]
+        inputs, host = [ModelInputs.of(each) for each in batches], HostCopies()
         if self.actor is not None:
             for experience, each in zip(batches, inputs):
                 output = self.actor(each.to(self.device), rule)
-                experience.action_log_probs = output.log_probs.cpu()
-                experience.action_entropy = output.entropy.cpu()
+                experience.action_log_probs = host.of(output.log_probs)
+                experience.action_entropy = host.of(output.entropy)
         if self.reference is not None:
             with self.reference if isinstance(self.reference, OffloadedModule) else nullcontext():
                 for experience, each in zip(batches, inputs):
                     scored = self.reference(each.to(self.device), rule)
-                    experience.base_action_log_probs = getattr(scored, "log_probs", scored).cpu()
+                    experience.base_action_log_probs = host.of(getattr(scored, "log_probs", scored))
         for name, score in self.others.items():
             for experience, each in zip(batches, inputs):
-                setattr(experience, name, score(each.to(self.device), rule).cpu())
+                setattr(experience, name, host.of(score(each.to(self.device), rule)))
         if self.critic is not None:
             for experience, each in zip(batches, inputs):
-                experience.values = self.critic(each.to(self.device)).cpu()
+                experience.values = host.of(self.critic(each.to(self.device)))
+        host.wait()
         for experience in batches:
             add_kl(experience, self.kl_estimator)
 

@@ -17,6 +17,7 @@ from ....data.prompts import MediaConventions
 from ....errors import ConfigError, DataError
 from ....experience.types import ModelInputs
 from ....experience.vision import VisionTensors
+from ....runtime.host_copies import on_host
 from ..positions import packed_text_positions, text_positions, token_types
 from ..vision_cache import Drawing
 
@@ -217,17 +218,19 @@ def spans_of(inputs: ModelInputs) -> list[tuple[int, Any]]:
     if inputs.packed_seq_lens is not None:
         ends = torch.tensor(inputs.packed_seq_lens).cumsum(0).tolist()
         return [(0, slice(end - length, end)) for end, length in zip(ends, inputs.packed_seq_lens)]
-    mask = inputs.attention_mask.bool().cpu()
+    mask = on_host(inputs.attention_mask).bool()
     return [(index, mask[index]) for index in range(len(mask))]
 
 
 def samples_of(inputs: ModelInputs, types: T) -> Iterator[T]:
     """Token types (L) of the real tokens of each sample, on the host."""
-    host = types.cpu()
+    host = on_host(types)
     for index, where in spans_of(inputs):
         yield host[index][where]
 
 
 def name_of(inputs: ModelInputs, index: int) -> str:
     """How errors call one sample: by its id where it has one."""
-    return f"sample {index} of the batch" if inputs.sample_ids is None else f"sample {inputs.sample_ids[index]}"
+    return (
+        f"sample {index} of the batch" if inputs.sample_ids is None else f"sample {on_host(inputs.sample_ids)[index]}"
+    )

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from ....experience.types import ModelInputs
 from ....experience.vision import VisionTensors
+from ....runtime.host_copies import on_host
 from ...attention import attend_by_windows
 from ..positions import GridCursor, MRopePositions, PatchConv3d
 from ..vision_cache import share_repeated_media
@@ -49,7 +50,7 @@ class QwenVL(VLMFamily):
     def positions(self, inputs: ModelInputs, types: T) -> T:
         """(4, rows, S): text positions, then M-RoPE's three, worked out on the host, where patterns are compared."""
         found = torch.zeros(3, *types.shape, dtype=torch.long)
-        host, vision = types.cpu(), inputs.vision
+        host, vision = on_host(types), inputs.vision
         images, videos = (GridCursor(vision.get(f"{kind}_grid_thw"), self.merge**2, kind) for kind in self.media)
         seconds = vision.get("second_per_grid_ts")
         seconds = None if seconds is None else seconds.cpu()

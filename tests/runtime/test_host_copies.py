@@ -1,0 +1,49 @@
+"""What the host knows of tensors on a device; the device is `meta`, of which nothing can be read."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from lightrft_visual.experience.vision import VisionTensors, rows_on_host
+from lightrft_visual.models.vlm.vision_cache import first_occurrences
+from lightrft_visual.runtime.host_copies import HostCopies, known_on_host, on_host, to_device
+
+
+def test_a_moved_tensor_is_read_on_the_host_without_its_device():
+    ids = torch.arange(7)
+    assert on_host(to_device(ids, "meta")) is ids
+
+
+def test_a_tensor_that_was_made_on_the_device_is_not_known():
+    assert known_on_host(torch.arange(3, device="meta")) is None
+    with pytest.raises(NotImplementedError):
+        on_host(torch.arange(3, device="meta"))
+
+
+def test_the_hosts_tensor_is_let_go_with_the_devices():
+    ids = torch.arange(5)
+    moved = to_device(ids, "meta")
+    known = len(gc.get_referrers(ids))
+    del moved
+    assert len(gc.get_referrers(ids)) < known
+
+
+def test_host_copies_of_the_host_are_itself():
+    copies, tensor = HostCopies(), torch.rand(3)
+    assert copies.of(tensor) is tensor
+    copies.wait()
+
+
+def test_equal_media_of_a_joined_batch_are_found_without_its_device():
+    one, other = torch.rand(4, 5), torch.rand(8, 5)
+    grids = torch.tensor([[1, 2, 2]]), torch.tensor([[1, 2, 4]])
+    of = VisionTensors.of
+    both = of(pixel_values=torch.cat([other, one]), image_grid_thw=torch.cat([grids[1], grids[0]]))
+    parts = [of(pixel_values=one, image_grid_thw=grids[0]), both, of(pixel_values=one.clone(), image_grid_thw=grids[0])]
+    whole = VisionTensors.gather(parts).to("meta").joined()
+    assert whole["pixel_values"].device.type == "meta"
+    assert on_host(whole["image_grid_thw"]).tolist() == [[1, 2, 2], [1, 2, 4], [1, 2, 2], [1, 2, 2]]
+    assert first_occurrences(rows_on_host(whole["image_grid_thw"]), whole["image_grid_thw"]) == [0, 1, 0, 0]
