@@ -31,7 +31,7 @@ CONTRACT_NAMES = {
     "video_seconds_per_grid": "second_per_grid_ts",
 }
 _SHOWN = {name: contract for contract, name in CONTRACT_NAMES.items()}
-_host_rows = WeakTensorKeyDictionary()
+_host_pixels = WeakTensorKeyDictionary()
 PATCHES = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}  # rows: t*h*w of each grid
 GRIDS = ("image_grid_thw", "video_grid_thw")
 PER_GRID = {"second_per_grid_ts": ("video_grid_thw", 1.0)}  # one number a row of the grids, and what stands for none
@@ -144,7 +144,7 @@ class VisionTensors:
         for name, grids in PATCHES.items():
             parts = [known_on_host(part[name]) for part in self.parts if name in part]
             if grids in whole and parts and all(part is not None for part in parts):
-                _host_rows[whole[grids]] = parts
+                _host_pixels[whole[grids]] = parts
         return whole
 
     def replaced(self, name: str, value: T | None) -> VisionTensors:
@@ -203,9 +203,9 @@ class VisionTensors:
         return [{name: parts[i] for name, parts in columns.items() if len(parts[i])} for i in range(size)]
 
 
-def rows_on_host(grids: T) -> list[T] | None:
-    """The rows that these grids of `VisionTensors.joined` divide, part by part; None where the host lacks them."""
-    return _host_rows.get(grids)
+def pixels_on_host(grids: T) -> list[T] | None:
+    """The patches that these grids of `VisionTensors.joined` divide, part by part; None where the host lacks them."""
+    return _host_pixels.get(grids)
 
 
 def _filled(samples: Sequence[Named], name: str, like: T) -> list[T]:

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from lightrft_visual.experience.vision import VisionTensors, rows_on_host
+from lightrft_visual.experience.vision import VisionTensors, pixels_on_host
 from lightrft_visual.models.vlm.vision_cache import first_occurrences
 from lightrft_visual.runtime.host_copies import HostCopies, known_on_host, on_host, to_device
 
@@ -46,4 +46,4 @@ def test_equal_media_of_a_joined_batch_are_found_without_its_device():
     whole = VisionTensors.gather(parts).to("meta").joined()
     assert whole["pixel_values"].device.type == "meta"
     assert on_host(whole["image_grid_thw"]).tolist() == [[1, 2, 2], [1, 2, 4], [1, 2, 2], [1, 2, 2]]
-    assert first_occurrences(rows_on_host(whole["image_grid_thw"]), whole["image_grid_thw"]) == [0, 1, 0, 0]
+    assert first_occurrences(pixels_on_host(whole["image_grid_thw"]), whole["image_grid_thw"]) == [0, 1, 0, 0]

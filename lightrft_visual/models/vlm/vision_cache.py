@@ -17,7 +17,7 @@ from PIL import Image
 
 from ...data.media import to_pil
 from ...experience.types import ModelInputs
-from ...experience.vision import VisionTensors, rows_on_host
+from ...experience.vision import VisionTensors, pixels_on_host
 from ...runtime.host_copies import on_host
 from ..logprobs import LogProbLinear
 
@@ -85,8 +85,8 @@ class _Sharing:
         patches = on_host(grids).prod(dim=1).tolist()
         if len(patches) < 2 or sum(patches) != len(pixels):
             return None
-        rows = rows_on_host(grids)  # to compare on the device would make the host wait for it
-        first = first_occurrences(pixels if rows is None else rows, grids)
+        known = pixels_on_host(grids)  # to compare on the device would make the host wait for it
+        first = first_occurrences(pixels if known is None else known, grids)
         kept = sorted(set(first))
         if len(kept) == len(first):
             return None
