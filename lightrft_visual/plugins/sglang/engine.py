@@ -147,9 +147,11 @@ class SGLangEngine:
     def wake(self) -> None:
         """Take back what sleeps: without weights their room alone, and after new ones the KV cache, emptied."""
         if self.asleep:
+            get_accelerator().empty_cache()
             self.engine.resume_memory_occupation(tags=[WEIGHTS] if self.lacks_weights else [CACHE])
             self.asleep, self.lacks_cache = False, self.lacks_weights
         elif self.lacks_cache and not self.lacks_weights:
+            get_accelerator().empty_cache()
             self.engine.resume_memory_occupation(tags=[CACHE])
             self.lacks_cache = False
             self.reset_caches()

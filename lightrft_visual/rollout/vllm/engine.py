@@ -216,9 +216,11 @@ class VLLMEngine:
     def wake(self) -> None:
         """Take back what sleeps: without weights their room alone, and after new ones the KV cache."""
         if self.asleep:
+            get_accelerator().empty_cache()  # vLLM takes its memory beside PyTorch's, which keeps what it has freed
             self.llm.wake_up(tags=["weights"] if self.lacks_weights else None)
             self.asleep, self.lacks_cache = False, self.lacks_weights
         elif self.lacks_cache and not self.lacks_weights:
+            get_accelerator().empty_cache()
             self.llm.wake_up(tags=["kv_cache"])
             self.lacks_cache = False
 

@@ -422,7 +422,9 @@ def _engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> Ro
     """The run's own engine, or the way to those of its workers."""
     if config.distributed.split:
         return registry.services.load("placement").engine(config, checkpoint)
-    return build_engine(config, checkpoint, actor)
+    engine = build_engine(config, checkpoint, actor)
+    engine.sleep(keep_weights=False)  # the trainer's come before the first rollout; until then what resumes needs room
+    return engine
 
 
 def _loss_parts(config: RunConfig, actor: TrainEngine) -> list[PartSettings]:

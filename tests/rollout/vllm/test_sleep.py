@@ -17,6 +17,7 @@ class ToldLLM:
 
     def __init__(self):
         self.told = []
+        self.emptied = []  # how often it had been told something when PyTorch's cache was emptied
         self.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: None)
 
     def sleep(self, level):
@@ -44,9 +45,12 @@ class ToldLLM:
 
 @pytest.fixture
 def engine(monkeypatch):
-    monkeypatch.setattr(engine_module, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
     made = VLLMEngine.__new__(VLLMEngine)
     made.settings, made.llm = VLLMSettings("model", 64, enable_sleep=True), ToldLLM()
+    device = SimpleNamespace(
+        device_name=lambda: "cuda", empty_cache=lambda: made.llm.emptied.append(len(made.llm.told))
+    )
+    monkeypatch.setattr(engine_module, "get_accelerator", lambda: device)
     made.asleep = made.lacks_weights = made.lacks_cache = False
     made.failure = None
     return made
@@ -59,6 +63,7 @@ def test_with_its_weights_it_wakes_whole(engine):
     engine.wake()
     engine._run([{}], [None])
     assert engine.llm.told == ["sleep 1", "wake all", "generate"]
+    assert engine.llm.emptied == [1]
 
 
 @pytest.mark.parametrize("woken", [True, False], ids=["by wake", "by generate"])
@@ -76,6 +81,7 @@ def test_without_them_room_for_weights_comes_first_and_the_kv_cache_when_the_loa
         assert engine.llm.told[6:] == ["wake kv_cache"]
     engine._run([{}], [None])
     assert engine.llm.told[6:] == ["wake kv_cache", "generate"]
+    assert engine.llm.emptied == [1, 6]
     engine.update_weights([])
     assert engine.llm.told[8:] == ["reload_weights", "reset"]
 
