@@ -56,6 +56,9 @@ class Admission(Protocol):
     def step(self) -> list[tuple[int, Completion]]:
         """Go on a little; the responses that are finished by it. Only while something is to be done."""
 
+    def close(self) -> None:
+        """Give up what is not finished."""
+
     @property
     def busy(self) -> bool:
         """Whether a request is not finished."""
@@ -162,7 +165,10 @@ class _Round:
         if admission is None:
             self._run_rounds()
         else:
-            self._run_freely(admission)
+            try:
+                self._run_freely(admission)
+            finally:
+                admission.close()
 
     def _run_rounds(self) -> None:
         """All active episodes generate together, then all their environments step."""

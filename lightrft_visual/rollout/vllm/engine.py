@@ -19,6 +19,7 @@ from ...runtime.seeding import derive_seed
 from ...runtime.start_up import importing
 from ...runtime.vendor_patches import decoder_class_of_its_own
 from ..engine import Finished
+from .admission import VLLMAdmission
 from .arguments import (
     VLLMSettings,
     engine_arguments,
@@ -98,8 +99,8 @@ class VLLMEngine:
         own = slice(0, len(prompts))
         if self.sharing.group is not None:
             prompts, own = self.sharing.share(prompts)
-        entries = [self._entry(prompt) for prompt in prompts]
-        params = [self._params(settings, _stream(prompt), prompt.limit) for prompt in prompts]
+        entries = [self.entry(prompt) for prompt in prompts]
+        params = [self.params(settings, _stream(prompt), prompt.limit) for prompt in prompts]
         if not entries:
             return []
         first = self.llm.request_counter.counter + own.start
@@ -108,7 +109,7 @@ class VLLMEngine:
         def take(output) -> None:
             number = int(output.request_id) - first
             if 0 <= number < own.stop - own.start:
-                made[number] = self._completions(output, settings, len(prompts[own][number].continued))
+                made[number] = self.completions(output, settings, len(prompts[own][number].continued))
                 if finished is not None:
                     finished(number, made[number])
 
@@ -116,20 +117,37 @@ class VLLMEngine:
             self._run(entries, params)
         return [made[number] for number in range(len(made))]
 
-    def _run(self, prompts: list[dict[str, Any]], params: list) -> list:
+    def admission(self, settings: SamplingSettings) -> VLLMAdmission | None:
+        """Requests one after the other; None where ranks are one engine and must be given the same ones."""
+        if self.in_step:
+            return None
+        self._make_ready()
+        return VLLMAdmission(self, settings)
+
+    def _make_ready(self) -> None:
         if self.failure is not None:
             # Requests of the failed call are still in vLLM's scheduler; it would turn in circles on them.
             raise RolloutError(f"the engine failed before: {self.failure}")
         if self.lacks_weights:
             raise RolloutError("the engine slept without its weights: call update_weights before it generates")
         self.wake()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Inside, what vLLM raises is a RolloutError, and the end of the engine."""
         try:
-            return self.llm.generate(prompts, params, use_tqdm=False)
+            yield
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
             raise RolloutError(f"vLLM failed while generating: {self.failure}") from error
 
-    def _entry(self, prompt: PromptFeatures) -> dict[str, Any]:
+    def _run(self, prompts: list[dict[str, Any]], params: list) -> list:
+        self._make_ready()
+        with self.working():
+            return self.llm.generate(prompts, params, use_tqdm=False)
+
+    def entry(self, prompt: PromptFeatures) -> dict[str, Any]:
+        """A request as vLLM takes it."""
         entry: dict[str, Any] = {"prompt": prompt.text}
         if prompt.unexpanded is not None:
             entry = {"prompt_token_ids": list(prompt.unexpanded)}
@@ -140,7 +158,14 @@ class VLLMEngine:
             entry["multi_modal_data"] = media
         return entry
 
-    def _params(self, settings: SamplingSettings, seed: int, limit: int | None = None):
+    def params(self, settings: SamplingSettings, seed: int, limit: int | None = None):
+        """vLLM's sampling parameters.
+
+        Args:
+            settings: of the samples.
+            seed: of the first of them.
+            limit: most tokens, where the settings' own limit is larger.
+        """
         from vllm import SamplingParams
 
         extra_args = None
@@ -157,11 +182,17 @@ class VLLMEngine:
             logprobs=0,
             flat_logprobs=True,
             extra_args=extra_args,
-            detokenize=False,  # token by token it costs as much as a small model; `_completions` does it in one call
+            detokenize=False,  # token by token it costs as much as a small model; `completions` does it in one call
         )
 
-    def _completions(self, output, settings: SamplingSettings, continued: int) -> list[Completion]:
-        """continued: tokens of the response that stand behind the prompt."""
+    def completions(self, output, settings: SamplingSettings, continued: int) -> list[Completion]:
+        """The samples of a finished request. Raises RolloutError where they are not as many as were asked for.
+
+        Args:
+            output: vLLM's.
+            settings: that it was asked with.
+            continued: tokens of the response that stand behind the prompt.
+        """
         if len(output.outputs) != settings.n:
             raise RolloutError(f"vLLM returned {len(output.outputs)} completions where {settings.n} were asked for")
         tokens = [list(one.token_ids) for one in output.outputs]

@@ -1,0 +1,100 @@
+"""Episodes by vLLM: each goes on by itself, and every turn is what the trainer scores."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from engine_rig import Rig, environment_restored
+from episode_rig import Scripted, batch_of, enders, stage_of
+from tiny_models import actor_of, checkpoint_of, inputs_of
+
+from lightrft_visual.experience.rollouts import SamplingSettings, collate
+from lightrft_visual.rollout.episodes import EpisodeLimits
+from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
+
+SETTINGS = SamplingSettings(n=3, max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"])
+def rig(request, root):
+    checkpoint = checkpoint_of(root, request.param)
+    banned = enders(checkpoint)
+    with environment_restored():
+        engine = VLLMEngine(VLLMSettings(checkpoint.path, max_model_len=1024, banned_ids=banned, max_num_seqs=64))
+        yield Rig(checkpoint, actor_of(checkpoint, banned), engine)
+        engine.close()
+
+
+def episodes_of(rig, turns, images=True):
+    batch = batch_of(turns, images)
+    if rig.checkpoint.config.model_type == "internvl":
+        batch.prompts = [
+            text.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n") for text in batch.prompts
+        ]
+    return batch
+
+
+def test_log_probs_of_every_turn_are_the_trainers(rig):
+    """check_prompt_ids holds at every turn, or generation raises."""
+    rollouts = stage_of(rig).generate(episodes_of(rig, [1, 2, 4, 3]), SETTINGS)
+    assert {len(rollout.episode.turns) for rollout in rollouts} >= {1, 2, 3}
+    assert not any(rollout.episode.failure for rollout in rollouts)
+    assert rig.apart(rollouts, SETTINGS) <= 1e-5
+    theirs = collate(rollouts, rig.checkpoint.tokenizer.pad_token_id, True)
+    if rig.checkpoint.family.unproven is None:
+        packed = inputs_of(rig.checkpoint, rollouts, packed=True)
+        difference = rig.score(packed, SETTINGS.scoring) - theirs.rollout_log_probs
+        assert difference[theirs.action_mask].abs().max() <= 1e-5
+
+
+def test_one_turn_is_the_plain_path(rig):
+    batch, settings = episodes_of(rig, [1, 1]), replace(SETTINGS, n=4)
+    plain, episodes = rig.stage.generate(batch, settings), stage_of(rig).generate(batch, settings)
+    assert [each.token_ids for each in plain] == [each.token_ids for each in episodes]
+    assert [each.truncated for each in plain] == [each.truncated for each in episodes]
+
+
+def test_the_engine_goes_on_as_before_after_an_episode_that_stops_the_call(rig):
+    class Breaks(Scripted):
+        def step(self, action):
+            raise KeyError("x")
+
+    stage = stage_of(rig, Breaks, limits=EpisodeLimits(6, 400, "stop"))
+    with pytest.raises(Exception, match="on_environment_error stop"):
+        stage.generate(episodes_of(rig, [2] * 4), SETTINGS)
+    assert rig.apart(stage_of(rig).generate(episodes_of(rig, [2, 3]), SETTINGS), SETTINGS) <= 1e-5
+
+
+class Slow(Scripted):
+    """Steps take 50 ms, and one in sixteen 2 s."""
+
+    def step(self, action):
+        time.sleep(2.0 if (self.seed + self.turn) % 16 == 0 else 0.05)
+        self.waited = getattr(self, "waited", 0.0) + (2.0 if (self.seed + self.turn) % 16 == 0 else 0.05)
+        LONGEST.append(self.waited)
+        return super().step(action)
+
+
+LONGEST: list[float] = []
+
+
+@pytest.mark.slow
+def test_slow_environments_do_not_hold_others_up(rig):
+    if rig.checkpoint.config.model_type != "qwen2_vl":
+        pytest.skip("one engine shows it")
+    stage_of(rig).generate(episodes_of(rig, [6] * 16, images=False), replace(SETTINGS, n=4))  # warm
+    LONGEST.clear()
+    started = time.monotonic()
+    rollouts = stage_of(rig, Slow, limits=EpisodeLimits(6, 600)).generate(
+        episodes_of(rig, [1, 2, 3, 4, 5, 6, 6, 6] * 2, images=False), replace(SETTINGS, n=4)
+    )
+    took = time.monotonic() - started
+    assert len(rollouts) == 64
+    assert took <= 1.3 * max(LONGEST) + 1.0, f"{took:.2f} s, the longest environment {max(LONGEST):.2f} s"
