@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from engine_rig import Rig, environment_restored
 from episode_rig import Scripted, batch_of, enders, stage_of
-from tiny_models import actor_of, checkpoint_of, inputs_of
+from tiny_models import IMAGE, actor_of, checkpoint_of, inputs_of
 
 from lightrft_visual.experience.rollouts import SamplingSettings, collate
 from lightrft_visual.rollout.episodes import EpisodeLimits
@@ -35,9 +35,7 @@ def rig(request, root):
 def episodes_of(rig, turns, images=True):
     batch = batch_of(turns, images)
     if rig.checkpoint.config.model_type == "internvl":
-        batch.prompts = [
-            text.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n") for text in batch.prompts
-        ]
+        batch.prompts = [text.replace(IMAGE, "<IMG_CONTEXT>\n") for text in batch.prompts]
     return batch
 
 
