@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .arguments import data_of, name_of, plain_settings, refuse_both, reward_settings, saved
+from .arguments import data_of, episode_settings, name_of, plain_settings, refuse_both, reward_settings, saved
 from .config.leaves import names_of
 from .config.load import parse_run
 from .config.spellings import ALGORITHMS, Root
@@ -83,7 +83,8 @@ class _Trainer:
         reward_weights: of several `reward_funcs`, in their order; default: 1 each.
         callbacks: `StepHook`s.
         config: recipes by name or path, below the settings.
-        **settings: every setting of the run by its name.
+        **settings: every setting of the run by its name. `environment` also takes a class, or a function that makes
+            one, `tools` a list of functions.
 
     Raises:
         ConfigError: for a setting that does not exist, with the nearest name, and for whatever cannot work.
@@ -112,6 +113,7 @@ class _Trainer:
         self._loaded = (model, processing_class) if hasattr(model, "save_pretrained") else None
         with names_given() as self._given:
             own = self._settings_of(model, reward_funcs, train_dataset, eval_dataset, reward_weights, settings)
+            settings |= episode_settings(settings)
         recipes = [config] if isinstance(config, str) else config
         argv = [word for recipe in recipes for word in ("--config", str(recipe))]
         self.config = parse_run(

@@ -32,6 +32,23 @@ def refuse_both(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name} says the same as {arguments.get(name, 'reward_funcs')}: give one of them")
 
 
+def episode_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    """`environment` and `tools` of the settings as text; objects by their names. Raises ConfigError for an environment
+    that is one already: each episode has its own."""
+    found: dict[str, str] = {}
+    environment, tools = settings.get("environment"), settings.get("tools")
+    if environment is not None:
+        plain = isinstance(environment, str | os.PathLike)
+        if not plain and not callable(environment):
+            kind = type(environment).__name__
+            raise ConfigError(f"environment is a {kind}: give its class, or a function that makes one for each episode")
+        found["environment"] = os.fspath(environment) if plain else give(name_of(environment), environment)
+    if tools is not None:
+        listed = tools if isinstance(tools, list | tuple) else [tools]
+        found["tools"] = ",".join(each if isinstance(each, str) else give(name_of(each), each) for each in listed)
+    return found
+
+
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as YAML would hold them."""
 

@@ -73,6 +73,18 @@ def clip_text(text: Any) -> str:
     return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
 
 
+def spoken(record: Record) -> Any:
+    """The response, or of an episode all that was said: `answer ⏎ (image) observation ⏎ answer`."""
+    if not record.get("turns"):
+        return record.get("response")
+    said = []
+    for turn in record["turns"]:
+        said.append(turn["text"])
+        parts = [part for message in turn.get("observation", ()) for part in message["content"]]
+        said += [" ".join(part.get("text", f"({part['type']})") for part in parts)] if parts else []
+    return " ⏎ ".join(said)
+
+
 class RunConsole:
     """Progress on rank 0; silent on the others.
 
@@ -161,7 +173,7 @@ class RunConsole:
             table.add_column(name, overflow="fold")
         for kind, found in (("good", best), ("bad", worst)):
             for record in found:
-                texts = [record.get(name) for name in ("prompt", "response", "reference")]
+                texts = [record.get("prompt"), spoken(record), record.get("reference")]
                 cells = [escape(clip_text("" if text is None else text)) for text in texts]
                 table.add_row(kind, short(float(record["reward"])), *cells)
         if table.row_count:

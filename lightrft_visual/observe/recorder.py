@@ -18,7 +18,7 @@ import torch
 
 from ..data.media import frames_first, is_video, to_uint8
 from ..errors import ConfigError
-from ..experience.rollouts import Rollout
+from ..experience.rollouts import Episode, Rollout
 from ..runtime.collectives import all_gather_object, rank, world_size
 from ..runtime.files import FolderLock, append_line, read_jsonl, to_json, write_atomic
 from ..runtime.masking import mask_config
@@ -240,6 +240,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 Record = dict[str, Any]
+SHOWN_INFO = 200  # characters of what an environment tells besides
 
 
 def records_from_rollouts(rollouts: Sequence[Rollout]) -> list[Record]:
@@ -260,13 +261,36 @@ def records_from_rollouts(rollouts: Sequence[Rollout]) -> list[Record]:
             "truncated": rollout.truncated,
             "valid": rollout.valid,
         }
-        images = [*prompt.images, *([] if rollout.image is None else [rollout.image])]
+        images = [*rollout.images, *([] if rollout.image is None else [rollout.image])]
         record |= {"images": images} if images else {}
-        record |= {"videos": list(prompt.videos)} if prompt.videos else {}
+        record |= {"videos": list(rollout.videos)} if rollout.videos else {}
+        record |= {} if rollout.episode is None else _conversation(rollout.episode)
         record |= {"kind": "drawing"} if drawn else {}
         record |= {"distorted": True} if rollout.distorted else {}
         records.append(record)
     return records
+
+
+def _conversation(episode: Episode) -> Record:
+    """The turns of an episode. Its images are those of the record behind the prompt's, in the order of their parts."""
+    turns = [
+        {
+            "text": turn.text,
+            "reward": turn.reward,
+            **({"calls": [list(call) for call in turn.calls]} if turn.calls else {}),
+            **({"observation": turn.observation} if turn.observation else {}),
+            **({"info": {str(name): _plain(value) for name, value in turn.info.items()}} if turn.info else {}),
+        }
+        for turn in episode.turns
+    ]
+    sampled = sum(turn >= 0 for turn in episode.turn_ids)
+    told: Record = {"turns": turns, "response_length": sampled}
+    return told | ({"failure": episode.failure} if episode.failure else {})
+
+
+def _plain(value: Any) -> Any:
+    """As JSON holds it: what is no number, text or truth is told in short."""
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)[:SHOWN_INFO]
 
 
 def records_from_media(

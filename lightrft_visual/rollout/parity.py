@@ -80,14 +80,17 @@ class ParityGate:
         """What is held against the tolerance, for (B, A) log-probs under a mask."""
         return (mean_log_prob_difference if self.averages else log_prob_difference)(ours, theirs, mask)
 
-    def check_rollouts(self, difference: float, probe: PromptBatch | None = None, temperature: float = 1.0) -> None:
-        """The same check on the figure of a whole rollout; `probe` holds prompts of it to find the cause with."""
+    def check_rollouts(
+        self, difference: float, probe: PromptBatch | None = None, temperature: float = 1.0, where: str = ""
+    ) -> None:
+        """The same check on the figure of a whole rollout; `probe` holds prompts of it to find the cause with. where:
+        the token that differs most, if one is known."""
         if difference <= self.tolerance:
             return
         by = f"{difference:.3g} in the mean" if self.averages else f"up to {difference:.3g}"
         text = (
             f"the trainer's log-probs of this rollout differ from the engine's by {by} "
-            f"(tolerance {self.tolerance:.3g}): what was sampled is not what would be trained"
+            f"(tolerance {self.tolerance:.3g}){where}: what was sampled is not what would be trained"
         )
         raise RolloutError(text if probe is None else f"{text}. Likely cause: {self._cause(probe, temperature)}")
 
@@ -179,6 +182,7 @@ class RolloutCheck:
         self.gate, self.probe, self.temperature = gate, probe, temperature
         # (4): largest difference of a token, total of all, tokens, those whose own score is not finite
         self._sums: T | None = None
+        self._largest: list[tuple[T, T, Callable[[int], str]]] = []  # of each micro-batch that can tell of its tokens
 
     @property
     def largest(self) -> float:
@@ -199,12 +203,20 @@ class RolloutCheck:
         return total / max(tokens, 1.0)
 
     @torch.no_grad()
-    def add(self, ours: T, theirs: T | None, mask: T) -> None:
-        """One micro-batch, all (B, A). Without log-probs of the engine there is nothing to compare."""
+    def add(self, ours: T, theirs: T | None, mask: T, told: Callable[[int], str] | None = None) -> None:
+        """One micro-batch, all (B, A). Without log-probs of the engine there is nothing to compare.
+
+        Args:
+            ours, theirs: the trainer's and the engine's.
+            mask: what is compared.
+            told: how errors call a token, by its number in the flattened batch.
+        """
         if theirs is None or not mask.numel():
             return
         difference = (ours.float() - theirs.float()).abs().nan_to_num(math.inf, math.inf, math.inf)
         difference = torch.where(mask, difference, 0.0).double()
+        if told is not None:
+            self._largest.append((difference.max(), difference.argmax(), told))
         broken = (mask & ~ours.isfinite()).sum().double()
         found = torch.stack([difference.max(), difference.sum(), mask.sum().double(), broken])
         self._sums = found if self._sums is None else _joined_sums(self._sums, found)
@@ -226,7 +238,14 @@ class RolloutCheck:
         if self.gate is not None:
             if self._sums[3]:
                 raise diverged("the trainer's own log-probs of this rollout")
-            self.gate.check_rollouts(self.difference, self.probe, self.temperature)
+            self.gate.check_rollouts(self.difference, self.probe, self.temperature, self._where())
+
+    def _where(self) -> str:
+        """The token of this rank that differs most."""
+        if not self._largest:
+            return ""
+        _, position, told = max(self._largest, key=lambda each: each[0].item())
+        return f", most in {told(int(position))} of this rank"
 
 
 def _joined_sums(one: T, other: T) -> T:

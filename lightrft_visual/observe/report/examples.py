@@ -17,6 +17,7 @@ from .data import RunData, Thumbnails
 EACH = 3  # best, worst and random examples of an evaluation
 MAX_EVALUATIONS, MAX_STEPS = 6, 3
 MAX_IMAGES = 4
+MAX_OBSERVED = 8  # images of observations in one card
 MAX_ALARMS = 12
 MAX_CHARACTERS = 1500
 THUMBNAIL, SHEET_SIDE = 320, 1100
@@ -59,6 +60,28 @@ def thumbnail(thumbnails: Thumbnails, folder: Path, name: Any) -> dict[str, Any]
     return {"uri": uri, "width": size[0] * max(1, SHOWN // max(size)) if max(size) <= TINY else None}
 
 
+def conversation(record: Record, images: Sequence[Any]) -> list[dict[str, Any]]:
+    """What was said in turn: (who, text, images, note) of each answer and of each message that followed it.
+
+    images: thumbnails of the observations' images, in the order of their parts.
+    """
+    listed = record.get("turns")
+    if not isinstance(listed, list):
+        return []
+    said: list[dict[str, Any]] = []
+    left = iter(images)
+    for turn in listed:
+        calls = [f"{name}: {error}" if error else str(name) for name, error in turn.get("calls", ())]
+        note = [f"reward {number(turn['reward'])}"] if turn.get("reward") else []
+        said.append({"who": "answer", "text": prose(turn.get("text", "")), "images": [], "notes": [*note, *calls]})
+        for message in turn.get("observation", ()):
+            parts = message["content"]
+            words = "".join(part["text"] for part in parts if part["type"] == "text")
+            shown = [next(left, None) for part in parts if part["type"] == "image"]
+            said.append({"who": message["role"], "text": prose(words), "images": shown, "notes": []})
+    return said
+
+
 def card(record: Record, thumbnails: Thumbnails, folder: Path, low: float, high: float) -> dict[str, Any]:
     """What the page shows of a rollout. `low` and `high` scale the bar of the reward."""
     value = score(record)
@@ -73,15 +96,29 @@ def card(record: Record, thumbnails: Thumbnails, folder: Path, low: float, high:
     if isinstance(length := record.get("response_length"), int):
         facts.append(f"{length} tokens" + (", cut off" if record.get("truncated") else ""))
     texts = {name: record.get(name) for name in ("response", "reference")}
+    observed = _observed_images(record)
+    names, later = names[: len(names) - observed], names[len(names) - observed :][:MAX_OBSERVED]
+    talk = conversation(record, [thumbnail(thumbnails, folder, name) for name in later])
+    if talk:
+        texts["response"] = None
+        facts += [f"{len(record['turns'])} turns"] + ([record["failure"]] if record.get("failure") else [])
     return {
         "score": value,
         "filled": max(0.0, min(100.0, filled)),
         "images": [thumbnail(thumbnails, folder, name) for name in names[:MAX_IMAGES]],
         "more_images": max(0, len(names) - MAX_IMAGES),
+        "conversation": talk,
         "turns": turns(record.get("prompt", "")),
         "facts": facts,
         **{name: None if text in (None, "") else prose(text) for name, text in texts.items()},
     }
+
+
+def _observed_images(record: Record) -> int:
+    """How many of a record's images came behind the prompt; videos stand behind them all."""
+    listed = record.get("turns") if isinstance(record.get("turns"), list) else []
+    parts = [part for turn in listed for message in turn.get("observation", ()) for part in message["content"]]
+    return 0 if record.get("videos") else sum(part["type"] == "image" for part in parts)
 
 
 def cards(records: Sequence[Record], thumbnails: Thumbnails, folder: Path) -> list[tuple[str, list[dict[str, Any]]]]:

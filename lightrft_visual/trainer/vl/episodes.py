@@ -8,6 +8,7 @@ from typing import Any
 
 from ...config import registry
 from ...config.vl import RunConfig
+from ...errors import ConfigError
 from ...models.loading import Checkpoint
 from ...rollout.conversation import ObservationRenderer
 from ...rollout.engine import RolloutStage
@@ -24,6 +25,10 @@ def with_tools(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
     made, and for a chat template that episodes cannot use."""
     if not config.episodes.used:
         return checkpoint
+    if checkpoint.family.draws:
+        raise ConfigError(
+            "environments answer responses in text, and this model draws: leave environment and tools out"
+        )
     environment = environment_factory(config.episodes)()
     schemas = environment.schemas() if hasattr(environment, "schemas") else []
     checkpoint = replace(checkpoint, tools=tuple(schemas))

@@ -32,7 +32,7 @@ from ...runtime.host_copies import HostCopies
 from ...runtime.offload import OffloadedModule
 from ...runtime.phase_timer import PhaseTimer
 from ..hooks import Hooks, StepData
-from .updates import comparable
+from .updates import comparable, token_names
 
 T = torch.Tensor
 
@@ -172,7 +172,8 @@ class Agreement:
         """Compare a step's batches, whose policy was scored already, and report it. A collective."""
         check = self.of_rollouts()
         for each in batches:
-            check.add(each.action_log_probs, each.rollout_log_probs, comparable(each, each.action_mask, version))
+            mask = comparable(each, each.action_mask, version)
+            check.add(each.action_log_probs, each.rollout_log_probs, mask, token_names(each, mask.shape[1]))
         check.settle()
         self.report(check, metrics)
 

@@ -337,7 +337,22 @@ def _compare(check: RolloutCheck | None, experience, log_probs: T, version: int 
     """The trainer's scores (B, A) of a batch beside the engine's."""
     if check is not None:
         mask = comparable(experience, ModelInputs.of(experience).action_mask, version)
-        check.add(log_probs, per_action(experience, "rollout_log_probs"), mask)
+        check.add(log_probs, per_action(experience, "rollout_log_probs"), mask, token_names(experience, mask.shape[1]))
+
+
+def token_names(experience, width: int) -> Callable[[int], str] | None:
+    """How errors call the tokens (B, width) of episodes, by their number; None without turns. Holds no tensor of it."""
+    listed = (experience.info or {}).get("turn_ids")
+    if listed is None or experience.sample_id is None:
+        return None
+    turns, ids = [own.tolist() for own in listed], experience.sample_id.tolist()
+
+    def named(position: int) -> str:
+        index, column = divmod(position, width)
+        turn = turns[index][column] if column < len(turns[index]) else -1
+        return f"sample {ids[index]}, turn {turn + 1}, token {column + 1}"
+
+    return named
 
 
 def per_action(experience, name: str) -> T | None:

@@ -1,0 +1,85 @@
+"""Episodes in metrics, records, console and report."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from PIL import Image
+
+from lightrft_visual.errors import RolloutError
+from lightrft_visual.experience.rollouts import Episode, PromptFeatures, Rollout, Turn, collate, release_media
+from lightrft_visual.observe.console import spoken
+from lightrft_visual.observe.images import save_image
+from lightrft_visual.observe.metrics import MetricsAccumulator
+from lightrft_visual.observe.recorder import records_from_rollouts
+from lightrft_visual.observe.report.data import Thumbnails
+from lightrft_visual.observe.report.examples import card
+from lightrft_visual.rollout.parity import ParityGate, RolloutCheck
+from lightrft_visual.trainer.features.episodes import add_episode_metrics
+from lightrft_visual.trainer.vl.updates import token_names
+
+
+def image(colour: str) -> Image.Image:
+    return Image.new("RGB", (40, 40), colour)
+
+
+def episode() -> Episode:
+    seen = [{"role": "tool", "content": [{"type": "image"}, {"type": "text", "text": "<b>closer</b>"}]}]
+    turns = [Turn("zoom in", 0.0, seen, [("zoom", None), ("crop", "no such tool")], {"at": 3, "odd": object()})]
+    return Episode([*turns, Turn("a dog", 1.5)], [0, 0, -1, -1, -1, 1], images=[image("green")], gamma=1.0)
+
+
+def rollout(**more) -> Rollout:
+    prompt = PromptFeatures("what is it?", [1, 2], 7, images=[image("red")])
+    own = {"reward": 1.5, "episode": episode(), "components": {"environment": 1.5}}
+    return Rollout(prompt, [5] * 6, [-1.0, -1.0, 0.0, 0.0, 0.0, -1.0], "a dog", False, **{"sample_id": 3} | own | more)
+
+
+def test_metrics_count_turns_tokens_calls_and_failures():
+    metrics, failed = MetricsAccumulator(), Episode([], [-1], failure="raised KeyError")
+    add_episode_metrics(metrics, [episode(), episode(), failed])
+    assert metrics.reduce() == {
+        "turns": 4 / 3, "observation_tokens_share": 7 / 13, "environment_errors": 1.0, "tool_errors": 2.0,
+        "tool_calls/zoom": 2.0, "tool_calls/crop": 2.0,
+    }  # fmt: skip
+
+
+def test_a_record_holds_the_conversation_with_its_images_and_the_report_shows_it(tmp_path):
+    (record,) = records_from_rollouts([rollout()])
+    assert record["response_length"] == 3 and len(record["images"]) == 2
+    assert record["turns"][0]["calls"] == [["zoom", None], ["crop", "no such tool"]]
+    assert record["turns"][0]["info"]["at"] == 3 and isinstance(record["turns"][0]["info"]["odd"], str)
+    assert spoken(record) == "zoom in ⏎ (image) <b>closer</b> ⏎ a dog"
+    shown = card(
+        {**record, "images": [save_image(tmp_path, each) for each in record["images"]]},
+        Thumbnails(10**6),
+        tmp_path,
+        0.0,
+        2.0,
+    )
+    assert [said["who"] for said in shown["conversation"]] == ["answer", "tool", "answer"]
+    assert len(shown["images"]) == 1 and len(shown["conversation"][1]["images"]) == 1
+    assert shown["conversation"][1]["images"][0]["uri"] != shown["images"][0]["uri"]
+    assert shown["conversation"][0]["notes"] == ["zoom", "crop: no such tool"]
+    assert shown["response"] is None and "2 turns" in shown["facts"]
+
+
+def test_images_of_observations_leave_the_memory_with_those_of_prompts():
+    kept, left = rollout(), rollout(sample_id=4)
+    assert release_media([kept, left], {3}) >= 4 * 40 * 40 * 2
+    assert left.episode.images == [None] and kept.episode.images != [None]
+    assert kept.images[0] is not None and left.images == [None, None]
+
+
+def test_the_gate_names_the_turn_and_the_token_that_differ():
+    batch = collate([rollout()], 0, vision=False)
+    ours = batch.rollout_log_probs.clone()
+    ours[0, 5] += 0.5
+    gate = ParityGate(None, None, None, None, 0, False, torch.device("cpu"), tolerance=1e-4)
+    check = RolloutCheck(gate, None, 1.0)
+    check.add(ours, batch.rollout_log_probs, batch.action_mask, token_names(batch, 6))
+    with pytest.raises(RolloutError, match="most in sample 3, turn 2, token 6 of this rank"):
+        check.settle()
+    assert math.isclose(check.largest, 0.5, rel_tol=1e-6)
