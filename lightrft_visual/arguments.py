@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -16,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from .config import registry
+from .config.given_files import located
 from .config.recipes import SUFFIXES
 from .errors import ConfigError, DataError
 from .given import give
+from .runtime.hub import is_hub_name, load_rows
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-DATA_FILES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
 SAVING_LIMIT = 3600.0  # seconds that the ranks of a host wait for the first one to save a loaded model
 
 
@@ -73,20 +72,12 @@ def data_of(data: Any, name: str, split: str) -> str:
     if not isinstance(data, str | os.PathLike):
         return give(name, data[split] if isinstance(data, dict) and split in data else data)
     text = os.fspath(data)
-    if HUB_NAME.fullmatch(text) and not Path(text).exists() and not text.endswith(DATA_FILES):
-        from .config.given_files import located
-
-        return text if located(text).exists() else give(name, _from_hub(text, name, split))
-    return text
-
-
-def _from_hub(text: str, name: str, split: str) -> Any:
-    import datasets
-
+    if not is_hub_name(text) or located(text).exists():
+        return text
     try:
-        return datasets.load_dataset(text, split=split)
-    except Exception as error:  # of any kind: the hub's, the network's, the reader's
-        raise DataError(f"{name} {text!r} is no file here, and of the hub (split {split}): {error}") from error
+        return give(name, load_rows(text, split))
+    except DataError as error:
+        raise DataError(f"{name} {error}") from error
 
 
 def name_of(function: Any) -> str:

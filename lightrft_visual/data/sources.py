@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,8 @@ from typing import Any, BinaryIO, Protocol
 
 from ..config.given_files import ROOT_VARIABLES, located
 from ..errors import DataError
-from ..given import given, is_given, source_of
+from ..given import GivenRows, given, is_given, source_of
+from ..runtime.hub import is_hub_name, load_rows
 from .arrow import FolderSource, ParquetSource
 from .bad_rows import MAX_ROW_BYTES, check_whole_file
 
@@ -180,7 +180,7 @@ READERS: dict[str, Callable[[Path], RowSource]] = {
 
 def open_source(path: str | Path, split: str) -> RowSource:
     """The rows of a .jsonl, .json, .csv, .txt or .parquet file, of a Hugging Face data set folder's `split`, or those
-    that a program holds (`python:NAME`).
+    that a program holds (`python:NAME`), or of a data set of the hub (`owner/name`, `owner/name@revision`).
 
     A relative path may lie below a data root. Raises DataError for a path that does not exist, is
     of another kind, or holds no such split.
@@ -190,7 +190,9 @@ def open_source(path: str | Path, split: str) -> RowSource:
     path = located(path)
     if not os.path.exists(path):
         where = "" if path.is_absolute() else f" (nor below ${ROOT_VARIABLES[0]})"
-        raise DataError(f"data set not found: {path}{where}{_hub_advice(str(path))}")
+        if is_hub_name(str(path)):
+            return GivenRows(load_rows(str(path), split), str(path))
+        raise DataError(f"data set not found: {path}{where}")
     if path.is_dir():
         return FolderSource(path, split)
     if path.suffix not in READERS:
@@ -201,14 +203,3 @@ def open_source(path: str | Path, split: str) -> RowSource:
         return READERS[path.suffix](path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
-def _hub_advice(name: str) -> str:
-    """How to save a hub data set, for a name such as `hiyouga/geometry3k`; nothing for what can only be a path."""
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or Path(name).suffix in READERS:
-        return ""
-    folder = name.partition("/")[2]
-    return (
-        "; data sets are not fetched from the hub. If that is a hub name, save it as a folder first, and name the "
-        f"folder: python -c \"import datasets; datasets.load_dataset('{name}').save_to_disk('{folder}')\""
-    )

@@ -26,6 +26,7 @@ from transformers import (
 from ..config.vl import DataConfig, ModelConfig
 from ..errors import ConfigError, refused_as
 from ..experience.types import ModelInputs
+from ..runtime.hub import fetch_model, looked_at
 from .vlm.actor import Backbone
 from .vlm.families import VLMFamily, family_of
 
@@ -71,7 +72,8 @@ class Checkpoint:
 def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoint:
     """Configuration, tokenizer and processor. Raises ConfigError, naming the path, when they cannot be loaded."""
     check_path(path)
-    with refused_as(ConfigError, f"model {path} cannot be loaded"):
+    fetch_model(path, code=model.trust_remote_code)
+    with refused_as(ConfigError, f"model {path} cannot be loaded{_looked_at(path)}"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         processor, family = None, family_of(config)
@@ -82,6 +84,10 @@ def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoi
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
     return Checkpoint(path, config, tokenizer, processor)
+
+
+def _looked_at(path: str) -> str:
+    return "" if os.path.isdir(path) else f" ({looked_at(path)})"
 
 
 def check_path(path: str) -> None:

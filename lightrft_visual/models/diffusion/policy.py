@@ -29,6 +29,7 @@ from ...config.diffusion import PARTS, DiffusionModelConfig
 from ...errors import ConfigError, refused_as
 from ...experience.vision import NEGATIVE, Conditions, joined, separate
 from ...runtime import collectives
+from ...runtime.hub import fetch_model
 from ...runtime.offload import on_device
 from ...runtime.zero3_loading import Divide
 from ..weight_copies import WeightCopy, gathered, lora_config
@@ -98,6 +99,7 @@ class DiffusionPolicy(nn.Module):
 
         Raises ConfigError when no family here reads the pipeline's class, or when it is not the one named.
         """
+        fetch_model(path)
         with refused_as(ConfigError, f"model {path} cannot be loaded"):
             adapter = named_family(pipeline_class(path), family)
             if path.endswith(PARTS):

@@ -1,0 +1,101 @@
+"""Models and data sets by their names on the hub: one process of a host fetches, and errors say where was looked."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from .files import cache_folder
+
+NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")  # owner/name, with a revision behind @
+FILES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
+FIRST_RANK_LIMIT = 30.0  # seconds that other ranks wait until the first one has begun
+PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+IGNORED = ["*.fp16.*", "*non_ema*"]  # second copies of weights
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether it may be a name of the hub, and is nothing here."""
+    return NAME.fullmatch(text) is not None and not text.endswith(FILES) and not os.path.exists(text)
+
+
+def offline() -> bool:
+    """Whether libraries are told not to fetch anything."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def looked_at(name: str, cache: str = "HF_HUB_CACHE") -> str:
+    """Where a name was looked for: the folder here, the cache, and the hub where that is allowed.
+
+    Args:
+        name: of a model or data set.
+        cache: the setting of `huggingface_hub.constants`, or `HF_DATASETS_CACHE` for prepared data sets.
+    """
+    from huggingface_hub import constants
+
+    if cache == "HF_DATASETS_CACHE":
+        folders = [os.environ.get(cache) or os.path.join(constants.HF_HOME, "datasets"), constants.HF_HUB_CACHE]
+    else:
+        folders = [getattr(constants, cache)]
+    hub = "HF_HUB_OFFLINE is set, so the hub was not asked" if offline() else "and the hub"
+    return f"looked at: folder {Path(name).absolute()}, {', '.join(f'cache {each}' for each in folders)}; {hub}"
+
+
+@contextmanager
+def first_on_host(name: str) -> Iterator[None]:
+    """Inside, one process of this host at a time, that of local rank 0 first: the others find what it has fetched.
+
+    Nothing waits where one process is alone on its host.
+    """
+    if int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1) < 2:
+        yield
+        return
+    run = f"{name}|{os.environ.get('MASTER_ADDR')}|{os.environ.get('MASTER_PORT')}|{os.getppid()}"
+    path = cache_folder() / "turns" / hashlib.sha256(run.encode()).hexdigest()[:16]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    begun, first = path.with_suffix(".begun"), os.environ.get("LOCAL_RANK", "0") == "0"
+    ends = time.monotonic() + FIRST_RANK_LIMIT
+    while not first and not begun.exists() and time.monotonic() < ends:
+        time.sleep(0.05)
+    with open(path.with_suffix(".lock"), "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if first:
+            begun.touch()
+        yield
+
+
+def fetch_model(name: str, code: bool = False) -> None:
+    """Bring a model of the hub into the cache, in this host's order; nothing for folders, offline, and alone.
+
+    Args:
+        name: a folder, or a name of the hub.
+        code: also its Python files.
+    """
+    if os.path.isdir(name) or offline() or not is_hub_name(name):
+        return
+    from huggingface_hub import snapshot_download
+
+    with first_on_host(name), contextlib.suppress(OSError, ValueError):  # whoever loads it says what is wrong
+        snapshot_download(name, allow_patterns=[*PATTERNS, "*.py"] if code else PATTERNS, ignore_patterns=IGNORED)
+
+
+def load_rows(name: str, split: str) -> Any:
+    """The `datasets.Dataset` of a hub name, `owner/name` or `owner/name@revision`. DataError where it cannot be had."""
+    import datasets
+
+    plain, _, revision = name.partition("@")
+    try:
+        with first_on_host(f"{name}|{split}"):
+            return datasets.load_dataset(plain, split=split, **({"revision": revision} if revision else {}))
+    except Exception as error:  # of any kind: the hub's, the network's, the reader's
+        told = f"is no file here, and of the hub (split {split}): {error}"
+        raise DataError(f"{name!r} {told}; {looked_at(plain, 'HF_DATASETS_CACHE')}") from error

@@ -1,0 +1,97 @@
+"""Names of the hub: one process of a host fetches first, and errors say where was looked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pytest
+
+from lightrft_visual.config.vl import DataConfig, ModelConfig
+from lightrft_visual.data.sources import open_source
+from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.models.loading import open_checkpoint
+from lightrft_visual.runtime import hub
+
+ROOT = Path(__file__).resolve().parents[2]
+RANK = """
+import sys, time
+from pathlib import Path
+from lightrft_visual.runtime.hub import first_on_host
+log = Path(sys.argv[1])
+with first_on_host("org/model"):
+    with log.open("a") as file: file.write(f"in {sys.argv[2]}\\n")
+    time.sleep(0.3)
+    with log.open("a") as file: file.write(f"out {sys.argv[2]}\\n")
+"""
+
+
+def test_ranks_of_a_host_take_turns_and_local_rank_0_is_first(tmp_path):
+    shared = os.environ | {"PYTHONPATH": str(ROOT), "LIGHTRFT_CACHE": str(tmp_path), "LOCAL_WORLD_SIZE": "3"}
+    shared |= {"MASTER_PORT": "1234"}
+    log, ranks = tmp_path / "log", []
+    for rank in (2, 1, 0):
+        command = [sys.executable, "-c", RANK, str(log), str(rank)]
+        ranks.append(subprocess.Popen(command, env=shared | {"LOCAL_RANK": str(rank)}))
+        time.sleep(0.2 if rank else 0)
+    assert [rank.wait(60) for rank in ranks] == [0, 0, 0]
+    told = log.read_text().split()
+    assert told[:4] == ["in", "0", "out", "0"]
+    assert told[1::2] == [each for rank in told[1::4] for each in (rank, rank)]
+
+
+def test_alone_nothing_is_locked(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTRFT_CACHE", str(tmp_path))
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with hub.first_on_host("org/model"):
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "is_name"),
+    [("org/name", True), ("org/name@v1.2", True), ("name", False), ("org/rows.jsonl", False), ("/a/b", False)],
+)
+def test_names_are_told_from_paths(text, is_name):
+    assert hub.is_hub_name(text) is is_name
+
+
+def test_a_model_is_fetched_before_it_is_loaded_unless_offline(monkeypatch):
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **named: asked.append(name))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.fetch_model("org/model")
+    assert asked == []
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    hub.fetch_model("org/model")
+    assert asked == ["org/model"]
+
+
+def test_a_model_that_is_nowhere_says_where_was_looked(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="model org/none cannot be loaded .looked at: folder .*org/none, cache .*hub; "
+                       "HF_HUB_OFFLINE is set"):  # fmt: skip
+        open_checkpoint("org/none", ModelConfig(), DataConfig())
+
+
+def test_rows_of_the_hub_are_read_and_those_that_are_nowhere_say_where_was_looked(monkeypatch):
+    asked = {}
+
+    def load(name, split, **named):
+        if name != "org/rows":
+            raise ConnectionError("no network")
+        asked.update(named, split=split)
+        return datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = open_source("org/rows@v2", "test")
+    assert [source[index]["prompt"] for index in range(len(source))] == ["a", "b"]
+    assert asked == {"revision": "v2", "split": "test"}
+    with pytest.raises(DataError, match="'org/other' is no file here, and of the hub .split train.: no network; "
+                       "looked at: folder .*org/other, cache .*datasets, cache .*hub"):  # fmt: skip
+        open_source("org/other", "train")
