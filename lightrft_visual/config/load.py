@@ -85,8 +85,9 @@ def parse_run(
         wrong.append(error)
     own = [Setting(name, value, SCRIPT) for name, value in (defaults or {}).items()]
     tree, sources = merge(names, own + chosen, wrong)
-    load_plugins(OmegaConf.select(tree, "plugins"))
-    if preset is not None and OmegaConf.select(tree, "model.pretrain") == EMBEDDED:
+    load_plugins(OmegaConf.select(tree, "plugins", throw_on_resolution_failure=False))
+    model = OmegaConf.select(tree, "model.pretrain", throw_on_resolution_failure=False)
+    if preset is not None and model == EMBEDDED:
         layers = _preset(reader, preset, tree, sources)
         tree, sources = merge(names, own + layers + chosen)
         layers = _preset(reader, preset, tree, sources)  # sizes that a recipe gives may ask for another one
@@ -97,10 +98,11 @@ def parse_run(
 
 
 def _preset(reader: LayerReader, preset: Preset, tree: DictConfig, sources: Mapping[str, str]) -> list[Setting]:
-    """Settings of the preset's recipe; for a value without a recipe the schema's own complaint comes first."""
+    """Settings of the preset's recipe; for a value without a recipe, or without a value, the schema's own complaint
+    comes first."""
     try:
         return reader.read(preset if isinstance(preset, str) else preset(tree))
-    except ConfigError:
+    except (ConfigError, OmegaConfBaseException):
         build(tree, sources)
         raise
 

@@ -483,13 +483,16 @@ def test_short_names_of_several_fields_are_refused() -> None:
         (["--prompt_data", "\udcff\udcfe"], r"the argument '\\udcff\\udcfe' is not text in UTF-8"),
         (["--\udcff", "1"], "is not text in UTF-8"),
         (["--output_dir", "${x}"], "Interpolation key 'x' not found"),
+        (["train.max_epochs=${x}"], "train.max_epochs: Interpolation key 'x' not found"),
+        (["--plugins", "${x}"], "plugins: Interpolation key 'x' not found"),
         (["--output_dir", "${x"], "output.output_dir"),
     ],
 )
 def test_words_that_no_setting_or_file_can_have_are_refused_by_name(argv: list[str], words: str) -> None:
-    told = refused(*argv, preset=None)
-    told.encode()
-    assert words in told
+    for preset in ({"preset": None}, {}):
+        told = refused(*argv, **preset)
+        told.encode()
+        assert words in told
 
 
 BOMB = "".join(
