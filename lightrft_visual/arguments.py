@@ -19,7 +19,7 @@ from .config.given_files import located
 from .config.recipes import SUFFIXES
 from .errors import ConfigError, DataError
 from .given import give
-from .runtime.hub import is_hub_name, load_rows
+from .runtime.hub import is_hub_name, load_data_set
 
 SAVING_LIMIT = 3600.0  # seconds that the ranks of a host wait for the first one to save a loaded model
 
@@ -75,7 +75,7 @@ def data_of(data: Any, name: str, split: str) -> str:
     if not is_hub_name(text) or located(text).exists():
         return text
     try:
-        return give(name, load_rows(text, split))
+        return give(name, load_data_set(text, split))
     except DataError as error:
         raise DataError(f"{name} {error}") from error
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol
 from ..config.given_files import ROOT_VARIABLES, located
 from ..errors import DataError
 from ..given import GivenRows, given, is_given, source_of
-from ..runtime.hub import is_hub_name, load_rows
+from ..runtime.hub import is_hub_name, load_data_set
 from .arrow import FolderSource, ParquetSource
 from .bad_rows import MAX_ROW_BYTES, check_whole_file
 
@@ -191,7 +191,7 @@ def open_source(path: str | Path, split: str) -> RowSource:
     if not os.path.exists(path):
         where = "" if path.is_absolute() else f" (nor below ${ROOT_VARIABLES[0]})"
         if is_hub_name(str(path)):
-            return GivenRows(load_rows(str(path), split), str(path))
+            return GivenRows(load_data_set(str(path), split), str(path))
         raise DataError(f"data set not found: {path}{where}")
     if path.is_dir():
         return FolderSource(path, split)

@@ -88,7 +88,7 @@ def fetch_model(name: str, code: bool = False) -> None:
         snapshot_download(name, allow_patterns=[*PATTERNS, "*.py"] if code else PATTERNS, ignore_patterns=IGNORED)
 
 
-def load_rows(name: str, split: str) -> Any:
+def load_data_set(name: str, split: str) -> Any:
     """The `datasets.Dataset` of a hub name, `owner/name` or `owner/name@revision`. DataError where it cannot be had."""
     import datasets
 
