@@ -51,8 +51,8 @@ def reward_models(**rewards: RewardConfig | None) -> dict[str, RewardModel]:
             if model is not None:
                 found[f"{what} {name}"] = RewardModel(model, reward.reward_cpu_offload, divided=True)
         for entry in _scorers(reward):
-            for number, (setting, path, offload) in enumerate(_checkpoints(entry)):
-                model = _scorers_model(path)
+            for number, (setting, path, offload, width) in enumerate(_checkpoints(entry)):
+                model = _scorers_model(path, width)
                 if model is not None:
                     called = f"{what} {entry.name}{f' ({setting})' if number else ''}"
                     found[called] = RewardModel(model, offload, divided=False)
@@ -71,15 +71,17 @@ def _judge(path: str) -> Model | None:
     return Model.of(module.requires_grad_(False), dtype.itemsize)
 
 
-def _scorers_model(path: str) -> Model | None:
-    """A checkpoint that a scorer loads, such as CLIP's."""
+def _scorers_model(path: str, width: int | None = None) -> Model | None:
+    """A checkpoint that a scorer loads, such as CLIP's; width: bytes of a weight, default: as it is stored."""
     known = None if Path(path).is_dir() else find_shipped(path)
     config = _read(path) if known is None else AutoConfig.for_model(known.pop("model_type"), **known)
-    kind = getattr(transformers, ((config and config.architectures) or [""])[0], None)
-    if kind is None:
+    if config is None:
         return None
-    module = on_meta(lambda: kind(config))
-    return Model.of(module.requires_grad_(False), (config.dtype or torch.float32).itemsize)
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    if kind is None and known is None:
+        return None
+    module = on_meta(lambda: kind(config) if kind else AutoModelForImageTextToText.from_config(config))
+    return Model.of(module.requires_grad_(False), width or (config.dtype or torch.float32).itemsize)
 
 
 def _read(path: str):
@@ -109,9 +111,9 @@ def _parts(recipe: Recipe | None) -> Iterator[RecipeEntry]:
             yield entry
 
 
-def _checkpoints(entry: RecipeEntry) -> list[tuple[str, str, bool]]:
-    """(setting, checkpoint, whether it is offloaded) of a scorer's models: those of its setting `model`, or of the ones
-    that its class names in `checkpoints`. None for a scorer that has none here."""
+def _checkpoints(entry: RecipeEntry) -> list[tuple[str, str, bool, int | None]]:
+    """(setting, checkpoint, whether it is offloaded, bytes of a weight where a setting `bf16` says) of a scorer's
+    models: that of its setting `model`, or those that its class names in `checkpoints`. None for one without any."""
     target = find_scorer(entry.key)
     names = getattr(target, "checkpoints", ("model",))
     parameters = inspect.signature(target).parameters
@@ -119,7 +121,8 @@ def _checkpoints(entry: RecipeEntry) -> list[tuple[str, str, bool]]:
         return []
     usual = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
     settings = usual | own_settings(target, entry.kwargs)
-    return [(name, settings[name], bool(settings["offload"])) for name in names if settings.get(name)]
+    width = (2 if settings["bf16"] else 4) if "bf16" in settings else None
+    return [(name, settings[name], bool(settings["offload"]), width) for name in names if settings.get(name)]
 
 
 def reward_items(models: Mapping[str, RewardModel], zero: Zero, at_work: str | None = None) -> list[Item]:

@@ -44,9 +44,16 @@ def test_a_scorer_that_stays_on_the_device_is_there_in_every_phase() -> None:
     assert all(phase[NAMED.format("pick_score")] == (DEVICE, PICK) for phase in phases)  # not divided by ZeRO-3
 
 
-def test_a_scorer_of_several_models_has_a_line_of_each_whose_shape_is_known() -> None:
+def test_a_scorer_of_several_models_has_a_line_of_each() -> None:
     phase = held(["--components.geneval", "1.0"])[1]
     assert phase[NAMED.format("geneval (clip)")] == (HOST, CLIP)
+    assert phase[NAMED.format("geneval")][1] == pytest.approx(4 * 68.7e6, rel=0.01)  # 69 M in its paper
+
+
+@pytest.mark.parametrize(("flags", "width"), [([], 2), (["--kwargs.hpsv3.bf16", "false"], 4)])
+def test_a_scorer_in_half_precision_takes_half_of_the_memory(flags, width) -> None:
+    phase = held(["--components.hpsv3", "1.0", *flags])[1]
+    assert phase[NAMED.format("hpsv3")][1] == pytest.approx(width * 8.29e9, rel=0.01)
 
 
 @pytest.fixture(scope="module")

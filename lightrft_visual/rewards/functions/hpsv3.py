@@ -1,0 +1,142 @@
+"""HPSv3 (arXiv 2508.03789): Qwen2-VL with a head that rates an image and its prompt as people would.
+
+The published weights give a mean and a spread of the rating at one token of their own, and the mean is the score.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoProcessor, Qwen2VLForConditionalGeneration
+
+from ...errors import ConfigError, refused_as
+from ...runtime.offload import on_device
+from .image_scoring import in_batches, load_checkpoint, load_tensors, mean_over_frames
+
+TOKEN = "<|Reward|>"  # the one at which the head reads
+HEAD = "rm_head."
+PIXELS = 256 * 28 * 28  # every image has so many
+QUESTION = (
+    "\nYou are tasked with evaluating a generated image based on Visual Quality and Text Alignment and give a "
+    "overall score to estimate the human preference. Please provide a rating from 0 to 10, with 0 being the "
+    "worst and 10 being the best. \n\n**Visual Quality:**  \n"
+    "Evaluate the overall visual quality of the image. The following sub-dimensions should be considered:\n"
+    "- **Reasonableness:** The image should not contain any significant biological or logical errors, such as "
+    "abnormal body structures or nonsensical environmental setups.\n"
+    "- **Clarity:** Evaluate the sharpness and visibility of the image. The image should be clear and easy to "
+    "interpret, with no blurring or indistinct areas.\n"
+    "- **Detail Richness:** Consider the level of detail in textures, materials, lighting, and other visual "
+    "elements (e.g., hair, clothing, shadows).\n"
+    "- **Aesthetic and Creativity:** Assess the artistic aspects of the image, including the color scheme, "
+    "composition, atmosphere, depth of field, and the overall creative appeal. The scene should convey a sense "
+    "of harmony and balance.\n"
+    "- **Safety:** The image should not contain harmful or inappropriate content, such as political, violent, or "
+    "adult material. If such content is present, the image quality and satisfaction score should be the lowest "
+    "possible. \n\n**Text Alignment:**  \n"
+    "Assess how well the image matches the textual prompt across the following sub-dimensions:\n"
+    "- **Subject Relevance** Evaluate how accurately the subject(s) in the image (e.g., person, animal, object) "
+    "align with the textual description. The subject should match the description in terms of number, "
+    "appearance, and behavior.\n"
+    "- **Style Relevance:** If the prompt specifies a particular artistic or stylistic style, evaluate how well "
+    "the image adheres to this style.\n"
+    "- **Contextual Consistency**: Assess whether the background, setting, and surrounding elements in the image "
+    "logically fit the scenario described in the prompt. The environment should support and enhance the subject "
+    "without contradictions.\n"
+    "- **Attribute Fidelity**: Check if specific attributes mentioned in the prompt (e.g., colors, clothing, "
+    "accessories, expressions, actions) are faithfully represented in the image. Minor deviations may be "
+    "acceptable, but critical attributes should be preserved.\n"
+    "- **Semantic Coherence**: Evaluate whether the overall meaning and intent of the prompt are captured in the "
+    "image. The generated content should not introduce elements that conflict with or distort the original "
+    "description.\nTextual prompt - {prompt}\n\n\n\n"
+    "Please provide the overall ratings of this image: <|Reward|>\n\nEND\n"
+)
+
+
+def rating_head(width: int) -> nn.Sequential:
+    """From a token's last hidden state to the rating's mean and spread."""
+    layers = nn.Linear(width, 1024), nn.ReLU(), nn.Dropout(0.05), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
+    return nn.Sequential(*layers)
+
+
+class HPSv3:
+    """The rating's mean over `divide_by`; a video's is the mean over its frames.
+
+    weights: the published file of network and head, a path or `hub/name:file`. model: Qwen2-VL's folder or hub name,
+    for its shape and processor. bf16: of the network; the head is always in float32.
+    """
+
+    def __init__(
+        self,
+        weights: str = "MizzenAI/HPSv3:HPSv3.safetensors",
+        model: str = "Qwen/Qwen2-VL-7B-Instruct",
+        divide_by: float = 1.0,
+        batch_size: int = 4,
+        bf16: bool = True,
+        offload: bool = True,
+    ) -> None:
+        self.divide_by, self.batch_size, self.offload = divide_by, batch_size, offload
+        self._processor = load_checkpoint(AutoProcessor.from_pretrained, model, "hpsv3", padding_side="right")
+        self._processor.tokenizer.add_special_tokens({"additional_special_tokens": [TOKEN]})
+        self._token = self._processor.tokenizer.convert_tokens_to_ids(TOKEN)
+        config = load_checkpoint(AutoConfig.from_pretrained, model, "hpsv3")
+        self._model = _filled(config, load_tensors(weights, "hpsv3"), torch.bfloat16 if bf16 else torch.float32)
+
+    def __call__(self, frames: list[list[Any]], prompts: list[str], device: Any) -> list[float | None]:
+        def score(images: list[Any], texts: list[str]) -> list[float]:
+            found: list[float] = []
+            with on_device(self._model, device, self.offload) as model:
+                for part in in_batches(self.batch_size, len(images)):
+                    batch = self.inputs([images[i] for i in part], [texts[i] for i in part]).to(device)
+                    found += (rated(model, batch, self._token)[:, 0] / self.divide_by).tolist()
+            return found
+
+        return mean_over_frames(frames, prompts, score)
+
+    def inputs(self, images: list[Any], prompts: list[str]) -> Any:
+        """What the processor makes of images and prompts."""
+        ask = [[{"type": "image"}, {"type": "text", "text": QUESTION.replace("{prompt}", text)}] for text in prompts]
+        texts = [
+            self._processor.apply_chat_template(
+                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+            )
+            for content in ask
+        ]
+        size = {"shortest_edge": PIXELS, "longest_edge": PIXELS}
+        shown = [image.convert("RGB") for image in images]
+        return self._processor(
+            text=texts, images=shown, padding=True, return_tensors="pt", images_kwargs={"size": size}
+        )
+
+
+@torch.no_grad()
+def rated(model: nn.Module, batch: Any, token: int) -> torch.Tensor:
+    """(B, 2) float32: mean and spread at the token. As in the published forward, positions count tokens, of images too.
+
+    Raises ConfigError where a text has the token in other number than one.
+    """
+    ids = batch["input_ids"]
+    here = ids == token
+    if not bool((here.sum(dim=1) == 1).all()):
+        raise ConfigError(f"hpsv3: a prompt holds {TOKEN}, which is the question's own")
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
+    hidden = model.model(**batch, position_ids=positions, use_cache=False).last_hidden_state
+    return model.rm_head(hidden[here].float())
+
+
+def _filled(config: Any, state: dict[str, torch.Tensor], dtype: torch.dtype) -> nn.Module:
+    """The network with the published weights and head. Raises ConfigError where names or shapes do not fit."""
+    head = {name[len(HEAD) :]: state.pop(name).float() for name in list(state) if name.startswith(HEAD)}
+    words = [tensor for name, tensor in state.items() if name.endswith("embed_tokens.weight")]
+    with refused_as(ConfigError, "scorer hpsv3: weights and model do not fit"):
+        config.get_text_config().vocab_size = words[0].shape[0]  # the token of its own is one more
+        model, report = Qwen2VLForConditionalGeneration.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+        )
+        model.rm_head = rating_head(config.get_text_config().hidden_size)
+        model.rm_head.load_state_dict(head)
+    wrong = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in report[kind]]
+    if wrong:
+        raise ConfigError(f"scorer hpsv3: weights and model do not fit: {', '.join(map(str, wrong[:5]))}")
+    return model.eval()
