@@ -31,6 +31,7 @@ ONE = {
     "lora": [*_RUN, "--max_steps", "2", "--lora_rank", "4", "--papo_coef", "0.1", "--high_entropy_token_ratio", "0.5"],
 }  # fmt: skip
 TWO = {f"stage_{stage}": [*_RUN, "--max_steps", "2", "--zero_stage", str(stage)] for stage in (2, 3)}
+TWO["tensor_parallel"] = [*_RUN, "--engine_type", "vllm", "--engine_tp_size", "2", "--max_steps", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,11 @@ def test_two_ranks_with_other_numbers_of_turns_train_like_one(one, two, stage):
     ours, theirs = rows(one / "mixed")[:2], rows(two / f"stage_{stage}")
     assert all(1 < row["turns"] < 4 for row in ours)
     assert largest_difference(ours, theirs, (*NAMES, "turns", "observation_tokens_share")) < 1e-5
+
+
+def test_ranks_of_one_engine_go_on_in_rounds(two):
+    found = rows(two / "tensor_parallel")
+    assert len(found) == 2 and all(row["rollout_logp_diff_max"] <= 1e-5 and row["turns"] > 1 for row in found)
 
 
 NAMES = ("loss", "reward_mean", "grad_norm", "kl", "response_length", "tokens", "advantage_abs")

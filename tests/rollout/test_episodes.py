@@ -10,7 +10,7 @@ import pytest
 import torch
 from episode_rig import batch_of, rig_of, stage_of
 from PIL import Image
-from tiny_models import checkpoint_of, inputs_of, picture
+from tiny_models import checkpoint_of, clip, inputs_of, picture
 
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.experience.buffer import items_from_state, items_to_state
@@ -140,6 +140,39 @@ def test_items_with_holes_survive_batches_packing_and_checkpoints(rig, rollouts)
     assert all(items_equal(one, other) for one, other in zip(items, restored))
     held = {id(parts_of(item.vision.samples[0])[0]) for item in restored}
     assert len(held) == len(TURNS)  # the samples of a prompt still share its patches
+
+
+class Films(Environment):
+    """Answers with a film, then with text and an image."""
+
+    def __init__(self):
+        self.turn = 0
+
+    def step(self, action):
+        self.turn += 1
+        seen = [[clip(self.turn, 6, fps=4.0), "and now?"], ["this", picture(3)], None][self.turn - 1]
+        return seen, 1.0, self.turn == 3, {}
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_films_of_observations_are_placed_in_time_as_the_trainer_places_them(root, kind):
+    rig = rig_of(checkpoint_of(root, kind))
+    rollouts = stage_of(rig, Films).generate(batch_of([3, 3]), replace(SETTINGS, n=4))
+    assert any(each.videos and len(each.images) == 2 for each in rollouts)
+    assert rig.apart(rollouts, SETTINGS) <= 1e-5
+    packed = scored(rig, inputs_of(rig.checkpoint, rollouts, packed=True), shares=True)
+    samples = collate(rollouts, 0, True)
+    assert (packed - samples.rollout_log_probs)[samples.action_mask].abs().max() <= 1e-5
+
+
+def test_a_model_without_images_reads_texts_and_fails_on_images(root):
+    rig = rig_of(checkpoint_of(root, "qwen2"))
+    talk = stage_of(rig, Endless, limits=EpisodeLimits(3, 400)).generate(batch_of([1], images=False), SETTINGS)
+    assert any(len(each.episode.turns) > 1 for each in talk)
+    assert rig.apart(talk, SETTINGS) <= 1e-5
+    shown = stage_of(rig).generate(batch_of([4], images=False), SETTINGS)
+    failures = {each.episode.failure for each in shown} - {None}
+    assert failures == {"an observation has images or videos, the model has no processor for them"}
 
 
 # -- limits and failures -----------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The plan of a vision-language run: what one rank holds while it loads, generates, scores, trains and syncs.
 
 All lengths are the longest that the settings allow: prompts of `prompt_max_len`, whole of images as far as
-`max_pixels` lets them be, and responses of `generate_max_len`.
+`max_pixels` lets them be, and responses of `generate_max_len`, or
+episodes of `max_episode_tokens`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class VLPlanner:
         rollout = config.rollout
         self.samples = ceil(rollout.rollout_batch_size * rollout.n_samples_per_prompt / ranks)
         self.prompts = ceil(rollout.rollout_batch_size / ranks)
-        self.length = rollout.prompt_max_len + rollout.generate_max_len
+        self.length = rollout.prompt_max_len + config.response_max_len
         self.split = config.distributed.split  # the engine is on devices of its own, which are not planned here
         self.resident = registry.engines[rollout.engine_type].resident and not self.split
         self.engine = TITLES.get(rollout.engine_type, rollout.engine_type)
@@ -218,10 +219,11 @@ class VLPlanner:
     def _generate_seconds(self) -> float:
         rollout, device, shape = self.config.rollout, self.device, self.shape
         rows, weights = self._in_flight(), shape.base * shape.width / rollout.engine_tp_size
-        context = rollout.prompt_max_len + rollout.generate_max_len / 2
+        answer = self.config.response_max_len
+        context = rollout.prompt_max_len + answer / 2
         step = (weights + rows * context * shape.cache_bytes(shape.width)) / device.bandwidth + 0.005
         prompts = 2 * shape.base * self.prompts * rollout.prompt_max_len / (SCORING_USE * device.flops)
-        return ceil(self.samples / rows) * rollout.generate_max_len * step + prompts
+        return ceil(self.samples / rows) * answer * step + prompts
 
     def _score(self) -> Phase:
         rollout, device = self.config.rollout, self.device
@@ -266,7 +268,7 @@ class VLPlanner:
 
     def _batch_of(self, samples: list[SampleRef], tokens: int, prompts: int, packed: bool = False) -> MicroBatch:
         """So many tokens of the samples. prompts: different ones among as many samples that share nothing."""
-        answer = self.config.rollout.generate_max_len
+        answer = self.config.response_max_len
         if self._shares:
             lengths, continues = _shared_row(samples, tokens)
             prompts = continues.count(None)

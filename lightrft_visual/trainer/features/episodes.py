@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ...experience.rollouts import Episode
+from ...errors import RolloutError
+from ...experience.rollouts import Episode, Rollouts
 from ...observe.metrics import MetricsAccumulator
 from ...rollout.environments import EnvironmentHost
+from ...runtime import collectives
 from ..hooks import StepData, StepHook
+
+log = logging.getLogger(__name__)
+SHOWN_FAILURES = 3
 
 
 class EpisodesHook(StepHook):
-    """Adds to each step's metrics what its episodes did. host: is closed with the run."""
+    """Adds to each step's metrics what its episodes did, and ends a run whose environments mostly fail.
 
-    def __init__(self, host: EnvironmentHost) -> None:
-        self.host = host
+    host: is closed with the run. most_failures: share of a step's episodes, over all ranks, above which the run ends.
+    """
+
+    def __init__(self, host: EnvironmentHost, most_failures: float) -> None:
+        self.host, self.most_failures = host, most_failures
+
+    def on_rollouts(self, rollouts: Rollouts) -> Rollouts:
+        """Says what failed. A collective. Raises RolloutError, on all ranks alike."""
+        failures = [r.episode.failure for r in rollouts if r.episode is not None and r.episode.failure is not None]
+        counted = Counter(failure.partition("\n")[0] for failure in failures).most_common(SHOWN_FAILURES)
+        told = "; ".join(f"{text} ({count} of {len(rollouts)} episodes)" for text, count in counted)
+        if told:
+            log.warning("environments failed: %s", told)
+        failed, total = collectives.all_reduce_sum(torch.tensor([float(len(failures)), float(len(rollouts))])).tolist()
+        if failed > self.most_failures * total:
+            why = told or "see another rank"
+            raise RolloutError(f"{failed:.0f} of {total:.0f} environments failed (reward_max_invalid): {why}")
+        return rollouts
 
     def on_experience(self, step: StepData) -> StepData:
         """Means over episodes, totals of calls and failures."""
@@ -45,4 +67,7 @@ def add_episode_metrics(metrics: MetricsAccumulator, episodes: Sequence[Episode]
 
 def build(parts: Any) -> EpisodesHook | None:
     """Where the run names an environment or tools."""
-    return EpisodesHook(parts.maker.rollout_stage.host) if parts.config.episodes.used else None
+    config = parts.config
+    if not config.episodes.used:
+        return None
+    return EpisodesHook(parts.maker.rollout_stage.host, config.reward.reward_max_invalid)

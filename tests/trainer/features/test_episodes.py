@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from lightrft_visual.errors import RolloutError
-from lightrft_visual.experience.rollouts import Episode, PromptFeatures, Rollout, Turn, collate, release_media
+from lightrft_visual.experience.rollouts import Episode, PromptFeatures, Rollout, Rollouts, Turn, collate, release_media
 from lightrft_visual.observe.console import spoken
 from lightrft_visual.observe.images import save_image
 from lightrft_visual.observe.metrics import MetricsAccumulator
@@ -17,7 +17,7 @@ from lightrft_visual.observe.recorder import records_from_rollouts
 from lightrft_visual.observe.report.data import Thumbnails
 from lightrft_visual.observe.report.examples import card
 from lightrft_visual.rollout.parity import ParityGate, RolloutCheck
-from lightrft_visual.trainer.features.episodes import add_episode_metrics
+from lightrft_visual.trainer.features.episodes import EpisodesHook, add_episode_metrics
 from lightrft_visual.trainer.vl.updates import token_names
 
 
@@ -83,3 +83,12 @@ def test_the_gate_names_the_turn_and_the_token_that_differ():
     with pytest.raises(RolloutError, match="most in sample 3, turn 2, token 6 of this rank"):
         check.settle()
     assert math.isclose(check.largest, 0.5, rel_tol=1e-6)
+
+
+def test_a_step_whose_environments_mostly_fail_ends_the_run_with_the_reasons(caplog):
+    hook = EpisodesHook(None, most_failures=0.5)
+    broken = rollout(episode=Episode([], [-1], failure="reset raised OSError: no server"))
+    assert len(hook.on_rollouts(Rollouts([rollout(), broken]))) == 2
+    assert "no server (1 of 2 episodes)" in caplog.text
+    with pytest.raises(RolloutError, match="2 of 3 environments failed .*no server"):
+        hook.on_rollouts(Rollouts([rollout(), broken, broken]))
