@@ -1,0 +1,75 @@
+"""Episodes from Python: a class, a function that makes one, a list of tools."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+
+from lightrft_visual import GRPOTrainer
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
+
+ROWS = [
+    {"prompt": "how many?", "images": [Image.new("RGB", (56, 56), (40 * index, 0, 0))], "reference": str(index)}
+    for index in range(4)
+]
+SMALL = {
+    "engine_type": "hf", "rollout_batch_size": 4, "n_samples_per_prompt": 2, "train_batch_size": 8,
+    "prompt_max_len": 1024, "generate_max_len": 4, "max_steps": 1, "init_kl_coef": 0.0, "image_dependence_every": 0,
+    "report": False, "save_steps": -1, "parity_every": 0,
+}  # fmt: skip
+
+
+class Twice:
+    """Two turns: the second answer is judged by its length."""
+
+    def reset(self, row):
+        self.image, self.turn = row["images"][0], 0
+
+    def step(self, action):
+        self.turn += 1
+        return [self.image, "again"], float(len(action.text)), self.turn == 2, {}
+
+
+def enlarge(factor: int) -> Image.Image:
+    """Enlarge the image.
+
+    Args:
+        factor: how much larger.
+    """
+    return Image.new("RGB", (28 * factor, 56))
+
+
+def test_an_environment_must_be_made_anew_for_each_episode():
+    with pytest.raises(ConfigError, match="environment is a Twice: give its class"):
+        GRPOTrainer("embedded", environment=Twice())
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("use_fire", {"use_fire": True}),
+        ("noisy_rollout_share", {"noisy_rollout_share": 0.5}),
+        ("max_staleness", {"max_staleness": 1}),
+        ("min_new_tokens above 1", {"min_new_tokens": 2}),
+    ],
+)
+def test_what_cannot_be_part_of_episodes_is_refused_by_name(name, refused):
+    with pytest.raises(ConfigError, match=f"{name} cannot be part of episodes|{name} above 0"):
+        GRPOTrainer("embedded", environment=Twice, **refused)
+
+
+@pytest.mark.slow
+def test_runs_with_an_environment_and_with_tools_from_python(tmp_path):
+    folder = build_tiny_checkpoint(tmp_path / "tiny", "qwen2_vl")
+    result = GRPOTrainer(
+        str(folder), None, ROWS, environment=Twice, output_dir=str(tmp_path / "environment"), max_turns=3, **SMALL
+    ).fit()
+    (step,) = result.history
+    assert step["turns"] >= 1 and "reward/environment" in step and step["environment_errors"] == 0
+    result = GRPOTrainer(
+        str(folder), [lambda completions: [float(len(each)) for each in completions]], ROWS, tools=[enlarge],
+        output_dir=str(tmp_path / "tools"), **SMALL,
+    ).fit()  # fmt: skip
+    (step,) = result.history
+    assert step["turns"] == 1 and step["environment_errors"] == 0  # an untrained model makes no calls
