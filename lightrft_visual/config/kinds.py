@@ -192,7 +192,7 @@ class Task(Choice):
     reward: the recipe of a run that names none, or 'module:attribute' of it; gold: components of the judge of a run
     that trains on another reward. judge: of drawings, a recipe; sets: 'module:function' of (the judge's
     RewardComputationEngine, prompts) to what it says of sets of drawings, a `DrawingGold`. training_reward: the
-    differentiable reward of Reward FL.
+    differentiable reward of Reward FL. preset: the recipe of the embedded model's settings on this task.
     """
 
     reward: str | None = field(default=None, repr=False)
@@ -200,6 +200,7 @@ class Task(Choice):
     judge: str | None = field(default=None, repr=False)
     sets: str | None = field(default=None, repr=False)
     training_reward: str | None = field(default=None, repr=False)
+    preset: str | None = field(default=None, repr=False)
 
     def own_reward(self) -> str | None:
         """The recipe itself."""

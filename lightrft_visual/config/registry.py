@@ -491,9 +491,20 @@ tasks.add(Task("embedded", f"{_embedded}:place_questions", "questions about draw
 tasks.add(
     Task(
         "embedded_reasoning", f"{_embedded}:place_questions", "answered after a chain of tokens", gold={"exact": 1.0},
-        reward=f"{PLUGINS}.embedded.reasoning:REWARD",
+        reward=f"{PLUGINS}.embedded.reasoning:REWARD", preset="embedded_reasoning",
     )
 )  # fmt: skip
+for _name, _about, _reward in (
+    ("embedded_zoom", "a mark that is seen by a closer look", "exact"),
+    ("embedded_click", "a button on a screen", "environment"),
+):
+    _recipe = f'{{"*": [["rule", "{_reward}", 1.0]]}}'
+    tasks.add(Task(_name, f"{_embedded}:place_questions", _about, reward=_recipe, preset=_name))
+environments.add(
+    EnvironmentChoice(
+        "embedded_zoom", f"{PLUGINS}.embedded.zoom:EmbeddedZoom", "the task of this name: a quarter, closer"
+    )
+)
 drawing_tasks.add(
     Task(
         "embedded", f"{_embedded}:place_captions", "captions of coloured shapes",

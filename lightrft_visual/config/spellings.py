@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from . import registry
 from .diffusion import DiffusionRunConfig
 from .sft import SFTRunConfig
-from .shared import EMBEDDED_REASONING, accumulated
+from .shared import accumulated
 from .vl import RunConfig
 
 
@@ -156,8 +156,9 @@ def _of_algorithm(tree: DictConfig) -> str:
 def _of_task(tree: DictConfig) -> str:
     if tree.model.embedded_family == "janus":
         return "embedded_unified"
-    if tree.data.prompt_data == EMBEDDED_REASONING:
-        return "embedded_reasoning"
+    name = tree.data.prompt_data
+    if name in registry.tasks and registry.tasks[name].preset is not None:
+        return registry.tasks[name].preset
     return "embedded_vl_updates" if _several_updates(tree) else "embedded_vl"
 
 

@@ -74,7 +74,12 @@ JANUS_SIDE, JANUS_PATCH = 56, 14  # pixels of what it sees; an image is (56 / 14
 JANUS_DRAWN, JANUS_CODES = 16, 128  # pixels of what it draws, four a token
 INTERNVL_TILE, INTERNVL_PATCH = 56, 14  # pixels; a tile takes (56 / 14 / 2) ** 2 = 4 tokens
 
+TOOL_TOKENS = ("<tool_call>", "</tool_call>")  # of one token each, as in the vocabularies of Qwen2.5 and later
 _CHAT_TEMPLATE = (
+    # Tools in few tokens: a whole schema would be several hundred of this vocabulary.
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}<tool_call>{{ tool['function']['name'] }}"
+    "{% for name in tool['function']['parameters']['properties'] %} {{ name }}{% endfor %}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}"
@@ -107,8 +112,13 @@ def chat_template(family: str) -> str:
     return _CHAT_TEMPLATE.replace("IMAGE_PLACEHOLDER", media["image"]).replace("VIDEO_PLACEHOLDER", media["video"])
 
 
-def build_tokenizer(texts: Iterable[str] = TEXTS, vocab_size: int = 512, family: str = "qwen2_5_vl") -> Qwen2Tokenizer:
-    """A byte-level BPE tokenizer of the Qwen2 class trained on `texts`; every string round-trips."""
+def build_tokenizer(
+    texts: Iterable[str] = TEXTS, vocab_size: int = 512, family: str = "qwen2_5_vl", tools: bool = False
+) -> Qwen2Tokenizer:
+    """A byte-level BPE tokenizer of the Qwen2 class trained on `texts`; every string round-trips.
+
+    tools: whether it has TOOL_TOKENS.
+    """
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = decoders.ByteLevel()
@@ -127,6 +137,8 @@ def build_tokenizer(texts: Iterable[str] = TEXTS, vocab_size: int = 512, family:
     )
     if named:  # the tokenizer takes one of the two arguments only
         tokenizer.add_tokens([*SPECIAL_TOKENS], special_tokens=True)
+    if tools:
+        tokenizer.add_tokens([*TOOL_TOKENS])
     tokenizer.chat_template = chat_template(family)
     return tokenizer
 
@@ -333,10 +345,11 @@ def build_tiny_checkpoint(
     seed: int = 0,
     hidden: int = 128,
     layers: int = 2,
+    tools: bool = False,
 ) -> Path:
     """Write an untrained tiny checkpoint (config, weights, tokenizer, processor, chat template) into `folder`."""
     seed_everything(seed)
-    tokenizer = build_tokenizer(texts, family=family)
+    tokenizer = build_tokenizer(texts, family=family, tools=tools)
     config = tiny_config(family, tokenizer, tie_embeddings=tie_embeddings, hidden=hidden, layers=layers)
     model = build_tiny_model(config)
     if TINY_FAMILIES[family].draws:

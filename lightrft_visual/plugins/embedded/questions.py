@@ -170,4 +170,5 @@ SOURCE = TaskSource(
     VERSION,
     lambda row, split, rng, size: draw_question(_CYCLE[row % len(_CYCLE)], split, rng, size),
     lambda seed, split, row: derive_seed(seed, "embedded", VERSION, split, row),
+    vocabulary_texts,
 )

@@ -95,4 +95,6 @@ SOURCE = TaskSource(
     VERSION,
     lambda row, split, rng, size: draw_question(tuple(KINDS)[row % len(KINDS)], split, rng, size),
     lambda seed, split, row: derive_seed(seed, "embedded reasoning", VERSION, split, row),
+    vocabulary_texts,
+    {"until_loss": 0.24},
 )

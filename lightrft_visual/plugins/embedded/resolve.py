@@ -64,7 +64,10 @@ def checkpoint_shape(model: ModelConfig, task: str) -> Any:
     from ...models.tiny.vlm import build_tokenizer, tiny_config
     from .warmup import source_of
 
-    tokenizer = build_tokenizer(source_of(task).vocabulary_texts(), family=model.embedded_family)
+    source = source_of(task)
+    tokenizer = build_tokenizer(
+        source.vocabulary_texts(), family=model.embedded_family, tools=source.environment is not None
+    )
     return tiny_config(model.embedded_family, tokenizer, tie_embeddings=False)
 
 

@@ -20,10 +20,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 from ...errors import ConfigError, DataError
+from ...rollout.environments import Environment
 from ...runtime.seeding import derive_seed
 
 SPLITS = ("demonstrations", "train", "dev", "test")
@@ -51,7 +53,8 @@ class EmbeddedTask:
 @dataclass(frozen=True)
 class Question:
     """A drawn question. images: in the order of their placeholders; looks: their colours and shapes; demonstration:
-    the response of the warm-up where it is not the answer itself."""
+    the response of the warm-up where it is not the answer itself. turns: of a conversation instead, with what tools
+    answer: (role, text or image). columns: of the row, for environments."""
 
     kind: str
     prompt: str
@@ -59,16 +62,22 @@ class Question:
     answer: str
     looks: set[tuple[str, str]] = field(default_factory=set)
     demonstration: str | None = None
+    turns: list[tuple[str, str | Image.Image]] = field(default_factory=list)
+    columns: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SupervisedPair:
-    """One example of the supervised warm-up: a data row's question and images, and the response to imitate."""
+    """One example of the supervised warm-up: a data row's question and images, and the response to imitate.
+
+    before: turns behind the question, (role, text or the absolute path of an image).
+    """
 
     prompt: str
     images: tuple[str, ...]  # absolute paths
     answer: str
     kind: str
+    before: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,23 +86,32 @@ class TaskSource:
 
     name, version: part of the folder's name, so a change of the drawing must change the version. draw: a question from
     (row, split, random numbers of this row, side of the images), which belongs to the split. seed_of: the seed of a
-    row from (seed of the task, split, row).
+    row from (seed of the task, split, row). vocabulary_texts: hold every word, digit and sign of the task; a tokenizer
+    trained on them knows it all. warm_up: settings of its base that differ from the usual. environment: makes the one
+    that conversations are held with.
     """
 
     name: str
     version: int
     draw: Callable[[int, str, random.Random, int], Question]
     seed_of: Callable[[int, str, int], int]
+    vocabulary_texts: Callable[[], list[str]]
+    warm_up: dict[str, Any] = field(default_factory=dict)
+    environment: Callable[[], Environment] | None = None
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Of the tools that the model is shown."""
+        return self.environment().schemas() if self.environment else []
 
 
 def build_task(
     source: TaskSource,
     folder: str | os.PathLike,
-    seed: int,
-    n_train: int,
-    n_eval: int,
-    size: int,
-    n_demonstrations: int,
+    seed: int = 0,
+    n_train: int = 4096,
+    n_eval: int = 256,
+    size: int = 56,
+    n_demonstrations: int = 1536,
 ) -> EmbeddedTask:
     """Write the task below `folder`, or find it there, and return its paths.
 
@@ -136,9 +154,23 @@ def _write_split(source: TaskSource, folder: Path, split: str, rows: int, seed: 
             for name, image in zip(names, question.images):
                 image.save(folder / name)
             row = {"prompt": question.prompt, "images": names, "reference": question.answer, "label": question.kind}
+            row |= question.columns
             if split == "demonstrations" and question.demonstration is not None:
                 row["demonstration"] = question.demonstration
+            if split == "demonstrations" and question.turns:
+                row["turns"] = [
+                    _stored(turn, folder, f"{names[0][:-4]}-{i}.png") for i, turn in enumerate(question.turns)
+                ]
             file.write(json.dumps(row) + "\n")
+
+
+def _stored(turn: tuple[str, str | Image.Image], folder: Path, name: str) -> list[str]:
+    """A turn as the row has it: an image by its name."""
+    role, content = turn
+    if isinstance(content, str):
+        return [role, content]
+    content.save(folder / name)
+    return [role, name]
 
 
 def belongs(question: Question, split: str) -> bool:
@@ -170,6 +202,17 @@ def supervised_pairs(jsonl: str | os.PathLike, *, seed: int, epochs: int | None 
     while epochs is None or epoch < epochs:
         rng = random.Random(derive_seed(seed, "warm-up", epoch))
         for row in rng.sample(rows, len(rows)):
-            images = tuple(str(path.parent / name) for name in row["images"])
-            yield SupervisedPair(row["prompt"], images, row.get("demonstration", row["reference"]), row["label"])
+            yield from _pairs_of(row, path.parent)
         epoch += 1
+
+
+def _pairs_of(row: dict[str, Any], folder: Path) -> Iterator[SupervisedPair]:
+    """The example of a row; of a conversation one for each response."""
+    images = tuple(str(folder / name) for name in row["images"])
+    if "turns" not in row:
+        yield SupervisedPair(row["prompt"], images, row.get("demonstration", row["reference"]), row["label"])
+        return
+    turns = tuple((role, text if role == "assistant" else str(folder / text)) for role, text in row["turns"])
+    for number, (role, text) in enumerate(turns):
+        if role == "assistant":
+            yield SupervisedPair(row["prompt"], images, text, row["label"], turns[:number])

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,9 +31,15 @@ from ...models.vlm.actor import Actor
 from ...models.vlm.families import family_of_processor
 from ...observe.console import RunConsole
 from ...runtime.files import cache_folder
-from . import questions, reasoning
-from .task import EmbeddedTask, SupervisedPair, supervised_pairs
+from . import click, questions, reasoning, zoom
+from .task import EmbeddedTask, SupervisedPair, TaskSource, build_task, supervised_pairs
 
+SOURCES = {
+    EMBEDDED: questions.SOURCE,
+    EMBEDDED_REASONING: reasoning.SOURCE,
+    "embedded_zoom": zoom.SOURCE,
+    "embedded_click": click.SOURCE,
+}
 CACHE_VERSION = 4
 LOSS_WINDOW = 10  # steps whose mean loss is compared with the bound
 RISING_STEPS = 40  # over which the learning rate comes up
@@ -45,7 +51,8 @@ class WarmUp:
     """Settings of the warm-up; all of them name the cache folder.
 
     task: whose demonstrations. max_steps: the most steps; 0 leaves the model untrained. until_loss: nats a token; the
-    steps end where the mean of the last `LOSS_WINDOW` losses is below it.
+    steps end where the mean of the last `LOSS_WINDOW` losses is below it. per_response: short responses
+    weigh as much as long ones.
     """
 
     task: str = EMBEDDED
@@ -53,6 +60,7 @@ class WarmUp:
     tie_embeddings: bool = False
     max_steps: int = 300
     until_loss: float = 0.55
+    per_response: bool = False
     batch_size: int = 32
     learning_rate: float = 1e-3
     seed: int = 0
@@ -60,19 +68,17 @@ class WarmUp:
 
 def warm_up_of(task: str, **settings) -> WarmUp:
     """The warm-up of the base that belongs to a task; settings: other fields."""
-    return WarmUp(task, **({"until_loss": 0.24} if task == EMBEDDED_REASONING else {}), **settings)
+    return WarmUp(task, **(source_of(task).warm_up | settings))
 
 
 def embedded_task(root: Path | None = None, name: str = EMBEDDED) -> EmbeddedTask:
     """An embedded data set on disk, drawn at the first call."""
-    build = reasoning.build_reasoning_task if name == EMBEDDED_REASONING else questions.build_embedded_task
-    return build((root or cache_folder()) / "data")
+    return build_task(source_of(name), (root or cache_folder()) / "data")
 
 
-def source_of(task: str):
-    """The module of a task by prompt_data, which says its VERSION and vocabulary_texts(); of the questions for data of
-    one's own."""
-    return reasoning if task == EMBEDDED_REASONING else questions
+def source_of(task: str) -> TaskSource:
+    """How a task by prompt_data is drawn; the questions for data of one's own."""
+    return SOURCES.get(task, questions.SOURCE)
 
 
 def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print) -> Path:
@@ -81,7 +87,7 @@ def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print
     It appears in one rename, so it is complete or absent, and several processes may build it at once.
     """
     source = source_of(settings.task)
-    made_of = asdict(settings) | {"version": CACHE_VERSION, "questions": source.VERSION}
+    made_of = asdict(settings) | {"version": CACHE_VERSION, "questions": source.version}
     text = json.dumps(made_of, sort_keys=True)
     root = root or cache_folder()
 
@@ -93,6 +99,7 @@ def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print
             texts=source.vocabulary_texts(),
             tie_embeddings=settings.tie_embeddings,
             seed=settings.seed,
+            tools=source.environment is not None,
         )
         if settings.max_steps:
             warm_up(folder, embedded_task(root, settings.task), settings)
@@ -122,7 +129,8 @@ def warm_up(folder: Path, task: EmbeddedTask, settings: WarmUp) -> list[float]:
     auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    encode = PairEncoder(tokenizer, AutoProcessor.from_pretrained(folder) if vision else None)
+    processor = AutoProcessor.from_pretrained(folder) if vision else None
+    encode = PairEncoder(tokenizer, processor, source_of(settings.task).schemas())
     actor = Actor(model, [], [])
     optimizer = torch.optim.AdamW(actor.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
 
@@ -130,7 +138,9 @@ def warm_up(folder: Path, task: EmbeddedTask, settings: WarmUp) -> list[float]:
         optimizer.param_groups[0]["lr"] = settings.learning_rate * rate
         inputs = encode.batch(pairs)
         output = actor(inputs, ScoringRule(), with_entropy=False)
-        loss = -output.log_probs.sum() / inputs.action_mask.sum()
+        mask = inputs.action_mask
+        each = -(output.log_probs * mask).sum(-1)
+        loss = (each / mask.sum(-1)).mean() if settings.per_response else each.sum() / mask.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
         optimizer.step()
@@ -160,10 +170,13 @@ def _batches(task: EmbeddedTask, settings: WarmUp, vision: bool) -> Iterator[lis
 
 
 class PairEncoder:
-    """Turns supervised pairs into model inputs; each image goes through the image processor once."""
+    """Turns supervised pairs into model inputs; each image goes through the image processor once.
 
-    def __init__(self, tokenizer, processor):
-        self.tokenizer, self.processor = tokenizer, processor
+    tools: schemas that the chat template shows.
+    """
+
+    def __init__(self, tokenizer, processor, tools: Sequence[dict] = ()):
+        self.tokenizer, self.processor, self.tools = tokenizer, processor, list(tools)
         self.family = family_of_processor(processor)
         self.known: dict[tuple, tuple[list[int], VisionTensors]] = {}
 
@@ -186,18 +199,23 @@ class PairEncoder:
         if not shown:
             return
         for part in [list(shown)] if self.family.together else [[key] for key in shown]:
-            images = [[load_image(path) for path in paths] for _, paths in part]
+            images = [[load_image(path) for path in paths] for _, paths, _ in part]
             out = self.processor(text=[shown[key] for key in part], images=[image for row in images for image in row])
             vision = self.family.read(out, [len(row) for row in images], [0] * len(part))
             self.known |= {key: (list(ids), own) for key, ids, own in zip(part, out["input_ids"], vision)}
 
     def _text(self, pair: SupervisedPair) -> str:
-        messages = [{"role": "user", "content": content_parts(pair.prompt, len(pair.images))}]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        messages: list[dict] = [{"role": "user", "content": content_parts(pair.prompt, len(pair.images))}]
+        for role, text in pair.before:
+            messages.append({"role": role, "content": text if role == "assistant" else [{"type": "image"}]})
+        template, tools = self.tokenizer.apply_chat_template, self.tools or None
+        return template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
 
 
-def _key(pair: SupervisedPair) -> tuple[str, tuple[str, ...]]:
-    return pair.prompt, pair.images
+def _key(pair: SupervisedPair) -> tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """What is before the response, with all of its images in the second place."""
+    shown = tuple(text for role, text in pair.before if role != "assistant")
+    return pair.prompt, (*pair.images, *shown), pair.before
 
 
 def content_parts(text: str, images: int) -> list[dict]:

@@ -1,0 +1,162 @@
+"""The embedded task that needs a closer look: what colour is a mark of three pixels?
+
+    what colour is the mark?  <image>          56x56: a white dot somewhere
+    <tool_call>{"name": "zoom", "arguments": {"part": 2}}</tool_call>
+    <image>                                    the second quarter, enlarged: a red dot, or nothing
+    red
+
+Scenes are drawn as maps are: at the size in which they are shown. A mark of less than LEAST_SEEN pixels is a white dot,
+so the first image says where it is and nothing of its colour; without the tool, answers are right by chance (1 of 4).
+
+Demonstrations show the form of calls and answers, and which colour a mark has that is seen; half of them are of marks
+that are seen at once. They look at quarters at random, so the policy learns by rewards where to look. Splits: see
+`task`.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from ...rollout.environments import ToolCall
+from ...rollout.tools import ToolEnvironment, render_tool_call
+from ...runtime.seeding import derive_seed
+from .questions import BACKGROUND, COLOURS
+from .task import Question, TaskSource, belongs
+
+VERSION = 1
+QUESTION = "what colour is the mark?"
+SIDE = 56  # pixels of a scene as it is shown
+MARK = 3.0  # pixels of a mark's diameter there
+LEAST_SEEN = 5.0  # pixels of a mark whose colour is drawn
+UNSEEN = (255, 255, 255)
+BORDER = 4.0  # between a mark and the borders of its quarter, which is then seen by itself
+LOOKS_AGAIN = 0.25  # of demonstrations that have not found it at once: another look follows
+HALF = SIDE // 2
+QUARTERS = ((0, 0), (HALF, 0), (0, HALF), (HALF, HALF))  # their upper left corners
+
+
+class EmbeddedZoom(ToolEnvironment):
+    """Enlarges a quarter of the row's `scene`, which is drawn anew at that size."""
+
+    def __init__(self) -> None:
+        super().__init__([self.zoom])
+
+    def zoom(self, part: int) -> Image.Image:
+        """Look closer at a quarter of the image.
+
+        Args:
+            part: 1 to 4, from the upper left to the lower right
+        """
+        if not 1 <= part <= len(QUARTERS):
+            raise ValueError(f"there is no part {part}; there are 1 to {len(QUARTERS)}")
+        return self.shown(part)
+
+    def shown(self, part: int) -> Image.Image:
+        """What the tool gives back."""
+        return closer(self.row["scene"], part)
+
+
+class EmbeddedZoomOfAnother(EmbeddedZoom):
+    """For measuring: the enlarged mark has a colour that has nothing to do with the answer."""
+
+    def shown(self, part: int) -> Image.Image:
+        """The quarter, with a colour drawn from the row's seed."""
+        colour = random.Random(self.row["seed"]).choice(list(COLOURS))
+        return closer(self.row["scene"] | {"colour": colour}, part)
+
+
+class EmbeddedZoomOfNothing(EmbeddedZoom):
+    """For measuring: the tool gives back the image as it was."""
+
+    def shown(self, part: int) -> Image.Image:
+        """The whole scene."""
+        return draw_scene(self.row["scene"])
+
+
+def draw_scene(scene: dict[str, Any]) -> Image.Image:
+    """The whole scene."""
+    return _draw(scene, (0, 0), 1)
+
+
+def _draw(scene: dict[str, Any], corner: tuple[int, int], scale: int) -> Image.Image:
+    """SIDE x SIDE pixels of the scene from a corner on, `scale` times as large."""
+    image = Image.new("RGB", (SIDE, SIDE), BACKGROUND)
+    x, y = (scale * (scene[axis] - start) for axis, start in zip("xy", corner))
+    radius = scale * scene["diameter"] / 2
+    fill = COLOURS[scene["colour"]] if 2 * radius >= LEAST_SEEN else UNSEEN
+    ImageDraw.Draw(image).ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
+    return image
+
+
+def closer(scene: dict[str, Any], part: int) -> Image.Image:
+    """A quarter of the scene, counted from 1, twice as large."""
+    return _draw(scene, QUARTERS[part - 1], 2)
+
+
+def draw_question(row: int, split: str, rng: random.Random) -> Question:
+    """A question that belongs to the split: drawn again until it does."""
+    make = _seen if split == "demonstrations" and row % 2 else _unseen
+    while True:
+        question = make(rng)
+        if belongs(question, split):
+            return question
+
+
+def _unseen(rng: random.Random) -> Question:
+    """A mark that is too small."""
+    scene = make_scene(rng)
+    turns = demonstration(scene, rng)
+    return Question("mark", QUESTION, [draw_scene(scene)], scene["colour"], turns=turns, columns={"scene": scene})
+
+
+def _seen(rng: random.Random) -> Question:
+    """A mark as a closer look shows it, for demonstrations: it is answered at once."""
+    scene = make_scene(rng)
+    return Question("seen", QUESTION, [closer(scene, part_of(scene))], scene["colour"])
+
+
+def make_scene(rng: random.Random) -> dict[str, Any]:
+    """A mark of any colour anywhere, but for the lines between quarters."""
+    x, y = (corner + rng.uniform(BORDER, HALF - BORDER) for corner in rng.choice(QUARTERS))
+    return {"x": round(x, 2), "y": round(y, 2), "diameter": MARK, "colour": rng.choice(list(COLOURS))}
+
+
+def part_of(scene: dict[str, Any]) -> int:
+    """The quarter that the mark is in, counted from 1."""
+    return 1 + int(scene["x"] >= HALF) + 2 * int(scene["y"] >= HALF)
+
+
+def demonstration(scene: dict[str, Any], rng: random.Random) -> list[tuple[str, str | Image.Image]]:
+    """Turns behind the question: looks at quarters at random, then the answer; a guess where the mark was not seen."""
+    looks = rng.sample(range(1, len(QUARTERS) + 1), 2 if rng.random() < LOOKS_AGAIN else 1)
+    turns: list[tuple[str, str | Image.Image]] = []
+    for part in looks:
+        turns += [("assistant", call_text(part)), ("tool", closer(scene, part))]
+        if part == part_of(scene):
+            return [*turns, ("assistant", scene["colour"])]
+    return [*turns, ("assistant", rng.choice(list(COLOURS)))]
+
+
+def call_text(part: int) -> str:
+    """A call of the tool, in few tokens."""
+    return render_tool_call(ToolCall("zoom", {"part": part})).replace("\n", "")
+
+
+def vocabulary_texts() -> list[str]:
+    """Texts that together hold every word, number and sign of the task; a tokenizer trained on them knows it all."""
+    calls = [call_text(part).replace("<tool_call>", "").replace("</tool_call>", "") for part in range(1, 5)]
+    return [QUESTION, " ".join(["", *COLOURS]), *COLOURS, *calls, "zoom part"]
+
+
+SOURCE = TaskSource(
+    "zoom",
+    VERSION,
+    lambda row, split, rng, size: draw_question(row, split, rng),
+    lambda seed, split, row: derive_seed(seed, "embedded zoom", VERSION, split, row),
+    vocabulary_texts,
+    {"until_loss": 0.0, "max_steps": 300, "per_response": True},
+    EmbeddedZoom,
+)
