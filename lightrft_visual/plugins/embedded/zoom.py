@@ -78,12 +78,12 @@ class EmbeddedZoomOfNothing(EmbeddedZoom):
 
 def draw_scene(scene: dict[str, Any]) -> Image.Image:
     """The whole scene."""
-    return _draw(scene, (0, 0), 1)
+    return _draw(scene, (0, 0), SIDE, 1)
 
 
-def _draw(scene: dict[str, Any], corner: tuple[int, int], scale: int) -> Image.Image:
-    """SIDE x SIDE pixels of the scene from a corner on, `scale` times as large."""
-    image = Image.new("RGB", (SIDE, SIDE), BACKGROUND)
+def _draw(scene: dict[str, Any], corner: tuple[int, int], side: int, scale: int) -> Image.Image:
+    """side x side pixels of the scene from a corner on, `scale` times as large."""
+    image = Image.new("RGB", (side, side), BACKGROUND)
     x, y = (scale * (scene[axis] - start) for axis, start in zip("xy", corner))
     radius = scale * scene["diameter"] / 2
     fill = COLOURS[scene["colour"]] if 2 * radius >= LEAST_SEEN else UNSEEN
@@ -92,8 +92,8 @@ def _draw(scene: dict[str, Any], corner: tuple[int, int], scale: int) -> Image.I
 
 
 def closer(scene: dict[str, Any], part: int) -> Image.Image:
-    """A quarter of the scene, counted from 1, twice as large."""
-    return _draw(scene, QUARTERS[part - 1], 2)
+    """A quarter of the scene, counted from 1, four times as large."""
+    return _draw(scene, QUARTERS[part - 1], 2 * SIDE, 4)
 
 
 def draw_question(row: int, split: str, rng: random.Random) -> Question:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -13,8 +14,10 @@ from lightrft_visual.plugins.embedded import questions
 from lightrft_visual.plugins.embedded.questions import vocabulary_texts
 from lightrft_visual.plugins.embedded.task import supervised_pairs
 from lightrft_visual.plugins.embedded.warmup import (
+    EMBEDDED,
     LOSS_WINDOW,
     REPORT_EVERY,
+    SOURCES,
     PairEncoder,
     WarmUp,
     embedded_checkpoint,
@@ -43,7 +46,7 @@ def test_another_warm_up_or_other_questions_make_another_checkpoint(tmp_path, mo
 
     first = build()
     assert build() == first and build(until_loss=0.1) != first
-    monkeypatch.setattr(questions, "VERSION", questions.VERSION + 1)
+    monkeypatch.setitem(SOURCES, EMBEDDED, replace(questions.SOURCE, version=questions.VERSION + 1))
     assert build() != first
 
 
@@ -63,6 +66,6 @@ def test_prompts_encoded_together_equal_those_encoded_alone(folder, cache_root):
     for pair in pairs:
         alone = PairEncoder(processor.tokenizer, processor)
         alone.batch([pair])
-        assert alone.known.keys() == {(pair.prompt, pair.images)}
+        assert alone.known.keys() == {(pair.prompt, pair.images, ())}
         for key, (ids, vision) in alone.known.items():
             assert together.known[key] == (ids, vision)
