@@ -2,7 +2,7 @@
 
     what colour is the mark?  <image>          56x56: a white dot somewhere
     <tool_call>{"name": "zoom", "arguments": {"part": 2}}</tool_call>
-    <image>                                    the second quarter, enlarged: a red dot, or nothing
+    <image>                                    the middle of the second quarter, five times as large: a disc
     red
 
 Scenes are drawn as maps are: at the size in which they are shown. A mark of less than LEAST_SEEN pixels is a white dot,
@@ -32,7 +32,8 @@ SIDE = 56  # pixels of a scene as it is shown
 MARK = 3.0  # pixels of a mark's diameter there
 LEAST_SEEN = 5.0  # pixels of a mark whose colour is drawn
 UNSEEN = (255, 255, 255)
-BORDER = 4.0  # between a mark and the borders of its quarter, which is then seen by itself
+SCALE = 5  # of a closer look
+SHIFT = 3.0  # pixels that a mark is off the middle of its quarter at most, so that it is seen whole
 LOOKS_AGAIN = 0.25  # of demonstrations that have not found it at once: another look follows
 HALF = SIDE // 2
 QUARTERS = ((0, 0), (HALF, 0), (0, HALF), (HALF, HALF))  # their upper left corners
@@ -78,12 +79,12 @@ class EmbeddedZoomOfNothing(EmbeddedZoom):
 
 def draw_scene(scene: dict[str, Any]) -> Image.Image:
     """The whole scene."""
-    return _draw(scene, (0, 0), SIDE, 1)
+    return _draw(scene, (0, 0), 1)
 
 
-def _draw(scene: dict[str, Any], corner: tuple[int, int], side: int, scale: int) -> Image.Image:
-    """side x side pixels of the scene from a corner on, `scale` times as large."""
-    image = Image.new("RGB", (side, side), BACKGROUND)
+def _draw(scene: dict[str, Any], corner: tuple[float, float], scale: int) -> Image.Image:
+    """SIDE x SIDE pixels of the scene from a corner on, `scale` times as large."""
+    image = Image.new("RGB", (SIDE, SIDE), BACKGROUND)
     x, y = (scale * (scene[axis] - start) for axis, start in zip("xy", corner))
     radius = scale * scene["diameter"] / 2
     fill = COLOURS[scene["colour"]] if 2 * radius >= LEAST_SEEN else UNSEEN
@@ -92,8 +93,10 @@ def _draw(scene: dict[str, Any], corner: tuple[int, int], side: int, scale: int)
 
 
 def closer(scene: dict[str, Any], part: int) -> Image.Image:
-    """A quarter of the scene, counted from 1, four times as large."""
-    return _draw(scene, QUARTERS[part - 1], 2 * SIDE, 4)
+    """The middle of a quarter of the scene, counted from 1, SCALE times as large."""
+    margin = (HALF - SIDE / SCALE) / 2
+    left, top = QUARTERS[part - 1]
+    return _draw(scene, (left + margin, top + margin), SCALE)
 
 
 def draw_question(row: int, split: str, rng: random.Random) -> Question:
@@ -119,8 +122,8 @@ def _seen(rng: random.Random) -> Question:
 
 
 def make_scene(rng: random.Random) -> dict[str, Any]:
-    """A mark of any colour anywhere, but for the lines between quarters."""
-    x, y = (corner + rng.uniform(BORDER, HALF - BORDER) for corner in rng.choice(QUARTERS))
+    """A mark of any colour near the middle of any quarter."""
+    x, y = (corner + HALF / 2 + rng.uniform(-SHIFT, SHIFT) for corner in rng.choice(QUARTERS))
     return {"x": round(x, 2), "y": round(y, 2), "diameter": MARK, "colour": rng.choice(list(COLOURS))}
 
 

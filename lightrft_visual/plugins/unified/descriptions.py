@@ -52,4 +52,5 @@ SOURCE = TaskSource(
     VERSION,
     lambda row, split, rng, size: draw_description(split, rng, size),
     lambda seed, split, row: derive_seed(seed, "descriptions", VERSION, split, row),
+    vocabulary_texts,
 )
