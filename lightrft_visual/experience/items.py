@@ -66,10 +66,11 @@ AnyExperience = Experience | ExperienceVL | ExperienceDiffusion
 class BufferItem(KlField, Provenance, TextExtras, TextFields):
     """One text sample.
 
-    sequences (S) long: prompt and response, the last A tokens are the actions; action_log_probs,
-    base_action_log_probs, action_entropy, rollout_log_probs, teacher_log_probs, kl (A); values, returns, advantages
-    (A), or (1) for the whole sample; attention_mask (S) long; action_mask (A) bool; group_id, sample_id,
-    policy_version, valid ().
+    sequences (S) long: prompt and response, the last A tokens are the actions, from the first sampled one to the last;
+    action_mask is false at those between them that were observed, where log-probs and advantages are 0;
+    action_log_probs, base_action_log_probs, action_entropy, rollout_log_probs, teacher_log_probs, kl (A);
+    values, returns, advantages (A), or (1) for the whole sample; attention_mask (S) long; action_mask (A) bool;
+    group_id, sample_id, policy_version, valid ().
     """
 
 

@@ -316,6 +316,13 @@ class Rollout:
     episode: Episode | None = None
 
     @property
+    def sampled_ids(self) -> list[int]:
+        """The tokens without those of observations."""
+        if self.episode is None:
+            return self.token_ids
+        return [token for token, turn in zip(self.token_ids, self.episode.turn_ids, strict=True) if turn >= 0]
+
+    @property
     def images(self) -> list:
         """Of the prompt and of observations."""
         return self.prompt.images if self.episode is None else [*self.prompt.images, *self.episode.images]
@@ -511,8 +518,8 @@ def samples_of(rollouts: list[Rollout], pad_id: int, vision: bool) -> Samples | 
         vision=batch.vision,
         image_counts=batch.image_counts,
         video_counts=batch.video_counts,
-        raw_images=[prompt.images for prompt in prompts],
-        raw_videos=[prompt.videos for prompt in prompts],
+        raw_images=[rollout.images for rollout in rollouts],
+        raw_videos=[rollout.videos for rollout in rollouts],
         drawn_images=[rollout.image for rollout in rollouts],
         captions=[prompt.caption for prompt in prompts],
     )

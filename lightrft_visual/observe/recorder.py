@@ -257,7 +257,7 @@ def records_from_rollouts(rollouts: Sequence[Rollout]) -> list[Record]:
             "label": prompt.label,
             "group_id": prompt.group_id,
             "sample_id": rollout.sample_id,
-            "response_length": len(rollout.token_ids),
+            "response_length": len(rollout.sampled_ids),
             "truncated": rollout.truncated,
             "valid": rollout.valid,
         }
@@ -283,8 +283,7 @@ def _conversation(episode: Episode) -> Record:
         }
         for turn in episode.turns
     ]
-    sampled = sum(turn >= 0 for turn in episode.turn_ids)
-    told: Record = {"turns": turns, "response_length": sampled}
+    told: Record = {"turns": turns}
     return told | ({"failure": episode.failure} if episode.failure else {})
 
 

@@ -67,7 +67,7 @@ def add_text_metrics(metrics: MetricsAccumulator, rollouts: Sequence[Rollout]) -
     answers = [each for each in rollouts if not each.prompt.draws]
     if not answers:
         return
-    found = text_statistics([each.token_ids for each in answers], [each.prompt.group_id for each in answers])
+    found = text_statistics([each.sampled_ids for each in answers], [each.prompt.group_id for each in answers])
     for name, value in found.items():
         metrics.add(name, value)
 

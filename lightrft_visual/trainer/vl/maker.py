@@ -310,7 +310,7 @@ class ExperienceMaker:
         for experience, part in zip(experiences, self._parts(rollouts), strict=True):
             add_rewards(experience, part)
             if self.settings.keep_images and isinstance(experience, ExperienceVL):
-                experience.raw_images = [list(rollout.prompt.images) for rollout in part]
+                experience.raw_images = [list(rollout.images) for rollout in part]
         rewards = [each.info["reward"] for each in experiences]
         arguments = estimator | {"max_new_tokens": rollouts.sampling.most_tokens}
         made = assign_advantages(self.calculator, experiences, rewards, self.kl_controller.value, arguments)

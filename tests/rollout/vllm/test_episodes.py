@@ -87,12 +87,15 @@ LONGEST: list[float] = []
 def test_slow_environments_do_not_hold_others_up(rig):
     if rig.checkpoint.config.model_type != "qwen2_vl":
         pytest.skip("one engine shows it")
-    stage_of(rig).generate(episodes_of(rig, [6] * 16, images=False), replace(SETTINGS, n=4))  # warm
-    LONGEST.clear()
-    started = time.monotonic()
-    rollouts = stage_of(rig, Slow, limits=EpisodeLimits(6, 600)).generate(
-        episodes_of(rig, [1, 2, 3, 4, 5, 6, 6, 6] * 2, images=False), replace(SETTINGS, n=4)
-    )
-    took = time.monotonic() - started
-    assert len(rollouts) == 64
-    assert took <= 1.3 * max(LONGEST) + 1.0, f"{took:.2f} s, the longest environment {max(LONGEST):.2f} s"
+    batch, settings = episodes_of(rig, [1, 2, 3, 4, 5, 6, 6, 6] * 2, images=False), replace(SETTINGS, n=4)
+    limits = EpisodeLimits(6, 600)
+    stage_of(rig, limits=limits).generate(batch, settings)  # once, to be warm
+
+    def seconds(environment) -> float:
+        started = time.monotonic()
+        assert len(stage_of(rig, environment, limits=limits).generate(batch, settings)) == 64
+        return time.monotonic() - started
+
+    quick, took = seconds(Scripted), seconds(Slow)
+    told = f"{took:.2f} s, the longest environment {max(LONGEST):.2f} s, without waiting {quick:.2f} s"
+    assert took <= 1.3 * (max(LONGEST) + quick), told
