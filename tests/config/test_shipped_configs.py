@@ -30,7 +30,8 @@ def test_vision_language_recipes_have_sound_rewards() -> None:
 
 # of the systems' repositories. EasyR1: examples/config.yaml under qwen2_5_vl_3b_geo3k_grpo.sh, what its 7B scripts of
 # the same name change (128 prompts x 5 make an update), and the defaults of verl/workers/actor/config.py.
-# Flow-GRPO: config/grpo.py, general_ocr_sd3. ROLL: its documentation of Reward FL.
+# DeepEyes: examples/agent/train_grpo_vlagent_v3.sh. Flow-GRPO: config/grpo.py, general_ocr_sd3. ROLL: its documentation
+# of Reward FL.
 EASYR1 = {
     "rollout_batch_size": 512, "n_samples_per_prompt": 5, "train_batch_size": 640, "prompt_max_len": 2048,
     "generate_max_len": 2048, "temperature": 1.0, "top_p": 1.0, "actor_learning_rate": 1e-6, "lr_warmup_ratio": 0.0,
@@ -43,6 +44,11 @@ PUBLISHED = {
     "vl/geometry3k_gspo": EASYR1
     | {"eps_clip": 3e-4, "eps_clip_high": 4e-4, "loss_agg_mode": "seq-mean-token-mean", "init_kl_coef": 0.0},
     "vl/geometry3k_dapo": EASYR1 | {"eps_clip_high": 0.28, "init_kl_coef": 0.0, "dynamic_sampling": True},
+    "vl/zoom_grpo": {
+        "rollout_batch_size": 128, "n_samples_per_prompt": 16, "train_batch_size": 2048, "prompt_max_len": 4096,
+        "generate_max_len": 2048, "max_episode_tokens": 10240, "max_turns": 4, "actor_learning_rate": 1e-6,
+        "use_kl_loss": True, "kl_estimator": "k3", "init_kl_coef": 1e-4, "environment": "zoom",
+    },
     "diffusion/sd3_5/online_grpo_ocr": {
         "num_steps": 10, "eval_num_steps": 40, "guidance_scale": 4.5, "height": 512, "rollout_batch_size": 48,
         "n_samples_per_prompt": 24, "train_batch_size": 48 * 24 // 2, "beta": 0.04, "global_std": True,

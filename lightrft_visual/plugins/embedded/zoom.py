@@ -1,12 +1,13 @@
 """The embedded task that needs a closer look: what colour is a mark of three pixels?
 
-    what colour is the mark?  <image>          56x56: a white dot somewhere
+    what colour is the mark?  <image>          56x56: a white plate somewhere
     <tool_call>{"name": "zoom", "arguments": {"part": 2}}</tool_call>
-    <image>                                    the middle of the second quarter, five times as large: a disc
+    <image>                                    what is in the second quarter, from near: a red disc on the plate
     red
 
-Scenes are drawn as maps are: at the size in which they are shown. A mark of less than LEAST_SEEN pixels is a white dot,
-so the first image says where it is and nothing of its colour; without the tool, answers are right by chance (1 of 4).
+Scenes are drawn as maps are: at the size in which they are shown. The mark in the middle of the plate is left out where
+it has less than LEAST_SEEN pixels. So the first image says where it is and nothing of its colour; without the tool,
+answers are right by chance (1 of 4).
 
 Demonstrations show the form of calls and answers, and which colour a mark has that is seen; half of them are of marks
 that are seen at once. They look at quarters at random, so the policy learns by rewards where to look. Splits: see
@@ -29,11 +30,11 @@ from .task import Question, TaskSource, belongs
 VERSION = 1
 QUESTION = "what colour is the mark?"
 SIDE = 56  # pixels of a scene as it is shown
-MARK = 3.0  # pixels of a mark's diameter there
-LEAST_SEEN = 5.0  # pixels of a mark whose colour is drawn
-UNSEEN = (255, 255, 255)
-SCALE = 5  # of a closer look
-SHIFT = 3.0  # pixels that a mark is off the middle of its quarter at most, so that it is seen whole
+PLATE, MARK = 16.0, 3.0  # pixels of their diameters there
+PLATE_COLOUR = (255, 255, 255)
+LEAST_SEEN = 5.0  # pixels of a mark that is drawn
+SCALE = 12  # of a closer look
+SHIFT = 4.0  # pixels that a plate is off the middle of its quarter at most
 LOOKS_AGAIN = 0.25  # of demonstrations that have not found it at once: another look follows
 HALF = SIDE // 2
 QUARTERS = ((0, 0), (HALF, 0), (0, HALF), (HALF, HALF))  # their upper left corners
@@ -86,17 +87,18 @@ def _draw(scene: dict[str, Any], corner: tuple[float, float], scale: int) -> Ima
     """SIDE x SIDE pixels of the scene from a corner on, `scale` times as large."""
     image = Image.new("RGB", (SIDE, SIDE), BACKGROUND)
     x, y = (scale * (scene[axis] - start) for axis, start in zip("xy", corner))
-    radius = scale * scene["diameter"] / 2
-    fill = COLOURS[scene["colour"]] if 2 * radius >= LEAST_SEEN else UNSEEN
-    ImageDraw.Draw(image).ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
+    for diameter, fill in ((PLATE * scale, PLATE_COLOUR), (MARK * scale, COLOURS[scene["colour"]])):
+        radius = diameter / 2
+        if diameter >= LEAST_SEEN:
+            ImageDraw.Draw(image).ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
     return image
 
 
 def closer(scene: dict[str, Any], part: int) -> Image.Image:
-    """The middle of a quarter of the scene, counted from 1, SCALE times as large."""
-    margin = (HALF - SIDE / SCALE) / 2
-    left, top = QUARTERS[part - 1]
-    return _draw(scene, (left + margin, top + margin), SCALE)
+    """What is in a quarter of the scene, counted from 1, from near: the middle of the plate, or nothing."""
+    found = part == part_of(scene)
+    middle = (scene["x"], scene["y"]) if found else [start + HALF / 2 for start in QUARTERS[part - 1]]
+    return _draw(scene, tuple(each - SIDE / SCALE / 2 for each in middle), SCALE)
 
 
 def draw_question(row: int, split: str, rng: random.Random) -> Question:
@@ -122,9 +124,9 @@ def _seen(rng: random.Random) -> Question:
 
 
 def make_scene(rng: random.Random) -> dict[str, Any]:
-    """A mark of any colour near the middle of any quarter."""
+    """A mark of any colour, its plate near the middle of any quarter."""
     x, y = (corner + HALF / 2 + rng.uniform(-SHIFT, SHIFT) for corner in rng.choice(QUARTERS))
-    return {"x": round(x, 2), "y": round(y, 2), "diameter": MARK, "colour": rng.choice(list(COLOURS))}
+    return {"x": round(x, 2), "y": round(y, 2), "colour": rng.choice(list(COLOURS))}
 
 
 def part_of(scene: dict[str, Any]) -> int:
@@ -160,6 +162,6 @@ SOURCE = TaskSource(
     lambda row, split, rng, size: draw_question(row, split, rng),
     lambda seed, split, row: derive_seed(seed, "embedded zoom", VERSION, split, row),
     vocabulary_texts,
-    {"until_loss": 0.0, "max_steps": 300, "per_response": True},
+    {"until_loss": 0.0, "max_steps": 150, "per_response": True},
     EmbeddedZoom,
 )
