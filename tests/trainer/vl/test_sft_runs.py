@@ -43,8 +43,9 @@ def losses(result):
 
 if os.environ.get("WORLD_SIZE", "1") == "2":
     both = fit("two")
+    later = fit("two_later", resume_from=str(out / "whole" / "checkpoint-000002"))
     if os.environ["RANK"] == "0":
-        print(json.dumps([losses(both), both.metrics["eval_loss"]]))
+        print(json.dumps([losses(both), both.metrics["eval_loss"], losses(later)]))
     raise SystemExit(0)
 
 build_tiny_checkpoint(folder, "qwen2_5_vl")
@@ -114,7 +115,7 @@ def run(command: list[str], cache: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def figures(lines: list[str]) -> tuple[list[float], float]:
+def figures(lines: list[str]) -> list:
     return json.loads(next(line for line in lines if line.startswith("[[")))
 
 
@@ -127,3 +128,4 @@ def test_supervised_runs_count_responses_alone_and_go_on_exactly(tmp_path):
     one, two = figures(said), figures(run(launch, tmp_path / "cache"))
     assert max(abs(a - b) for a, b in zip(one[0], two[0])) < 1e-5
     assert abs(one[1] - two[1]) < 1e-5
+    assert max(abs(a - b) for a, b in zip(one[0][2:], two[2], strict=True)) < 1e-5  # resumed by two ranks
