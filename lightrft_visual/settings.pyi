@@ -973,7 +973,7 @@ class SFTSettings(TypedDict, total=False):
     num_episodes: int
     """passes over the prompt data. Default: 1."""
     max_steps: int
-    """rollout steps; -1: as many as num_episodes gives. Default: -1."""
+    """optimizer steps; -1: as many as num_episodes gives. Default: -1."""
     actor_learning_rate: float
     """train. Default: 1e-05."""
     vision_learning_rate: float | None

@@ -69,6 +69,7 @@ def test_settings_stub_is_that_of_the_configuration(monkeypatch):
 def test_algorithm_is_a_default_that_a_setting_wins_over():
     assert PPOTrainer().config.algorithm.advantage_estimator == "gae"
     assert RLOOTrainer().config.algorithm.advantage_estimator == "rloo"
+    assert lightrft_visual.UnifiedTrainer().config.model.embedded_family == "janus"
     assert GRPOTrainer(advantage_estimator="dr_grpo").config.algorithm.advantage_estimator == "dr_grpo"
     assert FlowGRPOTrainer(diffusion_algorithm="awm").config.algorithm.diffusion_algorithm == "awm"
 

@@ -6,9 +6,9 @@ What such a run does not read is no field here, so a command that sets it is ref
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from .constraints import NonNegativeFloat, PositiveInt, Section, require
+from .constraints import NonNegativeFloat, PositiveInt, Section, positive_or, require
 from .placement import ResourcesConfig
 from .shared import EMBEDDED, DistributedConfig, OutputConfig
 from .vl import DataConfig, ModelConfig, TrainConfig
@@ -44,6 +44,8 @@ class SFTTrainConfig(TrainConfig):
     """Optimization."""
 
     train_batch_size: PositiveInt = 32  # samples of an update
+    # optimizer steps; -1: as many as num_episodes gives
+    max_steps: Annotated[int, positive_or(-1, "no limit")] = -1
     actor_learning_rate: NonNegativeFloat = 1e-5
     groups_per_update: ClassVar[None] = None  # type: ignore[misc]
     homogeneous_batches: ClassVar[bool] = False  # type: ignore[misc]
