@@ -496,6 +496,8 @@ class VLSettings(TypedDict, total=False):
 class DiffusionSettings(TypedDict, total=False):
     pretrain: str
     """model. Default: 'embedded'."""
+    teacher_pretrain: str | None
+    """of diffusion_opd: a pipeline of the same family, LoRA merged."""
     tokenizer_path: str | None
     """of the text encoder; only for a .json file of parts."""
     family: str
@@ -646,7 +648,7 @@ class DiffusionSettings(TypedDict, total=False):
     """keep local reward models off the accelerator between uses. Default: True."""
     diffusion_algorithm: str
     """flow_grpo | dance_grpo | mix_grpo | flow_dppo | temp_flow_grpo | diffusion_nft | ddpo | dpok | awm |
-    dgpo | crd | diffusion_dpo | rwr | reward_fl. Default: 'flow_grpo'."""
+    dgpo | crd | diffusion_dpo | rwr | diffusion_opd | reward_fl. Default: 'flow_grpo'."""
     clip_range: float | None
     """default: 1e-4, awm 1."""
     adv_clip_max: float

@@ -77,6 +77,7 @@ class DiffusionModelConfig(Section):
     'embedded' for the built-in tiny SD3 or (family sd15) Stable Diffusion 1.5."""
 
     pretrain: str = EMBEDDED
+    teacher_pretrain: str | None = None  # of diffusion_opd: a pipeline of the same family, LoRA merged
     tokenizer_path: str | None = None  # of the text encoder; only for a .json file of parts
     family: Annotated[str, registered(registry.diffusion_families, "auto")] = (
         "auto"  # checked against the pipeline's class; auto takes what the pipeline is
@@ -233,6 +234,10 @@ class DiffusionRunConfig(Section):
         self._check_trajectory()
         self._check_family()
         self._check_schedule()
+        require(
+            (self.model.teacher_pretrain is not None) == self.algorithm.entry.teacher,
+            "teacher_pretrain names the model that diffusion_algorithm diffusion_opd learns from: give both, or none",
+        )
         sampling = rollout_sampling(self)
         if self.algorithm.entry.trains_on == "reward":
             self._check_gradient(sampling.moving_steps)
@@ -281,7 +286,7 @@ class DiffusionRunConfig(Section):
         """Whether a sample of advantage 0 adds nothing to the loss: without a KL, on SDE steps and in preferences."""
         entry = self.algorithm.entry
         preference = entry.coupled and not entry.old_policy
-        return bool(entry.trains_on == "steps" or preference) and self.algorithm.beta == 0
+        return bool(entry.trains_on == "steps" or preference) and not entry.teacher and self.algorithm.beta == 0
 
     @property
     def rollout_graphs_serve(self) -> bool:

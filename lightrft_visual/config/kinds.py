@@ -88,9 +88,10 @@ class DiffusionAlgorithm(Choice):
     or 'epsilon'; None takes both. trains_on: 'steps' of an SDE, 'data' (finished samples), or 'reward' (its gradient;
     no replay). grouped: compares samples of one prompt. reference: always keeps a reference; else only with beta.
     old_policy: rollouts come from a decayed copy of the weights. clipped_advantages: scales by adv_clip_max. guard:
-    takes grpo_guard. coupled: whether the samples of a prompt ('groups') or of a pair ('pairs') make one term of the
-    loss: they share noise and timesteps, and belong to one update. keep_means: reads the means of the rollout's steps.
-    sde_window_size to train_batch_size: where no recipe nor flag says. embedded: the recipe of the embedded model.
+    takes grpo_guard. teacher: learns from `teacher_pretrain`. coupled: whether the samples of a prompt ('groups') or of
+    a pair ('pairs') make one term of the loss: they share noise and timesteps, and belong to one update. keep_means:
+    reads the means of the rollout's steps. sde_window_size to train_batch_size: where no recipe nor flag says.
+    embedded: the recipe of the embedded model.
     """
 
     trajectories: tuple[str, ...] = ("sde",)
@@ -99,6 +100,7 @@ class DiffusionAlgorithm(Choice):
     grouped: bool = True
     reference: bool = False
     old_policy: bool = False
+    teacher: bool = False
     clipped_advantages: bool = False
     guard: bool = False
     coupled: str = ""

@@ -331,6 +331,10 @@ for _entry in (
         embedded="embedded/rwr",
     ),
     DiffusionAlgorithm(
+        "diffusion_opd", f"{_diffusion}:diffusion_opd", "distillation from a teacher on the model's own SDE steps",
+        grouped=False, teacher=True, n_samples_per_prompt=1,
+    ),
+    DiffusionAlgorithm(
         "reward_fl", f"{_diffusion}:reward_fl", "the gradient of a differentiable reward", trajectories=("ode",),
         trains_on="reward", grouped=False, num_steps=8, learning_rate=2.5e-6, warmup_steps=10,
         n_samples_per_prompt=1, train_batch_size=8, embedded="embedded/reward_fl",

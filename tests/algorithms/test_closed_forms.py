@@ -80,6 +80,7 @@ FORMS = {
         "crd": (MATCHING, "test_crd_is_the_authors_form"),
         "diffusion_dpo": (MATCHING, "test_diffusion_dpo_is_the_authors_form", "test_pairs_are_the_best_with_the_worst"),
         "rwr": (MATCHING, "test_reward_weighted_regression_by_hand"),
+        "diffusion_opd": (DIFFUSION, "test_distillation_is_the_kl_of_the_steps"),
         "reward_fl": ("algorithms/diffusion/test_reward_fl.py", "test_gradient_equals_finite_differences"),
     },
     "beside": {

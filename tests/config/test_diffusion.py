@@ -95,6 +95,10 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         ([*NFT, "--kl_form", "published"], "algorithms of SDE steps"),
         (["--rwr_temperature", "2"], "belongs to rwr"),
         (["--dppo_threshold", "2e-5"], "belongs to flow_dppo"),
+        (["--teacher_pretrain", "m"], "diffusion_opd learns from: give both, or none"),
+        (["--diffusion_algorithm", "diffusion_opd"], "diffusion_opd learns from: give both, or none"),
+        (["--diffusion_algorithm", "crd", "--dpo_reference", "old"], "belongs to dgpo and diffusion_dpo"),
+        (["--crd_beta", "2"], "belongs to crd"),
         (["--dpo_beta", "10"], "belongs to dgpo and diffusion_dpo"),
         (["--dpo_reference", "old"], "belongs to dgpo and diffusion_dpo"),
         (["--min_sigma", "0.3"], "finished samples"),
@@ -110,8 +114,9 @@ def test_refusals(arguments: list[str], message: str) -> None:
 
 
 def test_every_algorithm_is_built_from_its_name() -> None:
-    for name in registry.diffusion_algorithms.names():
-        assert registry.diffusion_algorithms.load(name)(load("--diffusion_algorithm", name)) is not None
+    for entry in registry.diffusion_algorithms:
+        teacher = ["--teacher_pretrain", "model"] if entry.teacher else []
+        assert entry.load()(load("--diffusion_algorithm", entry.name, *teacher)) is not None
 
 
 def test_the_published_figures() -> None:
@@ -213,7 +218,8 @@ def test_reward_fl_has_defaults_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", registry.diffusion_algorithms.names())
 def test_the_resolved_configuration_loads_to_the_same_one(name: str, tmp_path: Path) -> None:
-    config = load(*OWN, "--diffusion_algorithm", name)
+    teacher = ["--teacher_pretrain", "model"] if registry.diffusion_algorithms[name].teacher else []
+    config = load(*OWN, "--diffusion_algorithm", name, *teacher)
     assert load("--config", str(write_resolved(config, tmp_path / "resolved.yaml"))) == config
 
 

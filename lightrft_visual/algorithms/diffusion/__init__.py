@@ -18,6 +18,7 @@ from .diffusion_dpo import pair_preference
 from .flow_dppo import FlowDPPO
 from .flow_grpo import FlowGRPO
 from .nft import DiffusionNFT
+from .opd import OnPolicyDistillation
 from .preference import GroupPreference
 from .reward_fl import RewardFL
 from .rwr import RewardWeighted
@@ -59,6 +60,11 @@ def flow_dppo(config: DiffusionRunConfig) -> FlowDPPO:
 def temp_flow_grpo(config: DiffusionRunConfig) -> TempFlowGRPO:
     """TempFlow-GRPO's loss: steps weighted by their noise."""
     return _clipped(config, TempFlowGRPO, "flow_grpo")
+
+
+def diffusion_opd(config: DiffusionRunConfig) -> OnPolicyDistillation:
+    """DiffusionOPD's loss: the KL of each step to the teacher's."""
+    return _clipped(config, OnPolicyDistillation, "flow_grpo")
 
 
 def _clipped(config: DiffusionRunConfig, kind: type[FlowGRPO], rule: str) -> FlowGRPO:

@@ -17,13 +17,15 @@ T = torch.Tensor
 class LossContext:
     """velocity: the training engine, or the policy itself, called as f(latents, timesteps, conditions, guidance_scale)
     with gradients; policy: for its reference; old: the rollout weights of DiffusionNFT; seed: of forward noise, derived
-    from run seed and policy step; on_policy: the weights are still those of the rollout, so importance ratios are 1."""
+    from run seed and policy step; on_policy: the weights are still those of the rollout, so importance ratios are 1;
+    teacher: the model of on-policy distillation, called as velocity is."""
 
     velocity: Callable[..., T]
     policy: DiffusionPolicy
     old: WeightCopy | None = None
     seed: int = 0
     on_policy: bool = False
+    teacher: Callable[..., T] | None = None
 
 
 def weighted_mean(values: T, valid: T) -> T:

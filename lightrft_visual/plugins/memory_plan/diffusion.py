@@ -193,6 +193,8 @@ class DiffusionPlanner:
         copy = FP32 * self.model.trained / share
         if config.train.enable_ema:
             items.append(Item("average of the weights (EMA), fp32", copy, "lora_rank, enable_ema false"))
+        if config.model.teacher_pretrain is not None:
+            items.append(Item("teacher: weights", self.model.bytes, "a smaller teacher_pretrain"))
         if config.keeps_old_policy:
             items.append(Item("old policy, fp32", copy, "lora_rank"))
         if self._reference and config.model.lora_rank == 0:

@@ -52,6 +52,7 @@ from .evaluation import DiffusionEvaluation, DrawingGold
 from .maker import DiffusersEngine, DiffusionExperienceMaker, PairExperience, TrainingReward, reward_batch
 from .parts import DiffusionParts, DrawingSource, PairSource
 from .stages import DiffusionSampling, ImageSettings, RolloutGraphs, TrainedVelocity, drawing_batch
+from .teacher import load_teacher
 from .trainer import DiffusionTrainer, RewardFLTrainer
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ def _built(
     log_stage("loading the models" + (", whose first steps compile them" if config.model.compile else ""))
     policy, engine = _policy(config, strategy, algorithm, total_steps)
     old = WeightCopy(policy.trainable_parameters(), torch.float32) if config.keeps_old_policy else None
+    teacher = load_teacher(config, strategy, policy)
     model = TrainedVelocity(engine, policy)
     sampling = DiffusionSampling(
         model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), ImageSettings.from_config(config)
@@ -136,6 +138,7 @@ def _built(
         hooks=hooks,
         old=old,
         trained_on=trained_on,
+        teacher=teacher,
     )
     trainer = RewardFLTrainer if algorithm.trains_on == "reward" else DiffusionTrainer
     return trainer(parts, callbacks)

@@ -83,6 +83,7 @@ class DiffusionParts:
     hooks: Hooks
     old: WeightCopy | None = None
     trained_on: TrainingReward | None = None
+    teacher: DiffusionPolicy | None = None
 
     @property
     def has_gold(self) -> bool:

@@ -91,7 +91,7 @@ class DiffusionTrainer(PolicyTrainer):
     def _context(self, on_policy: bool = False) -> LossContext:
         seed = derive_seed(self.config.train.seed, "loss", self.step, self.updates)
         on_policy = on_policy and not self.prompts.runs_ahead
-        return LossContext(self.engine, self.parts.policy, self.parts.old, seed, on_policy)
+        return LossContext(self.engine, self.parts.policy, self.parts.old, seed, on_policy, self.parts.teacher)
 
     def _finish_update(self, result: StepResult, metrics: MetricsAccumulator) -> None:
         self.updates += 1

@@ -18,6 +18,7 @@ from lightrft_visual.algorithms.diffusion.ddpo import DDPO, DPOK
 from lightrft_visual.algorithms.diffusion.flow_dppo import FlowDPPO
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO, gaussian_kl, guarded_log_ratio
 from lightrft_visual.algorithms.diffusion.nft import nft_loss, old_policy_decay, optimality
+from lightrft_visual.algorithms.diffusion.opd import OnPolicyDistillation
 from lightrft_visual.algorithms.diffusion.temp_flow_grpo import TempFlowGRPO, noise_weights
 from lightrft_visual.algorithms.policy_losses import clipped_surrogate
 from lightrft_visual.rollout.diffusion_sampler import sde_step, transition
@@ -201,6 +202,27 @@ def test_flow_dppo_masks_what_is_far_and_moves_farther():
         assert float(found.means["clip_fraction"]) == pytest.approx(float(dropped.float().mean()))
         assert float(found.means["kl_to_rollout"]) == pytest.approx(float(divergence.mean()), rel=1e-5)
     assert 0 < int(away.sum()) < 6
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_distillation_is_the_kl_of_the_steps(beta):
+    """(mu - mu_teacher)² / 2 s² of Flow-GRPO's step, whatever the advantages; an invalid sample teaches nothing."""
+    rows, v, old = flow_rows([1.0, 0.0, -9.0], 0.3)
+    rows.valid = torch.tensor([1.0, 1.0, 0.0]).double()
+    reference, taught = normal(3, 3, 4, seed=8), normal(3, 3, 4, seed=9)
+    policy = StandingStill(v.clone().requires_grad_(), reference)
+    teacher = StandingStill(taught, taught)
+    found = OnPolicyDistillation(beta=beta).loss(LossContext(policy, policy, teacher=teacher), rows, 2.0)
+    steps = [sde_step(rows.x, each, 0.6, 0.5, 0.7, prev_sample=old.prev) for each in (v, taught, reference)]
+    mine, theirs, base = (torch.distributions.Normal(step.mean, step.std) for step in steps)
+    divergence, to_base = (
+        torch.distributions.kl_divergence(mine, other).flatten(1).mean(1)[:2] for other in (theirs, base)
+    )
+    assert float(found.loss.detach()) == pytest.approx(float((divergence + beta * to_base).sum() / 2), rel=1e-5)
+    assert float(found.means["teacher_kl"]) == pytest.approx(float(divergence.mean()), rel=1e-5)
+    found.loss.backward()
+    with pytest.raises(ValueError, match="teacher"):
+        OnPolicyDistillation().loss(LossContext(policy, policy), rows, 2.0)
 
 
 def test_temp_flow_weights_steps_by_their_noise():
