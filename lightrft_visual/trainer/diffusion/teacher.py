@@ -16,7 +16,13 @@ def load_teacher(
 ) -> DiffusionPolicy | None:
     """The teacher's denoisers on the device, whole on every rank; its prompts are encoded by the policy's encoders.
 
-    Raises ConfigError for a pipeline of another family, whose latents or conditions would be others.
+    Args:
+        config: of the run; None is returned where it names no teacher.
+        strategy: for the device and the precision.
+        policy: that learns from it.
+
+    Raises:
+        ConfigError: for a pipeline of another family, whose latents or conditions would be others.
     """
     model = config.model
     if model.teacher_pretrain is None:
