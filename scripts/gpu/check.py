@@ -1,7 +1,9 @@
 """Runs the parts of the GPU check one after the other and writes their results as one markdown table.
 
     python scripts/gpu/check.py [--out DIR] [--only PART,PART] [--size real|tiny] [--list]
+    python scripts/gpu/check.py --ranks N [--hostfile F] ...        the parts of several cards, on N ranks
 
+--hostfile F: DeepSpeed's list of hosts, which see this folder under the same path; N is then their ranks together.
 --size tiny runs every part on tiny shapes, also without a GPU, to try the kit itself. Exit code 1 when a part failed.
 """
 
@@ -25,12 +27,12 @@ import parts  # noqa: E402
 SLOW_HOST = 5  # tiny shapes are for hosts without a card, which may be busy: the limits are those of a card
 
 
-def run_part(name: str, out: Path, size: str) -> dict:
+def run_part(name: str, out: Path, size: str, limit: int) -> dict:
     """One part in a process of its own, ended at its time limit; the result is also written to OUT/NAME.json."""
     started = time.monotonic()
     result: dict = {"part": name, "size": size, "rows": []}
     command = [sys.executable, str(HERE / "parts.py"), name, str(out), size]
-    limit = parts.LIMITS[name] * (1 if size == "real" else SLOW_HOST)
+    limit *= 1 if size == "real" else SLOW_HOST
     log = out / f"{name}.log"
     with open(log, "w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
@@ -77,29 +79,42 @@ def table(results: list[dict], host: dict[str, str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("outputs/gpu_check"))
+    parser.add_argument("--out", type=Path, help="default: outputs/gpu_check, with ranks gpu_check_N")
     parser.add_argument("--only", help="comma-separated parts; they run even if they are done")
     parser.add_argument("--size", choices=("real", "tiny"), default="real")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--hostfile", type=Path)
     parser.add_argument("--list", action="store_true")
     arguments = parser.parse_args()
+    limits, usual = parts.LIMITS, list(parts.PARTS)
+    if arguments.ranks > 1:
+        os.environ["GPU_CHECK_RANKS"] = str(arguments.ranks)
+        if arguments.hostfile is not None:
+            os.environ["GPU_CHECK_HOSTFILE"] = str(arguments.hostfile.resolve())
+        import node
+
+        limits = {name: limit for name, (_, limit) in node.PARTS.items()}
+        usual = list(node.PARTS)
     if arguments.list:
-        print("\n".join(f"{name}: at most {limit} s" for name, limit in parts.LIMITS.items()))
-        minutes = sum(parts.LIMITS[name] for name in parts.PARTS) / 60
-        print(f"all but {', '.join(parts.BY_NAME)}, which are run by name: at most {minutes:.0f} minutes")
+        print("\n".join(f"{name}: at most {limit} s" for name, limit in limits.items()))
+        by_name = "".join(f", {name}" for name in limits if name not in usual)
+        print(f"all{' but' + by_name[1:] + ', run by name' if by_name else ''}: at most "
+              f"{sum(limits[name] for name in usual) / 60:.0f} minutes")  # fmt: skip
         return
-    wanted = arguments.only.split(",") if arguments.only else list(parts.PARTS)
-    unknown = sorted(set(wanted) - set(parts.LIMITS))
+    wanted = arguments.only.split(",") if arguments.only else usual
+    unknown = sorted(set(wanted) - set(limits))
     if unknown:
-        parser.error(f"no part is called {', '.join(unknown)}; there are: {', '.join(parts.LIMITS)}")
-    out = arguments.out.resolve()
+        parser.error(f"no part is called {', '.join(unknown)}; there are: {', '.join(limits)}")
+    folder = "gpu_check" if arguments.ranks == 1 else f"gpu_check_{arguments.ranks}"
+    out = (arguments.out or Path("outputs") / folder).resolve()
     out.mkdir(parents=True, exist_ok=True)
     for name in wanted:
         if done_before(out / f"{name}.json", arguments.size) and not arguments.only:
             print(f"{name}: done before", flush=True)
             continue
-        result = run_part(name, out, arguments.size)
+        result = run_part(name, out, arguments.size, limits[name])
         print(f"{name}: {result['error'] or 'ok'} ({result['seconds']} s)", flush=True)
-        finished = [json.loads((out / f"{p}.json").read_text()) for p in parts.LIMITS if (out / f"{p}.json").is_file()]
+        finished = [json.loads((out / f"{p}.json").read_text()) for p in limits if (out / f"{p}.json").is_file()]
         (out / "gpu_check.md").write_text(table(finished, parts.host()))
     print((out / "gpu_check.md").read_text())
     results = [json.loads((out / f"{name}.json").read_text()) for name in wanted]

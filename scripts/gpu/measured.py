@@ -4,6 +4,7 @@ what the run's own plan said about memory (null where there was none)."""
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 import time
@@ -40,4 +41,5 @@ if __name__ == "__main__":
         "planned_bytes": None if plan is None else plan.peak(),
         "planned_phase": None if plan is None else plan.fullest().name,
     }
-    output.write_text(json.dumps(result))
+    if os.environ.get("RANK", "0") == "0":
+        output.write_text(json.dumps(result))

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -67,15 +68,24 @@ def host() -> dict[str, str]:
     return found
 
 
-class Run:
-    """One run of an example script in a process of its own. Raises RuntimeError when it fails."""
+def started(program: Sequence[str], ranks: int) -> list[str]:
+    """The command that starts a program's ranks on this host, or by DeepSpeed on those of GPU_CHECK_HOSTFILE."""
+    hosts = os.environ.get("GPU_CHECK_HOSTFILE")
+    if hosts:
+        return [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hosts, *program]
+    return [sys.executable, "-m", "lightrft_visual", "launch", "--ranks", str(ranks), *program]
 
-    def __init__(self, script: str, folder: Path, flags: str | list[str]):
+
+class Run:
+    """One run of an example script in a process of its own, or on several ranks. Raises RuntimeError when it fails."""
+
+    def __init__(self, script: str, folder: Path, flags: str | list[str], ranks: int = 1):
         self.folder = folder
         (folder / "..").resolve().mkdir(parents=True, exist_ok=True)
         words = flags.split() if isinstance(flags, str) else flags
         measured = folder.with_suffix(".measured.json")
-        command = [sys.executable, str(HERE / "measured.py"), str(measured), str(ROOT / "examples" / script), *words]
+        program = [str(HERE / "measured.py"), str(measured), str(ROOT / "examples" / script), *words]
+        command = [sys.executable, *program] if ranks == 1 else started(program, ranks)
         done = subprocess.run(  # its output goes to the part's log as it comes, also of a run that is cut off
             [*command, "--output_dir", str(folder)], cwd=ROOT,
             env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
@@ -105,20 +115,35 @@ class Run:
         return ", ".join(f"{name} {self.median(f'time_{name}'):.2f} s" for name in names)
 
 
-def _seeing(folder: Path, size: str, name: str, extra: str, steps: int = 3, prompts: int = 16) -> Run:
-    """A GRPO run on random weights of the given size; each prompt with one image of 448 pixels a side."""
+def seeing(
+    folder: Path, size: str, name: str, extra: str, steps: int = 3, prompts: int = 16, ranks: int = 1,
+    shape: Callable[..., Any] = shapes.qwen_3b, alone: bool = False,
+) -> Run:  # fmt: skip
+    """A GRPO run on random weights of the given size; each prompt with one image of 448 pixels a side.
+
+    ranks: that share it. alone: the same run on one rank.
+    """
+    flags = seeing_flags(folder, size, extra, steps, prompts, ranks, shape)
+    return Run("train_grpo_vl.py", folder / name, flags, 1 if alone else ranks)
+
+
+def seeing_flags(
+    folder: Path, size: str, extra: str, steps: int, prompts: int, ranks: int = 1,
+    shape: Callable[..., Any] = shapes.qwen_3b,
+) -> str:  # fmt: skip
+    """Of such a run, whose model and data are made."""
     real = size == "real"
-    model = shapes.vision_language(folder / "models" / f"qwen2_5_vl_{size}", size)
+    kind = f"{shape.__name__}_" if shape is not shapes.qwen_3b and real else ""
+    model = shapes.vision_language(folder / "models" / f"qwen2_5_vl_{kind}{size}", size, shape)
     data = shapes.questions(folder / "questions", 64 if real else 8, 448 if real else 56)
     (folder / "reward.py").write_text(REWARD)
-    prompts, new = (prompts, 256) if real else (2, 8)
+    prompts, new = (prompts, 256) if real else (max(2, ranks), 8)
     precision = "--bf16 true" if real else ""
-    flags = (
+    return (
         f"{SEEING} --pretrain {model} --prompt_data {data} --reward_fn {folder / 'reward.py'}:score {precision} "
         f"--rollout_batch_size {prompts} --train_batch_size {prompts * 8} --generate_max_len {new} "
         f"--min_new_tokens {new} --prompt_max_len 1024 --max_steps {steps} {extra}"
     )
-    return Run("train_grpo_vl.py", folder / name, flags)
 
 
 def engines(folder: Path, size: str) -> Rows:
@@ -176,13 +201,13 @@ def _engines(folder: Path, size: str, families: Sequence[str], engine: str, more
 
 def grpo(folder: Path, size: str) -> Rows:
     """All weights trained, the optimizer on the host."""
-    run = _seeing(folder, size, "grpo", "--adam_offload true --engine_mem_util 0.25")
+    run = seeing(folder, size, "grpo", "--adam_offload true --engine_mem_util 0.25")
     yield from _speed(run, folder, size)
 
 
 def grpo_lora(folder: Path, size: str) -> Rows:
     """LoRA, everything on the device."""
-    run = _seeing(folder, size, "grpo_lora", "--lora_rank 32 --engine_mem_util 0.25")
+    run = seeing(folder, size, "grpo_lora", "--lora_rank 32 --engine_mem_util 0.25")
     yield from _speed(run, folder, size)
 
 
@@ -201,7 +226,7 @@ def _speed(run: Run, folder: Path, size: str) -> Rows:
 
 def zero_3(folder: Path, size: str) -> Rows:
     """ZeRO-3 on one card: its hooks and its weight sync."""
-    run = _seeing(folder, size, "zero_3", f"--zero_stage 3 --lora_rank 32 --engine_mem_util 0.25 {EAGER}", 2, 4)
+    run = seeing(folder, size, "zero_3", f"--zero_stage 3 --lora_rank 32 --engine_mem_util 0.25 {EAGER}", 2, 4)
     yield "phases, medians", run.phases()
     yield "peak memory of torch, and of the plan", run.peak
 
@@ -210,7 +235,7 @@ def packing(folder: Path, size: str) -> Rows:
     """Padded against packed micro-batches, and against prompts that are computed once."""
     alone = "--share_prefix false"
     for name, extra in (("padded", alone), ("packed", f"{alone} --packing_samples true"), ("shared", "")):
-        run = _seeing(folder, size, name, f"--lora_rank 32 --engine_mem_util 0.25 {EAGER} {extra}", 2, 4)
+        run = seeing(folder, size, name, f"--lora_rank 32 --engine_mem_util 0.25 {EAGER} {extra}", 2, 4)
         yield f"{name}: train phase", f"{run.median('time_train'):.2f} s"
 
 
@@ -218,7 +243,7 @@ def sleep(folder: Path, size: str) -> Rows:
     """Memory and time of an engine that sleeps while the trainer works, against one that stays awake."""
     for name, extra in (("asleep", "true"), ("awake", "false")):
         flags = f"--lora_rank 32 --engine_mem_util 0.25 {EAGER} --enable_engine_sleep {extra}"
-        run = _seeing(folder, size, f"engine_{name}", flags, 2, 4)
+        run = seeing(folder, size, f"engine_{name}", flags, 2, 4)
         yield f"engine {name}: peak memory of torch, and of the plan", run.peak
         yield f"engine {name}: sync phase", f"{run.median('time_sync'):.2f} s"
 
@@ -227,9 +252,9 @@ def resume(folder: Path, size: str) -> Rows:
     """Two steps, a checkpoint, two more; against four at once. Tiny shapes in fp32."""
     # A schedule that does not depend on the number of steps: the first half then is the same run.
     flags = f"--engine_mem_util 0.2 {EAGER} --save_steps 2 --lr_scheduler constant_with_warmup --lr_warmup_ratio 0"
-    whole = _seeing(folder, "tiny", "resume_whole", flags, steps=4)
-    _seeing(folder, "tiny", "resume_parts", flags, steps=2)
-    rest = _seeing(folder, "tiny", "resume_parts", f"{flags} --resume_from auto", steps=4)
+    whole = seeing(folder, "tiny", "resume_whole", flags, steps=4)
+    seeing(folder, "tiny", "resume_parts", flags, steps=2)
+    rest = seeing(folder, "tiny", "resume_parts", f"{flags} --resume_from auto", steps=4)
     pairs = [(a["loss"], b["loss"]) for a, b in zip(whole.steps, rest.steps, strict=True)]
     yield (
         "largest difference of the loss, resumed against whole",
@@ -239,6 +264,14 @@ def resume(folder: Path, size: str) -> Rows:
 
 def flow_grpo(folder: Path, size: str) -> Rows:
     """Flow-GRPO on the shape of Stable Diffusion 3.5 medium, 512 pixels a side, 10 steps."""
+    run = drawing(folder, size, "flow_grpo")
+    yield "phases, medians", run.phases()
+    yield "images per second of a step", f"{16 / run.median('time_step'):.3f}"
+    yield "peak memory of torch, and of the plan", run.peak
+
+
+def drawing(folder: Path, size: str, name: str, ranks: int = 1) -> Run:
+    """Three steps of 16 images on random weights of the given size."""
     real = size == "real"
     model = shapes.stable_diffusion_3(folder / "models" / f"sd3_{size}", size)
     (folder / "reward.py").write_text(REWARD)
@@ -249,10 +282,7 @@ def flow_grpo(folder: Path, size: str) -> Rows:
         "--train_batch_size 16 --micro_rollout_batch_size 16 --micro_train_batch_size 4 --max_steps 3 "
         f"--steps_per_forward {5 if real else 1} --gradient_checkpointing {'true' if real else 'false'}"
     )
-    run = Run("train_flow_grpo.py", folder / "flow_grpo", flags)
-    yield "phases, medians", run.phases()
-    yield "images per second of a step", f"{16 / run.median('time_step'):.3f}"
-    yield "peak memory of torch, and of the plan", run.peak
+    return Run("train_flow_grpo.py", folder / name, flags, ranks)
 
 
 def reward_fl(folder: Path, size: str) -> Rows:
@@ -279,7 +309,8 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
-PARTS: dict[str, tuple[Callable[[Path, str], Rows], int]] = {  # with its time limit in seconds; 25 minutes in sum
+Parts = dict[str, tuple[Callable[[Path, str], Rows], int]]
+PARTS: Parts = {  # with its time limit in seconds; 25 minutes in sum
     "engines": (engines, 280),
     "grpo": (grpo, 190),
     "grpo_lora": (grpo_lora, 150),
@@ -297,7 +328,13 @@ LIMITS = {name: limit for name, (_, limit) in (PARTS | BY_NAME).items()}
 def main(name: str, out: str, size: str) -> None:
     folder = Path(out)
     rows: list[tuple[str, str]] = []
-    for row in (PARTS | BY_NAME)[name][0](folder / "work", size):
+    if "GPU_CHECK_RANKS" in os.environ:
+        from node import PARTS as OF_RANKS
+
+        part = OF_RANKS[name][0]
+    else:
+        part = (PARTS | BY_NAME)[name][0]
+    for row in part(folder / "work", size):
         rows.append(row)
         write_whole(folder / f"{name}.rows.json", json.dumps(rows))
 

@@ -9,8 +9,9 @@ import contextlib
 import gc
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
@@ -19,6 +20,10 @@ QWEN_3B_TEXT = {
     "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
     "num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "vocab_size": 151936,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+}  # fmt: skip
+QWEN_7B_TEXT = {
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152064,
 }  # fmt: skip
 QWEN_3B_VISION = {
     "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048,
@@ -39,20 +44,28 @@ TEXTS = ["How many red circles are there?", "Describe the picture.", "0 1 2 3 4 
 
 def qwen_3b(tokenizer):
     """The configuration of Qwen2.5-VL-3B with the special tokens of a small tokenizer."""
+    return _qwen(tokenizer, QWEN_3B_TEXT, tied=True)
+
+
+def qwen_7b(tokenizer):
+    """The same of Qwen2.5-VL-7B."""
+    return _qwen(tokenizer, QWEN_3B_TEXT | QWEN_7B_TEXT, tied=False)
+
+
+def _qwen(tokenizer, text: dict[str, Any], tied: bool):
     from transformers import Qwen2_5_VLConfig
 
     from lightrft_visual.models.tiny.vlm import tiny_config
 
-    small = tiny_config("qwen2_5_vl", tokenizer, tie_embeddings=True).to_dict()
+    small = tiny_config("qwen2_5_vl", tokenizer, tie_embeddings=tied).to_dict()
     ids = {name: value for name, value in small.items() if name.endswith("_token_id")}
     ends = {name: small["text_config"][name] for name in ("bos_token_id", "eos_token_id")}
-    return Qwen2_5_VLConfig(
-        text_config=QWEN_3B_TEXT | ends, vision_config=QWEN_3B_VISION, tie_word_embeddings=True, **ids
-    )
+    vision = QWEN_3B_VISION | {"out_hidden_size": text["hidden_size"]}
+    return Qwen2_5_VLConfig(text_config=text | ends, vision_config=vision, tie_word_embeddings=tied, **ids)
 
 
-def vision_language(folder: Path, size: str) -> Path:
-    """A Qwen2.5-VL checkpoint: the 3B shape, or with size tiny that of the embedded model."""
+def vision_language(folder: Path, size: str, shape: Callable[..., Any] = qwen_3b) -> Path:
+    """A Qwen2.5-VL checkpoint of a shape, or with size tiny that of the embedded model."""
     from lightrft_visual.models.tiny.vlm import build_processor, build_tiny_checkpoint, build_tokenizer
 
     if (folder / "config.json").is_file():
@@ -62,7 +75,7 @@ def vision_language(folder: Path, size: str) -> Path:
     from transformers import AutoModelForImageTextToText
 
     tokenizer = build_tokenizer(TEXTS)
-    config = qwen_3b(tokenizer)
+    config = shape(tokenizer)
     with _on_the_card():
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
         model.generation_config.eos_token_id = [config.get_text_config().eos_token_id]

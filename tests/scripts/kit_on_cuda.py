@@ -44,7 +44,7 @@ class Noted:
     commands: dict[str, list[str]] = {}
     peak = "1 GiB"
 
-    def __init__(self, script: str, folder: Path, flags: str):
+    def __init__(self, script: str, folder: Path, flags: str, ranks: int = 1):
         self.commands[f"{folder.name} {len(self.commands)}"] = [script, *flags.split()]
         self.steps = [{"loss": "1"}]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from waiting import polls
+from waiting import finished, polls
 
 from lightrft_visual.errors import ConfigError
 
@@ -17,6 +17,7 @@ KIT = Path(__file__).parents[2] / "scripts" / "gpu"
 sys.path.insert(0, str(KIT))
 
 import check  # noqa: E402
+import node  # noqa: E402
 import parts  # noqa: E402
 import shapes  # noqa: E402
 
@@ -43,8 +44,32 @@ def test_the_drawing_models_are_of_the_published_size():
     assert parameters(lambda: WanTransformer3DModel(**shapes.WAN_1_3B)) == pytest.approx(1.4, abs=0.1)
 
 
-def test_all_parts_together_take_at_most_25_minutes():
+def test_the_larger_language_model_has_seven_billion_parameters_and_its_tower():
+    from transformers import AutoModelForImageTextToText
+
+    from lightrft_visual.models.tiny.vlm import build_tokenizer
+
+    config = shapes.qwen_7b(build_tokenizer(shapes.TEXTS))
+    assert parameters(lambda: AutoModelForImageTextToText.from_config(config)) == pytest.approx(8.29, abs=0.05)
+
+
+def test_all_parts_together_take_at_most_25_minutes_and_those_of_a_node_20():
     assert sum(parts.LIMITS[name] for name in parts.PARTS) <= 25 * 60
+    assert sum(limit for _, limit in node.PARTS.values()) <= 20 * 60
+
+
+def test_two_ranks_measure_what_they_tell_each_other(tmp_path):
+    command = [sys.executable, str(KIT / "check.py"), "--ranks", "2", "--size", "tiny", "--only", "bandwidth"]
+    told = finished([*command, "--out", str(tmp_path)], limit=300)
+    assert told.returncode == 0, told.stdout + told.stderr
+    rows = json.loads((tmp_path / "bandwidth.json").read_text())["rows"]
+    assert len(rows) == 2 and all(float(value.removesuffix(" GB/s")) > 0 for _, value in rows)
+
+
+def test_a_parts_run_of_several_ranks_is_started_on_this_host_or_by_a_list_of_hosts(monkeypatch):
+    assert parts.started(["a.py", "b"], 4)[1:] == ["-m", "lightrft_visual", "launch", "--ranks", "4", "a.py", "b"]
+    monkeypatch.setenv("GPU_CHECK_HOSTFILE", "/hosts")
+    assert parts.started(["a.py"], 4)[1:] == ["-m", "deepspeed.launcher.runner", "--hostfile", "/hosts", "a.py"]
 
 
 def test_sglang_is_skipped_in_one_line_where_it_is_missing(tmp_path, monkeypatch):
@@ -62,8 +87,7 @@ def test_the_runs_of_a_part_that_is_cut_off_end_too(tmp_path, monkeypatch):
     alive = tmp_path / "alive"
     run = f"import pathlib, time\nwhile True:\n    pathlib.Path({str(alive)!r}).touch()\n    time.sleep(0.05)"
     (tmp_path / "parts.py").write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {run!r}])\n")
-    monkeypatch.setitem(parts.LIMITS, "slow", 1)
-    assert "cut off after 1 s" in check.run_part("slow", tmp_path, "real")["error"]
+    assert "cut off after 1 s" in check.run_part("slow", tmp_path, "real", 1)["error"]
     for _ in polls(30, 0.3):  # on a busy machine it may be dying still
         alive.unlink(missing_ok=True)
         time.sleep(0.3)
@@ -75,8 +99,7 @@ def test_the_runs_of_a_part_that_is_cut_off_end_too(tmp_path, monkeypatch):
 def test_a_part_that_was_tried_on_tiny_shapes_is_still_to_be_done_on_a_card(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "HERE", tmp_path)
     (tmp_path / "parts.py").write_text("")
-    monkeypatch.setitem(parts.LIMITS, "quick", 60)
-    check.run_part("quick", tmp_path, "tiny")
+    check.run_part("quick", tmp_path, "tiny", 60)
     assert check.done_before(tmp_path / "quick.json", "tiny") and not check.done_before(tmp_path / "quick.json", "real")
     assert not check.done_before(tmp_path / "other.json", "tiny")
 
@@ -88,11 +111,10 @@ def test_a_part_that_is_cut_off_keeps_its_rows_and_the_others_follow(tmp_path, m
         f"import sys, pathlib, time\npathlib.Path(sys.argv[2], 'slow.rows.json').write_text({rows})\ntime.sleep(60)\n"
     )
     (tmp_path / "parts.py").write_text(script)
-    monkeypatch.setitem(parts.LIMITS, "slow", 5)
-    result = check.run_part("slow", tmp_path, "real")
+    result = check.run_part("slow", tmp_path, "real", 5)
     assert result["rows"] == [["a", "1"]] and "cut off after 5 s" in result["error"]
     (tmp_path / "parts.py").write_text("raise SystemExit(3)\n")
-    assert "exit code 3" in check.run_part("slow", tmp_path, "real")["error"]
+    assert "exit code 3" in check.run_part("slow", tmp_path, "real", 5)["error"]
     assert json.loads((tmp_path / "slow.json").read_text())["part"] == "slow"
     lines = check.table([result], {"device": "some card", "torch": "2"}).splitlines()
     assert lines[0] == "Device: some card. torch 2." and "| slow | a | 1 |" in lines

@@ -1,0 +1,187 @@
+"""The parts of the check of several cards: of one node, or of several hosts. Functions as in `parts.py`; how many ranks
+there are says GPU_CHECK_RANKS, and where, for several hosts, GPU_CHECK_HOSTFILE.
+
+python scripts/gpu/node.py bandwidth MIB OUTPUT.json      what each rank of the part `bandwidth` runs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT)]
+
+import parts  # noqa: E402
+import shapes  # noqa: E402
+from parts import EAGER, Rows, seeing  # noqa: E402
+
+RANKS = int(os.environ.get("GPU_CHECK_RANKS", "1"))
+PATIENCE = 120.0  # seconds in which the others of a rank that is gone must have ended
+ENGINE = f"--engine_mem_util 0.25 {EAGER}"
+SAME = "--max_norm 1e9 --lr_scheduler constant_with_warmup --lr_warmup_ratio 0"  # runs of any length begin alike
+
+
+def bandwidth(folder: Path, size: str) -> Rows:
+    """All-reduce among all ranks: the bus bandwidth, as NCCL's tests count it."""
+    for mib in (64, 512) if size == "real" else (1, 4):
+        result = folder / f"bandwidth_{mib}.json"
+        result.parent.mkdir(parents=True, exist_ok=True)
+        run = subprocess.run(
+            parts.started([str(HERE / "node.py"), "bandwidth", str(mib), str(result)], RANKS), cwd=ROOT
+        )
+        if run.returncode:
+            raise RuntimeError(f"the ranks of the bandwidth test ended with {run.returncode}")
+        yield f"all-reduce of {mib} MiB, bus bandwidth", f"{json.loads(result.read_text()):.2f} GB/s"
+
+
+def measure_bandwidth(mib: int, result: Path, times: int = 10) -> None:
+    """On each rank; rank 0 writes it."""
+    import torch
+    import torch.distributed as dist
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    device = accelerator.device_name()
+    if device != "cpu":
+        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if device == "cpu" else accelerator.communication_backend_name())
+    tensor = torch.ones(mib * 2**18, device=accelerator.current_device_name())
+    dist.all_reduce(tensor)
+    accelerator.synchronize()
+    began = time.perf_counter()
+    for _ in range(times):
+        dist.all_reduce(tensor)
+    accelerator.synchronize()
+    seconds, ranks = (time.perf_counter() - began) / times, dist.get_world_size()
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(mib * 2**20 * 2 * (ranks - 1) / ranks / seconds / 1e9))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _against_one(folder: Path, size: str, name: str, flags: str, shape: Callable = shapes.qwen_3b) -> Rows:
+    """The first step's loss and gradient norm, and a step's time, of all ranks against one."""
+    found = {}
+    for alone in (True, False):
+        own = f"{name}_{'one' if alone else 'all'}"
+        found[alone] = seeing(folder, size, own, f"{ENGINE} {SAME} {flags}", 2, max(4, RANKS), RANKS, shape, alone)
+    for metric in ("loss", "grad_norm", "reward_mean"):
+        one, all_ranks = (float(found[alone].steps[0][metric]) for alone in (True, False))
+        yield f"{name}: {metric} of the first step, one rank and {RANKS}", f"{one:.6g}, {all_ranks:.6g}"
+    speed = found[True].median("time_step") / found[False].median("time_step")
+    yield f"{name}: {RANKS} ranks are quicker by", f"{speed:.2f}"
+    yield f"{name}: phases on {RANKS} ranks", found[False].phases()
+
+
+def zero(folder: Path, size: str) -> Rows:
+    """ZeRO-2 and ZeRO-3 of a 7B shape."""
+    for stage in (2, 3):
+        flags = f"--zero_stage {stage} --adam_offload {'true' if size == 'real' else 'false'}"
+        yield from _against_one(folder, size, f"zero_{stage}", flags, shapes.qwen_7b)
+
+
+def tensor_parallel(folder: Path, size: str) -> Rows:
+    """The engine over two ranks each, the trainer over all: log-probs of both."""
+    if RANKS % 2:
+        yield "skipped", f"{RANKS} ranks are no pairs"
+        return
+    run = seeing(folder, size, "tensor_parallel", f"{ENGINE} --engine_tp_size 2", 2, max(4, RANKS), RANKS)
+    mean, largest = run.median("rollout_logp_diff", 0), run.median("rollout_logp_diff_max", 0)
+    yield "difference of log-probs, mean and largest", f"{mean:.1e}, {largest:.1e}"
+    yield "phases, medians", run.phases()
+
+
+def sequence(folder: Path, size: str) -> Rows:
+    """Each micro-batch's tokens divided over two ranks."""
+    if RANKS % 2:
+        yield "skipped", f"{RANKS} ranks are no pairs"
+        return
+    yield from _against_one(folder, size, "sequence", "--zero_stage 2 --sp_size 2")
+
+
+def save_and_resume(folder: Path, size: str) -> Rows:
+    """A checkpoint of all ranks, its speed against the time limit of collectives, and a run that goes on from it."""
+    flags = f"{ENGINE} {SAME} --save_steps 2 --zero_stage 2 --lora_rank 0"
+    whole = seeing(folder, size, "resume_whole", flags, 4, max(4, RANKS), RANKS)
+    seeing(folder, size, "resume_parts", flags, 2, max(4, RANKS), RANKS)
+    rest = seeing(folder, size, "resume_parts", f"{flags} --resume_from auto", 4, max(4, RANKS), RANKS)
+    pairs = [(float(a["loss"]), float(b["loss"])) for a, b in zip(whole.steps, rest.steps, strict=True)]
+    yield "largest difference of the loss, resumed against whole", f"{max(abs(a - b) for a, b in pairs):.1e}"
+    saved = max(whole.folder.glob("checkpoint-[0-9]*"), key=lambda path: int(path.name.split("-")[1]))
+    size_bytes = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
+    seconds = max(float(step["time_save"]) for step in whole.steps if step.get("time_save"))
+    yield "a checkpoint", f"{size_bytes / 2**30:.2f} GiB in {seconds:.1f} s (collectives wait 600 s)"
+
+
+def flow_grpo(folder: Path, size: str) -> Rows:
+    """Flow-GRPO of the SD3.5 medium shape."""
+    run = parts.drawing(folder, size, f"flow_grpo_{RANKS}", RANKS)
+    yield "phases, medians", run.phases()
+    yield "images per second of a step", f"{16 / run.median('time_step'):.3f}"
+
+
+def killed_rank(folder: Path, size: str) -> Rows:
+    """One rank is killed while it trains: how long the others stay, and whether they say which it was."""
+    if os.environ.get("GPU_CHECK_HOSTFILE"):
+        yield "skipped", "ranks are killed on one host only"
+        return
+    script, run = ROOT / "examples" / "train_grpo_vl.py", folder / "killed"
+    words = parts.seeing_flags(folder, "tiny", f"{ENGINE} --save_steps -1", 500, 0, RANKS).split()
+    log = folder / "killed.log"
+    with open(log, "w") as output:
+        command = parts.started([str(script), *words, "--output_dir", str(run)], RANKS)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+    try:
+        _wait(lambda: (run / "metrics.csv").is_file() or process.poll() is not None, PATIENCE * 3)
+        gone = RANKS - 1
+        os.kill(_rank_of(process.pid, gone), signal.SIGKILL)
+        began = time.monotonic()
+        _wait(lambda: process.poll() is not None, PATIENCE)
+        seconds = time.monotonic() - began
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+    told = f"rank {gone}" in log.read_text()
+    if not told:
+        raise RuntimeError(f"the others did not name rank {gone}; see {log.name}")
+    yield f"after a kill of rank {gone} the others ended in", f"{seconds:.0f} s, and named it"
+
+
+def _wait(ready: Callable[[], bool], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > until:
+            raise RuntimeError(f"nothing happened for {seconds:.0f} s")
+        time.sleep(0.2)
+
+
+def _rank_of(launcher: int, rank: int) -> int:
+    """Process id of a rank that this launcher has started."""
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return int(child)
+    raise RuntimeError(f"rank {rank} is not there")
+
+
+PARTS: parts.Parts = {  # with its time limit in seconds; 20 minutes in sum
+    "bandwidth": (bandwidth, 60),
+    "zero": (zero, 400),
+    "tensor_parallel": (tensor_parallel, 120),
+    "sequence": (sequence, 160),
+    "save_and_resume": (save_and_resume, 240),
+    "flow_grpo": (flow_grpo, 100),
+    "killed_rank": (killed_rank, 120),
+}
+
+
+if __name__ == "__main__":
+    measure_bandwidth(int(sys.argv[2]), Path(sys.argv[3]))
