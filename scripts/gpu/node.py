@@ -68,12 +68,16 @@ def measure_bandwidth(mib: int, result: Path, times: int = 10) -> None:
     dist.destroy_process_group()
 
 
-def _against_one(folder: Path, size: str, name: str, flags: str, shape: Callable = shapes.qwen_3b) -> Rows:
-    """The first step's loss and gradient norm, and a step's time, of all ranks against one."""
+def _against_one(
+    folder: Path, size: str, name: str, flags: str, shape: Callable = shapes.qwen_3b, divided: str = ""
+) -> Rows:
+    """The first step's loss and gradient norm, and a step's time, of all ranks against one. divided: flags that only
+    several ranks can take."""
     found = {}
     for alone in (True, False):
         own = f"{name}_{'one' if alone else 'all'}"
-        found[alone] = seeing(folder, size, own, f"{ENGINE} {SAME} {flags}", 2, max(4, RANKS), RANKS, shape, alone)
+        more = f"{ENGINE} {SAME} {flags} {'' if alone else divided}"
+        found[alone] = seeing(folder, size, own, more, 2, max(4, RANKS), RANKS, shape, alone)
     for metric in ("loss", "grad_norm", "reward_mean"):
         one, all_ranks = (float(found[alone].steps[0][metric]) for alone in (True, False))
         yield f"{name}: {metric} of the first step, one rank and {RANKS}", f"{one:.6g}, {all_ranks:.6g}"
@@ -105,7 +109,7 @@ def sequence(folder: Path, size: str) -> Rows:
     if RANKS % 2:
         yield "skipped", f"{RANKS} ranks are no pairs"
         return
-    yield from _against_one(folder, size, "sequence", "--zero_stage 2 --sp_size 2")
+    yield from _against_one(folder, size, "sequence", "--zero_stage 2", divided="--sp_size 2")
 
 
 def save_and_resume(folder: Path, size: str) -> Rows:

@@ -24,8 +24,8 @@ import shapes  # noqa: E402
 Rows = Iterator[tuple[str, str]]
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12}  # dense bf16, as the makers state it
 REWARD = """
-def score(responses):  # random weights answer anything: what matters is that samples of a group differ
-    return [(index * 7 + len(text)) % 11 / 10 for index, text in enumerate(responses)]
+def score(responses):  # random weights answer anything: samples of a group differ, on any number of ranks alike
+    return [sum(map(ord, text)) % 11 / 10 for text in responses]
 
 def bright(images):
     return [sum(image.resize((1, 1)).convert("RGB").getpixel((0, 0))) / 765 for image in images]
