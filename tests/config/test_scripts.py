@@ -77,3 +77,12 @@ def test_a_recipe_chooses_the_advantage_estimator(resolved, script: str) -> None
     swapped = resolved(script, *recipe, "/base/algorithm=ppo", "offload_trainer=true")
     assert swapped["algorithm"]["advantage_estimator"] == "gae"
     assert resolved(script, *recipe, "advantage_estimator=dr_grpo")["algorithm"]["advantage_estimator"] == "dr_grpo"
+
+
+def test_the_script_of_several_turns_has_a_task_and_takes_other_data(resolved) -> None:
+    assert resolved("train_multi_turn_vl")["episodes"]["environment"] == "embedded_zoom"
+    own = resolved(
+        "train_multi_turn_vl", "--prompt_data", "rows.jsonl", "--pretrain", "m", "--environment", "my.py:Zoom"
+    )
+    assert (own["data"]["prompt_data"], own["episodes"]["environment"]) == ("rows.jsonl", "my.py:Zoom")
+    assert own["episodes"]["max_turns"] == 8

@@ -47,7 +47,7 @@ def test_answers_are_watched_as_texts_and_drawings_as_images():
     def made(group, ids, colour=None):
         image = None if colour is None else Image.new("RGB", (16, 16), colour)
         prompt = SimpleNamespace(group_id=group, draws=colour is not None)
-        return SimpleNamespace(prompt=prompt, token_ids=ids, image=image)
+        return SimpleNamespace(prompt=prompt, token_ids=ids, sampled_ids=ids, image=image)
 
     answers = [made(0, [5, 6, 5, 6, 5]), made(0, [5, 6, 7, 8, 9])]
     drawn = [made(1, [7] * 16, "red"), made(1, [7] * 16, "blue"), made(2, [7] * 16, "red"), made(2, [7] * 16, "red")]
