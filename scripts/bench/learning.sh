@@ -31,7 +31,7 @@ declare -A flags=(
   [clip_cov]="$two --policy_loss clip_cov --cov_share 0.01 --clip_cov_low 0.2"
   [kl_cov]="$two --policy_loss kl_cov --cov_share 0.01"
   [off_policy_mask]="$two --off_policy_delta 0.05"
-  [entropy_target]="$two --entropy_target 0.4"
+  [entropy_target]="$two --entropy_target 0.8 --entropy_coef_step 1e-3 --entropy_coef_max 0.02"
   [kl_loss]="$two --init_kl_coef 0.01 --use_kl_loss true --kl_estimator k3"
   [kl_loss_unbiased]="$two --init_kl_coef 0.01 --use_kl_loss true --kl_estimator k3_unbiased"
 )
