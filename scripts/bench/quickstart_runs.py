@@ -4,8 +4,8 @@ python scripts/bench/quickstart_runs.py OUT [--runs N] [--table]
 
 The bases are built with other numbers of threads, and from starting weights in float32 or rounded to bfloat16: both
 change the last bits of the warm-up's arithmetic. A run is right with a greedy reward of GOOD on held-out questions.
-OUT/quickstart_runs.json (those that were made: scripts/bench/results) is written after each run, with OUT/quickstart_runs.md; a second call goes on with the runs
-that are missing. --table writes the table alone.
+OUT/quickstart_runs.json is written after each run, with OUT/quickstart_runs.md; a second call goes on with the runs
+that are missing. --table writes the table alone. Those that were made here: scripts/bench/results.
 """
 
 from __future__ import annotations
