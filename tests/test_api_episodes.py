@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from lightrft_visual import GRPOTrainer
+from lightrft_visual import GRPOTrainer, evaluate
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
@@ -67,6 +67,8 @@ def test_runs_with_an_environment_and_with_tools_from_python(tmp_path):
     ).fit()
     (step,) = result.history
     assert step["turns"] >= 1 and "reward/environment" in step and step["environment_errors"] == 0
+    found = evaluate(str(result.checkpoint), ROWS, environment=Twice)  # the run's other settings are kept
+    assert found["eval_reward"] > 0
     result = GRPOTrainer(
         str(folder), [lambda completions: [float(len(each)) for each in completions]], ROWS, tools=[enlarge],
         output_dir=str(tmp_path / "tools"), **SMALL,
