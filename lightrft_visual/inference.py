@@ -19,15 +19,8 @@ from .errors import ConfigError
 
 PIPELINE, ADAPTER = "model_index.json", "pytorch_lora_weights.safetensors"
 STATE = "run_state_rank0.safetensors"  # of a checkpoint of a run
-KEPT = (
-    "model",
-    "data",
-    "reward",
-    "rollout",
-    "episodes",
-    "sampling",
-    "plugins",
-)  # of a run's configuration, for its model alone
+# Of a run's configuration, for its model alone.
+KEPT = ("model", "data", "reward", "rollout", "episodes", "sampling", "plugins")
 # What a run may ask for beside its model, and an evaluation has no use for.
 LEFT_OUT = {
     "data": ("response_key",),
