@@ -206,7 +206,7 @@ class Bad(Environment):
         os.umask(0)
 
     def step_changes_past(self, action):
-        self.row["messages"].clear()
+        (self.row["messages"] or []).clear()
         action.token_ids.clear()
 
     def step_forks(self, action):
@@ -250,3 +250,25 @@ def kinds() -> list[str]:
     """Every way to be bad."""
     names = [name.partition("_")[2] for name in vars(Bad) if name.startswith(("reset_", "step_"))]
     return [*names, "close_hangs", "close_raises"]
+
+
+SECONDS = 4.0
+LATE, ENDED = "took longer than env_timeout = 4 seconds", "its process ended"
+# What each kind is told as; None: nothing fails. Those of `reset` fail there.
+TOLD = {
+    "reset_raises": "reset raised ValueError: cannot begin", "reset_hangs": f"reset {LATE}", "reset_exits": ENDED,
+    "reset_wrong": "observation is int", "raises": "step raised KeyError: 'gone'", "base_exception": "below everything",
+    "keyboard_interrupt": "raised KeyboardInterrupt", "generator_exit": "raised GeneratorExit",
+    "sys_exit": "called sys.exit(0)", "error_of_error": "cannot be had", "recursion": "raised RecursionError",
+    "memory": "raised MemoryError", "async_raises": "raised ValueError: later", "async_exit": "called sys.exit(1)",
+    "hangs": LATE, "busy": LATE, "async_hangs": LATE, "holds_every_thread": LATE, "ignores_signals": LATE,
+    "stops_itself": LATE, "hard_exit": ENDED, "killed": ENDED, "segfault": ENDED, "kills_group": ENDED,
+    "none": "it gives (observation, reward, done, info)", "three": "3 values", "nan": "finite", "infinite": "finite",
+    "reward_text": "finite", "done_text": "must be true or false", "info_list": "must be a mapping",
+    "object": "observation is object", "info_object": "a object cannot leave", "huge_image": "too large",
+    "endless_text": "too long", "many_images": "too large", "deep": "raised RecursionError",
+    "itself": "raised RecursionError", "assistant": "needs a role", "broken_image": "brings no image",
+    "writes_on_its_socket": "no answer", "prints": None, "closes_streams": None, "changes_folder": None,
+    "changes_past": None, "forks": None, "leaves_a_child": None, "thread_raises": None, "alarm": None,
+    "warnings": None, "numpy": None, "async_good": None, "close_hangs": None, "close_raises": None,
+}  # fmt: skip
