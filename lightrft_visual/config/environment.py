@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from . import registry
 from .constraints import PositiveFloat, PositiveInt, Section, one_of, require, within
 
 
@@ -53,5 +54,7 @@ class EpisodeConfig(Section):
 
     def check(self) -> None:
         """Settings of episodes without any."""
+        if self.environment is not None and ":" not in self.environment:
+            registry.environments[self.environment]  # raises ConfigError with the nearest name
         others = [name for name, value in vars(self).items() if value != getattr(EpisodeConfig, name)]
         require(self.used or not others, f"{', '.join(others)}: of episodes; name an --environment or --tools")

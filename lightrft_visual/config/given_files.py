@@ -15,7 +15,7 @@ CODE = re.compile(r"[^,=:]+\.py(?=:)")
 FOLDER = re.compile(r"^(/|\./|\.\./|~)")  # a model by path; other words may be names, of a hub or of the registry
 MODELS = ("pretrain", "critic_pretrain", "teacher_pretrain", "reward_pretrain")
 ROWS = ("prompt_data", "eval_data", "pair_data")
-FUNCTIONS = ("reward_fn", "gold_fn")
+FUNCTIONS = ("reward_fn", "gold_fn", "environment", "tools")
 
 
 def located(path: str | Path) -> Path:
@@ -33,7 +33,8 @@ def missing_files(config: Any) -> list[str]:
     """A line for each model folder, file of rows and file of functions that a run's settings name and that is not
     there. Names that may be anything else, such as a hub's, are not looked for."""
     found = []
-    for section in filter(None, (config.model, config.data, config.reward, config.guard)):
+    sections = config.model, config.data, config.reward, config.guard, getattr(config, "episodes", None)
+    for section in filter(None, sections):
         for name in (*MODELS, *ROWS, *FUNCTIONS):
             value = getattr(section, name, None)
             if not isinstance(value, str):

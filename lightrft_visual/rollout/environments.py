@@ -256,4 +256,4 @@ def _loaded(spec: str, what: str) -> Any:
         raise ConfigError(f"{what} {spec!r}: write it as path.py:name, or name one of: {known}")
     others = registry.service("other_environments")
     with contextlib.nullcontext() if others is None else others.stand_ins():
-        return load_reward_fn(spec)
+        return load_reward_fn(spec, what)

@@ -283,7 +283,7 @@ def _checked(tool: Callable[..., Any]) -> Callable[..., Any]:
         return validate_call(config=ConfigDict(arbitrary_types_allowed=True))(tool)
     except Exception as error:  # pydantic's own, and hints that name what is not there
         raise ConfigError(
-            f"tool {callable_name(tool)}: its arguments have no types that can be checked: {error}"
+            f"tool {callable_name(tool)}: its arguments have no types that can be checked: {str(error).splitlines()[0]}"
         ) from None
 
 

@@ -67,15 +67,16 @@ def test_wrong_settings_of_a_script_are_answered_without_torch():
 def test_files_that_are_not_there_are_all_named_at_once_without_torch(tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}\n")
     argv = ["--pretrain", "/no/model", "--prompt_data", "rows.jsonl,other.jsonl", "--reward_fn", "mine.py:score"]
+    argv += ["--environment", "look.py:Look"]
     code = f"from lightrft_visual.config.load import config_or_exit\nconfig_or_exit(argv={argv})\n"
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     told = [line for line in done.stderr.splitlines() if not line.startswith("import time")]
-    assert done.returncode == 2 and told[0] == "error: 3 settings are wrong:"
+    assert done.returncode == 2 and told[0] == "error: 4 settings are wrong:"
     assert [line.split(" does not exist")[0].strip() for line in told[1:]] == [
-        "--pretrain: /no/model", "--prompt_data: other.jsonl", "--reward_fn: mine.py",
+        "--pretrain: /no/model", "--prompt_data: other.jsonl", "--reward_fn: mine.py", "--environment: look.py",
     ]  # fmt: skip
     assert not any(line.rsplit("|", 1)[-1].strip() == "torch" for line in done.stderr.splitlines())
 
@@ -83,3 +84,8 @@ def test_files_that_are_not_there_are_all_named_at_once_without_torch(tmp_path):
 @pytest.mark.parametrize("name", ["embedded", "Qwen/Qwen2.5-VL-3B-Instruct"])
 def test_a_model_that_may_be_a_name_is_not_looked_for(name):
     assert missing_files(parse_run(argv=["--pretrain", name, "--prompt_data", "embedded"]).config) == []
+
+
+def test_an_environment_that_is_not_known_is_answered_with_the_nearest_before_anything_loads():
+    with pytest.raises(ConfigError, match="no environment named 'zoomm'; did you mean 'zoom'"):
+        parse_run(argv=["--environment", "zoomm"])

@@ -140,7 +140,7 @@ def test_slow_environments_run_beside_each_other(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("Missing", "has no function 'Missing'"), ("kinds.x", "write it as")],
+    [("Missing", "has no function or class 'Missing'"), ("kinds.x", "write it as")],
 )
 def test_environment_that_is_not_there_is_refused_at_the_start(name, told):
     with pytest.raises(ConfigError, match=told):

@@ -60,7 +60,7 @@ def test_an_environment_by_path_is_made_anew_for_each_episode(tmp_path):
     path.write_text("class Mine:\n    def step(self, action):\n        return None, 0.0, True, {}\n")
     make = environment_factory(EpisodeConfig(environment=f"{path}:Mine"))
     assert make() is not make()
-    with pytest.raises(ConfigError, match="has no function 'Other'"):
+    with pytest.raises(ConfigError, match="has no function or class 'Other'"):
         environment_factory(EpisodeConfig(environment=f"{path}:Other"))
     with pytest.raises(ConfigError, match=r"cannot be made with \['tools'\]"):
         environment_factory(EpisodeConfig(environment=f"{path}:Mine", tools=f"{path}:Mine"))

@@ -427,20 +427,21 @@ class LoadedFunction:
         return self.function(*args, **kwargs)
 
 
-def load_reward_fn(spec: str) -> LoadedFunction | Callable[..., Any]:
+def load_reward_fn(spec: str, what: str = "reward") -> LoadedFunction | Callable[..., Any]:
     """The callable of `path.py:name`, or that of `python:name` as it was given.
 
-    Raises ConfigError for a missing file, a failing import, or a missing name.
+    Raises ConfigError, which calls it `what`, for a missing file, a failing import, or a missing name.
     """
     if is_given(spec):
         return given(spec)
     path_text, _, name = spec.rpartition(":")
     if not path_text or not name.isidentifier():
-        raise ConfigError(f"reward function {spec!r}: write it as path.py:function")
-    namespace = vars(load_module(path_text))
+        raise ConfigError(f"{what} function {spec!r}: write it as path.py:function")
+    namespace = vars(load_module(path_text, f"{what} file"))
     if not callable(namespace.get(name)):
-        functions = [k for k, v in namespace.items() if inspect.isroutine(v) and not k.startswith("_")]
-        raise ConfigError(f"{path_text} has no function {name!r}{did_you_mean(name, functions)}")
+        own = [k for k, v in namespace.items() if getattr(v, "__module__", None) == namespace["__name__"]]
+        functions = [k for k in own if not k.startswith("_") and callable(namespace[k])]
+        raise ConfigError(f"{path_text} has no function or class {name!r}{did_you_mean(name, functions)}")
     return LoadedFunction(namespace[name], spec)
 
 

@@ -164,7 +164,7 @@ def test_samples_that_a_reward_does_not_apply_to_are_counted_and_masked(folder):
     (
         ("nan", "RewardError", "not finite"),
         ("no_gold", "ConfigError", "name a judge by --gold_recipe or --gold_fn"),
-        ("unknown", "ConfigError", "has no function 'green'"),
+        ("unknown", "ConfigError", "has no function or class 'green'"),
         ("missing", "ConfigError", "aesthetic"),
         ("indivisible", "ConfigError", "use 2 or 4, or 0 for the whole rollout"),
         ("odd_size", "ConfigError", "multiples of"),
