@@ -46,6 +46,11 @@ def my_abs(log_probs, ref_log_probs):
     return (log_probs - ref_log_probs).abs()
 
 
+@registry.policy_masks.register("my_gains", about="nothing is unlearned")
+def my_gains(inputs, config):
+    return inputs.advantages >= 0 if config.policy_loss == "my_loss" else None
+
+
 @registry.tis_modes.register("my_root", about="square roots of the weights")
 def my_root(log_weights):
     return log_weights / 2
@@ -71,6 +76,12 @@ class CalmQwen(QwenVL):
 
     def banned_ids(self, tokenizer):
         return sorted({*super().banned_ids(tokenizer), tokenizer.convert_tokens_to_ids("!")})
+
+
+@registry.environments.register("my_echo", about="says what was said")
+class Echo:
+    def step(self, action):
+        return action.text, 0.5, not action.text, {}
 
 
 @registry.scorers.register("my_letters", about="letters of a response")

@@ -10,15 +10,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from forked import run_alone
 
 from lightrft_visual.algorithms.advantages import get_advantage_calculator
 from lightrft_visual.config import registry
+from lightrft_visual.config.environment import EpisodeConfig
 from lightrft_visual.config.recipes import load_plugins
 from lightrft_visual.config.vl import AlgorithmConfig, DataConfig, RolloutConfig
 from lightrft_visual.data.forms import read_form
 from lightrft_visual.experience.rollouts import SamplingSettings
 from lightrft_visual.rewards.local.callables import CallableSource
+from lightrft_visual.rollout.environments import Action, environment_factory
 from lightrft_visual.trainer.vl.maker import ExperienceMaker
 
 DRIVER = Path(__file__).with_name("dummy_runs.py")
@@ -54,7 +57,7 @@ def test_a_vision_language_run_is_made_of_them(made):
         mean, std = float(row["reward_mean"]), float(row["reward_std"])
         assert float(row["my_reward_square"]) == pytest.approx(mean**2 + std**2, rel=1e-4)  # a metric
         assert float(row["advantage_abs"]) in {0.0, *(n / 8 for n in range(9))}  # the estimator: 0 or ±1 each
-        assert "tis_weight" in row and "kl_loss" in row and float(row["grad_norm"]) >= 0
+        assert "tis_weight" in row and "kl_loss" in row and "my_gains_frac" in row and float(row["grad_norm"]) >= 0
     assert any(float(row["grad_norm"]) > 0 for row in found)
 
 
@@ -90,7 +93,7 @@ def test_a_sampling_parameter_is_a_field_and_a_setting():
     assert (changed.min_p, changed.top_k) == (0.2, 5)
 
 
-def test_forms_of_rows_and_of_reward_functions_are_recognised(monkeypatch):
+def test_forms_are_recognised_and_environments_and_masks_found_by_name(monkeypatch):
     for kind in KINDS:
         monkeypatch.setattr(getattr(registry, kind), "_entries", dict(getattr(registry, kind)._entries))
     load_plugins(str(DRIVER.with_name("my_choices.py")))
@@ -98,6 +101,10 @@ def test_forms_of_rows_and_of_reward_functions_are_recognised(monkeypatch):
     assert (row.form, row.columns["prompt"]) == ("my_rows", "how many?")
     assert CallableSource(lambda said: [1.0] * len(said)).form.told == "my form"
     assert CallableSource(lambda completions: [1.0] * len(completions)).form.told == ""
+    echo = environment_factory(EpisodeConfig(environment="my_echo"))()
+    assert echo.step(Action("so", [], [])) == ("so", 0.5, False, {})
+    inputs, config = SimpleNamespace(advantages=torch.tensor([[1.0, -1.0]])), SimpleNamespace(policy_loss="my_loss")
+    assert registry.policy_masks.load("my_gains")(inputs, config).tolist() == [[True, False]]
 
 
 KINDS = [name for name, value in vars(registry).items() if isinstance(value, registry.Registry)]
