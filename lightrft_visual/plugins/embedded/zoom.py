@@ -9,9 +9,9 @@ Scenes are drawn as maps are: at the size in which they are shown. The mark in t
 it has less than LEAST_SEEN pixels. So the first image says where it is and nothing of its colour; without the tool,
 answers are right by chance (1 of 4).
 
-Demonstrations show the form of calls and answers, and which colour a mark has that is seen; half of them ask for a mark
-that is seen at once, in other words. They look at quarters at random, so the policy learns by rewards where to look.
-Splits: see `task`.
+Demonstrations of this question look at quarters at random: they show the form of calls and answers, and nothing of where
+to look, which the policy learns by rewards. As many ask other questions, which teach to see: what colour is it (of a
+mark from near), and where is it (of a scene; the answer is the quarter's number). Splits: see `task`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from ...runtime.seeding import derive_seed
 from .questions import BACKGROUND, COLOURS
 from .task import Question, TaskSource, belongs
 
-VERSION = 2
-QUESTION, OF_SEEN = "what colour is the mark?", "what colour is it?"
+VERSION = 3
+QUESTION = "what colour is the mark?"
+OF_SEEN, OF_PLACE = "what colour is it?", "where is it?"  # of demonstrations
 SIDE = 56  # pixels of a scene as it is shown
 PLATE, MARK = 16.0, 3.0  # pixels of their diameters there
 PLATE_COLOUR = (255, 255, 255)
@@ -103,7 +104,8 @@ def closer(scene: dict[str, Any], part: int) -> Image.Image:
 
 def draw_question(row: int, split: str, rng: random.Random) -> Question:
     """A question that belongs to the split: drawn again until it does."""
-    make = _seen if split == "demonstrations" and row % 2 else _unseen
+    makes = (_unseen, _seen, _unseen, _placed)
+    make = makes[row % len(makes)] if split == "demonstrations" else _unseen
     while True:
         question = make(rng)
         if belongs(question, split):
@@ -118,9 +120,15 @@ def _unseen(rng: random.Random) -> Question:
 
 
 def _seen(rng: random.Random) -> Question:
-    """A mark as a closer look shows it, for demonstrations: another question, which is answered at once."""
+    """A mark as a closer look shows it."""
     scene = make_scene(rng)
     return Question("seen", OF_SEEN, [closer(scene, part_of(scene))], scene["colour"])
+
+
+def _placed(rng: random.Random) -> Question:
+    """Where the plate is."""
+    scene = make_scene(rng)
+    return Question("placed", OF_PLACE, [draw_scene(scene)], str(part_of(scene)))
 
 
 def make_scene(rng: random.Random) -> dict[str, Any]:
@@ -153,7 +161,7 @@ def call_text(part: int) -> str:
 def vocabulary_texts() -> list[str]:
     """Texts that together hold every word, number and sign of the task; a tokenizer trained on them knows it all."""
     calls = [call_text(part).replace("<tool_call>", "").replace("</tool_call>", "") for part in range(1, 5)]
-    return [QUESTION, OF_SEEN, " ".join(["", *COLOURS]), *COLOURS, *calls, "zoom part"]
+    return [QUESTION, OF_SEEN, OF_PLACE, *"1234", " ".join(["", *COLOURS]), *COLOURS, *calls, "zoom part"]
 
 
 SOURCE = TaskSource(

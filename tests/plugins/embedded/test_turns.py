@@ -99,7 +99,7 @@ def test_only_demonstrations_have_turns(task):
     for split in SPLITS:
         for row in read(files.folder / f"{split}.jsonl"):
             assert ("turns" in row) <= (split == "demonstrations")
-            assert column in row or row["label"] == "seen"
+            assert column in row or row["label"] in ("seen", "placed")
 
 
 def test_demonstrations_of_zoom_end_with_what_they_saw(tmp_path):
@@ -108,6 +108,11 @@ def test_demonstrations_of_zoom_end_with_what_they_saw(tmp_path):
     for row in read(files.demonstrations):
         if row["label"] == "seen":
             assert COLOURS[row["reference"]] in colours_of(Image.open(files.folder / row["images"][0]))
+            continue
+        if row["label"] == "placed":
+            image = np.asarray(Image.open(files.folder / row["images"][0]).convert("L"))
+            quarters = [image[y : y + 28, x : x + 28].max() for y in (0, 28) for x in (0, 28)]
+            assert quarters.index(255) + 1 == int(row["reference"])
             continue
         *looks, (role, answer) = row["turns"]
         assert role == "assistant" and [turn[0] for turn in looks] == ["assistant", "tool"] * (len(looks) // 2)
