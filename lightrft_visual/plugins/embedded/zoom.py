@@ -9,9 +9,9 @@ Scenes are drawn as maps are: at the size in which they are shown. The mark in t
 it has less than LEAST_SEEN pixels. So the first image says where it is and nothing of its colour; without the tool,
 answers are right by chance (1 of 4).
 
-Demonstrations of this question look at quarters at random: they show the form of calls and answers, and nothing of where
-to look, which the policy learns by rewards. As many ask other questions, which teach to see: what colour is it (of a
-mark from near), and where is it (of a scene; the answer is the quarter's number). Splits: see `task`.
+Demonstrations of this question look at quarters at random: they show the form of calls and answers, and nothing of
+where to look, which the policy learns by rewards. As many ask other questions, which teach to see: what colour is it
+(of a mark from near), and where is it (of a scene; the answer is the quarter's number). Splits: see `task`.
 """
 
 from __future__ import annotations
