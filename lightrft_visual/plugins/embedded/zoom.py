@@ -1,6 +1,6 @@
 """The embedded task that needs a closer look: what colour is a mark of three pixels?
 
-    what colour is the mark?  <image>          56x56: a white plate somewhere
+    what colour is the mark?  <image>          56x56: a white plate somewhere, on ground that differs by quarter
     <tool_call>{"name": "zoom", "arguments": {"part": 2}}</tool_call>
     <image>                                    what is in the second quarter, from near: a red disc on the plate
     red
@@ -24,15 +24,16 @@ from PIL import Image, ImageDraw
 from ...rollout.environments import ToolCall
 from ...rollout.tools import ToolEnvironment, render_tool_call
 from ...runtime.seeding import derive_seed
-from .questions import BACKGROUND, COLOURS
+from .questions import COLOURS
 from .task import Question, TaskSource, belongs
 
-VERSION = 3
+VERSION = 4
 QUESTION = "what colour is the mark?"
 OF_SEEN, OF_PLACE = "what colour is it?", "where is it?"  # of demonstrations
 SIDE = 56  # pixels of a scene as it is shown
 PLATE, MARK = 16.0, 3.0  # pixels of their diameters there
 PLATE_COLOUR = (255, 255, 255)
+GROUNDS = ((0, 0, 0), (120, 60, 0), (0, 90, 110), (110, 0, 110))  # of the quarters, so that one tells them apart
 LEAST_SEEN = 5.0  # pixels of a mark that is drawn
 SCALE = 12  # of a closer look
 SHIFT = 4.0  # pixels that a plate is off the middle of its quarter at most
@@ -86,12 +87,16 @@ def draw_scene(scene: dict[str, Any]) -> Image.Image:
 
 def _draw(scene: dict[str, Any], corner: tuple[float, float], scale: int) -> Image.Image:
     """SIDE x SIDE pixels of the scene from a corner on, `scale` times as large."""
-    image = Image.new("RGB", (SIDE, SIDE), BACKGROUND)
+    image = Image.new("RGB", (SIDE, SIDE))
+    draw = ImageDraw.Draw(image)
+    for ground, place in zip(GROUNDS, QUARTERS):
+        left, top = (scale * (edge - start) for edge, start in zip(place, corner))
+        draw.rectangle((left, top, left + scale * HALF - 1, top + scale * HALF - 1), fill=ground)
     x, y = (scale * (scene[axis] - start) for axis, start in zip("xy", corner))
     for diameter, fill in ((PLATE * scale, PLATE_COLOUR), (MARK * scale, COLOURS[scene["colour"]])):
         radius = diameter / 2
         if diameter >= LEAST_SEEN:
-            ImageDraw.Draw(image).ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
+            draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
     return image
 
 

@@ -16,7 +16,7 @@ from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint, build_tokenizer
 from lightrft_visual.plugins.embedded import click, zoom
-from lightrft_visual.plugins.embedded.questions import BACKGROUND, COLOURS
+from lightrft_visual.plugins.embedded.questions import COLOURS
 from lightrft_visual.plugins.embedded.task import SPLITS, build_task, supervised_pairs
 from lightrft_visual.plugins.embedded.warmup import PairEncoder
 from lightrft_visual.rollout.environments import Action, environment_factory
@@ -36,7 +36,7 @@ def read(path):
 
 
 def colours_of(image: Image.Image) -> set[tuple[int, int, int]]:
-    return {tuple(each) for each in np.asarray(image).reshape(-1, 3).tolist()} - {BACKGROUND}
+    return {tuple(each) for each in np.asarray(image).reshape(-1, 3).tolist()} - {*zoom.GROUNDS}
 
 
 def scenes(count: int = 40) -> list[dict]:
