@@ -124,15 +124,15 @@ def test_demonstrations_of_zoom_end_with_what_they_saw(tmp_path):
     assert 0.1 * ROWS < found < 0.6 * ROWS
 
 
-def test_middle_of_every_quarter_is_inside_its_button():
+def test_middle_of_every_quarter_is_inside_its_button_and_one_is_lit():
     rng = random.Random(0)
-    for _ in range(50):
-        buttons = click.make_buttons(rng)
-        image = click.draw_screen(buttons)
-        for colour, box in buttons.items():
+    for number in range(50):
+        buttons, lit = click.make_buttons(rng), number % 4
+        image = click.draw_screen(buttons, lit)
+        for index, box in enumerate(buttons):
             x, y = click.middle_of(box)
             assert box[0] <= x <= box[2] and box[1] <= y <= box[3]
-            assert image.getpixel((x, y)) == COLOURS[colour]
+            assert image.getpixel((x, y)) == (click.LIT if index == lit else click.DIM)
 
 
 def test_demonstrations_of_click_call_the_tool_on_any_button(tmp_path):
