@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import pickle
+import resource
 import secrets
 import socket
 import subprocess
@@ -54,6 +55,8 @@ class ProcessHost:
         self._episodes: dict[int, _Episode] = {}
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="environment")
         self._copying = threading.Lock()
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))  # a socket for each episode of a step
         self._start()
 
     def reset(self, episode: int, row: dict[str, Any]) -> Future[Observation | None]:
@@ -122,7 +125,11 @@ class ProcessHost:
         """A process for an episode. Starts anew what was ended by an environment that killed its parent."""
         with self._copying:
             for again in (True, False):
-                ours, theirs = socket.socketpair()
+                try:
+                    ours, theirs = socket.socketpair()
+                except OSError as error:
+                    told = f"no process for it: {error}; each episode takes an open file, see ulimit -n"
+                    raise EnvironmentFailure(told) from None
                 try:
                     with theirs:
                         socket.send_fds(self._control, [b"copy"], [theirs.fileno()])

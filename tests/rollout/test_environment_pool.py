@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -203,3 +204,19 @@ def test_what_is_sent_comes_back_as_it_was():
         (each.mode, each.size, each.tobytes()) for each in images[:2]
     ]
     assert (back.videos[0].frames == frames).all() and back.videos[0].metadata == {"fps": 2.0}
+
+
+def test_episode_beyond_the_limit_of_open_files_fails_and_says_so():
+    host = ProcessHost(EpisodeConfig(environment=f"{FILE}:Bad"))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        host.reset(0, row_of("good")).result(timeout=60)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, limit[1]))
+        failing = host.reset(1, row_of("good"))
+        with pytest.raises(EnvironmentFailure, match="ulimit -n"):
+            failing.result(timeout=60)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        assert host.step(0, Action("go on")).result(timeout=60).reward == 0.5
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        host.close()
