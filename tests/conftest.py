@@ -55,12 +55,15 @@ def turn(item: pytest.Item) -> int:
     return LONGEST.index(path) if path in LONGEST else len(LONGEST) + (not is_slow(path))
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest itself looks at the marks for `-m`
+def pytest_itemcollected(item):
+    """Marks what lies in a folder of slow tests, and the files of whole runs; before pytest looks at marks for `-m`."""
+    if is_slow(path_of(item)):
+        item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(trylast=True)  # pytest itself orders tests by their fixtures
 def pytest_collection_modifyitems(items):
-    """Marks what lies in a folder of slow tests, and the files of whole runs; puts these in front."""
-    for item in items:
-        if is_slow(path_of(item)):
-            item.add_marker(pytest.mark.slow)
+    """Puts the longest files in front."""
     items.sort(key=turn)
 
 
