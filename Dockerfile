@@ -21,7 +21,7 @@ COPY README.md LICENSE pyproject.toml requirements.txt setup.py ./
 COPY scripts ./scripts
 COPY lightrft_visual ./lightrft_visual
 COPY examples ./examples
-RUN bash scripts/setup.sh && rm -rf /root/.cache && mkdir -p /cache
+RUN bash scripts/setup.sh && rm -rf ~/.cache && mkdir -p /cache
 
 ENV PATH=/opt/lightrft_visual/.venv/bin:$PATH
 WORKDIR /work

@@ -295,9 +295,9 @@ FAULTS = {
     "import_error": at_start(f"import not_there  {MARK}\n", "ModuleNotFoundError: No module named 'not_there'"),
     "exits_on_import": at_start(f"import sys\nsys.exit(0)  {MARK}\n", "sys.exit(0)"),
     "missing_function": at_start(
-        "def scores(completions):\n    return []\n", "has no function 'score'; did you mean 'scores'?"
+        "def scores(completions):\n    return []\n", "has no function or class 'score'; did you mean 'scores'?"
     ),
-    "not_a_function": at_start("score = 3\n", "has no function 'score'"),
+    "not_a_function": at_start("score = 3\n", "has no function or class 'score'"),
     "wrong_signature": at_start("def score(answers_of_mine):\n    return []\n", "asks for 'answers_of_mine'"),
     "positional_only": at_start(
         "def score(completions, /):\n    return []\n", "positional-only parameter 'completions'"

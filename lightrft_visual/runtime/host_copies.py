@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch.utils.weak import WeakTensorKeyDictionary
 
 T = torch.Tensor
+MOST_PINNED = 2**26  # bytes of a copy that page-locked memory is taken for, which is scarce and comes in powers of two
 _kept = WeakTensorKeyDictionary()  # tensors on a device, and what they were copied from
 
 
@@ -31,7 +31,8 @@ def on_host(tensor: T) -> T:
 
 
 class HostCopies:
-    """Copies to the host of which none waits for the device; they hold numbers once `wait` has."""
+    """Copies to the host that do not wait for the device, but those of large tensors; they hold numbers once `wait`
+    has."""
 
     def __init__(self) -> None:
         self._begun = False
@@ -40,6 +41,10 @@ class HostCopies:
         """The tensor on the host, from `wait` on; itself where it is there."""
         if tensor.device.type == "cpu":
             return tensor
+        if tensor.nbytes > MOST_PINNED:
+            return tensor.detach().cpu()
+        from deepspeed.accelerator import get_accelerator  # a reward server copies nothing and starts without it
+
         self._begun = True
         room = get_accelerator().pin_memory(torch.empty(tensor.shape, dtype=tensor.dtype))
         return room.copy_(tensor.detach(), non_blocking=True)
@@ -47,5 +52,7 @@ class HostCopies:
     def wait(self) -> None:
         """Until all copies are there."""
         if self._begun:
+            from deepspeed.accelerator import get_accelerator
+
             get_accelerator().synchronize()
         self._begun = False

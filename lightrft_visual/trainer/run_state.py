@@ -110,12 +110,7 @@ class Resumable(Protocol):
 
 BEST = "checkpoint-best"  # of the best gold
 # Without best_metric: the first of them that was measured.
-# Without best_metric: the first of them that was measured.
-BEST_BY = (
-    ("eval_gold", "max"),
-    ("eval_reward", "max"),
-    ("eval_loss", "min"),
-)
+BEST_BY = (("eval_gold", "max"), ("eval_reward", "max"), ("eval_loss", "min"))
 
 
 class RunState:

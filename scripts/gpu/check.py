@@ -31,7 +31,8 @@ def run_part(name: str, out: Path, size: str, limit: int) -> dict:
     """One part in a process of its own, ended at its time limit; the result is also written to OUT/NAME.json."""
     started = time.monotonic()
     result: dict = {"part": name, "size": size, "rows": []}
-    command = [sys.executable, str(HERE / "parts.py"), name, str(out), size]
+    file = "node.py" if "GPU_CHECK_RANKS" in os.environ else "parts.py"
+    command = [sys.executable, str(HERE / file), name, str(out), size]
     limit *= 1 if size == "real" else SLOW_HOST
     log = out / f"{name}.log"
     with open(log, "w") as output:

@@ -1,7 +1,8 @@
 """The parts of the check of several cards: of one node, or of several hosts. Functions as in `parts.py`; how many ranks
 there are says GPU_CHECK_RANKS, and where, for several hosts, GPU_CHECK_HOSTFILE.
 
-python scripts/gpu/node.py bandwidth MIB OUTPUT.json      what each rank of the part `bandwidth` runs
+python scripts/gpu/node.py PART FOLDER real|tiny          runs one part; check.py does so for all
+python scripts/gpu/node.py --rank MIB OUTPUT.json         what each rank of the part `bandwidth` runs
 """
 
 from __future__ import annotations
@@ -35,9 +36,7 @@ def bandwidth(folder: Path, size: str) -> Rows:
     for mib in (64, 512) if size == "real" else (1, 4):
         result = folder / f"bandwidth_{mib}.json"
         result.parent.mkdir(parents=True, exist_ok=True)
-        run = subprocess.run(
-            parts.started([str(HERE / "node.py"), "bandwidth", str(mib), str(result)], RANKS), cwd=ROOT
-        )
+        run = subprocess.run(parts.started([str(HERE / "node.py"), "--rank", str(mib), str(result)], RANKS), cwd=ROOT)
         if run.returncode:
             raise RuntimeError(f"the ranks of the bandwidth test ended with {run.returncode}")
         yield f"all-reduce of {mib} MiB, bus bandwidth", f"{json.loads(result.read_text()):.2f} GB/s"
@@ -188,4 +187,7 @@ PARTS: parts.Parts = {  # with its time limit in seconds; 20 minutes in sum
 
 
 if __name__ == "__main__":
-    measure_bandwidth(int(sys.argv[2]), Path(sys.argv[3]))
+    if sys.argv[1] == "--rank":
+        measure_bandwidth(int(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        parts.main(PARTS, *sys.argv[1:])

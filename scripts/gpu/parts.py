@@ -325,19 +325,14 @@ BY_NAME = {"engines_sglang": (engines_sglang, 280)}  # parts that run only where
 LIMITS = {name: limit for name, (_, limit) in (PARTS | BY_NAME).items()}
 
 
-def main(name: str, out: str, size: str) -> None:
+def main(known: Parts, name: str, out: str, size: str) -> None:
+    """Run one of the known parts, and write its rows as they come."""
     folder = Path(out)
     rows: list[tuple[str, str]] = []
-    if "GPU_CHECK_RANKS" in os.environ:
-        from node import PARTS as OF_RANKS
-
-        part = OF_RANKS[name][0]
-    else:
-        part = (PARTS | BY_NAME)[name][0]
-    for row in part(folder / "work", size):
+    for row in known[name][0](folder / "work", size):
         rows.append(row)
         write_whole(folder / f"{name}.rows.json", json.dumps(rows))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(PARTS | BY_NAME, *sys.argv[1:])

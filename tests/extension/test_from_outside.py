@@ -48,7 +48,7 @@ def test_a_vision_language_run_is_made_of_them(made):
     found = rows(made / "vl" / "metrics.csv")
     assert len(found) == 2
     # An estimator without a critic, the engine, the adapter of the model's family.
-    assert facts(made, "vl") == {"trainer": "GRPOTrainer", "engine": "TwoTokens", "family": "CalmQwen"}
+    assert facts(made, "vl") == {"trainer": "VLTrainer", "engine": "TwoTokens", "family": "CalmQwen"}
     for step, row in enumerate(found):
         assert float(row["my_tokens"]) == 1.0 and float(row["my_steps_before"]) == step  # a term of the loss, a hook
         assert float(row["my_loss_seen"]) == 0.25  # the loss, and a metric of the loss

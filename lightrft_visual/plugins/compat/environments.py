@@ -161,9 +161,11 @@ def _number(value: Any) -> Any:
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
     """While a user's file is imported, OpenRLHF's base classes of agents are there, where OpenRLHF is not installed."""
-    if importlib.util.find_spec("openrlhf") is not None:
+    found = importlib.util.find_spec("openrlhf")
+    if found is not None and found.submodule_search_locations is not None:  # else a file of the user's of this name
         yield
         return
+    before = sys.modules.get("openrlhf")
     made = {name: types.ModuleType(name) for name in ("openrlhf", "openrlhf.utils", AGENTS)}
     vars(made[AGENTS]).update(AgentInstanceBase=AgentInstanceBase, AgentExecutorBase=AgentExecutorBase)
     vars(made[AGENTS]).update(MultiTurnAgentExecutor=MultiTurnAgentExecutor)
@@ -173,6 +175,8 @@ def stand_ins() -> Iterator[None]:
     finally:
         for name in made:
             sys.modules.pop(name, None)
+        if before is not None:
+            sys.modules["openrlhf"] = before
 
 
 class AgentInstanceBase:

@@ -17,7 +17,6 @@ from PIL import Image, ImageDraw
 from ...rollout.builtin.click import Click
 from ...rollout.environments import ToolCall
 from ...rollout.tools import render_tool_call
-from ...runtime.seeding import derive_seed
 from .task import Question, TaskSource, belongs
 from .zoom import GROUNDS, HALF, QUARTERS, SIDE
 
@@ -94,7 +93,7 @@ SOURCE = TaskSource(
     "click",
     VERSION,
     lambda row, split, rng, size: draw_question(row, split, rng),
-    lambda seed, split, row: derive_seed(seed, "embedded click", VERSION, split, row),
+    "embedded click",
     vocabulary_texts,
     {"until_loss": 0.0, "max_steps": 150, "per_response": True},
     Click,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import random
 
-from ...runtime.seeding import derive_seed
 from .questions import COLOURS, Scene, draw_scenes
 from .task import EmbeddedTask, Question, TaskSource, belongs, build_task
 
@@ -94,7 +93,7 @@ SOURCE = TaskSource(
     "reasoning",
     VERSION,
     lambda row, split, rng, size: draw_question(tuple(KINDS)[row % len(KINDS)], split, rng, size),
-    lambda seed, split, row: derive_seed(seed, "embedded reasoning", VERSION, split, row),
+    "embedded reasoning",
     vocabulary_texts,
     {"until_loss": 0.24},
 )

@@ -85,16 +85,16 @@ class TaskSource:
     """How the questions of a task are drawn.
 
     name, version: part of the folder's name, so a change of the drawing must change the version. draw: a question from
-    (row, split, random numbers of this row, side of the images), which belongs to the split. seed_of: the seed of a
-    row from (seed of the task, split, row). vocabulary_texts: hold every word, digit and sign of the task; a tokenizer
-    trained on them knows it all. warm_up: settings of its base that differ from the usual. environment: makes the one
-    that conversations are held with.
+    (row, split, random numbers of this row, side of the images), which belongs to the split. stream: names the random
+    numbers; a row's follow from it, the task's seed and version, the split and the row. vocabulary_texts: hold every
+    word, digit and sign of the task; a tokenizer trained on them knows it all. warm_up: settings of its base that
+    differ from the usual. environment: makes the one that conversations are held with.
     """
 
     name: str
     version: int
     draw: Callable[[int, str, random.Random, int], Question]
-    seed_of: Callable[[int, str, int], int]
+    stream: str
     vocabulary_texts: Callable[[], list[str]]
     warm_up: dict[str, Any] = field(default_factory=dict)
     environment: Callable[[], Environment] | None = None
@@ -149,7 +149,8 @@ def _write_split(source: TaskSource, folder: Path, split: str, rows: int, seed: 
     (folder / "images" / split).mkdir(parents=True)
     with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
         for index in range(rows):
-            question = source.draw(index, split, random.Random(source.seed_of(seed, split, index)), size)
+            own = derive_seed(seed, source.stream, source.version, split, index)
+            question = source.draw(index, split, random.Random(own), size)
             names = [f"images/{split}/{index:06d}-{place}.png" for place in range(len(question.images))]
             for name, image in zip(names, question.images):
                 image.save(folder / name)

@@ -23,7 +23,6 @@ from PIL import Image, ImageDraw
 
 from ...rollout.environments import ToolCall
 from ...rollout.tools import ToolEnvironment, render_tool_call
-from ...runtime.seeding import derive_seed
 from .questions import COLOURS
 from .task import Question, TaskSource, belongs
 
@@ -173,7 +172,7 @@ SOURCE = TaskSource(
     "zoom",
     VERSION,
     lambda row, split, rng, size: draw_question(row, split, rng),
-    lambda seed, split, row: derive_seed(seed, "embedded zoom", VERSION, split, row),
+    "embedded zoom",
     vocabulary_texts,
     {"until_loss": 0.0, "max_steps": 150, "per_response": True},
     EmbeddedZoom,

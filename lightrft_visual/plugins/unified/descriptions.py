@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 
-from ...runtime.seeding import derive_seed
 from ..embedded.questions import COLOURS, SHAPES, Scene, draw_scene, random_scene, single_scene
 from ..embedded.task import EmbeddedTask, Question, TaskSource, belongs, build_task
 
@@ -51,6 +50,6 @@ SOURCE = TaskSource(
     "descriptions",
     VERSION,
     lambda row, split, rng, size: draw_description(split, rng, size),
-    lambda seed, split, row: derive_seed(seed, "descriptions", VERSION, split, row),
+    "descriptions",
     vocabulary_texts,
 )

@@ -279,9 +279,10 @@ def _datasets(config: RunConfig, checkpoint: Checkpoint) -> tuple[PromptDataset,
     family = type(checkpoint.family)
     # By the policy "error" a label without a recipe is told later, with all the labels that the data have.
     labels = scored_labels(config.reward) if config.data.on_bad_row == "skip" else None
-    length = rollout.prompt_max_len
-    checks = RowChecks(limits=rollout, model_input=renderer, prompt_max_len=length, media=family, labels=labels)
-    checks = replace(checks, tools=checkpoint.tools)
+    checks = RowChecks(
+        limits=rollout, model_input=renderer, prompt_max_len=rollout.prompt_max_len, media=family, labels=labels,
+        tools=checkpoint.tools,
+    )  # fmt: skip
     dataset = PromptDataset.for_training(config.data, checks)
     dataset.check_draw_column()
     if config.data.eval_data is None or config.data.max_eval_samples == 0:

@@ -169,5 +169,5 @@ def test_warm_up_pairs_are_the_demonstrations_with_their_answers_in_a_reproducib
 
 def test_docs_say_the_share_of_each_kind():
     text = (Path(__file__).resolve().parents[3] / "docs" / "data.md").read_text()
-    shares = dict(re.findall(r"^\| `(\w+)` \| (\d+) % \|", text, re.M))
+    shares = dict(re.findall(r"^- `(\w+)`, (\d+) %:", text, re.M))
     assert {kind: int(share) for kind, share in shares.items()} == {k: 5 * n for k, n in questions._SHARES.items()}

@@ -257,11 +257,11 @@ def test_load_reward_fn(tmp_path):
     ("spec", "words"),
     [
         ("{dir}/gone.py:score", "does not exist"),
-        ("{dir}/mine.py:scor", "no function 'scor'; did you mean 'score'"),
+        ("{dir}/mine.py:scor", "no function or class 'scor'; did you mean 'score'"),
         ("{dir}/mine.py", "write it as path.py:function"),
         ("{dir}/broken.py:f", "fails on import: NameError"),
         ("{dir}/notes.txt:f", "not a Python file"),
-        ("{dir}/mine.py:NUMBER", "no function 'NUMBER'"),
+        ("{dir}/mine.py:NUMBER", "no function or class 'NUMBER'"),
     ],
 )
 def test_load_errors(tmp_path, spec, words):
