@@ -420,6 +420,7 @@ for _name, _target, _about in (
     ("aesthetic", "aesthetic:Aesthetic", "LAION's aesthetic predictor"),
     ("hpsv2", "hpsv2:HPSv2", "Human Preference Score v2"),
     ("hpsv3", "hpsv3:HPSv3", "Human Preference Score v3: Qwen2-VL with a head"),
+    ("videoalign", "videoalign:VideoAlign", "VideoAlign: visual quality, motion and alignment of whole clips"),
     ("image_reward", "image_reward:ImageReward", "ImageReward, human preference"),
     ("unified_reward", "unified_reward:UnifiedReward", "UnifiedReward behind an OpenAI-compatible server"),
     ("geneval", "geneval:GenEval", "GenEval: objects, numbers, colours and positions, by a detector and rules"),

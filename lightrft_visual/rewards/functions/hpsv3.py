@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoProcessor, Qwen2VLForConditionalGeneration
+from transformers import AutoConfig, AutoProcessor
 
-from ...errors import ConfigError, refused_as
 from ...runtime.offload import on_device
 from .image_scoring import in_batches, load_checkpoint, load_tensors, mean_over_frames
+from .qwen2vl_head import read_at, with_head
 
 TOKEN = "<|Reward|>"  # the one at which the head reads
-HEAD = "rm_head."
 PIXELS = 256 * 28 * 28  # every image has so many
 QUESTION = (
     "\nYou are tasked with evaluating a generated image based on Visual Quality and Text Alignment and give a "
@@ -79,9 +78,10 @@ class HPSv3:
         self.divide_by, self.batch_size, self.offload = divide_by, batch_size, offload
         self._processor = load_checkpoint(AutoProcessor.from_pretrained, model, "hpsv3", padding_side="right")
         self._processor.tokenizer.add_special_tokens({"additional_special_tokens": [TOKEN]})
-        self._token = self._processor.tokenizer.convert_tokens_to_ids(TOKEN)
-        config = load_checkpoint(AutoConfig.from_pretrained, model, "hpsv3")
-        self._model = _filled(config, load_tensors(weights, "hpsv3"), torch.bfloat16 if bf16 else torch.float32)
+        self._tokens = {TOKEN: self._processor.tokenizer.convert_tokens_to_ids(TOKEN)}
+        config, state = load_checkpoint(AutoConfig.from_pretrained, model, "hpsv3"), load_tensors(weights, "hpsv3")
+        head = rating_head(config.get_text_config().hidden_size)
+        self._model = with_head(config, state, head, torch.bfloat16 if bf16 else torch.float32, "hpsv3")
 
     def __call__(self, frames: list[list[Any]], prompts: list[str], device: Any) -> list[float | None]:
         def score(images: list[Any], texts: list[str]) -> list[float]:
@@ -89,7 +89,7 @@ class HPSv3:
             with on_device(self._model, device, self.offload) as model:
                 for part in in_batches(self.batch_size, len(images)):
                     batch = self.inputs([images[i] for i in part], [texts[i] for i in part]).to(device)
-                    found += (rated(model, batch, self._token)[:, 0] / self.divide_by).tolist()
+                    found += (read_at(model, batch, self._tokens, "hpsv3")[:, 0, 0] / self.divide_by).tolist()
             return found
 
         return mean_over_frames(frames, prompts, score)
@@ -108,35 +108,3 @@ class HPSv3:
         return self._processor(
             text=texts, images=shown, padding=True, return_tensors="pt", images_kwargs={"size": size}
         )
-
-
-@torch.no_grad()
-def rated(model: nn.Module, batch: Any, token: int) -> torch.Tensor:
-    """(B, 2) float32: mean and spread at the token. As in the published forward, positions count tokens, of images too.
-
-    Raises ConfigError where a text has the token in other number than one.
-    """
-    ids = batch["input_ids"]
-    here = ids == token
-    if not bool((here.sum(dim=1) == 1).all()):
-        raise ConfigError(f"hpsv3: a prompt holds {TOKEN}, which is the question's own")
-    positions = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
-    hidden = model.model(**batch, position_ids=positions, use_cache=False).last_hidden_state
-    return model.rm_head(hidden[here].float())
-
-
-def _filled(config: Any, state: dict[str, torch.Tensor], dtype: torch.dtype) -> nn.Module:
-    """The network with the published weights and head. Raises ConfigError where names or shapes do not fit."""
-    head = {name[len(HEAD) :]: state.pop(name).float() for name in list(state) if name.startswith(HEAD)}
-    words = [tensor for name, tensor in state.items() if name.endswith("embed_tokens.weight")]
-    with refused_as(ConfigError, "scorer hpsv3: weights and model do not fit"):
-        config.get_text_config().vocab_size = words[0].shape[0]  # the token of its own is one more
-        model, report = Qwen2VLForConditionalGeneration.from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
-        )
-        model.rm_head = rating_head(config.get_text_config().hidden_size)
-        model.rm_head.load_state_dict(head)
-    wrong = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in report[kind]]
-    if wrong:
-        raise ConfigError(f"scorer hpsv3: weights and model do not fit: {', '.join(map(str, wrong[:5]))}")
-    return model.eval()

@@ -50,10 +50,17 @@ def test_a_scorer_of_several_models_has_a_line_of_each() -> None:
     assert phase[NAMED.format("geneval")][1] == pytest.approx(4 * 68.7e6, rel=0.01)  # 69 M in its paper
 
 
-@pytest.mark.parametrize(("flags", "width"), [([], 2), (["--kwargs.hpsv3.bf16", "false"], 4)])
-def test_a_scorer_in_half_precision_takes_half_of_the_memory(flags, width) -> None:
-    phase = held(["--components.hpsv3", "1.0", *flags])[1]
-    assert phase[NAMED.format("hpsv3")][1] == pytest.approx(width * 8.29e9, rel=0.01)
+@pytest.mark.parametrize(
+    ("scorer", "flags", "size"),
+    [
+        ("hpsv3", [], 2 * 8.29e9),
+        ("hpsv3", ["--kwargs.hpsv3.bf16", "false"], 4 * 8.29e9),
+        ("videoalign", [], 2 * 2.21e9),
+    ],
+)
+def test_a_scorer_in_half_precision_takes_half_of_the_memory(scorer, flags, size) -> None:
+    phase = held([f"--components.{scorer}", "1.0", *flags])[1]
+    assert phase[NAMED.format(scorer)][1] == pytest.approx(size, rel=0.01)
 
 
 @pytest.fixture(scope="module")

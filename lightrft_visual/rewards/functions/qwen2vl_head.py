@@ -1,0 +1,52 @@
+"""Qwen2-VL with a head that reads at tokens of its own, as HPSv3 and VideoAlign have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Qwen2VLForConditionalGeneration
+
+from ...errors import ConfigError, refused_as
+
+HEAD = "rm_head."
+
+
+def with_head(
+    config: Any, state: dict[str, torch.Tensor], head: nn.Module, dtype: torch.dtype, scorer: str
+) -> nn.Module:
+    """The network with the published weights, and as its `rm_head` the given one, which keeps its own precision.
+
+    Raises ConfigError where names or shapes do not fit.
+    """
+    own = {name[len(HEAD) :]: state.pop(name) for name in list(state) if name.startswith(HEAD)}
+    words = [tensor for name, tensor in state.items() if name.endswith("embed_tokens.weight")]
+    with refused_as(ConfigError, f"scorer {scorer}: weights and model do not fit"):
+        config.get_text_config().vocab_size = words[0].shape[0]  # with the tokens of its own
+        model, report = Qwen2VLForConditionalGeneration.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+        )
+        head.load_state_dict(own)
+        model.rm_head = head
+    wrong = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in report[kind]]
+    if wrong:
+        raise ConfigError(f"scorer {scorer}: weights and model do not fit: {', '.join(map(str, wrong[:5]))}")
+    return model.eval()
+
+
+@torch.no_grad()
+def read_at(model: nn.Module, batch: Any, tokens: dict[str, int], scorer: str) -> torch.Tensor:
+    """(B, K, outputs) float32: what the head says at each of the K tokens, in the order of the text.
+
+    As in the published forwards, positions count tokens, of images and videos too. Raises ConfigError where a text
+    does not have each token once.
+    """
+    ids = batch["input_ids"]
+    found = torch.stack([ids == token for token in tokens.values()])
+    if not bool((found.sum(dim=2) == 1).all()):
+        raise ConfigError(f"{scorer}: a prompt holds one of {', '.join(tokens)}, which are the question's own")
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
+    hidden = model.model(**batch, position_ids=positions, use_cache=False).last_hidden_state
+    width = next(model.rm_head.parameters()).dtype
+    return model.rm_head(hidden[found.any(dim=0)].to(width)).float().unflatten(0, (len(ids), len(tokens)))
