@@ -305,6 +305,8 @@ class VLSettings(TypedDict, total=False):
     """weight of log teacher - log policy in each token's advantage. Default: 0.0."""
     selective_replay: int
     """samples of a kind kept to replace those without advantage; 0: off. Default: 0."""
+    routing_replay: str
+    """off | rollout | old; whose choice of experts is used again. Default: 'off'."""
     overlong_buffer: bool
     """algorithm. Default: False."""
     overlong_buffer_len: int

@@ -26,8 +26,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 1857, "experience": 3118, "config": 4520, "runtime": 5260, "data": 3086,
-    "models": 4876, "rollout": 4507, "rewards": 4274, "algorithms": 1763, "trainer": 6830, "observe": 3374,
+    "": 1857, "experience": 3127, "config": 4523, "runtime": 5260, "data": 3086,
+    "models": 5099, "rollout": 4527, "rewards": 4274, "algorithms": 1763, "trainer": 6880, "observe": 3374,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

@@ -73,6 +73,7 @@ class AlgorithmConfig(Section):
     papo_entropy_coef: NonNegativeFloat = 0.0  # weight against the entropy of both policies (double entropy loss)
     teacher_coef: NonNegativeFloat = 0.0  # weight of log teacher - log policy in each token's advantage
     selective_replay: NonNegativeInt = 0  # samples of a kind kept to replace those without advantage; 0: off
+    routing_replay: Annotated[str, one_of("off", "rollout", "old")] = "off"  # whose choice of experts is used again
     overlong_buffer: bool = False
     overlong_buffer_len: PositiveInt = 1024
     overlong_buffer_penalty_factor: NonNegativeFloat = 1.0
@@ -90,8 +91,8 @@ class AlgorithmConfig(Section):
     @property
     def reads_log_probs(self) -> bool:
         """Whether the policy's log-probs are read before its first update: by the KL to the reference, beside a critic
-        or a teacher, to choose tokens by entropy or covariance, by later steps that replay samples, or by an estimator
-        that says so."""
+        or a teacher, to choose tokens by entropy or covariance, by later steps that replay samples, to note its
+        experts, or by an estimator that says so."""
         return (
             self.init_kl_coef > 0
             or self.estimator.critic
@@ -100,6 +101,7 @@ class AlgorithmConfig(Section):
             or self.high_entropy_token_ratio < 1
             or self.teacher_coef > 0
             or self.selective_replay > 0
+            or self.routing_replay == "old"
         )
 
     @property

@@ -195,6 +195,7 @@ for _entry in (  # in the order in which they follow a step
         "trained_prompts", f"{_features}.trained_prompts:build", "`trained_prompt_num`: different prompts so far",
         kinds=("diffusion",),
     ),
+    Hook("routing", f"{_features}.routing:build", "`routing_replay`: experts are used again", kinds=("vl",)),
     Hook(
         "episodes", f"{_features}.episodes:build", "`environment`, `tools`: turns, calls and failures in the metrics",
         kinds=("vl",),

@@ -97,7 +97,8 @@ class Completion:
     """One response. `log_probs` has one number per token; None when truncated sampling leaves no softmax.
 
     image: what was drawn, as PIL, where the prompt asked for one. versions: of the policy that drew each token, where
-    they may differ from the present one's.
+    they may differ from the present one's. experts: of a mixture of experts, those that each token of prompt and
+    response but the last went through (tokens, layers, k); None where the engine does not say.
     """
 
     token_ids: list[int]
@@ -107,6 +108,7 @@ class Completion:
     prompt_token_ids: list[int]
     image: Any = None
     versions: list[int] | None = None
+    experts: T | None = None
 
 
 @dataclass
@@ -314,6 +316,7 @@ class Rollout:
     versions: list[int] | None = None  # of the policy that drew each token; None where all are policy_version
     distorted: bool = False
     episode: Episode | None = None
+    experts: T | None = None  # as of a `Completion`
 
     @property
     def sampled_ids(self) -> list[int]:
@@ -397,10 +400,10 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
     """A padded micro-batch of B rollouts, in order; ExperienceVL for vision models, also without any image.
 
     Log-probs, values and advantages of the trainer are still to come. info: response_length, total_length, truncated,
-    loss_part, distorted (B) float32; of episodes turns and turn_gamma (B), turn_ids (A_i) and, where
-    they are scored, turn_rewards (turns) of each sample; and, where the rollouts are scored, reward (B) and
-    reward_metrics {name: (B)}, NaN where a component did not apply; reward_weights {name: (B)} where their weighted sum
-    is the reward. Vision tensors are referred to, not copied; the images themselves stay behind.
+    loss_part, distorted (B) float32; experts of each sample, where they are known; of episodes turns and turn_gamma
+    (B), turn_ids (A_i) and, where they are scored, turn_rewards (turns) of each sample; and, where the rollouts are
+    scored, reward (B) and reward_metrics {name: (B)}, NaN where a component did not apply; reward_weights {name: (B)}
+    where their weighted sum is the reward. Vision tensors are referred to, not copied; the images stay behind.
     """
     sequences, attention_mask, action_mask = pad_rollouts(
         [rollout.prompt.token_ids for rollout in rollouts], [rollout.token_ids for rollout in rollouts], pad_id
@@ -416,6 +419,8 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
         "loss_part": torch.tensor([float(rollout.prompt.loss_part) for rollout in rollouts]),
         "distorted": torch.tensor([float(rollout.distorted) for rollout in rollouts]),
     }
+    if any(rollout.experts is not None for rollout in rollouts):
+        info["experts"] = [rollout.experts for rollout in rollouts]
     shared: dict[str, Any] = dict.fromkeys(
         ("action_log_probs", "base_action_log_probs", "values", "returns", "advantages")
     ) | {

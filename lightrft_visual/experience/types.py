@@ -328,6 +328,7 @@ class ModelInputs:
     `packed_seq_lens` (tokens of each sample). action_mask (B, A) bool, right-padded, in both forms.
     num_actions: in packed form, action columns of each sample. vision: what the model reads of images and videos,
     joined only by the forward. sample_ids (B): who to name in errors. group_ids (B): whose prompt is the same.
+    routing: of each sample the recorded experts of its first tokens (n, layers, k), None where it has no record.
     """
 
     sequences: T
@@ -338,11 +339,14 @@ class ModelInputs:
     vision: VisionTensors = field(default_factory=VisionTensors)
     sample_ids: T | None = None
     group_ids: T | None = None
+    routing: list[T | None] | None = None
 
     @classmethod
     def of(cls, batch: Experience | ExperienceVL) -> ModelInputs:
         """Inputs of a micro-batch; no copies."""
         media = {"sample_ids": batch.sample_id, "group_ids": batch.group_id}
+        if (batch.info or {}).get("experts") is not None:
+            media["routing"] = list(batch.info["experts"])
         if isinstance(batch, ExperienceVL):
             media["vision"] = batch.vision
         if not batch.is_packed:

@@ -187,6 +187,7 @@ class Conversation:
     log_probs: list[float] | None = field(default_factory=list)
     text: str = ""
     truncated: bool = False
+    experts: Any = None
 
     @property
     def turns(self) -> int:
@@ -213,6 +214,7 @@ class Conversation:
         """The tokens of a turn."""
         self._extend(completion.token_ids, completion.token_ids, self.turns, completion.log_probs)
         self.text, self.truncated = completion.text, completion.truncated
+        self.experts = completion.experts  # of all turns so far
         self.episode.turns.append(Turn(completion.text))
 
     def observed(self, added: Added, messages: list[Message]) -> None:

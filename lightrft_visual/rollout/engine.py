@@ -191,6 +191,7 @@ def _rollouts(
             versions=response.versions,
             image=response.image,
             distorted=distorted,
+            experts=response.experts,
         )
         for index, response in enumerate(responses)
     ]

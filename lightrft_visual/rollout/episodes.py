@@ -334,6 +334,7 @@ class _Round:
             policy_version=self.policy_version,
             valid=not own.episode.failed,
             episode=own.episode,
+            experts=own.experts,
         )
 
     def _any_rank(self, own: bool) -> bool:

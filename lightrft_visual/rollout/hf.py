@@ -20,6 +20,7 @@ from ..experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ..experience.types import ModelInputs
 from ..experience.vision import VisionTensors
 from ..models.loading import Checkpoint, add_lora, load_transformer
+from ..models.routing import of_responses
 from ..models.vlm.actor import Actor
 from ..runtime import collectives
 from ..runtime.deepspeed import TrainEngine
@@ -129,7 +130,22 @@ class TransformersEngine:
             actor.train(training)
 
     def _decode(self, samples: list[_Sample], settings: SamplingSettings) -> list[Completion]:
-        """Sample the responses of one micro-batch. No rows: keep the other ranks company."""
+        """Sample the responses of one micro-batch; of a mixture of experts with the experts of their tokens."""
+        routers = self.actor.backbone.routers
+        if routers is None:
+            return self._sampled(samples, settings)
+        with routers.recorded() as passes:
+            made = self._sampled(samples, settings)
+        if samples:
+            different = {id(each.prompt): len(each.prompt.token_ids + each.prompt.continued) for each in samples}
+            prompts = [list(different).index(id(each.prompt)) for each in samples]
+            chosen = of_responses(passes, list(different.values()), prompts, [len(each.token_ids) for each in made])
+            for completion, experts in zip(made, chosen):
+                completion.experts = experts
+        return made
+
+    def _sampled(self, samples: list[_Sample], settings: SamplingSettings) -> list[Completion]:
+        """No rows: keep the other ranks company."""
         actor = self.actor
         device = actor.banned_ids.device
         longest = [actor.drawing.tokens if each.prompt.draws else each.most(settings) for each in samples]

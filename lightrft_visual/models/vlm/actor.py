@@ -23,6 +23,7 @@ from ...runtime.host_copies import on_host, to_device
 from ...runtime.sequence import SequenceGroup
 from ..attention import Segments, attend_by_segments
 from ..logprobs import LogProbLinear
+from ..routing import Routers, by_sample
 from .families import family_of
 from .shared_prefix import SharedSequence, SlicedSequence
 
@@ -34,12 +35,14 @@ T = torch.Tensor
 
 @dataclass
 class HiddenStates:
-    """values (n, H): of the tokens that were asked for, or of the `own` (n) among those N that are on this rank."""
+    """values (n, H): of the tokens that were asked for, or of the `own` (n) among those N that are on this rank.
+    experts: of each sample, where the routers note their choices."""
 
     values: T
     own: T | EllipsisType = ...
     count: int = 0
     sequence: SequenceGroup | None = None
+    experts: list[T] | None = None
 
     def joined(self, results: T) -> T:
         """(N, ...) from results (n, ...) of this rank's tokens: with those of the other ranks; see
@@ -71,6 +74,7 @@ class Backbone:
                     f"{name} is not proven for {self.family.unproven or f'model type {self.config.model_type!r}'} "
                     f"with attention {self.config._attn_implementation}: leave it out"
                 )
+        self.routers = Routers.of(self.base)
         self.slices = None if sequence is None else SlicedSequence(sequence, self.base, self.family.towers)
 
     def hidden_states(self, inputs: ModelInputs) -> T:
@@ -86,9 +90,20 @@ class Backbone:
         Where `share_prefix` is on, the prompt of a group is computed once. With ranks that hold a batch together each
         has those of its slice alone; all of them call it with the same batch. Raises as `hidden_states`.
         """
+        if self.routers is None or not self.routers.notes(inputs):
+            return self._hidden_at(inputs, indices)[0]
+        with self.routers.recorded() as passes:
+            hidden, places = self._hidden_at(inputs, indices)
+        width = inputs.sequences.shape[1]
+        chosen = passes[0].unflatten(0, (-1, len(passes[0]) // len(inputs.sequences))) if places is None else passes[0]
+        chosen = chosen[:, :width].flatten(0, 1) if places is None else chosen[places]
+        return replace(hidden, experts=by_sample(inputs, chosen))
+
+    def _hidden_at(self, inputs: ModelInputs, indices: T) -> tuple[HiddenStates, T | None]:
+        """The same, and where in the row that was run each token of the inputs is; None where those are run."""
         shared = SharedSequence.of(inputs) if self.share_prefix else None
         if shared is None and self.sequence is None:
-            return HiddenStates(self.hidden_states(inputs)[indices])
+            return HiddenStates(self.hidden_states(inputs)[indices]), None
         shared = shared or SharedSequence.alone(inputs)
         positions, types = self._positions(inputs)
         with self.slices or nullcontext():
@@ -101,10 +116,10 @@ class Backbone:
             )
         tokens, hidden = shared.indices[indices], hidden.squeeze(0)
         if self.sequence is None:
-            return HiddenStates(hidden[tokens])
+            return HiddenStates(hidden[tokens]), shared.indices
         first = self.sequence.index * len(hidden)
         own = ((tokens >= first) & (tokens < first + len(hidden))).nonzero().squeeze(1)
-        return HiddenStates(hidden[tokens[own] - first], own, len(indices), self.sequence)
+        return HiddenStates(hidden[tokens[own] - first], own, len(indices), self.sequence), shared.indices
 
     def prefill(self, inputs: ModelInputs, cache: Cache) -> tuple[T, T]:
         """Run left-padded prompts (B, S) into `cache`: (last hidden states (B, H), positions of the next token).
@@ -139,7 +154,7 @@ class Backbone:
 
     def _forward(self, inputs: ModelInputs, positions: T, types: T, segments: Segments | None = None, **cache) -> T:
         """(rows, S, H), or this rank's slice of the row. segments: of a packed row, None for its samples."""
-        length = inputs.sequences.shape[1]
+        given, length = inputs, inputs.sequences.shape[1]
         for kind in self._missing_media(inputs):
             inputs, positions, types = self._with_blank(kind, inputs, positions, types)
         if self.slices is not None and self.slices.active:
@@ -157,6 +172,9 @@ class Backbone:
         if segments is not None:
             segments = segments.followed_by(blank) if blank else segments
             arguments |= {"attention_mask": segments.mask, "segments": segments}
+        if self.routers is not None:
+            width, sliced = inputs.sequences.shape[1], self.slices is not None and self.slices.active
+            self.routers.follow(given, width, self.sequence.slice_of(width) if sliced else slice(None))
         hidden = self.base(**arguments).last_hidden_state
         if segments is not None and not segments.used:  # its samples have attended to each other
             raise ConfigError("this model's attention does not take segments: train it padded, without packing_samples")
@@ -215,10 +233,12 @@ class Backbone:
 
 @dataclass
 class ActorOutput:
-    """log_probs and entropy (nats), each (B, A) float32 with 0 where the action mask is false."""
+    """log_probs and entropy (nats), each (B, A) float32 with 0 where the action mask is false. experts: of each sample
+    (tokens, layers, k), where the routers note their choices."""
 
     log_probs: T
     entropy: T | None
+    experts: list[T] | None = None
 
 
 class Actor(nn.Module):
@@ -262,16 +282,16 @@ class Actor(nn.Module):
         counted = to_device(on_host(mask).flatten().nonzero().squeeze(1), mask.device)
         indices = inputs.action_indices().flatten()[counted]
         targets = inputs.sequences.flatten()[indices + 1]
-        columns = counted % mask.shape[1]
+        columns, experts = counted % mask.shape[1], None
         if self.drawing is None:
             hidden = self.backbone.hidden_at(inputs, indices)
             scores = self._score(hidden.values, targets[hidden.own], columns[hidden.own], rule, with_entropy)
             if self.backbone.sequence is not None:
                 scores = (None if each is None else hidden.joined(each) for each in scores)
-            log_probs, entropy = scores
+            (log_probs, entropy), experts = scores, hidden.experts
         else:
             log_probs, entropy = self._score_either(inputs, indices, targets, columns, rule, with_entropy)
-        return ActorOutput(_scatter(log_probs, mask), _scatter(entropy, mask) if with_entropy else None)
+        return ActorOutput(_scatter(log_probs, mask), _scatter(entropy, mask) if with_entropy else None, experts)
 
     def _score_either(
         self, inputs: ModelInputs, indices: T, targets: T, columns: T, rule: ScoringRule, with_entropy: bool

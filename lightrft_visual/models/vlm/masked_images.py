@@ -84,6 +84,7 @@ def beside_hidden(inputs: ModelInputs, share: float, seed: int) -> ModelInputs:
         vision=both,
         sample_ids=twice(inputs.sample_ids),
         group_ids=twice(inputs.group_ids),
+        routing=inputs.routing and [*inputs.routing, *[None] * count],  # hidden images may go another way
     )
 
 

@@ -21,6 +21,7 @@ from ...experience.types import ModelInputs
 from ...experience.vision import InParts, Sample, VisionTensors, parts_of
 from ...runtime.host_copies import on_host, to_device
 from ...runtime.sequence import SequenceGroup
+from ..routing import laid_out
 
 T = torch.Tensor
 
@@ -100,7 +101,10 @@ class SharedSequence:
         device = inputs.sequences.device
         tokens = on_host(inputs.sequences).flatten()[on_host(self.columns)].unsqueeze(0)
         row = to_device(tokens, device), to_device(torch.ones_like(tokens), device)
-        return ModelInputs(*row, inputs.action_mask, list(self.lengths), vision=self.vision)
+        table, routing = laid_out(inputs), None
+        if table is not None:
+            routing = list(table.flatten(0, 1)[self.columns].split(self.lengths))
+        return ModelInputs(*row, inputs.action_mask, list(self.lengths), vision=self.vision, routing=routing)
 
     def select(self, values: T) -> T:
         """Values (..., rows, S) of each token of the inputs to (..., 1, tokens of the row)."""

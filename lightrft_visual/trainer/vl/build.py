@@ -381,7 +381,7 @@ def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Check
 
         def without_adapters(inputs, rule):
             with actor.module.model.disable_adapter():
-                return actor(inputs, rule, with_entropy=False).log_probs
+                return actor(replace(inputs, routing=None), rule, with_entropy=False).log_probs
 
         return own_scores(without_adapters, strategy.sequence), None
     with strategy.loading():

@@ -75,7 +75,8 @@ class _Response:
             return replace(last, versions=self.versions)
         text = tokenizer.decode(self.token_ids, skip_special_tokens=self.batch.settings.skip_special_tokens)
         cut = last.truncated or self.token_ids[-1] != last.token_ids[-1]
-        return Completion(self.token_ids, self.log_probs, text, cut, last.prompt_token_ids, versions=self.versions)
+        made = self.token_ids, self.log_probs, text, cut, last.prompt_token_ids
+        return Completion(*made, versions=self.versions, experts=last.experts)
 
 
 class PartialRollouts:

@@ -1,0 +1,198 @@
+"""Which experts a mixture of experts sends each token to: noted, compared between passes, and used again.
+
+A sparse block chooses by one `torch.topk` over the scores of its experts. While such a block runs, that call goes
+through `_Choice`. A choice that is used again thus gets its weights by the model's own formula, with gradients, and
+where it is the model's own choice nothing changes, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..errors import ConfigError
+from ..experience.types import ModelInputs
+from ..runtime.host_copies import on_host, to_device
+
+T = torch.Tensor
+FREE = -1  # in place of an expert: the model chooses for itself
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class Routers:
+    """The sparse blocks of a base model, in the order of its layers; choices are (tokens, layers, k), small integers.
+
+    mode: what a recorded choice is for. Passes compare with it what the model chooses itself; `rollout` and `old` use
+    it again, and `old` also notes the choices of passes without gradient, for `Actor`.
+    """
+
+    def __init__(self, base: nn.Module, experts: int):
+        self.mode, self.wanted, self._inside = "off", None, False
+        self.dtype = torch.uint8 if experts <= 256 else torch.int16
+        blocks = sparse_blocks(base)
+        self._made: list[T | None] = [None] * len(blocks)
+        self._passes: list[list[T]] = []
+        self._counts: list[T] = []  # (choices that differ, choices compared)
+        for layer, block in enumerate(blocks):
+            choice = _Choice(experts, partial(self._chosen, layer))
+            block.register_forward_pre_hook(partial(_entered, choice))
+            block.register_forward_hook(partial(_left, choice), always_call=True)
+        base.register_forward_pre_hook(self._begun)
+        base.register_forward_hook(self._over, always_call=True)
+
+    @classmethod
+    def of(cls, base: nn.Module) -> Routers | None:
+        """None for a model without sparse blocks."""
+        text = base.config.get_text_config()
+        experts = next((getattr(text, name) for name in _COUNTS if getattr(text, name, None)), 0)
+        return cls(base, experts) if experts and sparse_blocks(base) else None
+
+    def use(self, mode: str) -> None:
+        """What recorded choices are for, from here on."""
+        self.mode = mode
+
+    def notes(self, inputs: ModelInputs) -> bool:
+        """Whether the choices of a pass are wanted in its output."""
+        return self.mode == "old" and inputs.routing is None and not torch.is_grad_enabled()
+
+    def follow(self, inputs: ModelInputs, width: int, own: slice) -> None:
+        """What is known of the next pass. It holds until the one after it: a backward pass may run layers again.
+
+        Args:
+            inputs: of the pass, before anything was put behind its rows.
+            width: of the rows with it.
+            own: the columns that run on this rank.
+        """
+        table = laid_out(inputs)
+        if table is not None:
+            table = F.pad(table, (0, 0, 0, 0, 0, width - table.shape[1]), value=FREE)[:, own].flatten(0, 1)
+        self.wanted = table
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[T]]:
+        """Inside, the choices of each pass are appended to the list."""
+        self._passes.append([])
+        try:
+            yield self._passes[-1]
+        finally:
+            self._passes.pop()
+
+    def metrics(self) -> Mapping[str, float]:
+        """`routed_otherwise`: of the tokens and layers of training passes whose experts are recorded, the share for
+        which the model chose others; nothing without any. Counting begins anew."""
+        counts, self._counts = self._counts, []
+        differing, compared = torch.stack(counts).sum(dim=0).tolist() if counts else (0, 0)
+        return {"routed_otherwise": differing / compared} if compared else {}
+
+    def _chosen(self, layer: int, scores: T, own: Any) -> Any:
+        """What stands for torch.topk's `own` answer."""
+        if self._inside:
+            self._made[layer] = own.indices.to(self.dtype)
+        if self.wanted is None:
+            return own
+        if self.wanted.shape[0] != len(scores) or self.wanted.shape[2] != own.indices.shape[1]:
+            raise ConfigError(
+                f"recorded experts of {tuple(self.wanted.shape)} (tokens, layers, k) do not fit {len(scores)} tokens "
+                f"with {own.indices.shape[1]} experts each"
+            )
+        wanted = self.wanted[:, layer].long()
+        known = wanted[:, :1] != FREE
+        if self._inside and torch.is_grad_enabled():
+            other = (own.indices.sort(dim=1).values != wanted.sort(dim=1).values).any(dim=1)
+            self._counts.append(torch.stack([(other & known[:, 0]).sum(), known.sum()]))
+        if self.mode == "off":
+            return own
+        indices = torch.where(known, wanted, own.indices)
+        return torch.return_types.topk((scores.gather(1, indices), indices))
+
+    def _begun(self, module: nn.Module, args: Any) -> None:
+        self._inside, self._made = True, [None] * len(self._made)
+
+    def _over(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside = False
+        if self._passes and output is not None:  # None: the pass has failed
+            if any(each is None for each in self._made):
+                raise ConfigError("the experts of this model are chosen in a way that cannot be recorded")
+            self._passes[-1].append(torch.stack(self._made, dim=1))
+
+
+class _Choice(TorchFunctionMode):
+    """While a block runs: its choice among `experts` goes through `chosen(scores, torch.topk's own answer)`."""
+
+    def __init__(self, experts: int, chosen: Any):
+        super().__init__()
+        self.experts, self.chosen = experts, chosen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, T.topk):
+            return own
+        scores = args[0] if args else kwargs["input"]
+        return self.chosen(scores, own) if scores.dim() == 2 and scores.shape[1] == self.experts else own
+
+
+def _entered(choice: _Choice, module: nn.Module, args: Any) -> None:
+    choice.__enter__()
+
+
+def _left(choice: _Choice, module: nn.Module, args: Any, output: Any) -> None:
+    choice.__exit__(None, None, None)
+
+
+def sparse_blocks(base: nn.Module) -> list[nn.Module]:
+    """The modules that hold experts and what chooses among them."""
+    return [m for m in base.modules() if hasattr(m, "experts") and (hasattr(m, "gate") or hasattr(m, "router"))]
+
+
+def _real_tokens(inputs: ModelInputs) -> list[T]:
+    """Of each sample, where its real tokens are in the flattened (rows * S) inputs; on the host."""
+    mask, found, offset = on_host(inputs.attention_mask).flatten() != 0, [], 0
+    for width in inputs.sample_lengths:
+        found.append(offset + mask[offset : offset + width].nonzero().squeeze(1))
+        offset += width
+    return found
+
+
+def laid_out(inputs: ModelInputs) -> T | None:
+    """(rows, S, layers, k) int16 of the samples' recorded choices, FREE where there are none; None without any.
+
+    A sample's record is of its first tokens: the last one that was sampled has been through no layer.
+    """
+    known = [each for each in inputs.routing or () if each is not None]
+    if not known:
+        return None
+    table = known[0].new_full((inputs.sequences.numel(), *known[0].shape[1:]), FREE, dtype=torch.int16)
+    for own, tokens in zip(inputs.routing, _real_tokens(inputs), strict=True):
+        if own is not None:
+            count = min(len(own), len(tokens))
+            table[to_device(tokens[:count], table.device)] = own[:count].to(torch.int16)
+    return table.unflatten(0, tuple(inputs.sequences.shape))
+
+
+def by_sample(inputs: ModelInputs, choices: T) -> list[T]:
+    """Of each sample the choices of its real tokens; choices (rows * S, layers, k) of all."""
+    return [choices[to_device(tokens, choices.device)] for tokens in _real_tokens(inputs)]
+
+
+def of_responses(passes: list[T], sizes: list[int], prompts: list[int], lengths: list[int]) -> list[T]:
+    """Choices (tokens, layers, k) on the host of R responses behind their prompts, without those of the last token.
+
+    Args:
+        passes: of P left-padded prompts, (P * S, layers, k), then of one token after the other, (R, layers, k) each.
+        sizes: tokens of each prompt.
+        prompts: the prompt of each response.
+        lengths: tokens of each response.
+    """
+    width, first = max(sizes), passes[0].unflatten(0, (len(sizes), -1)).cpu()
+    steps = torch.stack(passes[1:], dim=1).cpu() if passes[1:] else first.new_empty(len(lengths), 0, *first.shape[2:])
+    return [
+        torch.cat([first[prompt, width - sizes[prompt] : width], steps[index, : length - 1]])
+        for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]

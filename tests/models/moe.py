@@ -1,0 +1,61 @@
+"""A tiny Qwen3-VL-MoE, and noise in its routers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from stock_families import STOCK
+from tiny_models import perturb
+
+from lightrft_visual.config.registry import vlm_families
+from lightrft_visual.config.vl import DataConfig, ModelConfig
+from lightrft_visual.models.loading import Checkpoint, open_checkpoint
+from lightrft_visual.models.routing import sparse_blocks
+from lightrft_visual.models.tiny.vlm import build_tiny_model
+from lightrft_visual.models.vlm.actor import Actor
+from lightrft_visual.models.vlm.families.qwen import QwenVL
+
+KIND = "qwen3_vl_moe"
+
+
+class Moe(QwenVL):
+    packed = (KIND,)
+
+
+@contextmanager
+def moe_family() -> Iterator[None]:
+    """The adapter, as a plug-in brings it."""
+    vlm_families.register("moe", model_types=(KIND,), processors=())(Moe)
+    try:
+        yield
+    finally:
+        vlm_families.remove("moe")
+
+
+def moe_checkpoint(folder: Path) -> Checkpoint:
+    """Inside `moe_family`; 3 of 24 experts, so that some choices hang on rounding. Its vocabulary is an odd one."""
+    config, processor, _ = STOCK[KIND]()
+    config.text_config.num_experts, config.text_config.num_experts_per_tok = 24, 3
+    torch.manual_seed(0)
+    model = build_tiny_model(config)
+    perturb(model, 0, 0.1)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return open_checkpoint(str(folder), ModelConfig(), DataConfig())
+
+
+@contextmanager
+def rounded_routers(actor: Actor) -> Iterator[None]:
+    """Inside, routers read what they read in bfloat16, as an engine in another precision would."""
+    handles = [
+        block.gate.register_forward_pre_hook(lambda module, args: (args[0].bfloat16().to(args[0]),))
+        for block in sparse_blocks(actor.backbone.base)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,139 @@
+"""Routing replay over a step: whose record is kept, what is trained on, and what is reported."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from moe import moe_checkpoint, moe_family, rounded_routers
+from tiny_models import actor_of, mixed_prompts
+
+from lightrft_visual.algorithms.kl import FixedKLController
+from lightrft_visual.config.vl import AlgorithmConfig, RunConfig
+from lightrft_visual.errors import ConfigError, RolloutError
+from lightrft_visual.experience.batch_plan import MicroBatch
+from lightrft_visual.experience.buffer import NaiveReplayBuffer
+from lightrft_visual.experience.rollouts import Rollouts, SamplingSettings
+from lightrft_visual.observe.metrics import MetricsAccumulator
+from lightrft_visual.rewards.engine import RewardComputationEngine
+from lightrft_visual.rollout.hf import TransformersEngine
+from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
+from lightrft_visual.trainer.features.routing import MEASURED, RoutingHook, build
+from lightrft_visual.trainer.hooks import Hooks
+from lightrft_visual.trainer.vl.maker import MakerSettings, build_maker
+from lightrft_visual.trainer.vl.updates import PolicyUpdate, parts_of_loss, plan_batch
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    with moe_family():
+        yield moe_checkpoint(tmp_path_factory.mktemp("moe"))
+
+
+class PlainEngine:
+    """An actor with ordinary backward passes in the place of DeepSpeed."""
+
+    def __init__(self, actor):
+        self.module = actor
+
+    def __call__(self, *arguments, **named):
+        return self.module(*arguments, **named)
+
+    def accumulate(self, loss, last, told=None):
+        loss.backward()
+
+    def step(self):
+        return SimpleNamespace(applied=True)
+
+
+class Step:
+    """A step's rollouts, whose routers round to bfloat16, its experience, and its first update."""
+
+    def __init__(self, checkpoint, mode: str, packed: bool = False, scored: bool = True, n: int = 2):
+        actor = actor_of(checkpoint)
+        self.hook = RoutingHook(actor.backbone.routers, mode)
+        config = AlgorithmConfig(routing_replay=mode)
+        settings = MakerSettings(
+            engine=TransformersEngine(actor, checkpoint.tokenizer, 4), sampling=SamplingSettings(n=n, max_new_tokens=6),
+            algorithm=config, micro_batch_size=4, score_policy=scored, hooks=Hooks([self.hook]),
+            data_processor=MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1024),
+            rewards=RewardComputationEngine(custom_reward_func=lambda completions: [len(c) % 3 for c in completions]),
+        )  # fmt: skip
+        maker = build_maker(
+            actor, None, None, checkpoint.tokenizer, FixedKLController(0.0), torch.device("cpu"), settings, vision=True
+        )
+        with rounded_routers(actor):
+            rollouts = maker.generate(mixed_prompts(videos=False))
+        self.rollouts = rollouts
+        self.batches = list(maker.make_experience(maker.score(rollouts)).batches)
+        buffer = NaiveReplayBuffer(4, packing_samples=packed)
+        for each in self.batches:
+            buffer.append(each)
+        self.metrics, update = MetricsAccumulator(), PolicyUpdate(PlainEngine(actor), config, settings.sampling.scoring)
+        # The same micro-batches as were scored: padded to other widths, the last bits may differ.
+        parts = [MicroBatch(list(range(start, start + 4))) for start in range(0, len(rollouts), 4)]
+        update.step(buffer, plan_batch(buffer, parts, config, parts_of_loss(config, 6)), 0.0, self.metrics, True)
+        self.share = self.hook.metrics().get("routed_otherwise")
+
+    @property
+    def deviation(self) -> float:
+        return self.metrics.reduce()["ratio_max_dev_first"]
+
+    @property
+    def difference(self) -> float:
+        """Of the engine's log-probs to the trainer's."""
+        found = [(e.action_log_probs - e.rollout_log_probs)[e.action_mask].abs().max() for e in self.batches]
+        return float(torch.stack(found).max())
+
+
+def test_replayed_rollouts_have_a_first_ratio_of_exactly_one_and_fit_the_engine_better(checkpoint):
+    off, replayed = Step(checkpoint, "off"), Step(checkpoint, "rollout")
+    assert replayed.deviation == 0.0
+    assert 0 < off.share < 0.1 and 0 < replayed.share < 0.1
+    assert replayed.difference < 0.2 * off.difference
+
+
+@pytest.mark.parametrize("mode", ["off", "rollout"])
+def test_packed_samples_keep_their_record(checkpoint, mode):
+    step = Step(checkpoint, mode, packed=True, scored=False)
+    assert step.deviation == 0.0 and 0 < step.share < 0.1
+
+
+def test_old_records_in_the_scoring_pass(checkpoint):
+    step = Step(checkpoint, "old")
+    assert step.deviation == 0.0 and step.share == 0.0
+    assert all(rollout.experts is None for rollout in step.rollouts)
+    assert all(len(each.info["experts"]) == 4 for each in step.batches)
+
+
+def test_without_replay_the_first_rollouts_alone_are_compared(checkpoint):
+    step = Step(checkpoint, "off", n=5)
+    kept = [rollout.experts is not None for rollout in step.rollouts]
+    assert kept == [True] * MEASURED + [False] * (20 - MEASURED) and step.share > 0
+
+
+def parts_of(routers, mode: str, sp_size: int = 1) -> SimpleNamespace:
+    config = RunConfig(algorithm=AlgorithmConfig(routing_replay=mode))
+    config.distributed.sp_size = sp_size
+    actor = SimpleNamespace(module=SimpleNamespace(backbone=SimpleNamespace(routers=routers)))
+    return SimpleNamespace(config=config, actor=actor)
+
+
+def test_a_model_without_routers_is_refused_by_name_and_else_left_alone():
+    assert build(parts_of(None, "off")) is None
+    with pytest.raises(ConfigError, match="routing_replay old is for mixtures of experts"):
+        build(parts_of(None, "old"))
+
+
+def test_old_is_refused_where_ranks_divide_sequences(checkpoint):
+    routers = actor_of(checkpoint).backbone.routers
+    with pytest.raises(ConfigError, match="sp_size"):
+        build(parts_of(routers, "old", sp_size=2))
+    assert isinstance(build(parts_of(routers, "rollout", sp_size=2)), RoutingHook)
+
+
+def test_rollouts_without_a_record_cannot_be_replayed(checkpoint):
+    hook = RoutingHook(actor_of(checkpoint).backbone.routers, "rollout")
+    with pytest.raises(RolloutError, match="does not say which experts"):
+        hook.on_rollouts(Rollouts([SimpleNamespace(experts=None, valid=True, distorted=False)]))
