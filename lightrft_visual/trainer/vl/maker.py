@@ -90,7 +90,7 @@ class ForwardStage:
                 output = self.actor(each.to(self.device), rule)
                 experience.action_log_probs = host.of(output.log_probs)
                 experience.action_entropy = host.of(output.entropy)
-                if output.experts is not None:
+                if getattr(output, "experts", None) is not None:
                     experience.info["experts"] = [host.of(own) for own in output.experts]
         if self.reference is not None:
             with self.reference if isinstance(self.reference, OffloadedModule) else nullcontext():
