@@ -184,6 +184,7 @@ class OutputConfig(Section):
     eval_steps: int | None = None  # as save_steps; evaluation always runs before the first step and at the end
     logging_steps: PositiveInt = 1
     max_ckpt_num: PositiveInt = 3
+    async_save: bool = False  # write checkpoints while the run goes on, from a copy in host memory
     load_checkpoint: bool = False  # same as resume_from=auto
     resume_from: str | None = None  # a checkpoint folder, or auto
     resume_other_model: bool = False  # resume although the checkpoint was trained from another model

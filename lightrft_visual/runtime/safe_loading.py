@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import zipfile
 from enum import Enum
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from ..errors import CheckpointError
+from .checkpoint.behind import write_file
 
 # The only classes, besides tensors and plain containers, that ZeRO's optimizer files hold (DeepSpeed 0.19). Each is a
 # record without side effects.
@@ -38,6 +41,9 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write a state dict, its classes pickled by names that `load` knows."""
+        write_file(Path(path), state_dict, partial(self._write, path))
+
+    def _write(self, path: str, state_dict: Any) -> None:
         torch.save(state_dict, path, pickle_module=_PICKLE, _use_new_zipfile_serialization=self.zipfile_serialization)
 
     def map(self, path: Any) -> Any:

@@ -253,8 +253,7 @@ class PolicyTrainer(ABC):
             self._evaluate()
         if every > 0 and (last or self.step % every == 0):
             with self.timer.phase("save"):  # the last step as well: a finished run can be given more steps
-                asked_for = self.settings.output.save_steps is not None
-                self.state.save() if asked_for else self.state.save_by_default()
+                self.state.save_due()
 
     def _too_many_invalid(self, share: float, too_old: float) -> RewardError:
         """For a step of invalid samples alone, which trained nothing, or of more than are allowed."""

@@ -129,13 +129,19 @@ class RunState:
         self._stop, self._launchers = StopRequest(), LauncherWatch()
         self._interrupt, self._interrupted = Interrupt(), False
         self._between_steps: dict[str, Any] = {}
+        self._optional = False  # whether nobody asked for the checkpoint that is being written
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, SIGTERM, Ctrl-C and the loss of the terminal ask for a checkpoint and an orderly end; the handlers of
-        before come back."""
+        before come back. A checkpoint that is being written is complete at the end, or said to be not."""
         with handled(signal.SIGTERM, self._stop), handled(signal.SIGINT, self._interrupt), hangup_ends():
-            yield
+            try:
+                yield
+            except BaseException:
+                self.manager.leave()
+                raise
+            self.settle()
 
     def check_space(self, needed: int) -> None:
         """Refuse, or warn of, a disk without room for the checkpoints that were asked for. needed: bytes of one."""
@@ -148,11 +154,36 @@ class RunState:
         return self._stop.made
 
     def stop_requested(self) -> bool:
-        """Whether any rank was asked to stop; all ranks get the same answer."""
+        """Whether any rank was asked to stop; all ranks get the same answer. Raises CheckpointError, on all ranks,
+        where one could not write its part of the last checkpoint."""
         stop = 2 if self._interrupt.first else int(self._stop.made or self._launchers.gone())
-        agreed = collectives.all_reduce_max(torch.tensor([float(stop)])).item()
+        behind = self.manager.behind
+        failed = behind is not None and behind.error is not None
+        agreed, failed = collectives.all_reduce_max(torch.tensor([float(stop), float(failed)])).tolist()
+        if failed:
+            self.settle()
+        elif self.manager.saved:
+            self._say_saved()
         self._interrupted = agreed > 1
         return agreed > 0
+
+    def settle(self) -> None:
+        """Wait for a checkpoint that is being written. Raises CheckpointError where it failed and was asked for."""
+        try:
+            self.manager.finish()
+        except CheckpointError as error:
+            self._missing(error)
+        self._say_saved()
+
+    def _missing(self, error: CheckpointError) -> None:
+        if not self._optional:
+            raise error
+        where = "save_steps says how often one is saved, ckpt_path where"
+        self.trainer.console.message(f"there is no checkpoint: {error}; the run goes on ({where})")
+
+    def _say_saved(self) -> None:
+        while self.manager.saved:
+            self.trainer.console.message(str(self.manager.saved.pop(0)))
 
     def mark(self) -> None:
         """Remember where the run stands between two steps, for `stop(rewound=True)` when the next one is given up."""
@@ -170,19 +201,29 @@ class RunState:
         """A checkpoint as of the last `mark`; nothing may have been trained since."""
         return self.save(self._between_steps)
 
-    def save(self, changing: Mapping[str, Any] | None = None) -> Path:
+    def save(self, changing: Mapping[str, Any] | None = None, behind: bool = False) -> Path:
         """A checkpoint of this step, with the metrics of the evaluation that these very weights had, if any.
 
-        changing: what a step changes before it trains, where it is not to be saved as it is now.
+        changing: what a step changes before it trains, where it is not to be saved as it is now. behind: it is written
+        while the run goes on.
         """
+        self.settle()
         trainer, changing = self.trainer, changing or self._changing()
+        self._optional = behind and self.output.save_steps is None
         metrics = trainer.latest_eval if trainer.evaluated_step == trainer.step else {}
-        return self.manager.save(
-            trainer.step, lambda folder: self._write(folder, changing), metrics=metrics, model=trainer.settings.model
+        path = self.manager.save(
+            trainer.step,
+            lambda folder: self._write(folder, changing),
+            metrics=metrics,
+            model=trainer.settings.model,
+            behind=behind,
         )
+        self._say_saved()
+        return path
 
     def save_best(self) -> Path:
         """This step as checkpoint-best, in place of an earlier one; a run can be resumed from it."""
+        self.settle()
         trainer, changing = self.trainer, self._changing()
         return self.manager.save(
             trainer.step,
@@ -195,6 +236,7 @@ class RunState:
 
     def roll_back(self) -> None:
         """Take over the best checkpoint, and save it again: as the newest, from which the run would be resumed."""
+        self.settle()
         self._read(self.manager.root / BEST)
         self.save_best()
 
@@ -205,13 +247,14 @@ class RunState:
             "random": rng_state(),
         }
 
-    def save_by_default(self) -> None:
-        """`save`, where nobody asked for checkpoints: one that cannot be written is said, and the run goes on."""
+    def save_due(self) -> None:
+        """`save` in the run's course. Where nobody asked for it, one that cannot be written is said, and the run goes
+        on."""
         try:
-            self.save()
+            self.save(behind=self.output.async_save)
         except CheckpointError as error:
-            told = f"there is no checkpoint of step {self.trainer.step}: {error}; the run goes on"
-            self.trainer.console.message(f"{told} (save_steps says how often one is saved, ckpt_path where)")
+            self._optional = self.output.save_steps is None
+            self._missing(error)
 
     def check_metrics(self, metrics: Mapping[str, float]) -> None:
         """Raise ConfigError when `best_metric` is not among an evaluation's metrics."""
@@ -221,6 +264,7 @@ class RunState:
 
     def save_final(self, folder: Path) -> None:
         """The exported model, in a folder of its own (written aside and renamed like every checkpoint)."""
+        self.settle()
         final = CheckpointManager(folder.parent, 1)
         final.save(self.trainer.step, self.trainer.export, name=folder.name, metrics=self.trainer.latest_eval)
 

@@ -13,7 +13,8 @@ import torch
 from lightrft_visual.config.shared import OutputConfig
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import CheckpointError, ConfigError
-from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, check_model
+from lightrft_visual.runtime.checkpoint.manager import CheckpointManager
+from lightrft_visual.runtime.checkpoint.same_model import check_model
 from lightrft_visual.runtime.checkpoint.state import load_state
 from lightrft_visual.runtime.usercode.surroundings import set_rng_state
 from lightrft_visual.trainer.hooks import Hooks
@@ -106,7 +107,8 @@ class Trainer:
         self.step, self.evaluated_step, self.nonfinite_streak = 0, -1, 0
         self.latest_eval: dict[str, float] = {}
         self.settings = SimpleNamespace(model=None)
-        self.hooks = Hooks()
+        self.hooks, self.told = Hooks(), []
+        self.console = SimpleNamespace(message=self.told.append)
 
     def state_dict(self) -> dict:
         return {}
@@ -189,16 +191,16 @@ def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_nobody_asked_for_and_cannot_be_written_does_not_end_the_run(tmp_path):
-    trainer, told = Trainer(), []
-    trainer.console = SimpleNamespace(message=told.append)
+    trainer = Trainer()
     state = RunState(trainer, output(tmp_path))
 
     def full(folder):
         raise OSError("no space left")
 
     trainer.save_engines = full
-    state.save_by_default()
-    assert "there is no checkpoint of step 0" in told[0] and "no space left" in told[0] and "goes on" in told[0]
+    state.save_due()
+    assert "no checkpoint: saving checkpoint-000000 failed" in trainer.told[0]
+    assert "no space left" in trainer.told[0] and "goes on" in trainer.told[0]
     with pytest.raises(CheckpointError, match="no space left"):
         state.save()
 

@@ -8,7 +8,6 @@ file `latest` is a hint for people and other tools.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import logging
 import math
@@ -18,6 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any, TypeVar, cast
 from ...errors import CheckpointError, ConfigError
 from ..collectives import all_gather_object, broadcast_object, is_rank_0, rank, world_size
 from ..files import disk_problem, follow_umask, full_disk_named
+from .behind import LAST_WAIT, Copies, SaveBehind
 from .manifest import (
     MANIFEST,
     NewerFormat,
@@ -51,6 +52,20 @@ VERSIONED = ("torch", "transformers", "deepspeed", "lightrft_visual")
 
 R = TypeVar("R")
 KeepBest = tuple[str, str] | Sequence[tuple[str, str]] | None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was written. seconds: of writing it; paused: of them, or before them, those the run waited."""
+
+    name: str
+    size: int
+    seconds: float
+    paused: float
+
+    def __str__(self) -> str:
+        told = f"{self.name}: {self.size / 2**20:.1f} MiB written in {self.seconds:.1f} s"
+        return told if self.paused == self.seconds else f"{told}, for which the run waited {self.paused:.1f} s"
 
 
 @dataclass(frozen=True)
@@ -114,6 +129,9 @@ class CheckpointManager:
         self.root = Path(root)
         self.max_num = max_num
         self.keep_best = pairs
+        self.behind: SaveBehind | None = None  # the last save, where it is not known to be complete
+        self.saved: list[Saved] = []  # by rank 0, for whoever tells of it
+        self._copies = Copies()
 
     def save(
         self,
@@ -124,36 +142,74 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         resumable: bool | None = None,
         model: Mapping[str, Any] | None = None,
+        behind: bool = False,
     ) -> Path:
         """Write a checkpoint; every rank calls this, and `write(staging)` runs on every rank to write its own files.
 
+        behind: return once their content is copied. A thread writes them, and `finish` waits for it.
+
         The result is `checkpoint-<step>`, or `name` (such as checkpoint-final), which is never rotated away and, unless
         `resumable` says so, is not something `find_latest` offers. A checkpoint of the same name is replaced; a folder
-        that is none is not touched. model: what the weights belong to, see `fingerprint`.
+        that is none is not touched. model: what the weights belong to, a `fingerprint`.
 
         Raises CheckpointError on every rank when any failed; what was complete stays.
         """
-        name = name or f"{PREFIX}{step:06d}"
+        self.finish()
+        name, began = name or f"{PREFIX}{step:06d}", time.monotonic()
         numbered = NUMBERED.match(name) is not None
         resumable = numbered if resumable is None else resumable
         if resumable and not name.startswith(PREFIX):
             raise CheckpointError(f"a resumable checkpoint's name starts with {PREFIX!r}: {name!r}")
         staging = self.root / f"{STAGING}{name}"
+
+        def publish(files: dict[str, dict[str, Any]], paused: float | None = None) -> None:
+            self._publish(staging, name, self._content(step, files, metrics, resumable, model))
+            size, seconds = sum(each["size"] for each in files.values()), time.monotonic() - began
+            self.saved.append(Saved(name, size, seconds, seconds if paused is None else paused))
+            if numbered:
+                self._rotate()
+
         try:
             on_rank_0(f"preparing to save {name}", lambda: self._prepare(staging, name, numbered))
             together(f"saving {name}: reaching the staging folder", lambda: self._check_shared(staging))
-            together(f"saving {name}", lambda: full_disk_named(self.root, partial(write, staging)))
-            files = self._describe(staging, name)
-            on_rank_0(
-                f"saving {name}",
-                lambda: self._publish(staging, name, self._content(step, files, metrics, resumable, model)),
-            )
+            with self._copies.collecting() if behind else nullcontext():
+                together(f"saving {name}", lambda: full_disk_named(self.root, partial(write, staging)))
+            if behind:
+                self.behind = SaveBehind(staging, self._copies, partial(publish, paused=time.monotonic() - began))
+                self.behind.start()
+            else:
+                files = self._describe(staging, name)
+                on_rank_0(f"saving {name}", lambda: publish(files))
         except CheckpointError:
             self._discard(staging)
             raise
-        if numbered:
-            on_rank_0(f"removing old checkpoints after {name}", self._rotate)
         return self.root / name
+
+    def finish(self) -> None:
+        """Wait for the save that goes on behind the run, if one does; every rank calls this.
+
+        Raises CheckpointError on every rank when it failed on any; what was complete stays.
+        """
+        behind, self.behind = self.behind, None
+        if behind is None:
+            return
+        name = behind.staging.name.removeprefix(STAGING)
+        try:
+            together(f"saving {name}", behind.own_files_written)
+            on_rank_0(f"saving {name}", behind.finished)
+        except CheckpointError:
+            behind.give_up()
+            self._discard(behind.staging)
+            raise
+        finally:
+            self._copies.release()
+
+    def leave(self) -> None:
+        """As the run fails: let the save behind it come to its end if it can. No collective; nothing is raised."""
+        if self.behind is not None:
+            self.behind.give_up(LAST_WAIT)
+            if self.behind.error is not None:
+                logger.warning("%s is not complete: %s", self.behind.staging, in_words(self.behind.error))
 
     def find_latest(self) -> Path | None:
         """The newest complete checkpoint to resume from, hashes checked; a damaged one is skipped with a warning.
@@ -425,70 +481,3 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-READ = ("config.json", "model_index.json", "scheduler_config.json")  # files that say what a model is
-SAMPLED = 1 << 16  # bytes of a weight file's beginning and end: other weights differ there too
-
-
-def fingerprint(pretrain: str, folder: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain data for a manifest. A collective.
-
-    pretrain: as the configuration names it. folder: where it lies, if that is known to be the same everywhere; None
-    compares by name. settings: by name, what else decides the shapes and the meaning of the weights.
-    """
-    local = folder is not None and Path(folder).is_dir()
-    content = on_rank_0("reading the model's files", lambda: digest(Path(folder)) if local else None)
-    return {"pretrain": pretrain, "content": content, **settings}
-
-
-def digest(folder: Path) -> str:
-    """SHA-256 over a model folder's configurations and over parts of its weight files."""
-    found = hashlib.sha256()
-    pipeline = (folder / "model_index.json").is_file()  # its parts lie in folders; elsewhere a run may write into some
-    for path in sorted(folder.rglob("*") if pipeline else folder.iterdir()):
-        weights = path.suffix in WEIGHTS
-        if not path.is_file() or not (weights or path.name in READ):
-            continue
-        size = path.stat().st_size
-        found.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())
-        with open(path, "rb") as file:
-            found.update(file.read(SAMPLED if weights else -1))
-            if weights and size > SAMPLED:
-                file.seek(max(SAMPLED, size - SAMPLED))
-                found.update(file.read())
-    return found.hexdigest()
-
-
-def check_model(folder: Path | None, here: Mapping[str, Any], other_allowed: bool) -> None:
-    """Raise CheckpointError when the checkpoint is of another model than `here`, this run's fingerprint. A collective.
-
-    Nothing is compared without a folder, with `other_allowed`, and with a checkpoint that does not know its model.
-    """
-    if folder is None or other_allowed:
-        return
-    on_rank_0("resuming", lambda: _check(folder, here))
-
-
-def _check(folder: Path, here: Mapping[str, Any]) -> None:
-    saved = read_manifest(folder)["model"]
-    if saved is None:
-        return
-    names = [name for name in saved if name in here and differs(name, saved, here)]
-    told = ", ".join(f"{name} {saved[name]!r} ({here[name]!r} here)" for name in names)
-    if told:
-        raise CheckpointError(
-            f"{folder} was trained with {told}: resume with that, or, to put its weights into this run's model all the "
-            "same, add --resume_other_model true"
-        )
-
-
-def differs(name: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Whether the two disagree. The same files under another name are the same model; names count where the files of
-    one are not known. `content` speaks through `pretrain`, which people know."""
-    if name == "content":
-        return False
-    if name == "pretrain" and saved["content"] and here["content"]:
-        return saved["content"] != here["content"]
-    return saved[name] != here[name]

@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ...errors import CheckpointError
+from .behind import write_file
 
 TREE = "lightrft_visual.state"
 TAG = "__type__"
@@ -73,7 +75,7 @@ class Encoder:
 
     def _keep(self, tensor: torch.Tensor) -> str:
         key = str(len(self.tensors))
-        self.tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
+        self.tensors[key] = tensor.detach()
         return key
 
 
@@ -122,7 +124,12 @@ def save_state(path: str | Path, state: Any) -> None:
     path = Path(path)
     encoder = Encoder()
     tree = encoder.encode(state, "state")
-    content = save(encoder.tensors, metadata={TREE: json.dumps(tree)})
+    write_file(path, encoder.tensors, partial(_write_state, path, tree))
+
+
+def _write_state(path: Path, tree: Any, tensors: dict[str, torch.Tensor]) -> None:
+    apart = {key: tensor.to("cpu", copy=True).contiguous() for key, tensor in tensors.items()}
+    content = save(apart, metadata={TREE: json.dumps(tree)})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "wb") as file:

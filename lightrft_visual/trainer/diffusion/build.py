@@ -33,7 +33,7 @@ from ...rewards.probe import plausible_media, probed
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.diffusion_sampler import DiffusionSampler
 from ...runtime import collectives
-from ...runtime.checkpoint.manager import check_model, fingerprint
+from ...runtime.checkpoint.same_model import check_model, fingerprint
 from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
 from ...runtime.files import FolderLock, cache_folder
 from ...runtime.phase_timer import PhaseTimer

@@ -36,7 +36,7 @@ from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate
 from ...rollout.weight_sync import engine_weights
 from ...runtime import collectives
-from ...runtime.checkpoint.manager import check_model, fingerprint
+from ...runtime.checkpoint.same_model import check_model, fingerprint
 from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
 from ...runtime.files import FolderLock
 from ...runtime.offload import OffloadedModule

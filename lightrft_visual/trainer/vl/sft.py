@@ -30,7 +30,7 @@ from ...observe.console import RunConsole
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.weight_sync import gathered_state_dict
 from ...runtime import collectives
-from ...runtime.checkpoint.manager import check_model
+from ...runtime.checkpoint.same_model import check_model
 from ...runtime.deepspeed import TrainEngine
 from ...runtime.files import FolderLock
 from ...runtime.phase_timer import PhaseTimer

@@ -10,15 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from lightrft_visual.errors import CheckpointError
-from lightrft_visual.runtime.checkpoint.manager import (
-    CheckpointManager,
-    check_model,
-    digest,
-    fingerprint,
-    resolve_resume,
-    verify,
-)
+from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, resolve_resume, verify
 from lightrft_visual.runtime.checkpoint.manifest import FORMAT, MANIFEST, NewerFormat, seal
+from lightrft_visual.runtime.checkpoint.same_model import check_model, digest, fingerprint
 
 HERE = {"pretrain": "a/model", "content": None, "lora_rank": 4}
 

@@ -1,0 +1,175 @@
+"""Checkpoints that are written while the run goes on.
+
+Inside `Copies.collecting`, whoever has a file of a checkpoint to write hands over what belongs into it. It is copied to
+the host, and a thread writes it. The thread makes no collectives, which belong to the run's own thread: ranks tell rank
+0 what they have written by a file each in the staging folder.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from ..collectives import is_rank_0, rank, world_size
+from ..files import follow_umask, full_disk_named, write_atomic
+from .manifest import describe_files, list_files
+
+PART = ".part-{}.json"  # what a rank has written
+POLL = 0.05  # seconds between two looks for the others' parts
+LAST_WAIT = 60.0  # seconds that a run which fails waits for the other ranks' parts
+
+_collecting: ContextVar[Copies | None] = ContextVar("collecting", default=None)
+
+
+def write_file(path: Path, state: Any, write: Callable[[Any], None]) -> None:
+    """`write(state)`, which makes the file `path`, now; inside `Copies.collecting` later, with a copy of the state."""
+    copies = _collecting.get()
+    if copies is None:
+        write(state)
+    else:
+        copies.waiting.append((path, partial(write, copies.of(state))))
+
+
+class Copies:
+    """What is to be written into files, copied to host memory that is kept for the next time."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Path, Callable[[], None]]] = []
+        self._kept: dict[int, list[torch.Tensor]] = {}  # free host memory, by size
+        self._taken: list[torch.Tensor] = []
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Inside, `write_file` leaves files to `write`."""
+        token = _collecting.set(self)
+        try:
+            yield
+        finally:
+            _collecting.reset(token)
+
+    def of(self, state: Any) -> Any:
+        """The state with every storage below it copied; tensors that share one still do, as in the file."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        known: dict[int, Any] = {}
+        for tensor in tensors_in(state):
+            source = tensor.untyped_storage()
+            if source._cdata not in storages:
+                storages[source._cdata] = self._copied(source)
+            copied = torch.empty(0, dtype=tensor.dtype)
+            copied.set_(storages[source._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            needs = tensor.requires_grad
+            known[id(tensor)] = torch.nn.Parameter(copied, needs) if is_parameter else copied.requires_grad_(needs)
+        return deepcopy(state, known)
+
+    def _copied(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
+        from ..offload import pinned  # late: it imports DeepSpeed
+
+        size = source.nbytes()
+        same_size = self._kept.get(size)
+        self._taken.append(same_size.pop() if same_size else pinned(torch.empty(size, dtype=torch.uint8)))
+        target = self._taken[-1].untyped_storage()
+        target.copy_(source)
+        return target
+
+    def write(self, root: Path) -> list[Path]:
+        """Write what waits; a full disk is named by `root`. Returns the files."""
+        paths = []
+        while self.waiting:
+            path, action = self.waiting.pop(0)
+            full_disk_named(root, action)
+            paths.append(path)
+        return paths
+
+    def release(self) -> None:
+        """Keep the memory for the next copies; what was of no use to the last ones goes."""
+        self.waiting.clear()
+        self._kept = {}
+        for each in self._taken:
+            self._kept.setdefault(each.nbytes, []).append(each)
+        self._taken = []
+
+
+def tensors_in(state: Any) -> Iterator[torch.Tensor]:
+    """Tensors of nested mappings, lists and tuples."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for each in state.values():
+            yield from tensors_in(each)
+    elif isinstance(state, list | tuple):
+        for each in state:
+            yield from tensors_in(each)
+
+
+class SaveBehind(threading.Thread):
+    """Writes one checkpoint: this rank's files, and on rank 0, once all ranks have written theirs, the rest.
+
+    publish: of the ranks' files with sizes and hashes. error: of this rank.
+    """
+
+    def __init__(self, staging: Path, copies: Copies, publish: Callable[[dict[str, dict[str, Any]]], None]):
+        super().__init__(name="checkpoint", daemon=True)  # a process that is ended does not wait for its disk
+        self.staging, self.copies, self.publish = staging, copies, publish
+        self.error: Exception | None = None
+        self.written, self._given_up = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        """In the thread."""
+        try:
+            self._write()
+        except Exception as error:  # raised where the run's own thread asks for it
+            self.error = error
+        finally:
+            self.written.set()
+
+    def _write(self) -> None:
+        paths = self.copies.write(self.staging.parent)
+        files = describe_files(self.staging, [path.relative_to(self.staging).as_posix() for path in paths])
+        if not is_rank_0():
+            write_atomic(self.staging / PART.format(rank()), json.dumps(files))
+            return
+        self.written.set()
+        for other in range(1, world_size()):
+            files |= self._part(self.staging / PART.format(other))
+        follow_umask(self.staging)
+        others = [name for name in list_files(self.staging) if name not in files]  # of libraries, written at once
+        files |= describe_files(self.staging, others)
+        self.publish(dict(sorted(files.items())))
+
+    def _part(self, path: Path) -> dict[str, dict[str, Any]]:
+        while not path.is_file():
+            if self._given_up.wait(POLL):
+                raise CheckpointError(f"{path.name} is missing: another rank has not written its files")
+        content = json.loads(path.read_bytes())
+        path.unlink()
+        return content
+
+    def own_files_written(self) -> None:
+        """Wait for this rank's files. Raises what writing them raised."""
+        self.written.wait()
+        if self.error is not None:
+            raise self.error
+
+    def finished(self) -> None:
+        """Wait for all of it. Raises what it raised."""
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+    def give_up(self, limit: float = 0.0) -> None:
+        """Wait for this rank's files, and so many seconds for those of the others; then end."""
+        self.written.wait()
+        self.join(limit)
+        self._given_up.set()
+        self.join()

@@ -1,0 +1,105 @@
+"""Checkpoints that a thread writes while the run goes on."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrft_visual.errors import CheckpointError
+from lightrft_visual.runtime.checkpoint.behind import Copies, write_file
+from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, verify
+from lightrft_visual.runtime.checkpoint.state import load_state, save_state
+
+
+class Gate:
+    """Writes a file when it is let to."""
+
+    def __init__(self):
+        self.open, self.error = threading.Event(), None
+
+    def __call__(self, folder: Path) -> None:
+        write_file(folder / "x", {}, lambda _: self._write(folder / "x"))
+
+    def _write(self, path: Path) -> None:
+        self.open.wait(20)
+        if self.error is not None:
+            raise self.error
+        path.write_bytes(b"12345")
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_save_behind_the_run_is_no_checkpoint_until_all_is_written(tmp_path):
+    manager, gate = CheckpointManager(tmp_path), Gate()
+    manager.save(1, gate, behind=True)
+    assert names(tmp_path) == [".staging-checkpoint-000001"] and manager.find_latest() is None
+    gate.open.set()
+    manager.finish()
+    assert names(tmp_path) == ["checkpoint-000001", "latest"]
+    assert list(verify(tmp_path / "checkpoint-000001")["files"]) == ["x"]
+    assert manager.saved[0].size == 5 and manager.saved[0].paused < manager.saved[0].seconds
+
+
+def test_the_next_save_waits_for_the_one_before_and_old_ones_go_when_it_is_complete(tmp_path):
+    manager, gate = CheckpointManager(tmp_path, max_num=1), Gate()
+    manager.save(1, gate, behind=True)
+    threading.Timer(0.2, gate.open.set).start()
+    manager.save(2, gate, behind=True)
+    manager.finish()
+    assert names(tmp_path) == ["checkpoint-000002", "latest"]
+
+
+def test_what_is_saved_is_the_state_at_the_call(tmp_path):
+    manager, gate, state = CheckpointManager(tmp_path), Gate(), {"w": torch.ones(3), "steps": [1]}
+
+    def write(folder: Path) -> None:
+        gate(folder)
+        save_state(folder / "state", state)
+
+    manager.save(1, write, behind=True)
+    state["w"].zero_()
+    state["steps"].append(2)
+    gate.open.set()
+    manager.finish()
+    found = load_state(tmp_path / "checkpoint-000001" / "state")
+    assert found["w"].tolist() == [1, 1, 1] and found["steps"] == [1]
+
+
+def test_an_error_of_the_thread_is_raised_by_finish_and_leaves_the_last_checkpoint(tmp_path):
+    manager, gate = CheckpointManager(tmp_path), Gate()
+    manager.save(1, lambda folder: (folder / "x").write_text("1"))
+    gate.error = OSError(28, "No space left on device")
+    gate.open.set()
+    manager.save(2, gate, behind=True)
+    with pytest.raises(CheckpointError, match=f"saving checkpoint-000002 failed: the disk is full: {tmp_path}"):
+        manager.finish()
+    assert names(tmp_path) == ["checkpoint-000001", "latest"]
+    manager.finish()
+
+
+def test_files_that_libraries_write_at_once_are_listed_too(tmp_path):
+    manager = CheckpointManager(tmp_path)
+
+    def write(folder: Path) -> None:
+        (folder / "script.py").write_text("1")
+        save_state(folder / "state", {"a": 1})
+
+    manager.save(1, write, behind=True)
+    manager.finish()
+    assert list(verify(tmp_path / "checkpoint-000001")["files"]) == ["script.py", "state"]
+
+
+def test_copies_share_what_the_originals_share_and_use_the_same_memory_again():
+    flat, copies = torch.arange(6.0), Copies()
+    state = {"views": [flat[:2], flat[2:]], "p": torch.nn.Parameter(torch.ones(2)), "n": 3}
+    found = copies.of(state)
+    first, second = found["views"]
+    assert first.untyped_storage()._cdata == second.untyped_storage()._cdata != flat.untyped_storage()._cdata
+    assert second.tolist() == [2, 3, 4, 5] and isinstance(found["p"], torch.nn.Parameter) and found["n"] == 3
+    copies.release()
+    assert copies.of(state)["views"][0].data_ptr() == first.data_ptr()
