@@ -67,9 +67,11 @@ class Copies:
                 storages[source._cdata] = self._copied(source)
             copied = torch.empty(0, dtype=tensor.dtype)
             copied.set_(storages[source._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
-            is_parameter = isinstance(tensor, torch.nn.Parameter)
-            needs = tensor.requires_grad
-            known[id(tensor)] = torch.nn.Parameter(copied, needs) if is_parameter else copied.requires_grad_(needs)
+            copied.requires_grad_(tensor.requires_grad)
+            if isinstance(tensor, torch.nn.Parameter):
+                copied = torch.nn.Parameter(copied, tensor.requires_grad)
+            vars(copied).update(deepcopy(vars(tensor)))  # of DeepSpeed
+            known[id(tensor)] = copied
         return deepcopy(state, known)
 
     def _copied(self, source: torch.UntypedStorage) -> torch.UntypedStorage:

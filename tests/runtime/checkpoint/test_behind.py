@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from launched import run_ranks
 
 from lightrft_visual.errors import CheckpointError
 from lightrft_visual.runtime.checkpoint.behind import Copies, write_file
@@ -103,3 +105,24 @@ def test_copies_share_what_the_originals_share_and_use_the_same_memory_again():
     assert second.tolist() == [2, 3, 4, 5] and isinstance(found["p"], torch.nn.Parameter) and found["n"] == 3
     copies.release()
     assert copies.of(state)["views"][0].data_ptr() == first.data_ptr()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("behind")
+    run_ranks("behind_ranks.py", str(folder), folder=Path(__file__).parent)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("stage", "0123")
+def test_two_ranks_write_behind_the_run_the_files_that_they_write_at_once(two_ranks, stage):
+    at_once, behind = two_ranks[0][stage]
+    assert behind == at_once and {"state0", "state1"} < behind.keys()
+    assert any(name.endswith("model_states.pt") for name in behind)
+
+
+def test_a_rank_that_cannot_write_fails_all_ranks_and_leaves_the_last_checkpoint(two_ranks):
+    told, *folders = two_ranks[0]["failing"]
+    assert told == two_ranks[1]["failing"][0]
+    assert "saving checkpoint-000002 failed on rank 1: the disk is full" in told
+    assert folders == ["checkpoint-000001", "latest"]
