@@ -455,6 +455,8 @@ class VLSettings(TypedDict, total=False):
     """output. Default: 1."""
     max_ckpt_num: int
     """output. Default: 3."""
+    async_save: bool
+    """write checkpoints while the run goes on, from a copy in host memory. Default: False."""
     load_checkpoint: bool
     """same as resume_from=auto. Default: False."""
     resume_from: str | None
@@ -846,6 +848,8 @@ class DiffusionSettings(TypedDict, total=False):
     """output. Default: 1."""
     max_ckpt_num: int
     """output. Default: 3."""
+    async_save: bool
+    """write checkpoints while the run goes on, from a copy in host memory. Default: False."""
     load_checkpoint: bool
     """same as resume_from=auto. Default: False."""
     resume_from: str | None
@@ -1024,6 +1028,8 @@ class SFTSettings(TypedDict, total=False):
     """output. Default: 1."""
     max_ckpt_num: int
     """output. Default: 3."""
+    async_save: bool
+    """write checkpoints while the run goes on, from a copy in host memory. Default: False."""
     load_checkpoint: bool
     """same as resume_from=auto. Default: False."""
     resume_from: str | None

@@ -59,6 +59,22 @@ def test_no_question_is_lost_or_repeated_wherever_the_kill_comes(processes, tmp_
     assert weights(cut) == weights(whole)
 
 
+@pytest.mark.slow
+def test_nothing_is_lost_or_repeated_where_checkpoints_are_written_behind_the_run(processes, tmp_path, cache_root):
+    """The last checkpoint is complete or not when the kill comes; the run goes on from what is complete."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    places = ["rollouts sampled", "first of two updates done", "about to save"]
+    runs = KilledRuns(processes, False, [*READING_FLAGS, *"--async_save true".split()], 5, cache_root)
+    runs.run(whole)
+    for place in (*map(READING.get, places), *map(READING_TWO.get, ("manifest written", "folder renamed"))):
+        before = last_checkpoint(cut)
+        runs.run(cut, place)
+        assert last_checkpoint(cut) - before in (0, 1, 2)
+    runs.run(cut)
+    assert not differences(whole, cut, runs.steps)
+    assert rollouts(cut) == rollouts(whole) and weights(cut) == weights(whole)
+
+
 def test_no_caption_is_lost_or_repeated_wherever_the_kill_comes(processes, drawing, tmp_path, cache_root):
     places = {name: DRAWING[name] for name in DRAWN}
     runs = KilledRuns(processes, True, drawing, len(places) + 2, cache_root)

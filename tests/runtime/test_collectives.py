@@ -73,7 +73,11 @@ SITES = {
     "generation in step": waiting_generation,
     "non-finite loss": accumulated_loss,
     "stop by signal": lambda: RunState.stop_requested(
-        SimpleNamespace(_stop=SimpleNamespace(made=True), _interrupt=SimpleNamespace(first=False))
+        SimpleNamespace(
+            _stop=SimpleNamespace(made=True),
+            _interrupt=SimpleNamespace(first=False),
+            manager=SimpleNamespace(behind=None, saved=[]),
+        )
     ),
 }
 
