@@ -346,9 +346,21 @@ for _entry in (
 _families = f"{MODELS}.vlm.families"
 for _entry in (
     VLMFamily(
-        "qwen_vl", f"{_families}.qwen:QwenVL", "Qwen2-VL, Qwen2.5-VL, Qwen3-VL",
-        model_types=("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+        "qwen_vl", f"{_families}.qwen:QwenVL", "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 (padded), dense and MoE",
+        model_types=("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
         processors=("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"),
+    ),
+    VLMFamily(
+        "glm", f"{_families}.glm:Glm", "GLM-4.1V, GLM-4.5V, GLM-4.6V; images only",
+        model_types=("glm4v", "glm4v_moe", "glm46v"), processors=("Glm4vProcessor", "Glm46VProcessor"),
+    ),
+    VLMFamily(
+        "idefics", f"{_families}.idefics:Idefics", "Idefics 3, SmolVLM; images only",
+        model_types=("idefics3", "smolvlm"), processors=("Idefics3Processor", "SmolVLMProcessor"),
+    ),
+    VLMFamily(
+        "minicpm", f"{_families}.minicpm:MiniCPM", "MiniCPM-V 4.6; padded, images only",
+        model_types=("minicpmv4_6",), processors=("MiniCPMV4_6Processor",),
     ),
     VLMFamily(
         "internvl", f"{_families}.internvl:InternVL", "InternVL in transformers' own form; images only",

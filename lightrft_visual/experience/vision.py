@@ -34,6 +34,9 @@ _SHOWN = {name: contract for contract, name in CONTRACT_NAMES.items()}
 _host_pixels = WeakTensorKeyDictionary()
 PATCHES = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}  # rows: t*h*w of each grid
 GRIDS = ("image_grid_thw", "video_grid_thw")
+# Beside pixels that are padded up to the largest of a batch these say what of them is real.
+SIZES = ("image_sizes", "pixel_attention_mask", "image_position_ids")
+_FILL = {"image_position_ids": -1}
 PER_GRID = {"second_per_grid_ts": ("video_grid_thw", 1.0)}  # one number a row of the grids, and what stands for none
 
 
@@ -134,6 +137,8 @@ class VisionTensors:
             return None
         if len(parts) == 1:
             return parts[0]
+        if len({part.shape[1:] for part in parts}) > 1:
+            parts = _evened(parts, _FILL.get(name, 0))
         if parts[0].is_floating_point():
             return torch.cat(parts)
         return to_device(torch.cat([on_host(part) for part in parts]), parts[0].device)  # sizes, which the host reads
@@ -208,6 +213,13 @@ def pixels_on_host(grids: T) -> list[T] | None:
     return _host_pixels.get(grids)
 
 
+def _evened(parts: list[T], fill: int) -> list[T]:
+    """Padded behind, along every axis but the first, to the largest of them."""
+    largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts))]
+    pads = [[size for n, most in zip(part.shape[:0:-1], largest[::-1]) for size in (0, most - n)] for part in parts]
+    return [pad(part, each, value=fill) for part, each in zip(parts, pads)]
+
+
 def _filled(samples: Sequence[Named], name: str, like: T) -> list[T]:
     grids, fill = PER_GRID[name]
     counts = [len(sample[grids]) if grids in sample else 0 for sample in samples]
@@ -252,7 +264,8 @@ def check_alike(samples: Sequence[Sample]) -> None:
         for name, value in part.items():
             _check_lengths(part, name, index)
             like = first.setdefault(name, value)
-            if value.shape[1:] != like.shape[1:] or value.dtype != like.dtype:
+            padded = value.dim() == like.dim() and any(each in part for each in SIZES)
+            if (value.shape[1:] != like.shape[1:] and not padded) or value.dtype != like.dtype:
                 raise DataError(
                     f"sample {index}: {shown(name)} is {value.dtype} {tuple(value.shape)}, which cannot be put behind "
                     f"{like.dtype} {tuple(like.shape)}"

@@ -34,6 +34,7 @@ def plain_log_probs(
     temperature: float | T = 1.0,
     banned_ids: T | None = None,
     bias: T | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[T, T]:
     """The definition that `linear_log_probs` computes in chunks; same arguments, full (N, V) memory.
 
@@ -42,6 +43,8 @@ def plain_log_probs(
     logits = hidden.float() @ weight.float().t()
     if bias is not None:
         logits = logits + bias.float()
+    if soft_cap is not None:
+        logits = soft_cap * (logits / soft_cap).tanh()
     logits = logits / _position_temperature(temperature, hidden).unsqueeze(1)
     if banned_ids is not None:
         logits = logits.index_fill(1, banned_ids, float("-inf"))
@@ -61,6 +64,7 @@ def linear_log_probs(
     temperature: float | T = 1.0,
     banned_ids: T | None = None,
     bias: T | None = None,
+    soft_cap: float | None = None,
     chunk_size: int | None = None,
     with_entropy: bool = True,
 ) -> tuple[T, T | None]:
@@ -75,6 +79,7 @@ def linear_log_probs(
             as a sampler's logit bias of -inf does. A banned target has log-prob -inf and no gradient through it; mask
             it with `torch.where`, never by a product.
         bias: (V) or None.
+        soft_cap: c where logits x become c tanh(x / c), before the temperature, as in Gemma; None leaves them.
         chunk_size: rows at a time; default: see `chunk_length`.
         with_entropy: False skips the entropy.
 
@@ -97,7 +102,9 @@ def linear_log_probs(
         raise ValueError(f"chunk_size is {chunk_size}; it must be positive")
     chunk = chunk_size or chunk_length(weight.shape[0], hidden.device)
     scale = _position_temperature(temperature, hidden).reciprocal()
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, bias, targets, scale, banned_ids, chunk, with_entropy)
+    log_probs, entropy = _LinearLogProbs.apply(
+        hidden, weight, bias, targets, scale, banned_ids, soft_cap, chunk, with_entropy
+    )
     return log_probs, entropy if with_entropy else None
 
 
@@ -111,10 +118,13 @@ class LogProbLinear(nn.Linear):
 
     As a module of its own it is where ZeRO-3 gathers the head's weight, before forward and before backward. Without
     `targets` it is `nn.Linear`, parameters, names and all, so a loaded head is turned into one in place by `adopt`.
+    soft_cap: what the model does to its logits afterwards, as in `linear_log_probs`; not to those of `nn.Linear`.
     """
 
+    soft_cap: float | None = None
+
     @classmethod
-    def adopt(cls, linear: nn.Linear) -> LogProbLinear:
+    def adopt(cls, linear: nn.Linear, soft_cap: float | None = None) -> LogProbLinear:
         """Turn a loaded `nn.Linear` into a LogProbLinear in place: weights, hooks and tied parameters stay.
 
         Raises TypeError for anything but a plain nn.Linear (an adapter-wrapped or quantised head computes otherwise).
@@ -122,6 +132,7 @@ class LogProbLinear(nn.Linear):
         if type(linear) not in (nn.Linear, cls):
             raise TypeError(f"the language-model head is a {type(linear).__name__}, not an nn.Linear")
         linear.__class__ = cls
+        linear.soft_cap = soft_cap
         return linear  # type: ignore[return-value]
 
     def forward(
@@ -141,7 +152,7 @@ class LogProbLinear(nn.Linear):
         """
         if targets is None and in_float32:
             unit = torch.ones((), device=hidden.device).expand(hidden.shape[0])
-            return _chunk_logits(hidden, _matrix(self.weight), self.bias, unit, None)
+            return _chunk_logits(hidden, _matrix(self.weight), self.bias, unit, None, self.soft_cap)
         if targets is None:
             return super().forward(hidden)
         if isinstance(temperature, T):
@@ -153,6 +164,7 @@ class LogProbLinear(nn.Linear):
             temperature=temperature,
             banned_ids=banned_ids,
             bias=self.bias,
+            soft_cap=self.soft_cap,
             chunk_size=chunk_size,
             with_entropy=with_entropy,
         )
@@ -197,12 +209,12 @@ class _LinearLogProbs(torch.autograd.Function):
     """(log_probs, entropy) of a linear head, logits recomputed by chunks of rows in backward."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, banned_ids, chunk, with_entropy):
+    def forward(ctx, hidden, weight, bias, targets, scale, banned_ids, soft_cap, chunk, with_entropy):
         ctx.set_materialize_grads(False)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.soft_cap = chunk, soft_cap
         with torch.autocast(hidden.device.type, enabled=False):
             log_probs, entropy, log_norm = _forward_chunks(
-                hidden, _matrix(weight), bias, targets, scale, banned_ids, chunk, with_entropy
+                hidden, _matrix(weight), bias, targets, scale, banned_ids, soft_cap, chunk, with_entropy
             )
         # The parameter itself is saved, not its data: ZeRO-3 frees and gathers that between forward and backward.
         ctx.save_for_backward(hidden, weight, bias, targets, scale, banned_ids, log_norm, entropy)
@@ -224,7 +236,8 @@ class _LinearLogProbs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], ctx.chunk):
                 part = slice(start, start + ctx.chunk)
-                logits = _chunk_logits(hidden[part], matrix, bias, scale[part], banned_ids)
+                logits = _chunk_logits(hidden[part], matrix, bias, scale[part], banned_ids, ctx.soft_cap)
+                slope = _soft_cap_slope(logits, scale[part], ctx.soft_cap)
                 grad = _logit_gradient(
                     logits.sub_(log_norm[part].unsqueeze(1)),
                     targets[part],
@@ -233,7 +246,7 @@ class _LinearLogProbs(torch.autograd.Function):
                     entropy[part],
                     banned_ids,
                 )
-                grad = grad.mul_(scale[part].unsqueeze(1))  # (n, V), of the chunk's logits
+                grad = grad.mul_(scale[part].unsqueeze(1) if slope is None else slope)  # (n, V), of the chunk's logits
                 if grad_hidden is not None:
                     grad_hidden[part] = _product(grad, matrix).to(hidden.dtype)
                 if grad_weight is not None and _keeps_float32(hidden):
@@ -244,11 +257,19 @@ class _LinearLogProbs(torch.autograd.Function):
                     grad_bias += grad.sum(dim=0)
         made = ((grad_hidden, hidden), (grad_weight, weight), (grad_bias, bias))
         grads = (None if each is None else each.to(like.dtype) for each, like in made)
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
 
 def _forward_chunks(
-    hidden: T, matrix: T, bias: T | None, targets: T, scale: T, banned_ids: T | None, chunk: int, with_entropy: bool
+    hidden: T,
+    matrix: T,
+    bias: T | None,
+    targets: T,
+    scale: T,
+    banned_ids: T | None,
+    soft_cap: float | None,
+    chunk: int,
+    with_entropy: bool,
 ) -> tuple[T, T, T]:
     """(log_probs, entropy, log-sum-exp), each (N) float32; entropy is zeros when not asked for."""
     log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
@@ -256,7 +277,7 @@ def _forward_chunks(
     entropy = torch.zeros_like(log_probs)
     for start in range(0, hidden.shape[0], chunk):
         part = slice(start, start + chunk)
-        logits = _chunk_logits(hidden[part], matrix, bias, scale[part], banned_ids)
+        logits = _chunk_logits(hidden[part], matrix, bias, scale[part], banned_ids, soft_cap)
         largest = logits.amax(dim=1, keepdim=True)
         weights = logits.sub_(largest).exp()
         total = weights.sum(dim=1)
@@ -276,15 +297,27 @@ def _matrix(weight: T) -> T:
     return weight.detach() if _keeps_float32(weight) else weight.detach().float()
 
 
-def _chunk_logits(hidden: T, matrix: T, bias: T | None, scale: T, banned_ids: T | None) -> T:
+def _chunk_logits(
+    hidden: T, matrix: T, bias: T | None, scale: T, banned_ids: T | None, soft_cap: float | None = None
+) -> T:
     """Scaled logits (n, V) float32 of one chunk, banned columns at -inf. The caller may overwrite them."""
     logits = _product(hidden.detach(), matrix.t())
     if bias is not None:
         logits += bias.detach()
+    if soft_cap is not None:
+        logits = logits.div_(soft_cap).tanh_().mul_(soft_cap)
     logits *= scale.unsqueeze(1)
     if banned_ids is not None:
         logits.index_fill_(1, banned_ids, float("-inf"))
     return logits
+
+
+def _soft_cap_slope(logits: T, scale: T, soft_cap: float | None) -> T | None:
+    """d (scaled, capped logits) / d (logits of the head), (n, V); 0 at banned ones. None without a cap."""
+    if soft_cap is None:
+        return None
+    capped = (logits / (soft_cap * scale.unsqueeze(1))).clamp_(-1, 1)
+    return capped.square_().neg_().add_(1).mul_(scale.unsqueeze(1))
 
 
 def _logit_gradient(

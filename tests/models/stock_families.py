@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import transformers.models.smolvlm.processing_smolvlm as smolvlm
@@ -13,11 +14,39 @@ from transformers import (
     Gemma3Config,
     Gemma3ImageProcessor,
     Gemma3Processor,
+    Gemma4AudioFeatureExtractor,
+    Gemma4Config,
+    Gemma4ImageProcessor,
+    Gemma4Processor,
+    Gemma4VideoProcessor,
+    Glm4vConfig,
+    Glm4vImageProcessor,
+    Glm4vMoeConfig,
+    Glm4vProcessor,
+    Glm4vVideoProcessor,
+    Glm46VConfig,
+    Glm46VImageProcessor,
+    Glm46VProcessor,
+    Glm46VVideoProcessor,
+    Idefics3Config,
+    Idefics3ImageProcessor,
+    Idefics3Processor,
+    Kimi_K25Config,
+    Kimi_K25ImageProcessor,
+    Kimi_K25Processor,
+    Kimi_K25VideoProcessor,
+    LlavaNextConfig,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
     LlavaOnevisionConfig,
     LlavaOnevisionImageProcessor,
     LlavaOnevisionProcessor,
     LlavaOnevisionVideoProcessor,
     LlavaProcessor,
+    MiniCPMV4_6Config,
+    MiniCPMV4_6ImageProcessor,
+    MiniCPMV4_6Processor,
+    MiniCPMV4_6VideoProcessor,
     Mistral3Config,
     PixtralImageProcessor,
     PixtralProcessor,
@@ -25,6 +54,7 @@ from transformers import (
     ProcessorMixin,
     Qwen2Tokenizer,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLMoeConfig,
     SmolVLMConfig,
     SmolVLMImageProcessor,
@@ -97,16 +127,20 @@ def _qwen3_vl_moe():
     return config, build_processor("qwen3_vl", tokenizer), tokenizer
 
 
+def _delta_nets(tokenizer: Qwen2Tokenizer, **more) -> dict:
+    """The text layers of Qwen3.5: one with a state, one with attention."""
+    rope = _MROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
+    return _text(
+        tokenizer, rope_parameters=rope, layer_types=["linear_attention", "full_attention"], linear_key_head_dim=16,
+        linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2, **more,
+    )  # fmt: skip
+
+
 def _qwen3_5():
     tokenizer = build_tokenizer()
     own = {"out_hidden_size": 64, "num_position_embeddings": 64}
-    rope = _MROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
-    text = _text(
-        tokenizer, rope_parameters=rope, layer_types=["linear_attention", "full_attention"], linear_key_head_dim=16,
-        linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2,
-    )  # fmt: skip
     shared = _qwen_shared(tokenizer.convert_tokens_to_ids, False)
-    config = Qwen3_5Config(text_config=text, vision_config=_TOWER | own, **shared)
+    config = Qwen3_5Config(text_config=_delta_nets(tokenizer), vision_config=_TOWER | own, **shared)
     return config, build_processor("qwen3_vl", tokenizer), tokenizer
 
 
@@ -189,6 +223,147 @@ def _vipllava(**text):
     return config, processor, tokenizer
 
 
+def _gemma4():
+    named = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>",
+             "boa_token": "<|audio>", "eoa_token": "<audio|>"}  # fmt: skip
+    tokenizer = _plain_tokenizer("<|image|>", **named)
+    tokenizer.add_tokens(["<|video|>"], special_tokens=True)
+    token = tokenizer.convert_tokens_to_ids
+    text = _text(
+        tokenizer, sliding_window=8, layer_types=["sliding_attention", "full_attention"], global_head_dim=32,
+        hidden_size_per_layer_input=16, vocab_size_per_layer_input=len(tokenizer) + 3, final_logit_softcapping=3.0,
+        use_bidirectional_attention="vision",
+    )  # fmt: skip
+    vision = _vision("gemma4_vision", 0, 16) | {"head_dim": 32, "num_key_value_heads": 2, "position_embedding_size": 64}
+    vision.pop("image_size")
+    ids = {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>",
+           "video_token_id": "<|video|>", "audio_token_id": "<|audio|>", "boa_token_id": "<|audio>",
+           "eoa_token_index": "<audio|>"}  # fmt: skip
+    config = Gemma4Config(
+        text_config=text, vision_config=vision, audio_config=None,
+        **{name: token(each) for name, each in ids.items()},
+    )  # fmt: skip
+    processor = Gemma4Processor(
+        Gemma4AudioFeatureExtractor(), Gemma4ImageProcessor(max_soft_tokens=70), tokenizer, Gemma4VideoProcessor(),
+        chat_template=tokenizer.chat_template, image_seq_length=70,
+    )  # fmt: skip
+    return config, processor, tokenizer
+
+
+def _glm(kind: str):
+    """The sections of M-RoPE fill half of what is rotated, half of a head."""
+    named = {"image": "<|image|>", "video": "<|video|>", "image_start": "<|begin_of_image|>",
+             "image_end": "<|end_of_image|>", "video_start": "<|begin_of_video|>",
+             "video_end": "<|end_of_video|>"}  # fmt: skip
+    tokenizer = _plain_tokenizer(named["image"])
+    tokenizer.add_tokens([*named.values()], special_tokens=True)
+    tokenizer.chat_template = IMAGE_TEMPLATE.replace("IMAGE", "<|begin_of_image|><|image|><|end_of_image|>")
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    text = _text(tokenizer, rope_parameters=rope) | (experts if kind == "glm4v_moe" else {})
+    vision = _TOWER | {"out_hidden_size": 64, "image_size": 56, "patch_size": 14}
+    config_class, processor_class, images, videos = _GLM[kind]
+    if kind == "glm46v":
+        text["model_type"] = "glm4v_text"
+    config = config_class(text_config=text, vision_config=vision, **ids)
+    size = {"shortest_edge": 28 * 28, "longest_edge": 112 * 112}
+    processor = processor_class(images(size=size), tokenizer, videos(size=size), tokenizer.chat_template)
+    return config, processor, tokenizer
+
+
+_GLM = {
+    "glm4v": (Glm4vConfig, Glm4vProcessor, Glm4vImageProcessor, Glm4vVideoProcessor),
+    "glm4v_moe": (Glm4vMoeConfig, Glm4vProcessor, Glm4vImageProcessor, Glm4vVideoProcessor),
+    "glm46v": (Glm46VConfig, Glm46VProcessor, Glm46VImageProcessor, Glm46VVideoProcessor),
+}
+
+
+def _qwen3_5_moe():
+    tokenizer = build_tokenizer()
+    own = {"out_hidden_size": 64, "num_position_embeddings": 64}
+    config = Qwen3_5MoeConfig(
+        text_config=_delta_nets(tokenizer, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4,
+                                num_experts_per_tok=2),
+        vision_config=_TOWER | own, **_qwen_shared(tokenizer.convert_tokens_to_ids, False),
+    )  # fmt: skip
+    return config, build_processor("qwen3_vl", tokenizer), tokenizer
+
+
+def _idefics3():
+    tokenizer = _plain_tokenizer("<image>", fake_image_token="<fake_token_around_image>", global_image="<global-img>")
+    tokenizer.add_tokens([f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)], special_tokens=True)
+    config = Idefics3Config(
+        text_config=_text(tokenizer, model_type="llama"), vision_config=_vision("idefics3_vision", 56, 14),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), scale_factor=2,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    images = Idefics3ImageProcessor(size={"longest_edge": 112}, max_image_size={"longest_edge": 56})
+    processor = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template)
+    return config, processor, tokenizer
+
+
+def _minicpmv4_6():
+    named = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "image_start_token": "<image>",
+             "image_end_token": "</image>", "slice_start_token": "<slice>", "slice_end_token": "</slice>",
+             "image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>"}  # fmt: skip
+    tokenizer = _plain_tokenizer(named["image_token"], **named)
+    token = tokenizer.convert_tokens_to_ids
+    config = MiniCPMV4_6Config(
+        text_config=_delta_nets(tokenizer) | {"model_type": "qwen3_5_text"}, insert_layer_id=0, image_size=112,
+        vision_config=_vision("minicpmv4_6_vision", 112, 14) | {"insert_layer_id": 0},
+        image_token_id=token("<|image_pad|>"), video_token_id=token("<|video_pad|>"),
+    )  # fmt: skip
+    sizes = {"scale_resolution": 112, "max_slice_nums": 4, "patch_size": 14}
+    processor = MiniCPMV4_6Processor(
+        MiniCPMV4_6ImageProcessor(**sizes), MiniCPMV4_6VideoProcessor(**sizes), tokenizer,
+        chat_template=tokenizer.chat_template,
+    )  # fmt: skip
+    return config, processor, tokenizer
+
+
+def _kimi_k25():
+    tokenizer = _plain_tokenizer("<|media_pad|>")
+    tokenizer.add_tokens(["<|kimi_k25_video_placeholder|>"], special_tokens=True)
+    token = tokenizer.convert_tokens_to_ids
+    text = _text(
+        tokenizer, model_type="deepseek_v3", num_key_value_heads=2, kv_lora_rank=16, q_lora_rank=16,
+        qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4, n_group=2, topk_group=1,
+        num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1, num_mtp_layers=0,
+    )  # fmt: skip
+    text.pop("head_dim")
+    vision = _vision("kimi_k25_vision", 0, 14) | {"pos_emb_height": 8, "pos_emb_width": 8}
+    vision.pop("image_size")
+    config = Kimi_K25Config(
+        text_config=text, vision_config=vision, projection_hidden_size=64, image_token_id=token("<|media_pad|>"),
+        video_token_id=token("<|kimi_k25_video_placeholder|>"), vision_start_token_id=token("<|vision_start|>"),
+        vision_end_token_id=token("<|vision_end|>"), tie_word_embeddings=False,
+    )  # fmt: skip
+    images = Kimi_K25ImageProcessor(max_patches=64)
+    processor = Kimi_K25Processor(
+        images, tokenizer, Kimi_K25VideoProcessor(), chat_template=tokenizer.chat_template
+    )  # fmt: skip
+    return config, processor, tokenizer
+
+
+def _llava_next():
+    tokenizer = _plain_tokenizer("<image>")
+    pinpoints = [[28, 56], [56, 28], [56, 56]]
+    config = LlavaNextConfig(
+        text_config=_text(tokenizer, model_type="llama"),
+        vision_config=_vision("clip_vision_model", 28, 14) | {"projection_dim": 32},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"), image_grid_pinpoints=pinpoints,
+        image_seq_length=4,
+    )  # fmt: skip
+    size = {"height": 28, "width": 28}
+    processor = LlavaNextProcessor(
+        LlavaNextImageProcessor(size={"shortest_edge": 28}, crop_size=size, image_grid_pinpoints=pinpoints), tokenizer,
+        patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    )  # fmt: skip
+    return config, processor, tokenizer
+
+
 STOCK: dict[str, Callable] = {
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5": _qwen3_5,
@@ -197,6 +372,15 @@ STOCK: dict[str, Callable] = {
     "smolvlm": _smolvlm,
     "mistral3": _mistral3,
     "vipllava": _vipllava,
+    "qwen3_5_moe": _qwen3_5_moe,
+    "gemma4": _gemma4,
+    "glm4v": partial(_glm, "glm4v"),
+    "glm4v_moe": partial(_glm, "glm4v_moe"),
+    "glm46v": partial(_glm, "glm46v"),
+    "idefics3": _idefics3,
+    "minicpmv4_6": _minicpmv4_6,
+    "kimi_k25": _kimi_k25,
+    "llava_next": _llava_next,
 }
 
 

@@ -260,7 +260,9 @@ class Actor(nn.Module):
         super().__init__()
         self.model = model
         transformer = self.transformer
-        self.head = [LogProbLinear.adopt(transformer.get_output_embeddings())]  # in a list: not a second child module
+        soft_cap = getattr(transformer.config.get_text_config(), "final_logit_softcapping", None)
+        head = LogProbLinear.adopt(transformer.get_output_embeddings(), soft_cap)
+        self.head = [head]  # in a list: not a second child module
         self.backbone = Backbone(transformer, share_prefix, sequence)
         self.drawing = self.backbone.family.drawing(transformer)
         if sequence is not None and self.drawing is not None:

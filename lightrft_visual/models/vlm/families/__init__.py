@@ -1,7 +1,7 @@
 """The families of vision-language models, one adapter a file, found in the registry by model type or by processor.
 
-A model type that is not registered is run as `VLMFamily` has it where it has a vision tower, and as text otherwise;
-padded only, and refused where that would be wrong (`unregistered.py`).
+A model type that is not registered is run by `Unregistered` where it has a vision tower, and as text otherwise, and
+refused where that would be wrong (`unregistered.py`).
 """
 
 from __future__ import annotations
@@ -38,4 +38,4 @@ def family_of_processor(processor: Any) -> type[VLMFamily]:
         return TextOnly
     name = type(processor).__name__
     entry = next((each for each in reversed([*vlm_families]) if name in each.processors), None)
-    return VLMFamily if entry is None else entry.load()
+    return Unregistered if entry is None else entry.load()

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos of any size as patches with grids, M-RoPE positions."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images and videos of any size as patches with grids, M-RoPE positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .base import T, VLMFamily, name_of, one_dimensional_positions, spans_of
 class QwenVL(VLMFamily):
     """pixel_values (patches, width) and image_grid_thw (images, 3); videos alike, under names of their own."""
 
-    packed = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+    packed = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # Qwen3.5's gated delta nets carry a state
     towers = ("visual",)
     vision_tokens = ("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
     tensors = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")

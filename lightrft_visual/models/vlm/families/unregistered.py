@@ -1,48 +1,102 @@
-"""Model types without an adapter of their own: run as `VLMFamily` has them, or refused by name.
+"""Model types without an adapter of their own: run by one that fits most of them, or refused by name.
 
-The plain adapter counts ordinary positions and passes `pixel_values` alone. A model that needs more would be trained on
-wrong log-probs, and engine hf, which runs the same forward, would agree with the trainer in the error. So what the
-configuration, the model's class or the processor shows beyond that is a ConfigError, before any weights are loaded.
-What does not show there, such as layers of other kinds, `models/vlm/probe.py` finds once they are.
+It counts ordinary positions, passes what the processor makes of images, and says which tokens are an image's where the
+model asks. A model that needs more would be trained on wrong log-probs, and engine hf, which runs the same forward,
+would agree with the trainer in the error. So what the configuration, the model's class or the processor shows beyond
+that is a ConfigError, before any weights are loaded. What does not show there, such as layers of other kinds,
+`models/vlm/probe.py` finds once they are.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
+from PIL import Image
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
+    AutoProcessor,
     PretrainedConfig,
     ProcessorMixin,
 )
 
 from ....config.registry import vlm_families
 from ....errors import ConfigError
-from .base import VLMFamily
+from ....experience.types import ModelInputs
+from ....experience.vision import VisionTensors
+from .base import T, VLMFamily, as_tensor
 
-_PASSED = {"input_ids", "attention_mask", "pixel_values"}  # of a processor's output
-_FACTORS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier",
+_PASSED = {"input_ids", "attention_mask"}  # of a processor's output
+_TYPES = ("token_type_ids", "mm_token_type_ids")  # which tokens are an image's: worked out here
+_WHOLE_PROMPTS = ("paligemma", "colpali")  # attend to all of a prompt, and say by token types where it ends
+_FACTORS = ("logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier",
             "output_multiplier")  # fmt: skip
 
 
 class Unregistered(VLMFamily):
-    """A vision-language model as `VLMFamily` has it. Raises ConfigError for one that it would run wrong."""
+    """Images in samples' own tensors, one prompt a call of the processor, rows in the order of the images.
+
+    Raises ConfigError for a model that it would run wrong.
+    """
+
+    kinds = ("image",)
+    tensors = ("pixel_values", "image_sizes", "batch_num_images", "image_grid_thw", "image_position_ids")
+    packed = ("kimi_k25", "llava_next", "llava_onevision", "mistral3", "vipllava")
+    texts = ("deepseek_v3", "llama", "mistral", "ministral3", "qwen2", "qwen3")
 
     def __init__(self, config: PretrainedConfig):
         _refuse(config, [*_of_text(config), *_of_vision(config)])
         super().__init__(config)
+        self.taken = _taken(config)
+
+    @classmethod
+    def read(cls, output: Mapping[str, Any], images: Sequence[int], videos: Sequence[int]) -> list[VisionTensors]:
+        """The vision tensors of the prompt of one processor call."""
+        names = [name for name in cls.tensors if images[0] and output.get(name) is not None]
+        return [VisionTensors([cls.as_rows({name: as_tensor(output[name]) for name in names})])]
+
+    @classmethod
+    def as_rows(cls, tensors: dict[str, T]) -> dict[str, T]:
+        """A prompt's tensors with the images, or parts of them, along the first axis, as samples are joined."""
+        return tensors
 
     def check_processor(self, processor: ProcessorMixin) -> None:
         """Raise ConfigError where the processor gives what the model's forward takes and the adapter does not pass."""
-        classes = _classes(self.config)
-        taken = {name for each in classes for name in inspect.signature(each.forward).parameters}
-        given = set(processor.model_input_names) - _PASSED
-        # A class from outside transformers is not there yet. Tokenizers name token types whether or not it takes them.
-        extra = given & taken if classes else given - {"token_type_ids"}
+        given = set(processor.model_input_names) - _PASSED - {*self.tensors, *_TYPES}
+        # A class from outside transformers is not there yet.
+        extra = {name for name in given & self.taken if not self.others(name)} if self.taken else given
         _refuse(self.config, [f"inputs of its processor: {', '.join(sorted(extra))}"] if extra else [])
+
+    def others(self, name: str) -> bool:
+        """Whether an input is of media that no prompt holds."""
+        return "video" in name or name.startswith("input_features")
+
+    def feature_count(self, sample: Mapping[str, T]) -> int | None:
+        """The model counts by itself: an image may take any number of rows, and a row any number of tokens."""
+        return None
+
+    def arguments(self, inputs: ModelInputs, types: T) -> dict[str, Any]:
+        """The samples' tensors, and which tokens are whose where the forward asks."""
+        return inputs.vision.joined() | {name: types.long() for name in _TYPES if name in self.taken}
+
+    def blank(self, kind: str) -> tuple[VisionTensors, int]:
+        """What the processor beside the model's configuration makes of a small black image."""
+        path = getattr(self.config, "_name_or_path", "")
+        if not path:
+            return super().blank(kind)
+        return _blank_of(type(self), path, self.image_token_id)
+
+
+@cache
+def _blank_of(family: type[VLMFamily], path: str, image_token_id: int) -> tuple[VisionTensors, int]:
+    processor = AutoProcessor.from_pretrained(path)
+    text = family.placeholders(processor)["image"]
+    output = processor(text=[text], images=[Image.new("RGB", (32, 32))])
+    (vision,) = family.read(output, [1], [0])
+    return vision, list(output["input_ids"][0]).count(image_token_id)
 
 
 def check_text(config: PretrainedConfig) -> None:
@@ -57,12 +111,12 @@ def _refuse(config: PretrainedConfig, unknown: list[str]) -> None:
     raise ConfigError(
         f"model type {config.model_type!r} has no adapter of its own, and has what the plain one does not know: "
         f"{'; '.join(unknown)}. Its log-probs would be wrong. Model types with an adapter: {', '.join(known)}. Others "
-        "work with ordinary positions, full attention and pixel_values as their one input of images"
+        "work with ordinary positions and images in tensors that this package knows"
     )
 
 
 def _of_text(config: PretrainedConfig) -> Iterator[str]:
-    """Log-probs are made of the head's weights alone: what models do to its logits afterwards is left out."""
+    """Log-probs are made of the head's weights, and a cap: what else models do to logits is left out."""
     values = config.get_text_config().to_dict()
     for name in _FACTORS:
         if values.get(name) not in (None, 1):
@@ -72,11 +126,12 @@ def _of_text(config: PretrainedConfig) -> Iterator[str]:
 def _of_vision(config: PretrainedConfig) -> Iterator[str]:
     values, text = config.to_dict(), config.get_text_config().to_dict()
     classes = _classes(config)
-    taken = {name for each in classes for name in inspect.signature(each.forward).parameters}
-    if _has_mrope(values) or any(hasattr(each, "get_rope_index") for each in classes):
+    # Without a rule of its own a class of transformers gives such layers ordinary positions, as here.
+    if any(hasattr(each, "get_rope_index") for each in classes) if classes else _has_mrope(values):
         yield "M-RoPE positions"
-    if text.get("use_bidirectional_attention") or "token_type_ids" in taken:
-        yield "bidirectional attention over images (token_type_ids)"
+    typed = not _taken(config).isdisjoint(_TYPES) and config.model_type not in _WHOLE_PROMPTS
+    if config.model_type in _WHOLE_PROMPTS or (text.get("use_bidirectional_attention") and not typed):
+        yield "bidirectional attention over whole prompts"
     if text.get("cross_attention_layers") or values.get("cross_layer_interval"):
         yield "cross-attention to images"
     if values.get("is_encoder_decoder"):
@@ -89,6 +144,11 @@ def _has_mrope(values: Any) -> bool:
         named = any(str(name).startswith("mrope") and value for name, value in values.items())
         return named or "mrope" in (values.get("type"), values.get("rope_type")) or _has_mrope([*values.values()])
     return isinstance(values, (list, tuple)) and any(_has_mrope(value) for value in values)
+
+
+def _taken(config: PretrainedConfig) -> set[str]:
+    """Inputs of the model's classes; empty where they are not transformers' own."""
+    return {name for each in _classes(config) for name in inspect.signature(each.forward).parameters}
 
 
 def _classes(config: PretrainedConfig) -> list[type]:

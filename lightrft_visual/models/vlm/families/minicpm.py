@@ -1,0 +1,31 @@
+"""MiniCPM-V 4.6: images of any size cut into slices, whose patches lie behind each other in one strip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....experience.types import ModelInputs
+from .base import T
+from .unregistered import Unregistered
+
+
+class MiniCPM(Unregistered):
+    """pixel_values (columns, C, patch), of all slices, and target_sizes (slices, 2). Its text layers carry a state
+    (gated delta nets): padded only."""
+
+    tensors = ("pixel_values", "target_sizes")
+    packed = ()
+
+    @classmethod
+    def as_rows(cls, tensors: dict[str, T]) -> dict[str, T]:
+        """The columns of the strip first."""
+        if "pixel_values" in tensors:
+            tensors["pixel_values"] = tensors["pixel_values"][0].movedim(-1, 0).contiguous()
+        return tensors
+
+    def arguments(self, inputs: ModelInputs, types: T) -> dict[str, Any]:
+        """The strip as the processor made it."""
+        arguments = super().arguments(inputs, types)
+        if "pixel_values" in arguments:
+            arguments["pixel_values"] = arguments["pixel_values"].movedim(0, -1)[None]
+        return arguments
