@@ -371,8 +371,8 @@ for _entry in (
         model_types=("janus",), processors=("JanusProcessor",),
     ),
     VLMFamily(
-        "llava", f"{_families}.llava:Llava", "LLaVA 1.5; padded, images only",
-        model_types=("llava",), processors=("LlavaProcessor",),
+        "llava", f"{_families}.llava:Llava", "LLaVA 1.5, Pixtral; images only",
+        model_types=("llava",), processors=("LlavaProcessor", "PixtralProcessor"),
     ),
     VLMFamily(
         "text", f"{_families}.text:TextOnly", "causal language models without vision; packing for Qwen",

@@ -137,7 +137,7 @@ class VisionTensors:
             return None
         if len(parts) == 1:
             return parts[0]
-        if len({part.shape[1:] for part in parts}) > 1:
+        if len({part.shape[1:] for part in parts}) > 1 and all(_is_sized(part) for part in own if name in part):
             parts = _evened(parts, _FILL.get(name, 0))
         if parts[0].is_floating_point():
             return torch.cat(parts)
@@ -213,6 +213,10 @@ def pixels_on_host(grids: T) -> list[T] | None:
     return _host_pixels.get(grids)
 
 
+def _is_sized(part: Named) -> bool:
+    return any(name in part for name in SIZES)
+
+
 def _evened(parts: list[T], fill: int) -> list[T]:
     """Padded behind, along every axis but the first, to the largest of them."""
     largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts))]
@@ -264,7 +268,7 @@ def check_alike(samples: Sequence[Sample]) -> None:
         for name, value in part.items():
             _check_lengths(part, name, index)
             like = first.setdefault(name, value)
-            padded = value.dim() == like.dim() and any(each in part for each in SIZES)
+            padded = value.dim() == like.dim() and _is_sized(part)
             if (value.shape[1:] != like.shape[1:] and not padded) or value.dtype != like.dtype:
                 raise DataError(
                     f"sample {index}: {shown(name)} is {value.dtype} {tuple(value.shape)}, which cannot be put behind "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import transformers.models.smolvlm.processing_smolvlm as smolvlm
-from tiny_models import perturb
+from tiny_models import perturb, picture
 from transformers import (
     CLIPImageProcessor,
     Gemma3Config,
@@ -35,6 +37,7 @@ from transformers import (
     Kimi_K25ImageProcessor,
     Kimi_K25Processor,
     Kimi_K25VideoProcessor,
+    LlavaConfig,
     LlavaNextConfig,
     LlavaNextImageProcessor,
     LlavaNextProcessor,
@@ -50,6 +53,7 @@ from transformers import (
     Mistral3Config,
     PixtralImageProcessor,
     PixtralProcessor,
+    PretrainedConfig,
     PreTrainedModel,
     ProcessorMixin,
     Qwen2Tokenizer,
@@ -63,13 +67,19 @@ from transformers import (
     VipLlavaConfig,
 )
 
+from lightrft_visual.config.vl import DataConfig, ModelConfig
+from lightrft_visual.experience.rollouts import PromptBatch
+from lightrft_visual.models.loading import Checkpoint, open_checkpoint
 from lightrft_visual.models.tiny.vlm import (
     _MROPE,
     _TOWER,
+    SPECIAL_TOKENS,
+    VISION_FAMILIES,
     _qwen_shared,
     build_processor,
     build_tiny_model,
     build_tokenizer,
+    tiny_config,
 )
 
 IMAGE_TEMPLATE = (
@@ -106,12 +116,15 @@ def _vision(kind: str, size: int, patch: int) -> dict:
 
 
 def _plain_tokenizer(image: str, **named: str) -> Qwen2Tokenizer:
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens([image, *named.values()], special_tokens=True)
+    """With `image` and the tokens that the processor reads by a name of the tokenizer's."""
+    base = build_tokenizer()
+    model = json.loads(base.backend_tokenizer.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(
+        vocab=model["vocab"], merges=[tuple(each) for each in model["merges"]], eos_token="<|im_end|>",
+        pad_token="<|endoftext|>", extra_special_tokens=named,
+    )  # fmt: skip
+    tokenizer.add_tokens([*SPECIAL_TOKENS, image], special_tokens=True)
     tokenizer.chat_template = IMAGE_TEMPLATE.replace("IMAGE", image)
-    for name, token in named.items():
-        setattr(tokenizer, name, token)
-        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
     return tokenizer
 
 
@@ -191,10 +204,10 @@ def _smolvlm():
     return config, processor, tokenizer
 
 
-def _mistral3():
+def _mistral3(**text):
     tokenizer = _plain_tokenizer("[IMG]", row="[IMG_BREAK]", end="[IMG_END]")
     config = Mistral3Config(
-        text_config=_text(tokenizer, model_type="mistral"),
+        text_config=_text(tokenizer, model_type="mistral") | text,
         vision_config=_vision("pixtral", 112, 14) | {"head_dim": 32},
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"), spatial_merge_size=2,
     )  # fmt: skip
@@ -205,14 +218,12 @@ def _mistral3():
     return config, processor, tokenizer
 
 
-def _vipllava(**text):
-    """A type that the plain adapter runs right."""
+def _llava_like(kind: type[PretrainedConfig], settings: dict, text: dict):
     tokenizer = _plain_tokenizer("<image>")
-    config = VipLlavaConfig(
+    config = kind(
         text_config=_text(tokenizer, model_type="mistral", sliding_window=None) | text,
         vision_config=_vision("clip_vision_model", 28, 14) | {"projection_dim": 32, "num_hidden_layers": 3},
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"), image_seq_length=4,
-        vision_feature_layers=[-2, -1],
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"), image_seq_length=4, **settings,
     )  # fmt: skip
     size = {"height": 28, "width": 28}
     images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=size)
@@ -221,6 +232,11 @@ def _vipllava(**text):
         chat_template=tokenizer.chat_template,
     )  # fmt: skip
     return config, processor, tokenizer
+
+
+def _vipllava(**text):
+    """A type that the plain adapter runs right."""
+    return _llava_like(VipLlavaConfig, {"vision_feature_layers": [-2, -1]}, text)
 
 
 def _gemma4():
@@ -364,7 +380,33 @@ def _llava_next():
     return config, processor, tokenizer
 
 
+def _llava():
+    return _llava_like(LlavaConfig, {}, text={})
+
+
+def _pixtral():
+    """Pixtral 12B in transformers' own form: LLaVA's class around another tower."""
+    tokenizer = _plain_tokenizer("[IMG]", row="[IMG_BREAK]", end="[IMG_END]")
+    config = LlavaConfig(
+        text_config=_text(tokenizer, model_type="mistral"),
+        vision_config=_vision("pixtral", 112, 14) | {"head_dim": 32}, vision_feature_layer=-1,
+        vision_feature_select_strategy="full", image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+    )  # fmt: skip
+    images = PixtralImageProcessor(size={"longest_edge": 112}, patch_size={"height": 14, "width": 14})
+    return config, PixtralProcessor(images, tokenizer, patch_size=14, chat_template=tokenizer.chat_template), tokenizer
+
+
+def _tiny(family: str):
+    """One that the package builds itself."""
+    tokenizer = build_tokenizer(family=family)
+    config = tiny_config(family, tokenizer, tie_embeddings=False)
+    return config, build_processor(family, tokenizer), tokenizer
+
+
 STOCK: dict[str, Callable] = {
+    **{family: partial(_tiny, family) for family in VISION_FAMILIES},
+    "llava": _llava,
+    "pixtral": _pixtral,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5": _qwen3_5,
     "gemma3": _gemma3,
@@ -392,3 +434,29 @@ def stock(model_type: str, attention: str = "sdpa", **text) -> Stock:
     model = build_tiny_model(config).eval()
     perturb(model, 0, 0.1)
     return Stock(model, processor, tokenizer)
+
+
+def stock_checkpoint(folder: Path, model_type: str, **text) -> Checkpoint:
+    """The same as a folder, opened as a run opens one."""
+    built = stock(model_type, **text)
+    built.model.save_pretrained(folder)
+    built.tokenizer.save_pretrained(folder)
+    built.processor.save_pretrained(folder)
+    return open_checkpoint(str(folder), ModelConfig(), DataConfig())
+
+
+# What the tests show of each family, from which docs/models.md is written.
+TABLE = json.loads(Path(__file__).with_name("families.json").read_text())
+
+
+def claimed(form: str) -> list[str]:
+    """The families for which the table says so."""
+    return [name for name, entry in TABLE.items() if form in entry["proven"]]
+
+
+def stock_prompts(checkpoint: Checkpoint) -> PromptBatch:
+    """Text alone, one image, two of other sizes."""
+    image = checkpoint.family.placeholders(checkpoint.processor)["image"]
+    images = [picture(0, 90, 60), picture(1, 40, 130), picture(2, 64, 64)]
+    texts = ["what is 1 plus 2?", f"{image}\nwhich shape is it?", f"first {image}\nsecond {image}\nhow many?"]
+    return PromptBatch.of(texts, [[], images[:1], images[1:]])

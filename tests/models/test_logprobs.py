@@ -114,13 +114,15 @@ class TestGradients:
         chunk=st.integers(1, 15),
         temperature=st.sampled_from([0.5, 1.0, 3.0, "per row"]),
         banned=st.sampled_from([None, [1], [1, 3]]),
+        soft_cap=st.sampled_from([None, 0.5, 30.0]),
         seed=st.integers(0, 1000),
     )
-    def test_equal_to_the_plain_form(self, rows, vocab, chunk, temperature, banned, seed):
+    def test_equal_to_the_plain_form(self, rows, vocab, chunk, temperature, banned, soft_cap, seed):
         *inputs, targets = problem(rows=rows, vocab=vocab, seed=seed)
         if temperature == "per row":
             temperature = torch.linspace(0.5, 2.0, rows)
         options = {"temperature": temperature, "banned_ids": None if banned is None else torch.tensor(banned)}
+        options["soft_cap"] = soft_cap
         chunked = values_and_gradients(linear_log_probs, inputs, targets, chunk_size=chunk, **options)
         plain = values_and_gradients(plain_log_probs, inputs, targets, **options)
         for got, expected in zip(chunked, plain):

@@ -25,7 +25,8 @@ T = torch.Tensor
 
 _VISION_TOKEN_FIELDS = (
     "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "image_token_index",
-    "video_token_index", "boi_token_index", "eoi_token_index",
+    "video_token_index", "boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id", "audio_token_id",
+    "boa_token_id", "eoa_token_index",
 )  # fmt: skip
 
 
@@ -49,7 +50,10 @@ class VLMFamily(MediaConventions):
     packed: ClassVar[tuple[str, ...]] = ()
     texts: ClassVar[tuple[str, ...]] = ()
     towers: ClassVar[tuple[str, ...]] = ("visual", "vision_tower", "vision_model")
-    projectors: ClassVar[tuple[str, ...]] = ("merger", "deepstack_merger_list", "multi_modal_projector", "aligner")
+    projectors: ClassVar[tuple[str, ...]] = (
+        "merger", "deepstack_merger_list", "multi_modal_projector", "aligner", "connector", "mm_projector",
+        "embed_vision",
+    )  # fmt: skip
     vision_tokens: ClassVar[tuple[str, ...]] = ()
     served: ClassVar[bool] = True
     heads: ClassVar[tuple[str, ...]] = ()

@@ -17,7 +17,7 @@ class Idefics(Unregistered):
     texts = ("llama",)
 
     @classmethod
-    def as_rows(cls, tensors: dict[str, T]) -> dict[str, T]:
+    def images_first(cls, tensors: dict[str, T]) -> dict[str, T]:
         """Without the axis of samples."""
         return {name: value[0] for name, value in tensors.items()}
 

@@ -1,11 +1,11 @@
-"""LLaVA 1.5: one square image a placeholder, a fixed number of tokens each, ordinary positions."""
+"""LLaVA 1.5, and Pixtral in the same class: images of one size, or of any with their sizes beside them."""
 
 from __future__ import annotations
 
-from .base import VLMFamily
+from .unregistered import Unregistered
 
 
-class Llava(VLMFamily):
-    """As `VLMFamily` has it. Packing is not shown."""
+class Llava(Unregistered):
+    """As `Unregistered` has it, whose texts it may be around."""
 
-    kinds = ("image",)
+    packed = ("llava",)

@@ -17,7 +17,7 @@ class MiniCPM(Unregistered):
     packed = ()
 
     @classmethod
-    def as_rows(cls, tensors: dict[str, T]) -> dict[str, T]:
+    def images_first(cls, tensors: dict[str, T]) -> dict[str, T]:
         """The columns of the strip first."""
         if "pixel_values" in tensors:
             tensors["pixel_values"] = tensors["pixel_values"][0].movedim(-1, 0).contiguous()

@@ -56,10 +56,10 @@ class Unregistered(VLMFamily):
     def read(cls, output: Mapping[str, Any], images: Sequence[int], videos: Sequence[int]) -> list[VisionTensors]:
         """The vision tensors of the prompt of one processor call."""
         names = [name for name in cls.tensors if images[0] and output.get(name) is not None]
-        return [VisionTensors([cls.as_rows({name: as_tensor(output[name]) for name in names})])]
+        return [VisionTensors([cls.images_first({name: as_tensor(output[name]) for name in names})])]
 
     @classmethod
-    def as_rows(cls, tensors: dict[str, T]) -> dict[str, T]:
+    def images_first(cls, tensors: dict[str, T]) -> dict[str, T]:
         """A prompt's tensors with the images, or parts of them, along the first axis, as samples are joined."""
         return tensors
 

@@ -1,0 +1,156 @@
+"""Every family of docs/models.md, built tiny: what the table claims holds, and what it does not claim is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from engine_rig import Rig
+from equality import assert_same, loss_and_gradients
+from stock_families import STOCK, TABLE, claimed, stock_checkpoint, stock_prompts
+from tiny_models import perturb
+
+from lightrft_visual.config.vl import DataConfig, ModelConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.rollouts import SamplingSettings, ScoringRule
+from lightrft_visual.experience.types import ModelInputs
+from lightrft_visual.models.loading import Checkpoint, add_lora, load_transformer, open_checkpoint
+from lightrft_visual.models.vlm import probe
+from lightrft_visual.models.vlm.actor import Actor
+from lightrft_visual.models.vlm.shared_prefix import SharedSequence
+from lightrft_visual.rollout.hf import TransformersEngine
+from lightrft_visual.runtime.checkpoint.export import export_hf
+
+RULE = ScoringRule()
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """Checkpoints by model type, written once."""
+    root = tmp_path_factory.mktemp("families")
+    return cache(lambda name: stock_checkpoint(root / name, name))
+
+
+def actor_of(checkpoint: Checkpoint, **model) -> Actor:
+    settings = ModelConfig(**model)
+    transformer = add_lora(load_transformer(checkpoint.path, settings, torch.float32), settings)
+    return Actor(transformer, checkpoint.family.banned_ids(checkpoint.tokenizer), checkpoint.eos_ids).eval()
+
+
+def sampled(checkpoint: Checkpoint) -> list[probe._Sample]:
+    return probe.made_up_samples(checkpoint, 0)
+
+
+def assert_own(actor: Actor, samples: list[probe._Sample], inputs: ModelInputs) -> None:
+    """Log-probs are those of the model's own class, each sample by itself."""
+    own = probe._Own.of(actor, samples).log_probs
+    with torch.no_grad():
+        ours = actor(inputs, RULE).log_probs
+    for row, sample, theirs in zip(ours, samples, own, strict=True):
+        torch.testing.assert_close(row[: sample.actions], theirs, atol=1e-5, rtol=0)
+
+
+def test_the_table_names_every_family_that_is_built():
+    assert TABLE.keys() == STOCK.keys()
+
+
+def test_the_page_of_models_is_written_from_the_table(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "scripts"))
+    import write_models
+
+    assert write_models.FILE.read_text() == write_models.text(), "run python scripts/write_models.py"
+    assert {form for entry in TABLE.values() for form in entry["proven"]} <= write_models.COLUMNS.keys()
+
+
+@pytest.mark.parametrize("name", claimed("padded"))
+def test_padded_samples_equal_the_models_own_forward(opened, name):
+    samples = sampled(opened(name))
+    assert_own(actor_of(opened(name)), samples, probe._padded(samples))
+
+
+@pytest.mark.parametrize("name", claimed("text alone"))
+def test_a_batch_of_text_alone_equals_the_models_own_forward_and_runs_the_tower(opened, name):
+    actor, samples = actor_of(opened(name)), sampled(opened(name))[:1]
+    assert_own(actor, samples, probe._padded(samples))
+    actor(probe._padded(samples), RULE).log_probs.sum().backward()
+    towers = actor.backbone.family.towers
+    inside = [p.grad for n, p in actor.named_parameters() if any(f".{tower}." in n for tower in towers)]
+    assert any(grad is not None for grad in inside) and not any(grad.any() for grad in inside if grad is not None)
+
+
+@pytest.mark.parametrize("name", claimed("packed"))
+def test_packed_samples_equal_the_models_own_forward(opened, name):
+    samples = sampled(opened(name))
+    assert_own(actor_of(opened(name)), samples, probe._packed(samples))
+
+
+@pytest.mark.parametrize("name", sorted(TABLE.keys() - claimed("packed")))
+def test_what_is_not_claimed_to_pack_is_refused(opened, name):
+    samples = sampled(opened(name))
+    with pytest.raises(ConfigError, match="packing_samples is not proven for model type"):
+        actor_of(opened(name))(probe._packed(samples), RULE)
+
+
+@pytest.mark.parametrize("window", [5, 30])
+@pytest.mark.parametrize("name", ["mistral3", "vipllava"])
+def test_windows_of_attention_hold_in_packed_samples(tmp_path, name, window):
+    checkpoint = stock_checkpoint(tmp_path, name, sliding_window=window)
+    samples = probe.made_up_samples(checkpoint, 40)
+    assert_own(actor_of(checkpoint), samples, probe._packed(samples))
+
+
+def grouped(checkpoint: Checkpoint) -> ModelInputs:
+    """Three answers to each of three prompts, in turn."""
+    samples, groups = [], sampled(checkpoint)
+    for turn in range(3):
+        for each in groups:
+            ids = each.ids.clone()
+            ids[-each.actions :] = (ids[-each.actions :] + 7 * turn) % 50 + 20
+            samples.append(replace(each, own=each.own | {"input_ids": ids[None]}))
+    numbers = torch.arange(len(samples))
+    return replace(probe._padded(samples), sample_ids=numbers, group_ids=numbers % len(groups))
+
+
+@pytest.mark.parametrize("name", claimed("shared prefix"))
+def test_a_shared_prompt_equals_its_copies_in_loss_and_gradients(opened, name):
+    actor, inputs = actor_of(opened(name)), grouped(opened(name))
+    alone = loss_and_gradients(actor, [inputs])
+    actor.backbone.share_prefix = True
+    assert SharedSequence.of(inputs).saved > 0
+    assert_same(alone, loss_and_gradients(actor, [inputs]), 2e-5)
+
+
+@pytest.mark.parametrize("name", claimed("LoRA"))
+def test_adapters_are_trained_and_equal_pefts_own_forward(opened, name):
+    actor, samples = actor_of(opened(name), lora_rank=4), sampled(opened(name))
+    torch.manual_seed(0)
+    for parameter_name, parameter in actor.named_parameters():
+        if "lora_B" in parameter_name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    assert_own(actor, samples, probe._padded(samples))
+    actor(probe._padded(samples), RULE).log_probs.sum().backward()
+    trained = {n: p.grad is not None for n, p in actor.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in each for each in trained)
+    towers = actor.backbone.family.towers  # some read their features from a layer before the last
+    assert all(has or any(f".{tower}." in each for tower in towers) for each, has in trained.items())
+
+
+@pytest.mark.parametrize("name", claimed("export"))
+def test_an_export_opens_again_with_the_same_log_probs(opened, name, tmp_path):
+    actor, inputs = actor_of(opened(name)), probe._padded(sampled(opened(name)))
+    perturb(actor, 3, 0.01)
+    export_hf(actor.transformer, opened(name).processor, tmp_path)
+    again = open_checkpoint(str(tmp_path), ModelConfig(), DataConfig())
+    assert type(again.processor) is type(opened(name).processor)
+    with torch.no_grad():
+        assert torch.equal(actor_of(again)(inputs, RULE).log_probs, actor(inputs, RULE).log_probs)
+
+
+@pytest.mark.parametrize("name", claimed("hf"))
+def test_engine_hf_samples_from_what_the_trainer_scores(opened, name):
+    checkpoint, actor = opened(name), actor_of(opened(name))
+    rig = Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, 8))
+    assert rig.difference(stock_prompts(checkpoint), SamplingSettings(n=2, max_new_tokens=6)) <= 1e-5
