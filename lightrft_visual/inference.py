@@ -242,7 +242,8 @@ def _drawn(
 
     pipeline, run = checkpoint.pipeline(), checkpoint.run.get("sampling", {})
     pipeline.set_progress_bar_config(disable=True)
-    usual = {name: run[name] for name in ("height", "width", "guidance_scale") if name in run}
+    names = ("height", "width", "guidance_scale", "guidance_scale_2")
+    usual = {name: run[name] for name in names if run.get(name) is not None}
     usual |= {"num_inference_steps": run["eval_num_steps"]} if "eval_num_steps" in run else {}
     drawn = []
     for number, prompt in enumerate(prompts):

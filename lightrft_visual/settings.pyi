@@ -560,6 +560,8 @@ class DiffusionSettings(TypedDict, total=False):
     """all samples of a prompt start from the same noise; default: temp_flow_grpo only."""
     guidance_scale: float
     """sampling. Default: 4.5."""
+    guidance_scale_2: float | None
+    """of Wan 2.2's low-noise expert; default: guidance_scale."""
     negative_prompt: str
     """sampling. Default: ''."""
     height: int

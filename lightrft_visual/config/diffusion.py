@@ -132,6 +132,7 @@ class DiffusionSamplingConfig(Section):
     log_prob: Annotated[str, one_of(*REDUCTIONS)] = "mean"  # over latent dimensions
     same_latent: bool | None = None  # all samples of a prompt start from the same noise; default: temp_flow_grpo only
     guidance_scale: NonNegativeFloat = 4.5
+    guidance_scale_2: NonNegativeFloat | None = None  # of Wan 2.2's low-noise expert; default: guidance_scale
     negative_prompt: str = ""
     height: PositiveInt = 512
     width: PositiveInt = 512
@@ -148,7 +149,12 @@ class DiffusionSamplingConfig(Section):
         super().__post_init__()
 
     def check(self) -> None:
-        """A range has two ends."""
+        """A second expert is guided where the first is; a range has two ends."""
+        second = self.guidance_scale_2
+        require(
+            second is None or self.guidance_scale > 1,
+            f"guidance_scale {self.guidance_scale} guides no expert: leave guidance_scale_2 {second} out",
+        )
         found = self.sde_window_range
         require(found is None or len(found) == 2, f"sde_window_range is {found}; it takes the first step and the end")
 

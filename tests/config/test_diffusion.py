@@ -71,6 +71,7 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         (["--adam_betas", "0.9", "1"], "adam_betas"),
         (["--max_norm", "-1"], "max_norm"),
         (["--l2", "-1"], "l2"),
+        (["--guidance_scale", "1", "--guidance_scale_2", "3"], "leave guidance_scale_2 3.0 out"),
         (["--flow_shift", "inf"], "flow_shift"),
         (["--timesteps", "900,nan"], "timesteps"),
         (["--eval_ema", "true"], "enable_ema"),

@@ -249,6 +249,7 @@ FAMILIES = {
     "flux": flux,
     "wan": wan,
     "wan_i2v": wan_i2v,
+    "wan_two_experts": wan_two_experts,
     "cosmos": cosmos,
     "qwen_image": qwen_image,
     "qwen_image_edit": qwen_image_edit,

@@ -38,7 +38,7 @@ def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
         return None
     adapter = named_family(type(pipeline).__name__, model.family)
     family = adapter(pipeline, model.max_sequence_length or saved)
-    family.source_pixels = config.sampling.source_pixels
+    family.follow(config)
     with torch.device("meta"):
         return DiffusionPolicy(family, LoraSettings.from_config(model), model.trained_denoisers)
 

@@ -130,8 +130,7 @@ class WorkerDrawing:
             family=model.family,
             tokenizer=model.tokenizer_path,
         )
-        policy.family.detach_guidance = config.algorithm.detach_guidance
-        policy.family.source_pixels = config.sampling.source_pixels
+        policy.family.follow(config)
         if model.vae_tiling:
             policy.family.pipeline.vae.enable_tiling()
         device = torch.device(get_accelerator().current_device_name())

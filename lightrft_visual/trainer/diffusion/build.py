@@ -365,8 +365,7 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
         )
     if algorithm.trains_on == "reward":
         policy.train_only(_trained_experts(config, policy))
-    policy.family.detach_guidance = config.algorithm.detach_guidance
-    policy.family.source_pixels = config.sampling.source_pixels
+    policy.family.follow(config)
     if model.compile:
         policy.compile_blocks()
     if model.vae_tiling:

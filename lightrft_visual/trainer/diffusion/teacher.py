@@ -36,6 +36,7 @@ def load_teacher(
             f"teacher_pretrain {model.teacher_pretrain} is of family {type(teacher.family).__name__}, the model of "
             f"{type(policy.family).__name__}: on-policy distillation compares steps of one family"
         )
+    teacher.family.follow(config)
     pipeline = teacher.family.pipeline
     idle = [name for name, part in pipeline.components.items() if isinstance(part, nn.Module)]
     pipeline.register_modules(**{name: None for name in idle if name not in teacher.denoisers})

@@ -16,6 +16,7 @@ from lightrft_visual.algorithms.diffusion.dgpo import group_preference
 from lightrft_visual.algorithms.diffusion.diffusion_dpo import pair_preference
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.algorithms.diffusion.rwr import RewardWeighted
+from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig, SamplingResult
 from lightrft_visual.experience.items import make_experience_batch, split_experience_batch
@@ -35,6 +36,7 @@ CASES = {
     "flux": ((32, 32, 1), 3.5, (3, 32, 32)),
     "wan": ((32, 32, 5), 3.0, (3, 5, 32, 32)),
     "wan_i2v": ((32, 32, 5), 3.0, (3, 5, 32, 32)),
+    "wan_two_experts": ((32, 32, 5), 3.0, (3, 5, 32, 32)),
     "cosmos": ((32, 32, 1), 3.0, (3, 32, 32)),
     "qwen_image": ((32, 32, 1), 3.0, (3, 32, 32)),
     "z_image": ((32, 32, 1), 3.0, (3, 32, 32)),
@@ -57,6 +59,7 @@ def build(name):
 def policy_of(name):
     family = family_of(build(name), None if "edit" in name else 5)
     family.source_pixels = SOURCE_PIXELS
+    family.guidance_scale_2 = 2.0 if name == "wan_two_experts" else None
     return DiffusionPolicy(family, LoraSettings(rank=2, alpha=4))
 
 
@@ -122,10 +125,12 @@ def test_rollout_replay_update_and_lora(name, tmp_path):
         stock.transformer.load_lora_adapter(tmp_path, weight_name="pytorch_lora_weights.safetensors")
     else:
         stock.load_lora_weights(tmp_path)
-    if name == "wan_i2v":
+    if "transformer_2" in policy.denoisers:
         stock.load_lora_weights(tmp_path / "transformer_2", load_into_transformer_2=True)
     with torch.no_grad():
-        loaded = family_of(stock, policy.family.text_length).velocity(rows.x, rows.timesteps, rows.conditions, guidance)
+        read = family_of(stock, policy.family.text_length)
+        read.guidance_scale_2 = policy.family.guidance_scale_2
+        loaded = read.velocity(rows.x, rows.timesteps, rows.conditions, guidance)
     torch.testing.assert_close(loaded, trained, rtol=1e-4, atol=1e-6)
 
 
@@ -195,6 +200,47 @@ def test_losses_on_finished_samples_train_it(name, loss):
         if isinstance(loss, AWM):  # whose ratio is to the weights of the copy, which has moved along
             return
         assert loss.loss(context, rows, 2.0).loss < before
+
+
+def test_each_expert_of_wan_is_guided_by_its_own_scale_as_in_the_stock_pipeline():
+    policy = policy_of("wan_two_experts")
+    pipeline = build("wan_two_experts")
+    pipeline.set_progress_bar_config(disable=True)
+    start = torch.randn(1, *policy.latent_shape(32, 32, 5))
+    asked = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 4, "max_sequence_length": 5}
+    theirs = pipeline(
+        PROMPTS[0], "", **asked, guidance_scale=3.0, guidance_scale_2=30.0, latents=start, output_type="latent"
+    ).frames
+    policy.family.guidance_scale_2 = 30.0
+    sigmas = pipeline.scheduler.sigmas[:-1].tolist()
+    assert sigmas[0] > policy.family.boundary / 1000 > sigmas[-1]
+    batch = DiffusionBatch(policy.encode_prompts(PROMPTS[:1], ""), start.shape[1:], 1, 3.0, start)
+    sampler = DiffusionSampler(SamplingConfig(4, sigmas=sigmas))
+    ours = sampler.sample(policy, batch, generator=torch.Generator()).latents
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    policy.family.guidance_scale_2 = None
+    same = sampler.sample(policy, batch, generator=torch.Generator()).latents
+    assert (same - theirs).abs().max() > 1e-3
+
+
+def test_a_second_guidance_scale_is_refused_where_there_is_one_expert():
+    config = DiffusionRunConfig()
+    config.sampling.guidance_scale_2 = 2.0
+    policy_of("wan_two_experts").family.follow(config)
+    for name in ("wan", "flux"):
+        with pytest.raises(ConfigError, match="this model has one network"):
+            policy_of(name).family.follow(config)
+
+
+def test_samples_of_both_experts_in_one_batch_have_each_their_own_scale():
+    policy = policy_of("wan_two_experts")
+    conditions = policy.encode_prompts(PROMPTS, "")
+    latents, timesteps = torch.randn(2, *policy.latent_shape(32, 32, 5)), torch.tensor([700.0, 500.0])
+    with torch.no_grad():
+        mixed = policy(latents, timesteps, conditions, 3.0)
+        policy.family.guidance_scale_2 = None
+        high, low = (policy(latents, timesteps, conditions, scale) for scale in (3.0, 2.0))
+    torch.testing.assert_close(mixed, torch.stack([high[0], low[1]]))
 
 
 def test_each_expert_serves_its_own_noise_range():

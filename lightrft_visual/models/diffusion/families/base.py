@@ -16,6 +16,7 @@ from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import nn
 
+from ....config.diffusion import DiffusionRunConfig
 from ....errors import ConfigError
 from ....experience.vision import NEGATIVE, Conditions, joined
 from ....runtime import collectives
@@ -69,7 +70,17 @@ class DiffusionFamily(ABC):
         self.text_length = text_length or self.default_text_length
         self.detach_guidance = False  # whether the unguided branch carries no gradient
         self.source_pixels: int | None = None  # area that source images are scaled to; None: the pipeline's own
+        self.guidance_scale_2: float | None = None  # of the second of two experts; None: as the first
         self.required: frozenset[str] = frozenset()  # networks that run in every forward, needed there or not
+
+    def follow(self, config: DiffusionRunConfig) -> None:
+        """Take a run's settings. Raises ConfigError for a second guidance scale where there is one expert."""
+        self.detach_guidance = config.algorithm.detach_guidance
+        self.source_pixels, self.guidance_scale_2 = config.sampling.source_pixels, config.sampling.guidance_scale_2
+        if self.guidance_scale_2 is not None and len(self.denoisers()) == 1:
+            raise ConfigError(
+                "guidance_scale_2 is that of a second expert, and this model has one network: leave it out"
+            )
 
     def own_modules(self, names: Iterable[str]) -> list[str]:
         """Module suffixes by diffusers' names."""
@@ -122,9 +133,14 @@ class DiffusionFamily(ABC):
         both = {key: _stack(conditions, key) for key in positive}
         twice = self.predict(torch.cat([latents] * 2), torch.cat([timesteps] * 2), both, guidance_scale)
         without, with_prompt = twice.chunk(2)
-        return self.combine(without.detach() if self.detach_guidance else without, with_prompt, guidance_scale)
+        scale = self.guidance_at(timesteps, guidance_scale)
+        return self.combine(without.detach() if self.detach_guidance else without, with_prompt, scale)
 
-    def combine(self, without: T, with_prompt: T, guidance_scale: float) -> T:
+    def guidance_at(self, timesteps: T, guidance_scale: float) -> float | T:
+        """The scale at these timesteps (B): one for all, or (B, 1, …)."""
+        return guidance_scale
+
+    def combine(self, without: T, with_prompt: T, guidance_scale: float | T) -> T:
         """The guided prediction from the unguided and the guided branch."""
         return without + guidance_scale * (with_prompt - without)
 

@@ -55,6 +55,13 @@ class Wan(DiffusionFamily):
                 velocity = velocity + 0 * self._run(expert, latents[:1], timesteps[:1], first)
         return velocity
 
+    def guidance_at(self, timesteps: T, guidance_scale: float) -> float | T:
+        """Each expert's own, where the second has one."""
+        if self.guidance_scale_2 is None:
+            return guidance_scale
+        second = self.expert_index(timesteps).bool().view(-1, 1, 1, 1, 1)
+        return torch.where(second, self.guidance_scale_2, guidance_scale)
+
     def expert_index(self, timesteps: T) -> T:
         """0 from the boundary up, 1 below; 0 where there is one network."""
         if len(self.denoisers()) == 1:
