@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -134,13 +136,27 @@ def _line(leaf: Leaf) -> str:
 @click.argument("checkpoint")
 @click.option("--data", help="Held-out prompts; default: those of the run.")
 @click.option("--reward", "rewards", multiple=True, help="path.py:name, a URL, a scorer or a folder; repeat.")
+@click.option(
+    "--suite", help="A published protocol: geneval, ocr, drawbench, geometry3k, geometry3k_verl; or a recipe."
+)
+@click.option("--out", default="evaluation.json", show_default=True, help="Metrics and what they were made with.")
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED)
-def evaluate(checkpoint: str, data: str | None, rewards: tuple[str, ...], settings: tuple[str, ...]) -> None:
+def evaluate(checkpoint: str, data: str | None, rewards: tuple[str, ...], suite: str | None, out: str,
+             settings: tuple[str, ...]) -> None:  # fmt: skip
     """Metrics of CHECKPOINT on held-out prompts; SETTINGS of a run as --name value."""
-    from .inference import evaluate as measured
+    from .inference import evaluation
 
-    for name, value in measured(checkpoint, data, list(rewards) or None, **_pairs(settings)).items():
+    found = evaluation(checkpoint, data, list(rewards) or None, suite=suite, **_pairs(settings))
+    if os.environ.get("RANK", "0") != "0":
+        return
+    from .observe.conditions import in_words
+    from .runtime.files import to_json, write_atomic
+
+    write_atomic(Path(out), json.dumps(json.loads(to_json(found)), indent=2, ensure_ascii=False) + "\n")
+    click.echo(in_words(found))
+    for name, value in found["metrics"].items():
         click.echo(f"{name} {value:.4f}")
+    click.echo(f"all settings and versions: {out}")
 
 
 @cli.command(context_settings={"ignore_unknown_options": True})

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from .api import FlowGRPOTrainer, GRPOTrainer
 from .arguments import data_of, saved
+from .config.recipes import SUFFIXES
 from .errors import ConfigError
 
 PIPELINE, ADAPTER = "model_index.json", "pytorch_lora_weights.safetensors"
@@ -95,8 +96,10 @@ class Checkpoint:
 
 
 @contextmanager
-def _configured(checkpoint: Checkpoint, eval_dataset: Any, rewards: Any, settings: dict[str, Any]) -> Iterator[Any]:
-    """The configuration by which a checkpoint is evaluated."""
+def _configured(
+    checkpoint: Checkpoint, eval_dataset: Any, rewards: Any, settings: dict[str, Any], suite: str | None = None
+) -> Iterator[Any]:
+    """The configuration by which a checkpoint is evaluated; a suite has data and rewards of its own."""
     with tempfile.TemporaryDirectory(prefix="lightrft_visual_") as scratch, checkpoint.model(scratch) as model:
         own: dict[str, Any] = NO_TRAINING | {"output_dir": os.path.join(scratch, "run")}
         if checkpoint.resumable and "algorithm" not in checkpoint.run:
@@ -110,15 +113,21 @@ def _configured(checkpoint: Checkpoint, eval_dataset: Any, rewards: Any, setting
             for section, names in LEFT_OUT.items():
                 tree[section] = {k: v for k, v in tree.get(section, {}).items() if k not in names}
             own |= {"pretrain": model} | (DRAWING if checkpoint.draws else ANSWERING)
-        if rewards is not None:
+        if rewards is not None or suite is not None:
             tree.pop("reward", None)
+        if suite is not None:
+            tree.pop("data", None)
         recipe = os.path.join(scratch, "run.yaml")
         OmegaConf.save(OmegaConf.create({k: v for k, v in tree.items() if v}), recipe)
         if eval_dataset is not None:
             own |= dict.fromkeys(("prompt_data", "eval_data"), data_of(eval_dataset, "eval_dataset", "test"))
+        recipes = [recipe, *_recipe_of(suite)]
+        if rewards is not None and suite is not None:
+            recipes.append(os.path.join(scratch, "rewards.yaml"))
+            Path(recipes[-1]).write_text("reward: {components: {}, kwargs: {}, reward_recipe: null}\n")
         kind = FlowGRPOTrainer if checkpoint.draws else GRPOTrainer
         base = checkpoint.base if checkpoint.resumable else None
-        trainer = kind(base, rewards, config=[recipe], **own | settings)
+        trainer = kind(base, rewards, config=recipes, **own | settings)
         with trainer.model_on_disk():
             yield trainer.config
 
@@ -139,8 +148,13 @@ def _on_disk(model: Any) -> Iterator[str | os.PathLike[str]]:
         yield folder
 
 
+def _recipe_of(suite: str | None) -> list[str]:
+    """A suite is a recipe: one that is shipped by its name, or a file."""
+    return [] if suite is None else [suite if suite.endswith(SUFFIXES) or "/" in suite else f"suite/{suite}"]
+
+
 def evaluate(
-    model: Any, eval_dataset: Any = None, reward_funcs: Any = None, *, base: Any = None,
+    model: Any, eval_dataset: Any = None, reward_funcs: Any = None, *, suite: str | None = None, base: Any = None,
     **settings: Any,
 ) -> dict[str, float]:  # fmt: skip
     """Metrics of a model on held-out prompts, as a run's own evaluation measures them.
@@ -152,16 +166,30 @@ def evaluate(
             model or pipeline, a hub name, a loaded pipeline, or (model, processor).
         eval_dataset: as of a trainer; default: that of the run.
         reward_funcs: likewise. Functions that a run was given from Python are given again.
+        suite: a published protocol by name (geneval, ocr, drawbench, geometry3k, geometry3k_verl), or a recipe of your
+            own: prompts, sampler, seed and scorer. What is given beside it wins.
         base: the model that a run trained, for adapters and for checkpoints of a run, where it was given from Python.
         **settings: of the run, such as eval_samples_per_prompt. A run's averaged weights are evaluated where its own
             evaluations did so; eval_ema=False leaves them.
     """
+    return evaluation(model, eval_dataset, reward_funcs, suite=suite, base=base, **settings)["metrics"]
+
+
+def evaluation(
+    model: Any, eval_dataset: Any = None, reward_funcs: Any = None, *, suite: str | None = None, base: Any = None,
+    **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """`evaluate` with what its `metrics` were made with: `observe.conditions`, `checkpoint` and `suite`."""
     from .launch import started
+    from .observe.conditions import conditions
+    from .trainer.features.conditions import held_out
 
     with _on_disk(model) as checkpoint:
-        with _configured(Checkpoint.of(checkpoint, base), eval_dataset, reward_funcs, settings) as config:
+        with _configured(Checkpoint.of(checkpoint, base), eval_dataset, reward_funcs, settings, suite) as config:
             with started(config) as trainer:
-                return dict(trainer.evaluate())
+                found = conditions(config, held_out(trainer.parts.evaluation))
+                own = {"checkpoint": os.fspath(checkpoint), "suite": suite}
+                return {"metrics": dict(trainer.evaluate()), **own, **found}
 
 
 def sample(

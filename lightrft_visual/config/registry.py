@@ -201,6 +201,7 @@ for _entry in (  # in the order in which they follow a step
         kinds=("vl",),
     ),
     Hook("records", f"{_features}.records:build", "rollouts that people are shown"),
+    Hook("conditions", f"{_features}.conditions:build", "what each evaluation was made with"),
     Hook(
         "selective_replay", f"{_features}.selective_replay:build", "`selective_replay`: samples of earlier steps",
         kinds=("vl",),
@@ -448,6 +449,7 @@ for _name, _target, _about in (
     scorers.add(Scorer(_name, f"lightrft_visual.rewards.functions.{_target}", _about))
 for _name, _target, _about in (
     ("face_similarity", "face.scorer:FaceSimilarity", "the face of a reference image"),
+    ("geometry3k", "compat.graders:Geometry3K", "Geometry3K as EasyR1 or verl (`grader`) grades it, by mathruler"),
     (
         "shape_match", "embedded.scorers.shape_match:ShapeMatch",
         "the embedded captions: colour, shape, coverage, background",
@@ -481,6 +483,7 @@ for _entry in (  # in the order in which they are tried
     RowForm("messages", f"{_rows}:messages", "OpenAI's chat form: `messages` of {role, content}"),
     RowForm("question", f"{_compat}.rows:question", "EasyR1 and many others: `problem`, `question`, `query`"),
     RowForm("input_label", f"{_compat}.rows:input_label", "OpenRLHF: `input`, and the answer in `label`"),
+    RowForm("geometry3k", f"{_compat}.rows:geometry3k", "`problem`, with EasyR1's and verl's words on how to answer"),
 ):  # fmt: skip
     row_forms.add(_entry)
 for _name, _target, _about in (  # the first that fits is taken

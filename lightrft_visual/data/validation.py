@@ -1,6 +1,14 @@
-"""How validation prompts are shared out, so that all ranks make the same number of collective calls."""
+"""How validation prompts are shared out, so that all ranks make the same number of collective calls; their labels."""
 
 from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from ..runtime import collectives
+
+logger = logging.getLogger(__name__)
 
 
 def validation_shard_indices(num_prompts: int, *, rank: int, world_size: int) -> list[tuple[int, bool]]:
@@ -17,3 +25,23 @@ def validation_shard_indices(num_prompts: int, *, rank: int, world_size: int) ->
     per_rank = -(-num_prompts // world_size)
     places = (rank + turn * world_size for turn in range(per_rank))
     return [(place % num_prompts, place < num_prompts) for place in places]
+
+
+MAX_LABELS = 24  # with metrics of their own
+
+
+def measured_labels(labels: Sequence[str | None]) -> set[str]:
+    """The labels of the held-out prompts that get metrics of their own: all, or where they are more than MAX_LABELS the
+    most frequent ones, each of two prompts or more. A label that is different for every prompt tells nothing apart."""
+    counts = Counter(label for label in labels if label is not None)
+    if len(counts) <= MAX_LABELS:
+        return set(counts)
+    chosen = {label for label, count in counts.most_common(MAX_LABELS) if count > 1}
+    if collectives.is_rank_0():
+        logger.warning(
+            "the evaluation data has %d labels; eval_reward_<label> is reported for the %d most frequent that several "
+            "prompts have, eval_reward counts all",
+            len(counts),
+            len(chosen),
+        )
+    return chosen

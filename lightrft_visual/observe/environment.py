@@ -94,7 +94,7 @@ ASIDE = "earlier_runs"
 # What a run writes into its folder; other things in it belong to somebody else and stay.
 OWN = re.compile(
     r"metrics\.(csv|jsonl)|crash\.log|bad_rows\.jsonl|eval_metrics\.csv|env\.json|config\.resolved\.yaml|report\.html|rollouts|tensorboard|wandb"
-    r"|eval_epoch_\d+|checkpoint-.+|latest"
+    r"|eval_epoch_\d+|evaluations\.jsonl|checkpoint-.+|latest"
 )
 
 

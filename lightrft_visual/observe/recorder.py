@@ -30,7 +30,7 @@ from .metrics import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, Wa
 logger = logging.getLogger(__name__)
 
 
-ALARMS, GOLD = "alarms.jsonl", "gold.jsonl"
+ALARMS, GOLD, EVALUATIONS = "alarms.jsonl", "gold.jsonl", "evaluations.jsonl"
 STEP_FILE = re.compile(r"(?:eval_)?step_(\d+)\.jsonl$")
 SHEET_FOLDER = re.compile(r"eval_epoch_(\d+)$")
 
@@ -145,6 +145,11 @@ class RunRecorder:
         if self._ready():
             append_line(self.folder / GOLD, to_json({**scores, "step": step}) + "\n")
 
+    def log_conditions(self, step: int, evaluated: Mapping[str, Any]) -> None:
+        """One line of evaluations.jsonl: the metrics of an evaluation, and what it was made with."""
+        if self._ready():
+            append_line(self.folder / EVALUATIONS, to_json({**evaluated, "step": step}) + "\n")
+
     def save_rollouts(self, step: int, records: Sequence[Mapping[str, Any]], kind: str = "step") -> Path | None:
         """rollouts/step_000012.jsonl; images become files beside it."""
         if not self._ready():
@@ -178,7 +183,7 @@ class RunRecorder:
             return
         for sink in dict.fromkeys([*self._sinks, *self._eval_sinks]):
             sink.cut_back(step)
-        for path in (self.folder / ALARMS, self.folder / GOLD):
+        for path in (self.folder / ALARMS, self.folder / GOLD, self.folder / EVALUATIONS):
             if path.exists():
                 kept = [to_json(line) + "\n" for line in read_jsonl(path) if step_of(line) <= step]
                 write_atomic(path, "".join(kept))

@@ -18,6 +18,7 @@ OPTIONAL = {
     "fastapi": ("serve-reward", "pip install fastapi uvicorn"),
     "imageio": ("videos that are drawn", "pip install 'imageio[ffmpeg]'"),
     "rapidocr": ("the scorer ocr", "pip install 'lightrft_visual[diffusion-rewards]'"),
+    "mathruler": ("the scorer geometry3k", "pip install mathruler pylatexenc"),
     "scipy": ("the detector of the scorer geneval", "pip install 'lightrft_visual[diffusion-rewards]'"),
     "pytesseract": ("the scorer ocr by Tesseract", "pip install 'lightrft_visual[diffusion-rewards]'"),
 }

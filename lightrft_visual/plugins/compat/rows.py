@@ -9,6 +9,10 @@ from ...data.forms import Content, are_mappings, json_list, without_answer
 from ...errors import DataError
 
 QUESTION_COLUMNS = ("problem", "question", "query", "instruction")
+THINK_AND_BOX = (
+    "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. The "
+    "reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}."
+)
 _SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "model", "chatgpt"), "assistant"),
@@ -52,6 +56,12 @@ def question(raw: Mapping[str, Any]) -> Content | None:
     """EasyR1 and many others: `problem` or `question`; the answer is found as anywhere else."""
     column = next((name for name in QUESTION_COLUMNS if raw.get(name) is not None), None)
     return None if column is None else Content(raw[column], consumed=_unless_text(raw, column))
+
+
+def geometry3k(raw: Mapping[str, Any]) -> Content | None:
+    """`problem`, followed by what EasyR1 and verl ask for."""
+    problem = raw.get("problem")
+    return Content(f"{problem.strip()} {THINK_AND_BOX}") if isinstance(problem, str) else None
 
 
 def _unless_text(raw: Mapping[str, Any], column: str) -> tuple[str, ...]:

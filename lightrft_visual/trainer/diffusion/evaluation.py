@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ...data.drawing_prompts import DrawPrompts
-from ...data.validation import validation_shard_indices
+from ...data.validation import measured_labels, validation_shard_indices
 from ...observe.guard.divergence import (
     PairedScores,
     coverage,
@@ -127,9 +127,14 @@ class DiffusionEvaluation:
     trajectories: int
     gold: DrawingGold | None = None
     base: T | None = None
+    labels: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.labels = sorted(measured_labels([each.label for each in self.prompts.rows]))
 
     def run(self, step: int, as_base: bool = False) -> Evaluated:
-        """`eval_reward`, `validation/reward/<component>`; with gold `eval_gold`, `eval_diversity`, `eval_coverage`;
+        """`eval_reward`, for each of `labels` `eval_reward_<label>`, and `eval_reward_label_mean`, in which each label
+        counts alike; `validation/reward/<component>`; with gold `eval_gold`, `eval_diversity`, `eval_coverage`;
         `eval_image_diversity` where prompts stand several times; `eval_drift`, the distance from the base's images of
         the same noise; records of the first prompts, in their order. as_base: these weights are the base. A
         collective."""
@@ -141,6 +146,10 @@ class DiffusionEvaluation:
         media = torch.cat([each.media for each in self.sampling.draw(requests, 0, purpose="eval")]).cpu()
         scored = score_samples(self.rewards, requests, media)
         values = {"eval_reward": scored.score, **{f"validation/reward/{k}": v for k, v in scored.components.items()}}
+        own_labels = [prompts[i].label for i in indices]
+        for label in self.labels:
+            other = torch.tensor([each != label for each in own_labels])
+            values[f"eval_reward_{label}"] = scored.score.cpu().masked_fill(other, float("nan"))
         shown, paired_scores = dict(scored.components), None
         if self.gold is not None:
             golden = score_samples(self.gold.rewards, requests, media)
@@ -153,6 +162,10 @@ class DiffusionEvaluation:
         for record, index in zip(records, indices):
             record["sample_id"] = index
         metrics = _means_over_ranks(values, requests.sample_ids, real)
+        if len(self.labels) > 1:
+            metrics["eval_reward_label_mean"] = sum(metrics[f"eval_reward_{each}"] for each in self.labels) / len(
+                self.labels
+            )
         metrics |= self._of_set(media, requests.sample_ids, real, as_base)
         own = [record for record, (index, is_real) in zip(records, shard) if is_real and index < self.records_to_keep]
         kept = gather_all(own)

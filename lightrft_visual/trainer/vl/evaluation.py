@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 
 from ...data.drawing_prompts import EvaluationRows, Fetched
-from ...data.validation import validation_shard_indices
+from ...data.validation import measured_labels, validation_shard_indices
 from ...experience.rollouts import PromptBatch, Rollout, SamplingSettings
 from ...observe.guard.divergence import SIDE, PairedScores, gathered, image_statistics, paired_scores_of
 from ...observe.guard.watch import text_statistics
@@ -24,9 +23,6 @@ from ...runtime import collectives
 from ..hooks import StepData
 from ..loop import Evaluated
 from .maker import ExperienceMaker
-
-logger = logging.getLogger(__name__)
-
 
 Scores = list[tuple[float, bool]]
 
@@ -102,26 +98,6 @@ def paired_scores_at(step: int, rollouts: Sequence[Rollout], scores: Sequence[tu
         if valid and each.valid
     ]
     return paired_scores_of(step, (sample for part in collectives.all_gather_object(mine) for sample in part))
-
-
-MAX_LABELS = 24  # with metrics of their own
-
-
-def measured_labels(labels: Sequence[str | None]) -> set[str]:
-    """The labels of the held-out prompts that get metrics of their own: all, or where they are more than MAX_LABELS the
-    most frequent ones, each of two prompts or more. A label that is different for every prompt tells nothing apart."""
-    counts = Counter(label for label in labels if label is not None)
-    if len(counts) <= MAX_LABELS:
-        return set(counts)
-    chosen = {label for label, count in counts.most_common(MAX_LABELS) if count > 1}
-    if collectives.is_rank_0():
-        logger.warning(
-            "the evaluation data has %d labels; eval_reward_<label> is reported for the %d most frequent that several "
-            "prompts have, eval_reward counts all",
-            len(counts),
-            len(chosen),
-        )
-    return chosen
 
 
 @dataclass

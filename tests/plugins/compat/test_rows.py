@@ -169,3 +169,13 @@ def test_a_setting_overrules_the_columns(read):
     assert (parts(row), row.form) == ("q", "question")
     with pytest.raises(ConfigError, match="data_format"):
         DataConfig(data_format="llama")
+
+
+def test_geometry3k_asks_in_the_words_of_easyr1_and_verl(read, png):
+    (row,) = read(
+        "a.parquet", [{"images": [png], "problem": "<image>Find x. ", "answer": "3"}], data_format="geometry3k"
+    )
+    assert parts(row).startswith("[image]Find x. You FIRST think") and parts(row).endswith(
+        "within <think> </think> tags. The final answer MUST BE put in \\boxed{}."
+    )
+    assert row.reference == "3"

@@ -14,6 +14,7 @@ from tiny_models import actor_of, checkpoint_of, turn
 
 from lightrft_visual.algorithms.kl import FixedKLController
 from lightrft_visual.data.drawing_prompts import Fetched
+from lightrft_visual.data.validation import MAX_LABELS, measured_labels
 from lightrft_visual.experience.rollouts import (
     PromptBatch,
     PromptFeatures,
@@ -32,7 +33,7 @@ from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.trainer.features.dynamic_sampling import ResamplingMaker
 from lightrft_visual.trainer.hooks import Hooks, StepData
 from lightrft_visual.trainer.vl import maker as maker_module
-from lightrft_visual.trainer.vl.evaluation import MAX_LABELS, Evaluation, measured_labels
+from lightrft_visual.trainer.vl.evaluation import Evaluation
 from lightrft_visual.trainer.vl.maker import ExperienceMaker, ForwardStage, MakerSettings, build_maker
 from lightrft_visual.trainer.vl.updates import add_rollout_metrics
 

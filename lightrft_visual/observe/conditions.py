@@ -1,0 +1,68 @@
+"""What an evaluation was made with: whoever has this and the prompts can make its numbers again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+import xxhash
+
+from ..config.diffusion import DiffusionRunConfig
+from ..config.vl import RunConfig
+from ..runtime.masking import mask_config
+from .environment import versions
+
+# By section; a setting that a kind of run does not have is left out.
+SETTINGS = {
+    "model": ("pretrain", "family", "bf16", "attn_implementation", "max_sequence_length"),
+    "sampling": (
+        "scheduler", "eval_num_steps", "flow_shift", "guidance_scale", "negative_prompt", "height", "width",
+        "num_frames",
+    ),
+    "rollout": (
+        "engine_type", "temperature", "top_p", "top_k", "min_new_tokens", "generate_max_len", "prompt_max_len",
+        "guidance_scale",
+    ),
+    "data": (
+        "eval_data", "eval_split", "max_eval_samples", "data_format", "system_prompt", "apply_chat_template",
+        "min_pixels", "max_pixels",
+    ),
+    "output": ("eval_samples_per_prompt", "eval_ema"),
+}  # fmt: skip
+
+DRAWN = ("sampling", "rollout", "output")
+
+
+def conditions(config: RunConfig | DiffusionRunConfig, prompts: Iterable[str]) -> dict[str, Any]:
+    """Settings by section, the rewards that were set, seed, prompts and versions; secrets are masked.
+
+    Args:
+        config: of the run, or of the evaluation of a checkpoint.
+        prompts: that were held out, in their order.
+    """
+    found: dict[str, Any] = {}
+    for section, names in SETTINGS.items():
+        own = getattr(config, section, None)
+        found[section] = {name: getattr(own, name) for name in names if hasattr(own, name)}
+    reward = config.reward
+    found["reward"] = {f.name: asdict(reward)[f.name] for f in fields(reward) if getattr(reward, f.name) != _usual(f)}
+    found["seed"] = config.train.seed if config.output.eval_seed is None else config.output.eval_seed
+    if isinstance(config, DiffusionRunConfig):
+        found["sampling"]["sampler"] = "ode"
+        del found["output"]["eval_samples_per_prompt"]  # each prompt is drawn once
+    listed = list(prompts)
+    digest = xxhash.xxh3_128("\0".join(listed).encode(errors="surrogatepass")).hexdigest()
+    found["prompts"] = {"count": len(listed), "xxh3_128": digest}
+    return {**mask_config({name: part for name, part in found.items() if part != {}}), "versions": versions()}
+
+
+def _usual(field: Any) -> Any:
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """What decides how samples are drawn, in one line; what is not set is left out."""
+    own = {name: value for section in DRAWN for name, value in found.get(section, {}).items()}
+    own |= {"seed": found["seed"], "prompts": found["prompts"]["count"]}
+    return "evaluated with " + ", ".join(f"{n} {value}" for n, value in own.items() if value not in (None, "", -1))

@@ -1,0 +1,36 @@
+"""Each evaluation is written with what it was made with, and the first one says it on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...observe.conditions import conditions, in_words
+from ..hooks import HookContext, StepHook
+
+
+def held_out(evaluation: Any) -> list[str]:
+    """The prompts of an evaluation of either kind of run."""
+    prompts = evaluation.prompts
+    return prompts.prompts if hasattr(prompts, "prompts") else [each.prompt for each in prompts.rows]
+
+
+class ConditionsHook(StepHook):
+    """Writes evaluations.jsonl."""
+
+    def setup(self, context: HookContext) -> None:
+        """Settings do not change during a run."""
+        self.context, self.said = context, False
+        self.found = conditions(context.config, held_out(context.parts.evaluation))
+
+    def on_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Of the present weights."""
+        if not self.said:
+            self.context.console.message(in_words(self.found))
+            self.said = True
+        self.context.recorder.log_conditions(self.context.step(), {"metrics": dict(metrics), **self.found})
+
+
+def build(parts: Any) -> ConditionsHook | None:
+    """Where there is something to evaluate."""
+    return ConditionsHook() if getattr(parts, "evaluation", None) is not None else None

@@ -1,0 +1,87 @@
+"""Geometry3K's two graders: their scores are those of EasyR1's and verl's formulas, whichever mathruler answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.plugins.compat.graders import Geometry3K
+
+THINKS = "<think>x + 1 = 4</think> So \\boxed{3}"
+RESPONSES = [
+    THINKS,
+    "\\boxed{3}",
+    "< think >a</ think > \\boxed{3}",
+    THINKS.replace("3", "4"),
+    "<think></think>3",
+]
+# Stands in for the package where it is not installed: what it answers is not what is tested.
+STAND_IN = """
+def extract_boxed_content(text):
+    return text.rpartition("\\\\boxed{")[2].rpartition("}")[0] if "\\\\boxed{" in text else "None"
+def grade_answer(given, truth):
+    if given == "raise":
+        raise ValueError("no answer")
+    while given == "hang":
+        pass
+    return given == truth
+"""
+
+
+@pytest.fixture
+def mathruler(tmp_path, monkeypatch):
+    """The module of the package, or of what stands in for it."""
+    if importlib.util.find_spec("mathruler") is None:
+        (tmp_path / "mathruler").mkdir()
+        (tmp_path / "mathruler" / "__init__.py").write_text("")
+        (tmp_path / "mathruler" / "grader.py").write_text(STAND_IN)
+        monkeypatch.syspath_prepend(str(tmp_path))
+    return importlib.import_module("mathruler.grader")
+
+
+def published(mathruler, response: str, easyr1: bool) -> float:
+    text = re.sub(r"\s*(<|>|/)\s*", r"\1", response) if easyr1 else response
+    form = re.fullmatch(re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL), text)
+    right = mathruler.grade_answer(mathruler.extract_boxed_content(text), "3")
+    return 0.9 * (1.0 if right else 0.0) + 0.1 * (1.0 if form else 0.0)
+
+
+def test_grades_are_those_of_both_published_graders(mathruler):
+    grades = {}
+    for name in ("easyr1", "verl"):
+        scorer = Geometry3K(name)
+        grades[name] = scorer(RESPONSES, ["3"] * len(RESPONSES))
+        scorer.close()
+        assert (
+            grades[name]["rewards"]
+            == grades[name][name]
+            == [published(mathruler, text, name == "easyr1") for text in RESPONSES]
+        )
+    assert grades["easyr1"]["rewards"][2] == 1.0 and grades["verl"]["rewards"][2] == 0.9  # blanks within the tags
+    assert grades["verl"]["easyr1"] == grades["easyr1"]["rewards"]
+    assert grades["verl"]["accuracy"] == [1.0, 1.0, 1.0, 0.0, 0.0] and grades["verl"]["format"] == [
+        1.0,
+        0.0,
+        0.0,
+        1.0,
+        0.0,
+    ]
+
+
+def test_an_answer_that_cannot_be_graded_is_failed_and_one_without_reference_does_not_apply(tmp_path, monkeypatch):
+    (tmp_path / "mathruler").mkdir()
+    (tmp_path / "mathruler" / "__init__.py").write_text("")
+    (tmp_path / "mathruler" / "grader.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    scorer = Geometry3K("verl", seconds=1.0)
+    found = scorer(["\\boxed{raise}", "\\boxed{hang}", "\\boxed{3}", "\\boxed{3}"], ["3", "3", None, "3"])["rewards"]
+    scorer.close()
+    assert "ValueError" in found[0].reason and "mathruler" in found[1].reason and found[2:] == [None, 0.9]
+
+
+def test_an_unknown_grader_is_an_error():
+    with pytest.raises(ConfigError, match="easyr1, verl"):
+        Geometry3K("ver")
