@@ -387,6 +387,10 @@ for _entry in (
     DiffusionFamily("sd3", f"{_families}.sd3:StableDiffusion3", "SD3, SD3.5", pipeline="StableDiffusion3Pipeline"),
     DiffusionFamily("flux", f"{_families}.flux:Flux", "FLUX; guidance is an embedding", pipeline="FluxPipeline"),
     DiffusionFamily(
+        "flux_kontext", f"{_families}.flux_kontext:FluxKontext", "FLUX.1 Kontext: an image in, one out",
+        pipeline="FluxKontextPipeline",
+    ),
+    DiffusionFamily(
         "flux2_klein", f"{_families}.flux2:Flux2Klein", "FLUX.2 [klein]", pipeline="Flux2KleinPipeline"
     ),
     DiffusionFamily(

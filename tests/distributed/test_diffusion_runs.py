@@ -39,7 +39,14 @@ RUNS = {
     "edit": "--pretrain {edits}/pipeline --prompt_data {edits}/edits.jsonl --eval_data {edits}/edits.jsonl "
     "--source_pixels 1024 --max_sequence_length null --max_steps 2",
     "z_image": "--pretrain {edits}/z_image --max_sequence_length 24 --max_steps 2",
+    "flux_kontext": "--pretrain {edits}/flux_kontext --prompt_data {edits}/one.jsonl --eval_data {edits}/one.jsonl "
+    "--source_pixels 1024 --max_steps 2",
+    "wan_two_experts": "--pretrain {edits}/wan_two_experts {video} --guidance_scale_2 4 --num_steps 4 "
+    "--flow_shift 1",  # both experts serve trained steps
 }
+VIDEO = "--num_frames 5 --max_steps 2 --reward_fn {edits}/first.py:red"
+RUNS = {name: flags.replace("{video}", VIDEO) for name, flags in RUNS.items()}
+FAMILIES = ("edit", "z_image", "flux_kontext", "wan_two_experts")
 
 
 def with_resume(name: str, flags: str) -> dict[str, str]:
@@ -60,7 +67,7 @@ FLAGS = {
         **with_resume("dgpo", f"{RUNS['dgpo']} --zero_stage 2"),
         **with_resume("pairs", f"{RUNS['pairs']} --zero_stage 2"),
         "reward_fl": f"{REWARD_FL} --max_steps 2 --zero_stage 2",
-        **{name: f"{RUNS[name]} --zero_stage 2" for name in ("edit", "z_image")},
+        **{name: f"{RUNS[name]} --zero_stage 2" for name in FAMILIES},
         "bf16": "--max_steps 2 --bf16 true --enable_ema true --ema_interval 1",
     },
     2: {
@@ -76,13 +83,13 @@ FLAGS = {
         "pairs_2": f"{RUNS['pairs']} --zero_stage 2 --max_steps 4",
         "reward_fl_2": f"{REWARD_FL} --max_steps 2 --zero_stage 2",
         "edit_2": f"{RUNS['edit']} --zero_stage 2",
-        **{f"{name}_3": f"{RUNS[name]} --zero_stage 3" for name in ("edit", "z_image")},
+        **{f"{name}_3": f"{RUNS[name]} --zero_stage 3" for name in FAMILIES},
     },
 }
 PAIRS = [
     ("flow", "flow_1"), ("flow", "flow_2"), ("flow", "flow_3"), ("full", "full_2"), ("full", "full_3"),
     ("nft", "nft_2"), ("nft", "nft_3"), ("awm", "awm_3"), ("dgpo", "dgpo_2"), ("pairs", "pairs_2"),
-    ("reward_fl", "reward_fl_2"), ("edit", "edit_2"), ("edit", "edit_3"), ("z_image", "z_image_3"),
+    ("reward_fl", "reward_fl_2"), ("edit", "edit_2"), *((name, f"{name}_3") for name in FAMILIES),
 ]  # fmt: skip
 NAMES = ("loss", "grad_norm", "reward_mean", "reward_std")
 

@@ -15,6 +15,7 @@ from diffusers import (
     Flux2KleinPipeline,
     Flux2Pipeline,
     Flux2Transformer2DModel,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
     QwenImageEditPipeline,
@@ -103,6 +104,10 @@ def flux():
         text_encoder=clip_encoder(tokenizer), tokenizer=tokenizer, text_encoder_2=t5_encoder(t5), tokenizer_2=t5,
         transformer=transformer,
     )  # fmt: skip
+
+
+def flux_kontext():
+    return FluxKontextPipeline(**{k: v for k, v in flux().components.items() if v is not None})
 
 
 def wan_transformer(in_channels=16):
@@ -247,6 +252,7 @@ def z_image():
 FAMILIES = {
     "sd15": sd15,
     "flux": flux,
+    "flux_kontext": flux_kontext,
     "wan": wan,
     "wan_i2v": wan_i2v,
     "wan_two_experts": wan_two_experts,

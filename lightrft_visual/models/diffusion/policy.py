@@ -192,9 +192,7 @@ class DiffusionPolicy(nn.Module):
 
     def encode_prompts(self, prompts: list[str], negative: str | None = None) -> dict[str, T]:
         """Conditions, each (B, …); see `remember_prompts`. negative: for guidance, None leaves it out."""
-        if negative and not self.family.uses_negative:
-            raise ConfigError("this family takes its guidance as an embedding: it reads no negative prompt")
-        guided = negative is not None and self.family.uses_negative
+        guided = self._guided_by(negative)
         known = self.remember_prompts([*prompts, negative] if guided else prompts)
         names = known[prompts[0]]
         conditions = {name: joined([known[text][name] for text in prompts]).to(self.device) for name in names}
@@ -202,6 +200,11 @@ class DiffusionPolicy(nn.Module):
             without = known[negative][name].to(self.device)
             conditions[NEGATIVE + name] = without.expand(len(prompts), *without.shape[1:])
         return conditions
+
+    def _guided_by(self, negative: str | None) -> bool:
+        if negative and not self.family.uses_negative:
+            raise ConfigError("this family takes its guidance as an embedding: it reads no negative prompt")
+        return negative is not None and self.family.uses_negative
 
     @torch.no_grad()
     def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> dict[str, T]:
@@ -228,11 +231,12 @@ class DiffusionPolicy(nn.Module):
         Samples of one prompt with the same images get one dict. Each pair is encoded once and by itself, as texts are.
         negative: for guidance, None leaves it out.
         """
+        negative = negative if self._guided_by(negative) else None
         digests = {id(image): _digest(image) for sources in images for image in sources}
         keys = [tuple(digests[id(image)] for image in sources) for sources in images]
         edits = dict(zip(zip(prompts, keys, strict=True), images))
         texts = [(text, key) for prompt, key in edits for text in (prompt, negative) if text is not None]
-        with nullcontext() if all(each in self._encoded for each in texts) else self._at_work("text_encoder", "vae"):
+        with nullcontext() if all(each in self._encoded for each in texts) else self._at_work(*TEXT_ENCODERS, "vae"):
             made = {(prompt, key): self._edit(prompt, key, edits[prompt, key], negative) for prompt, key in edits}
         return [made[pair] for pair in zip(prompts, keys)]
 

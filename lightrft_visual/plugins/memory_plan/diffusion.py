@@ -52,8 +52,8 @@ class Computed:
         wide = next(network[name] for name in names if network.get(name))
         if self.family.most_source_images:
             found = self.family.planned_conditions(count, wide)
-            shared = {} if not negative else {NEGATIVE + name: found[name].clone() for name in ("context", MASK)}
-            return found | shared
+            guided = ("context", MASK) if negative and self.family.uses_negative else ()
+            return found | {NEGATIVE + name: found[name].clone() for name in guided}
         two = getattr(pipeline, "text_encoder_3", None) is not None or "StableDiffusion3" in type(pipeline).__name__
         length = self.family.text_length + (pipeline.text_encoder.config.max_position_embeddings if two else 0)
         found = {"context": torch.empty(count, length, wide, dtype=dtype, device="meta")}

@@ -14,7 +14,9 @@ from lightrft_visual.experience.buffer import NaiveReplayBuffer, items_from_stat
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, SamplingConfig, SamplingResult
 from lightrft_visual.experience.items import make_experience_batch, split_experience_batch
 from lightrft_visual.experience.vision import stacked
-from lightrft_visual.models.diffusion.families.qwen_image_edit import READ_PIXELS, SOURCE_PIXELS
+from lightrft_visual.models.diffusion.families.base import pack
+from lightrft_visual.models.diffusion.families.qwen_image_edit import READ_PIXELS
+from lightrft_visual.models.diffusion.families.source_tokens import SOURCE_PIXELS
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
 from lightrft_visual.runtime import collectives
@@ -43,12 +45,22 @@ def smaller(monkeypatch):
         monkeypatch.setattr(stock_plus, name, PIXELS)
 
 
-@pytest.mark.parametrize("name", ["qwen_image_edit", "qwen_image_edit_plus"])
+# How the stock pipelines are asked; Kontext would scale source and drawing to a megapixel.
+GUIDED = {"negative_prompt": "a dog", "true_cfg_scale": 3.0}
+ASKED = {
+    "qwen_image_edit": ([WIDE], GUIDED),
+    "qwen_image_edit_plus": ([SQUARE, WIDE], GUIDED),
+    "flux_kontext": ([WIDE], {"guidance_scale": 3.0, "max_area": 32 * 32, "_auto_resize": False}),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
 def test_after_training_the_saved_pipeline_draws_what_the_policy_draws(name, tmp_path, monkeypatch):
     smaller(monkeypatch)
     policy = policy_of(name, lora=0)
-    sources = [WIDE] if name == "qwen_image_edit" else [SQUARE, WIDE]
-    conditions = stacked(policy.encode_edits(["make it red"], [sources], "a dog"), policy.device)
+    sources, asked = ASKED[name]
+    negative = "a dog" if policy.family.uses_negative else None
+    conditions = stacked(policy.encode_edits(["make it red"], [sources], negative), policy.device)
     start = torch.randn(1, *policy.latent_shape(32, 32))
     policy(start, torch.tensor([500.0]), conditions, 3.0).square().sum().backward()
     torch.optim.SGD(policy.trainable_parameters(), lr=0.1).step()
@@ -58,10 +70,11 @@ def test_after_training_the_saved_pipeline_draws_what_the_policy_draws(name, tmp
     policy.save_pretrained(tmp_path)
     pipeline = DiffusionPipeline.from_pretrained(tmp_path)
     pipeline.set_progress_bar_config(disable=True)
-    tokens = policy.family.pipeline._pack_latents(start, 1, 16, 4, 4)
+    if name == "flux_kontext":
+        sources = [policy.family._scaled(image, PIXELS) for image in sources]
     theirs = pipeline(
-        sources if len(sources) > 1 else sources[0], "make it red", negative_prompt="a dog", true_cfg_scale=3.0,
-        height=32, width=32, num_inference_steps=3, latents=tokens, output_type="pt",
+        sources if len(sources) > 1 else sources[0], "make it red", **asked,
+        height=32, width=32, num_inference_steps=3, latents=pack(start), output_type="pt",
     ).images  # fmt: skip
     with torch.no_grad():
         torch.testing.assert_close(policy.decode(ours.latents).clamp(0, 1), theirs, rtol=1e-4, atol=1e-4)
@@ -118,3 +131,15 @@ def test_texts_without_images_and_text_lengths_are_refused():
         family_of(policy.family.pipeline, 20)
     with pytest.raises(ConfigError, match="edits no images"):
         DiffusionPolicy(family_of(tiny_families.flux(), 5)).encode_edits(["a"], [[SQUARE]])
+
+
+def test_kontext_scales_a_source_to_the_trained_size_of_its_proportions_and_reads_no_text_alone():
+    policy = policy_of("flux_kontext")
+    policy.family.source_pixels = None
+    assert policy.family._scaled(SQUARE, SOURCE_PIXELS).size == (1024, 1024)
+    assert policy.family._scaled(WIDE, SOURCE_PIXELS).size == (1568, 672)
+    with pytest.raises(ConfigError, match="needs one beside each text"):
+        policy.encode_prompts(["a red circle"])
+    with pytest.raises(ConfigError, match="reads no negative prompt"):
+        policy.encode_edits(["red"], [[SQUARE]], "a dog")
+    assert not any("negative" in name for name in policy.encode_edits(["red"], [[SQUARE]], "")[0])

@@ -34,6 +34,7 @@ PROMPTS = ["a red circle", "a blue cross"]
 CASES = {
     "sd15": ((32, 32, 1), 3.0, (3, 32, 32)),
     "flux": ((32, 32, 1), 3.5, (3, 32, 32)),
+    "flux_kontext": ((32, 32, 1), 3.5, (3, 32, 32)),
     "wan": ((32, 32, 5), 3.0, (3, 5, 32, 32)),
     "wan_i2v": ((32, 32, 5), 3.0, (3, 5, 32, 32)),
     "wan_two_experts": ((32, 32, 5), 3.0, (3, 5, 32, 32)),
@@ -46,6 +47,9 @@ CASES = {
     "qwen_image_edit_plus": ((32, 32, 1), 3.0, (3, 32, 32)),
 }
 
+VIDEOS = ("wan", "wan_i2v", "wan_two_experts")
+EDITS = ("flux_kontext", "qwen_image_edit", "qwen_image_edit_plus")
+
 
 def build(name):
     torch.manual_seed(0)
@@ -57,7 +61,7 @@ def build(name):
 
 
 def policy_of(name):
-    family = family_of(build(name), None if "edit" in name else 5)
+    family = family_of(build(name), None if "qwen_image_edit" in name else 5)
     family.source_pixels = SOURCE_PIXELS
     family.guidance_scale_2 = 2.0 if name == "wan_two_experts" else None
     return DiffusionPolicy(family, LoraSettings(rank=2, alpha=4))
@@ -453,7 +457,7 @@ def test_image_to_video_is_known_before_loading(tmp_path):
         takes_first_frame(str(tmp_path / "missing"))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("wan")])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in VIDEOS])
 def test_images_are_encoded_as_they_are_decoded(name):
     policy, (height, width, frames) = policy_of(name), CASES[name][0]
     image = Image.new("RGB", (64, 64), (200, 30, 60))
@@ -474,7 +478,7 @@ def test_a_model_of_videos_encodes_no_images():
         policy_of("wan").encode_images([Image.new("RGB", (32, 32))], 32, 32)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "edit" not in name and name != "wan_i2v"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in (*EDITS, "wan_i2v")])
 def test_prompts_encoded_together_are_those_encoded_alone(name):
     """To rounding, as is what the pipeline gives for each by itself."""
     policy = policy_of(name)

@@ -232,7 +232,7 @@ def test_host_memory_counts_too() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["qwen_image", "z_image", "qwen_image_edit_plus"])
+@pytest.mark.parametrize("name", ["qwen_image", "z_image", "qwen_image_edit_plus", "flux_kontext"])
 def test_a_drawing_pipeline_in_a_folder_is_planned(tmp_path, name: str) -> None:
     tiny_families.FAMILIES[name]().save_pretrained(tmp_path)
     size = ["--height", "32", "--width", "32", "--lora_rank", "2"]
@@ -241,9 +241,9 @@ def test_a_drawing_pipeline_in_a_folder_is_planned(tmp_path, name: str) -> None:
     items = {item.name: item for item in plan.phases[1].items}
     assert plan.fits and items["denoisers: weights"].bytes > 0
     told = items.get("texts and images to edit")
-    assert (told is not None) == ("edit" in name)
+    assert (told is not None) == (name in ("qwen_image_edit_plus", "flux_kontext"))
     if told is not None:  # as many images as the model takes, once a prompt, each token 4 C numbers in fp32
-        images, tokens = 3, (1024 // 16) ** 2
+        images, tokens = 3 if "plus" in name else 1, (1024 // 16) ** 2
         assert told.where == HOST and told.bytes > config.sampling.rollout_batch_size * images * tokens * 4
 
 

@@ -9,6 +9,7 @@ from ..layers import upcast
 from .base import DiffusionFamily, encoded_mean, in_whole_batches, pack, spatial_latent, unpack
 
 T = torch.Tensor
+Grid = tuple[int, int, int]  # frames, rows and columns of an image's tokens
 
 
 class Flux(DiffusionFamily):
@@ -29,15 +30,20 @@ class Flux(DiffusionFamily):
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """Velocity, fp32; guidance_scale enters as an embedding."""
         height, width = latents.shape[-2:]
+        grids = [(1, height // 2, width // 2)]
+        return upcast(unpack(self._tokens(pack(latents), grids, timesteps, conditions, guidance_scale), height, width))
+
+    def _tokens(self, tokens: T, grids: list[Grid], timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        """What the transformer makes of tokens (B, L, 4 C) of images of these sizes, behind each other."""
         transformer, dtype = self.pipeline.transformer, self.dtype
         guidance = torch.full_like(timesteps, guidance_scale) if transformer.config.guidance_embeds else None
-        tokens = transformer(
-            hidden_states=pack(latents).to(dtype), timestep=timesteps / 1000, guidance=guidance,
+        ids = [image_ids(number, *grid[1:]) for number, grid in enumerate(grids)]
+        return transformer(
+            hidden_states=tokens.to(dtype), timestep=timesteps / 1000, guidance=guidance,
             pooled_projections=conditions["pooled"].to(dtype), encoder_hidden_states=conditions["context"].to(dtype),
-            txt_ids=torch.zeros(conditions["context"].shape[1], 3, device=latents.device, dtype=dtype),
-            img_ids=image_ids(height // 2, width // 2, latents.device, dtype), return_dict=False,
+            txt_ids=torch.zeros(conditions["context"].shape[1], 3, device=tokens.device, dtype=dtype),
+            img_ids=torch.cat(ids).to(tokens.device, dtype), return_dict=False,
         )[0]  # fmt: skip
-        return upcast(unpack(tokens, height, width))
 
     def decode(self, latents: T) -> T:
         """(B, C, h, w) to (B, 3, H, W)."""
@@ -56,7 +62,7 @@ class Flux(DiffusionFamily):
         return self.pipeline.transformer.config.in_channels // 4, *spatial_latent(height, width, scale, 2 * scale)
 
 
-def image_ids(height: int, width: int, device: torch.device, dtype: torch.dtype) -> T:
-    """(rows * columns, 3) positions of the image tokens: 0, row, column."""
+def image_ids(number: int, height: int, width: int) -> T:
+    """(rows * columns, 3) positions of an image's tokens: its number, row, column."""
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    return torch.stack([torch.zeros_like(y), y, x], dim=-1).reshape(-1, 3).to(device, dtype)
+    return torch.stack([torch.full_like(y, number), y, x], dim=-1).reshape(-1, 3)
